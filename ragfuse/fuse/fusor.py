@@ -1,0 +1,233 @@
+"""One fused prefill, told as layer by layer steps.
+
+Cached runs are placed into preallocated buffers; the rows that must be computed flow through the model, fewer in each
+layer, and their fresh keys and values are scattered over the cached ones (CacheBlend 4.2). Whoever drives the model asks
+`choose` before a layer and hands `write` what the layer computed. Nothing here knows a model or where KV is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ragfuse.core import LayerKV, RopeLayout
+from ragfuse.fuse.attend import RowMask
+from ragfuse.fuse.rope import angles, place
+from ragfuse.fuse.select import Policy, View
+
+
+@dataclass(frozen=True)
+class Run:
+    """A cached run in a prompt: rows lo:hi, first token at position `start`; `blend` offers it for recomputing."""
+
+    segment: int
+    lo: int
+    hi: int
+    start: int
+    blend: bool
+
+
+class Source(Protocol):
+    """Gives the cached layers, in order."""
+
+    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
+        """The KV of every run by segment, keys at the run's own positions; None where it was lost."""
+        ...
+
+
+class LostRun(Exception):
+    """A run that was in the store when the prefill began cannot be read any more; the prefill starts again without it."""
+
+    def __init__(self, segment: int) -> None:
+        super().__init__(f"segment {segment} cannot be read any more")
+        self.segment = segment
+
+
+class Buffers:
+    """KV of a whole prompt: keys and values [1, H, T + room, D] per layer, cached runs placed, other rows unset."""
+
+    def __init__(
+        self,
+        n_tokens: int,
+        runs: Sequence[Run],
+        source: Source,
+        rope: Sequence[RopeLayout | None],
+        device: torch.device,
+        room: int = 0,
+    ) -> None:
+        self.n_tokens = n_tokens
+        self.keys: list[Tensor | None] = [None] * len(rope)
+        self.values: list[Tensor | None] = [None] * len(rope)
+        self._runs, self._source, self._rope = runs, source, rope
+        self._device, self._room = device, room
+        self._angles: dict[tuple[int, RopeLayout], tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rope)
+
+    def open(self, layer: int) -> None:
+        """Read and place the cached runs of a layer, once; LostRun if one is gone."""
+        if self.keys[layer] is not None or not self._runs:
+            return
+        found = self._source.read(layer)
+        for run in self._runs:
+            kv = found.get(run.segment)
+            if kv is None or kv.n_tokens != run.hi - run.lo:
+                raise LostRun(run.segment)
+            self._place(layer, run, kv)
+
+    def get(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, H, T, D] of a layer."""
+        keys, values = self.keys[layer], self.values[layer]
+        if keys is None or values is None:
+            raise RuntimeError(f"Layer {layer} was read before anything was written to it.")
+        return keys[:, :, : self.n_tokens], values[:, :, : self.n_tokens]
+
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Scatter fresh keys [1, H, R, D] and values [1, H, R, Dv] to `rows` int64 [R]."""
+        self._allocate(layer, keys[0], values[0])
+        all_keys, all_values = self.get(layer)
+        if len(rows) == self.n_tokens:
+            all_keys.copy_(keys)
+            all_values.copy_(values)
+            return
+        all_keys[0].index_copy_(1, rows, keys[0])
+        all_values[0].index_copy_(1, rows, values[0])
+
+    def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        if self.keys[layer] is None:
+            length = self.n_tokens + self._room
+            size = (1, keys.shape[0], length, keys.shape[-1])
+            self.keys[layer] = torch.empty(size, dtype=keys.dtype, device=self._device)
+            size = (1, values.shape[0], length, values.shape[-1])
+            self.values[layer] = torch.empty(size, dtype=values.dtype, device=self._device)
+
+    def _place(self, layer: int, run: Run, kv: LayerKV) -> None:
+        self._allocate(layer, kv.keys, kv.values)
+        layout = self._rope[layer] if run.start else None
+        for part, states, buffer in zip(("keys", "values"), (kv.keys, kv.values), self.get(layer), strict=True):
+            out = buffer[0, :, run.lo : run.hi]
+            if layout is None or layout.part != part:
+                out.copy_(states, non_blocking=True)
+            else:
+                place(out, states.to(self._device), self._angle(run.start, layout), layout)
+
+    def _angle(self, delta: int, layout: RopeLayout) -> tuple[Tensor, Tensor]:
+        if (delta, layout) not in self._angles:
+            self._angles[delta, layout] = angles(layout, delta, self._device)
+        return self._angles[delta, layout]
+
+
+class Fusion:
+    """Which rows flow through which layer of one prefill, and what they leave behind.
+
+    rows: int64 [R], sorted, the prompt rows computed in the current layer. counts: rows computed per layer.
+    """
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        positions: Tensor,
+        runs: Sequence[Run],
+        policy: Policy,
+        ratio: float,
+        score: Tensor | None = None,
+    ) -> None:
+        self.buffers, self.positions, self.policy = buffers, positions, policy
+        cached = torch.zeros(len(positions), dtype=torch.bool)
+        offered = torch.zeros(len(positions), dtype=torch.bool)
+        for run in runs:
+            cached[run.lo : run.hi] = True
+            offered[run.lo : run.hi] = run.blend
+        cached[-1] = offered[-1] = False
+        self._offered = offered.to(positions.device)
+        self._forced = (~cached).nonzero()[:, 0].to(positions.device)
+        self._offer = offered.nonzero()[:, 0].to(positions.device)
+        self.view = _view(len(buffers), ratio, len(self._forced), runs, self._offer, score)
+        self._alive = torch.arange(len(self._offer), device=positions.device)
+        self._deviation: Tensor | None = None
+        self.rows = self._merge()
+        self.chosen = self.rows[:0]
+        self.counts: list[int] = []
+        self._mask: RowMask | None = None
+
+    def needs_check(self, layer: int) -> bool:
+        """Whether `check` must see this layer's K and V of all current rows before `choose`."""
+        return layer > 0 and layer == self.policy.check_layer and len(self._alive) > 0
+
+    def check(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Measure the deviation of the current rows from the cached KV: keys, values [1, H, R, D] of `rows`."""
+        self._deviation = self._measure(layer, keys, values)
+
+    def choose(self, layer: int) -> Tensor | None:
+        """Settle the rows of `layer`; gives the kept rows' indices into the rows before, None if all stay."""
+        before = self.rows
+        if layer >= self.policy.check_layer:
+            self._alive = self.policy.choose(self.view, layer, self._alive, self._deviation)
+            if layer == self.policy.check_layer:
+                self.chosen = self._offer[self._alive]
+        rows = self._merge() if len(self._alive) + len(self._forced) < len(before) else before
+        self.counts.append(len(self._alive))
+        if rows is before:
+            return None
+        self.rows, self._mask = rows, None
+        return torch.searchsorted(before, rows)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take what a layer computed for `rows`: keys, values [1, H, R, D]; gives the layer's whole [1, H, T, D]."""
+        if self.policy.thins and layer >= self.policy.check_layer and len(self._alive):
+            self._deviation = self._measure(layer, keys, values)
+        self.buffers.write(layer, self.rows, keys, values)
+        return self.buffers.get(layer)
+
+    def keep_last(self) -> Tensor:
+        """Go on with the prompt's last row alone; gives its index into the rows before."""
+        last = torch.tensor([len(self.rows) - 1], device=self.rows.device)
+        self.rows, self._mask = self.rows[-1:], None
+        return last
+
+    def mask(self) -> RowMask:
+        """Who sees whom among the current rows; one value for all layers that compute the same rows."""
+        if self._mask is None:
+            self._mask = RowMask(self.rows, self.positions)
+        return self._mask
+
+    def offered(self, per_row: Tensor) -> Tensor:
+        """The part of a [T] tensor that belongs to the rows on offer: [C]."""
+        return per_row[self._offer]
+
+    @property
+    def mean_ratio(self) -> float:
+        """Share of the offered rows computed per layer, over the layers from the check layer on."""
+        counts = self.counts[self.policy.check_layer :]
+        return sum(counts) / (len(counts) * len(self._offer)) if counts and len(self._offer) else 0.0
+
+    def _merge(self) -> Tensor:
+        return torch.cat([self._forced, self._offer[self._alive]]).sort().values
+
+    def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
+        """Squared L2 distance per offered row over heads and dims, float32 [m], in the order of `_alive`."""
+        mine = self._offered[self.rows].nonzero()[:, 0]
+        rows = self.rows[mine]
+        total = torch.zeros(len(rows), device=self.rows.device)
+        old_keys, old_values = self.buffers.get(layer)
+        pairs = {"k": [(keys, old_keys)], "v": [(values, old_values)]}
+        pairs["kv"] = pairs["k"] + pairs["v"]
+        for new, old in pairs[self.policy.compare]:
+            change = new[0].index_select(1, mine).float() - old[0].index_select(1, rows).float()
+            total += change.square_().sum(-1).sum(0)
+        return total
+
+
+def _view(
+    n_layers: int, ratio: float, forced: int, runs: Sequence[Run], offer: Tensor, score: Tensor | None
+) -> View:
+    chunk, offset = torch.zeros_like(offer), torch.zeros_like(offer)
+    for run in runs:
+        mine = (offer >= run.lo) & (offer < run.hi)
+        chunk[mine], offset[mine] = run.segment, offer[mine] - run.lo
+    return View(n_layers, ratio, forced, chunk, offset, score)

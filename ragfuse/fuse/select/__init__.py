@@ -1,0 +1,43 @@
+"""Which rows are recomputed: one policy a file, one line here.
+
+A policy is chosen by name; `hkvd`, `hkvd-flat` and `query` compare keys, values or both: `hkvd:k`, `hkvd:v`, `hkvd:kv`.
+"""
+
+from ragfuse.errors import SettingsError
+from ragfuse.fuse.select.edges import Full, Nothing
+from ragfuse.fuse.select.hkvd import Hkvd
+from ragfuse.fuse.select.hybrid import Hybrid
+from ragfuse.fuse.select.lego import Lego
+from ragfuse.fuse.select.policy import Policy, View, schedule
+from ragfuse.fuse.select.query import Query
+from ragfuse.fuse.select.random import Random
+
+__all__ = ["POLICIES", "Policy", "View", "policy_named", "schedule"]
+
+POLICIES = (
+    Full(),
+    Nothing(),
+    Random(),
+    Hkvd(name="hkvd-flat", gradual=False),
+    Hkvd(name="hkvd", gradual=True),
+    Hkvd(name="hkvd:k", gradual=True, compare="k"),
+    Hkvd(name="hkvd:v", gradual=True, compare="v"),
+    Hkvd(name="hkvd-flat:k", gradual=False, compare="k"),
+    Hkvd(name="hkvd-flat:v", gradual=False, compare="v"),
+    Lego(),
+    Hybrid(),
+    Query(name="query", gradual=False),
+    Query(name="query-gradual", gradual=True),
+)
+
+
+def policy_named(name: str) -> Policy:
+    """The policy called `name`; `lego-32` is lego with the first 32 tokens of each chunk."""
+    for policy in POLICIES:
+        if policy.name == name:
+            return policy
+    head, _, count = name.rpartition("-")
+    if head == "lego" and count.isdigit():
+        return Lego(name=name, first=int(count))
+    known = ", ".join(policy.name for policy in POLICIES)
+    raise SettingsError(f"No selection policy '{name}'. It is one of: {known}, lego-N.")

@@ -1,0 +1,32 @@
+"""High KV deviation: rows whose KV changes most once they see the other chunks (CacheBlend 4.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ragfuse.fuse.select.policy import Compare, View, best, schedule
+
+
+@dataclass(frozen=True)
+class Hkvd:
+    """Highest deviation at layer 1, kept to the end (flat) or re-ranked and thinned out layer by layer (gradual)."""
+
+    name: str
+    gradual: bool
+    check_layer: int = 1
+    compare: Compare = "kv"
+    asks_query: bool = False
+
+    @property
+    def thins(self) -> bool:
+        """Only the gradual one."""
+        return self.gradual
+
+    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+        """The highest deviations that the layer's share allows."""
+        if deviation is None or (layer > self.check_layer and not self.gradual):
+            return alive
+        share = schedule(view.ratio, layer, self.check_layer, view.n_layers, self.gradual)
+        return best(alive, deviation, view.budget(share))

@@ -1,0 +1,32 @@
+"""Half the budget for the first tokens of every chunk, half for the highest deviations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ragfuse.fuse.select.policy import Compare, View, best, schedule
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """High deviations are enriched at chunk edges; this takes the edges for granted and spends the rest on HKVD."""
+
+    name: str = "hybrid"
+    check_layer: int = 1
+    compare: Compare = "kv"
+    thins: bool = True
+    asks_query: bool = False
+    edge_share: float = 0.5
+
+    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+        """Edges first, then deviations, thinned out gradually."""
+        if deviation is None:
+            return alive
+        share = schedule(view.ratio, layer, self.check_layer, view.n_layers, gradual=True)
+        edges = view.offset.argsort(stable=True)[: view.budget(self.edge_share * share)]
+        score = deviation.clone()
+        kept = view.offset.new_zeros(len(view), dtype=deviation.dtype)
+        kept[edges] = deviation.max() + 1 if len(deviation) else 0
+        return best(alive, score + kept[alive], view.budget(share))

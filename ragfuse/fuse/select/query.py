@@ -1,0 +1,28 @@
+"""Rows that the question looks at: attention of the last prompt token over the reused cache, summed over layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ragfuse.fuse.select.policy import Compare, View, best, schedule
+
+
+@dataclass(frozen=True)
+class Query:
+    """Highest attention, the same rows in all layers or thinned out layer by layer."""
+
+    name: str
+    gradual: bool
+    check_layer: int = 0
+    compare: Compare = "kv"
+    thins: bool = False
+    asks_query: bool = True
+
+    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+        """The highest scores that the layer's share allows."""
+        if view.score is None:
+            return alive
+        share = schedule(view.ratio, layer, self.check_layer, view.n_layers, self.gradual)
+        return best(alive, view.score[alive], view.budget(share))

@@ -1,0 +1,29 @@
+"""Random rows: the control that every other policy must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ragfuse.fuse.select.policy import Compare, View, best
+
+
+@dataclass(frozen=True)
+class Random:
+    """The same random rows in every layer, drawn from `seed`."""
+
+    name: str = "random"
+    check_layer: int = 0
+    compare: Compare = "kv"
+    thins: bool = False
+    asks_query: bool = False
+    seed: int = 0
+
+    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+        """A draw at layer 0, kept afterwards."""
+        if layer > 0:
+            return alive
+        draw = torch.rand(len(alive), generator=torch.Generator().manual_seed(self.seed))
+        return best(alive, draw.to(alive.device), view.budget(view.ratio))

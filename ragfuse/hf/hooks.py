@@ -1,0 +1,222 @@
+"""Drives the model's own forward for a fused prefill.
+
+Pre-hooks on the decoder layers let only the chosen rows flow on, and the cache scatters what they compute. The model's
+own norm, projection, rotation, attention wiring and MLP do the mathematics: no per-family code. At the check layer, and
+in the last one, the layer runs once just far enough to give its K and V.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ragfuse.fuse.attend import RowMask, attend, watch_last
+from ragfuse.fuse.fusor import Fusion
+from ragfuse.hf.cache import RowCache
+
+ATTENTION = "ragfuse"
+AttentionMode = Literal["rows", "dense"]
+
+
+def attention_of_rows(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: RowMask,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """Our attention as transformers calls it: gives [B, R, Hq, D] and no weights."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask.watch is not None:
+        attention_mask.watch(module, query, key, scaling)
+    return attend(query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_of_rows)
+
+
+class _Captured(Exception):
+    """Carries K and V out of a layer that was run only that far."""
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Where to hook into one model.
+
+    mode: "rows" where the family passes its mask on to an attention function of ours; "dense" where it attends by
+    itself, under its own mask if it made one (with ALiBi in it, say), else under ours. windows: sliding
+    window per layer (None: none), for our dense mask.
+    """
+
+    model: PreTrainedModel
+    layers: tuple[nn.Module, ...]
+    windows: tuple[int | None, ...]
+    mode: AttentionMode
+
+    def forward_options(self, positions: Tensor) -> dict[str, Any]:
+        """Arguments of the model's forward that not every family has."""
+        known = inspect.signature(type(self.model).forward).parameters
+        options: dict[str, Any] = {"position_ids": positions[None], "logits_to_keep": 1}
+        return {name: value for name, value in options.items() if name in known}
+
+
+class FusedPrefill:
+    """One fused prefill of one prompt. Used once; hooks are gone afterwards, whatever happened."""
+
+    def __init__(self, wiring: Wiring, fusion: Fusion, watch: bool = False) -> None:
+        self.wiring, self.fusion = wiring, fusion
+        self.cache = RowCache(len(wiring.layers), taker=self)
+        self.score = torch.zeros(len(fusion.positions), device=fusion.positions.device) if watch else None
+        self._capture = False
+        self._done = False
+
+    def run(self, token_ids: Tensor) -> None:
+        """Prefill the prompt int64 [1, T]; leaves `logits` [V] of its last row."""
+        with self._hooked():
+            out = self.wiring.model(
+                input_ids=token_ids,
+                past_key_values=self.cache,
+                use_cache=True,
+                **self.wiring.forward_options(self.fusion.positions),
+            )
+        self.logits: Tensor = out.logits[0, -1]
+
+    def watched(self) -> Tensor:
+        """Attention paid by the last row to every row, summed over heads and layers: float32 [T]."""
+        if self.score is None:
+            raise RuntimeError("This prefill did not watch attention.")
+        return self.score
+
+    def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """What the cache hands over: the layer's K and V of the rows in flight."""
+        if self._capture:
+            raise _Captured(keys, values)
+        if self._done:
+            return self.fusion.buffers.get(layer)
+        return self.fusion.write(layer, keys, values)
+
+    def before_layer(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The pre-hook: let only the rows of this layer in."""
+        fusion = self.fusion
+        fusion.buffers.open(layer)
+        inputs = _Inputs(args, kwargs)
+        if layer == 0:
+            inputs = inputs.narrowed(fusion.rows)
+        if fusion.needs_check(layer):
+            fusion.check(layer, *self._only_kv(layer, module, inputs))
+        keep = fusion.choose(layer)
+        inputs = inputs if keep is None else inputs.narrowed(keep)
+        if layer == len(self.wiring.layers) - 1 and len(fusion.rows) > 1:
+            fusion.write(layer, *self._only_kv(layer, module, inputs))
+            inputs = inputs.narrowed(fusion.keep_last())
+            self._done = True
+        return inputs.args, self._arguments(layer, inputs)
+
+    def _arguments(self, layer: int, inputs: _Inputs) -> dict[str, Any]:
+        """The layer's keyword arguments for the current rows."""
+        rows, mask = self.fusion.rows, self.fusion.mask()
+        changed = {name: _rows_of(inputs.kwargs[name], rows) for name in _PER_ROW if name in inputs.kwargs}
+        if self.wiring.mode == "rows":
+            if self.score is not None:
+                mask.watch = self._watch
+            changed["attention_mask"] = mask
+        else:
+            own = inputs.kwargs.get("attention_mask")
+            if isinstance(own, Tensor) and own.ndim == 4:
+                changed["attention_mask"] = own.index_select(2, rows)
+            else:
+                changed["attention_mask"] = mask.dense(inputs.dtype, self.wiring.windows[layer])
+        return {**inputs.kwargs, **changed}
+
+    def _only_kv(self, layer: int, module: nn.Module, inputs: _Inputs) -> tuple[Tensor, Tensor]:
+        self._capture = True
+        try:
+            module.forward(*inputs.args, **self._arguments(layer, inputs))
+        except _Captured as captured:
+            keys, values = captured.args
+            return keys, values
+        finally:
+            self._capture = False
+        raise RuntimeError(f"Layer {layer} ran without touching its cache.")
+
+    def _watch(self, module: object, query: Tensor, keys: Tensor, scaling: float) -> None:
+        if self.score is not None:
+            self.score += watch_last(query, keys, scaling)
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        handles = []
+        try:
+            with _attention(self.wiring):
+                for index, layer in enumerate(self.wiring.layers):
+                    hook = _bound(self.before_layer, index)
+                    handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+_PER_ROW = ("position_embeddings", "position_ids")
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The arguments of a decoder layer; its hidden states [1, R, d] come first or by name."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        hidden = self.args[0] if self.args else self.kwargs["hidden_states"]
+        return hidden.dtype  # type: ignore[no-any-return]
+
+    def narrowed(self, rows: Tensor) -> _Inputs:
+        if self.args:
+            return _Inputs((self.args[0].index_select(1, rows), *self.args[1:]), self.kwargs)
+        hidden = self.kwargs["hidden_states"].index_select(1, rows)
+        return _Inputs((), {**self.kwargs, "hidden_states": hidden})
+
+
+def _rows_of(value: Any, rows: Tensor) -> Any:
+    """`value` for the given rows: tensors [B, T, ...], also inside tuples and dicts, are narrowed in dim 1."""
+    if isinstance(value, Tensor):
+        return value.index_select(1, rows)
+    if isinstance(value, tuple | list):
+        return type(value)(_rows_of(item, rows) for item in value)
+    if isinstance(value, dict):
+        return {name: _rows_of(item, rows) for name, item in value.items()}
+    return value
+
+
+def _bound(hook: Callable[..., Any], layer: int) -> Callable[..., Any]:
+    return lambda module, args, kwargs: hook(layer, module, args, kwargs)
+
+
+@contextmanager
+def _attention(wiring: Wiring) -> Iterator[None]:
+    """Switch the model to our attention for one forward, where its family takes one."""
+    if wiring.mode == "dense":
+        yield
+        return
+    config = wiring.model.config
+    before = config._attn_implementation
+    config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

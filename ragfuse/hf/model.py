@@ -1,0 +1,209 @@
+"""One loaded model: encodes runs, fuses prompts, and says what it is.
+
+Calls are safe from several threads: one lock per model, held while its weights are at work. Retrieval, storage and the
+choice of what to reuse live elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from ragfuse.core import FORMAT_VERSION, ChunkKV, LayerKV, digest
+from ragfuse.errors import ModelError, RefusedError
+from ragfuse.fuse.fusor import Buffers, Fusion, Run, Source
+from ragfuse.fuse.select import policy_named
+from ragfuse.hf import probe
+from ragfuse.hf.cache import RowCache
+from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
+from ragfuse.profiles import ModelProfile
+
+ROOM = 64
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A prompt whose KV is ready: ids, cache of all T rows, logits [V] of the last, and what was computed.
+
+    chosen: int64, rows on offer that were recomputed in the check layer; mean_ratio: their share per layer.
+    """
+
+    token_ids: tuple[int, ...]
+    cache: RowCache
+    logits: Tensor
+    chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    mean_ratio: float = 0.0
+
+
+class NoSource:
+    """The source of a prompt without cached runs."""
+
+    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
+        """Nothing."""
+        return {}
+
+
+class HFModel:
+    """A causal LM of transformers with its tokenizer, its profile and its lock."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        profile_of: Callable[[str], ModelProfile | None] | None = None,
+    ) -> None:
+        self.model, self.tokenizer = model.eval(), tokenizer
+        self.lock = threading.RLock()
+        self.device, self.dtype = model.device, model.dtype
+        self.name = str(model.config._name_or_path) or model.config.model_type
+        self.fingerprint = fingerprint(model, tokenizer)
+        self.n_layers = int(model.config.get_text_config().num_hidden_layers)
+        known = profile_of(self.fingerprint) if profile_of is not None else None
+        self.profile = known if known is not None else self._probed()
+
+    def encode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> ChunkKV:
+        """KV of a run at positions 0..n-1, computed behind `context` (whose own rows are cut off)."""
+        ids = torch.tensor([[*context, *token_ids]], device=self.device)
+        positions = torch.arange(-len(context), len(token_ids), device=self.device)
+        with self.lock:
+            layers = probe.plain_kv(self.model, ids, positions)
+        cut = len(context)
+        return ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous()) for kv in layers))
+
+    def full_prefill(self, token_ids: Sequence[int]) -> Prefill:
+        """The model's own prefill of a whole prompt."""
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        found, cache = DynamicCache(), RowCache(self.n_layers)
+        with self.lock, torch.no_grad():
+            out = self.model(input_ids=ids, past_key_values=found, use_cache=True, **probe.last_logits(self.model))
+        cache.adopt(found)
+        return Prefill(tuple(token_ids), cache, out.logits[0, -1])
+
+    def fuse(
+        self,
+        token_ids: Sequence[int],
+        positions: Tensor,
+        runs: Sequence[Run],
+        source: Source,
+        policy: str,
+        ratio: float,
+        profile: ModelProfile | None = None,
+    ) -> Prefill:
+        """A prefill that reuses `runs`: T ids at int64 [T] positions; LostRun if one cannot be read to the end."""
+        profile = profile or self.profile
+        if profile.refusal:
+            raise RefusedError(f"{self.name}: {profile.refusal}")
+        ids, positions = torch.tensor([list(token_ids)], device=self.device), positions.to(self.device)
+        chosen = policy_named(policy if ratio > 0 else "none")
+        buffers = Buffers(len(positions), runs, source, profile.rope, self.device, ROOM)
+        with self.lock, torch.no_grad():
+            score = None
+            if chosen.asks_query and any(run.blend for run in runs):
+                look = Fusion(buffers, positions, runs, policy_named("none"), 0.0)
+                score = look.offered(self._run(look, ids, profile, watch=True).watched())
+            fusion = Fusion(buffers, positions, runs, chosen, ratio, score)
+            run = self._run(fusion, ids, profile)
+        run.cache.fill(buffers)
+        return Prefill(tuple(token_ids), run.cache, run.logits, fusion.chosen.cpu(), fusion.mean_ratio)
+
+    def _run(self, fusion: Fusion, ids: Tensor, profile: ModelProfile, watch: bool = False) -> FusedPrefill:
+        mode: AttentionMode = "rows" if profile.mode == "rows" else "dense"
+        wiring = Wiring(self.model, probe.decoder_layers(self.model), profile.windows, mode)
+        prefill = FusedPrefill(wiring, fusion, watch)
+        prefill.run(ids)
+        return prefill
+
+    def _probed(self) -> ModelProfile:
+        """What this model allows; a refusal is part of the answer, not an error."""
+        try:
+            return self._probe()
+        except RefusedError as error:
+            return ModelProfile(self.fingerprint, self.n_layers, refusal=str(error))
+
+    def _probe(self) -> ModelProfile:
+        config = self.model.config.get_text_config()
+        probe.refuse_by_config(config)
+        layers = probe.decoder_layers(self.model)
+        windows = probe.windows(config, len(layers))
+        tokens = probe.probe_tokens(config.vocab_size, probe.RUN_TOKENS, self.device)
+        rope = probe.find_rope(self.model, tokens, probe.tolerance_of(self.dtype))
+        worst = ""
+        for mode in ("rows", "dense") if self.model._supports_attention_backend else ("dense",):
+            profile = ModelProfile(self.fingerprint, len(layers), rope, windows, mode)
+            try:
+                error = self._self_test(profile)
+            except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as failure:
+                worst = f"its own forward does not take a fused prefill ({type(failure).__name__}: {failure})"
+                continue
+            if error <= probe.logits_bound(self.dtype):
+                return ModelProfile(self.fingerprint, len(layers), rope, windows, mode, errors={"ratio_one": error})
+            worst = f"a fused prefill at ratio 1 is off by {error:.2g}"
+        raise RefusedError(f"Its self-test failed: {worst}.")
+
+    def _self_test(self, profile: ModelProfile) -> float:
+        """Relative error of the logits at ratio 1, over a prompt longer than any sliding window."""
+        config = self.model.config.get_text_config()
+        longest = max([window or 0 for window in profile.windows], default=0)
+        total = max(3 * probe.RUN_TOKENS, longest + probe.RUN_TOKENS)
+        ids = probe.probe_tokens(config.vocab_size, total, self.device)[0].tolist()
+        size = (total - 4) // 3
+        spans = [(size * index, size * (index + 1)) for index in range(3)]
+        source = KVSource([self.encode(ids[lo:hi]) for lo, hi in spans])
+        runs = [Run(index, lo, hi, lo, blend=index > 0) for index, (lo, hi) in enumerate(spans)]
+        fused = self.fuse(ids, torch.arange(total), runs, source, "hkvd", 1.0, profile)
+        return probe.logits_error(fused.logits, self.full_prefill(ids).logits)
+
+
+@dataclass(frozen=True)
+class KVSource:
+    """Runs whose KV is at hand, by segment number."""
+
+    chunks: Sequence[ChunkKV]
+
+    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
+        """That layer of every chunk."""
+        return {index: chunk.layers[layer] for index, chunk in enumerate(self.chunks)}
+
+
+def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Digest of what decides a model's KV: config, a sample of every weight, dtype, tokenizer, format version."""
+    config = model.config.to_diff_dict()
+    kept = sorted((k, str(v)) for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype"))
+    hasher = [str(FORMAT_VERSION), str(model.dtype), repr(kept)]
+    for name, weight in model.state_dict().items():
+        flat = weight.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // 256)][:256].float().cpu().numpy().tobytes()
+        hasher.append(digest(name, str(tuple(weight.shape)), sample))
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    hasher.append(digest(backend.to_str() if backend is not None else type(tokenizer).__name__))
+    return digest(*hasher)
+
+
+def load_model(
+    source: str | Path,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    profile_of: Callable[[str], ModelProfile | None] | None = None,
+) -> HFModel:
+    """The model at a folder or Hugging Face id, with its tokenizer; ModelError if it cannot be had.
+
+    profile_of: what is known of a fingerprint, so that a model is probed only once.
+    """
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"Wanted device '{device}', but torch sees no CUDA device here. Use --device cpu.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).to(device)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"No model could be loaded from '{source}' ({first}). Give a local folder, a Hugging Face id, or a name "
+            "that `ragfuse models ls` lists."
+        ) from error
+    return HFModel(model, tokenizer, profile_of)

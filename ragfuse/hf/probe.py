@@ -1,0 +1,166 @@
+"""What a model allows, found on its real weights.
+
+Two short forwards of one run at different positions show, per layer, how keys carry position; a self-test then fuses a
+prompt at ratio 1 and compares it with the model's own prefill. What cannot be moved is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+
+from ragfuse.core import LayerKV, RopeLayout
+from ragfuse.errors import RefusedError
+from ragfuse.fuse.rope import moved
+
+DELTA = 37
+RUN_TOKENS = 24
+UNMOVABLE_ROPE = ("dynamic", "longrope")
+UNKNOWN_LAYERS = ("linear_attention", "chunked_attention", "mamba", "conv", "recurrent")
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+    """The decoder layers in order; RefusedError when they cannot be told."""
+    wanted = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
+    if not lists:
+        raise RefusedError(f"Its {wanted} decoder layers were not found as one list.")
+    return tuple(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
+
+
+def refuse_by_config(config: PreTrainedConfig) -> None:
+    """RefusedError for what no rotation can move, told by the configuration alone."""
+    if config.is_encoder_decoder:
+        raise RefusedError("It is an encoder-decoder model.")
+    kinds = [kind for kind in _rope_types(config) if kind in UNMOVABLE_ROPE]
+    if kinds:
+        raise RefusedError(f"Its rope scaling '{kinds[0]}' depends on the length of the whole prompt.")
+    strange = {kind for kind in _layer_types(config) if any(word in kind for word in UNKNOWN_LAYERS)}
+    if strange:
+        raise RefusedError(f"It has layers of the kind {sorted(strange)[0]}, whose state is not KV per token.")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise RefusedError("Some of its layers share the KV of others.")
+
+
+def windows(config: PreTrainedConfig, n_layers: int) -> tuple[int | None, ...]:
+    """Sliding window per layer, None where every earlier token is seen."""
+    window = getattr(config, "sliding_window", None)
+    types = _layer_types(config)
+    if types:
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return (window if getattr(config, "use_sliding_window", True) else None,) * n_layers
+
+
+def _layer_types(config: PreTrainedConfig) -> Sequence[str]:
+    return getattr(config, "layer_types", None) or ()
+
+
+def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for group in [parameters, *nested]:
+        yield group.get("rope_type") or group.get("type") or "default"
+
+
+def plain_kv(model: PreTrainedModel, token_ids: Tensor, positions: Tensor) -> tuple[LayerKV, ...]:
+    """KV of every layer from the model's own forward of int64 [1, n] at int64 [n] positions."""
+    cache = DynamicCache()
+    options = {"position_ids": positions[None]} if takes_positions(model) else {}
+    with torch.no_grad():
+        model(input_ids=token_ids, past_key_values=cache, use_cache=True, **last_logits(model), **options)
+    return tuple(LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers)
+
+
+def last_logits(model: PreTrainedModel) -> dict[str, int]:
+    """The argument that keeps a forward from computing logits of all rows, where the family has it."""
+    return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether the forward can be told the position of every token."""
+    return "position_ids" in inspect.signature(type(model).forward).parameters
+
+
+def find_rope(model: PreTrainedModel, token_ids: Tensor, tolerance: float) -> tuple[RopeLayout | None, ...]:
+    """How each layer's keys carry position, from one run int64 [1, n] encoded at 0 and at DELTA; RefusedError if odd."""
+    near = torch.arange(token_ids.shape[1], device=token_ids.device)
+    first = plain_kv(model, token_ids, near)
+    if not takes_positions(model):
+        if not _is_alibi(model.config):
+            raise RefusedError("Its forward cannot be told the positions of tokens.")
+        return (None,) * len(first)
+    second = plain_kv(model, token_ids, near + DELTA)
+    pairs, tables = zip(first, second, strict=True), _tables(model)
+    return tuple(_layer_rope(layer, near, far, tables, tolerance) for layer, (near, far) in enumerate(pairs))
+
+
+def _is_alibi(config: PreTrainedConfig) -> bool:
+    attention = getattr(config, "attn_config", None)
+    return config.model_type == "bloom" or bool(getattr(config, "alibi", False) or getattr(attention, "alibi", False))
+
+
+def _layer_rope(
+    layer: int, near: LayerKV, far: LayerKV, tables: Sequence[tuple[float, ...]], tolerance: float
+) -> RopeLayout | None:
+    turned = [
+        part
+        for part in ("keys", "values")
+        if relative(getattr(near, part), getattr(far, part)) > tolerance
+    ]
+    if not turned:
+        return None
+    if len(turned) > 1:
+        raise RefusedError(f"Keys and values of layer {layer} depend on the position: it is added to the hidden states.")
+    before, after = getattr(near, turned[0]), getattr(far, turned[0])
+    fitting = list(_candidates(tables, before.shape[-1], turned[0]))
+    errors = [relative(moved(before, DELTA, layout), after) for layout in fitting]
+    if not errors or min(errors) > tolerance:
+        raise RefusedError(f"The {turned[0]} of layer {layer} carry position in a way that one rotation does not undo.")
+    return fitting[errors.index(min(errors))]
+
+
+def _tables(model: PreTrainedModel) -> list[tuple[float, ...]]:
+    """Every set of rotation frequencies that the model holds, radians per position."""
+    found = {tuple(b.double().tolist()) for name, b in model.named_buffers() if name.endswith("inv_freq")}
+    return sorted(found)
+
+
+def _candidates(tables: Sequence[tuple[float, ...]], dim: int, part: str) -> Iterator[RopeLayout]:
+    """Every rotation of `dim` dims that the frequencies allow: paired by halves or neighbours, first or last dims."""
+    for table, pairing in product(tables, ("half", "interleaved")):
+        spare = dim - 2 * len(table)
+        for lo in sorted({0, spare}) if spare >= 0 else ():
+            yield RopeLayout(table, lo, pairing, part)  # type: ignore[arg-type]
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """Root mean square of the difference over that of `wanted`, in float32."""
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-12))
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Relative error of keys that rounding explains: 1e-3 in float32, 6e-2 in bfloat16, 1e-2 in float16."""
+    return {torch.float32: 1e-3, torch.bfloat16: 6e-2}.get(dtype, 1e-2)
+
+
+def logits_bound(dtype: torch.dtype) -> float:
+    """Relative error of logits that rounding explains: 1e-2 in float32, 1e-1 in bfloat16, 3e-2 in float16."""
+    return {torch.float32: 1e-2, torch.bfloat16: 1e-1}.get(dtype, 3e-2)
+
+
+def logits_error(found: Tensor, wanted: Tensor) -> float:
+    """Relative error of logits [V] about their mean."""
+    wanted = wanted.float() - wanted.float().mean()
+    return relative(found.float() - found.float().mean(), wanted)
+
+
+def probe_tokens(vocab_size: int, count: int, device: torch.device) -> Tensor:
+    """int64 [1, count]: the same scattered ids every time, away from both ends of the vocabulary."""
+    steps = torch.arange(count, dtype=torch.float64) * math.sqrt(2)
+    return ((steps % 1) * (vocab_size * 0.8) + vocab_size * 0.1).long()[None].to(device)

@@ -1,0 +1,1 @@
+"""LoadPlan in, layers out: KV where it is needed, when it is needed."""

@@ -1,0 +1,118 @@
+"""What is remembered beside the KV: profiles by name, and the texts of known chunks. KV bytes are the tiers' business.
+
+Texts let a later process find the same chunks in a prompt. They are kept per model digest, so a salted tenant has
+its own, and they are as private as the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ragfuse.core import FORMAT_VERSION
+from ragfuse.store.database import Database
+from ragfuse.store.folder import locked, open_folder, refusal
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS profiles(name TEXT PRIMARY KEY, profile TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS texts(
+    id INTEGER PRIMARY KEY, model TEXT NOT NULL, key TEXT NOT NULL, source TEXT NOT NULL, text TEXT NOT NULL,
+    UNIQUE(model, key, source)
+);
+"""
+_ADD = """
+INSERT INTO texts(model, key, text, source) VALUES (?, ?, ?, ?)
+ON CONFLICT(model, key, source) DO UPDATE SET text = excluded.text WHERE text != excluded.text
+"""
+_PAGE = "SELECT id, key, text, source FROM texts WHERE model = ? AND id > ? ORDER BY id LIMIT 1000"
+
+
+class KnownText(NamedTuple):
+    """A known chunk: its key as text, its text, and where it came from."""
+
+    key: str
+    text: str
+    source: str
+
+
+class Book:
+    """Profiles and known texts in `path`, the store's folder. Threads and processes may share it.
+
+    StoreError if it cannot be read or written: unlike an entry, what is lost here would not come back by itself.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = open_folder(Path(path).expanduser())
+        with self._trouble(), locked(self.path / "lock"):
+            self._database = Database(self.path / "book.sqlite", _SCHEMA, FORMAT_VERSION)
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """The profile of that name, None if there is none."""
+        with self._trouble():
+            rows = self._database.query("SELECT profile FROM profiles WHERE name = ?", (name,))
+        profile: dict[str, Any] | None = json.loads(rows[0][0]) if rows else None
+        return profile
+
+    def put(self, name: str, profile: Mapping[str, Any]) -> None:
+        """Remember a profile, plain JSON types, in place of an earlier one."""
+        text = json.dumps(dict(profile))
+        with self._trouble(), self._database.write() as transaction:
+            transaction.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?)", (name, text))
+
+    def names(self) -> list[str]:
+        """Names of all profiles, sorted."""
+        with self._trouble():
+            return [name for (name,) in self._database.query("SELECT name FROM profiles ORDER BY name")]
+
+    def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
+        """Remember (key, text, source) of chunks encoded for `model`. Adding one again changes nothing."""
+        rows = [(model, *text) for text in texts]
+        with self._trouble(), self._database.write() as transaction:
+            transaction.executemany(_ADD, rows)
+
+    def texts(self, model: str) -> Iterator[KnownText]:
+        """All known texts of `model`, oldest first; a text of two sources comes twice. Others may write meanwhile."""
+        last = 0
+        while True:
+            with self._trouble():
+                page = self._database.query(_PAGE, (model, last))
+            if not page:
+                return
+            for last, key, text, source in page:  # noqa: B007 - the last id begins the next page
+                yield KnownText(key, text, source)
+
+    def delete_texts(
+        self, model: str | None = None, *, source: str | None = None, keys: Iterable[str] | None = None
+    ) -> int:
+        """Forget the texts that match all that is given (nothing given: all texts); how many there were."""
+        sql, arguments = "DELETE FROM texts WHERE 1", []
+        for column, value in (("model", model), ("source", source)):
+            if value is not None:
+                sql += f" AND {column} = ?"
+                arguments.append(value)
+        if keys is not None:
+            sql += " AND key IN (SELECT value FROM json_each(?))"
+            arguments.append(json.dumps(list(keys)))
+        with self._trouble(), self._database.write() as transaction:
+            return transaction.execute(sql, arguments).rowcount
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._database.close()
+
+    def __enter__(self) -> Book:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _trouble(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            raise refusal(self.path, f"an error in book.sqlite ({error})") from error

@@ -1,0 +1,98 @@
+"""A small sqlite file that threads and processes share: WAL, waiting writers, one reader and one writer connection.
+
+What the tables mean is told by `index.py` and `book.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+log = logging.getLogger("ragfuse.store")
+
+Row = tuple[Any, ...]
+
+
+class Database:
+    """`schema` (CREATE TABLE statements) in the file at `path`. Open it under the folder's lock.
+
+    A file that is damaged or of another `version` is set aside under the name + ".bad", and a new one begun.
+    """
+
+    def __init__(self, path: Path, schema: str, version: int, timeout_s: float = 30.0) -> None:
+        self._path, self._timeout_s = path, timeout_s
+        self._read_lock, self._write_lock = Lock(), Lock()
+        found: int | str
+        try:
+            found = self._connect()
+        except sqlite3.OperationalError:  # locked, no permission, disk full: the file itself may be whole
+            raise
+        except sqlite3.DatabaseError as error:
+            found = f"is damaged ({error})"
+        if found not in (0, version):
+            self._set_aside(found if isinstance(found, str) else f"has version {found}, not {version}")
+            self._connect()
+        with self.write() as connection:
+            for statement in filter(str.strip, schema.split(";")):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version={version}")
+
+    def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
+        """All rows; never waits for a writer."""
+        with self._read_lock:
+            return self._reader.execute(sql, arguments).fetchall()
+
+    @contextmanager
+    def write(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
+        """One transaction, alone among all processes; undone if the block raises.
+
+        Without `wait`, sqlite3.OperationalError at once when another writer is at work.
+        """
+        if not self._write_lock.acquire(blocking=wait):
+            raise sqlite3.OperationalError("another thread is writing")
+        try:
+            connection = self._writer
+            connection.execute(f"PRAGMA busy_timeout={int(1000 * self._timeout_s) if wait else 0}")
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+        finally:
+            self._write_lock.release()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._write_lock, self._read_lock:
+            self._reader.close()
+            self._writer.close()
+
+    def _connect(self) -> int:
+        """Open both connections; the version found, 0 in a new file."""
+        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))  # sqlite's other files take its mode
+        self._reader, self._writer = self._connection(), self._connection()
+        self._writer.execute("PRAGMA journal_mode=WAL")
+        self._writer.execute("PRAGMA synchronous=NORMAL")
+        if self._writer.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
+            raise sqlite3.DatabaseError("failed its check")
+        version: int = self._writer.execute("PRAGMA user_version").fetchone()[0]
+        return version
+
+    def _connection(self) -> sqlite3.Connection:
+        return sqlite3.connect(self._path, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
+
+    def _set_aside(self, why: str) -> None:
+        self.close()
+        log.warning("%s %s: set aside, a new one begun", self._path, why)
+        os.replace(self._path, self._path.with_name(self._path.name + ".bad"))
+        for suffix in ("-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)

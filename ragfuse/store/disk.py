@@ -1,0 +1,334 @@
+"""Entries as files in one folder, shared by threads and processes. File layout: `chunkfile.py`; rows: `index.py`.
+
+Room is taken in the index before a byte is written, and a victim's file goes before its row, so the files never
+weigh more than `capacity`, whatever is killed when. An entry has a row only once its file is whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from threading import Lock
+
+from torch import Tensor
+
+from ragfuse.core import ChunkKey, Entry, digest
+from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write_chunk
+from ragfuse.store.filecache import FileCache
+from ragfuse.store.folder import Owner, fsync_folder, locked, open_folder, refusal
+from ragfuse.store.index import Index
+from ragfuse.store.tier import Counts, EntryMeta, Evictor
+
+log = logging.getLogger("ragfuse.store")
+
+_TOUCHES = 256
+_TOUCH_INTERVAL_S = 5.0
+
+
+class DiskTier:
+    """A tier in a folder. Every layer that is read is checked against its checksum unless `verify` is False.
+
+    StoreError if the folder cannot be used at all. `open_files` is how many files stay open between reads.
+    """
+
+    slow = True
+
+    def __init__(
+        self,
+        path: str | Path,
+        capacity: int,
+        evict: Evictor,
+        *,
+        verify: bool = True,
+        open_files: int = 64,
+        name: str = "disk",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.name, self.capacity, self.counts = name, capacity, Counts()
+        self.path = open_folder(Path(path).expanduser())
+        self._evict, self._verify, self._clock = evict, verify, clock
+        self._files = FileCache(open_files)
+        self._touched: dict[ChunkKey, tuple[float, int]] = {}
+        self._touched_at, self._touch_lock = clock(), Lock()
+        self._serial, self._closed = count(), False
+        self._under_way: set[str] = set()  # temp files of this object's writes
+        try:
+            self._open()
+        except (OSError, sqlite3.Error) as error:
+            raise refusal(self.path, f"an error ({error})") from error
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, with those being written."""
+        if self._closed:
+            return 0
+        try:
+            return self._index.nbytes()
+        except sqlite3.Error as error:
+            self._failed("weigh", self.path, error)
+            return 0
+
+    def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
+        """The entries kept under `keys`, or all of them: one query. A file may be gone all the same."""
+        if self._closed:
+            return {}
+        try:
+            found = self._index.entries(keys)
+        except (sqlite3.Error, ValueError) as error:
+            self._failed("look up entries in", self.path, error)
+            return {}
+        with self._touch_lock:
+            for key in found.keys() & self._touched.keys():
+                when, hits = self._touched[key]
+                entry = found[key]
+                found[key] = replace(entry, last_used=max(entry.last_used, when), hits=entry.hits + hits)
+        return found
+
+    def read(self, key: ChunkKey, layer: int) -> tuple[EntryMeta, Tensor] | None:
+        """One layer by one read, with its entry's description. What cannot be read is dropped and counted."""
+        if self._closed:
+            return None
+        try:
+            file = self._open_file(key, first=layer == 0)
+            if not 0 <= layer < len(file.meta.layers):
+                return None
+            blob = file.read(layer, verify=self._verify)
+        except FileNotFoundError:
+            self._drop(key, "its file is gone", gone=True)
+            return None
+        except ValueError as error:
+            self._drop(key, str(error))
+            return None
+        except OSError as error:  # the medium, not the entry: too many open files, an I/O error
+            self._failed("read", key, error)
+            return None
+        self._touch(key, first=layer == 0)
+        return file.meta, blob
+
+    def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
+        """Keep the layers as one file that appears whole or not at all."""
+        meta.check(blobs)
+        if ChunkKey.parse(str(key)) != key:
+            raise ValueError(f"{key!r} cannot be written down and read back.")
+        if self._closed:
+            return False
+        try:
+            return self._write(key, meta.sealed(blobs), blobs)
+        except (OSError, sqlite3.Error) as error:
+            self._failed("write", key, error)
+            return False
+
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        """Drop these entries; how many there were."""
+        doomed = list(keys)
+        try:
+            with self._index.write() as transaction:
+                return self._remove(transaction, doomed)
+        except (OSError, sqlite3.Error) as error:
+            self._failed("delete entries in", self.path, error)
+            return 0
+
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
+        """Protect entries from eviction, or stop doing so; this outlives the process."""
+        try:
+            with self._index.write() as transaction:
+                self._index.pin(transaction, keys, pinned)
+        except sqlite3.Error as error:
+            self._failed("pin entries in", self.path, error)
+
+    def close(self) -> None:
+        """Write down what was used, and let go of all files. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._flush_touches(wait=True)
+        self._closed = True
+        self._files.clear()
+        self._index.close()
+        self._owner.close()
+
+    # opening
+
+    def _open(self) -> None:
+        chunks, writers = self.path / "chunks", self.path / "writers"
+        chunks.mkdir(mode=0o700, exist_ok=True)
+        writers.mkdir(mode=0o700, exist_ok=True)
+        with locked(self.path / "lock"):
+            self._index = Index(self.path / "index.sqlite", self.name)
+            self._owner = Owner(writers)
+            with self._index.write() as transaction:
+                self._bury_the_dead(transaction)
+                self._reconcile(transaction, chunks)
+                self._make_room(transaction, 0)
+            self._owner.sweep()
+
+    def _reconcile(self, transaction: sqlite3.Connection, chunks: Path) -> None:
+        """Make rows and files agree: a file without a row is read and adopted, a row without a file forgotten."""
+        missing = {self._path(entry.key): entry for entry in self._index.entries_in(transaction)}
+        for path in chunks.glob("*/*"):
+            entry = missing.pop(path, None)
+            if path.suffix == ".tmp" and not self._owner.is_alive(path.name.split(".")[1]):
+                path.unlink(missing_ok=True)
+            elif path.suffix == ".kv" and entry is None:
+                self._adopt(transaction, path)
+            elif entry is not None and (nbytes := path.stat().st_size) != entry.nbytes:
+                self._index.resize(transaction, entry.key, nbytes)
+        for entry in missing.values():
+            self._lost(entry.key, "its file is gone")
+        self._index.remove(transaction, [entry.key for entry in missing.values()])
+
+    def _adopt(self, transaction: sqlite3.Connection, path: Path) -> None:
+        try:
+            file = ChunkFile(path)
+            if self._path(file.key) != path:
+                raise ValueError(f"it holds {file.key}")
+        except (OSError, ValueError) as error:
+            path.unlink(missing_ok=True)
+            self._lost(path.name, str(error))
+        else:
+            self._index.publish(transaction, file.key, file.meta, file.nbytes, path.stat().st_mtime)
+
+    def _bury_the_dead(self, transaction: sqlite3.Connection) -> None:
+        """End the writes of processes that died on the way."""
+        for temp, text, owner in self._index.under_way(transaction):
+            if temp in self._under_way if owner == self._owner.token else self._owner.is_alive(owner):
+                continue
+            (self.path / temp).unlink(missing_ok=True)
+            key = ChunkKey.parse(text)
+            if not self._index.entries_in(transaction, [key]):  # renamed, then killed before the row was there
+                self._path(key).unlink(missing_ok=True)
+            self._index.end(transaction, temp)
+
+    # reading
+
+    def _path(self, key: ChunkKey) -> Path:
+        name = digest("file", str(key))
+        return self.path / "chunks" / name[:2] / f"{name}.kv"
+
+    def _open_file(self, key: ChunkKey, *, first: bool) -> ChunkFile:
+        """The entry's file. A pass that has begun may finish on a file deleted since; a new one looks again."""
+        file = self._files.get(key)
+        if file is not None and not (first and file.is_unlinked):
+            return file
+        file = ChunkFile(self._path(key))
+        if file.key != key:
+            raise ValueError(f"it holds {file.key}")
+        self._files.add(key, file)
+        if file.is_unlinked:  # deleted between opening and adding
+            self._files.discard([key])
+        return file
+
+    def _drop(self, key: ChunkKey, why: str, *, gone: bool = False) -> None:
+        """Forget an entry that cannot be read; if it was deleted, or written anew, meanwhile, nothing is wrong."""
+        self._files.discard([key])
+        if not self.entries([key]):
+            return
+        try:
+            with self._index.write() as transaction:
+                if not (gone and self._path(key).exists()) and self._remove(transaction, [key]):
+                    self._lost(key, why)
+        except (OSError, sqlite3.Error) as error:
+            self._failed("drop", key, error)
+
+    def _touch(self, key: ChunkKey, *, first: bool) -> None:
+        """Note a use, in memory; the index hears of it seldom."""
+        now = self._clock()
+        with self._touch_lock:
+            self._touched[key] = (now, self._touched.get(key, (now, 0))[1] + first)
+            due = len(self._touched) >= _TOUCHES or now - self._touched_at >= _TOUCH_INTERVAL_S
+            if due:
+                self._touched_at = now
+        if due:
+            self._flush_touches(wait=False)
+
+    def _flush_touches(self, *, wait: bool) -> None:
+        with suppress(sqlite3.Error), self._index.write(wait=wait) as transaction:
+            self._touch_in(transaction)
+
+    def _touch_in(self, transaction: sqlite3.Connection) -> None:
+        with self._touch_lock:
+            touched, self._touched = self._touched, {}
+        self._index.touch(transaction, touched)
+
+    # writing
+
+    def _write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
+        path, header = self._path(key), pack_header(key, meta)
+        nbytes = layer_offsets(len(header), meta)[-1]
+        temp = path.with_name(f"{path.stem}.{self._owner.token}.{next(self._serial)}.tmp")
+        name = str(temp.relative_to(self.path))
+        self._under_way.add(name)
+        try:
+            if not self._reserve(name, key, nbytes):
+                self.counts.add("refused")
+                return False
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_chunk(temp, header, blobs)
+            with self._index.write() as transaction:
+                os.replace(temp, path)
+                self._index.end(transaction, name)
+                self._index.publish(transaction, key, meta, nbytes, self._clock())
+        except BaseException:
+            self._abandon(temp, name)
+            raise
+        finally:
+            self._under_way.discard(name)
+        self._files.sweep()
+        fsync_folder(path.parent)
+        return True
+
+    def _abandon(self, temp: Path, name: str) -> None:
+        with suppress(OSError):
+            temp.unlink(missing_ok=True)
+        with suppress(sqlite3.Error), self._index.write() as transaction:
+            self._index.end(transaction, name)
+
+    def _reserve(self, name: str, key: ChunkKey, nbytes: int) -> bool:
+        """Take room for a write, dropping entries as the evictor says; False if that does not give enough."""
+        with self._index.write() as transaction:
+            self._touch_in(transaction)
+            self._bury_the_dead(transaction)
+            if not self._make_room(transaction, nbytes):
+                return False
+            self._index.begin(transaction, name, key, self._owner.token, nbytes)
+        return True
+
+    def _make_room(self, transaction: sqlite3.Connection, nbytes: int) -> bool:
+        """Drop entries until `nbytes` more fit; False, and nothing dropped, if they never will."""
+        excess = self._index.nbytes_in(transaction) + nbytes - self.capacity
+        if excess <= 0:
+            return True
+        kept = {entry.key: entry for entry in self._index.entries_in(transaction) if not entry.pinned}
+        victims = []
+        for key in self._evict(list(kept.values())) if nbytes <= self.capacity else ():
+            if key in kept:
+                victims.append(key)
+                excess -= kept.pop(key).nbytes
+            if excess <= 0:
+                self.counts.add("evicted", self._remove(transaction, victims))
+                return True
+        return False
+
+    def _remove(self, transaction: sqlite3.Connection, keys: Sequence[ChunkKey]) -> int:
+        """Files first: what is killed in between is a row without a file, which reads as a miss."""
+        for key in keys:
+            self._path(key).unlink(missing_ok=True)
+        self._files.discard(keys)
+        with self._touch_lock:
+            for key in keys:
+                self._touched.pop(key, None)
+        return self._index.remove(transaction, keys)
+
+    def _lost(self, what: object, why: str) -> None:
+        self.counts.add("corrupt")
+        log.warning("Dropped %s from tier %s: %s", what, self.name, why)
+
+    def _failed(self, doing: str, what: object, error: Exception) -> None:
+        self.counts.add("failed")
+        log.warning("Could not %s %s (tier %s): %s", doing, what, self.name, error)

@@ -1,0 +1,107 @@
+"""A store's folder: opened or refused clearly, locked while it is set up, and who of its writers is alive.
+
+Locks are flock(2): the kernel lets go of them when a process dies, however it dies. What is in the files is not
+known here.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ragfuse.errors import StoreError
+
+
+def refusal(path: Path, found: str) -> StoreError:
+    """The error for a folder that cannot be used: wanted, found, what to do."""
+    return StoreError(
+        f"The store at {path} cannot be opened: a folder that this user can write to was wanted, {found} was found. "
+        "Give another folder (setting `store`, environment RAGFUSE_STORE) or repair this one."
+    )
+
+
+def open_folder(path: Path) -> Path:
+    """`path` as a folder for this user alone, made if it is missing; StoreError if it cannot be used."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    except FileExistsError as error:
+        raise refusal(path, f"a file ({error.filename})") from error
+    except OSError as error:
+        raise refusal(path, f"{error.strerror} ({error.filename})") from error
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise refusal(path, "one without that permission")
+    return path
+
+
+def fsync_folder(path: Path) -> None:
+    """Make names in `path` survive a power cut."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _lock_file(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time, and one thread, between entering and leaving."""
+    fd = _lock_file(path)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+class Owner:
+    """A writer of a folder, alive as long as its lock is held. `token` names it in the files it is writing.
+
+    Make and sweep owners under the folder's own lock: a file that is made but not locked yet looks dead.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.token = uuid.uuid4().hex
+        self._path = folder / f"{self.token}.lock"
+        self._fd = _lock_file(self._path)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    def is_alive(self, token: str) -> bool:
+        """Whether the writer named `token` still runs, in this process or another."""
+        try:
+            fd = os.open(self._folder / f"{token}.lock", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in (errno.EWOULDBLOCK, errno.EAGAIN)
+        finally:
+            os.close(fd)
+        return False
+
+    def sweep(self) -> None:
+        """Remove the lock files of the dead."""
+        for path in self._folder.glob("*.lock"):
+            if not self.is_alive(path.stem):
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Say that nothing of this writer is under way any more."""
+        self._path.unlink(missing_ok=True)
+        self.__del__()
+
+    def __del__(self) -> None:
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,154 @@
+"""Entries in host or GPU memory. Bytes live as long as the process; files are `disk.py`'s."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from ragfuse.core import ChunkKey, Entry
+from ragfuse.store.tier import Counts, EntryMeta, Evictor
+
+log = logging.getLogger("ragfuse.store")
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One entry: its description and layers, uint8 [nbytes] each."""
+
+    meta: EntryMeta
+    blobs: tuple[Tensor, ...]
+    last_used: float
+    hits: int = 0
+
+
+class MemoryTier:
+    """A tier in memory: host by default, pinned host with `pin_memory`, a GPU's with `device`.
+
+    Room is taken before bytes are copied and given back if they cannot be, so `nbytes` never exceeds `capacity`.
+    """
+
+    slow = False
+
+    def __init__(
+        self,
+        capacity: int,
+        evict: Evictor,
+        *,
+        device: str = "cpu",
+        pin_memory: bool = False,
+        name: str = "memory",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.name, self.capacity, self.counts = name, capacity, Counts()
+        self._evict, self._clock = evict, clock
+        self._device = torch.device(device)
+        self._pin_memory = pin_memory and self._device.type == "cpu" and torch.cuda.is_available()
+        self._lock = Lock()
+        self._slots: dict[ChunkKey, _Slot] = {}  # least recently used first
+        self._pinned: set[ChunkKey] = set()
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept now, with those on their way in."""
+        return self._nbytes
+
+    def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
+        """The entries kept under `keys`, or all of them, least recently used first."""
+        with self._lock:
+            wanted = list(self._slots) if keys is None else keys
+            return {key: self._entry(key, self._slots[key]) for key in wanted if key in self._slots}
+
+    def read(self, key: ChunkKey, layer: int) -> tuple[EntryMeta, Tensor] | None:
+        """One layer, shared and not copied, with its entry's description."""
+        with self._lock:
+            slot = self._slots.get(key)
+            if slot is None or not 0 <= layer < len(slot.blobs):
+                return None
+            self._slots[key] = self._slots.pop(key)
+            slot.last_used = self._clock()
+            slot.hits += layer == 0
+            return slot.meta, slot.blobs[layer]
+
+    def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
+        """Keep the layers; tensors that already live here are shared, so do not write to them afterwards."""
+        meta.check(blobs)
+        if not self._reserve(key, meta.nbytes):
+            self.counts.add("refused")
+            return False
+        try:
+            slot = _Slot(meta, tuple(self._home(blob) for blob in blobs), self._clock())
+        except RuntimeError as error:  # out of memory
+            self._nbytes_back(meta.nbytes)
+            self.counts.add("failed")
+            log.warning("Could not keep %s in tier %s: %s", key, self.name, error)
+            return False
+        with self._lock:
+            self._drop(key)  # written by another thread meanwhile: the same KV
+            self._slots[key] = slot
+        return True
+
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        """Drop these entries; how many there were."""
+        with self._lock:
+            doomed = set(keys)
+            self._pinned -= doomed
+            return sum(self._drop(key) for key in doomed)
+
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
+        """Protect entries from eviction, or stop doing so."""
+        with self._lock:
+            known = {key for key in keys if key in self._slots}
+            self._pinned = self._pinned | known if pinned else self._pinned - known
+
+    def _entry(self, key: ChunkKey, slot: _Slot) -> Entry:
+        meta, pinned = slot.meta, key in self._pinned
+        sizes = {meta.level: meta.nbytes}
+        return Entry(key, self.name, meta.n_tokens, len(meta.layers), sizes, slot.last_used, slot.hits, pinned)
+
+    def _home(self, blob: Tensor) -> Tensor:
+        """The bytes where this tier keeps them."""
+        here = blob.to(self._device)
+        return here.pin_memory() if self._pin_memory and not here.is_pinned() else here
+
+    def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
+        """Take `nbytes`, dropping entries as the evictor says; False, and nothing dropped, if that is not enough."""
+        with self._lock:
+            old = self._slots.get(key)
+            free = self.capacity - self._nbytes + (old.meta.nbytes if old else 0)
+            victims = self._victims(nbytes - free, key) if nbytes <= self.capacity else None
+            if victims is None:
+                return False
+            self._drop(key)
+            self.counts.add("evicted", sum(self._drop(victim) for victim in victims))
+            self._nbytes += nbytes
+            return True
+
+    def _victims(self, excess: int, incoming: ChunkKey) -> list[ChunkKey] | None:
+        """Whom to drop to free `excess` bytes, None if the evictor does not give enough."""
+        victims: list[ChunkKey] = []
+        if excess <= 0:
+            return victims
+        kept = {key: slot for key, slot in self._slots.items() if key != incoming and key not in self._pinned}
+        for key in self._evict([self._entry(key, slot) for key, slot in kept.items()]):
+            if key in kept:
+                victims.append(key)
+                excess -= kept.pop(key).meta.nbytes
+                if excess <= 0:
+                    return victims
+        return None
+
+    def _drop(self, key: ChunkKey) -> bool:
+        slot = self._slots.pop(key, None)
+        self._nbytes -= slot.meta.nbytes if slot else 0
+        return slot is not None
+
+    def _nbytes_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._nbytes -= nbytes

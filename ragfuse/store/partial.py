@@ -1,0 +1,61 @@
+"""Chunks that are being read layer by layer, kept until they are whole and can be promoted. Bytes only, no tiers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from ragfuse.core import ChunkKey
+from ragfuse.store.tier import EntryMeta
+
+Whole = tuple[EntryMeta, tuple[Tensor, ...]]
+
+
+class Partials:
+    """Layers read so far, of chunks that together weigh at most `limit_nbytes` once whole. Not locked: its owner is.
+
+    A chunk begins with its layer 0. With no room left, the one that waited longest for its next layer goes.
+    """
+
+    def __init__(self, limit_nbytes: int) -> None:
+        self.epoch = 0
+        self._limit, self._nbytes = limit_nbytes, 0
+        self._chunks: OrderedDict[ChunkKey, tuple[EntryMeta, dict[int, Tensor]]] = OrderedDict()
+
+    def keys(self) -> set[ChunkKey]:
+        """Chunks that have begun."""
+        return set(self._chunks)
+
+    def add(self, key: ChunkKey, layer: int, meta: EntryMeta, blob: Tensor, epoch: int) -> Whole | None:
+        """Keep one layer; the chunk if that was its last. A layer read before a deletion (`epoch`) is not kept."""
+        if epoch != self.epoch or meta.nbytes > self._limit:
+            return None
+        if key not in self._chunks:
+            if layer != 0:
+                return None
+            self._chunks[key] = (meta, {})
+            self._nbytes += meta.nbytes
+        self._chunks.move_to_end(key)
+        known, blobs = self._chunks[key]
+        if known != meta:  # written anew meanwhile
+            self._drop(key)
+            return None
+        blobs[layer] = blob
+        if len(blobs) == len(meta.layers):
+            self._drop(key)
+            return meta, tuple(blobs[i] for i in range(len(blobs)))
+        while self._nbytes > self._limit:
+            self._drop(next(iter(self._chunks)))
+        return None
+
+    def discard(self, keys: Iterable[ChunkKey]) -> None:
+        """Forget these chunks, and every layer that was read but not added yet."""
+        self.epoch += 1
+        for key in keys:
+            self._drop(key)
+
+    def _drop(self, key: ChunkKey) -> None:
+        if key in self._chunks:
+            self._nbytes -= self._chunks.pop(key)[0].nbytes

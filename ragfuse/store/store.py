@@ -1,0 +1,302 @@
+"""KVStore: chunks' KV over tiers, fastest first. The only user of codecs.
+
+It finds, reads, saves, moves and forgets. What to read, from where, and whom to drop is decided by its callers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+from ragfuse.codec import RAW, Codec
+from ragfuse.core import ChunkKey, ChunkKV, Entry, LayerKV
+from ragfuse.errors import StoreError
+from ragfuse.store.partial import Partials, Whole
+from ragfuse.store.tier import Counts, EntryMeta, Tier
+from ragfuse.store.writer import Writer
+
+log = logging.getLogger("ragfuse.store")
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What a store did since it was opened, and what each tier holds now, in bytes.
+
+    `corrupt` entries were dropped because they could not be read; `dropped_writes` were skipped because the queue was
+    full, no room could be made, or the medium refused.
+    """
+
+    hits: int
+    misses: int
+    corrupt: int
+    evicted: int
+    dropped_writes: int
+    nbytes: Mapping[str, int]
+    capacity: Mapping[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+
+@dataclass(eq=False, slots=True)
+class _Save:
+    """An entry on its way into tiers. Deleting its key meanwhile cancels it, whatever it has written."""
+
+    key: ChunkKey
+    meta: EntryMeta
+    blobs: tuple[Tensor, ...]
+    cancelled: bool = False
+
+
+class KVStore:
+    """Chunks' KV in `tiers`. Threads may share it; no lock is held while a tier reads or writes.
+
+    Nothing here raises for an entry: what cannot be read is a miss, what cannot be written is counted and logged.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], codec: Codec = RAW, writer_queue: int = 64) -> None:
+        self.tiers, self.codec = tuple(tiers), codec
+        if len({tier.name for tier in self.tiers}) < len(self.tiers):
+            raise StoreError(f"Tiers need different names; found: {self._names()}. Give each its own.")
+        self._writer, self._counts = Writer(writer_queue), Counts()
+        self._lock, self._closed = Lock(), False
+        self._saves: set[_Save] = set()
+        self._pins: set[ChunkKey] = set()
+        fast = bool(self.tiers) and not self.tiers[0].slow
+        self._partials = Partials(self.tiers[0].capacity // 4 if fast else 0)
+
+    # finding and reading
+
+    def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
+        """Those of `keys` that are kept, each from the fastest tier that has it; one query per tier."""
+        wanted = dict.fromkeys(keys)
+        found: dict[ChunkKey, Entry] = {}
+        for tier in () if self._closed else self.tiers:
+            missing = [key for key in wanted if key not in found]
+            if missing:
+                found.update(self._readable(tier.entries(missing)))
+        self._counts.add("hits", len(found))
+        self._counts.add("misses", len(wanted) - len(found))
+        return {key: found[key] for key in wanted if key in found}
+
+    def read_layer(self, key: ChunkKey, layer: int, tier: str | None = None) -> LayerKV | None:
+        """One layer, from `tier` or else from the fastest that has it; None if none can give it.
+
+        The tensors are shared: they must not be written to. A chunk read whole from a slow tier is kept in the first.
+        """
+        with self._lock:
+            epoch = self._partials.epoch
+        for source in () if self._closed else sorted(self.tiers, key=lambda candidate: candidate.name != tier):
+            try:
+                found = self._decoded(source, key, layer)
+            except Exception:
+                self._counts.add("corrupt")
+                log.exception("Could not read layer %d of %s from tier %s", layer, key, source.name)
+                continue
+            if found is not None:
+                kv, meta, blob = found
+                if source is not self.tiers[0]:
+                    self._promote(key, layer, meta, blob, epoch)
+                return kv
+        return None
+
+    def entries(self) -> list[Entry]:
+        """All entries of all tiers; a chunk kept in two tiers comes twice."""
+        return [entry for tier in self.tiers for entry in tier.entries().values()]
+
+    def stats(self) -> StoreStats:
+        """Counts since opening, bytes now."""
+        refused = sum(tier.counts["refused"] + tier.counts["failed"] for tier in self.tiers)
+        return StoreStats(
+            hits=self._counts["hits"],
+            misses=self._counts["misses"],
+            corrupt=self._counts["corrupt"] + sum(tier.counts["corrupt"] for tier in self.tiers),
+            evicted=sum(tier.counts["evicted"] for tier in self.tiers),
+            dropped_writes=self._writer.dropped + self._writer.failed + refused,
+            nbytes={tier.name: tier.nbytes for tier in self.tiers},
+            capacity={tier.name: tier.capacity for tier in self.tiers},
+        )
+
+    # saving and forgetting
+
+    def put(self, key: ChunkKey, kv: ChunkKV, tier: str | None = None, wait: bool = False) -> bool:
+        """Keep `kv`, in every tier or in one: in fast ones at once, in slow ones in the background.
+
+        With `wait`, slow tiers are written before it returns. True if the chunk is kept or queued somewhere.
+        """
+        tiers = self.tiers if tier is None else (self._tier(tier),)
+        if self._closed or not tiers:
+            return False
+        blobs = tuple(self.codec.encode(layer).cpu() for layer in kv.layers)
+        save = _Save(key, EntryMeta.of(kv, self.codec.name, blobs), blobs)
+        with self._lock:
+            self._saves.add(save)
+        now = [target for target in tiers if wait or not target.slow]
+        later = [target for target in tiers if target not in now]
+        try:
+            kept = self._save(save, now)
+        except BaseException:
+            self._forget(save)
+            raise
+        if not later:
+            self._forget(save)
+            return kept
+        return self._queue(save, later) or kept
+
+    def move(self, key: ChunkKey, tier: str) -> bool:
+        """Keep the chunk in `tier` and in no other; False, and nothing changed, if it cannot be read or kept there."""
+        target = self._tier(tier)
+        whole = self._read_whole(key)
+        if whole is None:
+            return False
+        if key not in target.entries([key]) and not self._save(_Save(key, *whole), [target]):
+            return False
+        for other in self.tiers:
+            if other is not target:
+                other.delete([key])
+        return True
+
+    def delete(self, key: ChunkKey) -> bool:
+        """Forget one chunk everywhere, also one that is still being saved; whether there was one."""
+        return self._delete({key}) > 0
+
+    def clear(self, model: str | None = None) -> int:
+        """Forget every chunk of a model digest (a tenant's, if salted), or all; how many there were."""
+        with self._lock:
+            keys = {save.key for save in self._saves} | self._partials.keys()
+        keys.update(entry.key for entry in self.entries())
+        return self._delete({key for key in keys if model in (None, key.model)})
+
+    def pin(self, key: ChunkKey) -> None:
+        """Protect a chunk from eviction, in every tier it is or comes in; on disk until it is unpinned or deleted."""
+        with self._lock:
+            self._pins.add(key)
+        for tier in self.tiers:
+            tier.pin([key], True)
+
+    def unpin(self, key: ChunkKey) -> None:
+        """Let a chunk be evicted again."""
+        with self._lock:
+            self._pins.discard(key)
+        for tier in self.tiers:
+            tier.pin([key], False)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything put so far is written; False if that took too long."""
+        return self._writer.flush(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish what is queued and let go of files. Afterwards everything is a miss. Calling it again does nothing."""
+        self._closed = True
+        self._writer.close(timeout_s)
+        for tier in self.tiers:
+            if hasattr(tier, "close"):
+                tier.close()
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # inside
+
+    def _names(self) -> str:
+        return ", ".join(tier.name for tier in self.tiers) or "none"
+
+    def _tier(self, name: str) -> Tier:
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise StoreError(f"The store has no tier {name!r}; it has: {self._names()}.")
+
+    def _readable(self, entries: Mapping[ChunkKey, Entry]) -> Iterator[tuple[ChunkKey, Entry]]:
+        """Those written by this store's codec; others' are left alone."""
+        return ((key, entry) for key, entry in entries.items() if self.codec.name in entry.sizes)
+
+    def _decoded(self, tier: Tier, key: ChunkKey, layer: int) -> tuple[LayerKV, EntryMeta, Tensor] | None:
+        found = tier.read(key, layer)
+        if found is None or found[0].level != self.codec.name:
+            return None
+        meta, blob = found
+        try:
+            return self.codec.decode(blob, meta.layers[layer]), meta, blob
+        except ValueError as error:
+            tier.counts.add("corrupt")
+            log.warning("Dropped %s from tier %s: layer %d cannot be decoded: %s", key, tier.name, layer, error)
+            tier.delete([key])
+            return None
+
+    def _promote(self, key: ChunkKey, layer: int, meta: EntryMeta, blob: Tensor, epoch: int) -> None:
+        """Keep the bytes just read; once a chunk is whole it enters the first tier, without a second read."""
+        with self._lock:
+            whole = self._partials.add(key, layer, meta, blob, epoch)
+            save = _Save(key, *whole) if whole else None
+            if save is None:
+                return
+            self._saves.add(save)
+        with suppress(Exception):
+            if key not in self.tiers[0].entries([key]):
+                self._save(save, self.tiers[:1])
+        self._forget(save)
+
+    def _read_whole(self, key: ChunkKey) -> Whole | None:
+        """All layers from the fastest tier that can give every one of them."""
+        for tier in self.tiers:
+            first = tier.read(key, 0)
+            rest = [tier.read(key, i) for i in range(1, len(first[0].layers))] if first else []
+            parts = [part for part in (first, *rest) if part is not None]
+            if first and len(parts) == len(first[0].layers):
+                return first[0], tuple(blob for _, blob in parts)
+        return None
+
+    def _save(self, save: _Save, tiers: Sequence[Tier]) -> bool:
+        """Write into `tiers`; what is cancelled is taken out again."""
+        kept = False
+        for tier in tiers:
+            if save.cancelled:
+                return False
+            if tier.write(save.key, save.meta, save.blobs):
+                kept = True
+                if save.key in self._pins:
+                    tier.pin([save.key], True)
+                if save.cancelled:
+                    tier.delete([save.key])
+        return kept and not save.cancelled
+
+    def _queue(self, save: _Save, tiers: Sequence[Tier]) -> bool:
+        def job() -> None:
+            try:
+                self._save(save, tiers)
+            finally:
+                self._forget(save)
+
+        if self._writer.submit(job):
+            return True
+        self._forget(save)
+        log.warning("Not saved, too much is waiting to be: %s", save.key)
+        return False
+
+    def _forget(self, save: _Save) -> None:
+        with self._lock:
+            self._saves.discard(save)
+
+    def _delete(self, keys: Collection[ChunkKey]) -> int:
+        """Cancel first, delete then: nothing that was under way comes back."""
+        with self._lock:
+            under_way = {save.key for save in self._saves if save.key in keys}
+            for save in self._saves:
+                save.cancelled = save.cancelled or save.key in keys
+            self._partials.discard(keys)
+            self._pins.difference_update(keys)
+        there = under_way.union(*(tier.entries(keys) for tier in self.tiers))
+        for tier in self.tiers:
+            tier.delete(keys)
+        return len(there)

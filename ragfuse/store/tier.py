@@ -1,0 +1,132 @@
+"""What a tier is, what an entry says of itself, and who may be asked whom to drop.
+
+Protocol and values only. Tiers keep bytes; codecs, keys of a prompt and promotion between tiers are `store.py`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import Protocol
+
+from torch import Tensor
+
+from ragfuse.codec import LayerMeta
+from ragfuse.core import FORMAT_VERSION, ChunkKey, ChunkKV, Entry
+
+Evictor = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
+"""Yields keys to drop, the first first; a tier stops asking once there is room, and never drops a pinned entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntryMeta:
+    """What is written beside an entry's bytes: n_tokens, the codec's level, every layer's description, the version."""
+
+    n_tokens: int
+    level: str
+    layers: tuple[LayerMeta, ...]
+    version: int = FORMAT_VERSION
+
+    def __post_init__(self) -> None:
+        if not self.layers or type(self.level) is not str:
+            raise ValueError(f"An entry of level {self.level!r} with {len(self.layers)} layers holds nothing.")
+        for i, layer in enumerate(self.layers):
+            if layer.key_shape[1] != self.n_tokens:
+                raise ValueError(f"Layer {i} holds {layer.key_shape[1]} tokens, the entry {self.n_tokens}.")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers, as encoded."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @classmethod
+    def of(cls, kv: ChunkKV, level: str, blobs: Sequence[Tensor]) -> EntryMeta:
+        """The description of `kv` encoded as `blobs`, one per layer."""
+        layers = tuple(LayerMeta.of(layer, blob) for layer, blob in zip(kv.layers, blobs, strict=True))
+        return cls(kv.n_tokens, level, layers)
+
+    def check(self, blobs: Sequence[Tensor]) -> None:
+        """ValueError if `blobs` are not as many and as long as described."""
+        for layer, blob in zip(self.layers, blobs, strict=True):
+            if blob.numel() != layer.nbytes:
+                raise ValueError(f"{layer.nbytes} bytes described, {blob.numel()} given.")
+
+    def sealed(self, blobs: Sequence[Tensor]) -> EntryMeta:
+        """This description with a checksum for every layer that has none."""
+        layers = tuple(layer.sealed(blob) for layer, blob in zip(self.layers, blobs, strict=True))
+        return replace(self, layers=layers)
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        layers = [layer.as_dict() for layer in self.layers]
+        return json.dumps({"version": self.version, "n_tokens": self.n_tokens, "level": self.level, "layers": layers})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> EntryMeta:
+        """The description written by `to_json`; ValueError if it is none, or one of another version."""
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
+            raise ValueError(f"an entry of format version {FORMAT_VERSION} wanted")
+        try:
+            layers = tuple(LayerMeta.from_dict(layer) for layer in data["layers"])
+            return cls(data["n_tokens"], data["level"], layers)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not an entry: {error!r}") from error
+
+
+class Counts:
+    """Counters by name, exact under threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, n: int = 1) -> None:
+        """Count `n` more."""
+        with self._lock:
+            self._counts[name] += n
+
+    def __getitem__(self, name: str) -> int:
+        with self._lock:
+            return self._counts[name]
+
+
+class Tier(Protocol):
+    """A place for bytes with a limit. Trouble with an entry is counted and logged, never raised.
+
+    `counts` holds corrupt (entries dropped because they could not be read), evicted, refused (no room could be made)
+    and failed (the medium said no). A `slow` tier is written in the background. `nbytes` never exceeds `capacity`.
+    """
+
+    name: str
+    capacity: int
+    slow: bool
+    counts: Counts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept now."""
+        ...
+
+    def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
+        """The entries kept under `keys`, or all of them; missing ones are left out."""
+        ...
+
+    def read(self, key: ChunkKey, layer: int) -> tuple[EntryMeta, Tensor] | None:
+        """One layer as uint8 [nbytes] with its entry's description, None if it is not there. Not to be written to."""
+        ...
+
+    def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
+        """Keep the layers of one entry, all or none, dropping others if needed; False if they were not kept."""
+        ...
+
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        """Drop these entries; how many there were."""
+        ...
+
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
+        """Protect entries from eviction, or stop doing so. Deleting still works."""
+        ...

@@ -1,0 +1,69 @@
+"""What an answer says of itself: the trace, made from the plan, the prefill and the clock readings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ragfuse.core import LoadPlan, Segment, SegmentTrace, Trace
+from ragfuse.hf.model import Prefill
+from ragfuse.plan.controller import is_exact
+
+
+@dataclass(frozen=True)
+class Timing:
+    """began_s: `time.perf_counter()` when the question came. load_s, wait_s, compute_s: seconds."""
+
+    began_s: float
+    load_s: float
+    wait_s: float
+    compute_s: float
+
+
+def trace_of(
+    plan: LoadPlan, prefill: Prefill, timing: Timing, first_s: float | None, now_s: float, model: str
+) -> Trace:
+    """The trace of one answer; first_s, now_s: `time.perf_counter()` at its first token and at its end."""
+    rows = tuple(prefill.chosen.tolist())
+    segments = tuple(
+        _segment(plan, index, segment, rows) for index, segment in enumerate(plan.prompt.segments) if segment.keys
+    )
+    cached = sum(s.n_tokens for s in segments if s.hit)
+    offered = sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact)
+    recomputed = round(prefill.mean_ratio * offered)
+    return Trace(
+        model=model,
+        policy=plan.policy,
+        ratio=plan.ratio,
+        tokens=len(plan.prompt),
+        tokens_reused=cached - recomputed,
+        tokens_recomputed=recomputed,
+        tokens_fresh=len(plan.prompt) - cached,
+        mean_ratio=prefill.mean_ratio,
+        nbytes=sum(s.nbytes for s in segments),
+        load_s=timing.load_s,
+        compute_s=timing.compute_s,
+        ttft_s=(first_s or now_s) - timing.began_s,
+        total_s=now_s - timing.began_s,
+        refusal=plan.refusal,
+        segments=segments,
+        recomputed_rows=rows,
+    )
+
+
+def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]) -> SegmentTrace:
+    fetch = next((fetch for fetch in plan.fetches if fetch.segment == index), None)
+    common = {"source": segment.source, "kind": segment.kind, "n_tokens": len(segment.tokens), "start": segment.start}
+    if fetch is None or plan.refusal:
+        why = plan.refusal or dict(plan.misses).get(index, "")
+        return SegmentTrace(**common, hit=False, why=why)  # type: ignore[arg-type]
+    lo, hi = plan.prompt.spans[index]
+    recomputed, exact = sum(lo <= row < hi for row in rows), is_exact(plan.prompt, fetch)
+    return SegmentTrace(  # type: ignore[misc]
+        **common,  # type: ignore[arg-type]
+        hit=True,
+        tier=fetch.tier,
+        level=fetch.level,
+        nbytes=fetch.nbytes,
+        recomputed=recomputed,
+        exact=exact,
+    )

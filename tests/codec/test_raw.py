@@ -1,0 +1,130 @@
+"""The raw codec gives back what it was given, bit for bit, as views; descriptions refuse what cannot be."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragfuse.codec import RAW, LayerMeta, checksum
+from ragfuse.codec.codec import DTYPES
+from ragfuse.core import LayerKV
+
+DTYPE_LIST = list(DTYPES.values())
+
+
+def layer(heads: int, n: int, dim: int, value_dim: int, dtype: torch.dtype, seed: int = 0) -> LayerKV:
+    """A layer of any bit patterns, NaN and infinities among them. keys: [H, n, D], values: [H, n, Dv]."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def bits(*shape: int) -> torch.Tensor:
+        wide = (*shape[:-1], shape[-1] * dtype.itemsize)
+        return torch.randint(0, 256, wide, dtype=torch.uint8, generator=generator).view(dtype)
+
+    return LayerKV(bits(heads, n, dim), bits(heads, n, value_dim))
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    same_kind = left.dtype == right.dtype and left.shape == right.shape
+    return same_kind and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 5), st.integers(1, 33), st.integers(1, 17), st.integers(1, 17), st.sampled_from(DTYPE_LIST),
+    st.integers(0, 99),
+)  # fmt: skip
+def test_raw_gives_back_every_bit_of_any_shape_and_dtype(heads, n, dim, value_dim, dtype, seed):
+    before = layer(heads, n, dim, value_dim, dtype, seed)
+    blob = RAW.encode(before)
+    after = RAW.decode(blob, LayerMeta.of(before, blob))
+    assert same_bits(before.keys, after.keys)
+    assert same_bits(before.values, after.values)
+    assert (blob.dtype, blob.dim(), blob.numel()) == (torch.uint8, 1, before.nbytes)
+
+
+def test_raw_takes_tensors_that_are_not_contiguous():
+    whole = layer(2, 12, 8, 8, torch.bfloat16)
+    part = LayerKV(whole.keys[:, 3:9], whole.values.transpose(0, 1)[3:9].transpose(0, 1))
+    blob = RAW.encode(part)
+    after = RAW.decode(blob, LayerMeta.of(part, blob))
+    assert same_bits(after.keys, part.keys)
+    assert same_bits(after.values, part.values)
+    assert blob.numel() == part.nbytes
+
+
+def test_raw_decode_copies_nothing():
+    before = layer(2, 5, 4, 6, torch.float16)
+    blob = RAW.encode(before)
+    after = RAW.decode(blob, LayerMeta.of(before, blob))
+    assert after.keys.data_ptr() == blob.data_ptr()
+    assert after.values.data_ptr() == blob.data_ptr() + before.keys.nbytes
+
+
+def test_raw_encode_shares_no_memory_with_the_layer():
+    before = layer(2, 5, 4, 4, torch.float32)
+    blob = RAW.encode(before)
+    kept = blob.clone()
+    before.keys.zero_()
+    before.values.zero_()
+    assert torch.equal(blob, kept)
+
+
+def test_raw_puts_keys_before_values():
+    before = layer(1, 3, 4, 4, torch.float32)
+    blob = RAW.encode(before)
+    assert torch.equal(blob[: before.keys.nbytes], before.keys.reshape(-1).view(torch.uint8))
+
+
+def test_raw_refuses_two_dtypes_in_a_layer():
+    with pytest.raises(ValueError, match="one dtype"):
+        RAW.encode(LayerKV(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4, dtype=torch.float16)))
+
+
+@pytest.mark.parametrize("change", [{"key_shape": (2, 5, 5)}, {"dtype": "float32"}, {"value_shape": (1, 5, 4)}])
+def test_raw_refuses_bytes_that_are_not_what_is_described(change):
+    before = layer(2, 5, 4, 4, torch.bfloat16)
+    blob = RAW.encode(before)
+    with pytest.raises(ValueError, match="bytes wanted"):
+        RAW.decode(blob, replace(LayerMeta.of(before, blob), **change))
+
+
+def test_checksum_is_blake3_of_the_bytes():
+    blob = torch.arange(200, dtype=torch.uint8)
+    assert checksum(blob) == blake3(bytes(range(200))).hexdigest()
+    assert checksum(blob[::2]) == blake3(bytes(range(0, 200, 2))).hexdigest()
+
+
+def test_layer_meta_survives_json_types_and_is_sealed_once():
+    before = layer(2, 5, 4, 6, torch.bfloat16)
+    blob = RAW.encode(before)
+    meta = LayerMeta.of(before, blob).sealed(blob)
+    assert meta.checksum == checksum(blob)
+    assert meta.sealed(torch.zeros(3, dtype=torch.uint8)) is meta
+    assert LayerMeta.from_dict(meta.as_dict()) == meta
+    assert (meta.key_shape, meta.value_shape, meta.dtype) == ((2, 5, 4), (2, 5, 6), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key_shape": [2, 5]},
+        {"key_shape": [2, 0, 4]},
+        {"key_shape": [2, 6, 4]},
+        {"value_shape": [2, 5, "4"]},
+        {"value_shape": 7},
+        {"dtype": "int64"},
+        {"dtype": None},
+        {"dtype": ["float32"]},
+        {"nbytes": -1},
+        {"nbytes": 3.5},
+        {"checksum": None},
+    ],
+)
+def test_layer_meta_refuses_what_describes_no_layer(change):
+    good = LayerMeta((2, 5, 4), (2, 5, 4), "float32", 320).as_dict()
+    LayerMeta.from_dict(good)
+    with pytest.raises(ValueError, match=r".+"):
+        LayerMeta.from_dict({**good, **change})

@@ -1,0 +1,54 @@
+"""Every tier that must pass the contract: to add one, name it here."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragfuse.plan.evict import lru
+from ragfuse.store import DiskTier, Evictor, MemoryTier, Tier
+from tests.store.kit import encoded, key, kv, ticks
+
+MakeTier = Callable[..., Tier]
+
+
+def memory(path: Path, capacity: int, evict: Evictor) -> Tier:
+    return MemoryTier(capacity, evict, clock=ticks())
+
+
+def pinned_memory(path: Path, capacity: int, evict: Evictor) -> Tier:
+    return MemoryTier(capacity, evict, clock=ticks(), pin_memory=True)
+
+
+def gpu(path: Path, capacity: int, evict: Evictor) -> Tier:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    return MemoryTier(capacity, evict, clock=ticks(), device="cuda", name="gpu")
+
+
+def disk(path: Path, capacity: int, evict: Evictor) -> Tier:
+    return DiskTier(path, capacity, evict, clock=ticks())
+
+
+@pytest.fixture(params=[memory, pinned_memory, gpu, disk], ids=lambda make: make.__name__)
+def make_tier(request, tmp_path) -> MakeTier:
+    """make_tier(capacity in bytes, evict): a new, empty tier; all are closed at the end."""
+    made = []
+
+    def make(capacity: int = 1 << 20, evict: Evictor = lru) -> Tier:
+        made.append(request.param(tmp_path / f"tier{len(made)}", capacity, evict))
+        return made[-1]
+
+    yield make
+    for tier in made:
+        if hasattr(tier, "close"):
+            tier.close()
+
+
+@pytest.fixture
+def unit(make_tier) -> int:
+    """Bytes that one entry of `kv()` takes in this kind of tier."""
+    tier = make_tier()
+    assert tier.write(key("unit"), *encoded(kv()))
+    return tier.nbytes

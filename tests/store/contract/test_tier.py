@@ -1,0 +1,236 @@
+"""What every tier keeps to. The tiers are named in conftest.py beside this file."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.store.kit import encoded, key, kv
+
+
+def put(tier, *names):
+    for name in names:
+        assert tier.write(key(name), *encoded(kv()))
+
+
+def names(tier, *candidates):
+    found = tier.entries([key(name) for name in candidates])
+    return "".join(name for name in candidates if key(name) in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_layer_reads_back_bit_for_bit(make_tier, dtype):
+    tier = make_tier()
+    meta, blobs = encoded(kv(7, dtype=dtype))
+    assert tier.write(key("a"), meta, blobs)
+    for i, blob in enumerate(blobs):
+        found, read = tier.read(key("a"), i)
+        assert torch.equal(read.cpu(), blob)
+        assert (found.layers[i].key_shape, found.layers[i].dtype) == (meta.layers[i].key_shape, meta.layers[i].dtype)
+        assert (found.n_tokens, found.level, len(found.layers)) == (meta.n_tokens, "raw", len(blobs))
+
+
+def test_what_was_never_written_is_none(make_tier):
+    tier = make_tier()
+    put(tier, "a")
+    assert tier.read(key("b"), 0) is None
+    assert tier.read(key("a"), 3) is None
+    assert tier.read(key("a"), -1) is None
+    assert tier.read(key("a"), 0) is not None
+    assert tier.counts["corrupt"] == 0
+
+
+def test_entries_tell_what_is_kept(make_tier, unit):
+    tier = make_tier()
+    put(tier, "a", "b")
+    assert set(tier.entries()) == {key("a"), key("b")}
+    assert tier.entries([]) == {}
+    found = tier.entries([key("a"), key("c"), key("a")])
+    assert set(found) == {key("a")}
+    entry = found[key("a")]
+    assert (entry.key, entry.tier, entry.n_tokens, entry.n_layers) == (key("a"), tier.name, 5, 3)
+    assert (entry.sizes, entry.hits, entry.pinned) == ({"raw": unit}, 0, False)
+    assert tier.nbytes == 2 * unit
+
+
+def test_a_read_is_a_use_and_a_pass_over_all_layers_one_hit(make_tier):
+    tier = make_tier()
+    put(tier, "a", "b")
+    before = tier.entries()[key("a")].last_used
+    for i in range(3):
+        tier.read(key("a"), i)
+    entry = tier.entries()[key("a")]
+    assert entry.hits == 1
+    assert entry.last_used > before
+
+
+def test_deleted_entries_are_gone_with_their_bytes(make_tier, unit):
+    tier = make_tier()
+    put(tier, "a", "b")
+    tier.read(key("a"), 0)
+    assert tier.delete([key("a"), key("c")]) == 1
+    assert [tier.read(key("a"), i) for i in range(3)] == [None] * 3
+    assert tier.nbytes == unit
+    assert tier.delete([key("a")]) == 0
+    assert tier.counts["corrupt"] == 0
+
+
+def test_writing_again_replaces_and_counts_once(make_tier, unit):
+    tier = make_tier()
+    put(tier, "a")
+    meta, blobs = encoded(kv(9))
+    assert tier.write(key("a"), meta, blobs)
+    assert torch.equal(tier.read(key("a"), 1)[1].cpu(), blobs[1])
+    assert tier.nbytes == unit
+    assert len(tier.entries()) == 1
+
+
+def test_keys_that_differ_in_one_part_are_different_entries(make_tier):
+    tier = make_tier()
+    parts = ("model", "tokens", "context", "layout")
+    base = dict.fromkeys(parts, "aa")
+    keys = [type(key(0))(**{**base, part: "bb"}) for part in parts] + [type(key(0))("aa", "aa")]
+    for seed, one in enumerate(keys):
+        assert tier.write(one, *encoded(kv(seed)))
+    for seed, one in enumerate(keys):
+        assert torch.equal(tier.read(one, 0)[1].cpu(), encoded(kv(seed))[1][0])
+
+
+def test_the_least_recently_used_goes_first(make_tier, unit):
+    tier = make_tier(3 * unit)
+    put(tier, "a", "b", "c")
+    tier.read(key("a"), 0)
+    put(tier, "d")
+    assert names(tier, *"abcd") == "acd"
+    put(tier, "e")
+    assert names(tier, *"abcde") == "ade"
+    assert tier.counts["evicted"] == 2
+    assert tier.nbytes == 3 * unit
+
+
+def test_the_evictor_decides_who_goes(make_tier, unit):
+    def newest_first(entries):
+        return [entry.key for entry in sorted(entries, key=lambda entry: -entry.last_used)]
+
+    tier = make_tier(3 * unit, newest_first)
+    put(tier, *"abcd")
+    assert names(tier, *"abcd") == "abd"
+
+
+def test_an_evictor_that_names_strangers_twice_and_pinned_ones_does_no_harm(make_tier, unit):
+    tier = make_tier(2 * unit, lambda entries: [key("x"), key("a"), key("b"), key("b"), key("x")])
+    put(tier, "a", "b")
+    tier.pin([key("a")], True)
+    put(tier, "c")
+    assert names(tier, *"abc") == "ac"
+
+
+def test_an_evictor_that_gives_too_little_means_nothing_is_dropped(make_tier, unit):
+    tier = make_tier(2 * unit, lambda entries: [])
+    put(tier, "a", "b")
+    assert not tier.write(key("c"), *encoded(kv()))
+    assert names(tier, *"abc") == "ab"
+    assert (tier.counts["refused"], tier.counts["evicted"]) == (1, 0)
+
+
+def test_a_pinned_entry_stays_until_unpinned_or_deleted(make_tier, unit):
+    tier = make_tier(2 * unit)
+    put(tier, "a", "b")
+    tier.pin([key("a"), key("b"), key("stranger")], True)
+    assert not tier.write(key("c"), *encoded(kv()))
+    assert names(tier, *"abc") == "ab"
+    assert tier.entries()[key("a")].pinned
+    tier.pin([key("a")], False)
+    put(tier, "c")
+    assert names(tier, *"abc") == "bc"
+    assert tier.delete([key("b")]) == 1
+
+
+def test_a_pin_survives_writing_again_and_not_deleting(make_tier, unit):
+    tier = make_tier(3 * unit)
+    put(tier, "a")
+    tier.pin([key("a")], True)
+    put(tier, "a")
+    assert tier.entries()[key("a")].pinned
+    tier.delete([key("a")])
+    put(tier, "a")
+    assert not tier.entries()[key("a")].pinned
+
+
+def test_what_is_larger_than_the_tier_is_refused_and_drops_nothing(make_tier, unit):
+    tier = make_tier(2 * unit)
+    put(tier, "a", "b")
+    assert not tier.write(key("big"), *encoded(kv(n=50)))
+    assert names(tier, "a", "b", "big") == "ab"
+    assert tier.counts["refused"] == 1
+
+
+def test_a_tier_of_no_bytes_keeps_nothing(make_tier):
+    tier = make_tier(0)
+    assert not tier.write(key("a"), *encoded(kv()))
+    assert tier.entries() == {}
+
+
+def test_bytes_that_are_not_as_described_are_a_mistake_of_the_caller(make_tier):
+    tier = make_tier()
+    meta, blobs = encoded(kv())
+    with pytest.raises(ValueError, match=r"described|shorter"):
+        tier.write(key("a"), meta, (blobs[0][:-1], *blobs[1:]))
+    with pytest.raises(ValueError, match=r"described|shorter"):
+        tier.write(key("a"), meta, blobs[:-1])
+    assert tier.entries() == {}
+
+
+def test_capacity_is_kept_under_concurrent_writers(make_tier, unit):
+    tier = make_tier(4 * unit)
+    over, done = [], threading.Event()
+
+    def watch():
+        while not done.is_set():
+            if tier.nbytes > tier.capacity:
+                over.append(tier.nbytes)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            kept = list(pool.map(lambda i: tier.write(key(i % 12), *encoded(kv())), range(48)))
+    finally:
+        done.set()
+        watcher.join()
+    assert over == []
+    assert any(kept)
+    assert tier.nbytes == unit * len(tier.entries()) <= tier.capacity
+
+
+def test_readers_see_whole_layers_or_nothing_while_others_write_and_delete(make_tier, unit):
+    tier = make_tier(6 * unit)
+    wanted = [encoded(kv(i))[1] for i in range(8)]
+    stop, wrong, seen = threading.Event(), [], []
+
+    def read():
+        while not stop.is_set():
+            for i in range(8):
+                for layer in range(3):
+                    found = tier.read(key(i), layer)
+                    if found is not None:
+                        seen.append(i)
+                        if not torch.equal(found[1].cpu(), wanted[i][layer]):
+                            wrong.append((i, layer))
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    try:
+        for round_ in range(6):
+            for i in range(8):
+                tier.write(key(i), *encoded(kv(i)))
+            tier.delete([key(round_)])
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join()
+    assert seen
+    assert wrong == []
+    assert tier.counts["corrupt"] == 0

@@ -1,0 +1,77 @@
+"""What store tests share: keys, KV of differing layers, tiers, and child processes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ragfuse.codec import RAW
+from ragfuse.core import ChunkKey, ChunkKV, LayerKV, digest
+from ragfuse.store import EntryMeta
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def key(name: object, model: str = "model") -> ChunkKey:
+    return ChunkKey(digest(model), digest(str(name)))
+
+
+def kv(seed: int = 0, n: int = 5, dtype: torch.dtype = torch.bfloat16, n_layers: int = 3) -> ChunkKV:
+    """Layers of different heads and dims. keys: [H, n, D], values: [H, n, Dv]."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2 + i % 2, n, 8 + 4 * i) for i in range(n_layers)]
+    return ChunkKV(
+        tuple(
+            LayerKV(
+                torch.randn(shape, generator=generator).to(dtype),
+                torch.randn((*shape[:2], 8), generator=generator).to(dtype),
+            )
+            for shape in shapes
+        )
+    )
+
+
+def encoded(chunk: ChunkKV) -> tuple[EntryMeta, tuple[torch.Tensor, ...]]:
+    blobs = tuple(RAW.encode(layer) for layer in chunk.layers)
+    return EntryMeta.of(chunk, "raw", blobs), blobs
+
+
+def same(left: LayerKV | None, right: LayerKV) -> bool:
+    return left is not None and torch.equal(left.keys, right.keys) and torch.equal(left.values, right.values)
+
+
+def ticks() -> Callable[[], float]:
+    """A clock that goes on by one second whenever it is read."""
+    counter = itertools.count(1)
+    return lambda: float(next(counter))
+
+
+def files(path: Path) -> list[Path]:
+    """Every file of a disk tier's chunks, whole or being written."""
+    return sorted(found for found in (path / "chunks").rglob("*") if found.is_file())
+
+
+def child(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """A python process that runs `code`, its arguments in sys.argv[1:]."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What the child printed; it must have ended well."""
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out

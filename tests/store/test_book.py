@@ -1,0 +1,128 @@
+"""The book remembers profiles and texts across processes and writers."""
+
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ragfuse.errors import StoreError
+from ragfuse.plan.evict import lru
+from ragfuse.store import Book, DiskTier
+from tests.store.kit import child, finished
+
+
+@pytest.fixture
+def book(tmp_path):
+    with Book(tmp_path) as book:
+        yield book
+
+
+def test_a_profile_comes_back_and_a_later_one_replaces_it(book):
+    profile = {"ratio": 0.15, "layers": [1, 2], "name": "é", "none": None}
+    assert book.get("model/x") is None
+    book.put("model/x", profile)
+    book.put("machine", {"a": 1})
+    assert book.get("model/x") == profile
+    book.put("model/x", {"ratio": 0.2})
+    assert book.get("model/x") == {"ratio": 0.2}
+    assert book.names() == ["machine", "model/x"]
+
+
+def test_texts_come_back_by_model_in_order(book):
+    book.add_texts("m", [("k2", "zwei\0\n", "b.txt"), ("k1", "一", "a.txt")])
+    book.add_texts("other", [("k1", "else", "a.txt")])
+    assert list(book.texts("m")) == [("k2", "zwei\0\n", "b.txt"), ("k1", "一", "a.txt")]
+    assert [text.key for text in book.texts("other")] == ["k1"]
+    assert list(book.texts("nobody")) == []
+
+
+def test_adding_a_text_again_changes_nothing(book):
+    for _ in range(2):
+        book.add_texts("m", [("k1", "one", "a"), ("k1", "one", "b")])
+    assert list(book.texts("m")) == [("k1", "one", "a"), ("k1", "one", "b")]
+
+
+def test_more_texts_than_a_page_come_back_once_each_also_while_others_write(book, tmp_path):
+    book.add_texts("m", [(f"k{i}", f"text {i}", "s") for i in range(2500)])
+    found = []
+    with Book(tmp_path) as other:
+        for text in book.texts("m"):
+            found.append(text.key)
+            if len(found) == 5:
+                other.add_texts("m", [("late", "late", "s")])
+    assert found == [*(f"k{i}" for i in range(2500)), "late"]
+
+
+def test_deleting_forgets_what_matches_all_that_is_given(book):
+    def fill():
+        book.delete_texts()
+        book.add_texts("m", [("k1", "1", "a"), ("k1", "1", "b"), ("k2", "2", "a")])
+        book.add_texts("n", [("k1", "1", "a")])
+
+    def left():
+        return [(model, text.key, text.source) for model in "mn" for text in book.texts(model)]
+
+    fill()
+    assert book.delete_texts("m", source="a") == 2
+    assert left() == [("m", "k1", "b"), ("n", "k1", "a")]
+    fill()
+    assert book.delete_texts("m", keys=["k1", "k9"]) == 2
+    assert left() == [("m", "k2", "a"), ("n", "k1", "a")]
+    fill()
+    assert book.delete_texts("m") == 3
+    fill()
+    assert book.delete_texts(source="a") == 3
+    assert book.delete_texts(keys=[]) == 0
+    assert left() == [("m", "k1", "b")]
+
+
+def test_concurrent_writers_lose_nothing(book, tmp_path):
+    with Book(tmp_path) as other, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: (book, other)[i % 2].add_texts("m", [(f"k{i}", "t", "s")]), range(60)))
+    assert {text.key for text in book.texts("m")} == {f"k{i}" for i in range(60)}
+
+
+def test_another_process_reads_what_was_written(book, tmp_path):
+    book.put("p", {"x": 1})
+    book.add_texts("m", [("k", "text", "source")])
+    code = """
+        import sys
+        from ragfuse.store import Book
+        with Book(sys.argv[1]) as book:
+            print(book.get("p"), list(book.texts("m"))[0].text)
+            book.put("p", {"x": 2})
+    """
+    assert finished(child(code, tmp_path)) == "{'x': 1} text\n"
+    assert book.get("p") == {"x": 2}
+
+
+def test_the_book_shares_its_folder_with_a_disk_tier(book, tmp_path):
+    tier = DiskTier(tmp_path, 1 << 20, lru)
+    book.put("p", {"x": 1})
+    assert tier.counts["corrupt"] == 0
+    tier.close()
+    assert book.get("p") == {"x": 1}
+
+
+def test_a_damaged_book_is_set_aside_and_a_new_one_begun(tmp_path, caplog):
+    (tmp_path / "book.sqlite").write_bytes(b"nothing of a database " * 99)
+    with Book(tmp_path) as book:
+        assert book.names() == []
+        book.put("p", {})
+        assert book.names() == ["p"]
+    assert (tmp_path / "book.sqlite.bad").exists()
+    assert "set aside" in caplog.text
+
+
+def test_a_book_that_cannot_be_read_says_where_and_what_to_do(book, tmp_path):
+    with sqlite3.connect(tmp_path / "book.sqlite") as connection:
+        connection.execute("DROP TABLE texts")
+    connection.close()
+    with pytest.raises(StoreError, match=r"book\.sqlite.*Give another folder"):
+        list(book.texts("m"))
+
+
+def test_a_book_whose_folder_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StoreError, match="a file"):
+        Book(tmp_path / "file")

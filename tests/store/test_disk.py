@@ -1,0 +1,463 @@
+"""The disk tier against damaged, foreign and vanished files, odd folders, full media and restarts."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import sqlite3
+import stat
+import threading
+
+import pytest
+import torch
+from blake3 import blake3
+
+from ragfuse.core import FORMAT_VERSION
+from ragfuse.errors import StoreError
+from ragfuse.plan.evict import lru
+from ragfuse.store import DiskTier
+from ragfuse.store.chunkfile import _FIXED, MAGIC
+from tests.store.kit import child, encoded, files, finished, key, kv, ticks
+
+A = key("a")
+
+
+@pytest.fixture
+def tier(tmp_path):
+    tier = DiskTier(tmp_path, 1 << 20, lru, clock=ticks())
+    assert tier.write(A, *encoded(kv()))
+    yield tier
+    tier.close()
+
+
+def again(tier: DiskTier, **options) -> DiskTier:
+    tier.close()
+    return DiskTier(tier.path, options.pop("capacity", tier.capacity), lru, clock=ticks(), **options)
+
+
+def header(data: bytes) -> tuple[dict, bytes]:
+    """The JSON of a chunk file's header and what follows it."""
+    nbytes = _FIXED.unpack_from(data)[2]
+    end = _FIXED.size + nbytes
+    return json.loads(data[_FIXED.size : end]), data[-(-end // 64) * 64 :]
+
+
+def with_header(data: bytes, **changes) -> bytes:
+    """The file with another header, its checksum right again."""
+    fields, layers = header(data)
+    meta = json.loads(fields["meta"])
+    fields["key"] = changes.pop("key", fields["key"])
+    fields["meta"] = json.dumps({**meta, **changes})
+    text = json.dumps(fields).encode()
+    head = _FIXED.pack(MAGIC, FORMAT_VERSION, len(text), blake3(text).digest()) + text
+    return head.ljust(-(-len(head) // 64) * 64, b"\0") + layers
+
+
+def wrong_shape(data: bytes) -> bytes:
+    layers = json.loads(header(data)[0]["meta"])["layers"]
+    layers[1]["key_shape"][1] += 1
+    return with_header(data, layers=layers)
+
+
+def no_shape(data: bytes) -> bytes:
+    layers = json.loads(header(data)[0]["meta"])["layers"]
+    return with_header(data, layers=[{**layers[0], "value_shape": "abc"}, *layers[1:]])
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+DAMAGE = {
+    "empty": lambda data: b"",
+    "cut in the fixed part": lambda data: data[:20],
+    "cut in the header": lambda data: data[:100],
+    "cut in the last layer": lambda data: data[:-1],
+    "longer than it should be": lambda data: data + b"\0",
+    "not a chunk file": lambda data: b"PK\3\4" + data[4:],
+    "an older version": lambda data: data[:8] + (FORMAT_VERSION - 1).to_bytes(4, "little") + data[12:],
+    "a newer version": lambda data: data[:8] + (FORMAT_VERSION + 1).to_bytes(4, "little") + data[12:],
+    "an absurd header length": lambda data: data[:12] + b"\xff\xff\xff\xff" + data[16:],
+    "a flipped bit in the header": lambda data: flipped(data, 80),
+    "a flipped bit in layer 0": lambda data: flipped(data, len(data) - len(header(data)[1])),
+    "a wrong shape": wrong_shape,
+    "no shape": no_shape,
+    "a wrong number of tokens": lambda data: with_header(data, n_tokens=6),
+    "no layers": lambda data: with_header(data, layers=[]),
+    "layers that are no list": lambda data: with_header(data, layers=3),
+    "meta of another version": lambda data: with_header(data, version=FORMAT_VERSION + 1),
+    "another's key": lambda data: with_header(data, key=str(key("b"))),
+    "no key": lambda data: with_header(data, key=None),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_file_is_dropped_counted_and_named(tier, damage, caplog):
+    (path,) = files(tier.path)
+    path.write_bytes(damage(path.read_bytes()))
+    with caplog.at_level(logging.WARNING, "ragfuse.store"):
+        assert tier.read(A, 0) is None
+    assert str(A) in caplog.text
+    assert tier.counts["corrupt"] == 1
+    assert tier.entries() == {}
+    assert files(tier.path) == []
+    assert tier.nbytes == 0
+    assert tier.read(A, 0) is None
+    assert tier.counts["corrupt"] == 1
+    assert tier.write(A, *encoded(kv()))
+    assert tier.read(A, 0) is not None
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_file_without_a_row_is_never_adopted_whole(tier, damage):
+    (path,) = files(tier.path)
+    path.write_bytes(damage(path.read_bytes()))
+    tier.close()
+    for index in tier.path.glob("index.sqlite*"):
+        index.unlink()
+    with DiskTierContext(again(tier)) as opened:
+        assert opened.read(A, 0) is None
+        assert opened.counts["corrupt"] == 1
+        assert files(tier.path) == []
+
+
+class DiskTierContext:
+    """Closes a tier at the end of a block."""
+
+    def __init__(self, tier: DiskTier) -> None:
+        self.tier = tier
+
+    def __enter__(self) -> DiskTier:
+        return self.tier
+
+    def __exit__(self, *_: object) -> None:
+        self.tier.close()
+
+
+def test_rewriting_a_header_unchanged_is_no_damage(tier):
+    (path,) = files(tier.path)
+    path.write_bytes(with_header(path.read_bytes()))
+    assert tier.read(A, 2) is not None
+    assert tier.counts["corrupt"] == 0
+
+
+def test_only_the_damaged_layer_is_refused_and_then_the_whole_entry(tier):
+    (path,) = files(tier.path)
+    path.write_bytes(flipped(path.read_bytes(), path.stat().st_size - 64))
+    assert tier.read(A, 0) is not None
+    assert tier.read(A, 2) is None
+    assert tier.read(A, 0) is None
+
+
+def test_without_verify_no_checksum_is_looked_at(tier):
+    (path,) = files(tier.path)
+    path.write_bytes(flipped(path.read_bytes(), path.stat().st_size - 64))
+    with DiskTierContext(again(tier, verify=False)) as opened:
+        assert opened.read(A, 2) is not None
+
+
+def test_a_file_cut_while_it_is_open_is_a_miss(tier):
+    assert tier.read(A, 0) is not None
+    os.truncate(files(tier.path)[0], 700)
+    assert tier.read(A, 2) is None
+    assert tier.counts["corrupt"] == 1
+
+
+def test_a_file_deleted_behind_our_back_is_a_miss(tier, caplog):
+    files(tier.path)[0].unlink()
+    assert A in tier.entries()
+    assert tier.read(A, 0) is None
+    assert tier.counts["corrupt"] == 1
+    assert str(A) in caplog.text
+    assert tier.entries() == {}
+
+
+def test_a_pass_that_began_before_a_file_was_deleted_may_finish_and_the_next_misses(tier):
+    assert tier.read(A, 0) is not None
+    files(tier.path)[0].unlink()
+    assert tier.read(A, 1) is not None
+    assert tier.read(A, 0) is None
+    assert tier.read(A, 1) is None
+
+
+def test_all_folders_removed_behind_our_back_are_misses_and_come_back(tier):
+    shutil.rmtree(tier.path / "chunks")
+    assert tier.read(A, 0) is None
+    assert tier.write(A, *encoded(kv()))
+    assert tier.read(A, 0) is not None
+
+
+def test_entries_hits_and_use_survive_a_restart(tier):
+    for _ in range(3):
+        tier.read(A, 0)
+    before = tier.entries()[A]
+    with DiskTierContext(again(tier)) as opened:
+        assert opened.entries() == {A: before}
+        assert opened.entries()[A].hits == 3
+        assert torch.equal(opened.read(A, 1)[1], encoded(kv())[1][1])
+
+
+def test_a_pin_survives_a_restart(tier):
+    tier.pin([A], True)
+    with DiskTierContext(again(tier)) as opened:
+        assert opened.entries()[A].pinned
+
+
+def test_reading_layers_writes_nothing_to_the_index(tmp_path):
+    tier = DiskTier(tmp_path, 1 << 20, lru, clock=lambda: 1.0)
+    tier.write(A, *encoded(kv()))
+    watcher = sqlite3.connect(tmp_path / "index.sqlite")
+    before = watcher.execute("PRAGMA data_version").fetchone()
+    for i in range(90):
+        assert tier.read(A, i % 3) is not None
+    assert watcher.execute("PRAGMA data_version").fetchone() == before
+    assert tier.entries()[A].hits == 30
+    tier.close()
+    assert watcher.execute("SELECT hits FROM entries").fetchone() == (30,)
+    watcher.close()
+
+
+def test_uses_reach_the_index_after_some_seconds_without_a_write(tmp_path):
+    now = [100.0]
+    tier = DiskTier(tmp_path, 1 << 20, lru, clock=lambda: now[0])
+    tier.write(A, *encoded(kv()))
+    now[0] = 200.0
+    tier.read(A, 0)
+    watcher = sqlite3.connect(tmp_path / "index.sqlite")
+    assert watcher.execute("SELECT hits, last_used FROM entries").fetchone() == (1, 200.0)
+    watcher.close()
+    tier.close()
+
+
+def test_a_lost_index_is_built_again_from_the_files(tier):
+    tier.close()
+    for index in tier.path.glob("index.sqlite*"):
+        index.unlink()
+    with DiskTierContext(again(tier)) as opened:
+        entry = opened.entries()[A]
+        assert (entry.n_tokens, entry.n_layers, entry.nbytes) == (5, 3, files(tier.path)[0].stat().st_size)
+        assert opened.read(A, 0) is not None
+        assert opened.counts["corrupt"] == 0
+
+
+@pytest.mark.parametrize("content", [b"not a database at all, just words" * 40, b"SQLite format 3\0" + b"\xff" * 5000])
+def test_a_damaged_index_is_set_aside_and_built_again(tier, content, caplog):
+    tier.close()
+    (tier.path / "index.sqlite").write_bytes(content)
+    with DiskTierContext(again(tier)) as opened:
+        assert opened.read(A, 0) is not None
+    assert (tier.path / "index.sqlite.bad").read_bytes() == content
+    assert "set aside" in caplog.text
+
+
+def test_an_index_of_another_version_is_set_aside_and_built_again(tier):
+    tier.close()
+    with sqlite3.connect(tier.path / "index.sqlite") as connection:
+        connection.execute(f"PRAGMA user_version={FORMAT_VERSION + 1}")
+    connection.close()
+    with DiskTierContext(again(tier)) as opened:
+        assert opened.read(A, 0) is not None
+
+
+def test_an_index_damaged_while_open_is_a_miss_and_not_an_error(tier):
+    with sqlite3.connect(tier.path / "index.sqlite") as connection:
+        connection.execute("DROP TABLE entries")
+    connection.close()
+    assert tier.entries([A]) == {}
+    assert not tier.write(key("b"), *encoded(kv()))
+    assert tier.delete([A]) == 0
+    assert tier.counts["failed"] == 3
+
+
+def test_a_smaller_capacity_is_kept_from_opening_on(tier):
+    unit = tier.nbytes
+    for name in "bcd":
+        tier.write(key(name), *encoded(kv()))
+    with DiskTierContext(again(tier, capacity=2 * unit)) as opened:
+        assert set(opened.entries()) == {key("c"), key("d")}
+        assert sum(path.stat().st_size for path in files(tier.path)) == 2 * unit
+
+
+def test_nbytes_is_what_the_files_weigh(tier):
+    tier.write(key("b"), *encoded(kv(n=37)))
+    assert tier.nbytes == sum(path.stat().st_size for path in files(tier.path))
+
+
+def test_layers_begin_where_the_header_says_and_are_one_read(tier, monkeypatch):
+    reads = []
+    real = os.preadv
+
+    def preadv(fd, buffers, offset):
+        n = real(fd, buffers, offset)
+        reads.append((offset, n))
+        return n
+
+    tier.read(A, 0)
+    monkeypatch.setattr(os, "preadv", preadv)
+    wanted = encoded(kv())[1]
+    data = files(tier.path)[0].read_bytes()
+    for i in range(3):
+        tier.read(A, i)
+    assert [n for _, n in reads] == [blob.numel() for blob in wanted]
+    for (offset, n), blob in zip(reads, wanted, strict=True):
+        assert data[offset : offset + n] == bytes(blob.tolist())
+
+
+# full and broken media
+
+
+def test_a_full_disk_stores_nothing_and_raises_nothing(tier, monkeypatch, caplog):
+    def full(fd, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = tier.nbytes
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        assert not tier.write(key("b"), *encoded(kv()))
+    assert tier.counts["failed"] == 1
+    assert "No space left" in caplog.text
+    assert str(key("b")) in caplog.text
+    assert set(tier.entries()) == {A}
+    assert len(files(tier.path)) == 1
+    assert tier.nbytes == before
+    assert tier.write(key("b"), *encoded(kv()))
+
+
+def test_a_file_size_limit_of_the_system_stores_nothing_and_raises_nothing(tmp_path):
+    code = """
+        import resource, sys
+        from ragfuse.plan.evict import lru
+        from ragfuse.store import DiskTier
+        from tests.store.kit import encoded, files, key, kv
+        tier = DiskTier(sys.argv[1], 1 << 30, lru)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        print(tier.write(key("big"), *encoded(kv(n=9000))), tier.nbytes, len(files(tier.path)))
+        print(tier.write(key("small"), *encoded(kv())), len(tier.entries()))
+    """
+    assert finished(child(code, tmp_path)).split() == ["False", "0", "0", "True", "1"]
+
+
+def test_a_folder_that_turned_into_a_file_stores_nothing_and_raises_nothing(tier):
+    shutil.rmtree(tier.path / "chunks")
+    (tier.path / "chunks").write_text("in the way")
+    assert not tier.write(key("b"), *encoded(kv()))
+    assert tier.read(A, 0) is None
+    assert tier.counts["failed"] >= 1
+
+
+# folders
+
+
+def test_everything_is_for_this_user_alone(tmp_path):
+    root = tmp_path / "deep" / "store"
+    tier = DiskTier(root, 1 << 20, lru)
+    tier.write(A, *encoded(kv()))
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (root, *root.rglob("*"))}
+    assert len(modes) > 6
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
+    tier.close()
+
+
+def test_a_store_whose_folder_is_a_file_says_so_and_what_to_do(tmp_path):
+    path = tmp_path / "store"
+    path.write_text("mine")
+    with pytest.raises(StoreError, match=r"folder .* wanted, a file .*Give another folder"):
+        DiskTier(path, 1 << 20, lru)
+    assert path.read_text() == "mine"
+
+
+def test_a_store_below_a_file_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StoreError, match="file"):
+        DiskTier(tmp_path / "file" / "a" / "store", 1 << 20, lru)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
+def test_a_place_where_no_folder_can_be_made_is_refused():
+    with pytest.raises(StoreError, match="/proc/store"):
+        DiskTier("/proc/store", 1 << 20, lru)
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tier):
+    stranger = files(tier.path)[0].parent / "notes.txt"
+    stranger.write_text("mine")
+    with DiskTierContext(again(tier)) as opened:
+        assert stranger.read_text() == "mine"
+        assert opened.counts["corrupt"] == 0
+
+
+def test_a_key_that_cannot_be_written_down_is_refused(tier):
+    with pytest.raises(ValueError, match="key"):
+        tier.write(type(A)("a.b", "c"), *encoded(kv()))
+
+
+# open files, temp files, closing
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_few_files_stay_open_and_none_after_closing(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    tier = DiskTier(tmp_path, 1 << 20, lru, open_files=2)
+    base = len(os.listdir("/proc/self/fd"))
+    for i in range(8):
+        tier.write(key(i), *encoded(kv()))
+    for _ in range(2):
+        for i in range(8):
+            assert tier.read(key(i), 0) is not None
+    assert len(os.listdir("/proc/self/fd")) <= base + 3  # 2 chunk files, and the index's log
+    tier.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_temp_files_of_the_dead_go_on_opening_and_those_of_the_living_stay(tier):
+    folder = files(tier.path)[0].parent
+    (folder / "x.0123456789abcdef.0.tmp").write_bytes(b"half")
+    (folder / "odd.tmp").write_bytes(b"half")
+    mine = folder / f"y.{tier._owner.token}.7.tmp"
+    mine.write_bytes(b"half")
+    other = DiskTier(tier.path, tier.capacity, lru)
+    assert [path for path in files(tier.path) if path.suffix == ".tmp"] == [mine]
+    other.close()
+
+
+def test_two_tiers_on_one_folder_see_each_other(tier):
+    other = DiskTier(tier.path, tier.capacity, lru)
+    assert other.read(A, 0) is not None
+    other.write(key("b"), *encoded(kv(3)))
+    assert torch.equal(tier.read(key("b"), 0)[1], encoded(kv(3))[1][0])
+    tier.delete([A])
+    assert A not in other.entries()
+    assert other.read(A, 0) is None
+    assert other.counts["corrupt"] == 0
+    other.close()
+
+
+def test_a_closed_tier_misses_and_closes_twice(tier):
+    tier.close()
+    tier.close()
+    assert tier.read(A, 0) is None
+    assert tier.entries() == {}
+    assert not tier.write(A, *encoded(kv()))
+    assert tier.nbytes == 0
+
+
+def test_closing_while_others_read_is_safe(tier):
+    done, failed = threading.Event(), []
+
+    def read():
+        try:
+            while tier.read(A, 0) is not None:
+                done.set()
+        except Exception as error:
+            failed.append(error)
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    assert done.wait(10)
+    tier.close()
+    for reader in readers:
+        reader.join()
+    assert failed == []

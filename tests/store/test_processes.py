@@ -1,0 +1,165 @@
+"""Several processes on one store: killed in the middle of a write, writing at once, ending without closing."""
+
+import signal
+import subprocess
+
+import pytest
+import torch
+
+from ragfuse.plan.evict import lru
+from ragfuse.store import DiskTier
+from tests.store.kit import child, encoded, files, finished, key, kv
+
+STOP_AND_TELL = """
+    import os, sys, time
+    from ragfuse.plan.evict import lru
+    from ragfuse.store import DiskTier
+    from tests.store.kit import encoded, key, kv
+
+    path, capacity, call = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    tier = DiskTier(path, capacity, lru)
+    real = getattr(os, call)
+
+    def stop(*arguments):
+        if call == "replace":
+            real(*arguments)  # killed after the rename, before the row
+        print("stopped", flush=True)
+        time.sleep(60)
+
+    setattr(os, call, stop)
+    tier.write(key("a"), *encoded(kv()))
+"""
+
+
+def killed(process: subprocess.Popen[str]) -> None:
+    """Wait until the child stopped in the middle of its write, and kill it there."""
+    assert process.stdout.readline() == "stopped\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.fixture
+def unit(tmp_path):
+    tier = DiskTier(tmp_path / "unit", 1 << 20, lru)
+    tier.write(key("unit"), *encoded(kv()))
+    nbytes = tier.nbytes
+    tier.close()
+    return nbytes
+
+
+def test_a_write_that_is_killed_leaves_no_entry_no_file_and_no_lost_room(tmp_path, unit):
+    stores = {call: tmp_path / call for call in ("fsync", "replace")}
+    processes = {call: child(STOP_AND_TELL, path, unit, call) for call, path in stores.items()}
+    for call, process in processes.items():
+        killed(process)
+        assert len(files(stores[call])) == 1
+        tier = DiskTier(stores[call], unit, lru)
+        assert files(stores[call]) == []
+        assert (tier.entries(), tier.nbytes, tier.counts["corrupt"]) == ({}, 0, 0)
+        assert tier.read(key("a"), 0) is None
+        assert tier.write(key("a"), *encoded(kv()))
+        tier.close()
+
+
+def test_a_store_that_stays_open_takes_over_the_room_of_a_killed_writer(tmp_path, unit):
+    process = child(STOP_AND_TELL, tmp_path / "store", unit, "fsync")
+    process.stdout.readline()
+    tier = DiskTier(tmp_path / "store", unit, lru)
+    assert len(files(tier.path)) == 1
+    assert not tier.write(key("b"), *encoded(kv()))  # the living writer's room is its own
+    process.kill()
+    process.communicate()
+    assert tier.write(key("b"), *encoded(kv()))
+    assert [path.suffix for path in files(tier.path)] == [".kv"]
+    assert tier.nbytes == unit
+    tier.close()
+
+
+WRITE_AND_READ = """
+    import sys, torch
+    from ragfuse.plan.evict import lru
+    from ragfuse.store import DiskTier
+    from tests.store.kit import encoded, key, kv
+
+    path, capacity, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    tier = DiskTier(path, capacity, lru)
+    wanted = [encoded(kv(i)) for i in range(20)]
+    kept = read = wrong = 0
+    for i in range(40):
+        name = (i * 7 + seed) % 20
+        kept += tier.write(key(name), *wanted[name])
+        for other in range(name - 3, name + 1):
+            for layer, blob in enumerate(wanted[other][1]):
+                found = tier.read(key(other % 20), layer)
+                read += found is not None
+                wrong += found is not None and not torch.equal(found[1], blob)
+    print(kept, read > 0, wrong, tier.counts["corrupt"], tier.counts["failed"])
+    tier.close()
+"""
+
+
+def test_two_processes_writing_at_once_keep_the_capacity_and_every_byte(tmp_path, unit):
+    path, capacity = tmp_path / "store", 6 * unit + 10
+    tier = DiskTier(path, capacity, lru)
+    processes = [child(WRITE_AND_READ, path, capacity, seed) for seed in (0, 3)]
+    seen = set()
+    while any(process.poll() is None for process in processes):
+        nbytes = tier.nbytes
+        assert nbytes <= capacity
+        seen.add(nbytes)
+    for process in processes:
+        kept, read, *trouble = finished(process).split()
+        assert (int(kept) > 20, read, trouble) == (True, "True", ["0", "0", "0"])
+    assert len(seen) > 2
+    assert sum(found.stat().st_size for found in files(path)) == tier.nbytes <= capacity
+    assert len(files(path)) == len(tier.entries()) > 3
+    for i in range(20):
+        if key(i) in tier.entries():
+            assert torch.equal(tier.read(key(i), 2)[1], encoded(kv(i))[1][2])
+    tier.close()
+
+
+def test_what_was_put_before_ctrl_c_is_on_disk_without_closing(tmp_path):
+    code = """
+        import os, signal, sys
+        from ragfuse.plan.evict import lru
+        from ragfuse.store import DiskTier, KVStore, MemoryTier
+        from tests.store.kit import key, kv
+
+        store = KVStore([MemoryTier(1 << 20, lru), DiskTier(sys.argv[1], 1 << 20, lru)])
+        for i in range(10):
+            assert store.put(key(i), kv(i))
+        os.kill(os.getpid(), signal.SIGINT)
+    """
+    process = child(code, tmp_path)
+    _, err = process.communicate(timeout=60)
+    assert "KeyboardInterrupt" in err
+    tier = DiskTier(tmp_path, 1 << 20, lru)
+    assert set(tier.entries()) == {key(i) for i in range(10)}
+    assert tier.counts["corrupt"] == 0
+    tier.close()
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path):
+    code = """
+        import os, sys
+        from ragfuse.errors import StoreError
+        from ragfuse.plan.evict import lru
+        from ragfuse.store import DiskTier
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        for path in sys.argv[1:]:
+            try:
+                DiskTier(path, 1 << 20, lru)
+            except StoreError as error:
+                print(error)
+    """
+    (tmp_path / "closed").mkdir(mode=0o500)
+    tmp_path.chmod(0o500)
+    try:
+        out = finished(child(code, tmp_path / "closed", tmp_path / "new"))
+    finally:
+        tmp_path.chmod(0o700)
+    assert out.count("cannot be opened") == 2
+    assert out.lower().count("permission") == 2

@@ -1,0 +1,466 @@
+"""KVStore over real tiers: found at once, saved behind the answer, promoted, forgotten for good, never raising."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from ragfuse.codec import RawCodec
+from ragfuse.core import ChunkKV, LayerKV
+from ragfuse.errors import StoreError
+from ragfuse.plan.evict import lru
+from ragfuse.settings import Settings
+from ragfuse.store import DiskTier, KVStore, MemoryTier, open_store
+from tests.store.kit import encoded, files, key, kv, same
+
+A, B = key("a"), key("b")
+MB = 1 << 20
+
+
+@pytest.fixture
+def store(tmp_path):
+    with KVStore([MemoryTier(MB, lru), DiskTier(tmp_path, MB, lru)]) as store:
+        yield store
+
+
+def reopened(store: KVStore, path, **options) -> KVStore:
+    store.close()
+    return KVStore([MemoryTier(MB, lru), DiskTier(path, MB, lru)], **options)
+
+
+def read(store: KVStore, of, **options) -> list[LayerKV | None]:
+    return [store.read_layer(of, i, **options) for i in range(3)]
+
+
+def whole(store: KVStore, of, wanted: ChunkKV, **options) -> bool:
+    return all(same(got, layer) for got, layer in zip(read(store, of, **options), wanted.layers, strict=True))
+
+
+class SlowTier(MemoryTier):
+    """A tier written in the background, whose writes wait for `go`."""
+
+    slow = True
+
+    def __init__(self) -> None:
+        super().__init__(MB, lru, name="slow")
+        self.started, self.go = threading.Event(), threading.Event()
+
+    def write(self, *arguments):
+        self.started.set()
+        assert self.go.wait(20)
+        return super().write(*arguments)
+
+
+@dataclass(frozen=True)
+class OtherCodec(RawCodec):
+    """Raw under another name."""
+
+    name: str = "other"
+
+
+class BrokenCodec(RawCodec):
+    """Encodes, and cannot decode."""
+
+    def decode(self, blob, meta):
+        raise ValueError("these bytes make no sense")
+
+
+class ExplodingTier(MemoryTier):
+    """A tier that breaks its promise never to raise."""
+
+    def read(self, *arguments):
+        raise RuntimeError("a driver bug")
+
+
+# putting and finding
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_is_put_comes_back_bit_for_bit_from_memory_and_after_a_restart_from_disk(store, tmp_path, dtype):
+    chunk = kv(3, n=9, dtype=dtype, n_layers=3)
+    assert store.put(A, chunk)
+    assert whole(store, A, chunk)
+    assert store.read_layer(A, 0).keys.dtype == dtype
+    with reopened(store, tmp_path) as opened:
+        assert opened.lookup([A])[A].tier == "disk"
+        assert whole(opened, A, chunk)
+
+
+def test_a_chunk_is_found_at_once_while_its_saving_still_waits():
+    slow = SlowTier()
+    with KVStore([MemoryTier(MB, lru), slow]) as store:
+        assert store.put(A, kv())
+        assert slow.started.wait(10)
+        assert store.lookup([A])[A].tier == "memory"
+        assert whole(store, A, kv())
+        assert slow.entries() == {}
+        slow.go.set()
+        assert store.flush()
+        assert set(slow.entries()) == {A}
+
+
+def test_changing_the_tensors_after_put_changes_nothing_kept(store):
+    chunk, wanted = kv(), kv()
+    store.put(A, chunk)
+    for layer in chunk.layers:
+        layer.keys.zero_()
+        layer.values.zero_()
+    assert whole(store, A, wanted)
+    store.flush()
+    assert whole(store, A, wanted, tier="disk")
+
+
+def test_lookup_gives_the_fastest_tier_in_the_order_asked_and_counts(store):
+    store.put(A, kv(), wait=True)
+    store.put(B, kv(), tier="disk", wait=True)
+    found = store.lookup([B, key("c"), A, B])
+    assert [(k, entry.tier) for k, entry in found.items()] == [(B, "disk"), (A, "memory")]
+    stats = store.stats()
+    assert (stats.hits, stats.misses) == (2, 1)
+    assert store.lookup([]) == {}
+
+
+def test_put_into_one_tier_puts_it_into_no_other(store):
+    store.put(A, kv(), tier="memory", wait=True)
+    store.put(B, kv(), tier="disk", wait=True)
+    store.flush()
+    assert sorted((entry.key == A, entry.tier) for entry in store.entries()) == [(False, "disk"), (True, "memory")]
+
+
+def test_put_that_waits_is_on_disk_when_it_returns(store, tmp_path):
+    assert store.put(A, kv(), wait=True)
+    assert len(files(tmp_path)) == 1
+
+
+def test_a_missing_chunk_or_layer_is_none(store):
+    assert store.read_layer(A, 0) is None
+    store.put(A, kv(), wait=True)
+    assert store.read_layer(A, 3) is None
+    assert store.read_layer(A, 0, tier="no such tier") is not None
+    assert store.stats().corrupt == 0
+
+
+def test_layers_of_two_dtypes_are_a_mistake_of_the_caller(store):
+    odd = ChunkKV((LayerKV(torch.zeros(1, 2, 4), torch.zeros(1, 2, 4, dtype=torch.float16)),))
+    with pytest.raises(ValueError, match="one dtype"):
+        store.put(A, odd)
+
+
+def test_a_full_queue_drops_the_saving_and_counts_it():
+    slow = SlowTier()
+    with KVStore([MemoryTier(MB, lru), slow], writer_queue=1) as store:
+        store.put(key(0), kv())
+        assert slow.started.wait(10)
+        assert [store.put(key(i), kv(), tier="slow") for i in (1, 2, 3)] == [True, False, False]
+        assert store.put(key(4), kv())  # kept in memory all the same
+        assert store.stats().dropped_writes == 3
+        slow.go.set()
+        store.flush()
+        assert set(slow.entries()) == {key(0), key(1)}
+
+
+def test_what_fits_nowhere_is_not_kept_and_counted(tmp_path):
+    with KVStore([MemoryTier(10, lru), DiskTier(tmp_path, 10, lru)]) as store:
+        assert not store.put(A, kv(), wait=True)
+        assert store.stats().dropped_writes == 2
+        assert store.lookup([A]) == {}
+
+
+# reading and promotion
+
+
+def test_a_chunk_read_whole_from_disk_is_in_memory_without_a_second_read(store, tmp_path):
+    class CountingTier(DiskTier):
+        reads = 0
+
+        def read(self, *arguments):
+            self.reads += 1
+            return super().read(*arguments)
+
+    chunk = kv(4)
+    store.put(A, chunk, wait=True)
+    store.close()
+    disk = CountingTier(tmp_path, MB, lru)
+    with KVStore([MemoryTier(MB, lru), disk]) as opened:
+        assert whole(opened, A, chunk)
+        assert opened.lookup([A])[A].tier == "memory"
+        assert whole(opened, A, chunk)
+        assert disk.reads == 3
+        for path in files(tmp_path):
+            path.unlink()
+        assert whole(opened, A, chunk)
+
+
+def test_interleaved_chunks_are_promoted_and_half_read_ones_are_not(store, tmp_path):
+    keys = [key(i) for i in range(5)]
+    for i, one in enumerate(keys):
+        store.put(one, kv(i), wait=True)
+    with reopened(store, tmp_path) as opened:
+        for layer in range(3):
+            for one in keys[: 5 - (layer == 2)]:
+                assert opened.read_layer(one, layer) is not None
+        found = opened.lookup(keys)
+        assert [found[one].tier for one in keys] == ["memory"] * 4 + ["disk"]
+        assert all(whole(opened, one, kv(i), tier="memory") for i, one in enumerate(keys))
+
+
+def test_chunks_being_read_hold_no_more_than_a_quarter_of_memory(store, tmp_path):
+    keys = [key(i) for i in range(6)]
+    for one in keys:
+        store.put(one, kv(), wait=True)
+    store.close()
+    nbytes = encoded(kv())[0].nbytes
+    with KVStore([MemoryTier(8 * nbytes, lru), DiskTier(tmp_path, MB, lru)]) as opened:
+        for layer in range(3):
+            for one in keys:
+                assert opened.read_layer(one, layer) is not None
+                assert opened._partials._nbytes <= 2 * nbytes
+        assert set(opened.tiers[0].entries()) == set(keys[-2:])
+
+
+def test_a_layer_that_is_damaged_on_disk_is_none_and_the_chunk_a_miss(store, tmp_path):
+    store.put(A, kv(), wait=True)
+    with reopened(store, tmp_path) as opened:
+        (path,) = files(tmp_path)
+        data = path.read_bytes()
+        path.write_bytes(data[:-64] + bytes(64))
+        assert A in opened.lookup([A])
+        assert opened.read_layer(A, 0) is not None
+        assert opened.read_layer(A, 2) is None
+        assert opened.lookup([A]) == {}
+        assert opened.stats().corrupt == 1
+
+
+def test_a_chunk_evicted_from_the_planned_tier_is_read_from_another(store):
+    store.put(A, kv(), wait=True)
+    store.tiers[0].delete([A])
+    assert whole(store, A, kv(), tier="memory")
+
+
+def test_bytes_that_cannot_be_decoded_are_dropped_counted_and_none(tmp_path):
+    with KVStore([DiskTier(tmp_path, MB, lru)], BrokenCodec()) as store:
+        store.put(A, kv(), wait=True)
+        assert store.read_layer(A, 0) is None
+        assert store.stats().corrupt == 1
+        assert files(tmp_path) == []
+
+
+def test_an_entry_of_another_codec_is_a_miss_and_left_alone(store, tmp_path):
+    store.put(A, kv(), wait=True)
+    with reopened(store, tmp_path, codec=OtherCodec()) as opened:
+        assert opened.lookup([A]) == {}
+        assert opened.read_layer(A, 0) is None
+        assert len(files(tmp_path)) == 1
+        assert opened.stats().corrupt == 0
+        opened.put(A, kv(), wait=True)
+        assert opened.lookup([A])[A].sizes.keys() == {"other"}
+
+
+def test_a_tier_that_raises_is_none_and_the_next_tier_is_asked(tmp_path, caplog):
+    with KVStore([ExplodingTier(MB, lru), DiskTier(tmp_path, MB, lru)]) as store:
+        store.put(A, kv(), wait=True)
+        assert same(store.read_layer(A, 1), kv().layers[1])
+        assert "a driver bug" in caplog.text
+
+
+# forgetting
+
+
+def test_a_deleted_chunk_is_gone_from_every_tier(store, tmp_path):
+    store.put(A, kv(), wait=True)
+    store.put(B, kv(), wait=True)
+    assert store.delete(A)
+    assert not store.delete(A)
+    assert read(store, A) == [None] * 3
+    assert set(store.lookup([A, B])) == {B}
+    assert len(files(tmp_path)) == 1
+
+
+def test_clear_forgets_one_model_or_all_and_salted_tenants_are_apart(store, tmp_path):
+    mine, theirs = [key(i, "model+salt 1") for i in range(3)], [key(i, "model+salt 2") for i in range(3)]
+    for one in (*mine, *theirs):
+        store.put(one, kv(), wait=True)
+    assert store.clear(mine[0].model) == 3
+    assert set(store.lookup([*mine, *theirs])) == set(theirs)
+    assert read(store, mine[1]) == [None] * 3
+    assert len(files(tmp_path)) == 3
+    assert store.clear() == 3
+    assert store.entries() == []
+    assert files(tmp_path) == []
+    assert store.clear() == 0
+
+
+def test_what_is_cleared_while_it_is_being_saved_does_not_come_back():
+    slow = SlowTier()
+    with KVStore([MemoryTier(MB, lru), slow]) as store:
+        others = key("c", "other")
+        for one in (A, B, others):
+            store.put(one, kv())
+        assert slow.started.wait(10)  # A is being written, B and the other wait
+        assert store.clear(A.model) == 2
+        slow.go.set()
+        store.flush()
+        assert set(slow.entries()) == {others}
+        assert set(store.lookup([A, B, others])) == {others}
+        assert store.put(A, kv(), wait=True)
+        assert set(slow.entries()) == {others, A}
+
+
+def test_what_is_cleared_while_it_is_being_read_is_not_promoted(store, tmp_path):
+    store.put(A, kv(), wait=True)
+    with reopened(store, tmp_path) as opened:
+        assert opened.read_layer(A, 0) is not None
+        assert opened.read_layer(A, 1) is not None
+        opened.clear()
+        assert opened.read_layer(A, 2) is None
+        assert opened.entries() == []
+
+
+def test_a_layer_read_before_a_clear_is_not_kept_after_it(store, tmp_path):
+    single = kv(n_layers=1)
+    store.put(A, single, wait=True)
+    store.close()
+
+    class Late(DiskTier):
+        def read(self, *arguments):
+            found = super().read(*arguments)
+            opened.clear()
+            return found
+
+    with KVStore([MemoryTier(MB, lru), Late(tmp_path, MB, lru)]) as opened:
+        assert same(opened.read_layer(A, 0), single.layers[0])
+        assert opened.entries() == []
+
+
+# moving, pinning, closing
+
+
+def test_a_moved_chunk_is_in_its_new_tier_alone(store, tmp_path):
+    store.put(A, kv(), wait=True)
+    assert store.move(A, "disk")
+    assert [(entry.key, entry.tier) for entry in store.entries()] == [(A, "disk")]
+    assert store.move(A, "memory")
+    assert [(entry.key, entry.tier) for entry in store.entries()] == [(A, "memory")]
+    assert files(tmp_path) == []
+    assert whole(store, A, kv())
+
+
+def test_a_chunk_that_cannot_be_moved_stays_where_it_is(tmp_path):
+    with KVStore([MemoryTier(10, lru), DiskTier(tmp_path, MB, lru)]) as store:
+        store.put(A, kv(), wait=True)
+        assert not store.move(A, "memory")
+        assert not store.move(B, "memory")
+        assert whole(store, A, kv())
+
+
+def test_a_pinned_chunk_is_not_evicted_from_any_tier(tmp_path):
+    nbytes = encoded(kv())[0].nbytes
+    with KVStore([MemoryTier(2 * nbytes, lru), DiskTier(tmp_path, 4 * nbytes, lru)]) as store:
+        store.pin(A)  # before it is there
+        store.put(A, kv(1), wait=True)
+        for i in range(6):
+            store.put(key(i), kv(), wait=True)
+        assert {entry.tier for entry in store.entries() if entry.key == A} == {"memory", "disk"}
+        assert all(entry.pinned == (entry.key == A) for entry in store.entries())
+        store.unpin(A)
+        for i in range(6):
+            store.put(key(i), kv(), wait=True)
+        assert A not in store.lookup([A])
+
+
+def test_an_unknown_tier_is_named_with_those_there_are(store):
+    with pytest.raises(StoreError, match=r"no tier 'tape'; it has: memory, disk"):
+        store.put(A, kv(), tier="tape")
+    with pytest.raises(StoreError, match="tape"):
+        store.move(A, "tape")
+
+
+def test_two_tiers_of_one_name_are_refused():
+    with pytest.raises(StoreError, match="different names"):
+        KVStore([MemoryTier(MB, lru), MemoryTier(MB, lru)])
+
+
+def test_a_closed_store_keeps_what_was_put_and_takes_no_more(store, tmp_path):
+    for i in range(10):
+        store.put(key(i), kv())
+    store.close()
+    store.close()
+    assert len(files(tmp_path)) == 10
+    assert not store.put(A, kv())
+    assert store.read_layer(key(0), 0) is None
+    assert store.lookup([key(0)]) == {}
+
+
+def test_a_store_without_tiers_misses_everything():
+    with KVStore([]) as store:
+        assert not store.put(A, kv())
+        assert store.lookup([A]) == {}
+        assert store.read_layer(A, 0) is None
+        assert store.clear() == 0
+
+
+def test_stats_are_plain_and_complete(store):
+    store.put(A, kv(), wait=True)
+    stats = store.stats().as_dict()
+    assert stats["nbytes"] == {tier.name: tier.nbytes for tier in store.tiers}
+    assert stats["capacity"] == {"memory": MB, "disk": MB}
+    assert min(stats["nbytes"].values()) > 0
+
+
+def test_open_store_follows_the_settings(tmp_path):
+    settings = Settings(store=tmp_path / "kv", memory_bytes=MB, disk_bytes=2 * MB)
+    with open_store(settings, lru) as store:
+        assert [(tier.name, tier.capacity) for tier in store.tiers] == [("memory", MB), ("disk", 2 * MB)]
+        assert store.put(A, kv(), wait=True)
+    with open_store(settings.model_copy(update={"memory_bytes": 0}), lru) as store:
+        assert [tier.name for tier in store.tiers] == ["disk"]
+        assert store.lookup([A])[A].tier == "disk"
+
+
+# threads
+
+
+def test_threads_that_put_read_clear_and_look_up_see_whole_chunks_or_none(tmp_path):
+    chunks = [kv(i) for i in range(10)]
+    nbytes = chunks[0].nbytes
+    with KVStore([MemoryTier(4 * nbytes, lru), DiskTier(tmp_path, 8 * nbytes, lru)]) as store:
+
+        def work(seed: int) -> tuple[int, int]:
+            seen = wrong = 0
+            for i in range(40):
+                one = (i * (seed + 3) + seed) % 10
+                store.put(key(one, f"m{one % 2}"), chunks[one])
+                for other in store.lookup(key(j, f"m{j % 2}") for j in range(10)):
+                    index = next(j for j in range(10) if key(j, f"m{j % 2}") == other)
+                    for layer in range(3):
+                        got = store.read_layer(other, layer)
+                        seen += got is not None
+                        wrong += got is not None and not same(got, chunks[index].layers[layer])
+                if i % 8 == 7:
+                    store.clear(key(0, f"m{seed % 2}").model)
+            return seen, wrong
+
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(work, range(4)))
+        store.flush()
+        assert sum(seen for seen, _ in results) > 0
+        assert sum(wrong for _, wrong in results) == 0
+        stats = store.stats()
+        assert stats.corrupt == 0
+        assert all(stats.nbytes[name] <= stats.capacity[name] for name in stats.nbytes)
+        store.clear()
+        assert store.entries() == []
+        assert files(tmp_path) == []
+
+
+def test_clear_wins_over_puts_that_began_before_it(tmp_path):
+    with KVStore([MemoryTier(MB, lru), DiskTier(tmp_path, MB, lru)]) as store:
+        for round_ in range(5):
+            for i in range(8):
+                store.put(key(i), kv())
+            store.clear()
+            store.flush()
+            assert store.entries() == [], round_
+            assert files(tmp_path) == []
