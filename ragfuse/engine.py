@@ -3,16 +3,15 @@ is told by `text`, `plan` and `fuse`."""
 
 from __future__ import annotations
 
-import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest, token_digest
-from ragfuse.errors import InputError, SettingsError
+from ragfuse.errors import SettingsError
 from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.handover import generate
@@ -27,6 +26,7 @@ from ragfuse.saving import Saver, Work
 from ragfuse.settings import Settings
 from ragfuse.sharing import shared_model
 from ragfuse.store import Book, KVStore, open_store
+from ragfuse.streaming import AnswerStream
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, pieces
 from ragfuse.tracing import Timing, trace_of
@@ -120,26 +120,22 @@ class Engine:
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Ids of a text; unless `special`, what looks like a special token in it stays text."""
-        tokenizer = self.model.tokenizer
-        if tokenizer is None:
-            raise InputError(f"{self.model.name} has no tokenizer; give token ids.")
-        ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=not special).input_ids
-        return ids
+        return self.model.tokens(text, special)
 
     def prompt(self, prompt: str | Sequence[tuple[str, Content]]) -> Prompt:
         """Tokens, chunks and positions of a prompt: one text, or (role, content) messages by the chat template.
 
         Chunks are what carries this engine's marks, and every known chunk that stands in the text.
         """
-        tokenizer = self.model.tokenizer
-        limits = {"min_tokens": self.settings.min_chunk_tokens, "min_chunk_tokens": self.settings.min_chunk_tokens}
+        tokenizer = self.model.words
+        shortest = self.settings.min_chunk_tokens
         if isinstance(prompt, str):
             bos = getattr(tokenizer, "bos_token_id", None) if _adds_bos(tokenizer) else None
-            plain = Assembler(self.tokens, self.key, **limits)
+            plain = Assembler(self.tokens, self.key, None, shortest, shortest)
             return plain.text(self.pieces(prompt), () if bos is None else (bos,))
         messages: list[Message] = [(role, self.pieces(content)) for role, content in prompt]
         render = self._render if getattr(tokenizer, "chat_template", None) else None
-        return Assembler(self.tokens, self.key, render, **limits).chat(messages)
+        return Assembler(self.tokens, self.key, render, shortest, shortest).chat(messages)
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """A text cut into chunks and fresh text; pieces stay as they are."""
@@ -269,9 +265,7 @@ class Engine:
         began, model = time.perf_counter(), self.model
         ready = self.prepare(self.prompt(prompt), ask)
         ready = replace(ready, timing=replace(ready.timing, began_s=began))
-        if model.tokenizer is None:
-            raise InputError(f"{model.name} has no tokenizer, so its answers cannot be written.")
-        sink = FirstToken() if say is None else TextSink(model.tokenizer, say, ask.stop)
+        sink = FirstToken() if say is None else TextSink(model.words, say, ask.stop)
         options = self._options(ask)
         rows = generate(model, [ready.prefill], options, _streamer(sink, options), [StopWhen(gone)], ask.seed)
         self._save_later([ready])
@@ -291,9 +285,9 @@ class Engine:
         ends = ends if isinstance(ends, list) else [ends]
         stop = next((at for at, token in enumerate(ids) if token in ends), None)
         ids = list(ids[:stop])
-        raw = self.model.tokenizer.decode(ids, skip_special_tokens=True) if self.model.tokenizer else ""
+        raw = self.model.text(ids)
         text = cut_at_stop(raw, ask.stop)
-        reason = "stop" if stop is not None or len(text) < len(raw) else "length"
+        reason: Literal["stop", "length"] = "stop" if stop is not None or len(text) < len(raw) else "length"
         trace = trace_of(ready.plan, ready.prefill, ready.timing, first_s, time.perf_counter(), self.model.name)
         return Answer(text, tuple(ids), reason, trace)
 
@@ -311,8 +305,8 @@ class Engine:
 
     def _save(self, work: Work) -> None:
         self._keep(work.tokens, work.prefix)
-        if self.model.tokenizer is not None and work.source:
-            self._note(self.model.tokenizer.decode(work.tokens), work.source, work.tokens)
+        if work.source:
+            self._note(self.model.text(work.tokens), work.source, work.tokens)
 
     def _keep(self, tokens: Sequence[int], prefix: Sequence[int]) -> int:
         """Encode and put a run unless it is kept already; bytes of new KV."""
@@ -330,8 +324,7 @@ class Engine:
             self.book.add_texts(self.digest, [(str(self.key(tokens)), text, source)])
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        text = self.model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)  # type: ignore[union-attr]
-        return str(text)
+        return str(self.model.words.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def _secret(self) -> bytes:
         """What signs marks: the same in every process on one store."""
@@ -352,57 +345,6 @@ class Engine:
             self.book.put(f"model-{profile.model}", profile.as_dict())
 
 
-class AnswerStream:
-    """Pieces of an answer's text. Closing it, or dropping it half read, ends the generation."""
-
-    def __init__(self, run: Callable[[Callable[[str], None], threading.Event], Answer]) -> None:
-        self._queue: queue.Queue[str | Answer | BaseException] = queue.Queue()
-        self._gone = threading.Event()
-        self._answer: Answer | None = None
-        self._thread = threading.Thread(target=self._work, args=(run,), name="ragfuse-answer", daemon=True)
-        self._thread.start()
-
-    @property
-    def answer(self) -> Answer:
-        """The whole answer; waits for it."""
-        for _ in self:
-            pass
-        if self._answer is None:
-            raise InputError("The stream was closed before the answer was complete.")
-        return self._answer
-
-    def __iter__(self) -> Iterator[str]:
-        while self._answer is None and not self._gone.is_set():
-            item = self._queue.get()
-            if isinstance(item, BaseException):
-                self._gone.set()
-                raise item
-            if isinstance(item, Answer):
-                self._answer = item
-            else:
-                yield item
-
-    def close(self) -> None:
-        """End the generation at the next token and wait for that."""
-        self._gone.set()
-        self._thread.join()
-
-    def __enter__(self) -> AnswerStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self._gone.set()
-
-    def _work(self, run: Callable[[Callable[[str], None], threading.Event], Answer]) -> None:
-        try:
-            self._queue.put(run(self._queue.put, self._gone))
-        except BaseException as error:
-            self._queue.put(error)
-
-
 def _streamer(sink: FirstToken | TextSink, options: Mapping[str, Any]) -> Any:
     """The sink, unless several sequences are written at once: `generate` streams only one."""
     several = options.get("num_beams", 1) > 1 or options.get("num_return_sequences", 1) > 1
@@ -411,7 +353,7 @@ def _streamer(sink: FirstToken | TextSink, options: Mapping[str, Any]) -> Any:
 
 def _adds_bos(tokenizer: Any) -> bool:
     """Whether the tokenizer puts its first token before a plain text."""
-    if tokenizer is None or getattr(tokenizer, "bos_token_id", None) is None:
+    if getattr(tokenizer, "bos_token_id", None) is None:
         return False
     ids = tokenizer("a").input_ids
     return bool(ids) and ids[0] == tokenizer.bos_token_id

@@ -21,27 +21,29 @@ class Settings(BaseSettings):
         env_prefix="RAGFUSE_", toml_file="ragfuse.toml", extra="forbid", frozen=True, protected_namespaces=()
     )
 
-    model: str = Field("smollm2-135m", description="Embedded name, Hugging Face id or local folder of the LLM.")
-    embedder: str = Field("minilm-l6", description="Embedded name, Hugging Face id or local folder of the embedder.")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="Weights and KV.")
-    device: str = Field("cpu", description="cpu, cuda or cuda:N.")
+    model: str = Field(default="smollm2-135m", description="Embedded name, Hugging Face id or local folder of the LLM.")
+    embedder: str = Field(
+        default="minilm-l6", description="Embedded name, Hugging Face id or local folder of the embedder."
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="bfloat16", description="Weights and KV.")
+    device: str = Field(default="cpu", description="cpu, cuda or cuda:N.")
 
     home: Path = Field(
         default_factory=lambda: user_cache_path("ragfuse"), description="Prepared models, stores, profiles."
     )
-    store: Path | None = Field(None, description="Folder of the disk tier; default home/store.")
-    memory_bytes: int = Field(2 << 30, ge=0, description="Capacity of the memory tier.")
-    disk_bytes: int = Field(20 << 30, ge=0, description="Capacity of the disk tier.")
-    salt: str = Field("", description="Tenant: one salt never hits another's entries.")
-    writer_queue: int = Field(64, ge=1, description="Chunks waiting to be saved before saving is skipped.")
+    store: Path | None = Field(default=None, description="Folder of the disk tier; default home/store.")
+    memory_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the memory tier.")
+    disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
+    salt: str = Field(default="", description="Tenant: one salt never hits another's entries.")
+    writer_queue: int = Field(default=64, ge=1, description="Chunks waiting to be saved before saving is skipped.")
 
-    policy: str = Field("hkvd", description="Selection policy, see ragfuse.fuse.select.")
-    ratio: float = Field(0.15, ge=0, le=1, description="Share of reused context rows computed again.")
-    chunk_tokens: int = Field(160, ge=16, description="Size of a chunk when documents are cut here.")
-    chunk_overlap: int = Field(0, ge=0, description="Tokens shared by neighbouring chunks.")
-    min_chunk_tokens: int = Field(8, ge=1, description="Shorter runs are always computed fresh.")
-    top_k: int = Field(6, ge=1, description="Chunks retrieved for a question.")
-    max_tokens: int = Field(256, ge=1, description="New tokens of an answer.")
+    policy: str = Field(default="hkvd", description="Selection policy, see ragfuse.fuse.select.")
+    ratio: float = Field(default=0.15, ge=0, le=1, description="Share of reused context rows computed again.")
+    chunk_tokens: int = Field(default=160, ge=16, description="Size of a chunk when documents are cut here.")
+    chunk_overlap: int = Field(default=0, ge=0, description="Tokens shared by neighbouring chunks.")
+    min_chunk_tokens: int = Field(default=8, ge=1, description="Shorter runs are always computed fresh.")
+    top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")
+    max_tokens: int = Field(default=256, ge=1, description="New tokens of an answer.")
 
     @property
     def store_path(self) -> Path:

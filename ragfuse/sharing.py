@@ -17,24 +17,19 @@ def shared_model(
 ) -> HFModel:
     """The model at `source` in `dtype` on `device`, loaded by the first who asks; the last two stay loaded."""
     with _LOADING:
-        return _loaded(source, dtype, device, profile_of)
+        slot = _slot(source, dtype, device)
+        if not slot:
+            slot.append(load_model(source, dtype, device, profile_of))
+        return slot[0]
 
 
 def forget_models() -> None:
-    """Let go of all shared models that nobody holds."""
+    """Let go of all shared models that nobody else holds."""
     with _LOADING:
-        _cached.cache_clear()
+        _slot.cache_clear()
 
 
 @lru_cache(maxsize=2)
-def _cached(source: str, dtype: str, device: str) -> list[HFModel]:
+def _slot(source: str, dtype: str, device: str) -> list[HFModel]:
+    """Where one model is kept, empty at first."""
     return []
-
-
-def _loaded(
-    source: str, dtype: str, device: str, profile_of: Callable[[str], ModelProfile | None] | None
-) -> HFModel:
-    slot = _cached(source, dtype, device)
-    if not slot:
-        slot.append(load_model(source, dtype, device, profile_of))
-    return slot[0]

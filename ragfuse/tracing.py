@@ -58,7 +58,7 @@ def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]
         return SegmentTrace(**common, hit=False, why=why)  # type: ignore[arg-type]
     lo, hi = plan.prompt.spans[index]
     recomputed, exact = sum(lo <= row < hi for row in rows), is_exact(plan.prompt, fetch)
-    return SegmentTrace(  # type: ignore[misc]
+    return SegmentTrace(
         **common,  # type: ignore[arg-type]
         hit=True,
         tier=fetch.tier,

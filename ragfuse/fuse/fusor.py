@@ -1,8 +1,8 @@
 """One fused prefill, told as layer by layer steps.
 
 Cached runs are placed into preallocated buffers; the rows that must be computed flow through the model, fewer in each
-layer, and their fresh keys and values are scattered over the cached ones (CacheBlend 4.2). Whoever drives the model asks
-`choose` before a layer and hands `write` what the layer computed. Nothing here knows a model or where KV is kept.
+layer, and their fresh keys and values are scattered over the cached ones (CacheBlend 4.2). Whoever drives the model
+asks `choose` before a layer and hands `write` what it computed. Nothing here knows a model or where KV is kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Source(Protocol):
 
 
 class LostRun(Exception):
-    """A run that was in the store when the prefill began cannot be read any more; the prefill starts again without it."""
+    """A run that was in the store when the prefill began cannot be read any more; begin again without it."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"segment {segment} cannot be read any more")
@@ -223,9 +223,7 @@ class Fusion:
         return total
 
 
-def _view(
-    n_layers: int, ratio: float, forced: int, runs: Sequence[Run], offer: Tensor, score: Tensor | None
-) -> View:
+def _view(n_layers: int, ratio: float, forced: int, runs: Sequence[Run], offer: Tensor, score: Tensor | None) -> View:
     chunk, offset = torch.zeros_like(offer), torch.zeros_like(offer)
     for run in runs:
         mine = (offer >= run.lo) & (offer < run.hi)

@@ -22,7 +22,7 @@ class Taker(Protocol):
         ...
 
 
-class RowLayer(CacheLayerMixin):  # type: ignore[misc]
+class RowLayer(CacheLayerMixin):
     """One layer's KV [B, H, length, D] in buffers with room to grow; a full-attention layer to transformers."""
 
     is_sliding = False
@@ -97,7 +97,7 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys, self.values = self.keys[indices], self.values[indices]
 
 
-class RowCache(Cache):  # type: ignore[misc]
+class RowCache(Cache):
     """A cache of `RowLayer`s."""
 
     def __init__(self, n_layers: int, taker: Taker | None = None) -> None:

@@ -1,8 +1,8 @@
 """From a finished prefill to `generate`, with everything transformers offers there.
 
 `generate` gets the whole prompt's ids and a cache that lacks only the last row; its first forward is answered with the
-logits that the prefill already computed, and reveals that row. So nothing is computed twice, and sampling, stop strings,
-streamers, beams and logits processors work as ever, for one prompt or a batch.
+logits that the prefill already computed, and reveals that row. So nothing is computed twice, and sampling, stop
+strings, streamers, beams and logits processors work as ever, for one prompt or a batch.
 """
 
 from __future__ import annotations
@@ -10,17 +10,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ragfuse.errors import SettingsError
 from ragfuse.hf.cache import left_padded
 from ragfuse.hf.model import HFModel, Prefill
+
+
+class Streamer(Protocol):
+    """What transformers hands the tokens to as they come."""
+
+    def put(self, value: Tensor) -> None:
+        """The prompt's ids first, then one step's after the other."""
+        ...
+
+    def end(self) -> None:
+        """No more will come."""
+        ...
+
 
 UNUSABLE = ("assistant_model", "prompt_lookup_num_tokens", "cache_implementation", "inputs_embeds", "past_key_values")
 """Options of `generate` that bring or need a cache of their own."""
@@ -30,7 +42,7 @@ def generate(
     model: HFModel,
     prefills: Sequence[Prefill],
     options: Mapping[str, Any],
-    streamer: BaseStreamer | None = None,
+    streamer: Streamer | None = None,
     stopping: Sequence[StoppingCriteria] = (),
     seed: int | None = None,
 ) -> list[list[int]]:

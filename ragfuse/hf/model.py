@@ -67,6 +67,22 @@ class HFModel:
         known = profile_of(self.fingerprint) if profile_of is not None else None
         self.profile = known if known is not None else self._probed()
 
+    @property
+    def words(self) -> PreTrainedTokenizerBase:
+        """The tokenizer; ModelError if the model came without one."""
+        if self.tokenizer is None:
+            raise ModelError(f"{self.name} has no tokenizer: it can take token ids only, no text.")
+        return self.tokenizer
+
+    def tokens(self, text: str, special: bool = False) -> list[int]:
+        """Ids of a text, none added; unless `special`, what looks like a special token in it stays text."""
+        ids: list[int] = self.words(text, add_special_tokens=False, split_special_tokens=not special).input_ids
+        return ids
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special tokens left out."""
+        return str(self.words.decode(list(token_ids), skip_special_tokens=True))
+
     def encode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> ChunkKV:
         """KV of a run at positions 0..n-1, computed behind `context` (whose own rows are cut off)."""
         ids = torch.tensor([[*context, *token_ids]], device=self.device)

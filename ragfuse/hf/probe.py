@@ -28,10 +28,14 @@ UNKNOWN_LAYERS = ("linear_attention", "chunked_attention", "mamba", "conv", "rec
 def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     """The decoder layers in order; RefusedError when they cannot be told."""
     wanted = model.config.get_text_config().num_hidden_layers
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
+    lists: list[nn.ModuleList] = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
     if not lists:
         raise RefusedError(f"Its {wanted} decoder layers were not found as one list.")
-    return tuple(max(lists, key=lambda m: sum(p.numel() for p in m.parameters())))
+    return tuple(max(lists, key=_size))
+
+
+def _size(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
 
 
 def refuse_by_config(config: PreTrainedConfig) -> None:
@@ -88,7 +92,7 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 
 def find_rope(model: PreTrainedModel, token_ids: Tensor, tolerance: float) -> tuple[RopeLayout | None, ...]:
-    """How each layer's keys carry position, from one run int64 [1, n] encoded at 0 and at DELTA; RefusedError if odd."""
+    """How each layer's keys carry position, from a run int64 [1, n] encoded at 0 and at DELTA; RefusedError if odd."""
     near = torch.arange(token_ids.shape[1], device=token_ids.device)
     first = plain_kv(model, token_ids, near)
     if not takes_positions(model):
@@ -108,15 +112,11 @@ def _is_alibi(config: PreTrainedConfig) -> bool:
 def _layer_rope(
     layer: int, near: LayerKV, far: LayerKV, tables: Sequence[tuple[float, ...]], tolerance: float
 ) -> RopeLayout | None:
-    turned = [
-        part
-        for part in ("keys", "values")
-        if relative(getattr(near, part), getattr(far, part)) > tolerance
-    ]
+    turned = [part for part in ("keys", "values") if relative(getattr(near, part), getattr(far, part)) > tolerance]
     if not turned:
         return None
     if len(turned) > 1:
-        raise RefusedError(f"Keys and values of layer {layer} depend on the position: it is added to the hidden states.")
+        raise RefusedError(f"Keys and values of layer {layer} both depend on the position: the hidden states carry it.")
     before, after = getattr(near, turned[0]), getattr(far, turned[0])
     fitting = list(_candidates(tables, before.shape[-1], turned[0]))
     errors = [relative(moved(before, DELTA, layout), after) for layout in fitting]

@@ -60,7 +60,7 @@ class FirstToken:
         """Nothing to finish."""
 
 
-class StopWhen(StoppingCriteria):  # type: ignore[misc]
+class StopWhen(StoppingCriteria):
     """Ends generation when an event is set: the caller went away."""
 
     def __init__(self, event: Event) -> None:
@@ -79,5 +79,5 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
 
 def longest_start(text: str, stops: Sequence[str]) -> int:
     """Characters at the end of `text` that could be the beginning of a stop string."""
-    sizes = (size for stop in stops for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size]))
-    return max(sizes, default=0)
+    starts = (stop[:size] for stop in stops for size in range(1, len(stop)))
+    return max((len(start) for start in starts if text.endswith(start)), default=0)

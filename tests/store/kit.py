@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -17,6 +21,7 @@ from ragfuse.core import ChunkKey, ChunkKV, LayerKV, digest
 from ragfuse.store import EntryMeta
 
 ROOT = Path(__file__).resolve().parents[2]
+FORK = multiprocessing.get_context("fork")
 
 
 def key(name: object, model: str = "model") -> ChunkKey:
@@ -56,6 +61,26 @@ def ticks() -> Callable[[], float]:
 def files(path: Path) -> list[Path]:
     """Every file of a disk tier's chunks, whole or being written."""
     return sorted(found for found in (path / "chunks").rglob("*") if found.is_file())
+
+
+def forked(work: Callable[[Connection], None]) -> tuple[BaseProcess, Connection]:
+    """A process that goes on from here with `work(pipe)`, and our end of the pipe. It must compute nothing big."""
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=work, args=(theirs,), daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of other tests are none of the child's business
+        process.start()
+    theirs.close()
+    return process, ours
+
+
+def asked(work: Callable[[], object]) -> object:
+    """What `work()` gives in a process of its own."""
+    process, pipe = forked(lambda pipe: pipe.send(work()))
+    result = pipe.recv()
+    process.join(30)
+    assert process.exitcode == 0
+    return result
 
 
 def child(code: str, *arguments: object) -> subprocess.Popen[str]:

@@ -8,7 +8,7 @@ import pytest
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import Book, DiskTier
-from tests.store.kit import child, finished
+from tests.store.kit import asked
 
 
 @pytest.fixture
@@ -85,14 +85,14 @@ def test_concurrent_writers_lose_nothing(book, tmp_path):
 def test_another_process_reads_what_was_written(book, tmp_path):
     book.put("p", {"x": 1})
     book.add_texts("m", [("k", "text", "source")])
-    code = """
-        import sys
-        from ragfuse.store import Book
-        with Book(sys.argv[1]) as book:
-            print(book.get("p"), list(book.texts("m"))[0].text)
-            book.put("p", {"x": 2})
-    """
-    assert finished(child(code, tmp_path)) == "{'x': 1} text\n"
+
+    def work():
+        with Book(tmp_path) as other:
+            found = other.get("p"), list(other.texts("m"))[0].text
+            other.put("p", {"x": 2})
+            return found
+
+    assert asked(work) == ({"x": 1}, "text")
     assert book.get("p") == {"x": 2}
 
 

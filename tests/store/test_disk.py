@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import resource
 import shutil
 import sqlite3
 import stat
@@ -18,7 +19,7 @@ from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
 from ragfuse.store.chunkfile import _FIXED, MAGIC
-from tests.store.kit import child, encoded, files, finished, key, kv, ticks
+from tests.store.kit import asked, encoded, files, key, kv, ticks
 
 A = key("a")
 
@@ -325,17 +326,15 @@ def test_a_full_disk_stores_nothing_and_raises_nothing(tier, monkeypatch, caplog
 
 
 def test_a_file_size_limit_of_the_system_stores_nothing_and_raises_nothing(tmp_path):
-    code = """
-        import resource, sys
-        from ragfuse.plan.evict import lru
-        from ragfuse.store import DiskTier
-        from tests.store.kit import encoded, files, key, kv
-        tier = DiskTier(sys.argv[1], 1 << 30, lru)
+    big, small = encoded(kv(n=9000)), encoded(kv())
+
+    def work():
+        tier = DiskTier(tmp_path, 1 << 30, lru)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-        print(tier.write(key("big"), *encoded(kv(n=9000))), tier.nbytes, len(files(tier.path)))
-        print(tier.write(key("small"), *encoded(kv())), len(tier.entries()))
-    """
-    assert finished(child(code, tmp_path)).split() == ["False", "0", "0", "True", "1"]
+        refused = tier.write(key("big"), *big), tier.nbytes, len(files(tier.path)), tier.counts["failed"]
+        return refused, (tier.write(key("small"), *small), len(tier.entries()))
+
+    assert asked(work) == ((False, 0, 0, 1), (True, 1))
 
 
 def test_a_folder_that_turned_into_a_file_stores_nothing_and_raises_nothing(tier):
@@ -372,6 +371,25 @@ def test_a_store_below_a_file_is_refused_by_name(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StoreError, match="file"):
         DiskTier(tmp_path / "file" / "a" / "store", 1 << 20, lru)
+
+
+def test_a_folder_without_permission_is_refused(tmp_path):
+    closed, inside = tmp_path / "closed", tmp_path / "closed" / "new"
+    closed.mkdir(mode=0o500)
+
+    def refused(path):
+        with pytest.raises(StoreError) as caught:
+            DiskTier(path, 1 << 20, lru)
+        return str(caught.value)
+
+    def work():
+        if os.geteuid() == 0:
+            os.setuid(65534)  # root may write everywhere
+        return [refused(path) for path in (closed, inside)]
+
+    for message in asked(work):
+        assert "cannot be opened" in message
+        assert "permission" in message.lower()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")

@@ -91,7 +91,7 @@ class Policy(Protocol):
 def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool) -> float:
     """Share of rows for `layer`: `ratio`, or 1.5 ratio falling linearly to 0.5 ratio over layers first..n_layers-1.
 
-    The mean over those layers is `ratio` either way, also where 1.5 ratio exceeds 1 (CacheBlend 4.3, gradual filtering).
+    The mean over those layers is `ratio` either way, also where 1.5 ratio exceeds 1 (CacheBlend 4.3).
     """
     steps = n_layers - 1 - first
     if not gradual or steps <= 0:

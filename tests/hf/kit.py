@@ -1,0 +1,266 @@
+"""Tiny random models of many families, and prompts over them.
+
+Weights are drawn wide, norms and biases too, so that attention is sharp and nothing is one by accident: what is off by
+one position, or masked wrongly, changes the answer by percents.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from ragfuse.core import ChunkKV
+from ragfuse.fuse.fusor import Run
+from ragfuse.hf.model import HFModel, KVSource, Prefill
+
+VOCABULARY = 256
+BASE: dict[str, Any] = dict(
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=512,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+OLD = dict(hidden_size=None, num_hidden_layers=None, num_attention_heads=None)
+GPT = dict(n_embd=64, n_layer=4, n_head=4, **OLD)
+SHORT = dict(sliding_window=20)
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128
+)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)
+MPT = dict(d_model=64, n_heads=4, n_layers=4, max_seq_len=512, num_key_value_heads=None, max_position_embeddings=None)
+MLA = dict(
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=16,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    first_k_dense_replace=1,
+    num_key_value_heads=4,
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
+
+# Name -> (model type, what differs from BASE); all of them can be fused.
+FAMILIES = MappingProxyType({
+    "llama": ("llama", {}),
+    "llama-one-kv-head": ("llama", dict(num_key_value_heads=1)),
+    "llama-linear": ("llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0))),
+    "llama-yarn": ("llama", dict(rope_scaling=YARN)),
+    "llama-llama3": ("llama", dict(rope_scaling=LLAMA3)),
+    "mistral-window": ("mistral", SHORT),
+    "mixtral": ("mixtral", dict(num_local_experts=4)),
+    "qwen2": ("qwen2", {}),
+    "qwen2-window": ("qwen2", dict(use_sliding_window=True, max_window_layers=2, **SHORT)),
+    "qwen3": ("qwen3", {}),
+    "qwen3-moe": ("qwen3_moe", dict(moe_intermediate_size=32, **EXPERTS)),
+    "gemma": ("gemma", dict(head_dim=16)),
+    "gemma2-softcap-window": ("gemma2", dict(head_dim=16, query_pre_attn_scalar=16, **SHORT)),
+    "gemma3-two-ropes": ("gemma3_text", dict(head_dim=16, query_pre_attn_scalar=16, num_hidden_layers=7, **SHORT)),
+    "phi-partial": ("phi", dict(num_key_value_heads=4)),
+    "phi3-window": ("phi3", SHORT),
+    "phimoe": ("phimoe", dict(num_local_experts=4)),
+    "falcon": ("falcon", dict(num_kv_heads=1, multi_query=True, alibi=False)),
+    "falcon-alibi": ("falcon", dict(alibi=True, new_decoder_architecture=False)),
+    "bloom-alibi": ("bloom", dict(n_layer=4, n_head=4, num_hidden_layers=None, num_attention_heads=None)),
+    "mpt-alibi": ("mpt", {**OLD, **MPT}),
+    "gpt-neox-partial": ("gpt_neox", dict(rotary_pct=0.25)),
+    "stablelm-partial": ("stablelm", {}),
+    "persimmon-partial": ("persimmon", {}),
+    "nemotron-partial": ("nemotron", {}),
+    "glm-interleaved": ("glm", dict(head_dim=16)),
+    "glm4-interleaved": ("glm4", dict(head_dim=16)),
+    "cohere-interleaved": ("cohere", {}),
+    "cohere2-some-nope-window": ("cohere2", SHORT),
+    "ernie-interleaved": ("ernie4_5", {}),
+    "smollm3-some-nope": ("smollm3", {}),
+    "exaone4-some-nope-window": ("exaone4", SHORT),
+    "olmo": ("olmo", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3-window": ("olmo3", SHORT),
+    "olmoe": ("olmoe", EXPERTS),
+    "granite": ("granite", {}),
+    "starcoder2-window": ("starcoder2", SHORT),
+    "gpt-oss-sinks-window": ("gpt_oss", dict(num_local_experts=4, head_dim=16, rope_scaling=None, **SHORT)),
+    "deepseek-latent": ("deepseek_v3", MLA),
+    "seed-oss": ("seed_oss", dict(head_dim=16)),
+    "arcee": ("arcee", {}),
+    "apertus": ("apertus", {}),
+    "doge": ("doge", {}),
+    "bitnet": ("bitnet", {}),
+    "jetmoe": ("jetmoe", {}),
+})
+REFUSED = MappingProxyType({
+    "gpt2": ("gpt2", GPT, "added to the hidden states"),
+    "opt": ("opt", dict(ffn_dim=128, word_embed_proj_dim=64), "added to the hidden states"),
+    "gpt-bigcode": ("gpt_bigcode", GPT, "added to the hidden states"),
+    "xglm": ("xglm", dict(d_model=64, attention_heads=4, num_layers=4, ffn_dim=128), "added to the hidden states"),
+    "gptj": ("gptj", dict(rotary_dim=8, **GPT), "one rotation does not undo"),
+    "codegen": ("codegen", dict(rotary_dim=8, **GPT), "one rotation does not undo"),
+    "hunyuan": ("hunyuan_v1_dense", dict(head_dim=16), "one rotation does not undo"),
+    "llama-dynamic": ("llama", dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "'dynamic'"),
+    "phi3-longrope": (
+        "phi3",
+        dict(
+            rope_scaling=dict(
+                rope_type="longrope",
+                long_factor=[2.0] * 8,
+                short_factor=[1.0] * 8,
+                factor=2.0,
+                original_max_position_embeddings=256,
+            )
+        ),
+        "'longrope'",
+    ),
+    "mamba": ("mamba", {}, "'linear_attention'"),
+    "qwen3-next": ("qwen3_next", {}, "'linear_attention'"),
+    "llama4": ("llama4_text", dict(num_local_experts=2), "'chunked_attention'"),
+})
+
+
+def build(kind: str, options: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random model of a family, wide weights."""
+    given = {name: value for name, value in {**BASE, **options}.items() if value is not None}
+    config = AutoConfig.for_model(kind, **copy.deepcopy(given))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    widen(model)
+    return model.to(dtype).eval()
+
+
+def widen(model: PreTrainedModel) -> None:
+    """Draw every matrix so that its output is as large as its input, and every norm and bias around its value."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim < 2:
+                weight.add_(0.2 * torch.randn_like(weight))
+            elif "embed" in name or "wte" in name:
+                weight.normal_(0.0, 1.0)
+            else:
+                weight.normal_(0.0, 1.2 * weight.shape[-1] ** -0.5)
+
+
+@cache
+def family(name: str, dtype: torch.dtype = torch.float32) -> HFModel:
+    """The model of that name, probed; shared by all tests, so none may change it."""
+    kind, options = (FAMILIES.get(name) or REFUSED[name])[:2]
+    return HFModel(build(kind, options, dtype=dtype), tokenizer())
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """256 ids, all ASCII letters among them; each id one visible character."""
+    alphabet = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    for code in range(3, VOCABULARY):
+        alphabet[chr(0x4E00 + code) if code >= 0x7F or code < 0x20 else chr(code)] = code
+    made = Tokenizer(models.WordLevel(alphabet, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
+    )
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    """Random tokens, no special ones."""
+    return torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A prompt of parts, each (ids, "prefix" | "chunk" | "miss" | "fresh"), placed at `starts`."""
+
+    parts: tuple[tuple[tuple[int, ...], str], ...]
+    starts: tuple[int, ...]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for part, _ in self.parts for token in part]
+
+    @property
+    def positions(self) -> Tensor:
+        spans = zip(self.starts, self.parts, strict=True)
+        return torch.cat([torch.arange(start, start + len(part)) for start, (part, _) in spans])
+
+    @property
+    def runs(self) -> list[Run]:
+        runs, lo = [], 0
+        for index, (start, (part, kind)) in enumerate(zip(self.starts, self.parts, strict=True)):
+            if kind in ("prefix", "chunk"):
+                runs.append(Run(index, lo, lo + len(part), start, blend=kind == "chunk"))
+            lo += len(part)
+        return runs
+
+    @property
+    def by_hand(self) -> list[tuple[tuple[int, ...], bool]]:
+        """(ids, cached?) per part, for the twin; the last row is never cached."""
+        parts = [(part, kind in ("prefix", "chunk")) for part, kind in self.parts]
+        last, cached = parts[-1]
+        return [*parts[:-1], (last[:-1], True), (last[-1:], False)] if cached else parts
+
+
+def scene(sizes: Sequence[int], kinds: Sequence[str], gaps: Sequence[int] | None = None, seed: int = 0) -> Scene:
+    """Parts of random tokens; `gaps` free positions before each."""
+    tokens, parts, starts, at = ids(sum(sizes), seed), [], [], 0
+    for size, kind, gap in zip(sizes, kinds, gaps or [0] * len(sizes), strict=True):
+        parts.append((tuple(tokens[:size]), kind))
+        tokens, at = tokens[size:], at + gap
+        starts.append(at)
+        at += size
+    return Scene(tuple(parts), tuple(starts))
+
+
+def usual(seed: int = 0) -> Scene:
+    """A prefix, three chunks, a question: 71 tokens, longer than every tiny window."""
+    return scene([7, 17, 24, 16, 7], ["prefix", "chunk", "chunk", "chunk", "fresh"], seed=seed)
+
+
+def source(model: HFModel, scene: Scene) -> KVSource:
+    """Every part's KV, by its number."""
+    return KVSource([model.encode(part) for part, _ in scene.parts])
+
+
+def fuse(model: HFModel, scene: Scene, policy: str, ratio: float, kv: KVSource | None = None) -> Prefill:
+    """One fused prefill of a scene, its chunks encoded on the way unless given."""
+    kv = kv or source(model, scene)
+    return model.fuse(scene.token_ids, scene.positions, scene.runs, kv, policy, ratio)
+
+
+def states(prefill: Prefill) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values [H, T, D] of every layer."""
+    length = prefill.cache.length
+    return [(layer.keys[0, :, :length], layer.values[0, :, :length]) for layer in prefill.cache.layers]
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    """Relative error, root mean square."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-12))
+
+
+def worst(found: Sequence[tuple[Tensor, Tensor]], wanted: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Largest relative error over the keys and values of all layers."""
+    pairs = zip(found, wanted, strict=True)
+    return max(off(new, old) for mine, theirs in pairs for new, old in zip(mine, theirs, strict=True))
+
+
+def copied(chunk: ChunkKV) -> list[tuple[Tensor, Tensor]]:
+    """A snapshot of stored tensors."""
+    return [(layer.keys.clone(), layer.values.clone()) for layer in chunk.layers]

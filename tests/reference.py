@@ -1,0 +1,345 @@
+"""Slow, obvious twins of every numeric routine, to compare the fast ones with.
+
+Plain loops or dense masks, float64, no blocks, no buffers, no hooks. Nothing here is shared with the package but its
+nouns: what a twin and its fast sibling agree on was written twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from ragfuse.core import ChunkKV, RopeLayout
+
+
+def attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    at: Sequence[int],
+    positions: Sequence[int],
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """float64 [R, Hq, Dv] of query [Hq, R, D] standing `at` positions over keys [H, T, D]: one weight at a time."""
+    query, keys, values = query.double(), keys.double(), values.double()
+    heads, rows = query.shape[:2]
+    out = torch.zeros(rows, heads, values.shape[-1], dtype=torch.float64)
+    for head in range(heads):
+        shared = head // (heads // keys.shape[0])
+        for row in range(rows):
+            seen = [k for k, p in enumerate(positions) if p <= at[row] and (window is None or p > at[row] - window)]
+            scores = [float(query[head, row] @ keys[shared, k]) * scaling for k in seen]
+            if softcap is not None:
+                scores = [softcap * math.tanh(score / softcap) for score in scores]
+            top = max(scores + ([] if sinks is None else [float(sinks[head])]))
+            weights = [math.exp(score - top) for score in scores]
+            total = sum(weights) + (0.0 if sinks is None else math.exp(float(sinks[head]) - top))
+            for weight, k in zip(weights, seen, strict=True):
+                out[row, head] += weight / total * values[shared, k]
+    return out
+
+
+def turned(keys: Tensor, delta: int, layout: RopeLayout) -> Tensor:
+    """float64 copy of keys [H, n, D], every pair of dims turned by hand."""
+    out, half = keys.double().clone(), len(layout.inv_freq)
+    for pair, frequency in enumerate(layout.inv_freq):
+        if layout.pairing == "half":
+            a, b = layout.lo + pair, layout.lo + pair + half
+        else:
+            a, b = layout.lo + 2 * pair, layout.lo + 2 * pair + 1
+        cos, sin = math.cos(frequency * delta), math.sin(frequency * delta)
+        for head in range(keys.shape[0]):
+            for row in range(keys.shape[1]):
+                x, y = float(keys[head, row, a]), float(keys[head, row, b])
+                out[head, row, a], out[head, row, b] = x * cos - y * sin, y * cos + x * sin
+    return out
+
+
+def deviation(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[float]:
+    """Squared distance per row between tensors [H, R, D] of new and old KV, summed over heads, dims and tensors."""
+    rows = new[0].shape[1]
+    return [
+        sum(float(((a[:, row].double() - b[:, row].double()) ** 2).sum()) for a, b in zip(new, old, strict=True))
+        for row in range(rows)
+    ]
+
+
+def top(scores: Sequence[float], count: int) -> list[int]:
+    """Indices of the `count` highest scores, in order."""
+    ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
+    return sorted(ranked[:count])
+
+
+def shares(ratio: float, first: int, n_layers: int, gradual: bool) -> list[float]:
+    """Share of the offer computed in each layer from `first` on: falling by equal steps around the mean `ratio`."""
+    n = n_layers - first
+    if not gradual or n == 1:
+        return [ratio] * n
+    spread = min(0.5 * ratio, 1.0 - ratio)
+    return [ratio + spread * (1 - 2 * step / (n - 1)) for step in range(n)]
+
+
+def budget(share: float, offered: int, forced: int) -> int:
+    """Rows that a share of the offer allows; from 64 on, all computed rows fill whole tiles of 16."""
+    rows = round(share * offered)
+    if 64 <= rows < offered:
+        return max(0, min(offered, round((rows + forced) / 16) * 16 - forced))
+    return rows
+
+
+@dataclass
+class Offer:
+    """What a policy's twin is told: offered rows, their place in their chunk, forced rows, attention of the question."""
+
+    rows: list[int]
+    offset: list[int]
+    forced: int
+    ratio: float
+    n_layers: int
+    score: list[float]
+
+
+@dataclass
+class Fused:
+    """What a fused prefill leaves: logits [V], keys and values per layer [H, T, D], offered rows computed per layer."""
+
+    logits: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    rows: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A cached run: rows lo:hi, its KV at positions from 0, the position of its first token, whether it is blended."""
+
+    lo: int
+    hi: int
+    kv: ChunkKV
+    start: int
+    blend: bool
+
+
+class LlamaTwin:
+    """A Llama written out: every layer computes chosen rows only, under a dense mask, in float64."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.weights = {name: value.detach().double() for name, value in model.state_dict().items()}
+        self.config = model.config
+        inv_freq = model.model.rotary_emb.inv_freq.double().tolist()
+        self.layout = RopeLayout(tuple(inv_freq))
+
+    def fuse(
+        self, ids: Sequence[int], positions: Sequence[int], runs: Sequence[Cached], policy: str, ratio: float
+    ) -> Fused:
+        """One fused prefill by the policy of that name."""
+        n_tokens, n_layers = len(ids), self.config.num_hidden_layers
+        cached = {row: run for run in runs for row in range(run.lo, run.hi)}
+        cached.pop(n_tokens - 1, None)
+        offered = sorted(row for row, run in cached.items() if run.blend)
+        forced = [row for row in range(n_tokens) if row not in cached]
+        offer = Offer(
+            offered, [row - cached[row].lo for row in offered], len(forced), ratio, n_layers, [0.0] * len(offered)
+        )
+        if policy.startswith("query"):
+            offer.score = [self._look(ids, positions, runs, forced)[row] for row in offered]
+        name, _, compare = policy.partition(":")
+        choose = POLICIES[name](offer)
+        placed = self._place(n_tokens, runs)
+        hidden = self.weights["model.embed_tokens.weight"][list(ids)]
+        alive, left = offered, Fused(torch.empty(0), [], [], [])
+        measured: list[float] | None = None
+        for layer in range(n_layers):
+            new_keys, new_values = self._project(layer, hidden, positions)
+            old_keys, old_values = placed[layer]
+
+            def measure(
+                rows: list[int],
+                k: Tensor = new_keys,
+                v: Tensor = new_values,
+                old_k: Tensor = old_keys,
+                old_v: Tensor = old_values,
+            ) -> list[float]:
+                new, old = {"k": k, "v": v}, {"k": old_k, "v": old_v}
+                parts = compare or "kv"
+                return deviation([new[part][:, rows] for part in parts], [old[part][:, rows] for part in parts])
+
+            alive = choose(layer, alive, measured if measured is not None else measure(alive), measure(alive))
+            measured = measure(alive) if layer >= 1 else None
+            rows = sorted(alive + forced)
+            keys, values = old_keys.clone(), old_values.clone()
+            keys[:, rows], values[:, rows] = new_keys[:, rows], new_values[:, rows]
+            hidden = self._layer(layer, hidden, keys, values, rows, positions)
+            left.keys.append(keys)
+            left.values.append(values)
+            left.rows.append(alive)
+        final = self._norm(hidden[-1:], "model.norm.weight")
+        left.logits = (final @ self.weights["lm_head.weight"].T)[0]
+        return left
+
+    def _look(
+        self, ids: Sequence[int], positions: Sequence[int], runs: Sequence[Cached], forced: list[int]
+    ) -> list[float]:
+        """Attention that the last row pays to every row over the reused cache, summed over heads and layers."""
+        hidden = self.weights["model.embed_tokens.weight"][list(ids)]
+        total = torch.zeros(len(ids), dtype=torch.float64)
+        for layer, (keys, values) in enumerate(self._place(len(ids), runs)):
+            new_keys, new_values = self._project(layer, hidden, positions)
+            keys[:, forced], values[:, forced] = new_keys[:, forced], new_values[:, forced]
+            query = self._heads(layer, hidden[-1:], "q_proj", positions[-1:])
+            for head in range(query.shape[0]):
+                shared = head // (query.shape[0] // keys.shape[0])
+                total += torch.softmax(keys[shared] @ query[head, 0] * query.shape[-1] ** -0.5, 0)
+            hidden = self._layer(layer, hidden, keys, values, forced, positions)
+        return total.tolist()
+
+    def _place(self, n_tokens: int, runs: Sequence[Cached]) -> list[tuple[Tensor, Tensor]]:
+        placed = []
+        for layer in range(self.config.num_hidden_layers):
+            heads, dim = self.config.num_key_value_heads, self.config.head_dim
+            keys, values = torch.zeros(2, heads, n_tokens, dim, dtype=torch.float64)
+            for run in runs:
+                kv = run.kv.layers[layer]
+                keys[:, run.lo : run.hi] = turned(kv.keys, run.start, self.layout)
+                values[:, run.lo : run.hi] = kv.values.double()
+            placed.append((keys, values))
+        return placed
+
+    def _layer(
+        self, layer: int, hidden: Tensor, keys: Tensor, values: Tensor, rows: list[int], positions: Sequence[int]
+    ) -> Tensor:
+        """Hidden states [T, d] with the given rows taken through the layer."""
+        name, out = f"model.layers.{layer}", hidden.clone()
+        query = self._heads(layer, hidden[rows], "q_proj", [positions[row] for row in rows])
+        groups = query.shape[0] // keys.shape[0]
+        scores = query @ keys.repeat_interleave(groups, 0).transpose(1, 2) * query.shape[-1] ** -0.5
+        at, seen = torch.tensor(positions)[rows], torch.tensor(positions)
+        scores = scores.masked_fill(seen[None, None] > at[None, :, None], -math.inf)
+        attended = torch.softmax(scores, -1) @ values.repeat_interleave(groups, 0)
+        flat = attended.transpose(0, 1).reshape(len(rows), -1)
+        after = hidden[rows] + flat @ self.weights[f"{name}.self_attn.o_proj.weight"].T
+        normed = self._norm(after, f"{name}.post_attention_layernorm.weight")
+        gate, up, down = (self.weights[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        inner = normed @ gate.T
+        out[rows] = after + (inner * torch.sigmoid(inner) * (normed @ up.T)) @ down.T
+        return out
+
+    def _project(self, layer: int, hidden: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        normed = self._norm(hidden, f"model.layers.{layer}.input_layernorm.weight")
+        values = normed @ self.weights[f"model.layers.{layer}.self_attn.v_proj.weight"].T
+        heads = self.config.num_key_value_heads
+        return self._heads(layer, hidden, "k_proj", positions), values.view(len(hidden), heads, -1).transpose(0, 1)
+
+    def _heads(self, layer: int, hidden: Tensor, part: str, positions: Sequence[int]) -> Tensor:
+        """Rotated queries or keys [heads, R, D]."""
+        normed = self._norm(hidden, f"model.layers.{layer}.input_layernorm.weight")
+        flat = normed @ self.weights[f"model.layers.{layer}.self_attn.{part}.weight"].T
+        states = flat.view(len(hidden), -1, self.config.head_dim).transpose(0, 1)
+        rows = [turned(states[:, [row]], position, self.layout) for row, position in enumerate(positions)]
+        return torch.cat(rows, 1)
+
+    def _norm(self, hidden: Tensor, name: str) -> Tensor:
+        size = (hidden**2).mean(-1, keepdim=True) + self.config.rms_norm_eps
+        return hidden / size.sqrt() * self.weights[name]
+
+
+Choose = Callable[[int, list[int], list[float], list[float]], list[int]]
+"""(layer, rows alive, deviations measured in the layer before, in this layer) -> rows of this layer."""
+
+
+def _hkvd(gradual: bool) -> Callable[[Offer], Choose]:
+    def make(offer: Offer) -> Choose:
+        plan = [1.0, *shares(offer.ratio, 1, offer.n_layers, gradual)]
+
+        def choose(layer: int, alive: list[int], before: list[float], here: list[float]) -> list[int]:
+            if layer == 0 or (layer > 1 and not gradual):
+                return alive
+            count = budget(plan[layer], len(offer.rows), offer.forced)
+            return [alive[index] for index in top(here if layer == 1 else before, count)]
+
+        return choose
+
+    return make
+
+
+def _hybrid(offer: Offer) -> Choose:
+    plan = [1.0, *shares(offer.ratio, 1, offer.n_layers, True)]
+    by_edge = [row for _, row in sorted(zip(offer.offset, offer.rows, strict=True))]
+
+    def choose(layer: int, alive: list[int], before: list[float], here: list[float]) -> list[int]:
+        if layer == 0:
+            return alive
+        edges = by_edge[: budget(plan[layer] / 2, len(offer.rows), offer.forced)]
+        scores = here if layer == 1 else before
+        lifted = [math.inf if row in edges else score for row, score in zip(alive, scores, strict=True)]
+        return [alive[index] for index in top(lifted, budget(plan[layer], len(offer.rows), offer.forced))]
+
+    return choose
+
+
+def _query(gradual: bool) -> Callable[[Offer], Choose]:
+    def make(offer: Offer) -> Choose:
+        plan = shares(offer.ratio, 0, offer.n_layers, gradual)
+        by_row = dict(zip(offer.rows, offer.score, strict=True))
+
+        def choose(layer: int, alive: list[int], before: list[float], here: list[float]) -> list[int]:
+            count = budget(plan[layer], len(offer.rows), offer.forced)
+            return [alive[index] for index in top([by_row[row] for row in alive], count)]
+
+        return choose
+
+    return make
+
+
+def _static(first_rows: Callable[[Offer], list[int]]) -> Callable[[Offer], Choose]:
+    return lambda offer: lambda layer, alive, before, here: first_rows(offer)
+
+
+def _lego_rows(offer: Offer) -> list[int]:
+    by_edge = [row for _, row in sorted(zip(offer.offset, offer.rows, strict=True))]
+    return sorted(by_edge[: budget(offer.ratio, len(offer.rows), offer.forced)])
+
+
+POLICIES: dict[str, Callable[[Offer], Choose]] = {
+    "full": _static(lambda offer: offer.rows),
+    "none": _static(lambda offer: []),
+    "lego": _static(_lego_rows),
+    "lego-3": _static(lambda offer: [r for r, o in zip(offer.rows, offer.offset, strict=True) if o < 3]),
+    "hkvd": _hkvd(gradual=True),
+    "hkvd-flat": _hkvd(gradual=False),
+    "hybrid": _hybrid,
+    "query": _query(gradual=False),
+    "query-gradual": _query(gradual=True),
+}
+
+
+def prefill_by_hand(
+    model: PreTrainedModel, parts: Sequence[tuple[Sequence[int], bool]], positions: Sequence[int]
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """(logits [V], KV [H, T, D] per layer) of a prompt whose parts (ids, cached?) are reused or computed in order.
+
+    A cached part is encoded alone by the model's own forward, at the positions where it stands in the prompt; so the
+    model rotates its keys itself. Everything else runs over what lies before it, in the model's own attention.
+    """
+    cache, lo, out = DynamicCache(), 0, None
+    knows = "position_ids" in inspect.signature(type(model).forward).parameters
+    for ids, cached in parts:
+        at = torch.tensor(positions[lo : lo + len(ids)])[None]
+        options = {"position_ids": at} if knows else {}
+        tokens, alone = torch.tensor([list(ids)]), DynamicCache()
+        with torch.no_grad():
+            out = model(input_ids=tokens, past_key_values=alone if cached else cache, use_cache=True, **options)
+        if cached:
+            for index, layer in enumerate(alone.layers):
+                cache.update(layer.keys, layer.values, index)
+        lo += len(ids)
+    return out.logits[0, -1], [(layer.keys[0], layer.values[0]) for layer in cache.layers]
