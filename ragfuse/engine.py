@@ -3,6 +3,7 @@ is told by `text`, `plan` and `fuse`."""
 
 from __future__ import annotations
 
+import atexit
 import secrets
 import threading
 import time
@@ -15,8 +16,9 @@ from ragfuse.errors import SettingsError
 from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.handover import generate
-from ragfuse.hf.model import HFModel, NoSource, Prefill
+from ragfuse.hf.model import HFModel, NoSource, Prefill, load_model
 from ragfuse.hf.stream import FirstToken, StopWhen, TextSink, cut_at_stop
+from ragfuse.hf.verify import Verdict, verify
 from ragfuse.load.layers import LayerReader
 from ragfuse.models import resolve_llm
 from ragfuse.plan.controller import is_exact, plan
@@ -24,14 +26,14 @@ from ragfuse.plan.evict import lru
 from ragfuse.profiles import ModelProfile
 from ragfuse.saving import Saver, Work
 from ragfuse.settings import Settings
-from ragfuse.sharing import shared_model
+from ragfuse.sharing import shared
 from ragfuse.store import Book, KVStore, open_store
 from ragfuse.streaming import AnswerStream
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, pieces
 from ragfuse.tracing import Timing, trace_of
 
-Content = str | Sequence[Piece]
+Content = str | Sequence[str | Piece]
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,19 @@ class Engine:
         self._saver = Saver(self._save)
         self.marker = Marker(self._secret())
 
+    @staticmethod
+    def shared(settings: Settings | None = None) -> Engine:
+        """The engine of all who name the same settings. It is closed when the process ends, not before."""
+        settings = settings or Settings()
+        return shared(("engine", settings), lambda: _closed_at_exit(Engine(settings)))
+
     @property
     def model(self) -> HFModel:
         """The model, loaded now if it was not."""
         with self._lock:
             if self._model is None:
-                source = resolve_llm(self.settings.model, self.settings.home)
-                self._model = shared_model(str(source), self.settings.dtype, self.settings.device, self._profile)
+                named = self.settings.model, self.settings.dtype, self.settings.device
+                self._model = shared(("model", *named), self._load)
                 self._remember(self._model.profile)
             return self._model
 
@@ -138,8 +146,10 @@ class Engine:
         return Assembler(self.tokens, self.key, render, shortest, shortest).chat(messages)
 
     def pieces(self, content: Content) -> Sequence[Piece]:
-        """A text cut into chunks and fresh text; pieces stay as they are."""
-        return pieces(content, self.marker, self.known) if isinstance(content, str) else content
+        """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
+        if isinstance(content, str):
+            return pieces(content, self.marker, self.known)
+        return [each for part in content for each in (self.pieces(part) if isinstance(part, str) else (part,))]
 
     def prefix(self, prompt: Sequence[tuple[str, Content]]) -> tuple[int, ...]:
         """The ids before the first chunk of a prompt, () if there is none: what `ingest` may encode chunks behind."""
@@ -207,6 +217,10 @@ class Engine:
         rows = generate(self.model, [each.prefill for each in ready], self._options(ask), first, seed=ask.seed)
         self._save_later(ready)
         return [self._finish(each, ids, ask, None) for each, ids in zip(ready, rows, strict=True)]
+
+    def verify(self) -> Verdict:
+        """Measure on the model's real weights that fusing is exact where it must be."""
+        return verify(self.model, self.settings.policy, self.settings.ratio)
 
     def flush(self) -> None:
         """Wait until every chunk met so far is encoded and written."""
@@ -336,6 +350,10 @@ class Engine:
             found = self.book.get("marker") or {}
         return bytes.fromhex(found["secret"])
 
+    def _load(self) -> HFModel:
+        source = resolve_llm(self.settings.model, self.settings.home)
+        return load_model(source, self.settings.dtype, self.settings.device, self._profile)
+
     def _profile(self, fingerprint: str) -> ModelProfile | None:
         found = self.book.get(f"model-{fingerprint}") if self.book else None
         return ModelProfile.from_dict(found) if found else None
@@ -343,6 +361,11 @@ class Engine:
     def _remember(self, profile: ModelProfile) -> None:
         if self.book is not None and self._profile(profile.model) != profile:
             self.book.put(f"model-{profile.model}", profile.as_dict())
+
+
+def _closed_at_exit(engine: Engine) -> Engine:
+    atexit.register(engine.close)
+    return engine
 
 
 def _streamer(sink: FirstToken | TextSink, options: Mapping[str, Any]) -> Any:

@@ -1,35 +1,27 @@
-"""Models that are loaded once and used by all who name the same one."""
+"""What a whole process holds once: loaded models, and engines of equal settings. The only such place in the house."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
-from ragfuse.hf.model import HFModel, load_model
-from ragfuse.profiles import ModelProfile
+T = TypeVar("T")
 
-_LOADING = threading.Lock()
-
-
-def shared_model(
-    source: str, dtype: str, device: str, profile_of: Callable[[str], ModelProfile | None] | None = None
-) -> HFModel:
-    """The model at `source` in `dtype` on `device`, loaded by the first who asks; the last two stay loaded."""
-    with _LOADING:
-        slot = _slot(source, dtype, device)
-        if not slot:
-            slot.append(load_model(source, dtype, device, profile_of))
-        return slot[0]
+_LOCK = threading.RLock()
+_HELD: dict[Hashable, Any] = {}
 
 
-def forget_models() -> None:
-    """Let go of all shared models that nobody else holds."""
-    with _LOADING:
-        _slot.cache_clear()
+def shared(name: Hashable, make: Callable[[], T]) -> T:
+    """What `make` gave the first who asked for `name`; everybody after gets the same."""
+    with _LOCK:
+        if name not in _HELD:
+            _HELD[name] = make()
+        found: T = _HELD[name]
+        return found
 
 
-@lru_cache(maxsize=2)
-def _slot(source: str, dtype: str, device: str) -> list[HFModel]:
-    """Where one model is kept, empty at first."""
-    return []
+def forget(name: Hashable) -> None:
+    """Let go of it; the next who asks gets a new one."""
+    with _LOCK:
+        _HELD.pop(name, None)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from ragfuse.core import Answer
 from ragfuse.errors import InputError
 
+Run = Callable[[Callable[[str], None], threading.Event], Answer]
+"""Writes an answer: says its text piece by piece, and ends early once the event is set."""
+
 
 class AnswerStream:
-    """Pieces of an answer's text. Closing it, or dropping it half read, ends the generation."""
+    """Pieces of an answer's text, by `for` or `async for`; closing it or dropping it half read ends the generation."""
 
-    def __init__(self, run: Callable[[Callable[[str], None], threading.Event], Answer]) -> None:
-        self._queue: queue.Queue[str | Answer | BaseException] = queue.Queue()
-        self._gone = threading.Event()
+    def __init__(self, run: Run) -> None:
+        self._line = _Line()
         self._answer: Answer | None = None
-        self._thread = threading.Thread(target=self._work, args=(run,), name="ragfuse-answer", daemon=True)
+        self._thread = threading.Thread(target=_work, args=(run, self._line), name="ragfuse-answer", daemon=True)
         self._thread.start()
 
     @property
@@ -30,19 +33,31 @@ class AnswerStream:
         return self._answer
 
     def __iter__(self) -> Iterator[str]:
-        while self._answer is None and not self._gone.is_set():
-            item = self._queue.get()
-            if isinstance(item, BaseException):
-                self._gone.set()
-                raise item
-            if isinstance(item, Answer):
-                self._answer = item
-            else:
+        while self._answer is None and not self._line.gone.is_set():
+            item = self._opened(self._line.items.get())
+            if item is not None:
                 yield item
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        self._line.wake = lambda: loop.call_soon_threadsafe(news.set)
+        while self._answer is None and not self._line.gone.is_set():
+            news.clear()
+            try:
+                item = self._opened(self._line.items.get_nowait())
+            except queue.Empty:
+                await news.wait()
+                continue
+            if item is not None:
+                yield item
+
+    def cancel(self) -> None:
+        """End the generation at the next token, without waiting for that."""
+        self._line.gone.set()
 
     def close(self) -> None:
         """End the generation at the next token and wait for that."""
-        self._gone.set()
+        self.cancel()
         self._thread.join()
 
     def __enter__(self) -> AnswerStream:
@@ -52,10 +67,37 @@ class AnswerStream:
         self.close()
 
     def __del__(self) -> None:
-        self._gone.set()
+        self.cancel()
 
-    def _work(self, run: Callable[[Callable[[str], None], threading.Event], Answer]) -> None:
+    def _opened(self, item: str | Answer | BaseException) -> str | None:
+        """A piece of text; None at the end."""
+        if isinstance(item, BaseException):
+            self.cancel()
+            raise item
+        if isinstance(item, Answer):
+            self._answer = item
+            return None
+        return item
+
+
+class _Line:
+    """What the writing thread and the reader share: the thread knows nothing else, so a dropped stream is noticed."""
+
+    def __init__(self) -> None:
+        self.items: queue.Queue[str | Answer | BaseException] = queue.Queue()
+        self.gone = threading.Event()
+        self.wake: Callable[[], object] = lambda: None
+
+    def put(self, item: str | Answer | BaseException) -> None:
+        self.items.put(item)
         try:
-            self._queue.put(run(self._queue.put, self._gone))
-        except BaseException as error:
-            self._queue.put(error)
+            self.wake()
+        except RuntimeError:  # the reader's event loop is closed: nobody listens
+            self.gone.set()
+
+
+def _work(run: Run, line: _Line) -> None:
+    try:
+        line.put(run(line.put, line.gone))
+    except BaseException as error:
+        line.put(error)

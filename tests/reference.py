@@ -98,7 +98,7 @@ def budget(share: float, offered: int, forced: int) -> int:
 
 @dataclass
 class Offer:
-    """What a policy's twin is told: offered rows, their place in their chunk, forced rows, attention of the question."""
+    """What a policy's twin is told: offered rows, their places in their chunks, what the question looks at."""
 
     rows: list[int]
     offset: list[int]
@@ -151,7 +151,8 @@ class LlamaTwin:
             offered, [row - cached[row].lo for row in offered], len(forced), ratio, n_layers, [0.0] * len(offered)
         )
         if policy.startswith("query"):
-            offer.score = [self._look(ids, positions, runs, forced)[row] for row in offered]
+            looked = self._look(ids, positions, runs, forced)
+            offer.score = [looked[row] for row in offered]
         name, _, compare = policy.partition(":")
         choose = POLICIES[name](offer)
         placed = self._place(n_tokens, runs)
@@ -313,7 +314,9 @@ POLICIES: dict[str, Callable[[Offer], Choose]] = {
     "full": _static(lambda offer: offer.rows),
     "none": _static(lambda offer: []),
     "lego": _static(_lego_rows),
-    "lego-3": _static(lambda offer: [r for r, o in zip(offer.rows, offer.offset, strict=True) if o < 3]),
+    "lego-3": _static(
+        lambda offer: [r for r, o in zip(offer.rows, offer.offset, strict=True) if o < 3 or offer.ratio == 1]
+    ),
     "hkvd": _hkvd(gradual=True),
     "hkvd-flat": _hkvd(gradual=False),
     "hybrid": _hybrid,

@@ -18,8 +18,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ragfuse.errors import SettingsError
-from ragfuse.hf.cache import left_padded
+from ragfuse.hf.cache import RowCache, left_padded
 from ragfuse.hf.model import HFModel, Prefill
+from ragfuse.hf.probe import takes_positions
 
 
 class Streamer(Protocol):
@@ -34,8 +35,16 @@ class Streamer(Protocol):
         ...
 
 
-UNUSABLE = ("assistant_model", "prompt_lookup_num_tokens", "cache_implementation", "inputs_embeds", "past_key_values")
+UNUSABLE = (
+    "assistant_model",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
+    "cache_implementation",
+    "past_key_values",
+)
 """Options of `generate` that bring or need a cache of their own."""
+OURS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "streamer", "stopping_criteria")
+"""Options of `generate` that the hand-over sets."""
 
 
 def generate(
@@ -50,20 +59,17 @@ def generate(
 
     With beams or `num_return_sequences` the sequences of one prompt stand together.
     """
-    unusable = [name for name in UNUSABLE if options.get(name) is not None]
-    if unusable:
-        raise SettingsError(f"generate's option '{unusable[0]}' needs a cache of its own; leave it out.")
+    _refuse(options)
     ids, mask = _batch(model, prefills)
-    cache = prefills[0].cache if len(prefills) == 1 else left_padded([prefill.cache for prefill in prefills])
-    cache.length -= 1
-    logits = torch.stack([prefill.logits for prefill in prefills])
-    with model.lock, _seeded(model, seed), _first_answered(model, logits), torch.no_grad():
+    cache = _cache(prefills)
+    with model.lock, _seeded(model, seed), _first_answered(model, prefills, cache), torch.no_grad():
         out = model.model.generate(
             input_ids=ids,
             attention_mask=mask,
             past_key_values=cache,
             streamer=streamer,
             stopping_criteria=StoppingCriteriaList(list(stopping)),
+            **_gapped(model, prefills),
             **_complete(model, options),
         )
     sequences = out if isinstance(out, Tensor) else out.sequences
@@ -71,9 +77,43 @@ def generate(
     return rows
 
 
+def _refuse(options: Mapping[str, Any]) -> None:
+    """SettingsError for what would bypass the prefilled cache, in the options or in their `generation_config`."""
+    config = options.get("generation_config")
+    given = {**(vars(config) if config is not None else {}), **options}
+    for name in UNUSABLE:
+        if given.get(name) is not None:
+            raise SettingsError(f"generate's option '{name}' needs a cache of its own; leave it out.")
+    if given.get("use_cache") is False:
+        raise SettingsError("generate's option 'use_cache' is False, but the prompt lies in a cache; leave it out.")
+    for name in OURS:
+        if options.get(name) is not None:
+            raise SettingsError(f"generate's option '{name}' is set by the prompt that was prefilled; leave it out.")
+
+
+def _cache(prefills: Sequence[Prefill]) -> RowCache | None:
+    """One cache that lacks the last row of every prompt; None where a model's state is no KV per token."""
+    caches = [prefill.cache for prefill in prefills if prefill.cache is not None]
+    if len(caches) < len(prefills):
+        return None
+    cache = caches[0] if len(caches) == 1 else left_padded(caches)
+    cache.length -= 1
+    return cache
+
+
+def _gapped(model: HFModel, prefills: Sequence[Prefill]) -> dict[str, Tensor]:
+    """The positions of prompts that leave some free, int64 [B, T]; nothing where `generate` counts right by itself."""
+    if all(prefill.positions is None for prefill in prefills) or not takes_positions(model.model):
+        return {}
+    longest = max(len(prefill.token_ids) for prefill in prefills)
+    rows = [torch.arange(len(p.token_ids)) if p.positions is None else p.positions.cpu() for p in prefills]
+    padded = [torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows]
+    return {"position_ids": torch.stack(padded).to(model.device)}
+
+
 def _complete(model: HFModel, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with what `generate` cannot know: the tokenizer behind stop strings, and a padding id."""
-    full = dict(options)
+    """Options with what `generate` cannot know: the tokenizer behind stop strings, a padding id, our cache."""
+    full = {**options, "use_cache": True, "cache_implementation": None}
     if full.get("stop_strings"):
         full["tokenizer"] = model.tokenizer
     config = model.model.generation_config
@@ -93,28 +133,36 @@ def _batch(model: HFModel, prefills: Sequence[Prefill]) -> tuple[Tensor, Tensor]
 
 
 @contextmanager
-def _first_answered(model: HFModel, logits: Tensor) -> Iterator[None]:
-    """Let the next forward return `logits` [B, V] and its cache hold the last row; whatever happens, undo it."""
-    hf = model.model
-    forward = hf.forward
+def _first_answered(model: HFModel, prefills: Sequence[Prefill], cache: RowCache | None) -> Iterator[None]:
+    """Let the next forward return the prefills' logits and its cache hold the last row; whatever happens, undo it."""
+    if cache is None:
+        yield
+        return
+    attributes = model.model.__dict__
+    before, forward = attributes.get("forward"), model.model.forward
+    logits = torch.stack([prefill.logits for prefill in prefills])
+
+    def undo() -> None:
+        attributes.pop("forward", None)
+        if before is not None:
+            attributes["forward"] = before
 
     @functools.wraps(forward)
     def answer(*args: Any, **kwargs: Any) -> Any:
-        hf.__dict__.pop("forward", None)
-        cache, ids = kwargs["past_key_values"], kwargs["input_ids"]
-        if kwargs.get("output_hidden_states") or kwargs.get("output_attentions"):
-            return forward(*args, **kwargs)
-        repeats = ids.shape[0] // cache.layers[0].keys.shape[0]
+        undo()
+        repeats = kwargs["input_ids"].shape[0] // len(prefills)
         if repeats > 1:
             cache.batch_repeat_interleave(repeats)
+        if kwargs.get("output_hidden_states") or kwargs.get("output_attentions"):
+            return forward(*args, **kwargs)
         cache.length += 1
         return CausalLMOutputWithPast(logits=logits.repeat_interleave(repeats, 0)[:, None], past_key_values=cache)
 
-    hf.__dict__["forward"] = answer
+    attributes["forward"] = answer
     try:
         yield
     finally:
-        hf.__dict__.pop("forward", None)
+        undo()
 
 
 @contextmanager

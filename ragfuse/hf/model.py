@@ -31,12 +31,14 @@ ROOM = 64
 class Prefill:
     """A prompt whose KV is ready: ids, cache of all T rows, logits [V] of the last, and what was computed.
 
-    chosen: int64, rows on offer that were recomputed in the check layer; mean_ratio: their share per layer.
+    cache: None where a refused model's state is no KV per token. positions: int64 [T], None for 0..T-1. chosen: int64,
+    rows on offer that were recomputed in the check layer; mean_ratio: their share per layer.
     """
 
     token_ids: tuple[int, ...]
-    cache: RowCache
+    cache: RowCache | None
     logits: Tensor
+    positions: Tensor | None = None
     chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     mean_ratio: float = 0.0
 
@@ -64,6 +66,7 @@ class HFModel:
         self.name = str(model.config._name_or_path) or model.config.model_type
         self.fingerprint = fingerprint(model, tokenizer)
         self.n_layers = int(model.config.get_text_config().num_hidden_layers)
+        self.profile = ModelProfile(self.fingerprint, self.n_layers)
         known = profile_of(self.fingerprint) if profile_of is not None else None
         self.profile = known if known is not None else self._probed()
 
@@ -83,6 +86,11 @@ class HFModel:
         """The text of ids, special tokens left out."""
         return str(self.words.decode(list(token_ids), skip_special_tokens=True))
 
+    @property
+    def nbytes_per_token(self) -> int:
+        """Bytes of KV that one token takes."""
+        return self.encode([0]).nbytes
+
     def encode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> ChunkKV:
         """KV of a run at positions 0..n-1, computed behind `context` (whose own rows are cut off)."""
         ids = torch.tensor([[*context, *token_ids]], device=self.device)
@@ -95,11 +103,24 @@ class HFModel:
     def full_prefill(self, token_ids: Sequence[int]) -> Prefill:
         """The model's own prefill of a whole prompt."""
         ids = torch.tensor([list(token_ids)], device=self.device)
-        found, cache = DynamicCache(), RowCache(self.n_layers)
+        given = None if self.profile.refusal else DynamicCache()
         with self.lock, torch.no_grad():
-            out = self.model(input_ids=ids, past_key_values=found, use_cache=True, **probe.last_logits(self.model))
-        cache.adopt(found)
+            out = self.model(input_ids=ids, past_key_values=given, use_cache=True, **probe.last_logits(self.model))
+        found = getattr(out, "past_key_values", None)
+        cache = RowCache(self.n_layers) if probe.is_whole(found, self.n_layers, ids.shape[1]) else None
+        if cache is not None:
+            cache.adopt(found)
         return Prefill(tuple(token_ids), cache, out.logits[0, -1])
+
+    def along(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
+        """Logits float32 [n, V] that predict each of n ids after the prompt; the prefill is used up."""
+        after = torch.tensor([list(token_ids[:-1])], device=self.device, dtype=torch.int64)
+        logits = [prefill.logits[None].float()]
+        if after.shape[1]:
+            with self.lock, torch.no_grad():
+                out = self.model(input_ids=after, past_key_values=prefill.cache, use_cache=True)
+            logits.append(out.logits[0].float())
+        return torch.cat(logits)
 
     def fuse(
         self,
@@ -126,7 +147,8 @@ class HFModel:
             fusion = Fusion(buffers, positions, runs, chosen, ratio, score)
             run = self._run(fusion, ids, profile)
         run.cache.fill(buffers)
-        return Prefill(tuple(token_ids), run.cache, run.logits, fusion.chosen.cpu(), fusion.mean_ratio)
+        at = None if torch.equal(positions, torch.arange(len(positions), device=self.device)) else positions
+        return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen.cpu(), fusion.mean_ratio)
 
     def _run(self, fusion: Fusion, ids: Tensor, profile: ModelProfile, watch: bool = False) -> FusedPrefill:
         mode: AttentionMode = "rows" if profile.mode == "rows" else "dense"
@@ -215,7 +237,9 @@ def load_model(
         raise ModelError(f"Wanted device '{device}', but torch sees no CUDA device here. Use --device cpu.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).to(device)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), use_safetensors=True).to(
+            device
+        )
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ModelError(

@@ -86,6 +86,13 @@ def last_logits(model: PreTrainedModel) -> dict[str, int]:
     return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
 
 
+def is_whole(cache: object, n_layers: int, n_tokens: int) -> bool:
+    """Whether a model's own cache holds the KV of every token in every layer, and nothing else."""
+    layers = getattr(cache, "layers", ())
+    keys = [getattr(layer, "keys", None) for layer in layers]
+    return len(layers) == n_layers and all(k is not None and k.ndim == 4 and k.shape[2] == n_tokens for k in keys)
+
+
 def takes_positions(model: PreTrainedModel) -> bool:
     """Whether the forward can be told the position of every token."""
     return "position_ids" in inspect.signature(type(model).forward).parameters

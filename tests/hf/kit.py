@@ -10,7 +10,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,119 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from ragfuse.core import ChunkKV
 from ragfuse.fuse.fusor import Run
 from ragfuse.hf.model import HFModel, KVSource, Prefill
-
-VOCABULARY = 256
-BASE: dict[str, Any] = dict(
-    hidden_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=128,
-    vocab_size=VOCABULARY,
-    max_position_embeddings=512,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-OLD = dict(hidden_size=None, num_hidden_layers=None, num_attention_heads=None)
-GPT = dict(n_embd=64, n_layer=4, n_head=4, **OLD)
-SHORT = dict(sliding_window=20)
-LLAMA3 = dict(
-    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=128
-)
-YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128)
-MPT = dict(d_model=64, n_heads=4, n_layers=4, max_seq_len=512, num_key_value_heads=None, max_position_embeddings=None)
-MLA = dict(
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=8,
-    v_head_dim=16,
-    n_routed_experts=4,
-    n_group=1,
-    topk_group=1,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    first_k_dense_replace=1,
-    num_key_value_heads=4,
-)
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
-
-# Name -> (model type, what differs from BASE); all of them can be fused.
-FAMILIES = MappingProxyType({
-    "llama": ("llama", {}),
-    "llama-one-kv-head": ("llama", dict(num_key_value_heads=1)),
-    "llama-linear": ("llama", dict(rope_scaling=dict(rope_type="linear", factor=2.0))),
-    "llama-yarn": ("llama", dict(rope_scaling=YARN)),
-    "llama-llama3": ("llama", dict(rope_scaling=LLAMA3)),
-    "mistral-window": ("mistral", SHORT),
-    "mixtral": ("mixtral", dict(num_local_experts=4)),
-    "qwen2": ("qwen2", {}),
-    "qwen2-window": ("qwen2", dict(use_sliding_window=True, max_window_layers=2, **SHORT)),
-    "qwen3": ("qwen3", {}),
-    "qwen3-moe": ("qwen3_moe", dict(moe_intermediate_size=32, **EXPERTS)),
-    "gemma": ("gemma", dict(head_dim=16)),
-    "gemma2-softcap-window": ("gemma2", dict(head_dim=16, query_pre_attn_scalar=16, **SHORT)),
-    "gemma3-two-ropes": ("gemma3_text", dict(head_dim=16, query_pre_attn_scalar=16, num_hidden_layers=7, **SHORT)),
-    "phi-partial": ("phi", dict(num_key_value_heads=4)),
-    "phi3-window": ("phi3", SHORT),
-    "phimoe": ("phimoe", dict(num_local_experts=4)),
-    "falcon": ("falcon", dict(num_kv_heads=1, multi_query=True, alibi=False)),
-    "falcon-alibi": ("falcon", dict(alibi=True, new_decoder_architecture=False)),
-    "bloom-alibi": ("bloom", dict(n_layer=4, n_head=4, num_hidden_layers=None, num_attention_heads=None)),
-    "mpt-alibi": ("mpt", {**OLD, **MPT}),
-    "gpt-neox-partial": ("gpt_neox", dict(rotary_pct=0.25)),
-    "stablelm-partial": ("stablelm", {}),
-    "persimmon-partial": ("persimmon", {}),
-    "nemotron-partial": ("nemotron", {}),
-    "glm-interleaved": ("glm", dict(head_dim=16)),
-    "glm4-interleaved": ("glm4", dict(head_dim=16)),
-    "cohere-interleaved": ("cohere", {}),
-    "cohere2-some-nope-window": ("cohere2", SHORT),
-    "ernie-interleaved": ("ernie4_5", {}),
-    "smollm3-some-nope": ("smollm3", {}),
-    "exaone4-some-nope-window": ("exaone4", SHORT),
-    "olmo": ("olmo", {}),
-    "olmo2": ("olmo2", {}),
-    "olmo3-window": ("olmo3", SHORT),
-    "olmoe": ("olmoe", EXPERTS),
-    "granite": ("granite", {}),
-    "starcoder2-window": ("starcoder2", SHORT),
-    "gpt-oss-sinks-window": ("gpt_oss", dict(num_local_experts=4, head_dim=16, rope_scaling=None, **SHORT)),
-    "deepseek-latent": ("deepseek_v3", MLA),
-    "seed-oss": ("seed_oss", dict(head_dim=16)),
-    "arcee": ("arcee", {}),
-    "apertus": ("apertus", {}),
-    "doge": ("doge", {}),
-    "bitnet": ("bitnet", {}),
-    "jetmoe": ("jetmoe", {}),
-})
-REFUSED = MappingProxyType({
-    "gpt2": ("gpt2", GPT, "added to the hidden states"),
-    "opt": ("opt", dict(ffn_dim=128, word_embed_proj_dim=64), "added to the hidden states"),
-    "gpt-bigcode": ("gpt_bigcode", GPT, "added to the hidden states"),
-    "xglm": ("xglm", dict(d_model=64, attention_heads=4, num_layers=4, ffn_dim=128), "added to the hidden states"),
-    "gptj": ("gptj", dict(rotary_dim=8, **GPT), "one rotation does not undo"),
-    "codegen": ("codegen", dict(rotary_dim=8, **GPT), "one rotation does not undo"),
-    "hunyuan": ("hunyuan_v1_dense", dict(head_dim=16), "one rotation does not undo"),
-    "llama-dynamic": ("llama", dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "'dynamic'"),
-    "phi3-longrope": (
-        "phi3",
-        dict(
-            rope_scaling=dict(
-                rope_type="longrope",
-                long_factor=[2.0] * 8,
-                short_factor=[1.0] * 8,
-                factor=2.0,
-                original_max_position_embeddings=256,
-            )
-        ),
-        "'longrope'",
-    ),
-    "mamba": ("mamba", {}, "'linear_attention'"),
-    "qwen3-next": ("qwen3_next", {}, "'linear_attention'"),
-    "llama4": ("llama4_text", dict(num_local_experts=2), "'chunked_attention'"),
-})
+from tests.hf.families import BASE, FAMILIES, REFUSED, VOCABULARY
 
 
 def build(kind: str, options: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -93,10 +93,3 @@ def child(code: str, *arguments: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def finished(process: subprocess.Popen[str]) -> str:
-    """What the child printed; it must have ended well."""
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    return out

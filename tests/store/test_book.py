@@ -88,7 +88,7 @@ def test_another_process_reads_what_was_written(book, tmp_path):
 
     def work():
         with Book(tmp_path) as other:
-            found = other.get("p"), list(other.texts("m"))[0].text
+            found = other.get("p"), next(iter(other.texts("m"))).text
             other.put("p", {"x": 2})
             return found
 

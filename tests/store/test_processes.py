@@ -9,7 +9,7 @@ import torch
 
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
-from tests.store.kit import child, encoded, files, finished, forked, key, kv
+from tests.store.kit import child, encoded, files, forked, key, kv
 
 
 def stopped_while_writing(path, capacity, call):
@@ -72,17 +72,11 @@ def test_a_store_that_stays_open_takes_over_the_room_of_a_killed_writer(tmp_path
     tier.close()
 
 
-WRITE_AND_READ = """
-    import sys, torch
-    from ragfuse.plan.evict import lru
-    from ragfuse.store import DiskTier
-    from tests.store.kit import encoded, key, kv
-
-    path, capacity, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def write_and_read(path, capacity, seed, wanted):
+    """Writes and reads many chunks; (kept, read, wrong, corrupt, failed)."""
     tier = DiskTier(path, capacity, lru)
-    wanted = [encoded(kv(i)) for i in range(20)]
     kept = read = wrong = 0
-    for i in range(40):
+    for i in range(60):
         name = (i * 7 + seed) % 20
         kept += tier.write(key(name), *wanted[name])
         for other in range(name - 3, name + 1):
@@ -90,24 +84,25 @@ WRITE_AND_READ = """
                 found = tier.read(key(other % 20), layer)
                 read += found is not None
                 wrong += found is not None and not torch.equal(found[1], blob)
-    print(kept, read > 0, wrong, tier.counts["corrupt"], tier.counts["failed"])
     tier.close()
-"""
+    return kept, read, wrong, tier.counts["corrupt"], tier.counts["failed"]
 
 
 def test_two_processes_writing_at_once_keep_the_capacity_and_every_byte(tmp_path, unit):
     path, capacity = tmp_path / "store", 6 * unit + 10
+    wanted = [encoded(kv(i)) for i in range(20)]
+    pairs = [forked(lambda pipe, seed=seed: pipe.send(write_and_read(path, capacity, seed, wanted))) for seed in (0, 3)]
     tier = DiskTier(path, capacity, lru)
-    processes = [child(WRITE_AND_READ, path, capacity, seed) for seed in (0, 3)]
     seen = set()
-    while any(process.poll() is None for process in processes):
+    while any(process.is_alive() for process, _ in pairs):
         nbytes = tier.nbytes
         assert nbytes <= capacity
         seen.add(nbytes)
-        time.sleep(0.005)
-    for process in processes:
-        kept, read, *trouble = finished(process).split()
-        assert (int(kept) > 20, read, trouble) == (True, "True", ["0", "0", "0"])
+    for _, pipe in pairs:
+        kept, read, *trouble = pipe.recv()
+        assert kept > 20
+        assert read > 0
+        assert trouble == [0, 0, 0]
     assert len(seen) > 2
     assert sum(found.stat().st_size for found in files(path)) == tier.nbytes <= capacity
     assert len(files(path)) == len(tier.entries()) > 3

@@ -1,0 +1,40 @@
+"""Chains that say where each document begins and ends, so that nothing has to be found in the prompt's text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from langchain_core.output_parsers import BaseOutputParser, StrOutputParser
+from langchain_core.prompts import BasePromptTemplate
+from langchain_core.runnables import Runnable, RunnablePassthrough
+
+from langchain_ragfuse.documents import PAGE, engine_of, text_of
+from ragfuse import InputError
+
+
+def create_fused_documents_chain(
+    llm: Any,
+    prompt: BasePromptTemplate[Any],
+    *,
+    output_parser: BaseOutputParser[Any] | Runnable[Any, Any] | None = None,
+    document_prompt: BasePromptTemplate[str] = PAGE,
+    document_separator: str = "\n\n",
+    document_variable_name: str = "context",
+    source_key: str = "source",
+) -> Runnable[dict[str, Any], Any]:
+    """A chain from {"context": documents, ...} to the answer, like LangChain's create_stuff_documents_chain.
+
+    Each document is marked as one chunk, so it needs no indexing ahead: what a question meets first is encoded after
+    its answer and comes from the store from then on. `llm` is a ChatRagFuse, bound or not.
+    """
+    if document_variable_name not in prompt.input_variables:
+        raise InputError(f"The prompt takes {sorted(prompt.input_variables)}; wanted '{document_variable_name}' in it.")
+    marker = engine_of(llm).marker
+
+    def format_docs(inputs: dict[str, Any]) -> str:
+        texts = (text_of(document, document_prompt, source_key) for document in inputs[document_variable_name])
+        return document_separator.join(marker.mark(text, source) for text, source in texts)
+
+    format_inputs = RunnablePassthrough.assign(**{document_variable_name: format_docs})
+    chain = format_inputs.with_config(run_name="format_inputs") | prompt | llm | (output_parser or StrOutputParser())
+    return chain.with_config(run_name="fused_documents_chain")

@@ -1,0 +1,271 @@
+"""ChatRagFuse on a tiny random model: calls, streams, threads, parameters, usage and trace."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
+from langchain_ragfuse import ChatRagFuse
+from langchain_ragfuse.messages import turns_of
+
+from ragfuse import Engine, InputError, Settings
+
+FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
+SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
+ASKED = f"Read this.\n\n{FIRST}\n\n{SECOND}\n\nHow many ships were there?"
+
+
+@pytest.fixture
+def llm(engine: Engine) -> ChatRagFuse:
+    engine.ingest([(FIRST, "first.txt"), (SECOND, "second.txt")])
+    return ChatRagFuse(engine=engine)
+
+
+def traced(message: Any) -> dict[str, Any]:
+    return message.response_metadata["ragfuse"]
+
+
+def sources(message: Any) -> list[str]:
+    """Where the chunks that came from the store are from."""
+    return [each["source"] for each in traced(message)["segments"] if each["kind"] == "chunk" and each["hit"]]
+
+
+def test_chunks_known_to_the_store_are_reused_in_a_plain_prompt(llm: ChatRagFuse) -> None:
+    answer = llm.invoke(ASKED)
+    assert sources(answer) == ["first.txt", "second.txt"]
+    assert answer.usage_metadata is not None
+    assert answer.usage_metadata["input_tokens"] == len(llm.get_engine().prompt([("user", ASKED)]))
+    assert answer.usage_metadata["input_token_details"]["cache_read"] == traced(answer)["tokens_reused"] > 0
+    assert answer.response_metadata["model_name"] == llm.model_name
+    assert answer.response_metadata["finish_reason"] == "length"
+
+
+def test_ratio_one_answers_like_full_prefill(llm: ChatRagFuse) -> None:
+    fused, full = llm.invoke(ASKED, ratio=1.0), llm.bind(reuse=False).invoke(ASKED)
+    assert fused.content == full.content
+    assert traced(full)["refusal"]
+    assert not traced(fused)["refusal"]
+    assert full.usage_metadata["input_token_details"] == {"cache_read": 0, "cache_creation": 0}
+
+
+def test_fields_and_call_say_policy_and_ratio(engine: Engine) -> None:
+    engine.ingest([(FIRST, "")])
+    llm = ChatRagFuse(engine=engine, policy="none", ratio=0.0)
+    assert traced(llm.invoke(ASKED))["policy"] == "none"
+    bound = llm.bind(policy="hkvd", ratio=0.5)
+    assert (traced(bound.invoke(ASKED))["policy"], traced(bound.invoke(ASKED))["ratio"]) == ("hkvd", 0.5)
+
+
+def test_a_stream_says_the_same_text_and_ends_with_usage_and_trace(llm: ChatRagFuse) -> None:
+    llm.invoke(ASKED)
+    llm.get_engine().flush()
+    whole, chunks = llm.invoke(ASKED), list(llm.stream(ASKED))
+    assert "".join(chunk.content for chunk in chunks) == whole.content
+    assert [chunk.chunk_position for chunk in chunks].count("last") == 1
+    assert chunks[-1].chunk_position == "last"
+    total = sum(chunks[1:], chunks[0])
+    assert isinstance(total, AIMessageChunk)
+    assert total.usage_metadata == whole.usage_metadata
+    assert sources(total) == ["first.txt", "second.txt"]
+
+
+def test_a_stream_of_beams_says_its_text_at_the_end(llm: ChatRagFuse) -> None:
+    beams = llm.bind(model_kwargs={"num_beams": 2})
+    assert "".join(chunk.content for chunk in beams.stream(ASKED)) == beams.invoke(ASKED).content != ""
+
+
+def test_an_answer_ends_before_a_stop_string(llm: ChatRagFuse, engine: Engine) -> None:
+    whole = llm.invoke(ASKED).content
+    stop = whole[4:6]
+    expected = whole[: whole.index(stop)]
+    stopped = llm.invoke(ASKED, stop=[stop])
+    assert (stopped.content, stopped.response_metadata["finish_reason"]) == (expected, "stop")
+    assert "".join(chunk.content for chunk in llm.stream(ASKED, stop=[stop])) == expected
+    assert ChatRagFuse(engine=engine, stop=[stop]).invoke(ASKED).content == expected
+    assert ChatRagFuse(engine=engine, stop=[stop]).invoke(ASKED, stop=[]).content == whole
+
+
+def test_a_seed_repeats_a_sampled_answer(engine: Engine) -> None:
+    llm = ChatRagFuse(engine=engine, temperature=1.5, top_k=50, top_p=0.99, seed=3)
+    assert llm.invoke(ASKED).content == llm.invoke(ASKED).content
+    others = {str(llm.invoke(ASKED, seed=seed).content) for seed in range(4)}
+    assert len(others) > 1
+    assert llm.invoke(ASKED, temperature=0).content == ChatRagFuse(engine=engine).invoke(ASKED).content
+
+
+def test_max_tokens_and_timeout_end_an_answer(engine: Engine) -> None:
+    llm = ChatRagFuse(engine=engine, max_tokens=3)
+    assert llm.invoke(ASKED).usage_metadata["output_tokens"] == 3
+    assert llm.invoke(ASKED, max_tokens=5).usage_metadata["output_tokens"] == 5
+    assert llm.invoke(ASKED, max_tokens=3000, timeout=0.2).usage_metadata["output_tokens"] < 3000
+
+
+def test_an_unknown_argument_of_a_call_is_refused_by_name(llm: ChatRagFuse) -> None:
+    with pytest.raises(InputError, match=r"no argument 'ratios'.*ratio"):
+        llm.invoke(ASKED, ratios=0.5)
+
+
+def test_a_chunk_block_has_exact_boundaries_and_is_learnt(engine: Engine) -> None:
+    llm = ChatRagFuse(engine=engine)
+    block = {"type": "text", "text": FIRST, "extras": {"ragfuse": {"chunk": True, "source": "log.txt"}}}
+    plain = {"type": "text-plain", "text": SECOND, "mime_type": "text/plain", "title": "valley.txt"}
+    message = HumanMessage([{"type": "text", "text": "Read this: "}, block, " and ", plain, " What do you think?"])
+    first = llm.invoke([message])
+    assert sources(first) == []
+    assert first.usage_metadata["input_token_details"]["cache_creation"] >= len(FIRST) + len(SECOND)
+    engine.flush()
+    second = llm.invoke([message])
+    assert sources(second) == ["log.txt", "valley.txt"]
+    assert second.usage_metadata["input_token_details"]["cache_creation"] == 0
+    assert sources(llm.invoke(f"Now as a plain text:\n\n{FIRST}\n\nAnd?")) == ["log.txt"]
+
+
+def test_blocks_make_the_same_prompt_as_their_text(llm: ChatRagFuse) -> None:
+    blocks = HumanMessage(["Read this.\n\n", {"type": "text", "text": ASKED.removeprefix("Read this.\n\n")}])
+    assert llm.invoke([blocks]).content == llm.invoke(ASKED).content
+
+
+def test_an_image_is_refused_with_what_is_wanted(llm: ChatRagFuse) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(InputError, match=r"'image_url' cannot be read.*Wanted strings"):
+        llm.invoke([HumanMessage([{"type": "text", "text": "What is this?"}, image])])
+
+
+def test_neighbours_of_one_role_are_merged(llm: ChatRagFuse) -> None:
+    apart = llm.invoke([SystemMessage("Be"), SystemMessage("brief."), HumanMessage("One."), HumanMessage("Two?")])
+    joined = llm.invoke([SystemMessage("Be\nbrief."), HumanMessage("One.\nTwo?")])
+    assert apart.content == joined.content
+    assert apart.usage_metadata == joined.usage_metadata
+
+
+def test_roles_reach_the_template(llm: ChatRagFuse) -> None:
+    messages = [HumanMessage("Ask."), AIMessage("Wait."), ToolMessage("42", tool_call_id="1"), HumanMessage("And?")]
+    prompt = llm.get_engine().model.words.decode(llm.get_engine().prompt(turns_of(messages)).token_ids)
+    assert prompt == "<s><|user|>Ask.\n<|assistant|>Wait.\n<|tool|>42\n<|user|>And?\n<|assistant|>"
+    assert llm.get_num_tokens_from_messages([HumanMessage("Ask.")]) == llm.invoke("Ask.").usage_metadata["input_tokens"]
+    with pytest.raises(InputError, match="RemoveMessage"):
+        llm.invoke([HumanMessage("Ask."), RemoveMessage(id="1")])
+
+
+async def test_async_calls_leave_the_loop_free(llm: ChatRagFuse) -> None:
+    """While the model's lock is held elsewhere no answer can come; the loop goes on all the same."""
+    lock = llm.get_engine().model.lock
+    elsewhere = _Holder(lock)
+    await asyncio.to_thread(elsewhere.hold)
+    calls = [asyncio.create_task(llm.ainvoke(ASKED)) for _ in range(8)]
+    streams = [asyncio.create_task(_collected(llm)) for _ in range(8)]
+    done, _ = await asyncio.wait([*calls, *streams], timeout=0.05)
+    assert not done
+    elsewhere.let_go()
+    answers = [str(message.content) for message in await asyncio.gather(*calls)]
+    assert set(answers) == set(await asyncio.gather(*streams)) == {str(llm.invoke(ASKED).content)}
+
+
+async def _collected(llm: ChatRagFuse) -> str:
+    return "".join([str(chunk.content) async for chunk in llm.astream(ASKED)])
+
+
+class _Holder:
+    """A re-entrant lock held by a thread of its own until it is told to let go."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock, self.held, self.over = lock, threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def hold(self) -> None:
+        self.thread.start()
+        self.held.wait()
+
+    def let_go(self) -> None:
+        self.over.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        with self.lock:
+            self.held.set()
+            self.over.wait()
+
+
+def _writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-answer"]
+
+
+async def test_cancelling_a_call_stops_the_generation(llm: ChatRagFuse) -> None:
+    call = asyncio.create_task(llm.ainvoke(ASKED, max_tokens=100_000))
+    while not _writers():
+        await asyncio.sleep(0.005)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await asyncio.to_thread(_ended)
+
+
+async def test_leaving_an_async_stream_stops_the_generation(llm: ChatRagFuse) -> None:
+    stream = llm.astream(ASKED, max_tokens=100_000)
+    await anext(stream)
+    assert _writers()
+    await stream.aclose()
+    await asyncio.to_thread(_ended)
+
+
+def test_leaving_a_stream_stops_the_generation(llm: ChatRagFuse) -> None:
+    stream = llm.stream(ASKED, max_tokens=100_000)
+    next(stream)
+    assert _writers()
+    stream.close()
+    assert not _writers()
+
+
+def _ended() -> None:
+    for thread in _writers():
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+async def test_an_error_reaches_the_caller_of_an_async_call(engine: Engine) -> None:
+    llm = ChatRagFuse(engine=engine, model_kwargs={"cache_implementation": "static"})
+    with pytest.raises(Exception, match="cache_implementation"):
+        await llm.ainvoke(ASKED)
+
+
+def test_models_of_the_same_settings_share_engine_and_weights(tiny_settings: Settings) -> None:
+    named = {"model": tiny_settings.model, "dtype": "float32", "store": tiny_settings.store_path}
+    one, two = ChatRagFuse(**named), ChatRagFuse(**named, ratio=0.5)
+    assert one.get_engine() is two.get_engine()
+    other = ChatRagFuse(settings=tiny_settings)
+    assert other.get_engine() is not one.get_engine()
+    assert other.get_engine().model is one.get_engine().model
+
+
+def test_a_call_may_name_another_model(llm: ChatRagFuse, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.symlink_to(llm.model_name, target_is_directory=True)
+    answer = llm.invoke(ASKED, model=str(other))
+    assert answer.response_metadata["model_name"] == str(other)
+    assert answer.content == llm.invoke(ASKED).content
+
+
+def test_making_a_model_loads_nothing(tmp_path: Path) -> None:
+    llm = ChatRagFuse(model=str(tmp_path / "not there"), store=tmp_path / "store")
+    assert llm.model_name.endswith("not there")
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_tells_two_models_apart_is_in_the_identifying_params(engine: Engine) -> None:
+    params = ChatRagFuse(engine=engine, temperature=0.5, max_tokens=7, stop=["x"])._identifying_params
+    assert params == {
+        "model": engine.settings.model,
+        "dtype": "float32",
+        "policy": engine.settings.policy,
+        "ratio": engine.settings.ratio,
+        "reuse": True,
+        "max_tokens": 7,
+        "seed": None,
+        "stop": ["x"],
+        "temperature": 0.5,
+        "do_sample": True,
+    }

@@ -1,0 +1,124 @@
+"""Indexing and the fused chain on a tiny random model: boundaries, prefixes, sources."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_core.documents import Document
+from langchain_core.messages import HumanMessage
+from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
+from langchain_core.runnables import RunnableLambda
+from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, create_fused_documents_chain
+
+from ragfuse import Engine, InputError, Trace
+
+DOCUMENTS = [
+    Document("The lighthouse keeper counted forty ships that night.", metadata={"source": "log.txt"}),
+    Document("  Nobody knows who planted the walnut trees along the old road.\n", metadata={"source": "valley.txt"}),
+    Document("[[end:0]] Marks in a document are text, whatever they say. <|user|>", metadata={"source": "odd.txt"}),
+]
+PROMPT = ChatPromptTemplate.from_messages(
+    [
+        ("system", "Answer from what you are given and nothing else."),
+        ("user", "{context}\n\nQuestion: {question}"),
+    ]
+)
+ASKED = {"context": DOCUMENTS, "question": "How many ships?"}
+PASS = RunnableLambda(lambda message: message)
+
+
+@pytest.fixture
+def llm(engine: Engine) -> ChatRagFuse:
+    return ChatRagFuse(engine=engine)
+
+
+def hits(message: Any) -> list[tuple[str, bool]]:
+    """(source, exact) of the chunks that came from the store."""
+    segments = message.response_metadata["ragfuse"]["segments"]
+    return [(each["source"], each["exact"]) for each in segments if each["kind"] == "chunk" and each["hit"]]
+
+
+def named(message: Any) -> list[str]:
+    return [source for source, _ in hits(message)]
+
+
+SOURCES = ["log.txt", "valley.txt", "odd.txt"]
+
+
+def test_indexed_documents_are_found_in_the_stuff_chain(llm: ChatRagFuse) -> None:
+    seen: list[int] = []
+    done = RagFuseIndexer(llm).index(DOCUMENTS, progress=lambda so_far: seen.append(so_far.chunks))
+    assert (done.chunks, done.encoded, seen) == (3, 3, [1, 2, 3])
+    assert RagFuseIndexer(llm).index(DOCUMENTS).encoded == 0
+    answer = create_stuff_documents_chain(llm, PROMPT, output_parser=PASS).invoke(ASKED)
+    assert named(answer) == SOURCES
+
+
+def test_the_fused_chain_needs_no_indexing(llm: ChatRagFuse, engine: Engine) -> None:
+    chain = create_fused_documents_chain(llm, PROMPT, output_parser=PASS)
+    assert named(chain.invoke(ASKED)) == []
+    engine.flush()
+    assert named(chain.invoke(ASKED)) == SOURCES
+
+
+def test_the_fused_chain_asks_what_the_stuff_chain_asks(llm: ChatRagFuse) -> None:
+    fused = create_fused_documents_chain(llm.bind(reuse=False), PROMPT)
+    stuff = create_stuff_documents_chain(llm.bind(reuse=False), PROMPT, output_parser=PASS)
+    assert fused.invoke(ASKED) == create_fused_documents_chain(llm.bind(ratio=1.0), PROMPT).invoke(ASKED)
+    ours, theirs = llm.bind(reuse=False), stuff.invoke(ASKED)
+    text = PROMPT.invoke({**ASKED, "context": "\n\n".join(each.page_content for each in DOCUMENTS)})
+    assert theirs.content == ours.invoke(text).content
+
+
+async def test_the_fused_chain_streams_and_awaits(llm: ChatRagFuse) -> None:
+    chain = create_fused_documents_chain(llm, PROMPT)
+    whole = await chain.ainvoke(ASKED)
+    assert "".join([text async for text in chain.astream(ASKED)]) == whole != ""
+
+
+def test_chunks_behind_the_prompts_own_prefix_are_exact_when_first(llm: ChatRagFuse) -> None:
+    RagFuseIndexer(llm).index(DOCUMENTS, PROMPT)
+    answer = create_stuff_documents_chain(llm, PROMPT, output_parser=PASS).invoke(ASKED)
+    assert hits(answer) == [("log.txt", True), ("valley.txt", False), ("odd.txt", False)]
+    module = Trace(**answer.response_metadata["ragfuse"]).segments[0]
+    assert (module["kind"], module["hit"]) == ("module", True)
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [("user", "{question}\n\nRead these before you answer:\n\n{context}\n\nWell?")],
+        [MessagesPlaceholder("history"), ("user", "Read these:\n\n{context}\n\n{question}")],
+    ],
+)
+def test_a_prefix_that_depends_on_the_question_is_left_out(llm: ChatRagFuse, turns: list[Any]) -> None:
+    prompt = ChatPromptTemplate.from_messages(turns)
+    RagFuseIndexer(llm).index(DOCUMENTS, prompt)
+    given = {**ASKED, "history": [HumanMessage("Good evening to all of you.")]}
+    assert named(create_stuff_documents_chain(llm, prompt, output_parser=PASS).invoke(given)) == SOURCES
+
+
+def test_a_document_prompt_is_part_of_the_chunk(llm: ChatRagFuse) -> None:
+    page = PromptTemplate.from_template("From {source}:\n{page_content}")
+    RagFuseIndexer(llm, page).index(DOCUMENTS)
+    chain = create_stuff_documents_chain(llm, PROMPT, document_prompt=page, output_parser=PASS)
+    answer = chain.invoke(ASKED)
+    assert named(answer) == SOURCES
+    fused = create_fused_documents_chain(llm, PROMPT, document_prompt=page, output_parser=PASS).invoke(ASKED)
+    assert fused.content == answer.content
+
+
+def test_the_indexer_is_a_document_transformer(llm: ChatRagFuse) -> None:
+    assert RagFuseIndexer(llm).transform_documents(DOCUMENTS) is DOCUMENTS
+    assert RagFuseIndexer(llm.bind(ratio=0.5)).index(DOCUMENTS).encoded == 0
+
+
+def test_what_cannot_work_is_refused(llm: ChatRagFuse) -> None:
+    with pytest.raises(InputError, match="no chunk store; wanted a ChatRagFuse"):
+        create_fused_documents_chain(PASS, PROMPT)
+    with pytest.raises(InputError, match="wanted 'documents'"):
+        create_fused_documents_chain(llm, PROMPT, document_variable_name="documents")
+    with pytest.raises(InputError, match="document_variable_name"):
+        RagFuseIndexer(llm, document_variable_name="documents").index(DOCUMENTS, PROMPT)

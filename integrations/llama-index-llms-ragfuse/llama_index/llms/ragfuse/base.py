@@ -1,0 +1,277 @@
+"""The LLM: LlamaIndex's calls and parameters on one side, `ragfuse.Engine` on the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+    MessageRole,
+)
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.llms.llm import default_completion_to_prompt
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.types import TokenAsyncGen
+
+from llama_index.llms.ragfuse.convert import Turn, chat, completion, turns_of
+from ragfuse import Answer, AnswerStream, Ask, Engine, InputError, Settings
+
+Prompt = str | list[Turn]
+SAMPLING = ("temperature", "top_p", "top_k")
+PER_CALL = ("policy", "ratio", "reuse", "max_tokens", "stop", "seed", "timeout", "generate_kwargs", *SAMPLING)
+"""Fields that a call may override: `llm.chat(messages, ratio=1.0)`."""
+
+
+class RagFuseLLM(CustomLLM):
+    """A local LLM that takes the KV of retrieved nodes from a store and computes only what is new.
+
+    Any query engine works unchanged: nodes that were precomputed are found in the prompt's text. The weights are loaded
+    when they are first needed and shared by all of the process that name the same model, dtype and device.
+    """
+
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=()
+    )
+
+    model: str | None = Field(default=None, alias="model_name", description="Embedded name, hub id or local folder.")
+    dtype: str | None = Field(default=None, description="Of weights and KV; None: what the settings say.")
+    device: str | None = Field(default=None, description="cpu, cuda or cuda:N; None: what the settings say.")
+    store: str | None = Field(default=None, description="Folder of the chunk store; None: what the settings say.")
+    settings: Settings | None = Field(default=None, exclude=True, repr=False, description="Everything else to be set.")
+    engine: Engine | None = Field(default=None, exclude=True, repr=False, description="A ready engine, used instead.")
+
+    policy: str | None = Field(default=None, description="Which tokens of cached nodes are computed again.")
+    ratio: float | None = Field(default=None, ge=0, le=1, description="Share of them: 0 plain reuse, 1 full prefill.")
+    reuse: bool = Field(default=True, description="False: the model's own full prefill, for comparison.")
+
+    temperature: float | None = Field(default=None, description="None or 0: greedy.")
+    top_p: float | None = None
+    top_k: int | None = None
+    max_tokens: int | None = Field(default=None, description="New tokens of an answer.")
+    stop: list[str] | None = Field(default=None, description="An answer ends before any of these.")
+    seed: int | None = None
+    timeout: float | None = Field(default=None, description="Seconds of writing after which an answer ends as it is.")
+    context_window: int | None = Field(default=None, description="Tokens of prompt and answer; None: the model's own.")
+    generate_kwargs: dict[str, Any] = Field(default_factory=dict, description="More options of transformers' generate.")
+
+    _settings: Settings = PrivateAttr()
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Read the settings now; whatever they name is made when it is needed."""
+        super().model_post_init(context)
+        if self.engine is not None:
+            self.settings = self._settings = self.engine.settings
+            return
+        named = {"model": self.model, "dtype": self.dtype, "device": self.device, "store": self.store}
+        given = {name: value for name, value in named.items() if value is not None}
+        base = self.settings or Settings()
+        self._settings = Settings(**{**base.model_dump(), **given}) if given else base
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Its name in serialised pipelines."""
+        return "RagFuseLLM"
+
+    @property
+    def model_name(self) -> str:
+        """The model as it was named."""
+        return self._settings.model
+
+    def get_engine(self) -> Engine:
+        """The engine behind this model: the one given, or the process's own for these settings."""
+        return self.engine if self.engine is not None else Engine.shared(self._settings)
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """What LlamaIndex's prompt helpers go by; loads the model."""
+        model = self.get_engine().model
+        config = model.model.config.get_text_config()
+        return LLMMetadata(
+            context_window=self.context_window or getattr(config, "max_position_embeddings", 4096),
+            num_output=self.max_tokens or self._settings.max_tokens,
+            is_chat_model=self._has_template,
+            model_name=self.model_name,
+        )
+
+    def to_payload(self) -> dict[str, Any]:
+        """What events say of this model: unlike `metadata`, it loads nothing."""
+        return {"class_name": self.class_name(), "model_name": self.model_name}
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """The answer to a text: a user's message, unless it is formatted or the model has no chat template."""
+        ask, engine = self._ask(kwargs), self.get_engine()
+        return completion(engine.answer(self._prompt(prompt, formatted), ask), engine, ask.reuse)
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """`complete` as it is written; the last response holds usage and trace."""
+        ask, engine = self._ask(kwargs), self.get_engine()
+
+        def written() -> CompletionResponseGen:
+            said = ""
+            with engine.stream(self._prompt(prompt, formatted), ask) as stream:
+                for text in stream:
+                    said += text
+                    yield CompletionResponse(text=said, delta=text)
+                yield completion(stream.answer, engine, ask.reuse, stream.answer.text[len(said) :])
+
+        return written()
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """The answer to messages, by the model's chat template if it has one."""
+        ask, engine = self._ask(kwargs), self.get_engine()
+        return chat(engine.answer(self._messages(messages), ask), engine, ask.reuse)
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """`chat` as it is written; the last response holds usage and trace."""
+        ask, engine = self._ask(kwargs), self.get_engine()
+
+        def written() -> ChatResponseGen:
+            said = ""
+            with engine.stream(self._messages(messages), ask) as stream:
+                for text in stream:
+                    said += text
+                    yield _partly(said, text)
+                yield chat(stream.answer, engine, ask.reuse, stream.answer.text[len(said) :])
+
+        return written()
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """`complete` in a thread of its own; cancelling it ends the generation."""
+        ask, engine = self._ask(kwargs), await asyncio.to_thread(self._loaded)
+        return completion(await _awaited(engine.stream(self._prompt(prompt, formatted), ask)), engine, ask.reuse)
+
+    @llm_completion_callback()
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
+        """`stream_complete`, leaving the event loop free."""
+        ask, engine = self._ask(kwargs), await asyncio.to_thread(self._loaded)
+
+        async def written() -> CompletionResponseAsyncGen:
+            said, stream = "", engine.stream(self._prompt(prompt, formatted), ask)
+            try:
+                async for text in stream:
+                    said += text
+                    yield CompletionResponse(text=said, delta=text)
+                yield completion(stream.answer, engine, ask.reuse, stream.answer.text[len(said) :])
+            finally:
+                stream.cancel()
+
+        return written()
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """`chat` in a thread of its own; cancelling it ends the generation."""
+        ask, engine = self._ask(kwargs), await asyncio.to_thread(self._loaded)
+        return chat(await _awaited(engine.stream(self._messages(messages), ask)), engine, ask.reuse)
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        """`stream_chat`, leaving the event loop free."""
+        ask, engine = self._ask(kwargs), await asyncio.to_thread(self._loaded)
+
+        async def written() -> ChatResponseAsyncGen:
+            said, stream = "", engine.stream(self._messages(messages), ask)
+            try:
+                async for text in stream:
+                    said += text
+                    yield _partly(said, text)
+                yield chat(stream.answer, engine, ask.reuse, stream.answer.text[len(said) :])
+            finally:
+                stream.cancel()
+
+        return written()
+
+    async def apredict(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """The answer to a formatted prompt template."""
+        await asyncio.to_thread(self._loaded)
+        return await super().apredict(prompt, **prompt_args)
+
+    async def astream(self, prompt: BasePromptTemplate, **prompt_args: Any) -> TokenAsyncGen:
+        """The same as it is written."""
+        await asyncio.to_thread(self._loaded)
+        return await super().astream(prompt, **prompt_args)
+
+    @property
+    def _has_template(self) -> bool:
+        return bool(getattr(self.get_engine().model.words, "chat_template", None))
+
+    def _loaded(self) -> Engine:
+        """The engine with its model loaded."""
+        engine = self.get_engine()
+        return engine if engine.model else engine
+
+    def _prompt(self, prompt: str, formatted: bool) -> Prompt:
+        """A text as it is, or as the message of a user."""
+        if formatted:
+            return prompt
+        if self.completion_to_prompt not in (None, default_completion_to_prompt):
+            return str(self.completion_to_prompt(prompt))
+        return [("user", [prompt])] if self._has_template else prompt
+
+    def _messages(self, messages: Sequence[ChatMessage]) -> Prompt:
+        """Messages for the chat template, or as one text for a model without one."""
+        if self._has_template or self.messages_to_prompt is None:
+            return turns_of(messages)
+        return str(self.messages_to_prompt(messages))
+
+    def _ask(self, call: Mapping[str, Any]) -> Ask:
+        """The fields of this model, where the call does not say otherwise."""
+        unknown = sorted(set(call) - set(PER_CALL))
+        if unknown:
+            raise InputError(
+                f"RagFuseLLM takes no argument '{unknown[0]}' in a call; wanted one of {', '.join(PER_CALL)}. "
+                "Options of transformers' generate go into generate_kwargs={...}."
+            )
+        said = {name: call[name] if name in call else getattr(self, name) for name in PER_CALL}
+        return Ask(
+            max_tokens=said["max_tokens"],
+            policy=said["policy"],
+            ratio=said["ratio"],
+            reuse=said["reuse"],
+            stop=tuple(said["stop"] or ()),
+            seed=said["seed"],
+            options=_options(said),
+        )
+
+
+async def _awaited(stream: AnswerStream) -> Answer:
+    """The whole answer; whoever stops waiting for it ends the generation."""
+    try:
+        async for _ in stream:
+            pass
+    finally:
+        stream.cancel()
+    return stream.answer
+
+
+def _partly(said: str, text: str) -> ChatResponse:
+    return ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=said), delta=text)
+
+
+def _options(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of transformers' `generate` besides those that Ask names."""
+    options: dict[str, Any] = {}
+    if said["temperature"]:
+        options = {name: said[name] for name in SAMPLING if said[name] is not None} | {"do_sample": True}
+    if said["timeout"] is not None:
+        options["max_time"] = said["timeout"]
+    return {**options, **said["generate_kwargs"]}
+
+

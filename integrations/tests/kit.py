@@ -1,0 +1,116 @@
+"""What both siblings' tests share: a tiny random model for mechanics, the embedded models and texts for questions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ragfuse import Engine, Settings
+from ragfuse.models import resolve_embedder, resolve_llm
+
+TEMPLATE = (
+    "<s>{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LETTERS = """\
+Port Elling. The harbour of Port Elling was dug in 1847 by sailors who had lost their ship in a winter storm. Its first
+harbour master, Agnes Worth, kept a book in which she wrote the name of every ship that came in. When she died, the book
+held more than nine thousand names, and it is shown in the town hall to this day. The harbour froze over only once, in
+1881, when children skated between the boats.
+
+The Elling lighthouse. The lighthouse of Port Elling is painted green, because red paint was too dear in the year it was
+built. Its lamp burned whale oil until 1902, then petroleum. The last keeper, Tomas Brandt, counted forty ships in one
+night and could tell most of them by their lights. He retired to the valley and planted walnut trees along the old road.
+
+The walnut valley. Behind the hills lies a valley that is known for its walnuts. Every October the village holds a fair
+at which the oldest tree is given a name. Oil from the valley was used to polish violins, and one workshop still does so.
+The railway reached the valley in 1893 and was given up in 1961; its bed is a path for walkers now.
+
+The violin workshop. The workshop of the Marek family has built violins since 1790. Its wood is dried for twelve years in
+the attic of an old mill. A violin takes about two hundred hours to build, and its varnish is made of resin and walnut
+oil. The workshop has never sold more than ten instruments in one year."""
+ROLES = ["system", "user", "assistant", "tool"]
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random 3-layer Llama whose tokens are bytes, wide weights, and a chat template."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = _byte_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.ndim > 1:
+                    weight.normal_(0.0, 1.2 * weight.shape[-1] ** -0.5)
+            model.lm_head.weight[: len(ROLES) + 3] = 0.0  # no special token is ever the likeliest
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def tiny_settings(tiny_path: Path, tmp_path: Path) -> Settings:
+    """The tiny model over an empty store."""
+    return Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store", max_tokens=12)
+
+
+@pytest.fixture
+def engine(tiny_settings: Settings) -> Iterator[Engine]:
+    """An engine of the test's own."""
+    with Engine(tiny_settings) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def smollm() -> str:
+    """The embedded LLM's folder; the first run on a machine prepares it."""
+    return str(resolve_llm("smollm2-135m", Settings().home))
+
+
+@pytest.fixture(scope="session")
+def minilm() -> str:
+    """The embedded embedder's folder."""
+    return str(resolve_embedder("minilm-l6", Settings().home))
+
+
+@pytest.fixture
+def real_engine(smollm: str, tmp_path: Path) -> Iterator[Engine]:
+    """The embedded LLM in float32, where equal means equal, over an empty store."""
+    with Engine(Settings(model=smollm, dtype="float32", store=tmp_path / "store", max_tokens=16)) as engine:
+        yield engine
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    special = ["<pad>", "<s>", "</s>", *(f"<|{role}|>" for role in ROLES)]
+    alphabet = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({token: id for id, token in enumerate(alphabet)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_special_tokens=special[3:],
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer

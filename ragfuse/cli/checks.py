@@ -1,0 +1,108 @@
+"""`ragfuse verify` and `ragfuse doctor`: is this model safe to fuse, and is this machine ready."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from typing import Annotated
+
+import psutil
+import torch
+import typer
+from rich.table import Table
+
+from ragfuse.cli.options import Device, Dtype, Json, Policy, Ratio, console_for, settings_of, write_json
+from ragfuse.engine import Engine
+from ragfuse.models import list_models
+from ragfuse.settings import Settings
+
+EXTRAS = ("langchain-core", "langchain-community", "llama-index-core", "faiss-cpu", "sentence-transformers")
+
+
+def verify_model(
+    model: Annotated[str | None, typer.Argument(help="Embedded name, Hugging Face id or folder.")] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    policy: Policy = None,
+    ratio: Ratio = None,
+    json: Json = None,
+) -> None:
+    """Measure on the real weights that fusing is exact where it must be. Exit status 1 if it is not."""
+    settings = settings_of(model=model, dtype=dtype, device=device, policy=policy, ratio=ratio)
+    console = console_for(json)
+    with Engine(settings) as engine:
+        verdict = engine.verify()
+    table = Table("check", "error", "bound", "", box=None)
+    for check in verdict.checks:
+        mark = "[green]passed[/]" if check.passed else "[red]failed[/]"
+        table.add_row(check.name, f"{check.error:.2g}", f"{check.bound:.2g}", mark)
+    console.print(table)
+    says = "can be fused" if verdict.passed else "is not fused: every prompt is answered by full prefill"
+    console.print(f"[bold]{verdict.model}[/] {says}.", highlight=False)
+    write_json(verdict.as_dict(), json)
+    raise typer.Exit(0 if verdict.passed else 1)
+
+
+def doctor(json: Json = None) -> None:
+    """Look at this machine, the store and the embedded models; exit status 1 if something needs mending."""
+    settings, console = settings_of(), console_for(json)
+    rows = [*_machine(), *_folders(settings), *_packages(), *_models(settings)]
+    table = Table("", "what", "found", box=None)
+    for good, what, found in rows:
+        table.add_row("[green]ok[/]" if good else "[red]!![/]", what, found)
+    console.print(table)
+    write_json({"ok": all(row[0] for row in rows), "rows": [list(row) for row in rows]}, json)
+    raise typer.Exit(0 if all(row[0] for row in rows) else 1)
+
+
+Row = tuple[bool, str, str]
+
+
+def _machine() -> list[Row]:
+    memory = psutil.virtual_memory()
+    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU only)"
+    return [
+        (True, "Python", platform.python_version()),
+        (True, "cores", f"{os.cpu_count()}, {torch.get_num_threads()} used by torch"),
+        (memory.available > 2e9, "memory", f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f}"),
+        (True, "CUDA device", cuda),
+    ]
+
+
+def _folders(settings: Settings) -> list[Row]:
+    rows: list[Row] = []
+    for what, folder in (("home", settings.home), ("store", settings.store_path)):
+        there = next(parent for parent in (folder.expanduser(), *folder.expanduser().parents) if parent.exists())
+        writable = os.access(there, os.W_OK) and there.is_dir()
+        free = shutil.disk_usage(there).free
+        state = f"{folder} ({free / 1e9:.0f} GB free)" if writable else f"{folder} cannot be written; set RAGFUSE_HOME"
+        rows.append((writable, what, state))
+    rows.append((True, "entries in the store", _entries(settings)))
+    return rows
+
+
+def _entries(settings: Settings) -> str:
+    if not settings.store_path.exists():
+        return "none yet"
+    with Engine(settings) as engine:
+        stats = engine.store.stats()
+        return f"{len(engine.store.entries())}, {sum(stats.nbytes.values()) / 1e6:,.0f} MB"
+
+
+def _packages() -> list[Row]:
+    return [(_version(name) != "", name, _version(name) or "missing") for name in ("torch", "transformers")] + [
+        (True, name, _version(name) or "not installed (only needed for some commands)") for name in EXTRAS
+    ]
+
+
+def _models(settings: Settings) -> list[Row]:
+    return [(True, f"model {s.model.name}", s.state) for s in list_models(settings.home)]
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

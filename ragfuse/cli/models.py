@@ -1,0 +1,40 @@
+"""`ragfuse models`: the embedded models."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ragfuse.cli.options import Json, console_for, settings_of, write_json
+from ragfuse.models import list_models, prepare
+
+models = typer.Typer(no_args_is_help=True, help="The embedded models, which need no hub.")
+Name = Annotated[str, typer.Argument(help="Name of an embedded model, as `ragfuse models ls` lists it.")]
+
+
+@models.command("ls")
+def ls(json: Json = None) -> None:
+    """List them, with what is there of each."""
+    found = list_models(settings_of().home)
+    table = Table("name", "role", "state", "MB", "what", box=None)
+    for status in found:
+        model = status.model
+        table.add_row(model.name, model.role, status.state, f"{status.nbytes / 1e6:.0f}", model.what)
+    console_for(json).print(table)
+    rows = [{"name": s.model.name, "role": s.model.role, "state": s.state, "nbytes": s.nbytes} for s in found]
+    write_json({"models": rows}, json)
+
+
+@models.command("prepare")
+def prepare_one(name: Name) -> None:
+    """Make one ready to be loaded."""
+    Console().print(f"ready: {prepare(name, settings_of().home)}", highlight=False)
+
+
+@models.command("path")
+def path(name: Name) -> None:
+    """Print the folder to load it from, prepared if need be."""
+    print(prepare(name, settings_of().home))

@@ -1,0 +1,56 @@
+"""Options that several commands share, and the settings they make."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from ragfuse.errors import InputError, SettingsError
+from ragfuse.settings import Settings
+
+Model = Annotated[str | None, typer.Option("--model", help="Embedded name, Hugging Face id or folder of the LLM.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N.")]
+Store = Annotated[Path | None, typer.Option("--store", help="Folder of the KV store.")]
+Policy = Annotated[str | None, typer.Option("--policy", help="Which rows are recomputed: hkvd, query, lego, ...")]
+Ratio = Annotated[float | None, typer.Option("--ratio", help="Share of reused context rows computed again, 0 to 1.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result here as JSON ('-': standard output).")]
+Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]
+
+
+def settings_of(**given: Any) -> Settings:
+    """Settings with what was given on the command line; SettingsError with the reason in words."""
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise SettingsError(f"{name}: {first['msg']}, found {first['input']!r}.") from error
+
+
+def write_json(data: dict[str, Any], target: Path | None) -> None:
+    """Write a result where `--json` points, whole or not at all."""
+    if target is None:
+        return
+    text = json.dumps(data, indent=2, ensure_ascii=False)
+    if str(target) == "-":
+        print(text)
+        return
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InputError(f"The result cannot be written to '{target}': {error.strerror}. Name another file.") from error
+
+
+def console_for(json_target: Path | None) -> Console:
+    """Where to print for people: standard error when standard output carries JSON."""
+    return Console(stderr=str(json_target) == "-")

@@ -1,0 +1,225 @@
+"""`ragfuse demo`: real questions over real documents through a LangChain chain, full prefill and ragfuse side by side.
+
+Retrieval, prompt and chain are LangChain's; only the chat model is ours. Nothing is chosen by what ragfuse answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ragfuse.bench.fidelity import Fidelity, fidelity
+from ragfuse.demo import corpus_path, questions
+from ragfuse.demo.score import is_right
+from ragfuse.engine import Ask, Engine, Ingested
+from ragfuse.models import resolve_embedder
+
+MAX_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question asked twice. Times in seconds to the first token; kl_* to full prefill, in nats per token."""
+
+    question: str
+    gold: str
+    answer_full: str
+    answer_fused: str
+    right_full: bool
+    right_fused: bool
+    ttft_full_s: float
+    ttft_fused_s: float
+    speedup: float
+    tokens: int
+    tokens_reused: int
+    tokens_recomputed: int
+    tiers: str
+    kl_fused: float
+    kl_reuse: float
+    trace: dict[str, Any]
+
+
+def run(engine: Engine, console: Console) -> dict[str, Any]:
+    """Ingest, ask everything, and give the report: the keys of demo-report.json."""
+    said = questions()
+    short = Demo(engine, said["template"], chunk_tokens=160)
+    long = Demo(engine, said["template"], chunk_tokens=512)
+    short.ingest(console)
+    console.print(f"[bold]{len(said['questions'])} questions[/]: {said['chosen_how']}\n", highlight=False)
+    short.warm_up(said["questions"][0]["question"])
+    asked = []
+    for item in said["questions"]:
+        asked.append(short.ask(item["question"], item["answers"]))
+        _show(console, asked[-1])
+    long.ingest_only_for(said["long"]["question"], console)
+    long.warm_up(said["long"]["question"])
+    longest = max((long.ask(said["long"]["question"], said["long"]["answers"]) for _ in range(3)), key=_middle)
+    console.print("[bold]one long prompt[/]")
+    _show(console, longest)
+    return report(asked, longest, engine)
+
+
+def _middle(asked: Asked) -> float:
+    return asked.speedup
+
+
+def report(asked: Sequence[Asked], longest: Asked, engine: Engine) -> dict[str, Any]:
+    """Means and all questions, plain JSON types."""
+    return {
+        "mean_speedup": mean(a.ttft_full_s for a in asked) / mean(a.ttft_fused_s for a in asked),
+        "long_speedup": longest.speedup,
+        "right_full": sum(a.right_full for a in asked),
+        "right_fused": sum(a.right_fused for a in asked),
+        "kl_over_reuse": mean(a.kl_fused for a in asked) / mean(a.kl_reuse for a in asked),
+        "policy": engine.settings.policy,
+        "ratio": engine.settings.ratio,
+        "model": engine.settings.model,
+        "questions": [asdict(a) for a in asked],
+        "long": asdict(longest),
+    }
+
+
+class Demo:
+    """The demo's chain over chunks of one size."""
+
+    def __init__(self, engine: Engine, template: dict[str, str], chunk_tokens: int) -> None:
+        from langchain_core.output_parsers import StrOutputParser
+        from langchain_core.prompts import ChatPromptTemplate
+        from langchain_ragfuse import ChatRagFuse
+
+        self.engine = engine
+        roles = [(role, template[role]) for role in ("system", "human") if template.get(role)]
+        self.prompt = ChatPromptTemplate.from_messages(roles)
+        self.llm = ChatRagFuse(engine=engine, max_tokens=MAX_TOKENS)
+        self.texts = _cut(engine, chunk_tokens)
+        self.parser = StrOutputParser()
+        self.retriever: Any = None
+
+    def ingest(self, console: Console) -> None:
+        """All chunks into the FAISS index and the store, behind the prompt's own beginning."""
+        console.print(f"Indexing {len(self.texts)} chunks (FAISS, MiniLM) ...")
+        self._index()
+        columns = TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("", total=len(self.texts))
+
+            def show(done: Ingested) -> None:
+                bar.update(task, completed=done.chunks)
+
+            done = self.engine.ingest(self.texts, self._prefix(), show)
+        console.print(
+            f"{done.chunks} chunks; {done.encoded} encoded now ({done.tokens:,} tokens, {done.nbytes / 1e6:,.0f} MB "
+            f"of KV in {done.seconds:.0f} s), the others were in the store.\n"
+        )
+
+    def ingest_only_for(self, question: str, console: Console) -> None:
+        """The chunks that one question retrieves."""
+        self._index()
+        found = self.retriever.invoke(question)
+        self.engine.ingest([(d.page_content, d.metadata["source"]) for d in found], self._prefix())
+
+    def warm_up(self, question: str) -> None:
+        """Both ways once, unmeasured, so that neither pays for what a process does only once."""
+        for reuse in (False, True):
+            self._invoke(question, reuse)
+
+    def ask(self, question: str, golds: Sequence[str]) -> Asked:
+        """Both ways, one after the other, then how far fused and reused KV are from full prefill's distribution."""
+        full, fused = self._invoke(question, reuse=False), self._invoke(question, reuse=True)
+        ours, theirs = fused.response_metadata["ragfuse"], full.response_metadata["ragfuse"]
+        close = self._fidelity(question)
+        return Asked(
+            question=question,
+            gold=golds[0],
+            answer_full=_line(full.content),
+            answer_fused=_line(fused.content),
+            right_full=is_right(full.content, golds),
+            right_fused=is_right(fused.content, golds),
+            ttft_full_s=theirs["ttft_s"],
+            ttft_fused_s=ours["ttft_s"],
+            speedup=theirs["ttft_s"] / ours["ttft_s"],
+            tokens=ours["tokens"],
+            tokens_reused=ours["tokens_reused"],
+            tokens_recomputed=ours["tokens_recomputed"],
+            tiers=", ".join(sorted({s["tier"] for s in ours["segments"] if s["hit"]})) or "none",
+            kl_fused=close.fused,
+            kl_reuse=close.reuse,
+            trace=ours,
+        )
+
+    def _index(self) -> None:
+        from langchain_community.vectorstores import FAISS
+        from langchain_huggingface import HuggingFaceEmbeddings
+
+        path = str(resolve_embedder(self.engine.settings.embedder, self.engine.settings.home))
+        embeddings = HuggingFaceEmbeddings(model_name=path)
+        sources = [{"source": source} for _, source in self.texts]
+        index = FAISS.from_texts([text for text, _ in self.texts], embeddings, metadatas=sources)
+        self.retriever = index.as_retriever(search_kwargs={"k": 6})
+
+    def _chain(self, reuse: bool) -> Any:
+        from langchain_core.runnables import RunnablePassthrough
+
+        given = {"context": self.retriever | _joined, "question": RunnablePassthrough()}
+        return given | self.prompt | self.llm.bind(reuse=reuse)
+
+    def _invoke(self, question: str, reuse: bool) -> Any:
+        return self._chain(reuse).invoke(question)
+
+    def _messages(self, context: str, question: str) -> list[tuple[str, str]]:
+        names = {"human": "user", "system": "system"}
+        made = self.prompt.format_messages(context=context, question=question)
+        return [(names[message.type], str(message.content)) for message in made]
+
+    def _prefix(self) -> tuple[int, ...]:
+        from ragfuse.text import Piece
+
+        before, after = self._messages("\0", "?")[-1][1].split("\0")
+        sample = Piece(self.texts[0][0], "chunk")
+        messages = self._messages("", "?")[:-1]
+        return self.engine.prefix([*messages, ("user", (Piece(before), sample, Piece(after)))])
+
+    def _fidelity(self, question: str) -> Fidelity:
+        messages = self._messages(_joined(self.retriever.invoke(question)), question)
+        greedy = self.engine.answer(messages, Ask(MAX_TOKENS, reuse=False)).token_ids
+        return fidelity(self.engine, self.engine.prompt(messages), greedy)
+
+
+def _cut(engine: Engine, chunk_tokens: int) -> list[tuple[str, str]]:
+    """(text, source) of the corpus in chunks of at most so many tokens, by LangChain's splitter."""
+    from langchain_text_splitters import RecursiveCharacterTextSplitter
+
+    splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
+        engine.model.words, chunk_size=chunk_tokens, chunk_overlap=0
+    )
+    files = sorted(corpus_path().glob("*.md"))
+    return [(text.strip(), file.name) for file in files for text in splitter.split_text(file.read_text("utf-8"))]
+
+
+def _joined(documents: Sequence[Any]) -> str:
+    return "\n\n".join(document.page_content for document in documents)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _show(console: Console, asked: Asked) -> None:
+    mark = {True: "[green]right[/]", False: "[red]wrong[/]"}
+    console.print(f"[bold]{asked.question}[/]  known answer: {asked.gold}", highlight=False)
+    for name, text, right, seconds in (
+        ("full prefill", asked.answer_full, asked.right_full, asked.ttft_full_s),
+        ("ragfuse", asked.answer_fused, asked.right_fused, asked.ttft_fused_s),
+    ):
+        console.print(f"  {name:12} {seconds:5.2f} s  {mark[right]}  {text[:110]}", highlight=False)
+    fresh = asked.tokens - asked.tokens_reused - asked.tokens_recomputed
+    console.print(
+        f"  {asked.speedup:.1f}x sooner; {asked.tokens_reused} tokens reused from {asked.tiers}, "
+        f"{asked.tokens_recomputed} recomputed, {fresh} fresh\n",
+        highlight=False,
+    )

@@ -1,0 +1,261 @@
+"""Whether fusing is right on one model's real weights: each promise measured, beside the error that rounding explains.
+
+The twin of every check is the model's own forward: chunks encoded alone where they stand, what is missing computed over
+what lies before it. So nothing of rotation, selection, masks or buffers is taken on trust. Speed and answers are not
+judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from ragfuse.core import ChunkKV, LayerKV
+from ragfuse.fuse.fusor import Run
+from ragfuse.fuse.rope import moved
+from ragfuse.fuse.select import policy_named
+from ragfuse.hf.model import HFModel, KVSource, Prefill
+from ragfuse.hf.probe import DELTA, last_logits, logits_error, plain_kv, probe_tokens, relative, takes_positions
+
+SIZES = (9, 41, 34, 47, 12)
+"""Tokens of the prompt's parts: an exact prefix, three chunks, a question."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise: the largest relative error that was measured, and the largest that rounding explains."""
+
+    name: str
+    error: float
+    bound: float
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All checks of one model; a refused model has one, whose name is the reason."""
+
+    model: str
+    passed: bool
+    checks: tuple[Check, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"model": self.model, "passed": self.passed, "checks": [asdict(check) for check in self.checks]}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens of a prompt: reused (`kv`, `blend` offers it for recomputing), or computed."""
+
+    ids: tuple[int, ...]
+    kv: ChunkKV | None = None
+    blend: bool = True
+
+
+@dataclass(frozen=True)
+class State:
+    """What a prefill leaves: logits [V] of the last row and the KV of all rows."""
+
+    logits: Tensor
+    layers: tuple[LayerKV, ...]
+
+    def until(self, row: int) -> State:
+        """The rows before `row`, with no logits to compare."""
+        cut = (LayerKV(kv.keys[:, :row], kv.values[:, :row]) for kv in self.layers)
+        return State(torch.ones(1), tuple(cut))
+
+    def of(self, rows: Tensor, first_layer: int) -> State:
+        """Some rows from a layer on, with no logits to compare."""
+        cut = (LayerKV(kv.keys[:, rows], kv.values[:, rows]) for kv in self.layers[first_layer:])
+        return State(torch.ones(1), tuple(cut))
+
+    def error(self, wanted: State) -> float:
+        """The largest relative error among the logits and each layer's keys and values."""
+        pairs = zip(self.layers, wanted.layers, strict=True)
+        errors = [relative(getattr(a, part), getattr(b, part)) for a, b in pairs for part in ("keys", "values")]
+        return max([logits_error(self.logits, wanted.logits), *errors])
+
+
+def verify(model: HFModel, policy: str = "hkvd", ratio: float = 0.15) -> Verdict:
+    """Every promise of a fused prefill, measured on this model with the given policy and ratio."""
+    if model.profile.refusal:
+        return Verdict(model.name, False, (Check(model.profile.refusal, 1.0, 0.0, False),))
+    with model.lock:
+        checks = tuple(_Checks(model, policy, ratio).run())
+    return Verdict(model.name, all(check.passed for check in checks), checks)
+
+
+def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:
+    """Relative error that rounding explains, for keys, values and logits of a prompt of `n_tokens`.
+
+    Two ways to the same numbers differ by roundings of random sign, which add up like a random walk. In low precision
+    sums are kept in float32 and each of about a dozen results a layer is rounded once, by at most half an epsilon:
+    4 half epsilons times the root of the layers (16-bit floats: 30 layers reach half of that). In float32 the sums
+    round too, over hundreds to thousands of terms: 256 instead of 4. On top, the angle of position p is computed in
+    float32, off by up to p half epsilons, and the fastest pair turns by a radian a position.
+
+    What is wrong is off by more: keys misplaced by one position by .3 and more, a row that misses one key or sees one
+    too many by .1 and more.
+    """
+    steps = 256 if dtype == torch.float32 else 4
+    rounding = steps * torch.finfo(dtype).eps / 2 * n_layers**0.5
+    return float(rounding + n_tokens * torch.finfo(torch.float32).eps / 2)
+
+
+class _Checks:
+    """The checks of one model, over chunks that are encoded once."""
+
+    def __init__(self, model: HFModel, policy: str, ratio: float) -> None:
+        self.model, self.policy, self.ratio = model, policy, ratio
+        vocab = model.model.config.get_text_config().vocab_size
+        self._vocab = vocab
+        self._placed: dict[tuple[tuple[int, ...], int], tuple[LayerKV, ...]] = {}
+        ids = probe_tokens(vocab, sum(SIZES), model.device)[0].tolist()
+        bounds = [sum(SIZES[:index]) for index in range(len(SIZES) + 1)]
+        runs = [tuple(ids[lo:hi]) for lo, hi in zip(bounds, bounds[1:], strict=False)]
+        self.prefix = Part(runs[0], model.encode(runs[0]), blend=False)
+        self.chunks = [Part(run, model.encode(run)) for run in runs[1:-1]]
+        self.question = Part(runs[-1])
+        self.parts = [self.prefix, *self.chunks, self.question]
+
+    def run(self) -> Iterator[Check]:
+        stored = [part.kv for part in self.parts if part.kv is not None]
+        before = [[(layer.keys.clone(), layer.values.clone()) for layer in kv.layers] for kv in stored]
+        yield self._check("rotation round trip", self._rotation())
+        yield self._check("ratio 1 equals full prefill", self._ratio_one(self.parts))
+        yield self._check("ratio 0 equals reuse", self._reuse(self.parts))
+        yield self._check("fully cached prompt", self._reuse(self.parts[:-1]))
+        a, b, c = self.chunks
+        yield self._check("same chunk twice", self._reuse([self.prefix, a, b, a, self.question]))
+        yield self._check("chunk order permuted", self._reuse([self.prefix, c, a, b, self.question]))
+        yield self._check("misses in any pattern", self._misses())
+        yield self._check("a later token never changes an earlier row", self._causality())
+        yield self._check(f"{self.policy} at {self.ratio:g} leaves the other rows as stored", self._untouched())
+        windows = [window for window in self.model.profile.windows if window]
+        if windows:
+            parts = self._longer_than(max(windows))
+            error = max(self._ratio_one(parts), self._reuse(parts))
+            yield self._check("prompt longer than the sliding window", error, sum(len(part.ids) for part in parts))
+        same = [torch.equal(k, now.keys) and torch.equal(v, now.values)
+                for kv, old in zip(stored, before, strict=True)
+                for now, (k, v) in zip(kv.layers, old, strict=True)]
+        yield Check("stored tensors are never changed", float(not all(same)), 0.0, all(same))
+
+    def _check(self, name: str, error: float, n_tokens: int = sum(SIZES)) -> Check:
+        bound = bound_of(self.model.dtype, self.model.n_layers, n_tokens)
+        return Check(name, error, bound, error <= bound)
+
+    def _rotation(self) -> float:
+        """Keys moved by us against keys that the model rotated itself, and back again."""
+        part, errors = self.chunks[0], []
+        near = torch.arange(len(part.ids), device=self.model.device)
+        ids = torch.tensor([part.ids], device=self.model.device)
+        far = plain_kv(self.model.model, ids, near + DELTA)
+        for layout, kv, own in zip(self.model.profile.rope, part.kv.layers, far, strict=True):
+            for name in ("keys", "values"):
+                turned = layout if layout is not None and layout.part == name else None
+                there = moved(getattr(kv, name), DELTA, turned)
+                errors.append(relative(there, getattr(own, name)))
+                errors.append(relative(moved(there, -DELTA, turned), getattr(kv, name)))
+        return max(errors)
+
+    def _ratio_one(self, parts: Sequence[Part]) -> float:
+        ids = [token for part in parts for token in part.ids]
+        return self._fused(parts, self.policy, 1.0).error(_state(self.model.full_prefill(ids)))
+
+    def _reuse(self, parts: Sequence[Part]) -> float:
+        return self._fused(parts, "none", 0.0).error(self._by_hand(parts))
+
+    def _misses(self) -> float:
+        """Every pattern of missing parts but the one without any, the prefix included."""
+        errors = []
+        for here in product((True, False), repeat=len(self.parts) - 1):
+            parts = [part if has else Part(part.ids) for part, has in zip(self.parts, here, strict=False)]
+            errors.append(self._reuse([*parts, self.question]))
+        return max(errors)
+
+    def _causality(self) -> float:
+        """Another token inside the last chunk at ratio 1; another last token at the policy's own ratio."""
+        errors, last = [], self.chunks[-1]
+        middle = len(last.ids) // 2
+        ids = (*last.ids[:middle], last.ids[middle] ^ 1, *last.ids[middle + 1 :])
+        changed = [*self.parts[:-2], Part(ids, self.model.encode(ids)), self.question]
+        row = sum(SIZES[:-2]) + middle
+        one, other = (self._fused(parts, self.policy, 1.0) for parts in (self.parts, changed))
+        errors.append(one.until(row).error(other.until(row)))
+        if not policy_named(self.policy).asks_query:
+            ids = (*self.question.ids[:-1], self.question.ids[-1] ^ 1)
+            changed = [*self.parts[:-1], Part(ids)]
+            row = sum(SIZES) - 1
+            one, other = (self._fused(parts, self.policy, self.ratio) for parts in (self.parts, changed))
+            errors.append(one.until(row).error(other.until(row)))
+        return max(errors)
+
+    def _untouched(self) -> float:
+        """Rows that were on offer and not chosen, from the check layer on, against the reused ones."""
+        prefill = self._prefill(self.parts, self.policy, self.ratio)
+        kept = torch.ones(sum(SIZES), dtype=torch.bool)
+        kept[sum(SIZES[:-1]) :] = False
+        kept[prefill.chosen] = False
+        rows = kept.nonzero()[:, 0].to(self.model.device)
+        first = policy_named(self.policy).check_layer
+        return _state(prefill).of(rows, first).error(self._by_hand(self.parts).of(rows, first))
+
+    def _longer_than(self, window: int) -> list[Part]:
+        """Prefix, two chunks and a question that together exceed a window, and each chunk's own if it may."""
+        total = window + sum(SIZES)
+        ids = probe_tokens(self._vocab, total, self.model.device)[0].tolist()
+        size = (total - SIZES[0] - SIZES[-1]) // 2
+        cuts = [0, SIZES[0], SIZES[0] + size, total - SIZES[-1], total]
+        runs = [tuple(ids[lo:hi]) for lo, hi in zip(cuts, cuts[1:], strict=False)]
+        cached = [Part(run, self.model.encode(run), blend=index > 0) for index, run in enumerate(runs[:-1])]
+        return [*cached, Part(runs[-1])]
+
+    def _fused(self, parts: Sequence[Part], policy: str, ratio: float) -> State:
+        return _state(self._prefill(parts, policy, ratio))
+
+    def _prefill(self, parts: Sequence[Part], policy: str, ratio: float) -> Prefill:
+        ids, runs, chunks, lo = [token for part in parts for token in part.ids], [], [], 0
+        for part in parts:
+            if part.kv is not None:
+                runs.append(Run(len(chunks), lo, lo + len(part.ids), lo, part.blend))
+                chunks.append(part.kv)
+            lo += len(part.ids)
+        return self.model.fuse(ids, torch.arange(lo), runs, KVSource(chunks), policy, ratio)
+
+    def _by_hand(self, parts: Sequence[Part]) -> State:
+        """Parts reused or computed in order by the model's own forward, the last row in any case."""
+        last = parts[-1]
+        if last.kv is not None:
+            parts = [*parts[:-1], Part(last.ids[:-1], last.kv), Part(last.ids[-1:])]
+        hf, cache, lo, logits = self.model.model, DynamicCache(), 0, torch.empty(0)
+        for part in parts:
+            ids = torch.tensor([part.ids], device=self.model.device)
+            positions = torch.arange(lo, lo + len(part.ids), device=self.model.device)
+            lo += len(part.ids)
+            if part.kv is not None:
+                placed = self._placed.get((part.ids, int(positions[0]))) or plain_kv(hf, ids, positions)
+                self._placed[part.ids, int(positions[0])] = placed
+                for layer, kv in enumerate(placed):
+                    cache.update(kv.keys[None], kv.values[None], layer)
+                continue
+            options = {"position_ids": positions[None]} if takes_positions(hf) else {}
+            with torch.no_grad():
+                out = hf(input_ids=ids, past_key_values=cache, use_cache=True, **last_logits(hf), **options)
+            logits = out.logits[0, -1]
+        return State(logits, tuple(LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers))
+
+
+def _state(prefill: Prefill) -> State:
+    if prefill.cache is None:
+        raise RuntimeError("The prefill left no KV per token.")
+    length = prefill.cache.length
+    layers = (LayerKV(layer.keys[0, :, :length], layer.values[0, :, :length]) for layer in prefill.cache.layers)
+    return State(prefill.logits, tuple(layers))

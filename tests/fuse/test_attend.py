@@ -1,0 +1,153 @@
+"""Few queries over all keys, compared with one weight at a time."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ragfuse.fuse.attend import RowMask, attend, watch_last
+from tests import reference
+
+SCALING = 0.4
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random query [1, Hq, R, 8], keys and values [1, H, T, 8 and 6], standing at rows of T positions."""
+
+    rows: list[int]
+    positions: list[int]
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def found(self, **options: object) -> Tensor:
+        mask = RowMask(torch.tensor(self.rows), torch.tensor(self.positions))
+        return attend(self.query, self.keys, self.values, mask, SCALING, **options)[0]
+
+    def wanted(self, **options: object) -> Tensor:
+        at = [self.positions[row] for row in self.rows]
+        tensors = self.query[0], self.keys[0], self.values[0]
+        return reference.attention(*tensors, at, self.positions, SCALING, **options)
+
+
+def case(rows: list[int], positions: list[int], heads: int = 2, groups: int = 2, seed: int = 0) -> Case:
+    made = torch.Generator().manual_seed(seed)
+    total = len(positions)
+    query = torch.randn(1, heads * groups, len(rows), 8, generator=made)
+    keys, values = torch.randn(1, heads, total, 8, generator=made), torch.randn(1, heads, total, 6, generator=made)
+    return Case(rows, positions, query * 2, keys, values)
+
+
+def agree(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found.double(), wanted, atol=3e-6, rtol=1e-5)
+
+
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 7},
+    "window of one": {"window": 1},
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": torch.tensor([0.3, -2.0, 4.0, 0.0])},
+    "all of them": {"window": 9, "softcap": 2.0, "sinks": torch.tensor([0.3, -2.0, 4.0, 0.0])},
+}
+options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+
+
+@options
+@pytest.mark.parametrize(
+    "rows",
+    [[0], [29], [4, 5, 17, 28], list(range(30)), [0, 29], list(range(20, 30))],
+    ids=["the first", "the last", "a few", "all", "both ends", "a suffix"],
+)
+def test_rows_see_exactly_the_positions_up_to_their_own(rows: list[int], options: dict[str, object]) -> None:
+    given_case = case(rows, list(range(30)))
+    agree(given_case.found(**options), given_case.wanted(**options))
+
+
+@options
+@pytest.mark.parametrize("count", [64, 65, 100])
+def test_more_rows_than_a_block_holds(count: int, options: dict[str, object]) -> None:
+    rows = sorted(torch.randperm(140, generator=torch.Generator().manual_seed(1))[:count].tolist())
+    given_case = case(rows, list(range(140)))
+    agree(given_case.found(**options), given_case.wanted(**options))
+
+
+@options
+def test_gaps_in_positions_count_for_order_and_window(options: dict[str, object]) -> None:
+    given_case = case([0, 3, 4, 9, 11], [0, 1, 2, 10, 11, 12, 13, 40, 41, 42, 50, 51])
+    agree(given_case.found(**options), given_case.wanted(**options))
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 1), (1, 6), (3, 2)])
+def test_query_heads_share_keys_in_groups(heads: int, groups: int) -> None:
+    given_case = case([2, 7, 8], list(range(9)), heads, groups)
+    agree(given_case.found(), given_case.wanted())
+    sinks = torch.randn(heads * groups)
+    agree(given_case.found(sinks=sinks), given_case.wanted(sinks=sinks))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_rows_at_any_positions(data: st.DataObject) -> None:
+    total = data.draw(st.integers(1, 24))
+    positions = sorted(data.draw(st.sets(st.integers(0, 60), min_size=total, max_size=total)))
+    rows = sorted(data.draw(st.sets(st.integers(0, total - 1), min_size=1)))
+    window = data.draw(st.none() | st.integers(1, 30))
+    softcap = data.draw(st.none() | st.floats(0.5, 5))
+    given_case = case(rows, positions, 1, 2, seed=total)
+    chosen = {"window": window, "softcap": softcap}
+    agree(given_case.found(**chosen), given_case.wanted(**chosen))
+
+
+@options
+def test_what_stands_later_leaves_no_trace(options: dict[str, object]) -> None:
+    early = case([3, 10, 12], list(range(30)))
+    poisoned = Case(early.rows, early.positions, early.query, early.keys.clone(), early.values.clone())
+    poisoned.keys[:, :, 13:], poisoned.values[:, :, 13:] = 1e4, -1e4
+    assert torch.equal(early.found(**options), poisoned.found(**options))
+
+
+@options
+def test_the_dense_mask_says_the_same(options: dict[str, object]) -> None:
+    window = options.get("window")
+    rows, positions = torch.tensor([0, 3, 4, 9, 11]), torch.tensor([0, 1, 2, 10, 11, 12, 13, 40, 41, 42, 50, 51])
+    dense = RowMask(rows, positions).dense(torch.float32, window)
+    assert dense.shape == (1, 1, 5, 12)
+    for row, at in enumerate(positions[rows].tolist()):
+        for key, p in enumerate(positions.tolist()):
+            seen = p <= at and (window is None or p > at - window)
+            assert (dense[0, 0, row, key] == 0) == seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@options
+def test_low_precision_is_off_by_rounding_only(dtype: torch.dtype, options: dict[str, object]) -> None:
+    low = case(list(range(0, 140, 2)), list(range(140)))
+    low = Case(low.rows, low.positions, low.query.to(dtype), low.keys.to(dtype), low.values.to(dtype))
+    found = low.found(**options)
+    wanted = low.wanted(**options)
+    assert found.dtype == dtype
+    assert float((found.double() - wanted).norm() / wanted.norm()) < 8 * torch.finfo(dtype).eps
+
+
+def test_a_mask_serves_layers_with_and_without_a_window() -> None:
+    given_case = case([5, 20, 29], list(range(30)))
+    mask = RowMask(torch.tensor(given_case.rows), torch.tensor(given_case.positions))
+    for window in (None, 6, None, 11, 6):
+        found = attend(given_case.query, given_case.keys, given_case.values, mask, SCALING, window)[0]
+        agree(found, given_case.wanted(window=window))
+
+
+def test_the_last_query_is_watched_over_all_keys() -> None:
+    given_case = case([1, 8], list(range(9)))
+    found = watch_last(given_case.query, given_case.keys, SCALING)
+    wanted = torch.zeros(9, dtype=torch.float64)
+    for head in range(4):
+        scores = given_case.keys[0, head // 2].double() @ given_case.query[0, head, -1].double() * SCALING
+        wanted += torch.softmax(scores, 0)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=1e-5)

@@ -1,0 +1,220 @@
+"""Every policy keeps to its budget, and picks what its name says."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ragfuse.errors import SettingsError
+from ragfuse.fuse.select import POLICIES, Policy, View, policy_named, schedule
+from ragfuse.fuse.select.policy import best
+from tests import reference
+
+EVERY = [*(policy.name for policy in POLICIES), "lego-3"]
+BY_RATIO = [name for name in EVERY if name not in ("full", "none", "lego-3")]
+every = pytest.mark.parametrize("name", EVERY)
+by_ratio = pytest.mark.parametrize("name", BY_RATIO)
+
+
+def view(sizes: list[int], ratio: float, n_layers: int = 6, forced: int = 20, seed: int = 0) -> View:
+    """Chunks of these sizes, with a random score per row."""
+    chunk = torch.cat([torch.full((size,), index) for index, size in enumerate(sizes)])
+    offset = torch.cat([torch.arange(size) for size in sizes])
+    score = torch.rand(len(chunk), generator=torch.Generator().manual_seed(seed))
+    return View(n_layers, ratio, forced, chunk, offset, score)
+
+
+def run(policy: Policy, seen: View, seed: int = 0) -> list[Tensor]:
+    """Rows of each layer, as a prefill asks for them, with random deviations."""
+    made = torch.Generator().manual_seed(seed)
+    alive, kept = torch.arange(len(seen)), []
+    for layer in range(seen.n_layers):
+        if layer >= policy.check_layer:
+            measured = layer == policy.check_layer > 0 or (policy.thins and layer > policy.check_layer)
+            deviation = torch.rand(len(alive), generator=made) if measured else None
+            alive = policy.choose(seen, layer, alive, deviation)
+        kept.append(alive)
+    return kept
+
+
+sizes_drawn = st.lists(st.integers(1, 90), min_size=1, max_size=6)
+ratios = st.floats(0.01, 1.0)
+
+
+@every
+@given(sizes=sizes_drawn, ratio=ratios, n_layers=st.integers(1, 9), forced=st.integers(1, 50))
+def test_rows_are_sorted_and_only_ever_fewer(
+    name: str, sizes: list[int], ratio: float, n_layers: int, forced: int
+) -> None:
+    before = set(range(sum(sizes)))
+    for rows in run(policy_named(name), view(sizes, ratio, n_layers, forced)):
+        assert rows.dtype == torch.int64
+        assert rows.tolist() == sorted(set(rows.tolist()))
+        assert set(rows.tolist()) <= before
+        before = set(rows.tolist())
+
+
+@by_ratio
+@given(sizes=sizes_drawn, ratio=ratios, n_layers=st.integers(2, 9), forced=st.integers(1, 50))
+def test_the_mean_over_the_layers_is_the_ratio_within_rounding(
+    name: str, sizes: list[int], ratio: float, n_layers: int, forced: int
+) -> None:
+    policy, offered = policy_named(name), sum(sizes)
+    counts = [len(rows) for rows in run(policy, view(sizes, ratio, n_layers, forced))][policy.check_layer :]
+    plain = sum(counts) / len(counts)
+    rounding = 8 if ratio * 1.5 * offered >= 63 else 0.5
+    assert abs(plain - ratio * offered) <= rounding + 1e-6
+
+
+@by_ratio
+@given(sizes=sizes_drawn, ratio=ratios, n_layers=st.integers(2, 9), forced=st.integers(1, 50))
+def test_budgets_are_those_of_the_twin(
+    name: str, sizes: list[int], ratio: float, n_layers: int, forced: int
+) -> None:
+    policy, offered = policy_named(name), sum(sizes)
+    gradual = name in ("hkvd", "hkvd:k", "hkvd:v", "hybrid", "query-gradual")
+    plan = reference.shares(ratio, policy.check_layer, n_layers, gradual)
+    assume(all(abs(share * offered % 1 - 0.5) > 1e-6 for share in plan))
+    found = [len(rows) for rows in run(policy, view(sizes, ratio, n_layers, forced))][policy.check_layer :]
+    assert found == [reference.budget(share, offered, forced) for share in plan]
+
+
+@given(sizes=st.lists(st.integers(30, 90), min_size=2, max_size=6), ratio=st.floats(0.05, 0.6))
+def test_equal_ratio_means_equal_work_for_all(sizes: list[int], ratio: float) -> None:
+    """Rows over the chosen layers, within one tile a layer."""
+    seen = view(sizes, ratio)
+    work = {}
+    for name in BY_RATIO:
+        policy = policy_named(name)
+        rows = run(policy, seen)[policy.check_layer :]
+        work[name] = sum(len(kept) for kept in rows) / len(rows)
+    assert max(work.values()) - min(work.values()) <= 16
+
+
+@every
+def test_ratio_one_takes_all(name: str) -> None:
+    rows = run(policy_named(name), view([40, 50, 7], 1.0))
+    assert [len(kept) for kept in rows] == ([0] * 6 if name == "none" else [97] * 6)
+
+
+@by_ratio
+def test_ratio_zero_takes_nothing(name: str) -> None:
+    policy = policy_named(name)
+    assert not any(len(kept) for kept in run(policy, view([40, 50, 7], 0.0))[policy.check_layer :])
+
+
+@every
+def test_nothing_on_offer_is_no_trouble(name: str) -> None:
+    empty = torch.empty(0, dtype=torch.int64)
+    seen = View(6, 0.5, 10, empty, empty, torch.empty(0))
+    assert not any(len(kept) for kept in run(policy_named(name), seen))
+
+
+@given(share=st.floats(0, 1), offered=st.integers(0, 3000), forced=st.integers(0, 300))
+def test_large_budgets_fill_whole_tiles_and_stay_within_an_eighth(share: float, offered: int, forced: int) -> None:
+    rows = view([offered], 0.1, forced=forced).budget(share) if offered else 0
+    asked = share * offered
+    assert 0 <= rows <= offered
+    assert abs(rows - asked) <= max(0.5, asked / 8 + 0.5)
+    if 64 <= round(asked) < offered and rows not in (0, offered):
+        assert (rows + forced) % 16 == 0
+    if round(asked) < 64:
+        assert rows == round(asked)
+
+
+@given(ratio=st.floats(0, 1), first=st.integers(0, 3), depth=st.integers(1, 40), gradual=st.booleans())
+def test_the_schedule_falls_evenly_around_the_ratio(ratio: float, first: int, depth: int, gradual: bool) -> None:
+    found = [schedule(ratio, layer, first, first + depth, gradual) for layer in range(first, first + depth)]
+    assert found == pytest.approx(reference.shares(ratio, first, first + depth, gradual))
+    assert sum(found) / depth == pytest.approx(ratio)
+    assert all(0 <= later <= earlier + 1e-9 <= 1 + 2e-9 for earlier, later in zip(found, found[1:], strict=False))
+
+
+def test_the_schedule_starts_at_one_and_a_half_times_the_ratio() -> None:
+    assert schedule(0.2, 1, 1, 11, gradual=True) == pytest.approx(0.3)
+    assert schedule(0.2, 10, 1, 11, gradual=True) == pytest.approx(0.1)
+    assert schedule(0.9, 1, 1, 11, gradual=True) == pytest.approx(1.0)
+
+
+@given(scores=st.lists(st.floats(0, 100), min_size=1, max_size=40, unique=True), count=st.integers(0, 50))
+def test_the_best_are_those_that_sorting_puts_first(scores: list[float], count: int) -> None:
+    assume(len(set(torch.tensor(scores).tolist())) == len(scores))
+    alive = torch.arange(len(scores)) * 3
+    found = best(alive, torch.tensor(scores), count)
+    assert found.tolist() == [3 * index for index in reference.top(scores, min(count, len(scores)))]
+
+
+def test_hkvd_takes_the_highest_deviations() -> None:
+    seen, deviation = view([30, 30], 0.2), torch.rand(60, generator=torch.Generator().manual_seed(3))
+    for name, share in (("hkvd-flat", 0.2), ("hkvd", 0.3)):
+        found = policy_named(name).choose(seen, 1, torch.arange(60), deviation)
+        assert found.tolist() == reference.top(deviation.tolist(), round(share * 60))
+
+
+def test_gradual_hkvd_ranks_anew_in_every_layer() -> None:
+    seen, alive = view([30, 30], 0.2), torch.arange(0, 60, 4)
+    deviation = torch.arange(15.0)
+    found = policy_named("hkvd").choose(seen, 3, alive, deviation)
+    assert found.tolist() == alive[-len(found) :].tolist()
+    assert policy_named("hkvd-flat").choose(seen, 3, alive, deviation).tolist() == alive.tolist()
+
+
+def test_lego_takes_the_first_tokens_of_every_chunk() -> None:
+    seen = view([30, 20, 2, 48], 0.2)
+    rows = run(policy_named("lego-3"), seen)
+    assert all(kept.tolist() == [0, 1, 2, 30, 31, 32, 50, 51, 52, 53, 54] for kept in rows)
+    offsets = seen.offset[run(policy_named("lego"), seen)[0]]
+    assert len(offsets) == 20
+    assert offsets.max() == 5
+
+
+def test_hybrid_takes_half_from_the_edges() -> None:
+    seen = view([40, 40], 0.2)
+    deviation = (seen.offset > 30).float() + torch.rand(80, generator=torch.Generator().manual_seed(0)) / 2
+    found = set(policy_named("hybrid").choose(seen, 1, torch.arange(80), deviation).tolist())
+    assert len(found) == 24
+    assert {0, 1, 2, 3, 4, 5, 40, 41, 42, 43, 44, 45} <= found
+    assert sum(int(seen.offset[row]) > 30 for row in found) == 12
+
+
+def test_query_takes_what_the_question_looks_at() -> None:
+    seen = view([30, 30], 0.25)
+    assert seen.score is not None
+    wanted = reference.top(seen.score.tolist(), 15)
+    assert all(kept.tolist() == wanted for kept in run(policy_named("query"), seen))
+    first, *_, last = run(policy_named("query-gradual"), seen)
+    assert set(last.tolist()) < set(wanted) < set(first.tolist())
+
+
+def test_random_draws_the_same_rows_again_but_no_pattern() -> None:
+    seen = view([200], 0.3)
+    first, second = (run(policy_named("random"), seen) for _ in range(2))
+    assert [kept.tolist() for kept in first] == [kept.tolist() for kept in second]
+    steps = set((first[0][1:] - first[0][:-1]).tolist())
+    assert len(steps) > 3
+
+
+@every
+def test_a_policy_is_found_by_the_name_it_reports(name: str) -> None:
+    assert policy_named(name).name == name
+
+
+def test_names_are_distinct() -> None:
+    assert len({policy.name for policy in POLICIES}) == len(POLICIES)
+
+
+@pytest.mark.parametrize("name", ["", "hkvd-", "lego-", "lego-x", "HKVD", "best", "hkvd:q", "lego--3", "lego-²"])
+def test_an_unknown_name_lists_the_known(name: str) -> None:
+    with pytest.raises(SettingsError, match=r"hkvd-flat.*lego-N"):
+        policy_named(name)
+
+
+@by_ratio
+@pytest.mark.parametrize("ratio", [0.001, 0.999])
+def test_extreme_ratios_round(name: str, ratio: float) -> None:
+    policy = policy_named(name)
+    counts = [len(kept) for kept in run(policy, view([100], ratio))][policy.check_layer :]
+    assert all(abs(count - ratio * 100) <= 8 and math.isfinite(count) for count in counts)
