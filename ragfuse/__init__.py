@@ -1,11 +1,17 @@
 """Fuse cached chunks instead of prefilling them again: RAG whose first token comes several times sooner."""
 
-from ragfuse.core import Answer, Prompt, Trace
-from ragfuse.engine import Ask, Engine, Ingested
-from ragfuse.errors import InputError, ModelError, RagFuseError, SettingsError, StoreError
-from ragfuse.settings import Settings
-from ragfuse.streaming import AnswerStream
-from ragfuse.text import Piece
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ragfuse.asking import Ask
+    from ragfuse.core import Answer, Prompt, Trace
+    from ragfuse.engine import Engine, Ingested
+    from ragfuse.errors import InputError, ModelError, RagFuseError, SettingsError, StoreError
+    from ragfuse.settings import Settings
+    from ragfuse.streaming import AnswerStream
+    from ragfuse.text import Piece
 
 __all__ = [
     "Answer",
@@ -23,3 +29,27 @@ __all__ = [
     "StoreError",
     "Trace",
 ]
+
+_HOMES = MappingProxyType(
+    {
+        **dict.fromkeys(("Answer", "Prompt", "Trace"), "core"),
+        **dict.fromkeys(("InputError", "ModelError", "RagFuseError", "SettingsError", "StoreError"), "errors"),
+        **dict.fromkeys(("Engine", "Ingested"), "engine"),
+        "AnswerStream": "streaming",
+        "Ask": "asking",
+        "Piece": "text",
+        "Settings": "settings",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is first used: `import ragfuse` alone loads neither torch nor transformers."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ragfuse' has no attribute '{name}'")
+    globals()[name] = found = getattr(import_module(f"ragfuse.{_HOMES[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

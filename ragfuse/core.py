@@ -66,7 +66,7 @@ class Segment:
     """A run of tokens of a prompt that is handled as one: placed at `start`, fresh or taken from the store.
 
     `keys` are the places to look for its KV, best first (encoded behind this prompt's prefix, then alone); it is
-    empty iff the segment is fresh. `source` says where the text came from, for people.
+    empty iff the segment is fresh. `source` says where the text came from, for people; `text` is a chunk's own text.
     """
 
     tokens: tuple[int, ...]
@@ -74,6 +74,7 @@ class Segment:
     kind: Kind = "fresh"
     keys: tuple[ChunkKey, ...] = ()
     source: str = ""
+    text: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if bool(self.keys) == (self.kind == "fresh"):

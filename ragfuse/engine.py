@@ -7,54 +7,42 @@ import atexit
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
 
+from ragfuse.asking import Ask, is_streamable, options_of, room_behind, sequences_per_prompt, written
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest, token_digest
-from ragfuse.errors import SettingsError
+from ragfuse.errors import InputError
 from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, NoSource, Prefill, load_model
-from ragfuse.hf.stream import FirstToken, StopWhen, TextSink, cut_at_stop
+from ragfuse.hf.stream import FirstToken, StopWhen, TextSink
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.load.layers import LayerReader
-from ragfuse.models import resolve_llm
+from ragfuse.models import quietly, resolve_llm
 from ragfuse.plan.controller import is_exact, plan
 from ragfuse.plan.evict import lru
 from ragfuse.profiles import ModelProfile
-from ragfuse.saving import Saver, Work
+from ragfuse.saving import EXIT_S, Saver, Work, work_after
 from ragfuse.settings import Settings
-from ragfuse.sharing import shared
+from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KVStore, open_store
 from ragfuse.streaming import AnswerStream
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, pieces
 from ragfuse.tracing import Timing, trace_of
 
+__all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
+
 Content = str | Sequence[str | Piece]
 
 
 @dataclass(frozen=True)
-class Ask:
-    """How a question is to be answered; None means what the settings say.
-
-    reuse False: the model's own full prefill, for comparison. options: anything transformers' `generate` takes.
-    """
-
-    max_tokens: int | None = None
-    policy: str | None = None
-    ratio: float | None = None
-    reuse: bool = True
-    stop: Sequence[str] = ()
-    seed: int | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Ingested:
-    """What an ingest did: chunks given, those encoded now, their tokens, bytes of KV, seconds."""
+    """What an ingest did: chunks given, those encoded and kept now, their tokens, bytes of KV, seconds."""
 
     chunks: int = 0
     encoded: int = 0
@@ -65,11 +53,12 @@ class Ingested:
 
 @dataclass(frozen=True)
 class Ready:
-    """A prefilled prompt on its way to an answer."""
+    """A prefilled prompt on its way to an answer; room: new tokens that fit behind it, None without a limit."""
 
     plan: LoadPlan
     prefill: Prefill
     timing: Timing
+    room: int | None = None
 
 
 class Engine:
@@ -151,7 +140,7 @@ class Engine:
             return pieces(content, self.marker, self.known)
         return [each for part in content for each in (self.pieces(part) if isinstance(part, str) else (part,))]
 
-    def prefix(self, prompt: Sequence[tuple[str, Content]]) -> tuple[int, ...]:
+    def prefix(self, prompt: str | Sequence[tuple[str, Content]]) -> tuple[int, ...]:
         """The ids before the first chunk of a prompt, () if there is none: what `ingest` may encode chunks behind."""
         first = self.prompt(prompt).segments[0]
         return first.tokens if first.kind == "module" else ()
@@ -171,9 +160,10 @@ class Engine:
             self._keep(prefix, ())
         for text, source in texts:
             ids = self.tokens(text.strip())
-            new = len(ids) >= self.settings.min_chunk_tokens
-            nbytes = self._keep(ids, prefix) if new else 0
-            if new:
+            room_behind(len(prefix) + len(ids), self.model, f"A chunk of '{source}'")
+            kept = len(ids) >= self.settings.min_chunk_tokens
+            nbytes = self._keep(ids, prefix) if kept else 0
+            if kept:
                 self._note(text.strip(), source, ids)
             done = Ingested(
                 done.chunks + 1,
@@ -187,8 +177,9 @@ class Engine:
         return done
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
-        """Plan, load and prefill a prompt."""
+        """Plan, load and prefill a prompt; InputError if it is longer than the model can take."""
         ask, began, lost = ask or Ask(), time.perf_counter(), frozenset[int]()
+        room = room_behind(prompt.segments[-1].stop, self.model)
         while True:
             chosen = self._plan(prompt, ask, lost)
             reader = LayerReader(self.store, chosen.fetches, self.model.n_layers)
@@ -199,7 +190,8 @@ class Engine:
                 lost |= {gone.segment}
                 continue
             compute = time.perf_counter() - began
-            return Ready(chosen, prefill, Timing(began, reader.load_s, reader.wait_s, compute - reader.wait_s))
+            timing = Timing(began, reader.load_s, reader.wait_s, compute - reader.wait_s)
+            return Ready(chosen, prefill, timing, room)
 
     def answer(self, prompt: str | Sequence[tuple[str, Content]], ask: Ask | None = None) -> Answer:
         """The answer to a prompt, with the trace of what was reused."""
@@ -211,12 +203,20 @@ class Engine:
 
     def batch(self, prompts: Sequence[str | Sequence[tuple[str, Content]]], ask: Ask | None = None) -> list[Answer]:
         """Answers to several prompts: each fused by itself, all decoded together."""
-        ask = ask or Ask()
-        ready = [self.prepare(self.prompt(prompt), ask) for prompt in prompts]
-        first = FirstToken()
-        rows = generate(self.model, [each.prefill for each in ready], self._options(ask), first, seed=ask.seed)
-        self._save_later(ready)
-        return [self._finish(each, ids, ask, None) for each, ids in zip(ready, rows, strict=True)]
+        ask, began, first = ask or Ask(), time.perf_counter(), FirstToken()
+        assembled = [self.prompt(prompt) for prompt in prompts]
+        if not assembled:
+            return []
+        with self.model.lock:
+            ready = [self.prepare(prompt, ask) for prompt in assembled]
+            options = options_of(ask, self.settings, min((r.room for r in ready if r.room is not None), default=None))
+            streamer = first if is_streamable(options, self.model) else None
+            rows = generate(self.model, [each.prefill for each in ready], options, streamer, seed=ask.seed)
+        rows = rows[:: sequences_per_prompt(options, self.model)]
+        self._save_later(ready, ask)
+        return [
+            self._finish(each, ids, ask, options, began, first.first_s) for each, ids in zip(ready, rows, strict=True)
+        ]
 
     def verify(self) -> Verdict:
         """Measure on the model's real weights that fusing is exact where it must be."""
@@ -227,9 +227,10 @@ class Engine:
         self._saver.flush()
         self.store.flush()
 
-    def close(self) -> None:
-        """Finish saving and let go of the store."""
-        self._saver.close()
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish saving, or as much of it as `timeout_s` allows, and let go of the store."""
+        forget(self)
+        self._saver.close(timeout_s)
         self.store.close()
         if self.book is not None:
             self.book.close()
@@ -237,8 +238,8 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(None if kind is None else 0.0)
 
     # inside
 
@@ -246,16 +247,14 @@ class Engine:
         profile, settings = self.model.profile, self.settings
         policy = ask.policy or settings.policy
         ratio = settings.ratio if ask.ratio is None else ask.ratio
-        if not 0 <= ratio <= 1:
-            raise SettingsError(f"The recompute ratio is {ratio}; wanted a share from 0 to 1.")
-        policy_named(policy)
         if not ask.reuse:
             return LoadPlan(prompt, ratio, policy, refusal="full prefill was asked for")
         if profile.refusal:
             return LoadPlan(prompt, ratio, policy, refusal=profile.refusal)
         keys = [key for segment in prompt.segments for key in segment.keys]
         found = plan(prompt, self.store.lookup(keys), policy, ratio, lost)
-        return found if found.fetches else replace(found, refusal="nothing of it is in the store")
+        missing = "nothing of it is in the store" if keys else "it holds no chunk that is long enough"
+        return found if found.fetches else replace(found, refusal=missing)
 
     def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
         prompt = chosen.prompt
@@ -277,50 +276,38 @@ class Engine:
         gone: threading.Event,
     ) -> Answer:
         began, model = time.perf_counter(), self.model
-        ready = self.prepare(self.prompt(prompt), ask)
-        ready = replace(ready, timing=replace(ready.timing, began_s=began))
+        assembled = self.prompt(prompt)
         sink = FirstToken() if say is None else TextSink(model.words, say, ask.stop)
-        options = self._options(ask)
-        rows = generate(model, [ready.prefill], options, _streamer(sink, options), [StopWhen(gone)], ask.seed)
-        self._save_later([ready])
-        return self._finish(ready, rows[0], ask, sink.first_s)
+        with model.lock:
+            if gone.is_set():
+                raise InputError("The stream was closed before its answer began.")
+            ready = self.prepare(assembled, ask)
+            options = options_of(ask, self.settings, ready.room)
+            streamer = sink if is_streamable(options, model) else None
+            rows = generate(model, [ready.prefill], options, streamer, [StopWhen(gone)], ask.seed)
+        self._save_later([ready], ask)
+        answer = self._finish(ready, rows[0], ask, options, began, sink.first_s)
+        if streamer is None and say is not None:
+            say(answer.text)
+        return answer
 
-    def _options(self, ask: Ask) -> dict[str, Any]:
-        options: dict[str, Any] = {"do_sample": False, **ask.options}
-        if not options["do_sample"]:
-            options = {"temperature": None, "top_p": None, "top_k": None, **options}
-        options.setdefault("max_new_tokens", ask.max_tokens or self.settings.max_tokens)
-        if ask.stop:
-            options["stop_strings"] = list(ask.stop)
-        return options
+    def _finish(
+        self, ready: Ready, ids: Sequence[int], ask: Ask, options: dict[str, Any], began: float, first_s: float | None
+    ) -> Answer:
+        end = written(ids, ask, options, self.model)
+        timing = replace(ready.timing, began_s=began)
+        trace = trace_of(ready.plan, ready.prefill, timing, first_s, time.perf_counter(), self.model.name)
+        return Answer(end.text, end.token_ids, end.reason, trace)
 
-    def _finish(self, ready: Ready, ids: Sequence[int], ask: Ask, first_s: float | None) -> Answer:
-        ends = self.model.model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        stop = next((at for at, token in enumerate(ids) if token in ends), None)
-        ids = list(ids[:stop])
-        raw = self.model.text(ids)
-        text = cut_at_stop(raw, ask.stop)
-        reason: Literal["stop", "length"] = "stop" if stop is not None or len(text) < len(raw) else "length"
-        trace = trace_of(ready.plan, ready.prefill, ready.timing, first_s, time.perf_counter(), self.model.name)
-        return Answer(text, tuple(ids), reason, trace)
-
-    def _save_later(self, ready: Sequence[Ready]) -> None:
-        """Encode what was missing, for next time, behind a prefix that has been met before."""
-        for each in ready:
-            prompt = each.plan.prompt
-            if self.model.profile.refusal or each.plan.refusal == "full prefill was asked for":
-                continue
-            hits = {fetch.segment for fetch in each.plan.fetches}
-            prefix = prompt.segments[0].tokens if 0 in hits and prompt.segments[0].kind == "module" else ()
-            for index, segment in enumerate(prompt.segments):
-                if segment.kind != "fresh" and index not in hits:
-                    self._saver.submit(Work(segment.tokens, prefix if index else (), segment.source))
+    def _save_later(self, ready: Sequence[Ready], ask: Ask) -> None:
+        if ask.reuse and not self.model.profile.refusal:
+            for work in (work for each in ready for work in work_after(each.plan)):
+                self._saver.submit(work)
 
     def _save(self, work: Work) -> None:
         self._keep(work.tokens, work.prefix)
-        if work.source:
-            self._note(self.model.text(work.tokens), work.source, work.tokens)
+        if work.text:
+            self._note(work.text, work.source, work.tokens)
 
     def _keep(self, tokens: Sequence[int], prefix: Sequence[int]) -> int:
         """Encode and put a run unless it is kept already; bytes of new KV."""
@@ -328,8 +315,7 @@ class Engine:
         if self.model.profile.refusal or self.store.lookup([key]):
             return 0
         kv = self.model.encode(tokens, prefix if key.context else ())
-        self.store.put(key, kv, wait=True)
-        return kv.nbytes
+        return kv.nbytes if self.store.put(key, kv, wait=True) else 0
 
     def _note(self, text: str, source: str, tokens: Sequence[int]) -> None:
         if text not in self.known:
@@ -344,34 +330,30 @@ class Engine:
         """What signs marks: the same in every process on one store."""
         if self.book is None:
             return secrets.token_bytes(32)
-        found = self.book.get("marker")
-        if found is None:
-            self.book.put("marker", {"secret": secrets.token_hex(32)})
-            found = self.book.get("marker") or {}
-        return bytes.fromhex(found["secret"])
+        return bytes.fromhex(self.book.settle("marker", {"secret": secrets.token_hex(32)})["secret"])
 
     def _load(self) -> HFModel:
         source = resolve_llm(self.settings.model, self.settings.home)
-        return load_model(source, self.settings.dtype, self.settings.device, self._profile)
+        with quietly(source):
+            return load_model(source, self.settings.dtype, self.settings.device, self._profile)
 
     def _profile(self, fingerprint: str) -> ModelProfile | None:
-        found = self.book.get(f"model-{fingerprint}") if self.book else None
+        found = self.book.get(_profile_name(fingerprint)) if self.book else None
         return ModelProfile.from_dict(found) if found else None
 
     def _remember(self, profile: ModelProfile) -> None:
         if self.book is not None and self._profile(profile.model) != profile:
-            self.book.put(f"model-{profile.model}", profile.as_dict())
+            self.book.put(_profile_name(profile.model), profile.as_dict())
+
+
+def _profile_name(fingerprint: str) -> str:
+    """A profile is only as good as the libraries it was measured with."""
+    return f"model-{fingerprint}-torch-{version('torch')}-transformers-{version('transformers')}"
 
 
 def _closed_at_exit(engine: Engine) -> Engine:
-    atexit.register(engine.close)
+    atexit.register(engine.close, EXIT_S)
     return engine
-
-
-def _streamer(sink: FirstToken | TextSink, options: Mapping[str, Any]) -> Any:
-    """The sink, unless several sequences are written at once: `generate` streams only one."""
-    several = options.get("num_beams", 1) > 1 or options.get("num_return_sequences", 1) > 1
-    return None if several else sink
 
 
 def _adds_bos(tokenizer: Any) -> bool:

@@ -284,6 +284,16 @@ def _locked(path: Path, say: Say) -> Iterator[None]:
 
 
 @contextmanager
+def quietly(source: Path | str) -> Iterator[None]:
+    """No progress bars of transformers while a folder is loaded; what must be downloaded first shows its own."""
+    if isinstance(source, str):
+        yield
+        return
+    with _no_bars():
+        yield
+
+
+@contextmanager
 def _no_bars() -> Iterator[None]:
     """Transformers' own progress bars off, and as they were afterwards."""
     from transformers.utils import logging

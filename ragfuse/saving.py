@@ -1,74 +1,119 @@
-"""Chunks that a question met and the store lacked: encoded after the answer, in the background, for next time."""
+"""Chunks that a question met and the store lacked: encoded after the answer, in the background, for next time.
+
+What to encode and behind which prefix is told here; how, by the engine.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
-import queue
 import threading
-from collections.abc import Callable
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+from ragfuse.core import LoadPlan
 
 log = logging.getLogger("ragfuse.engine")
 
 WAITING = 256
 """Runs that may wait to be encoded; more are left for their next question."""
+EXIT_S = 5.0
+"""Seconds that a process which ends without closing its engine spends on what still waits."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A run to encode behind `prefix`, and where it came from."""
+    """A run to encode behind `prefix`, the text it was made from ("": a prompt's own beginning), and its source."""
 
     tokens: tuple[int, ...]
     prefix: tuple[int, ...]
-    source: str
+    text: str = ""
+    source: str = ""
+
+
+def work_after(plan: LoadPlan) -> Iterator[Work]:
+    """What a prompt lacked: behind its prefix if that has been met before, alone otherwise."""
+    segments = plan.prompt.segments
+    hits = {fetch.segment for fetch in plan.fetches}
+    prefix = segments[0].tokens if 0 in hits and segments[0].kind == "module" else ()
+    for index, segment in enumerate(segments):
+        if segment.kind != "fresh" and index not in hits:
+            yield Work(segment.tokens, prefix if index else (), segment.text, segment.source)
 
 
 class Saver:
-    """One thread that encodes and saves, one run at a time, so that a question waits for one run at most."""
+    """Encodes and saves one run at a time in a thread, so that a question waits for one run at most.
+
+    The thread lives while something waits: a saver that nobody uses holds nothing.
+    """
 
     def __init__(self, save: Callable[[Work], None]) -> None:
-        self._save = save
-        self._queue: queue.Queue[Work | None] = queue.Queue(WAITING)
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._waiting: set[Work] = set()
         self.dropped = 0
+        self._save = save
+        self._changed = threading.Condition()
+        self._waiting: deque[Work] = deque()
+        self._at_hand: Work | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        atexit.register(_at_exit, weakref.ref(self))
 
     def submit(self, work: Work) -> None:
         """Encode it some time; the same run waits only once, and what does not fit is dropped and counted."""
-        with self._lock:
-            if work in self._waiting:
+        with self._changed:
+            if work in self._waiting or work == self._at_hand:
                 return
-            try:
-                self._queue.put_nowait(work)
-            except queue.Full:
+            if self._closed or len(self._waiting) >= WAITING:
                 self.dropped += 1
                 return
-            self._waiting.add(work)
+            self._waiting.append(work)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ragfuse-encode", daemon=True)
-                self._thread.start()
+                self._start()
 
-    def flush(self) -> None:
-        """Wait until nothing waits."""
-        self._queue.join()
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing waits; False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
 
-    def close(self) -> None:
-        """Finish what waits and end the thread."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            thread.join()
+    def close(self, timeout_s: float | None = None) -> None:
+        """Take no more, and finish what waits, or as much of it as `timeout_s` allows; the rest is dropped."""
+        with self._changed:
+            self._closed = True
+        if not self.flush(timeout_s):
+            with self._changed:
+                self.dropped += len(self._waiting)
+                self._waiting.clear()
+            self.flush()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="ragfuse-encode", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is going down
+            self.dropped += len(self._waiting)
+            self._waiting.clear()
+            return
+        self._thread = thread
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
+        while (work := self._next()) is not None:
             try:
                 self._save(work)
-            except Exception:
-                log.exception("A chunk of %d tokens could not be encoded for next time.", len(work.tokens))
-            finally:
-                with self._lock:
-                    self._waiting.discard(work)
-                self._queue.task_done()
-        self._queue.task_done()
+            except Exception as error:
+                log.warning("A chunk of %d tokens was not saved for next time: %s", len(work.tokens), error)
+                log.debug("Where it failed", exc_info=True)
+
+    def _next(self) -> Work | None:
+        with self._changed:
+            self._at_hand = self._waiting.popleft() if self._waiting else None
+            if self._at_hand is None:
+                self._thread = None
+                self._changed.notify_all()
+            return self._at_hand
+
+
+def _at_exit(reference: weakref.ref[Saver]) -> None:
+    saver = reference()
+    if saver is not None:
+        saver.close(EXIT_S)

@@ -21,7 +21,8 @@ def shared(name: Hashable, make: Callable[[], T]) -> T:
         return found
 
 
-def forget(name: Hashable) -> None:
-    """Let go of it; the next who asks gets a new one."""
+def forget(held: object) -> None:
+    """Let go of what was given to all; the next who asks gets a new one."""
     with _LOCK:
-        _HELD.pop(name, None)
+        for name in [name for name, value in _HELD.items() if value is held]:
+            del _HELD[name]

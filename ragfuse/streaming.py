@@ -19,21 +19,23 @@ class AnswerStream:
 
     def __init__(self, run: Run) -> None:
         self._line = _Line()
-        self._answer: Answer | None = None
+        self._end: Answer | BaseException | None = None
         self._thread = threading.Thread(target=_work, args=(run, self._line), name="ragfuse-answer", daemon=True)
         self._thread.start()
 
     @property
     def answer(self) -> Answer:
-        """The whole answer; waits for it."""
+        """The whole answer; waits for it, and raises what ended it instead."""
         for _ in self:
             pass
-        if self._answer is None:
+        if isinstance(self._end, BaseException):
+            raise self._end
+        if self._end is None:
             raise InputError("The stream was closed before the answer was complete.")
-        return self._answer
+        return self._end
 
     def __iter__(self) -> Iterator[str]:
-        while self._answer is None and not self._line.gone.is_set():
+        while self._is_open:
             item = self._opened(self._line.items.get())
             if item is not None:
                 yield item
@@ -41,7 +43,7 @@ class AnswerStream:
     async def __aiter__(self) -> AsyncIterator[str]:
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         self._line.wake = lambda: loop.call_soon_threadsafe(news.set)
-        while self._answer is None and not self._line.gone.is_set():
+        while self._is_open:
             news.clear()
             try:
                 item = self._opened(self._line.items.get_nowait())
@@ -69,15 +71,21 @@ class AnswerStream:
     def __del__(self) -> None:
         self.cancel()
 
+    @property
+    def _is_open(self) -> bool:
+        return self._end is None and not self._line.gone.is_set()
+
     def _opened(self, item: str | Answer | BaseException) -> str | None:
-        """A piece of text; None at the end."""
+        """A piece of text; None at the end, which stays in the line for whoever else waits there."""
+        if isinstance(item, str):
+            return item
+        self._line.items.put(item)
         if isinstance(item, BaseException):
-            self.cancel()
+            self._end = item
             raise item
-        if isinstance(item, Answer):
-            self._answer = item
-            return None
-        return item
+        if not self._line.gone.is_set():  # else it was cut short
+            self._end = item
+        return None
 
 
 class _Line:

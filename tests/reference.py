@@ -37,7 +37,7 @@ def attention(
         shared = head // (heads // keys.shape[0])
         for row in range(rows):
             seen = [k for k, p in enumerate(positions) if p <= at[row] and (window is None or p > at[row] - window)]
-            scores = [float(query[head, row] @ keys[shared, k]) * scaling for k in seen]
+            scores = [(query[head, row] * keys[shared, k]).sum().item() * scaling for k in seen]
             if softcap is not None:
                 scores = [softcap * math.tanh(score / softcap) for score in scores]
             top = max(scores + ([] if sinks is None else [float(sinks[head])]))
@@ -50,27 +50,25 @@ def attention(
 
 def turned(keys: Tensor, delta: int, layout: RopeLayout) -> Tensor:
     """float64 copy of keys [H, n, D], every pair of dims turned by hand."""
-    out, half = keys.double().clone(), len(layout.inv_freq)
-    for pair, frequency in enumerate(layout.inv_freq):
-        if layout.pairing == "half":
-            a, b = layout.lo + pair, layout.lo + pair + half
-        else:
-            a, b = layout.lo + 2 * pair, layout.lo + 2 * pair + 1
-        cos, sin = math.cos(frequency * delta), math.sin(frequency * delta)
-        for head in range(keys.shape[0]):
-            for row in range(keys.shape[1]):
-                x, y = float(keys[head, row, a]), float(keys[head, row, b])
-                out[head, row, a], out[head, row, b] = x * cos - y * sin, y * cos + x * sin
-    return out
+    half = len(layout.inv_freq)
+    turns = [(math.cos(frequency * delta), math.sin(frequency * delta)) for frequency in layout.inv_freq]
+    out: list[list[list[float]]] = keys.double().tolist()
+    for row in (row for head in out for row in head):
+        for pair, (cos, sin) in enumerate(turns):
+            a, b = (pair, pair + half) if layout.pairing == "half" else (2 * pair, 2 * pair + 1)
+            x, y = row[layout.lo + a], row[layout.lo + b]
+            row[layout.lo + a], row[layout.lo + b] = x * cos - y * sin, y * cos + x * sin
+    return torch.tensor(out, dtype=torch.float64)
 
 
 def deviation(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[float]:
     """Squared distance per row between tensors [H, R, D] of new and old KV, summed over heads, dims and tensors."""
-    rows = new[0].shape[1]
-    return [
-        sum(float(((a[:, row].double() - b[:, row].double()) ** 2).sum()) for a, b in zip(new, old, strict=True))
-        for row in range(rows)
-    ]
+    total = [0.0] * new[0].shape[1]
+    for a, b in zip(new, old, strict=True):
+        for head in (a.double() - b.double()).tolist():
+            for row, values in enumerate(head):
+                total[row] += sum(value * value for value in values)
+    return total
 
 
 def top(scores: Sequence[float], count: int) -> list[int]:

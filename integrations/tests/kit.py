@@ -28,10 +28,10 @@ built. Its lamp burned whale oil until 1902, then petroleum. The last keeper, To
 night and could tell most of them by their lights. He retired to the valley and planted walnut trees along the old road.
 
 The walnut valley. Behind the hills lies a valley that is known for its walnuts. Every October the village holds a fair
-at which the oldest tree is given a name. Oil from the valley was used to polish violins, and one workshop still does so.
+at which the oldest tree is given a name. Oil of the valley was used to polish violins, and one workshop still does so.
 The railway reached the valley in 1893 and was given up in 1961; its bed is a path for walkers now.
 
-The violin workshop. The workshop of the Marek family has built violins since 1790. Its wood is dried for twelve years in
+The violin workshop. The workshop of the Marek family has built violins since 1790. Its wood is dried for 12 years in
 the attic of an old mill. A violin takes about two hundred hours to build, and its varnish is made of resin and walnut
 oil. The workshop has never sold more than ten instruments in one year."""
 ROLES = ["system", "user", "assistant", "tool"]

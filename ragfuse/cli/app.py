@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperGroup
 
 from ragfuse.cli import ask, benches, checks, ingest, models
@@ -16,20 +18,30 @@ from ragfuse.errors import RagFuseError
 class Door(TyperGroup):
     """Turns what ragfuse raises on purpose into a line on standard error, and Ctrl-C into exit status 130."""
 
-    def invoke(self, ctx: typer.Context) -> object:
+    def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         try:
             return super().invoke(ctx)
         except RagFuseError as error:
-            Console(stderr=True).print(f"[bold red]{type(error).__name__}[/]: {_plain(str(error))}", highlight=False)
+            self._end(type(error).__name__, str(error), error)
+        except BrokenPipeError as error:  # whoever read the output went away
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from error
+        except ImportError as error:
+            wanted = f"{error.msg}. This needs a package that is missing: pip install 'ragfuse-kv[demo]'"
+            self._end("ImportError", wanted, error)
+        except OSError as error:
+            where = f" ({error.filename})" if error.filename else ""
+            self._end("InputError", f"The system refused: {error.strerror or error}{where}.", error)
         except KeyboardInterrupt as stop:
             Console(stderr=True).print("\nStopped. What was finished is kept; the same command goes on from there.")
             raise typer.Exit(130) from stop
 
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
+    @staticmethod
+    def _end(kind: str, message: str, error: Exception) -> None:
+        line = f"[bold red]{kind}[/]: {escape(message)}"
+        Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
 
 
 app = typer.Typer(

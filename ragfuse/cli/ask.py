@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from ragfuse.cli.ingest import add_files, encode
-from ragfuse.cli.library import Library, find_files
+from ragfuse.cli.files import find_files
+from ragfuse.cli.ingest import add_files, encode, tell_skipped
 from ragfuse.cli.options import (
     Device,
     Dtype,
@@ -23,11 +24,12 @@ from ragfuse.cli.options import (
     settings_of,
     write_json,
 )
-from ragfuse.cli.prompts import rag_messages
-from ragfuse.cli.show import show_trace
-from ragfuse.core import Answer, digest
-from ragfuse.engine import Ask, Engine
 from ragfuse.errors import InputError
+
+if TYPE_CHECKING:
+    from ragfuse.cli.library import Library
+    from ragfuse.core import Answer
+    from ragfuse.engine import Engine
 
 
 def ask(
@@ -44,6 +46,7 @@ def ask(
     ratio: Ratio = None,
     top_k: Annotated[int | None, typer.Option(help="Chunks retrieved.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="New tokens at most.")] = None,
+    no_kv: Annotated[bool, typer.Option("--no-kv", help="With --docs: index only, encode what is needed.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show what was reused and why.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Run the model's own full prefill beside it.")] = False,
     json: Json = None,
@@ -61,36 +64,77 @@ def ask(
         top_k=top_k,
         max_tokens=max_tokens,
     )
-    console = console_for(json)
-    index = index if docs is None else f"docs-{digest('docs', str(docs.resolve()))[:12]}"
-    with Engine(settings) as engine:
-        library = Library(settings, index)
-        if docs is not None:
-            chunks, _ = add_files(library, engine, find_files([docs]).files, console)
-            if chunks:
+    console, found = console_for(json), find_files([docs]) if docs else None
+    with console.status("loading the model"):
+        from ragfuse.cli.library import Library
+        from ragfuse.core import digest
+        from ragfuse.engine import Engine
+
+        index = index if docs is None else f"docs-{digest('docs', str(docs.resolve()))[:12]}"
+        library, engine = Library(settings, index), Engine(settings)
+    with engine:
+        if found is not None:
+            tell_skipped(console, found)
+            library.keep_only(found.files)
+            chunks, _ = add_files(library, engine, found.files, console)
+            if chunks and not no_kv:
                 encode(engine, chunks, console)
-        found = library.vectors().similarity_search(question, k=settings.top_k)
-        messages = rag_messages(question, [(d.page_content, d.metadata["source"]) for d in found])
-        full = engine.answer(messages, Ask(reuse=False)) if compare else None
-        if full is not None:
-            console.print("[bold]full prefill[/]", full.text, f"[dim]({full.trace.ttft_s:.2f} s)[/]", highlight=False)
-        answer = _stream(engine, messages, console, heading=compare)
+        prompt = _prompt(engine, library, question, console)
+        full = _full(engine, prompt, console) if compare else None
+        answer = _stream(engine, prompt, console, heading=compare)
         if explain or compare:
+            from ragfuse.cli.show import show_trace
+
             show_trace(console, answer.trace)
         if full is not None:
-            faster = full.trace.ttft_s / answer.trace.ttft_s
-            console.print(f"First token [bold]{faster:.1f} times sooner[/] than full prefill.", highlight=False)
+            _tell_which_was_sooner(console, full, answer)
     write_json(_result(question, answer, full), json)
 
 
-def _stream(engine: Engine, messages: Any, console: Console, heading: bool) -> Answer:
+def _prompt(engine: Engine, library: Library, question: str, console: Console) -> Any:
+    """The question behind the chunks that are nearest to it."""
+    with console.status("searching"):
+        found = library.vectors().similarity_search(question, k=engine.settings.top_k)
+    with console.status("loading the model"):
+        from ragfuse.cli.prompts import rag_prompt
+
+        return rag_prompt(engine, question, [(d.page_content, d.metadata["source"]) for d in found])
+
+
+def _full(engine: Engine, prompt: Any, console: Console) -> Answer:
+    """What full prefill answers. Both ways are warmed up: the first call of a process is slower, whatever it is."""
+    from ragfuse.engine import Ask
+
+    with console.status("full prefill, to compare"):
+        for reuse in (False, True):
+            engine.answer(prompt, Ask(reuse=reuse, max_tokens=1))
+        full = engine.answer(prompt, Ask(reuse=False))
+    console.print(Text.assemble(("full prefill ", "bold"), full.text, _after(full)))
+    return full
+
+
+def _stream(engine: Engine, prompt: Any, console: Console, heading: bool) -> Answer:
     if heading:
         console.print("[bold]ragfuse[/] ", end="")
-    with engine.stream(messages) as stream:
+    with engine.stream(prompt) as stream:
         for text in stream:
             console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
-        console.print()
+        console.print(Text.assemble(_after(stream.answer)) if heading else "")
         return stream.answer
+
+
+def _after(answer: Answer) -> tuple[str, str]:
+    return f" (first token after {answer.trace.ttft_s:.2f} s)", "dim"
+
+
+def _tell_which_was_sooner(console: Console, full: Answer, answer: Answer) -> None:
+    times = full.trace.ttft_s / answer.trace.ttft_s
+    if answer.trace.refusal:
+        console.print("Nothing was reused, so both did the same work.")
+    elif times >= 1:
+        console.print(f"First token [bold]{times:.1f} times sooner[/] than full prefill.", highlight=False)
+    else:
+        console.print(f"First token {1 / times:.1f} times later than full prefill: too little was reused.")
 
 
 def _result(question: str, answer: Answer, full: Answer | None) -> dict[str, Any]:

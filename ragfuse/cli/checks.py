@@ -12,9 +12,11 @@ import psutil
 import torch
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from ragfuse.cli.options import Device, Dtype, Json, Policy, Ratio, console_for, settings_of, write_json
 from ragfuse.engine import Engine
+from ragfuse.errors import StoreError
 from ragfuse.models import list_models
 from ragfuse.settings import Settings
 
@@ -51,7 +53,7 @@ def doctor(json: Json = None) -> None:
     rows = [*_machine(), *_folders(settings), *_packages(), *_models(settings)]
     table = Table("", "what", "found", box=None)
     for good, what, found in rows:
-        table.add_row("[green]ok[/]" if good else "[red]!![/]", what, found)
+        table.add_row("[green]ok[/]" if good else "[red]!![/]", what, Text(found))
     console.print(table)
     write_json({"ok": all(row[0] for row in rows), "rows": [list(row) for row in rows]}, json)
     raise typer.Exit(0 if all(row[0] for row in rows) else 1)
@@ -79,16 +81,19 @@ def _folders(settings: Settings) -> list[Row]:
         free = shutil.disk_usage(there).free
         state = f"{folder} ({free / 1e9:.0f} GB free)" if writable else f"{folder} cannot be written; set RAGFUSE_HOME"
         rows.append((writable, what, state))
-    rows.append((True, "entries in the store", _entries(settings)))
-    return rows
+    return [*rows, _entries(settings)]
 
 
-def _entries(settings: Settings) -> str:
-    if not settings.store_path.exists():
-        return "none yet"
-    with Engine(settings) as engine:
-        stats = engine.store.stats()
-        return f"{len(engine.store.entries())}, {sum(stats.nbytes.values()) / 1e6:,.0f} MB"
+def _entries(settings: Settings) -> Row:
+    what = "entries in the store"
+    if not settings.store_path.expanduser().exists():
+        return True, what, "none yet"
+    try:
+        with Engine(settings) as engine:
+            stats = engine.store.stats()
+            return True, what, f"{len(engine.store.entries())}, {sum(stats.nbytes.values()) / 1e6:,.0f} MB"
+    except StoreError as error:
+        return False, what, str(error)
 
 
 def _packages() -> list[Row]:

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
-from ragfuse.cli.library import Found, Library, find_files
+from ragfuse.cli.files import Found, find_files
 from ragfuse.cli.options import Device, Dtype, Index, Json, Model, Store, console_for, settings_of, write_json
-from ragfuse.cli.prompts import rag_messages
-from ragfuse.engine import Engine, Ingested
 from ragfuse.errors import InputError
+
+if TYPE_CHECKING:
+    from ragfuse.cli.library import Library
+    from ragfuse.engine import Engine, Ingested
+
+Chunks = Sequence[tuple[str, str]]
+"""(text, source) each."""
 
 
 def ingest(
-    paths: Annotated[list[Path], typer.Argument(help="Files or folders: txt, md, html, pdf.")],
+    paths: Annotated[list[Path], typer.Argument(help="Files or folders: txt, md, rst, html, pdf.")],
     index: Index = "default",
     model: Model = None,
     dtype: Dtype = None,
@@ -31,18 +46,22 @@ def ingest(
     """Cut documents into chunks, index them, and compute each chunk's KV once. Interrupted, it goes on next time."""
     settings = settings_of(model=model, dtype=dtype, device=device, store=store, chunk_tokens=chunk_tokens)
     console, found = console_for(json), find_files(paths)
-    _tell_skipped(console, found)
-    with Engine(settings) as engine:
-        library = Library(settings, index)
+    tell_skipped(console, found)
+    with console.status("loading the model"):
+        from ragfuse.cli.library import Library
+        from ragfuse.engine import Engine, Ingested
+
+        library, engine = Library(settings, index), Engine(settings)
+    with engine:
         chunks, broken = add_files(library, engine, found.files, console)
         if not chunks:
-            raise InputError(f"No text was found in {len(found.files)} files. {broken[0] if broken else ''}")
+            why = broken[0] if broken else "Scanned pages hold pictures, not text."
+            raise InputError(f"Wanted text, found none in {_counted(len(found.files), 'file')}. {why}")
         done = Ingested() if no_kv else encode(engine, chunks, console)
-    console.print(
-        f"[bold]{len(chunks)} chunks[/] of {len(found.files) - len(broken)} files are in the index '{index}'; "
-        f"{done.encoded} were encoded now ({done.tokens:,} tokens, {done.nbytes / 1e6:,.0f} MB of KV, "
-        f"{done.seconds:.1f} s)."
-    )
+    n_files = len({source for _, source in chunks})
+    kv = f"; {done.encoded} encoded now ({done.tokens:,} tokens, {done.nbytes / 1e6:,.0f} MB, {done.seconds:.1f} s)"
+    tail = ", no KV" if no_kv else kv
+    console.print(f"[bold]{_counted(len(chunks), 'chunk')}[/] of {_counted(n_files, 'file')} in '{index}'{tail}.")
     console.print(f'Ask: ragfuse ask "..."{"" if index == "default" else f" --index {index}"}', highlight=False)
     result = {"index": index, "files": len(found.files), "skipped": [[str(p), why] for p, why in found.skipped]}
     write_json({**result, "chunks": len(chunks), "encoded": done.encoded, "nbytes": done.nbytes}, json)
@@ -54,56 +73,99 @@ def add_files(
     """(text, source) of all files' chunks, with a progress bar; a file that cannot be parsed is named and left out."""
     chunks: list[tuple[str, str]] = []
     broken: list[str] = []
-    tokenizer = engine.model.words
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("indexing", total=len(files))
+    with console.status("loading the model"):
+        tokenizer = engine.model.words
+    columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn()
+    with progress(console, *columns) as bar:
+        task = bar.add_task("indexing", total=sum(file.stat().st_size for file in files))
         for file in files:
-            bar.update(task, description=f"indexing {file.name[:40]}")
+            before, size = bar.tasks[task].completed, file.stat().st_size
+            bar.update(task, description=f"indexing {escape(_short(file.name))}")
             try:
-                chunks += library.add(file, tokenizer)
+                chunks += library.add(file, tokenizer, _share(bar, task, before, size))
             except InputError as error:
                 broken.append(str(error))
-                console.print(f"[yellow]left out[/]: {error}", highlight=False)
-            bar.advance(task)
+                console.print(f"[yellow]left out[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
+            bar.update(task, completed=before + size)
     return chunks, broken
 
 
-def encode(engine: Engine, chunks: Sequence[tuple[str, str]], console: Console) -> Ingested:
+def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
     """The KV of all chunks into the store, behind the prompt's own beginning, with a progress bar."""
-    _tell_if_too_large(engine, chunks, console)
-    prefix = engine.prefix(rag_messages("?", [chunks[0], chunks[0]]))
+    from ragfuse.cli.prompts import prefix_of
+    from ragfuse.engine import Ingested
+
+    refusal = engine.model.profile.refusal
+    if refusal:
+        console.print(f"[yellow]No KV is kept[/] of this model, it is answered by full prefill: {escape(refusal)}")
+        return Ingested()
+    chunks, dropped = _what_fits(engine, chunks, console), engine.store.stats().dropped_writes
     columns = (
         TextColumn("encoding"),
-        BarColumn(),
+        BarColumn(20),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with progress(console, *columns) as bar:
         task = bar.add_task("encoding", total=len(chunks), rate="")
 
         def show(done: Ingested) -> None:
-            rate = f"{done.tokens / max(done.seconds, 1e-9):,.0f} tokens/s, {done.nbytes / 1e6:,.0f} MB"
+            rate = f"{done.tokens / max(done.seconds, 1e-9):,.0f} tokens/s {done.nbytes / 1e6:,.0f} MB"
             bar.update(task, completed=done.chunks, rate=rate)
 
-        return engine.ingest(chunks, prefix, show)
+        done = engine.ingest(chunks, prefix_of(engine), show)
+    if lost := engine.store.stats().dropped_writes - dropped:
+        console.print(f"[yellow]{lost} writes to the store failed[/]; is the disk full? Those chunks are not kept.")
+    return done
 
 
-def _tell_skipped(console: Console, found: Found) -> None:
+def progress(console: Console, *columns: ProgressColumn) -> Progress:
+    """A bar that leaves nothing behind, and shows only where somebody looks."""
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def tell_skipped(console: Console, found: Found) -> None:
+    """Name the files that are passed over, and why."""
     for path, why in found.skipped[:5]:
-        console.print(f"[yellow]passed over[/] {path}: {why}", highlight=False)
+        line = f"[yellow]passed over[/] {escape(str(path))}: {escape(why)}"
+        console.print(line, highlight=False, soft_wrap=True)
     if len(found.skipped) > 5:
-        console.print(f"[yellow]passed over[/] {len(found.skipped) - 5} more files")
+        console.print(f"[yellow]passed over[/] {_counted(len(found.skipped) - 5, 'more file')}")
 
 
-def _tell_if_too_large(engine: Engine, chunks: Sequence[tuple[str, str]], console: Console) -> None:
-    tokens = sum(len(text) for text, _ in chunks) / 4
-    needed = tokens * engine.model.nbytes_per_token
-    capacity = engine.settings.disk_bytes or engine.settings.memory_bytes
-    if needed > capacity:
-        console.print(
-            f"[yellow]The KV of these {len(chunks):,} chunks takes about {needed / 1e9:.0f} GB, the store holds "
-            f"{capacity / 1e9:.0f} GB[/]: the oldest will make room. Give it more with RAGFUSE_DISK_BYTES, or use "
-            "--no-kv and let questions decide what is worth keeping."
-        )
+def _what_fits(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
+    """The chunks whose KV the store has room for, from the first on: more would push the first out again."""
+    sample = chunks[:: max(1, len(chunks) // 50)]
+    per_chunk = sum(len(engine.tokens(text)) for text, _ in sample) / len(sample) * engine.model.nbytes_per_token
+    room = _room_nbytes(engine)
+    if per_chunk * len(chunks) <= room:
+        return chunks
+    fitting = int(room / per_chunk * 0.95)
+    console.print(
+        f"[yellow]The KV of all {len(chunks):,} chunks takes about {per_chunk * len(chunks) / 1e9:.1f} GB, the store "
+        f"has room for {room / 1e9:.1f} GB[/]: the first {fitting:,} are encoded now, the others when a question needs "
+        "them. RAGFUSE_DISK_BYTES gives the store more; --no-kv encodes none."
+    )
+    return chunks[:fitting]
+
+
+def _room_nbytes(engine: Engine) -> float:
+    """Bytes of KV that the store can take, the disk's free space considered."""
+    settings = engine.settings
+    if not settings.disk_bytes:
+        return settings.memory_bytes
+    kept = engine.store.stats().nbytes.get("disk", 0)
+    return min(settings.disk_bytes, kept + 0.95 * shutil.disk_usage(settings.store_path.expanduser()).free)
+
+
+def _share(bar: Progress, task: Any, before: float, size: int) -> Any:
+    return lambda done: bar.update(task, completed=before + done * size)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 28 else f"{name[:12]}...{name[-13:]}"
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n:,} {what}" if n == 1 else f"{n:,} {what}s"

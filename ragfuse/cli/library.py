@@ -1,14 +1,15 @@
-"""Documents on disk into chunks that can be searched: loaders, splitter and vector store are LangChain's.
+"""Documents into chunks that can be searched: splitter and vector store are LangChain's.
 
-Texts and vectors of each file lie side by side in the index's folder, named by the file's content: a file is embedded
-once, and an interrupted ingest goes on where it stopped. KV is the engine's business.
+Texts and vectors lie side by side in the index's folder, some chunks of one file together, named by the file's content:
+nothing is embedded twice, and an interrupted ingest goes on where it stopped. KV is the engine's business.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,63 +18,61 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from ragfuse.cli.files import texts_of
 from ragfuse.core import digest
 from ragfuse.errors import InputError, SettingsError
-from ragfuse.models import resolve_embedder
+from ragfuse.models import quietly, resolve_embedder
 from ragfuse.settings import Settings
 
 if TYPE_CHECKING:
     from langchain_core.vectorstores import VectorStore
 
-TEXT, HTML, PDF = (".txt", ".md", ".rst", ".text", ".markdown"), (".html", ".htm"), (".pdf",)
+log = logging.getLogger("ragfuse.cli")
+
+PART = 128
+"""Chunks that are embedded and kept together: what an interrupted ingest loses at most."""
+
+Progress = Callable[[float], object]
+"""Takes how much of a file is done, 0..1."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """Files to ingest, and those passed over with the reason."""
+class Part:
+    """Some chunks of one file, in order: where they are kept, the file's digest, its path, texts, recipe."""
 
-    files: tuple[Path, ...]
-    skipped: tuple[tuple[Path, str], ...]
+    path: Path
+    file: str
+    number: int
+    of: int
+    source: str
+    recipe: tuple[Any, ...]
+    texts: tuple[str, ...]
 
+    @classmethod
+    def read(cls, path: Path) -> Part | None:
+        """What is kept at `path`; None, and it is dropped, if that is no part."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            texts, recipe = tuple(map(str, data["texts"])), tuple(data["recipe"])
+            return cls(path, str(data["file"]), int(data["part"]), int(data["parts"]), data["source"], recipe, texts)
+        except FileNotFoundError:  # replaced by another process just now
+            return None
+        except (ValueError, KeyError, TypeError):
+            log.warning("'%s' in the index was damaged and is dropped; ingest its document again.", path.name)
+            forget(path)
+            return None
 
-def find_files(paths: Sequence[Path]) -> Found:
-    """All documents at `paths`, folders searched through; InputError when there is none."""
-    files: list[Path] = []
-    skipped: list[tuple[Path, str]] = []
-    for path in paths:
-        if not path.exists():
-            raise InputError(f"Wanted a file or folder, found nothing at '{path}'. Check the spelling.")
-        inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path)) if path.is_dir() else [path]
-        for file in inside:
-            reason = _unreadable(file)
-            if reason:
-                skipped.append((file, reason))
-            else:
-                files.append(file)
-    if not files:
-        why = f"{len(skipped)} files were passed over ({skipped[0][0].name}: {skipped[0][1]})" if skipped else "no file"
-        raise InputError(f"Wanted documents (txt, md, html, pdf) in '{', '.join(map(str, paths))}', found none: {why}.")
-    return Found(tuple(dict.fromkeys(files)), tuple(skipped))
-
-
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
-
-
-def _unreadable(file: Path) -> str:
-    """Why a file cannot be ingested, "" if it can."""
-    if file.suffix.lower() not in (*TEXT, *HTML, *PDF):
-        return f"not a kind of document that is read here ('{file.suffix}')"
-    try:
-        with file.open("rb") as handle:
-            head = handle.read(8192)
-    except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    if not head.strip():
-        return "empty"
-    if file.suffix.lower() not in PDF and b"\0" in head:
-        return "binary, not text"
-    return ""
+    def vectors(self) -> Any:
+        """float32 [n, dims] of the texts; None, and the part is dropped, if they cannot be read."""
+        try:
+            found = load_file(self.path.with_suffix(".safetensors"))["vectors"]
+        except (OSError, SafetensorError, KeyError):
+            found = None
+        if found is None or found.ndim != 2 or len(found) != len(self.texts):
+            log.warning("The index has lost vectors of '%s'; ingest it again.", self.source)
+            forget(self.path)
+            return None
+        return found
 
 
 class Library:
@@ -82,37 +81,47 @@ class Library:
     def __init__(self, settings: Settings, name: str = "default") -> None:
         if not name.replace("-", "").replace("_", "").isalnum():
             raise SettingsError(f"An index is named by letters, digits, - and _; found '{name}'.")
+        if settings.chunk_overlap >= settings.chunk_tokens:
+            raise SettingsError(
+                f"chunk_overlap is {settings.chunk_overlap}; wanted less than chunk_tokens ({settings.chunk_tokens})."
+            )
         self.settings, self.name = settings, name
         self.folder = settings.home.expanduser() / "indexes" / name
         self._embeddings: Any = None
 
-    def add(self, file: Path, tokenizer: Any) -> list[tuple[str, str]]:
+    def add(self, file: Path, tokenizer: Any, progress: Progress = lambda done: None) -> list[tuple[str, str]]:
         """(text, source) of a file's chunks, embedded now unless they were; an earlier version of it is replaced."""
-        name = digest("file", str(file.resolve()), file.read_bytes(), repr(self._recipe()))
-        kept = self.folder / f"{name}.json"
-        if kept.exists():
-            return [(text, str(file)) for text in json.loads(kept.read_text(encoding="utf-8"))["texts"]]
-        texts = [text for text in self._cut(file, tokenizer) if text]
-        if texts:
-            self._write(name, file, texts)
-        return [(text, str(file)) for text in texts]
+        source = str(file.resolve())
+        name = digest("file", source, _bytes_of(file), repr(self._recipe()))
+        kept = {part.number: part for part in self._parts(name) if part.vectors() is not None}
+        texts = self._kept(kept) or [text for text in self._cut(file, tokenizer) if text]
+        count = -(-len(texts) // PART)
+        for number in range(count):
+            if number not in kept:
+                self._write(name, source, number, count, texts[number * PART : (number + 1) * PART])
+            progress((number + 1) / count)
+        self._drop(part for part in self._parts() if part.source == source and part.file != name)
+        return [(text, source) for text in texts]
 
-    def chunks(self) -> list[tuple[str, str]]:
-        """(text, source) of every chunk, file by file."""
-        return [(text, entry["source"]) for entry, _ in self._entries() for text in entry["texts"]]
+    def keep_only(self, sources: Collection[Path]) -> None:
+        """Forget files that are not among `sources`."""
+        wanted = {str(source.resolve()) for source in sources}
+        self._drop(part for part in self._parts() if part.source not in wanted)
 
     def vectors(self) -> VectorStore:
         """LangChain's FAISS over all chunks; InputError when nothing was ingested."""
+        parts = [part for part in self._parts() if part.recipe[:1] == self._recipe()[:1]]
+        pairs = [(part, vectors) for part in parts if (vectors := part.vectors()) is not None]
+        pairs = [(part, vectors) for part, vectors in pairs if vectors.shape[1] == pairs[0][1].shape[1]]
+        if not pairs:
+            name = "" if self.name == "default" else f" --index {self.name}"
+            raise InputError(f"The index '{self.name}' is empty. Fill it first: ragfuse ingest PATH{name}")
+
         from langchain_community.vectorstores import FAISS
 
-        entries = list(self._entries())
-        if not entries:
-            raise InputError(
-                f"The index '{self.name}' is empty. Fill it first: ragfuse ingest PATH --index {self.name}"
-            )
-        texts = [text for entry, _ in entries for text in entry["texts"]]
-        sources = [{"source": entry["source"]} for entry, _ in entries for _ in entry["texts"]]
-        table = np.concatenate([vectors for _, vectors in entries])
+        texts = [text for part, _ in pairs for text in part.texts]
+        sources = [{"source": part.source} for part, _ in pairs for _ in part.texts]
+        table = np.concatenate([vectors for _, vectors in pairs])
         return FAISS.from_embeddings(zip(texts, table.tolist(), strict=True), self.embeddings, metadatas=sources)
 
     @property
@@ -121,8 +130,11 @@ class Library:
         if self._embeddings is None:
             from langchain_huggingface import HuggingFaceEmbeddings
 
-            source = str(resolve_embedder(self.settings.embedder, self.settings.home))
-            self._embeddings = HuggingFaceEmbeddings(model_name=source, encode_kwargs={"normalize_embeddings": True})
+            source = resolve_embedder(self.settings.embedder, self.settings.home)
+            with quietly(source):
+                self._embeddings = HuggingFaceEmbeddings(
+                    model_name=str(source), encode_kwargs={"normalize_embeddings": True}
+                )
         return self._embeddings
 
     def _recipe(self) -> tuple[Any, ...]:
@@ -135,51 +147,51 @@ class Library:
         splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
             tokenizer, chunk_size=self.settings.chunk_tokens, chunk_overlap=self.settings.chunk_overlap
         )
-        for text in _texts_of(file):
+        for text in texts_of(file):
             yield from (chunk.strip() for chunk in splitter.split_text(text))
 
-    def _write(self, name: str, file: Path, texts: list[str]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        vectors = np.asarray(self.embeddings.embed_documents(texts), dtype=np.float32)
-        source = str(file.resolve())
-        old = [path for path, entry in self._manifests() if entry["source"] == source]
-        _atomically(self.folder / f"{name}.safetensors", lambda path: save_file({"vectors": vectors}, path))
-        text = json.dumps({"source": source, "recipe": self._recipe(), "texts": texts}, ensure_ascii=False)
-        _atomically(self.folder / f"{name}.json", lambda path: path.write_text(text, encoding="utf-8"))
-        for path in old:
-            path.unlink(missing_ok=True)
-            path.with_suffix(".safetensors").unlink(missing_ok=True)
+    def _kept(self, kept: dict[int, Part]) -> list[str]:
+        """The texts of a file whose parts are all there, [] if one is missing."""
+        whole = bool(kept) and len(kept) == next(iter(kept.values())).of
+        return [text for number in sorted(kept) for text in kept[number].texts] if whole else []
 
-    def _manifests(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        for path in sorted(self.folder.glob("*.json")):
-            yield path, json.loads(path.read_text(encoding="utf-8"))
+    def _write(self, name: str, source: str, number: int, count: int, texts: Sequence[str]) -> None:
+        vectors = np.asarray(self.embeddings.embed_documents(list(texts)), dtype=np.float32)
+        head = {"file": name, "part": number, "parts": count, "source": source, "recipe": self._recipe()}
+        text = json.dumps({**head, "texts": texts})
+        target = self.folder / f"{name}-{number:05d}.json"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _atomically(target.with_suffix(".safetensors"), lambda path: save_file({"vectors": vectors}, path))
+            _atomically(target, lambda path: path.write_text(text, encoding="utf-8"))
+        except (OSError, SafetensorError) as error:
+            raise SettingsError(
+                f"The index cannot be written to '{self.folder}' ({error}). Make room, or set RAGFUSE_HOME to a folder "
+                "that can be written."
+            ) from error
 
-    def _entries(self) -> Iterator[tuple[dict[str, Any], Any]]:
-        for path, entry in self._manifests():
-            try:
-                vectors = load_file(path.with_suffix(".safetensors"))["vectors"]
-            except (OSError, SafetensorError, KeyError):
-                path.unlink(missing_ok=True)
-                continue
-            if tuple(entry["recipe"])[:1] == self._recipe()[:1] and len(vectors) == len(entry["texts"]):
-                yield entry, vectors
+    def _parts(self, file: str = "") -> Iterator[Part]:
+        for path in sorted(self.folder.glob(f"{file}*.json")):
+            part = Part.read(path)
+            if part is not None:
+                yield part
+
+    def _drop(self, parts: Iterator[Part]) -> None:
+        for part in list(parts):
+            forget(part.path)
 
 
-def _texts_of(file: Path) -> Iterable[str]:
-    """The texts of a document, by LangChain's loaders; InputError when it cannot be parsed."""
-    from langchain_community.document_loaders import BSHTMLLoader, PyPDFLoader, TextLoader
+def forget(manifest: Path) -> None:
+    """Remove a part: first what says that it is there, then its vectors."""
+    manifest.unlink(missing_ok=True)
+    manifest.with_suffix(".safetensors").unlink(missing_ok=True)
 
-    suffix = file.suffix.lower()
+
+def _bytes_of(file: Path) -> bytes:
     try:
-        if suffix in PDF:
-            loader: Any = PyPDFLoader(str(file))
-        elif suffix in HTML:
-            loader = BSHTMLLoader(str(file), open_encoding="utf-8", bs_kwargs={"features": "html.parser"})
-        else:
-            loader = TextLoader(str(file), encoding="utf-8", autodetect_encoding=False)
-        return [document.page_content for document in loader.load()]
-    except Exception as error:
-        raise InputError(f"'{file}' cannot be read as {suffix[1:]} ({type(error).__name__}: {error}).") from error
+        return file.read_bytes()
+    except OSError as error:
+        raise InputError(f"'{file}' cannot be read ({error.strerror}). Mend it or leave it out.") from error
 
 
 def _atomically(target: Path, write: Callable[[Path], object]) -> None:

@@ -32,6 +32,8 @@ def settings_of(**given: Any) -> Settings:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
         raise SettingsError(f"{name}: {first['msg']}, found {first['input']!r}.") from error
+    except (ValueError, OSError) as error:  # ragfuse.toml itself
+        raise SettingsError(f"ragfuse.toml in this folder cannot be read: {error}. Mend it or remove it.") from error
 
 
 def write_json(data: dict[str, Any], target: Path | None) -> None:
@@ -52,5 +54,12 @@ def write_json(data: dict[str, Any], target: Path | None) -> None:
 
 
 def console_for(json_target: Path | None) -> Console:
-    """Where to print for people: standard error when standard output carries JSON."""
+    """Where to print for people: standard error when standard output carries JSON. InputError if it has no place."""
+    if json_target is not None and str(json_target) != "-":
+        folder = json_target.parent
+        if json_target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            found = "a folder" if json_target.is_dir() else "a folder that cannot be written, or none"
+            raise InputError(
+                f"Wanted a file to write the result to, found {found}: '{json_target}'. Name another file."
+            )
     return Console(stderr=str(json_target) == "-")

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ragfuse.engine import Content, Engine
 from ragfuse.text import Piece
 
 INSTRUCTION = "Answer the question in a few words, using only the passages below.\n\n"
+FILLER = "A passage long enough to be reused, whatever the model. " * 8
 
 
-def rag_messages(question: str, chunks: Sequence[tuple[str, str]]) -> list[tuple[str, tuple[Piece, ...]]]:
-    """One user message with (text, source) chunks as exact pieces; with no question, what an ingest needs."""
+def rag_prompt(engine: Engine, question: str, chunks: Sequence[tuple[str, str]]) -> str | list[tuple[str, Content]]:
+    """One user message with (text, source) chunks as exact pieces; marked text for a model without chat template."""
+    if not getattr(engine.model.words, "chat_template", None):
+        marked = [f"{engine.marker.mark(text, source)}\n\n" for text, source in chunks]
+        return f"{INSTRUCTION}{''.join(marked)}Question: {question}\nAnswer:"
     parts = [Piece(INSTRUCTION)]
     for text, source in chunks:
         parts += [Piece(text, "chunk", source), Piece("\n\n")]
     return [("user", (*parts, Piece(f"Question: {question}")))]
+
+
+def prefix_of(engine: Engine) -> tuple[int, ...]:
+    """The ids that stand before the first chunk of every such prompt."""
+    return engine.prefix(rag_prompt(engine, "?", [(FILLER, "")]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -15,20 +16,27 @@ REUSED, RECOMPUTED, FRESH = "blue", "dark_orange", "grey50"
 
 def show_trace(console: Console, trace: Trace) -> None:
     """What was reused, from where, and why not."""
-    table = Table("segment", "tokens", "from", "recomputed", "why", box=None, pad_edge=False, title_justify="left")
+    table = Table("segment", box=None, pad_edge=False)
+    table.add_column("tokens", justify="right")
+    for heading in ("from", "recomputed", "why"):
+        table.add_column(heading)
     for segment in trace.segments:
         where = f"{segment.tier}, {segment.nbytes / 1e6:.1f} MB" if segment.hit else "computed"
         again = "exact prefix" if segment.exact else f"{segment.recomputed} rows" if segment.hit else "all"
         name = Path(segment.source).name if segment.source else segment.kind
-        table.add_row(name, str(segment.n_tokens), where, again if segment.kind == "chunk" else "", segment.why)
-    console.print(table)
+        table.add_row(Text(name), str(segment.n_tokens), where, again, Text(segment.why))
+    if trace.segments:
+        console.print(table)
     console.print(strip(trace, min(console.width, 100)))
-    console.print(
-        f"{trace.tokens} tokens: [{REUSED}]{trace.tokens_reused} reused[/], [{RECOMPUTED}]{trace.tokens_recomputed} "
-        f"recomputed[/] (mean over layers, policy {trace.policy} at {trace.ratio:.0%}), "
-        f"[{FRESH}]{trace.tokens_fresh} fresh[/]; first token after {trace.ttft_s:.2f} s"
-        + (f"; {trace.refusal}" if trace.refusal else "")
-    )
+    if trace.refusal:
+        said = f"{trace.tokens} tokens, all [{FRESH}]computed[/]: {escape(trace.refusal)}"
+    else:
+        said = (
+            f"{trace.tokens} tokens: [{REUSED}]{trace.tokens_reused} reused[/], [{RECOMPUTED}]"
+            f"{trace.tokens_recomputed} recomputed[/] (policy {trace.policy}, {trace.mean_ratio:.0%} of a layer on "
+            f"average), [{FRESH}]{trace.tokens_fresh} fresh[/]"
+        )
+    console.print(f"{said}; first token after {trace.ttft_s:.2f} s", highlight=False)
 
 
 def strip(trace: Trace, width: int) -> Text:
@@ -37,14 +45,10 @@ def strip(trace: Trace, width: int) -> Text:
     cached = [s for s in trace.segments if s.hit]
     text = Text()
     for column in range(width):
-        lo, hi = (
-            column * trace.tokens // width,
-            max((column + 1) * trace.tokens // width, column * trace.tokens // width + 1),
-        )
-        rows = range(lo, hi)
-        if not any(s.start <= lo < s.start + s.n_tokens for s in cached):
-            style = FRESH
-        else:
+        lo = column * trace.tokens // width
+        rows = range(lo, max((column + 1) * trace.tokens // width, lo + 1))
+        style = FRESH
+        if any(s.start <= lo < s.start + s.n_tokens for s in cached):
             style = RECOMPUTED if sum(row in recomputed for row in rows) * 4 >= len(rows) else REUSED
         text.append("█", style)
     return text

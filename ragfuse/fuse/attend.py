@@ -1,25 +1,24 @@
 """Attention of few queries, standing anywhere in a prompt, over all its keys.
 
-Causality is by position, never by index: a recomputed row sees exactly the keys before it (the released CacheBlend code
-masks a bottom-right triangle instead). Sorted queries are taken in blocks, and each block's keys end where its last
-query stands, so most of the masked part is never computed.
+A recomputed row sees exactly the keys at positions up to its own, wherever it stands among the queries (the released
+CacheBlend code masks a bottom-right triangle instead). Sorted queries are taken in blocks, and each block's keys end
+where its last query stands, so most of the masked part is never computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
+BLOCK = 64
+"""Queries per block on a CPU; an accelerator takes all rows at once."""
 
-def block_size(rows: Tensor, dtype: torch.dtype) -> int:
-    """Queries per block: 64 (float32) or 96 measured best on CPU; an accelerator takes all rows at once."""
-    if rows.device.type != "cpu":
-        return max(len(rows), 1)
-    return 64 if dtype == torch.float32 else 96
+KEY_TILE = 32
+"""Keys of a block are rounded up to a multiple of this: the kernels are slower on ragged ends."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,15 @@ class RowMask:
     watch: Callable[[object, Tensor, Tensor, float], None] | None = None
     _blocks: dict[tuple[int | None, torch.dtype], list[Block]] = field(default_factory=dict)
 
+    @property
+    def is_suffix(self) -> bool:
+        """Whether the rows are all from some row to the prompt's end, and at least two thirds of it."""
+        missing = len(self.positions) - len(self.rows)
+        return 3 * missing <= len(self.positions) and int(self.rows[0]) == missing
+
     def dense(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
         """The whole additive mask [1, 1, R, T] for models that apply a mask themselves."""
-        return _mask(self.positions[self.rows], self.positions, dtype, window)[None, None]
+        return self._additive(slice(None), slice(0, len(self.positions)), dtype, window)[None, None]
 
     def blocks(self, dtype: torch.dtype, window: int | None) -> list[Block]:
         """The blocks for a sliding `window` (None: all earlier keys); built once and shared by the layers."""
@@ -56,32 +61,37 @@ class RowMask:
             self._blocks[window, dtype] = list(self._cut(dtype, window))
         return self._blocks[window, dtype]
 
-    def _cut(self, dtype: torch.dtype, window: int | None) -> list[Block]:
-        size = block_size(self.rows, dtype)
-        at = self.positions[self.rows]
-        firsts = at[::size]
-        lasts = at[torch.arange(len(firsts), device=at.device).mul(size).add(size - 1).clamp(max=len(at) - 1)]
-        key_his = torch.searchsorted(self.positions, lasts, right=True).tolist()
-        oldest = firsts - window + 1 if window else torch.full_like(firsts, torch.iinfo(torch.int64).min)
-        key_los = torch.searchsorted(self.positions, oldest).tolist()
-        blocks = []
-        for index, (key_lo, key_hi) in enumerate(zip(key_los, key_his, strict=True)):
-            lo, hi = index * size, min((index + 1) * size, len(at))
-            mask = _mask(at[lo:hi], self.positions[key_lo:key_hi], dtype, window) if hi - lo > 1 else None
-            blocks.append(Block(lo, hi, key_lo, key_hi, mask))
-        return blocks
+    def _cut(self, dtype: torch.dtype, window: int | None) -> Iterator[Block]:
+        size = BLOCK if self.rows.device.type == "cpu" else len(self.rows)
+        rows, total = self.rows.tolist(), len(self.positions)
+        for lo in range(0, len(rows), size):
+            hi = min(lo + size, len(rows))
+            key_lo = self._oldest(rows[lo], window)
+            if hi - lo == 1:
+                yield Block(lo, hi, key_lo, rows[lo] + 1, None)
+                continue
+            key_hi = min(total, -(-(rows[hi - 1] + 1) // KEY_TILE) * KEY_TILE)
+            yield Block(lo, hi, key_lo, key_hi, self._additive(slice(lo, hi), slice(key_lo, key_hi), dtype, window))
 
+    def _oldest(self, row: int, window: int | None) -> int:
+        """First key that the row can see."""
+        if window is None:
+            return 0
+        return int(torch.searchsorted(self.positions, self.positions[row] - window + 1))
 
-def _mask(queries: Tensor, keys: Tensor, dtype: torch.dtype, window: int | None) -> Tensor:
-    """Additive [R, T]; without a window only the keys behind the first query are compared at all."""
-    out = torch.zeros(len(queries), len(keys), dtype=dtype, device=keys.device)
-    seen_by_all = 0 if window else int(torch.searchsorted(keys, queries[:1]))
-    queries, keys = queries[:, None].int(), keys[seen_by_all:].int()
-    hidden = keys > queries
-    if window:
-        hidden |= keys <= queries - window
-    out[:, seen_by_all:].masked_fill_(hidden, torch.finfo(dtype).min)
-    return out
+    def _additive(self, rows: slice, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
+        """Mask of some rows over some keys. Positions increase, so what a row must not see is what stands after it.
+
+        Each row of it is a stretch of one long step: copied, which costs a quarter of comparing positions.
+        """
+        chosen, width = self.rows[rows], keys.stop - keys.start
+        step = torch.zeros(len(self.positions) + width, dtype=dtype, device=chosen.device)
+        step[len(self.positions) :] = torch.finfo(dtype).min
+        out = step.unfold(0, width, 1).index_select(0, len(self.positions) - 1 - chosen + keys.start)
+        if window is not None:
+            at = self.positions[chosen, None]
+            out.masked_fill_(self.positions[keys] <= at - window, torch.finfo(dtype).min)
+        return out
 
 
 def attend(
@@ -99,6 +109,8 @@ def attend(
     Hq is a multiple of H (grouped queries). softcap: scores become softcap * tanh(score / softcap). sinks [Hq]: a
     logit per head that takes part in the softmax and gives nothing.
     """
+    if window is None and softcap is None and sinks is None and mask.is_suffix:
+        return _attend_suffix(query, keys, values, scaling)
     out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
     for block in mask.blocks(query.dtype, window):
         part = query[:, :, block.lo : block.hi]
@@ -111,6 +123,14 @@ def attend(
             done = _attend_plain(part, seen_keys, seen_values, block.mask, scaling, softcap, sinks)
         out[:, block.lo : block.hi] = done.transpose(1, 2)
     return out
+
+
+def _attend_suffix(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """The whole triangle, empty queries standing for the few missing rows: sooner than under a mask."""
+    missing = keys.shape[2] - query.shape[2]
+    whole = pad(query, (0, 0, missing, 0))
+    done = scaled_dot_product_attention(whole, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
+    return done[:, :, missing:].transpose(1, 2)
 
 
 def _attend_plain(

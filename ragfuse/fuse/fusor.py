@@ -64,7 +64,7 @@ class Buffers:
         self.values: list[Tensor | None] = [None] * len(rope)
         self._runs, self._source, self._rope = runs, source, rope
         self._device, self._room = device, room
-        self._angles: dict[tuple[int, RopeLayout], tuple[Tensor, Tensor]] = {}
+        self._angles: dict[RopeLayout, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self._rope)
@@ -78,7 +78,8 @@ class Buffers:
             kv = found.get(run.segment)
             if kv is None or kv.n_tokens != run.hi - run.lo:
                 raise LostRun(run.segment)
-            self._place(layer, run, kv)
+            self._copy(layer, run, kv)
+        self._turn(layer)
 
     def get(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values [1, H, T, D] of a layer."""
@@ -106,20 +107,26 @@ class Buffers:
             size = (1, values.shape[0], length, values.shape[-1])
             self.values[layer] = torch.empty(size, dtype=values.dtype, device=self._device)
 
-    def _place(self, layer: int, run: Run, kv: LayerKV) -> None:
+    def _copy(self, layer: int, run: Run, kv: LayerKV) -> None:
         self._allocate(layer, kv.keys, kv.values)
-        layout = self._rope[layer] if run.start else None
-        for part, states, buffer in zip(("keys", "values"), (kv.keys, kv.values), self.get(layer), strict=True):
-            out = buffer[0, :, run.lo : run.hi]
-            if layout is None or layout.part != part:
-                out.copy_(states, non_blocking=True)
-            else:
-                place(out, states.to(self._device), self._angle(run.start, layout), layout)
+        keys, values = self.get(layer)
+        keys[0, :, run.lo : run.hi].copy_(kv.keys, non_blocking=True)
+        values[0, :, run.lo : run.hi].copy_(kv.values, non_blocking=True)
 
-    def _angle(self, delta: int, layout: RopeLayout) -> tuple[Tensor, Tensor]:
-        if (delta, layout) not in self._angles:
-            self._angles[delta, layout] = angles(layout, delta, self._device)
-        return self._angles[delta, layout]
+    def _turn(self, layer: int) -> None:
+        """Rotate what was copied to where it stands, all runs at once; rows that do not move turn by zero: exactly."""
+        layout = self._rope[layer]
+        moved = [run for run in self._runs if run.start]
+        if layout is None or not moved:
+            return
+        lo, hi = min(run.lo for run in moved), max(run.hi for run in moved)
+        if layout not in self._angles:
+            deltas = torch.zeros(hi - lo, dtype=torch.float64)
+            for run in moved:
+                deltas[run.lo - lo : run.hi - lo] = run.start
+            self._angles[layout] = angles(layout, deltas[:, None], self._device)
+        part = self.get(layer)[0 if layout.part == "keys" else 1][0, :, lo:hi]
+        place(part, part, self._angles[layout], layout)
 
 
 class Fusion:
@@ -211,16 +218,14 @@ class Fusion:
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """Squared L2 distance per offered row over heads and dims, float32 [m], in the order of `_alive`."""
-        mine = self._offered[self.rows].nonzero()[:, 0]
-        rows = self.rows[mine]
-        total = torch.zeros(len(rows), device=self.rows.device)
+        total = torch.zeros(len(self.rows), device=self.rows.device)
         old_keys, old_values = self.buffers.get(layer)
         pairs = {"k": [(keys, old_keys)], "v": [(values, old_values)]}
         pairs["kv"] = pairs["k"] + pairs["v"]
         for new, old in pairs[self.policy.compare]:
-            change = new[0].index_select(1, mine).float() - old[0].index_select(1, rows).float()
-            total += change.square_().sum(-1).sum(0)
-        return total
+            change = new[0].float() - old[0].index_select(1, self.rows)
+            total += change.square_().sum((0, 2))
+        return total[self._offered[self.rows]]
 
 
 def _view(n_layers: int, ratio: float, forced: int, runs: Sequence[Run], offer: Tensor, score: Tensor | None) -> View:

@@ -22,18 +22,21 @@ def halves(keys: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:
     return part[..., : width // 2], part[..., width // 2 :]
 
 
-def angles(layout: RopeLayout, delta: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of a move by `delta` positions, float32 [len(inv_freq)], from angles in float64."""
+def angles(layout: RopeLayout, delta: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of a move by `delta` positions, float32 [len(inv_freq)], from angles in float64.
+
+    delta: one for all rows, or float64 [n, 1]; then both are [n, len(inv_freq)].
+    """
     angle = torch.tensor(layout.inv_freq, dtype=torch.float64) * delta
     return angle.cos().float().to(device), angle.sin().float().to(device)
 
 
 def place(out: Tensor, keys: Tensor, turn: tuple[Tensor, Tensor], layout: RopeLayout) -> None:
-    """Write `keys`, turned by ready `angles`, into `out`; both [..., n, D] of one dtype."""
-    if 2 * len(layout.inv_freq) < keys.shape[-1]:
+    """Write `keys`, turned by ready `angles`, into `out`; both [..., n, D] of one dtype. They may be the same tensor."""
+    if out is not keys and 2 * len(layout.inv_freq) < keys.shape[-1]:
         out.copy_(keys)
     cos, sin = turn
-    first, second = (half.float() for half in halves(keys, layout))
+    first, second = (half.to(torch.float32, copy=True) for half in halves(keys, layout))
     to_first, to_second = halves(out, layout)
     to_first.copy_(torch.addcmul(first * cos, second, sin, value=-1))
     to_second.copy_(torch.addcmul(second * cos, first, sin))

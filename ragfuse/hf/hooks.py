@@ -65,12 +65,23 @@ class Wiring:
     layers: tuple[nn.Module, ...]
     windows: tuple[int | None, ...]
     mode: AttentionMode
+    options: frozenset[str]
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        layers: tuple[nn.Module, ...],
+        windows: tuple[int | None, ...],
+        mode: AttentionMode,
+    ) -> Wiring:
+        """The wiring of a model, with the names of its forward's arguments."""
+        return cls(model, layers, windows, mode, frozenset(inspect.signature(type(model).forward).parameters))
 
     def forward_options(self, positions: Tensor) -> dict[str, Any]:
         """Arguments of the model's forward that not every family has."""
-        known = inspect.signature(type(self.model).forward).parameters
         options: dict[str, Any] = {"position_ids": positions[None], "logits_to_keep": 1}
-        return {name: value for name, value in options.items() if name in known}
+        return {name: value for name, value in options.items() if name in self.options}
 
 
 class FusedPrefill:

@@ -6,6 +6,8 @@ choice of what to reuse live elsewhere.
 
 from __future__ import annotations
 
+import copy
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +44,14 @@ class Prefill:
     chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     mean_ratio: float = 0.0
 
+    @property
+    def kv(self) -> ChunkKV:
+        """The KV of all T rows, as views; RefusedError where there is none."""
+        if self.cache is None:
+            raise RefusedError("This model's state is not KV per token.")
+        layers, length = self.cache.layers, self.cache.length
+        return ChunkKV(tuple(LayerKV(layer.keys[0, :, :length], layer.values[0, :, :length]) for layer in layers))
+
 
 class NoSource:
     """The source of a prompt without cached runs."""
@@ -62,6 +72,8 @@ class HFModel:
     ) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self.lock = threading.RLock()
+        self._encoder, self._encoding = copy.deepcopy(tokenizer), threading.Lock()
+        self._wired: Wiring | None = None
         self.device, self.dtype = model.device, model.dtype
         self.name = str(model.config._name_or_path) or model.config.model_type
         self.fingerprint = fingerprint(model, tokenizer)
@@ -79,7 +91,9 @@ class HFModel:
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Ids of a text, none added; unless `special`, what looks like a special token in it stays text."""
-        ids: list[int] = self.words(text, add_special_tokens=False, split_special_tokens=not special).input_ids
+        encode = self._encoder or self.words
+        with self._encoding:  # a tokenizer keeps `split_special_tokens` as its state: this one is for nobody else
+            ids: list[int] = encode(text, add_special_tokens=False, split_special_tokens=not special).input_ids
         return ids
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -151,11 +165,16 @@ class HFModel:
         return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen.cpu(), fusion.mean_ratio)
 
     def _run(self, fusion: Fusion, ids: Tensor, profile: ModelProfile, watch: bool = False) -> FusedPrefill:
-        mode: AttentionMode = "rows" if profile.mode == "rows" else "dense"
-        wiring = Wiring(self.model, probe.decoder_layers(self.model), profile.windows, mode)
-        prefill = FusedPrefill(wiring, fusion, watch)
+        prefill = FusedPrefill(self._wiring(profile), fusion, watch)
         prefill.run(ids)
         return prefill
+
+    def _wiring(self, profile: ModelProfile) -> Wiring:
+        """Where to hook in; the same value for the same profile, found once."""
+        if self._wired is None or (self._wired.windows, self._wired.mode) != (profile.windows, profile.mode):
+            mode: AttentionMode = "rows" if profile.mode == "rows" else "dense"
+            self._wired = Wiring.of(self.model, probe.decoder_layers(self.model), profile.windows, mode)
+        return self._wired
 
     def _probed(self) -> ModelProfile:
         """What this model allows; a refusal is part of the answer, not an error."""
@@ -185,7 +204,7 @@ class HFModel:
         raise RefusedError(f"Its self-test failed: {worst}.")
 
     def _self_test(self, profile: ModelProfile) -> float:
-        """Relative error of the logits at ratio 1, over a prompt longer than any sliding window."""
+        """Relative error at ratio 1, over a prompt longer than any window: of the logits, or of typical rows."""
         config = self.model.config.get_text_config()
         longest = max([window or 0 for window in profile.windows], default=0)
         total = max(3 * probe.RUN_TOKENS, longest + probe.RUN_TOKENS)
@@ -195,7 +214,13 @@ class HFModel:
         source = KVSource([self.encode(ids[lo:hi]) for lo, hi in spans])
         runs = [Run(index, lo, hi, lo, blend=index > 0) for index, (lo, hi) in enumerate(spans)]
         fused = self.fuse(ids, torch.arange(total), runs, source, "hkvd", 1.0, profile)
-        return probe.logits_error(fused.logits, self.full_prefill(ids).logits)
+        full = self.full_prefill(ids)
+        if not probe.is_routed(config, self.dtype):
+            return probe.logits_error(fused.logits, full.logits)
+        pairs = zip(fused.kv.layers, full.kv.layers, strict=True)
+        return max(
+            error for a, b in pairs for error in (probe.typical(a.keys, b.keys), probe.typical(a.values, b.values))
+        )
 
 
 @dataclass(frozen=True)
@@ -218,9 +243,16 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
         flat = weight.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 256)][:256].float().cpu().numpy().tobytes()
         hasher.append(digest(name, str(tuple(weight.shape)), sample))
+    return digest(*hasher, _tokenizer_digest(tokenizer))
+
+
+def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Digest of what a tokenizer makes of text, without how it was last asked to pad or to cut."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    hasher.append(digest(backend.to_str() if backend is not None else type(tokenizer).__name__))
-    return digest(*hasher)
+    if backend is None:
+        return digest(type(tokenizer).__name__)
+    parts = json.loads(backend.to_str())
+    return digest(json.dumps({**parts, "padding": None, "truncation": None}, sort_keys=True))
 
 
 def load_model(

@@ -5,6 +5,7 @@ Chunks in memory are read where they are used; a thread of its own, one per prom
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,12 @@ from types import TracebackType
 from ragfuse.core import Fetch, LayerKV
 from ragfuse.store import KVStore
 
+log = logging.getLogger("ragfuse.load")
+
 AHEAD = 4
 """Layers that may wait, read but not yet fused."""
+LOOK_S = 0.5
+"""Seconds between two looks whether the reading thread is still alive."""
 
 Layer = Mapping[int, LayerKV | None]
 
@@ -37,8 +42,11 @@ class LayerReader:
         self._next = 0
 
     def __enter__(self) -> LayerReader:
-        if self._thread is not None:
-            self._thread.start()
+        try:
+            if self._thread is not None:
+                self._thread.start()
+        except RuntimeError:  # no thread to be had: every layer is read when it is asked for
+            self._thread = None
         return self
 
     def __exit__(
@@ -56,12 +64,20 @@ class LayerReader:
         if layer != self._next:
             raise ValueError(f"Layer {layer} was asked for, layer {self._next} is next.")
         self._next += 1
-        if self._thread is None:
-            return self._load(layer)
         began = time.perf_counter()
-        found = self._ready.get()
+        found = self._load(layer) if self._thread is None else self._wait(self._thread)
         self.wait_s += time.perf_counter() - began
         return found
+
+    def _wait(self, thread: threading.Thread) -> Layer:
+        """The next layer that was read ahead; every segment lost if the thread died without it."""
+        while True:
+            alive = thread.is_alive()  # asked first: what it put before it died is in the queue
+            try:
+                return self._ready.get(timeout=LOOK_S if alive else 0)
+            except Empty:
+                if not alive:
+                    return dict.fromkeys(fetch.segment for fetch in self._fetches)
 
     def _run(self) -> None:
         for layer in range(self._n_layers):
@@ -71,6 +87,14 @@ class LayerReader:
 
     def _load(self, layer: int) -> Layer:
         began = time.perf_counter()
-        found = {f.segment: self._store.read_layer(f.key, layer, f.tier) for f in self._fetches}
+        found = {fetch.segment: self._read(fetch, layer) for fetch in self._fetches}
         self.load_s += time.perf_counter() - began
         return found
+
+    def _read(self, fetch: Fetch, layer: int) -> LayerKV | None:
+        """One layer of one segment; whatever goes wrong, the segment is lost and nothing else."""
+        try:
+            return self._store.read_layer(fetch.key, layer, fetch.tier)
+        except Exception as error:
+            log.warning("Layer %d of %s could not be read from %s: %s", layer, fetch.key, fetch.tier, error)
+            return None

@@ -30,6 +30,8 @@ def plan(
 
 def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
     """Whether a fetched segment attended to just what stands before it here: then its KV is full prefill's own."""
-    lo = prompt.spans[fetch.segment][0]
-    before = prompt.token_ids[:lo]
-    return fetch.key.context == (token_digest(before) if before else "")
+    lo, start = prompt.spans[fetch.segment][0], prompt.segments[fetch.segment].start
+    if not lo or not fetch.key.context:
+        return not lo and not fetch.key.context
+    gapless = start - lo == prompt.segments[0].start
+    return gapless and fetch.key.context == token_digest(prompt.token_ids[:lo])

@@ -63,6 +63,12 @@ class Book:
         with self._trouble(), self._database.write() as transaction:
             transaction.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?)", (name, text))
 
+    def settle(self, name: str, profile: Mapping[str, Any]) -> dict[str, Any]:
+        """The profile of that name; `profile` becomes it if there is none. All who ask at once get the same."""
+        with self._trouble(), self._database.write() as transaction:
+            transaction.execute("INSERT OR IGNORE INTO profiles VALUES (?, ?)", (name, json.dumps(dict(profile))))
+        return self.get(name) or {}
+
     def names(self) -> list[str]:
         """Names of all profiles, sorted."""
         with self._trouble():

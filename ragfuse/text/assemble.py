@@ -30,6 +30,7 @@ class _Run:
     tokens: tuple[int, ...]
     is_chunk: bool = False
     source: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Assembler:
         return _Run(tuple(self.encode(text, True)))
 
     def _run(self, piece: Piece) -> _Run:
-        return _Run(tuple(self.encode(piece.text, False)), piece.kind == "chunk", piece.source)
+        return _Run(tuple(self.encode(piece.text, False)), piece.kind == "chunk", piece.source, piece.text)
 
     def _prompt(self, runs: Sequence[_Run]) -> Prompt:
         runs = [run for run in runs if run.tokens]
@@ -85,7 +86,7 @@ class Assembler:
         contexts = (token_digest(prefix), "") if module else ("",)
         for run, keep in zip(runs[n_prefix:], reused[n_prefix:], strict=True):
             keys = tuple(self.key_of(run.tokens, context) for context in contexts) if keep else ()
-            yield Segment(run.tokens, 0, "chunk" if keep else "fresh", keys, run.source if keep else "")
+            yield Segment(run.tokens, 0, "chunk", keys, run.source, run.text) if keep else Segment(run.tokens, 0)
 
 
 def _placed(segments: Iterable[Segment]) -> tuple[Segment, ...]:

@@ -39,7 +39,9 @@ def test_dims_outside_the_layout_stay_as_they_are(layout: RopeLayout) -> None:
     outside = [dim for dim in range(8) if not layout.lo <= dim < layout.lo + width]
     found = moved(keys(), 9, layout)
     assert torch.equal(found[..., outside], keys()[..., outside])
-    assert not torch.isclose(found[..., layout.lo : layout.lo + width], keys()[..., layout.lo : layout.lo + width]).all()
+    assert not torch.isclose(
+        found[..., layout.lo : layout.lo + width], keys()[..., layout.lo : layout.lo + width]
+    ).all()
 
 
 @named

@@ -1,6 +1,7 @@
 """Every policy keeps to its budget, and picks what its name says."""
 
 import math
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -65,21 +66,20 @@ def test_the_mean_over_the_layers_is_the_ratio_within_rounding(
     policy, offered = policy_named(name), sum(sizes)
     counts = [len(rows) for rows in run(policy, view(sizes, ratio, n_layers, forced))][policy.check_layer :]
     plain = sum(counts) / len(counts)
-    rounding = 8 if ratio * 1.5 * offered >= 63 else 0.5
+    rounding = 8.5 if ratio * 1.5 * offered >= 63 else 0.5
     assert abs(plain - ratio * offered) <= rounding + 1e-6
 
 
 @by_ratio
 @given(sizes=sizes_drawn, ratio=ratios, n_layers=st.integers(2, 9), forced=st.integers(1, 50))
-def test_budgets_are_those_of_the_twin(
-    name: str, sizes: list[int], ratio: float, n_layers: int, forced: int
-) -> None:
+def test_budgets_are_those_of_the_twin(name: str, sizes: list[int], ratio: float, n_layers: int, forced: int) -> None:
     policy, offered = policy_named(name), sum(sizes)
     gradual = name in ("hkvd", "hkvd:k", "hkvd:v", "hybrid", "query-gradual")
     plan = reference.shares(ratio, policy.check_layer, n_layers, gradual)
     assume(all(abs(share * offered % 1 - 0.5) > 1e-6 for share in plan))
     found = [len(rows) for rows in run(policy, view(sizes, ratio, n_layers, forced))][policy.check_layer :]
-    assert found == [reference.budget(share, offered, forced) for share in plan]
+    budgets = [reference.budget(share, offered, forced) for share in plan]
+    assert found == list(accumulate(budgets, min))
 
 
 @given(sizes=st.lists(st.integers(30, 90), min_size=2, max_size=6), ratio=st.floats(0.05, 0.6))
@@ -130,7 +130,7 @@ def test_the_schedule_falls_evenly_around_the_ratio(ratio: float, first: int, de
     found = [schedule(ratio, layer, first, first + depth, gradual) for layer in range(first, first + depth)]
     assert found == pytest.approx(reference.shares(ratio, first, first + depth, gradual))
     assert sum(found) / depth == pytest.approx(ratio)
-    assert all(0 <= later <= earlier + 1e-9 <= 1 + 2e-9 for earlier, later in zip(found, found[1:], strict=False))
+    assert all(0 <= later <= earlier + 1e-9 <= 1 + 2e-9 for earlier, later in pairwise(found))
 
 
 def test_the_schedule_starts_at_one_and_a_half_times_the_ratio() -> None:
@@ -206,7 +206,9 @@ def test_names_are_distinct() -> None:
     assert len({policy.name for policy in POLICIES}) == len(POLICIES)
 
 
-@pytest.mark.parametrize("name", ["", "hkvd-", "lego-", "lego-x", "HKVD", "best", "hkvd:q", "lego--3", "lego-²"])
+@pytest.mark.parametrize(
+    "name", ["", "hkvd-", "lego-", "lego-x", "HKVD", "best", "hkvd:q", "lego--3", "lego-²", "lego-0"]
+)
 def test_an_unknown_name_lists_the_known(name: str) -> None:
     with pytest.raises(SettingsError, match=r"hkvd-flat.*lego-N"):
         policy_named(name)

@@ -157,32 +157,38 @@ def _other_pairing(model: HFModel) -> dict[str, Any]:
 
 
 # What is broken -> how; all are run on a rotary model that attends through our function.
-BREAKS: Mapping[str, Break] = MappingProxyType({
-    "a row sees the key after it": attend_wrongly(lambda rows, at, keys, window: _right(rows, at + 1, keys, window)),
-    "a row does not see itself": attend_wrongly(
-        lambda rows, at, keys, window: _right(rows, at, keys, window) | ((keys == at) & (at > 0))
-    ),
-    "the mask is a triangle of the last rows": attend_wrongly(_bottom_right),
-    "everything is seen": attend_wrongly(lambda rows, at, keys, window: keys < 0),
-    "stored keys stand one position too far": with_kv(_one_further),
-    "stored values are scaled by a tenth": with_kv(lambda _, layer: LayerKV(layer.keys, layer.values * 1.1)),
-    "keys and values are shifted by one row": with_kv(
-        lambda _, layer: LayerKV(layer.keys.roll(1, 1), layer.values.roll(1, 1))
-    ),
-    "the rotation pairs other dims": with_profile(_other_pairing),
-    "keys are not rotated": with_profile(lambda model: {"rope": (None,) * model.n_layers}),
-    "chunks are placed one position too early": with_runs(
-        lambda runs: [replace(run, start=max(run.start - 1, 0)) for run in runs]
-    ),
-    "the last run is dropped from the runs": with_runs(lambda runs: runs[:-1]),
-    "stored tensors are turned in place": mutating,
-})
-WINDOW_BREAKS: Mapping[str, Break] = MappingProxyType({
-    "the window is ignored": attend_wrongly(lambda rows, at, keys, window: _right(rows, at, keys, None)),
-    "the window is one too long": attend_wrongly(
-        lambda rows, at, keys, window: _right(rows, at, keys, window + 1 if window else None)
-    ),
-    "the window is one too short": attend_wrongly(
-        lambda rows, at, keys, window: _right(rows, at, keys, window - 1 if window else None)
-    ),
-})
+BREAKS: Mapping[str, Break] = MappingProxyType(
+    {
+        "a row sees the key after it": attend_wrongly(
+            lambda rows, at, keys, window: _right(rows, at + 1, keys, window)
+        ),
+        "a row does not see itself": attend_wrongly(
+            lambda rows, at, keys, window: _right(rows, at, keys, window) | ((keys == at) & (at > 0))
+        ),
+        "the mask is a triangle of the last rows": attend_wrongly(_bottom_right),
+        "everything is seen": attend_wrongly(lambda rows, at, keys, window: keys < 0),
+        "stored keys stand one position too far": with_kv(_one_further),
+        "stored values are scaled by a tenth": with_kv(lambda _, layer: LayerKV(layer.keys, layer.values * 1.1)),
+        "keys and values are shifted by one row": with_kv(
+            lambda _, layer: LayerKV(layer.keys.roll(1, 1), layer.values.roll(1, 1))
+        ),
+        "the rotation pairs other dims": with_profile(_other_pairing),
+        "keys are not rotated": with_profile(lambda model: {"rope": (None,) * model.n_layers}),
+        "chunks are placed one position too early": with_runs(
+            lambda runs: [replace(run, start=max(run.start - 1, 0)) for run in runs]
+        ),
+        "the last run is dropped from the runs": with_runs(lambda runs: runs[:-1]),
+        "stored tensors are turned in place": mutating,
+    }
+)
+WINDOW_BREAKS: Mapping[str, Break] = MappingProxyType(
+    {
+        "the window is ignored": attend_wrongly(lambda rows, at, keys, window: _right(rows, at, keys, None)),
+        "the window is one too long": attend_wrongly(
+            lambda rows, at, keys, window: _right(rows, at, keys, window + 1 if window else None)
+        ),
+        "the window is one too short": attend_wrongly(
+            lambda rows, at, keys, window: _right(rows, at, keys, window - 1 if window else None)
+        ),
+    }
+)

@@ -51,6 +51,17 @@ MLA = {
     "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
 }
+SMALL_STATE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 
 # Name -> (model type, what differs from BASE); all of them can be fused.
@@ -92,7 +103,7 @@ FAMILIES = MappingProxyType(
         "olmo2": ("olmo2", {}),
         "olmo3-window": ("olmo3", SHORT),
         "olmoe": ("olmoe", EXPERTS),
-        "granite": ("granite", {}),
+        "granite": ("granite", {"attention_multiplier": 0.25}),
         "starcoder2-window": ("starcoder2", SHORT),
         "gpt-oss-sinks-window": ("gpt_oss", dict(num_local_experts=4, head_dim=16, rope_scaling=None, **SHORT)),
         "deepseek-latent": ("deepseek_v3", MLA),
@@ -127,8 +138,8 @@ REFUSED = MappingProxyType(
             },
             "'longrope'",
         ),
-        "mamba": ("mamba", {}, "'linear_attention'"),
-        "qwen3-next": ("qwen3_next", {}, "'linear_attention'"),
-        "llama4": ("llama4_text", {"num_local_experts": 2}, "'chunked_attention'"),
+        "mamba": ("mamba", {}, "linear_attention"),
+        "qwen3-next": ("qwen3_next", SMALL_STATE, "linear_attention"),
+        "llama4": ("llama4_text", {"num_local_experts": 2}, "chunked_attention"),
     }
 )

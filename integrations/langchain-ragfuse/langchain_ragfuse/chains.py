@@ -36,5 +36,7 @@ def create_fused_documents_chain(
         return document_separator.join(marker.mark(text, source) for text, source in texts)
 
     format_inputs = RunnablePassthrough.assign(**{document_variable_name: format_docs})
-    chain = format_inputs.with_config(run_name="format_inputs") | prompt | llm | (output_parser or StrOutputParser())
+    chain: Runnable[dict[str, Any], Any] = (
+        format_inputs.with_config(run_name="format_inputs") | prompt | llm | (output_parser or StrOutputParser())
+    )
     return chain.with_config(run_name="fused_documents_chain")

@@ -12,7 +12,7 @@ from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from pydantic import ConfigDict, Field, PrivateAttr
+from pydantic import ConfigDict, Field, PrivateAttr, SecretStr
 
 from langchain_ragfuse.messages import turns_of
 from ragfuse import Answer, Ask, Engine, InputError, Settings
@@ -29,7 +29,9 @@ class ChatRagFuse(BaseChatModel):
     question and shared by all models of the process with the same name, dtype and device.
     """
 
-    model_config = ConfigDict(populate_by_name=True, arbitrary_types_allowed=True, protected_namespaces=())
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=()
+    )
 
     model: str | None = Field(default=None, alias="model_name")
     """Embedded name, Hugging Face id or local folder; None: what the settings say."""
@@ -58,8 +60,11 @@ class ChatRagFuse(BaseChatModel):
     seed: int | None = None
     timeout: float | None = None
     """Seconds for writing an answer, after which it ends as it is."""
+    streaming: bool = False
+    """Whether `invoke` streams too, for callbacks that listen to tokens."""
     max_retries: int | None = None
-    """Taken for compatibility: a local model has nothing to retry."""
+    """Taken for compatibility: a local model has nothing to retry, and needs no key."""
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further options of transformers' `generate`."""
 
@@ -213,7 +218,7 @@ def _result(answer: Answer, engine: Engine, ask: Ask) -> ChatResult:
 def _last(answer: Answer, said: str, engine: Engine, ask: Ask) -> ChatGenerationChunk:
     """What of the text was not said yet (all of it with beams), usage and trace."""
     message = AIMessageChunk(
-        answer.text[len(said) :],
+        content=answer.text[len(said) :],
         response_metadata=_metadata(answer, engine),
         usage_metadata=_usage(answer, engine, ask),
         chunk_position="last",
@@ -249,7 +254,7 @@ def _with(settings: Settings, given: Mapping[str, Any]) -> Settings:
 
 
 def _chunk(text: str) -> ChatGenerationChunk:
-    return ChatGenerationChunk(message=AIMessageChunk(text))
+    return ChatGenerationChunk(message=AIMessageChunk(content=text))
 
 
 def _options(said: Callable[[str], Any]) -> dict[str, Any]:

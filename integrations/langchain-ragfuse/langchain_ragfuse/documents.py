@@ -101,7 +101,7 @@ def engine_of(llm: Any) -> Engine:
     raise InputError(f"A {type(llm).__name__} has no chunk store; wanted a ChatRagFuse.")
 
 
-def _value(prompt: BasePromptTemplate[Any], name: str, word: str, history: list[BaseMessage]) -> Any:
+def _value(prompt: BasePromptTemplate[Any], name: str, word: str, history: Sequence[BaseMessage]) -> Any:
     """A value for a variable of the prompt: messages where it wants messages, else the word."""
     takes_messages = getattr(prompt.input_types.get(name), "__origin__", None) is list
     return history if takes_messages else word

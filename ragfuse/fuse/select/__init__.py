@@ -37,7 +37,7 @@ def policy_named(name: str) -> Policy:
         if policy.name == name:
             return policy
     head, _, count = name.rpartition("-")
-    if head == "lego" and count.isdigit():
+    if head == "lego" and count.isascii() and count.isdigit() and int(count) > 0:
         return Lego(name=name, first=int(count))
     known = ", ".join(policy.name for policy in POLICIES)
     raise SettingsError(f"No selection policy '{name}'. It is one of: {known}, lego-N.")

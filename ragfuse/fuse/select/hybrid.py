@@ -22,7 +22,7 @@ class Hybrid:
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """Edges first, then deviations, thinned out gradually."""
-        if deviation is None:
+        if deviation is None or len(alive) == 0:
             return alive
         share = schedule(view.ratio, layer, self.check_layer, view.n_layers, gradual=True)
         edges = view.offset.argsort(stable=True)[: view.budget(self.edge_share * share)]

@@ -223,10 +223,12 @@ def test_readers_see_whole_layers_or_nothing_while_others_write_and_delete(make_
     for reader in readers:
         reader.start()
     try:
-        for round_ in range(6):
+        for round_ in range(2000):
             for i in range(8):
                 tier.write(key(i), *encoded(kv(i)))
-            tier.delete([key(round_)])
+            tier.delete([key(round_ % 8)])
+            if round_ >= 6 and seen:
+                break
     finally:
         stop.set()
         for reader in readers:

@@ -23,8 +23,8 @@ from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import TokenAsyncGen
-
 from llama_index.llms.ragfuse.convert import Turn, chat, completion, turns_of
+
 from ragfuse import Answer, AnswerStream, Ask, Engine, InputError, Settings
 
 Prompt = str | list[Turn]
@@ -157,9 +157,7 @@ class RagFuseLLM(CustomLLM):
         return completion(await _awaited(engine.stream(self._prompt(prompt, formatted), ask)), engine, ask.reuse)
 
     @llm_completion_callback()
-    async def astream_complete(
-        self, prompt: str, formatted: bool = False, **kwargs: Any
-    ) -> CompletionResponseAsyncGen:
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """`stream_complete`, leaving the event loop free."""
         ask, engine = self._ask(kwargs), await asyncio.to_thread(self._loaded)
 
@@ -215,7 +213,8 @@ class RagFuseLLM(CustomLLM):
     def _loaded(self) -> Engine:
         """The engine with its model loaded."""
         engine = self.get_engine()
-        return engine if engine.model else engine
+        _ = engine.model
+        return engine
 
     def _prompt(self, prompt: str, formatted: bool) -> Prompt:
         """A text as it is, or as the message of a user."""
@@ -273,5 +272,3 @@ def _options(said: Mapping[str, Any]) -> dict[str, Any]:
     if said["timeout"] is not None:
         options["max_time"] = said["timeout"]
     return {**options, **said["generate_kwargs"]}
-
-

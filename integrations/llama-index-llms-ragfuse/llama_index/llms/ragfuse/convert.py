@@ -66,7 +66,7 @@ def chat(answer: Answer, engine: Engine, reuse: bool, delta: str | None = None) 
 
 
 def raw_of(answer: Answer, engine: Engine, reuse: bool) -> dict[str, Any]:
-    """Usage and trace. cached_tokens came from the store as they were, cache_creation_tokens are encoded for next time."""
+    """Usage and trace; cached_tokens were reused, cache_creation_tokens are encoded for next time."""
     trace, written = answer.trace, len(answer.token_ids)
     saves = reuse and not engine.model.profile.refusal
     missed = sum(segment.n_tokens for segment in trace.segments if not segment.hit)

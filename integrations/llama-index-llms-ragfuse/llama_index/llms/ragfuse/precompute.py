@@ -8,9 +8,9 @@ from typing import Any
 
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, TransformComponent
-
 from llama_index.llms.ragfuse.base import RagFuseLLM
 from llama_index.llms.ragfuse.convert import source_of, text_of
+
 from ragfuse import Ingested
 
 
@@ -35,9 +35,7 @@ class KVPrecompute(TransformComponent):
         """What a pipeline's cache goes by: another model, dtype or tenant means other KV."""
         return {**super().to_dict(**kwargs), "model": self.llm.get_engine().digest}
 
-    def ensure(
-        self, nodes: Sequence[BaseNode], progress: Callable[[Ingested], None] | None = None
-    ) -> Ingested:
+    def ensure(self, nodes: Sequence[BaseNode], progress: Callable[[Ingested], None] | None = None) -> Ingested:
         """Encode and keep what is not kept yet; `progress` hears of every node."""
         texts = ((text_of(node), source_of(node)) for node in nodes)
         return self.llm.get_engine().ingest(texts, progress=progress)

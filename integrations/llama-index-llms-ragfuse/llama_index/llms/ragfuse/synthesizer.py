@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from llama_index.core.callbacks.base import CallbackManager
+from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_REFINE_PROMPT_SEL, DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers.base import BaseSynthesizer, QueryTextType
 from llama_index.core.schema import NodeWithScore
 from llama_index.core.types import RESPONSE_TEXT_TYPE
-
 from llama_index.llms.ragfuse.base import RagFuseLLM
 from llama_index.llms.ragfuse.convert import source_of
+
 from ragfuse import InputError
 
 TEMPLATE_TOKENS = 64
 """Room left for what a chat template writes around the messages."""
+SMALLEST = 64
+"""Tokens below which a context is of no use."""
 
 
 class RagFuseSynthesizer(BaseSynthesizer):
@@ -56,25 +60,73 @@ class RagFuseSynthesizer(BaseSynthesizer):
         self, query_str: str, text_chunks: Sequence[str], sources: Sequence[str] = (), **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """The answer to a query from texts, each a chunk; `sources` name them."""
-        answer = ""
-        contexts = list(self._contexts(query_str, text_chunks, sources))
-        for template, variables in self._steps(query_str, contexts[:-1]):
-            answer = self._fused.predict(template, **self._with(variables, answer), **response_kwargs)
-        template, variables = list(self._steps(query_str, contexts))[-1]
-        answering = self._fused.stream if self._streaming else self._fused.predict
-        return answering(template, **self._with(variables, answer), **response_kwargs)
+        *first, last = self._contexts(query_str, text_chunks, sources)
+        answer: str | None = None
+        for context in first:
+            template, values = self._step(query_str, context, answer)
+            answer = self._fused.predict(template, **values, **response_kwargs)
+        template, values = self._step(query_str, last, answer)
+        answering: Any = self._fused.stream if self._streaming else self._fused.predict
+        response: RESPONSE_TEXT_TYPE = answering(template, **values, **response_kwargs)
+        return response
 
     async def aget_response(
         self, query_str: str, text_chunks: Sequence[str], sources: Sequence[str] = (), **response_kwargs: Any
     ) -> RESPONSE_TEXT_TYPE:
         """The same, leaving the event loop free."""
-        answer = ""
-        contexts = await asyncio.to_thread(lambda: list(self._contexts(query_str, text_chunks, sources)))
-        for template, variables in self._steps(query_str, contexts[:-1]):
-            answer = await self._fused.apredict(template, **self._with(variables, answer), **response_kwargs)
-        template, variables = list(self._steps(query_str, contexts))[-1]
-        answering = self._fused.astream if self._streaming else self._fused.apredict
-        return await answering(template, **self._with(variables, answer), **response_kwargs)
+        *first, last = await asyncio.to_thread(self._contexts, query_str, text_chunks, sources)
+        answer: str | None = None
+        for context in first:
+            template, values = self._step(query_str, context, answer)
+            answer = await self._fused.apredict(template, **values, **response_kwargs)
+        template, values = self._step(query_str, last, answer)
+        answering: Any = self._fused.astream if self._streaming else self._fused.apredict
+        response: RESPONSE_TEXT_TYPE = await answering(template, **values, **response_kwargs)
+        return response
+
+    def _step(self, query: str, context: str, answer: str | None) -> tuple[BasePromptTemplate, dict[str, str]]:
+        """The template and its values: a first answer, or one refined."""
+        if answer is None:
+            return self._text_qa_template, {"query_str": query, "context_str": context}
+        return self._refine_template, {"query_str": query, "context_msg": context, "existing_answer": answer}
+
+    def _contexts(self, query: str, texts: Sequence[str], sources: Sequence[str]) -> list[str]:
+        """Marked texts, as many to a context as fit into a prompt; at least one context."""
+        engine, room = self._fused.get_engine(), self._room(query)
+        between = len(engine.tokens(self._separator))
+        contexts: list[list[str]] = [[]]
+        left = room
+        for text, source in self._fitting(texts, sources, room):
+            size = len(engine.tokens(text)) + between
+            if size > left and contexts[-1]:
+                contexts.append([])
+                left = room
+            contexts[-1].append(engine.marker.mark(text, source))
+            left -= size
+        return [self._separator.join(marked) for marked in contexts]
+
+    def _fitting(self, texts: Sequence[str], sources: Sequence[str], room: int) -> Iterator[tuple[str, str]]:
+        """(text, source), those that are longer than a prompt in parts."""
+        count = self._fused.get_engine().tokens
+        splitter = TokenTextSplitter(chunk_size=room - 16, chunk_overlap=0, tokenizer=count)
+        for text, source in zip_longest((text.strip() for text in texts), sources, fillvalue=""):
+            parts = [text] if len(count(text)) < room - 16 else splitter.split_text(text)
+            yield from ((part, source or "node") for part in parts if part)
+
+    def _room(self, query: str) -> int:
+        """Tokens that a prompt has for its context."""
+        metadata, engine = self._fused.metadata, self._fused.get_engine()
+        steps = [self._step(query, "", answer) for answer in (None, "")]
+        messages = [template.format_messages(llm=self._fused, **values) for template, values in steps]
+        written = max(sum(len(engine.tokens(each.content or "")) for each in one) for one in messages)
+        written += len(engine.tokens(self._fused.system_prompt or "")) + TEMPLATE_TOKENS
+        room = metadata.context_window - 2 * metadata.num_output - written
+        if room < SMALLEST:
+            raise InputError(
+                f"A window of {metadata.context_window} tokens leaves {room} for the context, beside {written} of the "
+                f"templates and twice {metadata.num_output} of answers; wanted {SMALLEST}. Lower max_tokens."
+            )
+        return room
 
     def _get_prompts(self) -> PromptDictType:
         return {"text_qa_template": self._text_qa_template, "refine_template": self._refine_template}
@@ -82,3 +134,7 @@ class RagFuseSynthesizer(BaseSynthesizer):
     def _update_prompts(self, prompts: PromptDictType) -> None:
         self._text_qa_template = prompts.get("text_qa_template", self._text_qa_template)
         self._refine_template = prompts.get("refine_template", self._refine_template)
+
+
+def _sources(nodes: Sequence[NodeWithScore]) -> list[str]:
+    return [source_of(each.node) for each in nodes]

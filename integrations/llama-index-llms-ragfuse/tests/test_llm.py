@@ -1,0 +1,199 @@
+"""RagFuseLLM on a tiny random model: the eight calls, parameters, usage and trace."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from typing import Any
+
+import pytest
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, TextBlock
+from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.llms import CustomLLM
+from llama_index.core.prompts import PromptTemplate
+from llama_index.llms.ragfuse import RagFuseLLM
+
+from ragfuse import Engine, InputError, Settings
+
+FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
+SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
+ASKED = f"Read this.\n\n{FIRST}\n\n{SECOND}\n\nHow many ships were there?"
+CHAT = [ChatMessage(role="user", content=ASKED)]
+
+
+@pytest.fixture
+def llm(engine: Engine) -> RagFuseLLM:
+    engine.ingest([(FIRST, "first.txt"), (SECOND, "second.txt")])
+    llm = RagFuseLLM(engine=engine)
+    llm.chat(CHAT)
+    engine.flush()
+    return llm
+
+
+def sources(response: Any) -> list[str]:
+    """Where the chunks that came from the store are from."""
+    segments = response.raw["ragfuse"]["segments"]
+    return [each["source"] for each in segments if each["kind"] == "chunk" and each["hit"]]
+
+
+async def gathered(stream: Any) -> list[Any]:
+    return [response async for response in await stream]
+
+
+async def test_the_eight_calls_agree_and_reuse_what_is_known(llm: RagFuseLLM) -> None:
+    chats = [llm.chat(CHAT), await llm.achat(CHAT), list(llm.stream_chat(CHAT))[-1]]
+    chats.append((await gathered(llm.astream_chat(CHAT)))[-1])
+    completions = [llm.complete(ASKED), await llm.acomplete(ASKED), list(llm.stream_complete(ASKED))[-1]]
+    completions.append((await gathered(llm.astream_complete(ASKED)))[-1])
+    texts = {each.message.content for each in chats} | {each.text for each in completions}
+    assert len(texts) == 1
+    assert texts != {""}
+    for response in (*chats, *completions):
+        assert sources(response) == ["first.txt", "second.txt"]
+        assert response.raw["usage"] == chats[0].raw["usage"]
+
+
+async def test_deltas_make_up_the_text(llm: RagFuseLLM) -> None:
+    whole = llm.complete(ASKED).text
+    streams = [list(llm.stream_complete(ASKED)), await gathered(llm.astream_complete(ASKED))]
+    streams += [list(llm.stream_chat(CHAT)), await gathered(llm.astream_chat(CHAT))]
+    for stream in streams:
+        assert "".join(response.delta for response in stream) == whole
+    assert streams[0][-1].text == streams[2][-1].message.content == whole
+
+
+def test_usage_is_counted(llm: RagFuseLLM, engine: Engine) -> None:
+    counter = TokenCountingHandler()
+    llm.callback_manager = CallbackManager([counter])
+    response = llm.chat(CHAT)
+    usage = response.raw["usage"]
+    assert usage["prompt_tokens"] == len(engine.prompt([("user", ASKED)])) == counter.prompt_llm_token_count
+    assert usage["completion_tokens"] == 12 == counter.completion_llm_token_count
+    assert usage["prompt_tokens_details"]["cached_tokens"] == response.raw["ragfuse"]["tokens_reused"] > 0
+    assert usage["prompt_tokens_details"]["cache_creation_tokens"] == 0
+    assert response.additional_kwargs["total_tokens"] == usage["total_tokens"]
+
+
+def test_tokens_of_what_is_missing_are_cache_creation(engine: Engine) -> None:
+    text = f"Read: {engine.marker.mark(FIRST, 'first.txt')} Well?"
+    details = RagFuseLLM(engine=engine).complete(text).raw["usage"]["prompt_tokens_details"]
+    assert details["cache_creation_tokens"] >= len(FIRST)
+    assert details["cached_tokens"] == 0
+
+
+def test_ratio_one_answers_like_full_prefill(llm: RagFuseLLM) -> None:
+    fused, full = llm.chat(CHAT, ratio=1.0), llm.chat(CHAT, reuse=False)
+    assert fused.message.content == full.message.content
+    assert full.raw["ragfuse"]["refusal"]
+    assert full.raw["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "cache_creation_tokens": 0}
+
+
+def test_a_formatted_text_goes_to_the_model_as_it_is(llm: RagFuseLLM, engine: Engine) -> None:
+    raw = llm.complete(ASKED, formatted=True).raw
+    assert raw["usage"]["prompt_tokens"] == len(engine.prompt(ASKED))
+    assert llm.complete(ASKED).raw["usage"]["prompt_tokens"] > raw["usage"]["prompt_tokens"]
+    own = RagFuseLLM(engine=engine, completion_to_prompt=lambda text: f"Q: {text} A:")
+    assert own.complete("Why?").raw["usage"]["prompt_tokens"] == len(engine.prompt("Q: Why? A:"))
+
+
+def test_stop_seed_and_length(llm: RagFuseLLM, engine: Engine) -> None:
+    whole = llm.complete(ASKED).text
+    stop = whole[4:6]
+    stopped = llm.complete(ASKED, stop=[stop])
+    assert (stopped.text, stopped.raw["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    assert llm.complete(ASKED, max_tokens=3).raw["usage"]["completion_tokens"] == 3
+    sampling = RagFuseLLM(engine=engine, temperature=1.5, top_k=50, seed=3)
+    assert sampling.complete(ASKED).text == sampling.complete(ASKED).text
+    assert len({sampling.complete(ASKED, seed=seed).text for seed in range(4)}) > 1
+
+
+def test_roles_reach_the_template_and_neighbours_are_merged(llm: RagFuseLLM, engine: Engine) -> None:
+    said = [("developer", "Be brief."), ("user", "Ask."), ("user", "Again."), ("model", "Wait."), ("user", "And?")]
+    messages = [ChatMessage(role=role, content=text) for role, text in said]
+    expected = "<s><|system|>Be brief.\n<|user|>Ask.\nAgain.\n<|assistant|>Wait.\n<|user|>And?\n<|assistant|>"
+    assert llm.chat(messages).raw["usage"]["prompt_tokens"] == len(engine.tokens(expected, special=True))
+    blocks = [ChatMessage(role=MessageRole.USER, blocks=[TextBlock(text="As"), TextBlock(text="k.")])]
+    assert llm.chat(blocks).message.content == llm.chat([ChatMessage(content="Ask.")]).message.content
+
+
+def test_what_cannot_work_is_refused(llm: RagFuseLLM) -> None:
+    image = ChatMessage(role="user", blocks=[TextBlock(text="What is it?"), ImageBlock(url="http://x/y.png")])
+    with pytest.raises(InputError, match=r"'image' cannot be read.*Wanted TextBlock"):
+        llm.chat([image])
+    with pytest.raises(InputError, match=r"no argument 'ratios'"):
+        llm.complete(ASKED, ratios=0.5)
+    with pytest.raises(ValueError, match="ratios"):
+        RagFuseLLM(ratios=0.5)
+
+
+def test_metadata_is_the_models(llm: RagFuseLLM) -> None:
+    metadata = llm.metadata
+    assert (metadata.context_window, metadata.num_output, metadata.is_chat_model) == (4096, 12, True)
+    assert metadata.model_name == llm.model_name
+    assert isinstance(llm, CustomLLM)
+
+
+def test_same_settings_share_engine_and_weights_also_after_pickling(tiny_settings: Settings) -> None:
+    one, two = RagFuseLLM(settings=tiny_settings), RagFuseLLM(settings=tiny_settings, ratio=0.5)
+    assert one.get_engine() is two.get_engine()
+    engine = Engine(tiny_settings)
+    copied = pickle.loads(pickle.dumps(RagFuseLLM(engine=engine, ratio=0.5)))
+    assert (copied.ratio, copied.get_engine()) == (0.5, one.get_engine())
+    engine.close()
+
+
+async def test_async_calls_leave_the_loop_free(llm: RagFuseLLM, engine: Engine) -> None:
+    """While the model's lock is held elsewhere no answer can come; the loop goes on all the same."""
+    held, over = threading.Event(), threading.Event()
+    holder = threading.Thread(target=_hold, args=(engine.model.lock, held, over))
+    holder.start()
+    held.wait()
+    template = PromptTemplate("{text}")
+    calls = [
+        llm.achat(CHAT),
+        llm.acomplete(ASKED),
+        gathered(llm.astream_chat(CHAT)),
+        llm.apredict(template, text=ASKED),
+    ]
+    tasks = [asyncio.create_task(call) for call in calls]
+    done, _ = await asyncio.wait(tasks, timeout=0.05)
+    assert not done
+    over.set()
+    chat, completion, stream, predicted = await asyncio.gather(*tasks)
+    assert chat.message.content == completion.text == stream[-1].message.content == predicted
+    holder.join()
+
+
+def _hold(lock: Any, held: threading.Event, over: threading.Event) -> None:
+    with lock:
+        held.set()
+        over.wait()
+
+
+async def test_cancelling_a_call_stops_the_generation(llm: RagFuseLLM) -> None:
+    call = asyncio.create_task(llm.achat(CHAT, max_tokens=100_000))
+    while not _writers():
+        await asyncio.sleep(0.005)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await asyncio.to_thread(_ended)
+
+
+def test_leaving_a_stream_stops_the_generation(llm: RagFuseLLM) -> None:
+    stream = llm.stream_chat(CHAT, max_tokens=100_000)
+    next(stream)
+    assert _writers()
+    stream.close()
+    _ended()
+
+
+def _writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-answer"]
+
+
+def _ended() -> None:
+    for thread in _writers():
+        thread.join(60)
+        assert not thread.is_alive()

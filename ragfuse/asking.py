@@ -1,0 +1,115 @@
+"""How a question is to be answered, as options of `generate`; how long an answer may be, and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ragfuse.errors import InputError, SettingsError
+from ragfuse.fuse.select import policy_named
+from ragfuse.hf.model import HFModel
+from ragfuse.hf.stream import cut_at_stop
+from ragfuse.settings import Settings
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How a question is to be answered; None means what the settings say.
+
+    reuse False: the model's own full prefill, for comparison. options: anything transformers' `generate` takes.
+    """
+
+    max_tokens: int | None = None
+    policy: str | None = None
+    ratio: float | None = None
+    reuse: bool = True
+    stop: Sequence[str] = ()
+    seed: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.ratio is not None and not 0 <= self.ratio <= 1:
+            raise SettingsError(f"The recompute ratio is {self.ratio}; wanted a share from 0 to 1.")
+        if self.policy is not None:
+            policy_named(self.policy)
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise SettingsError(f"max_tokens is {self.max_tokens}; wanted at least 1 new token.")
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", tuple(stop for stop in stops if stop))
+
+
+def room_behind(n_tokens: int, model: HFModel, what: str = "The prompt") -> int | None:
+    """New tokens that fit behind so many, None without a limit; InputError when these do not fit themselves."""
+    longest = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 1:
+        return None
+    if n_tokens > longest:
+        raise InputError(
+            f"{what} does not fit: wanted at most {longest:,} tokens, which is what {model.name} was made for, "
+            f"found {n_tokens:,}. Take fewer or shorter chunks."
+        )
+    return longest - n_tokens + 1
+
+
+def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[str, Any]:
+    """What `generate` is called with: greedy unless told otherwise, no longer than `room`."""
+    options = dict(ask.options)
+    config = options.get("generation_config")
+    if config is None:
+        options.setdefault("do_sample", False)
+    if not options.get("do_sample", getattr(config, "do_sample", False)):
+        options = {"temperature": None, "top_p": None, "top_k": None, **options}
+    if options.get("max_length") is None:
+        asked = options.get("max_new_tokens") or ask.max_tokens or getattr(config, "max_new_tokens", None)
+        limit = asked or settings.max_tokens
+        options["max_new_tokens"] = limit if room is None else min(limit, room)
+    if ask.stop:
+        options["stop_strings"] = list(ask.stop)
+    return options
+
+
+def sequences_per_prompt(options: Mapping[str, Any], model: HFModel) -> int:
+    """How many sequences `generate` gives for each prompt."""
+    return int(_told("num_return_sequences", options, model) or 1)
+
+
+def is_streamable(options: Mapping[str, Any], model: HFModel) -> bool:
+    """Whether tokens come one after the other: `generate` streams neither beams nor several sequences."""
+    return sequences_per_prompt(options, model) == 1 and int(_told("num_beams", options, model) or 1) == 1
+
+
+@dataclass(frozen=True)
+class Written:
+    """An answer's text, its ids up to the end token, and why it ended."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    reason: Literal["stop", "length"]
+
+
+def written(ids: Sequence[int], ask: Ask, options: Mapping[str, Any], model: HFModel) -> Written:
+    """What new ids say: up to the end token or the first stop string, padding of a batch left out."""
+    ends = _told("eos_token_id", options, model)
+    ends = list(ends) if isinstance(ends, Sequence) else [ends]
+    stop = next((at for at, token in enumerate(ids) if token in ends), None)
+    kept = list(ids[:stop])
+    if stop is None:
+        kept = _without_padding(kept, _told("pad_token_id", options, model))
+    raw = model.text(kept)
+    text = cut_at_stop(raw, ask.stop)
+    over = stop is not None or len(text) < len(raw) or len(kept) < options.get("max_new_tokens", 0)
+    return Written(text, tuple(kept), "stop" if over else "length")
+
+
+def _without_padding(ids: list[int], pad: object) -> list[int]:
+    while ids and ids[-1] == pad:
+        ids = ids[:-1]
+    return ids
+
+
+def _told(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
+    """An option of `generate`: given itself, in a generation config, or the model's own."""
+    configs = (options.get("generation_config"), model.model.generation_config)
+    told = (options.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in told if value is not None), None)

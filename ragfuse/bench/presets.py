@@ -1,0 +1,67 @@
+"""The models that benchmarks name: shapes with random weights, or any model that ragfuse can load.
+
+Speed depends on a model's shape, not on what it learned. What a model answers is measured elsewhere, on real weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from ragfuse.errors import SettingsError
+from ragfuse.hf.blank import random_model
+from ragfuse.hf.model import HFModel, load_model
+from ragfuse.models import resolve_llm
+
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A shape with random weights: its name, what it is in words, and its config in transformers' names."""
+
+    name: str
+    what: str
+    shape: Mapping[str, object]
+
+
+def _preset(name: str, what: str, model_type: str, sizes: tuple[int, ...], tied: bool = False) -> Preset:
+    layers, hidden, heads, kv_heads, intermediate, vocabulary = sizes
+    shape = {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": tied,
+    }
+    return Preset(name, what, MappingProxyType(shape))
+
+
+PRESETS = (
+    _preset("q05", "Qwen2-like, 0.4B: 24 layers, hidden 896", "qwen2", (24, 896, 14, 2, 4864, 32000), tied=True),
+    _preset("l1b", "Llama-like, 1.1B: 16 layers, hidden 2048", "llama", (16, 2048, 32, 8, 8192, 32000)),
+    _preset("l8b", "Llama-like, 8B: 32 layers, hidden 4096", "llama", (32, 4096, 32, 8, 14336, 128256)),
+    _preset("tiny", "Llama-like, to try the benchmark itself", "llama", (4, 64, 4, 2, 128, 512)),
+)
+
+
+def preset(name: str) -> Preset | None:
+    """The preset called `name`; None when there is none."""
+    return next((known for known in PRESETS if known.name == name), None)
+
+
+def bench_model(name: str, dtype: str, device: str, home: Path) -> HFModel:
+    """The model to measure: a preset, an embedded name, a Hugging Face id or a folder."""
+    if dtype not in DTYPES:
+        raise SettingsError(f"No dtype '{dtype}'. It is one of: {', '.join(DTYPES)}.")
+    known = preset(name)
+    if known is not None:
+        return random_model(known.shape, dtype, device)
+    return load_model(resolve_llm(name, home), dtype, device)

@@ -1,0 +1,232 @@
+"""What all benchmarks share: fair rounds, two clocks, tuned memory, and a description of where they ran.
+
+Cases take turns (A B C, A B C, ...) after one warm-up each, so that whatever else the machine does hits all of them
+alike; ratios are medians over rounds of what was measured side by side. What is measured is each benchmark's own.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from types import MappingProxyType
+from typing import Any, Literal
+
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ragfuse.errors import InputError
+
+MALLOC = MappingProxyType(
+    {
+        "MALLOC_MMAP_THRESHOLD_": "4294967296",
+        "MALLOC_TRIM_THRESHOLD_": "8589934592",
+        "MALLOC_TOP_PAD_": "268435456",
+    }
+)
+"""Settings that let glibc keep large buffers. By default it gives each one back to the system and faults it in again
+page by page, which slows full prefill most: untuned, every speedup looks better than it is."""
+
+Clock = Literal["cpu", "wall"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run of one case: seconds of CPU time over all threads, and by the wall."""
+
+    cpu_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class Times:
+    """All rounds of one case, and the clock that counts: CPU time on a CPU, the wall on an accelerator."""
+
+    samples: tuple[Sample, ...]
+    clock: Clock
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """By the clock that counts, round by round."""
+        return self.of(self.clock)
+
+    def of(self, clock: Clock) -> tuple[float, ...]:
+        """By either clock, round by round."""
+        return tuple(sample.cpu_s if clock == "cpu" else sample.wall_s for sample in self.samples)
+
+    @property
+    def median_s(self) -> float:
+        """The median of `seconds`."""
+        return median(self.seconds)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Minimum, median and maximum by both clocks, and every round."""
+        return {f"{clock}_s": _spread(self.of(clock)) for clock in _CLOCKS}
+
+
+_CLOCKS: tuple[Clock, Clock] = ("cpu", "wall")
+
+
+def _spread(seconds: Sequence[float]) -> dict[str, Any]:
+    return {"min": min(seconds), "median": median(seconds), "max": max(seconds), "rounds": list(seconds)}
+
+
+def speedup(slow: Sequence[float], fast: Sequence[float]) -> float:
+    """How many times sooner: the median over rounds of one case's seconds over another's in the same round."""
+    return median(a / b for a, b in zip(slow, fast, strict=True))
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Measures cases in interleaved rounds on one device; `console` is where the progress is shown."""
+
+    rounds: int
+    device: torch.device
+    console: Console
+
+    @property
+    def clock(self) -> Clock:
+        """The clock that counts here."""
+        return "cpu" if self.device.type == "cpu" else "wall"
+
+    def measure(self, cases: Mapping[str, Callable[[], object]], what: str = "measuring") -> dict[str, Times]:
+        """Every case once to warm up, then `rounds` times in turn."""
+        samples: dict[str, list[Sample]] = {name: [] for name in cases}
+        with progress(self.console) as bar:
+            task = bar.add_task(what, total=(self.rounds + 1) * len(cases))
+            for index in range(self.rounds + 1):
+                for name, case in cases.items():
+                    bar.update(task, description=f"{what}: {name}" + ("" if index else " (warm-up)"))
+                    sample = self.once(case)
+                    if index:
+                        samples[name].append(sample)
+                    bar.advance(task)
+        return {name: Times(tuple(each), self.clock) for name, each in samples.items()}
+
+    def once(self, case: Callable[[], object]) -> Sample:
+        """One run, with nothing of the runs before left to be cleaned up or to finish on the device."""
+        gc.collect()
+        self._synchronize()
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = case()
+        self._synchronize()
+        sample = Sample(time.process_time() - cpu, time.perf_counter() - wall)
+        del result
+        return sample
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def progress(console: Console) -> Progress:
+    """A bar that goes away when it is done."""
+    columns = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console, transient=True)
+
+
+@contextmanager
+def thread_count(threads: int) -> Iterator[None]:
+    """Let torch compute on so many threads, and on as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def tune_malloc(console: Console, command: Sequence[str] = ()) -> None:
+    """Replace this process by one with `MALLOC` set, if glibc would heed it and nothing of it is set yet.
+
+    It is the same process to whoever started it: exit code and Ctrl-C are the new program's own. command: what to run
+    instead of this process's own command line. Call it before anything is loaded.
+    """
+    if not is_glibc() or any(name in os.environ for name in MALLOC):
+        return
+    settings = " ".join(f"{name}={value}" for name, value in MALLOC.items())
+    console.print(f"Starting again with a memory allocator that keeps large buffers: {settings}", highlight=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    arguments = list(command) or [sys.executable, *sys.orig_argv[1:]]
+    os.execve(arguments[0], arguments, {**os.environ, **MALLOC})
+
+
+def is_glibc() -> bool:
+    """Whether memory comes from glibc's allocator, as far as can be told."""
+    return sys.platform == "linux" and platform.libc_ver()[0] == "glibc" and "malloc" not in os.getenv("LD_PRELOAD", "")
+
+
+def circumstances(device: torch.device, threads: int) -> dict[str, Any]:
+    """Where and with what: machine, versions, allocator, threads and date, as plain JSON types."""
+    return {
+        "machine": machine(device),
+        "versions": versions(),
+        "malloc": malloc_setting(),
+        "threads": threads,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """CPU model, cores, memory in bytes, load, GPU name ("" on a CPU)."""
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "load_average": psutil.getloadavg()[0],
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages that decide speed."""
+    packages = {"torch": "torch", "transformers": "transformers", "ragfuse": "ragfuse-kv"}
+    return {"python": platform.python_version(), **{name: _version(package) for name, package in packages.items()}}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def malloc_setting() -> dict[str, Any]:
+    """What the environment says to the allocator, and whether that is the tuned setting."""
+    found = {name: os.environ[name] for name in MALLOC if name in os.environ}
+    return {"tuned": is_glibc() and found == dict(MALLOC), "settings": found}
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write `data` whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise InputError(f"The result cannot be written to '{path}': {error.strerror}. Name another file.") from error
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,65 @@
+"""The shapes that benchmarks name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragfuse.bench.presets import PRESETS, bench_model, preset
+from ragfuse.errors import ModelError, SettingsError
+from ragfuse.hf.blank import random_model
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "sizes"),
+    [
+        ("q05", "qwen2", (24, 896, 14, 2, 4864, 32000)),
+        ("l1b", "llama", (16, 2048, 32, 8, 8192, 32000)),
+        ("l8b", "llama", (32, 4096, 32, 8, 14336, 128256)),
+    ],
+)
+def test_a_preset_has_the_shape_it_is_known_for(name: str, kind: str, sizes: tuple[int, ...]) -> None:
+    found = preset(name)
+    assert found is not None
+    assert found.shape["model_type"] == kind
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    assert tuple(found.shape[key] for key in (*names, "vocab_size")) == sizes
+
+
+def test_names_are_unique() -> None:
+    assert len({known.name for known in PRESETS}) == len(PRESETS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_random_model_has_the_wanted_dtype_and_can_be_fused(dtype: str, tmp_path: Path) -> None:
+    model = bench_model("tiny", dtype, "cpu", tmp_path)
+    assert {parameter.dtype for parameter in model.model.parameters()} == {getattr(torch, dtype)}
+    assert model.profile.refusal == ""
+
+
+def test_the_same_seed_gives_the_same_weights_and_leaves_other_draws_alone() -> None:
+    tiny = preset("tiny")
+    assert tiny is not None
+    torch.manual_seed(5)
+    wanted = torch.rand(1)
+    torch.manual_seed(5)
+    first, second = (random_model(tiny.shape, "float32") for _ in range(2))
+    assert first.fingerprint == second.fingerprint
+    assert random_model(tiny.shape, "float32", seed=1).fingerprint != first.fingerprint
+    assert torch.equal(torch.rand(1), wanted)
+
+
+def test_an_unknown_dtype_lists_the_known(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="bfloat16"):
+        bench_model("tiny", "int3", "cpu", tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="cuda"):
+        bench_model("tiny", "float32", "cuda", tmp_path)
+
+
+def test_a_name_that_is_no_preset_is_looked_for_as_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such"):
+        bench_model(str(tmp_path / "no such"), "float32", "cpu", tmp_path)

@@ -1,0 +1,272 @@
+"""Cached runs are placed once, fresh rows land where they belong, and stored tensors stay as they were."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragfuse.core import ChunkKV, LayerKV, RopeLayout
+from ragfuse.fuse.fusor import Buffers, Fusion, LostRun, Run
+from ragfuse.fuse.select import policy_named
+from tests import reference
+
+N_LAYERS = 4
+LAYOUT = RopeLayout((1.0, 0.2))
+ROPE = (LAYOUT, None, RopeLayout((0.5,), lo=4, part="values"), LAYOUT)
+CPU = torch.device("cpu")
+
+
+def kv(n_tokens: int, seed: int) -> ChunkKV:
+    made = torch.Generator().manual_seed(seed)
+    draw = [torch.randn(2, 2, n_tokens, 6, generator=made) for _ in range(N_LAYERS)]
+    return ChunkKV(tuple(LayerKV(keys, values) for keys, values in draw))
+
+
+@dataclass
+class Shelf:
+    """A source that counts what is read and can lose a segment from a layer on."""
+
+    chunks: Mapping[int, ChunkKV]
+    lost: tuple[int, int] | None = None
+    reads: list[int] = field(default_factory=list)
+
+    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
+        self.reads.append(layer)
+        gone = self.lost is not None and layer >= self.lost[1]
+        return {
+            segment: None if gone and segment == self.lost[0] else chunk.layers[layer]
+            for segment, chunk in self.chunks.items()
+        }
+
+
+def run(segment: int, lo: int, hi: int, start: int | None = None, blend: bool = True) -> Run:
+    return Run(segment, lo, hi, lo if start is None else start, blend)
+
+
+def placed(layer: int, layer_kv: LayerKV, start: int) -> tuple[Tensor, Tensor]:
+    layout = ROPE[layer]
+    keys, values = layer_kv.keys.double(), layer_kv.values.double()
+    if layout is None:
+        return keys, values
+    if layout.part == "values":
+        return keys, reference.turned(values, start, layout)
+    return reference.turned(keys, start, layout), values
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found.double(), wanted.double(), atol=1e-6, rtol=1e-5)
+
+
+def test_runs_stand_turned_in_their_rows() -> None:
+    shelf = Shelf({1: kv(5, 1), 3: kv(7, 3)})
+    buffers = Buffers(20, [run(1, 2, 7), run(3, 10, 17, start=40)], shelf, ROPE, CPU)
+    for layer in range(N_LAYERS):
+        buffers.open(layer)
+        keys, values = buffers.get(layer)
+        assert keys.shape == values.shape == (1, 2, 20, 6)
+        for segment, lo, hi, start in ((1, 2, 7, 2), (3, 10, 17, 40)):
+            wanted = placed(layer, shelf.chunks[segment].layers[layer], start)
+            same(keys[0, :, lo:hi], wanted[0])
+            same(values[0, :, lo:hi], wanted[1])
+
+
+def test_the_same_chunk_may_stand_twice() -> None:
+    chunk = kv(4, 0)
+    buffers = Buffers(12, [run(0, 0, 4), run(1, 5, 9)], Shelf({0: chunk, 1: chunk}), ROPE, CPU)
+    buffers.open(0)
+    keys, values = buffers.get(0)
+    same(keys[0, :, 0:4], chunk.layers[0].keys)
+    same(keys[0, :, 5:9], reference.turned(chunk.layers[0].keys, 5, LAYOUT))
+    same(values[0, :, 0:4], values[0, :, 5:9])
+
+
+def test_every_layer_is_read_once() -> None:
+    shelf = Shelf({0: kv(4, 0)})
+    buffers = Buffers(6, [run(0, 0, 4)], shelf, ROPE, CPU)
+    for layer in (0, 1, 1, 2, 0, 2):
+        buffers.open(layer)
+    assert shelf.reads == [0, 1, 2]
+
+
+def test_nothing_is_read_where_nothing_is_cached() -> None:
+    shelf = Shelf({})
+    buffers = Buffers(6, [], shelf, ROPE, CPU)
+    buffers.open(0)
+    assert shelf.reads == []
+    with pytest.raises(RuntimeError, match="before anything was written"):
+        buffers.get(0)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_lost_run_is_named(layer: int) -> None:
+    shelf = Shelf({0: kv(3, 0), 4: kv(4, 1)}, lost=(4, layer))
+    buffers = Buffers(10, [run(0, 0, 3), run(4, 3, 7)], shelf, ROPE, CPU)
+    for before in range(layer):
+        buffers.open(before)
+    with pytest.raises(LostRun) as caught:
+        buffers.open(layer)
+    assert caught.value.segment == 4
+
+
+def test_a_run_that_is_not_even_in_the_answer_is_lost() -> None:
+    with pytest.raises(LostRun):
+        Buffers(10, [run(2, 0, 3)], Shelf({}), ROPE, CPU).open(0)
+
+
+@pytest.mark.parametrize("n_tokens", [2, 4])
+def test_a_run_of_another_length_is_lost(n_tokens: int) -> None:
+    with pytest.raises(LostRun):
+        Buffers(10, [run(0, 0, 3)], Shelf({0: kv(n_tokens, 0)}), ROPE, CPU).open(0)
+
+
+def test_stored_tensors_are_never_changed() -> None:
+    chunk = kv(8, 0)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in chunk.layers]
+    buffers = Buffers(12, [run(0, 0, 8, blend=False), run(1, 2, 10)], Shelf({0: chunk, 1: chunk}), ROPE, CPU)
+    for layer in range(N_LAYERS):
+        buffers.open(layer)
+        buffers.write(layer, torch.arange(12), torch.zeros(1, 2, 12, 6), torch.zeros(1, 2, 12, 6))
+    for layer, (keys, values) in zip(chunk.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
+
+
+@pytest.mark.parametrize("rows", [[0, 3, 9], [9], list(range(10))], ids=["some", "the last", "all"])
+def test_fresh_rows_land_in_their_places_and_nowhere_else(rows: list[int]) -> None:
+    buffers = Buffers(10, [run(0, 0, 8)], Shelf({0: kv(8, 0)}), ROPE, CPU, room=5)
+    buffers.open(1)
+    before = [part.clone() for part in buffers.get(1)]
+    keys, values = torch.randn(2, 1, 2, len(rows), 6)
+    buffers.write(1, torch.tensor(rows), keys, values)
+    found_keys, found_values = buffers.get(1)
+    others = [row for row in range(8) if row not in rows]
+    assert torch.equal(found_keys[:, :, rows], keys)
+    assert torch.equal(found_values[:, :, rows], values)
+    assert torch.equal(found_keys[:, :, others], before[0][:, :, others])
+    assert torch.equal(found_values[:, :, others], before[1][:, :, others])
+
+
+def test_layers_may_differ_in_heads_and_dims() -> None:
+    chunk = ChunkKV(
+        (
+            LayerKV(torch.randn(2, 3, 4), torch.randn(2, 3, 8)),
+            LayerKV(torch.randn(1, 3, 16), torch.randn(1, 3, 2)),
+        )
+    )
+    buffers = Buffers(5, [run(0, 0, 3)], Shelf({0: chunk}), (None, None), CPU)
+    for layer, kv_layer in enumerate(chunk.layers):
+        buffers.open(layer)
+        keys, values = buffers.get(layer)
+        assert torch.equal(keys[0, :, :3], kv_layer.keys)
+        assert torch.equal(values[0, :, :3], kv_layer.values)
+
+
+def fusion(policy: str, ratio: float, runs: list[Run], n_tokens: int) -> tuple[Fusion, Shelf]:
+    shelf = Shelf({each.segment: kv(each.hi - each.lo, each.segment) for each in runs})
+    buffers = Buffers(n_tokens, runs, shelf, ROPE, CPU)
+    return Fusion(buffers, torch.arange(n_tokens), runs, policy_named(policy), ratio), shelf
+
+
+def drive(steps: Fusion) -> list[list[int]]:
+    """The steps of a prefill with random K and V; gives the rows of each layer."""
+    made, rows = torch.Generator().manual_seed(5), []
+    for layer in range(N_LAYERS):
+        steps.buffers.open(layer)
+        if steps.needs_check(layer):
+            steps.check(layer, *torch.randn(2, 1, 2, len(steps.rows), 6, generator=made))
+        before = steps.rows
+        keep = steps.choose(layer)
+        assert torch.equal(steps.rows, before if keep is None else before[keep])
+        fresh = torch.randn(2, 1, 2, len(steps.rows), 6, generator=made)
+        keys, _ = steps.write(layer, *fresh)
+        assert torch.equal(keys[:, :, steps.rows], fresh[0])
+        rows.append(steps.rows.tolist())
+    return rows
+
+
+RUNS = [run(0, 0, 10, blend=False), run(1, 10, 40), run(3, 45, 75)]
+
+
+@pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "lego", "random", "hybrid", "none", "full"])
+def test_forced_rows_flow_through_every_layer_and_the_prefix_through_none(policy: str) -> None:
+    steps, _ = fusion(policy, 0.2, RUNS, 82)
+    for rows in drive(steps):
+        assert rows == sorted(set(rows))
+        assert {*range(40, 45), *range(75, 82)} <= set(rows)
+        assert not set(range(10)) & set(rows)
+
+
+def test_the_check_layer_sees_every_offered_row() -> None:
+    steps, _ = fusion("hkvd", 0.2, RUNS, 82)
+    assert [steps.needs_check(layer) for layer in range(N_LAYERS)] == [False, True, False, False]
+    assert len(drive(steps)[0]) == 72
+    assert steps.counts == [60, 18, 12, 6]
+    assert steps.mean_ratio == pytest.approx(0.2)
+    assert len(steps.chosen) == 18
+
+
+def test_a_static_policy_checks_nothing() -> None:
+    steps, _ = fusion("lego", 0.2, RUNS, 82)
+    assert not any(steps.needs_check(layer) for layer in range(N_LAYERS))
+    drive(steps)
+    assert steps.counts == [12] * N_LAYERS
+    assert steps.chosen.tolist() == [*range(10, 16), *range(45, 51)]
+
+
+@pytest.mark.parametrize(("policy", "compare"), [("hkvd-flat", "kv"), ("hkvd-flat:k", "k"), ("hkvd-flat:v", "v")])
+def test_the_chosen_rows_deviate_most(policy: str, compare: str) -> None:
+    steps, _ = fusion(policy, 0.25, RUNS, 82)
+    steps.buffers.open(0)
+    steps.choose(0)
+    steps.write(0, *torch.randn(2, 1, 2, 72, 6))
+    steps.buffers.open(1)
+    old = dict(zip("kv", (part[0].clone() for part in steps.buffers.get(1)), strict=True))
+    new = dict(zip("kv", torch.randn(2, 1, 2, 72, 6), strict=True))
+    steps.check(1, new["k"], new["v"])
+    offered = [*range(10, 40), *range(45, 75)]
+    flowing = steps.rows.tolist()
+    steps.choose(1)
+    mine = [flowing.index(row) for row in offered]
+    scores = reference.deviation(
+        [new[part][0][:, mine] for part in compare], [old[part][:, offered] for part in compare]
+    )
+    assert steps.chosen.tolist() == [offered[index] for index in reference.top(scores, 15)]
+
+
+def test_the_last_row_is_computed_though_it_is_cached() -> None:
+    steps, _ = fusion("none", 0.0, [run(0, 0, 10, blend=False), run(1, 10, 30)], 30)
+    assert drive(steps) == [[29]] * N_LAYERS
+
+
+def test_rows_of_a_prompt_without_runs_all_flow() -> None:
+    steps, shelf = fusion("hkvd", 0.3, [], 9)
+    assert drive(steps) == [list(range(9))] * N_LAYERS
+    assert shelf.reads == []
+    assert steps.mean_ratio == 0.0
+
+
+def test_only_the_last_row_goes_on_when_the_rest_is_done() -> None:
+    steps, _ = fusion("hkvd", 0.3, RUNS, 82)
+    drive(steps)
+    before = steps.rows
+    assert before[steps.keep_last()].tolist() == [81]
+    assert steps.rows.tolist() == [81]
+    assert steps.mask().rows.tolist() == [81]
+
+
+def test_layers_that_compute_the_same_rows_share_their_mask() -> None:
+    steps, _ = fusion("lego", 0.3, RUNS, 82)
+    steps.choose(0)
+    first = steps.mask()
+    steps.choose(1)
+    assert steps.mask() is first
+
+
+def test_the_view_tells_chunks_and_places() -> None:
+    steps, _ = fusion("hkvd", 0.3, RUNS, 82)
+    assert steps.view.chunk.tolist() == [1] * 30 + [3] * 30
+    assert steps.view.offset.tolist() == [*range(30), *range(30)]
+    assert steps.view.forced == 12
+    assert torch.equal(steps.offered(torch.arange(82)), torch.tensor([*range(10, 40), *range(45, 75)]))

@@ -1,0 +1,192 @@
+"""A run is encoded alone or behind a context, at its own positions; the model's name covers what decides its KV."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from ragfuse.errors import ModelError
+from ragfuse.fuse.rope import moved
+from ragfuse.hf.model import HFModel, fingerprint, load_model
+from ragfuse.profiles import ModelProfile
+from tests.hf import kit
+
+EXACT = 5e-6
+families = pytest.mark.parametrize(
+    "name",
+    ["llama", "gemma3-two-ropes", "glm-interleaved", "smollm3-some-nope", "bloom-alibi", "deepseek-latent", "mixtral"],
+)
+
+
+@families
+def test_a_run_behind_a_context_equals_the_rows_of_a_longer_prefill(name: str) -> None:
+    model, context, run = kit.family(name), kit.ids(11, 1), kit.ids(26, 2)
+    encoded = model.encode(run, context=context)
+    whole = kit.states(model.full_prefill([*context, *run]))
+    for layout, layer, parts in zip(model.profile.rope, encoded.layers, whole, strict=True):
+        for part, wanted in zip(("keys", "values"), parts, strict=True):
+            turned = layout if layout is not None and layout.part == part else None
+            found = moved(getattr(layer, part), len(context), turned)
+            assert kit.off(found, wanted[:, len(context) :]) < EXACT
+
+
+@families
+def test_a_run_alone_equals_its_own_prefill(name: str) -> None:
+    model, run = kit.family(name), kit.ids(26)
+    encoded = model.encode(run)
+    assert encoded.n_tokens == 26
+    assert kit.worst(kit.copied(encoded), kit.states(model.full_prefill(run))) < EXACT
+
+
+def test_a_context_changes_what_is_encoded() -> None:
+    model, run = kit.family("llama"), kit.ids(26)
+    alone, behind = model.encode(run), model.encode(run, context=kit.ids(11, 1))
+    assert kit.off(behind.layers[0].values, alone.layers[0].values) < EXACT
+    assert kit.off(behind.layers[2].values, alone.layers[2].values) > 1e-2
+
+
+@pytest.mark.parametrize("context", [[], [5, 9, 77]])
+def test_encoded_kv_owns_just_its_bytes_and_no_graph(context: list[int]) -> None:
+    for layer in kit.family("llama").encode(kit.ids(12), context).layers:
+        for part in (layer.keys, layer.values):
+            assert part.is_contiguous()
+            assert part.untyped_storage().nbytes() == part.nbytes
+            assert not part.requires_grad
+
+
+def test_encoding_twice_gives_the_same_bits() -> None:
+    model = kit.family("llama")
+    one, two = model.encode(kit.ids(30)), model.encode(kit.ids(30))
+    pairs = zip(kit.copied(one), kit.copied(two), strict=True)
+    assert all(torch.equal(a, b) for first, second in pairs for a, b in zip(first, second, strict=True))
+
+
+def test_a_single_token_can_be_encoded() -> None:
+    assert kit.family("llama").encode([7]).n_tokens == 1
+
+
+# what a fingerprint covers
+
+
+def fresh(seed: int = 0, dtype: torch.dtype = torch.float32, **options: object) -> str:
+    return fingerprint(kit.build("llama", dict(options), seed, dtype), kit.tokenizer())
+
+
+def test_the_same_model_has_the_same_fingerprint() -> None:
+    assert fresh() == fresh() == kit.family("llama").fingerprint
+
+
+def test_fingerprints_tell_models_apart() -> None:
+    prints = [
+        fresh(),
+        fresh(seed=1),
+        fresh(dtype=torch.bfloat16),
+        fresh(dtype=torch.float16),
+        fresh(rope_theta=20_000.0),
+        fresh(rope_scaling={"rope_type": "linear", "factor": 2.0}),
+        fresh(rope_scaling={"rope_type": "linear", "factor": 4.0}),
+        fresh(rms_norm_eps=1e-4),
+        fresh(num_hidden_layers=3),
+    ]
+    assert len(set(prints)) == len(prints)
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "layers.2.self_attn.k_proj", "layers.3.mlp.down_proj", "norm"])
+def test_any_changed_weight_changes_the_fingerprint(part: str) -> None:
+    model = kit.build("llama", {})
+    with torch.no_grad():
+        changed = [weight.mul_(1.01) for name, weight in model.named_parameters() if part in name]
+    assert changed
+    assert fingerprint(model, kit.tokenizer()) != fresh()
+
+
+def test_a_weight_off_by_a_rounding_changes_the_fingerprint() -> None:
+    model = kit.build("llama", {})
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.mul_(1 + 2e-7)
+    assert fingerprint(model, kit.tokenizer()) != fresh()
+
+
+def test_another_tokenizer_is_another_model() -> None:
+    model = kit.build("llama", {})
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "other": 3}
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")))
+    assert len({fingerprint(model, each) for each in (kit.tokenizer(), other, None)}) == 3
+
+
+def test_using_a_tokenizer_does_not_rename_the_model() -> None:
+    model, words = kit.build("llama", {}), kit.tokenizer()
+    before = fingerprint(model, words)
+    words("abc", padding="max_length", max_length=9, truncation=True)
+    assert fingerprint(model, words) == before
+
+
+def test_a_fingerprint_is_the_same_in_another_process() -> None:
+    code = "from tests.hf.test_encode import fresh; print(fresh())"
+    root = Path(__file__).resolve().parents[2]
+    run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == fresh()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model and its tokenizer as files."""
+    kit.build("llama", {}).save_pretrained(tmp_path / "a")
+    kit.tokenizer().save_pretrained(tmp_path / "a")
+    return tmp_path / "a"
+
+
+def test_a_model_keeps_its_fingerprint_on_its_way_through_files(folder: Path, tmp_path: Path) -> None:
+    first = load_model(folder, "float32")
+    folder.rename(tmp_path / "b")
+    second = load_model(tmp_path / "b", "float32")
+    assert first.fingerprint == second.fingerprint
+    low = load_model(tmp_path / "b", "bfloat16")
+    assert low.dtype == torch.bfloat16
+    assert low.fingerprint != first.fingerprint
+
+
+def test_the_attention_in_use_is_not_part_of_the_fingerprint(folder: Path) -> None:
+    eager = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert fingerprint(eager, kit.tokenizer()) == fingerprint(plain, kit.tokenizer())
+    model = HFModel(eager, kit.tokenizer())
+    before = eager.config._attn_implementation
+    kit.fuse(model, kit.usual(), "hkvd", 0.3)
+    assert eager.config._attn_implementation == before == "eager"
+
+
+def test_a_known_profile_is_taken_and_not_measured_again() -> None:
+    model = kit.build("llama", {})
+    asked: list[str] = []
+
+    def known(name: str) -> ModelProfile:
+        asked.append(name)
+        return ModelProfile(name, 4, refusal="because I say so")
+
+    loaded = HFModel(model, kit.tokenizer(), known)
+    assert loaded.profile.refusal == "because I say so"
+    assert asked == [loaded.fingerprint]
+    assert HFModel(model, kit.tokenizer(), lambda name: None).profile.refusal == ""
+
+
+@pytest.mark.parametrize("where", ["nowhere", "empty"])
+def test_a_model_that_is_not_there_says_what_to_do(tmp_path: Path, where: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match=rf"{where}.*models ls"):
+        load_model(tmp_path / where)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would be loaded")
+def test_a_missing_device_says_what_to_do(folder: Path) -> None:
+    with pytest.raises(ModelError, match="no CUDA device here"):
+        load_model(folder, device="cuda")
+
+
+def test_without_a_tokenizer_there_are_no_words() -> None:
+    with pytest.raises(ModelError, match="token ids only"):
+        _ = HFModel(kit.build("llama", {})).words

@@ -1,0 +1,136 @@
+"""Tiny random models of many families: what is fused is exact, what cannot be fused is refused and still answered."""
+
+import pytest
+import torch
+
+from ragfuse.errors import RefusedError
+from ragfuse.hf.handover import generate
+from tests import reference
+from tests.hf import kit
+from tests.hf.families import FAMILIES, REFUSED
+
+EXACT = 5e-6
+"""Relative error in float32; what is wrong is off by percents."""
+families = pytest.mark.parametrize("name", FAMILIES)
+refused = pytest.mark.parametrize("name", REFUSED)
+CHECKING = "hkvd"
+
+
+def test_enough_families_are_covered() -> None:
+    assert len({kind for kind, _ in FAMILIES.values()}) >= 28
+
+
+@families
+def test_ratio_one_equals_full_prefill(name: str) -> None:
+    model, scene = kit.family(name), kit.usual()
+    assert model.profile.refusal == ""
+    fused, full = kit.fuse(model, scene, CHECKING, 1.0), model.full_prefill(scene.token_ids)
+    assert kit.off(fused.logits, full.logits) < EXACT
+    assert kit.worst(kit.states(fused), kit.states(full)) < EXACT
+    assert fused.mean_ratio == 1.0
+
+
+@families
+def test_ratio_zero_equals_reuse_placed_by_hand(name: str) -> None:
+    model, scene = kit.family(name), kit.usual()
+    fused = kit.fuse(model, scene, CHECKING, 0.0)
+    logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
+    assert kit.off(fused.logits, logits) < EXACT
+    assert kit.worst(kit.states(fused), states) < EXACT
+    assert kit.off(fused.logits, model.full_prefill(scene.token_ids).logits) > 1e-3
+    assert fused.mean_ratio == 0.0
+
+
+@families
+def test_a_later_token_never_changes_an_earlier_row(name: str) -> None:
+    model, scene = kit.family(name), kit.usual()
+    row = 40
+    other = list(scene.token_ids)
+    other[row] = 3 + (other[row] + 50) % 200
+    runs = [run for run in scene.runs if run.hi <= row]
+    for ratio in (0.0, 1.0):
+        kv = kit.source(model, scene)
+        one, two = (
+            model.fuse(tokens, scene.positions, runs, kv, CHECKING, ratio) for tokens in (scene.token_ids, other)
+        )
+        early = [tuple(part[:, :row] for part in layer) for layer in kit.states(one)]
+        late = [tuple(part[:, :row] for part in layer) for layer in kit.states(two)]
+        assert kit.worst(early, late) < 1e-6
+        assert kit.off(one.logits, two.logits) > 1e-4
+
+
+@families
+def test_the_answer_goes_on_as_after_the_models_own_prefill(name: str) -> None:
+    model, scene = kit.family(name), kit.usual()
+    ids = torch.tensor([scene.token_ids])
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    wanted = model.model.generate(ids, **options)[0, ids.shape[1] :].tolist()
+    assert generate(model, [kit.fuse(model, scene, CHECKING, 1.0)], options) == [wanted]
+
+
+@refused
+def test_what_cannot_be_moved_is_refused_with_the_reason(name: str) -> None:
+    model, scene = kit.family(name), kit.usual()
+    assert REFUSED[name][2] in model.profile.refusal
+    with pytest.raises(RefusedError, match=r"\w"):
+        model.fuse(scene.token_ids, scene.positions, [], kit.KVSource([]), CHECKING, 0.5)
+
+
+@refused
+def test_a_refused_model_still_answers_right(name: str) -> None:
+    model = kit.family(name)
+    tokens = kit.ids(40)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = model.model.generate(torch.tensor([tokens]), **options)[0, 40:].tolist()
+    prefill = model.full_prefill(tokens)
+    assert int(prefill.logits.argmax()) == wanted[0]
+    assert generate(model, [prefill], options) == [wanted]
+
+
+def test_the_probe_looks_at_the_weights_and_not_at_the_name() -> None:
+    """Queries and keys that are normalised after their rotation can be moved only if the norm scales all dims alike."""
+    model = kit.build(*REFUSED["hunyuan"][:2])
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "key_layernorm" in name or "query_layernorm" in name:
+                weight.fill_(1.0)
+    assert kit.HFModel(model).profile.refusal == ""
+    assert "rotation" in kit.family("hunyuan").profile.refusal
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("llama", {(0, 8, "half", "keys")}),
+        ("gpt-neox-partial", {(0, 2, "half", "keys")}),
+        ("glm-interleaved", {(0, 4, "interleaved", "keys")}),
+        ("cohere2-some-nope-window", {(0, 8, "interleaved", "keys"), None}),
+        ("smollm3-some-nope", {(0, 8, "half", "keys"), None}),
+        ("deepseek-latent", {(0, 4, "half", "values"), (0, 4, "interleaved", "values")}),
+        ("bloom-alibi", {None}),
+    ],
+)
+def test_the_layout_is_found_per_layer(name: str, wanted: set[tuple[int, int, str, str] | None]) -> None:
+    layouts = kit.family(name).profile.rope
+    found = {(rope.lo, len(rope.inv_freq), rope.pairing, rope.part) if rope else None for rope in layouts}
+    assert found <= wanted
+    assert found
+    assert (None in found) == (None in wanted)
+
+
+def test_two_rotations_in_one_model_are_told_apart() -> None:
+    layouts = kit.family("gemma3-two-ropes").profile.rope
+    assert len({rope.inv_freq for rope in layouts if rope}) == 2
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2-window", "gemma2-softcap-window", "gpt-oss-sinks-window"])
+def test_windows_are_found_per_layer(name: str) -> None:
+    windows = kit.family(name).profile.windows
+    assert 20 in windows
+    assert set(windows) <= {20, None}
+
+
+def test_a_profile_survives_being_written() -> None:
+    for name in FAMILIES:
+        profile = kit.family(name).profile
+        assert type(profile).from_dict(profile.as_dict()) == profile

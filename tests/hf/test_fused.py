@@ -1,0 +1,178 @@
+"""A fused prefill, step for step the same as its slow twin, at any ratio, policy and layout of the prompt."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ragfuse.core import ChunkKV, LayerKV
+from ragfuse.fuse.fusor import LostRun
+from tests import reference
+from tests.hf import kit
+from tests.hf.kit import Scene
+
+EXACT = 5e-6
+POLICIES = [*reference.POLICIES, "hkvd:k", "hkvd:v", "hkvd-flat:k", "hkvd-flat:v"]
+
+
+def agrees_with_its_twin(scene: Scene, policy: str, ratio: float) -> None:
+    model = kit.family("llama")
+    kv = kit.source(model, scene)
+    fused = kit.fuse(model, scene, policy, ratio, kv)
+    runs = [reference.Cached(run.lo, run.hi, kv.chunks[run.segment], run.start, run.blend) for run in scene.runs]
+    twin = reference.LlamaTwin(model.model)
+    wanted = twin.fuse(scene.token_ids, scene.positions.tolist(), runs, policy if ratio else "none", ratio)
+    assert kit.off(fused.logits, wanted.logits) < EXACT
+    assert kit.worst(kit.states(fused), list(zip(wanted.keys, wanted.values, strict=True))) < EXACT
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 0.6, 1.0])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_agrees_with_its_twin(policy: str, ratio: float) -> None:
+    agrees_with_its_twin(kit.usual(seed=4), policy, ratio)
+
+
+@pytest.mark.parametrize("policy", ["hkvd", "query"])
+def test_positions_may_have_gaps(policy: str) -> None:
+    scene = kit.scene([5, 12, 14, 6], ["prefix", "chunk", "chunk", "fresh"], gaps=[0, 3, 50, 9])
+    agrees_with_its_twin(scene, policy, 0.3)
+
+
+def test_large_budgets_fill_tiles_like_their_twin() -> None:
+    scene = kit.scene([3, 70, 80, 5], ["prefix", "chunk", "chunk", "fresh"])
+    agrees_with_its_twin(scene, "hkvd", 0.5)
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    parts=st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["prefix", "chunk", "miss", "fresh"])), min_size=1),
+    gaps=st.lists(st.integers(0, 5), min_size=12, max_size=12),
+    policy=st.sampled_from(["hkvd", "hkvd-flat", "hybrid", "lego", "none", "full"]),
+    ratio=st.floats(0, 1),
+    seed=st.integers(0, 5),
+)
+def test_any_prompt_agrees_with_its_twin(
+    parts: list[tuple[int, str]], gaps: list[int], policy: str, ratio: float, seed: int
+) -> None:
+    """Misses, prefixes and chunks in any order, the last part cached too. A chunk that stands first has nothing to
+    deviate from, so its rows may be ranked either way: it stands as a prefix."""
+    parts = parts[:8]
+    first = next((index for index, (_, kind) in enumerate(parts) if kind == "chunk"), None)
+    kinds = ["prefix" if index == first == 0 else kind for index, (_, kind) in enumerate(parts)]
+    agrees_with_its_twin(kit.scene([size for size, _ in parts], kinds, gaps[: len(parts)], seed), policy, ratio)
+
+
+families = pytest.mark.parametrize(
+    "name", ["llama", "mistral-window", "gpt-oss-sinks-window", "falcon-alibi", "stablelm-partial", "deepseek-latent"]
+)
+
+
+@families
+@pytest.mark.parametrize("kinds", ["cmcf", "mccf", "ccmf", "mmcf", "mcmf", "mmmf", "pmcc", "pccc", "fcfc", "c"])
+def test_misses_in_any_pattern_equal_reuse_by_hand(name: str, kinds: str) -> None:
+    words = {"c": "chunk", "m": "miss", "f": "fresh", "p": "prefix"}
+    scene = kit.scene([13, 19, 11, 8][: len(kinds)], [words[kind] for kind in kinds])
+    model = kit.family(name)
+    fused = kit.fuse(model, scene, "none", 0.0)
+    logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
+    assert kit.off(fused.logits, logits) < EXACT
+    assert kit.worst(kit.states(fused), states) < EXACT
+
+
+@families
+@pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "lego", "random", "hybrid", "none", "full"])
+def test_a_fully_cached_prompt_has_its_last_row_computed(name: str, policy: str) -> None:
+    model, scene = kit.family(name), kit.scene([9, 20, 15], ["prefix", "chunk", "chunk"])
+    fused = kit.fuse(model, scene, policy, 0.0)
+    logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
+    if policy != "full":
+        assert kit.off(fused.logits, logits) < EXACT
+        assert kit.worst(kit.states(fused), states) < EXACT
+    full = kit.fuse(model, scene, "full", 1.0)
+    assert kit.off(full.logits, model.full_prefill(scene.token_ids).logits) < EXACT
+
+
+@families
+def test_one_chunk_may_stand_twice_and_in_any_order(name: str) -> None:
+    model = kit.family(name)
+    a, b = (tuple(kit.ids(count, seed)) for count, seed in ((14, 1), (21, 2)))
+    question = tuple(kit.ids(6, 3))
+    encoded = {a: model.encode(a), b: model.encode(b)}
+    before = {part: kit.copied(chunk) for part, chunk in encoded.items()}
+    for order in ([a, b, a], [b, a], [a, a, a], [b, b, a, b]):
+        parts = (*((part, "chunk") for part in order), (question, "fresh"))
+        starts = tuple(sum(len(part) for part, _ in parts[:index]) for index in range(len(parts)))
+        scene = Scene(parts, starts)
+        kv = kit.KVSource([encoded.get(part, encoded[a]) for part, _ in parts])
+        fused = kit.fuse(model, scene, "none", 0.0, kv)
+        logits, states = reference.prefill_by_hand(model.model, scene.by_hand, scene.positions.tolist())
+        assert kit.off(fused.logits, logits) < EXACT
+        assert kit.worst(kit.states(fused), states) < EXACT
+        full = kit.fuse(model, scene, "hkvd", 1.0, kv)
+        assert kit.off(full.logits, model.full_prefill(scene.token_ids).logits) < EXACT
+    for part, chunk in encoded.items():
+        for layer, (keys, values) in zip(chunk.layers, before[part], strict=True):
+            assert torch.equal(layer.keys, keys)
+            assert torch.equal(layer.values, values)
+
+
+@families
+@pytest.mark.parametrize("policy", ["hkvd", "random", "lego", "hybrid"])
+def test_more_rows_bring_the_answer_nearer_to_full_prefill(name: str, policy: str) -> None:
+    model, scene = kit.family(name), kit.usual()
+    kv, full = kit.source(model, scene), model.full_prefill(scene.token_ids)
+    errors = [kit.worst(kit.states(kit.fuse(model, scene, policy, ratio, kv)), kit.states(full)) for ratio in (0, 1)]
+    half = kit.fuse(model, scene, policy, 0.5, kv)
+    assert errors[1] < EXACT < kit.worst(kit.states(half), kit.states(full))
+    assert errors[0] > 1e-2
+    assert half.mean_ratio == pytest.approx(0.5, abs=0.02)
+
+
+def test_a_chunk_behind_its_own_prefix_is_exact() -> None:
+    """Encoded with the prompt's prefix as context, and placed right behind it: nothing needs computing."""
+    model, scene = kit.family("llama"), kit.scene([9, 25, 6], ["prefix", "prefix", "fresh"])
+    prefix, chunk = scene.parts[0][0], scene.parts[1][0]
+    kv = kit.KVSource([model.encode(prefix), model.encode(chunk, context=prefix)])
+    fused = kit.fuse(model, scene, "none", 0.0, kv)
+    full = model.full_prefill(scene.token_ids)
+    assert kit.off(fused.logits, full.logits) < EXACT
+    assert kit.worst(kit.states(fused), kit.states(full)) < EXACT
+
+
+def test_the_chosen_rows_are_told() -> None:
+    model, scene = kit.family("llama"), kit.usual()
+    fused = kit.fuse(model, scene, "hkvd-flat", 0.25)
+    offered = {row for run in scene.runs if run.blend for row in range(run.lo, run.hi)}
+    assert len(fused.chosen) == 14
+    assert set(fused.chosen.tolist()) <= offered
+    assert fused.mean_ratio == pytest.approx(14 / 57)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("policy", ["hkvd", "query"])
+def test_a_run_lost_on_the_way_is_named_and_nothing_stays_behind(layer: int, policy: str) -> None:
+    model, scene = kit.family("llama"), kit.usual()
+    kv = kit.source(model, scene)
+
+    class Losing:
+        def read(self, at: int) -> dict[int, LayerKV | None]:
+            found = dict(kv.read(at))
+            return {**found, 2: None if at >= layer else found[2]}
+
+    with pytest.raises(LostRun) as caught:
+        model.fuse(scene.token_ids, scene.positions, scene.runs, Losing(), policy, 0.3)
+    assert caught.value.segment == 2
+    again = kit.fuse(model, scene, policy, 1.0, kv)
+    assert kit.off(again.logits, model.full_prefill(scene.token_ids).logits) < EXACT
+
+
+def test_kv_of_views_and_other_strides_is_taken_as_it_is() -> None:
+    model, scene = kit.family("llama"), kit.usual()
+    kv = kit.source(model, scene)
+
+    def strided(layer: LayerKV) -> LayerKV:
+        return LayerKV(*(part.transpose(0, 1).contiguous().transpose(0, 1) for part in (layer.keys, layer.values)))
+
+    other = kit.KVSource([ChunkKV(tuple(strided(layer) for layer in chunk.layers)) for chunk in kv.chunks])
+    one, two = (kit.fuse(model, scene, "hkvd", 0.3, each) for each in (kv, other))
+    assert torch.equal(one.logits, two.logits)

@@ -1,0 +1,274 @@
+"""What is written after a prefill is what transformers' own generate writes, whatever it is asked for."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+
+from ragfuse.errors import SettingsError
+from ragfuse.hf.handover import generate
+from ragfuse.hf.model import HFModel, Prefill
+from tests.hf import kit
+
+LENGTH = 14
+
+
+class Shifted(LogitsProcessor):
+    """Prefers the tokens that follow the last one."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter_add(1, (input_ids[:, -1:] + 1) % 256, torch.full_like(scores[:, :1], 3.0))
+
+
+class Recorder:
+    """A streamer that keeps what it is handed."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.steps.append(value.reshape(-1).tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def theirs(model: HFModel, tokens: Sequence[int], options: Mapping[str, Any], seed: int = 0) -> list[list[int]]:
+    """What transformers writes by itself."""
+    if "stop_strings" in options:
+        options = {**options, "tokenizer": model.tokenizer}
+    torch.manual_seed(seed)
+    out = model.model.generate(torch.tensor([list(tokens)]), pad_token_id=0, **options)
+    return (out if isinstance(out, torch.Tensor) else out.sequences)[:, len(tokens) :].tolist()
+
+
+def fused(model: HFModel, seed: int = 0) -> Prefill:
+    """A prompt whose cached rows were all computed again, so that the KV is the model's own."""
+    return kit.fuse(model, kit.usual(seed), "hkvd", 1.0)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "one token": {"do_sample": False, "max_new_tokens": 1},
+    "sampling": {"do_sample": True},
+    "sampling among few": {"do_sample": True, "top_k": 5, "top_p": 0.8, "temperature": 0.7},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "sampled beams": {"do_sample": True, "num_beams": 3},
+    "several samples": {"do_sample": True, "num_return_sequences": 3},
+    "several beams": {"do_sample": False, "num_beams": 4, "num_return_sequences": 2},
+    "no early end": {"do_sample": False, "min_new_tokens": LENGTH},
+    "repetition penalty": {"do_sample": False, "repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
+    "forbidden words": {"do_sample": False, "bad_words_ids": [[40], [90], [120]]},
+    "a logits processor": {"do_sample": False, "logits_processor": LogitsProcessorList([Shifted()])},
+    "scores": {"do_sample": False, "return_dict_in_generate": True, "output_scores": True},
+    "hidden states": {"do_sample": False, "return_dict_in_generate": True, "output_hidden_states": True},
+    "hidden states of beams": {"num_beams": 2, "return_dict_in_generate": True, "output_hidden_states": True},
+    "prefill in pieces": {"do_sample": False, "prefill_chunk_size": 16},
+    "guidance": {"do_sample": False, "guidance_scale": 1.5},
+    "a generation config": {
+        "generation_config": GenerationConfig(max_new_tokens=LENGTH, do_sample=False, eos_token_id=2)
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("name", ["llama", "gemma3-two-ropes"])
+def test_options_work_as_in_transformers(name: str, options: dict[str, Any]) -> None:
+    model = kit.family(name)
+    if "generation_config" not in options:
+        options = {"max_new_tokens": LENGTH, **options}
+    wanted = theirs(model, kit.usual().token_ids, options, seed=11)
+    assert generate(model, [fused(model)], options, seed=11) == wanted
+    assert generate(model, [model.full_prefill(kit.usual().token_ids)], options, seed=11) == wanted
+
+
+def test_stop_strings_end_an_answer() -> None:
+    model = kit.family("llama")
+    plain = theirs(model, kit.usual().token_ids, {"max_new_tokens": LENGTH, "do_sample": False})[0]
+    stop = model.tokenizer.decode(plain[4:6])
+    options = {"max_new_tokens": LENGTH, "do_sample": False, "stop_strings": [stop]}
+    found = generate(model, [fused(model)], options)
+    assert found == theirs(model, kit.usual().token_ids, options)
+    assert len(found[0]) < LENGTH
+    assert model.tokenizer.decode(found[0]).endswith(stop)
+
+
+def test_an_end_token_ends_an_answer() -> None:
+    model = kit.family("llama")
+    plain = theirs(model, kit.usual().token_ids, {"max_new_tokens": LENGTH, "do_sample": False})[0]
+    options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": plain[3]}
+    found = generate(model, [fused(model)], options)
+    assert found == theirs(model, kit.usual().token_ids, options)
+    assert found[0][-1] == plain[3]
+    assert len(found[0]) <= 4
+
+
+def test_a_streamer_gets_every_token_as_it_comes() -> None:
+    model, options = kit.family("llama"), {"max_new_tokens": LENGTH, "do_sample": False}
+    own, wanted = Recorder(), Recorder()
+    generate(model, [fused(model)], options, streamer=own)
+    theirs(model, kit.usual().token_ids, {**options, "streamer": wanted})
+    assert own.steps == wanted.steps
+    assert own.steps[0] == kit.usual().token_ids
+    assert all(len(step) == 1 for step in own.steps[1:])
+    assert own.ended == 1
+
+
+def test_a_stopping_criterion_is_asked_after_every_token() -> None:
+    class After(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= length + 5)
+
+    length = len(kit.usual().token_ids)
+    model = kit.family("llama")
+    found = generate(model, [fused(model)], {"max_new_tokens": LENGTH, "eos_token_id": None}, stopping=[After()])
+    assert len(found[0]) == 5
+
+
+FAMILIES = [
+    "llama",
+    "mistral-window",
+    "gemma3-two-ropes",
+    "gpt-oss-sinks-window",
+    "bloom-alibi",
+    "mpt-alibi",
+    "falcon-alibi",
+    "cohere2-some-nope-window",
+    "stablelm-partial",
+    "deepseek-latent",
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_of_different_lengths_are_answered_together(name: str) -> None:
+    model = kit.family(name)
+    scenes = [
+        kit.usual(1),
+        kit.scene([11], ["fresh"], seed=2),
+        kit.scene([5, 30, 6], ["prefix", "chunk", "fresh"], seed=3),
+    ]
+    options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None}
+    wanted = [theirs(model, scene.token_ids, options)[0] for scene in scenes]
+    prefills = [kit.fuse(model, scene, "hkvd", 1.0) for scene in scenes]
+    assert generate(model, prefills, options) == wanted
+
+
+@pytest.mark.parametrize("extra", [{"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True}])
+def test_a_batch_takes_beams_and_samples(extra: dict[str, Any]) -> None:
+    model, scenes = kit.family("llama"), [kit.usual(1), kit.scene([20], ["fresh"], seed=2)]
+    options = {"max_new_tokens": LENGTH, "do_sample": False, **extra}
+    longest = max(len(scene.token_ids) for scene in scenes)
+    ids = [[0] * (longest - len(scene.token_ids)) + scene.token_ids for scene in scenes]
+    mask = torch.tensor([[int(token > 0) for token in row] for row in ids])
+    torch.manual_seed(5)
+    out = model.model.generate(torch.tensor(ids), attention_mask=mask, **options)
+    found = generate(model, [kit.fuse(model, scene, "hkvd", 1.0) for scene in scenes], options, seed=5)
+    assert found == out[:, longest:].tolist()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
+def test_a_fused_prompt_goes_on_from_its_own_kv(ratio: float) -> None:
+    """Step by step through the model's forward, over the KV that the prefill left."""
+    model, scene = kit.family("llama"), kit.usual()
+    kv, cache, written = kit.source(model, scene), DynamicCache(), []
+    prefill = kit.fuse(model, scene, "hkvd", ratio, kv)
+    for index, (keys, values) in enumerate(kit.states(prefill)):
+        cache.update(keys[None].clone(), values[None].clone(), index)
+    logits = prefill.logits
+    for step in range(LENGTH):
+        written.append(int(logits.argmax()))
+        at = torch.tensor([[len(scene.token_ids) + step]])
+        with torch.no_grad():
+            logits = model.model(torch.tensor([written[-1:]]), past_key_values=cache, position_ids=at).logits[0, -1]
+    options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None}
+    assert generate(model, [kit.fuse(model, scene, "hkvd", ratio, kv)], options) == [written]
+
+
+@pytest.mark.parametrize("companion", [False, True])
+def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion: bool) -> None:
+    """The first new token's position is the last one's plus one, not the number of tokens."""
+    model = kit.family("llama")
+    scene = kit.scene([6, 18, 8], ["prefix", "chunk", "fresh"], gaps=[0, 40, 25])
+    ids, positions, written = list(scene.token_ids), scene.positions.tolist(), []
+    for _ in range(LENGTH):
+        tokens, at = torch.tensor([ids + written]), torch.tensor([positions])
+        with torch.no_grad():
+            logits = model.model(tokens, position_ids=at, past_key_values=DynamicCache()).logits[0, -1]
+        written.append(int(logits.argmax()))
+        positions.append(positions[-1] + 1)
+    options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None}
+    prefills = [kit.fuse(model, scene, "hkvd", 1.0)]
+    if companion:
+        prefills.append(model.full_prefill(kit.usual().token_ids))
+    found = generate(model, prefills, options)
+    assert found[0] == written
+    if companion:
+        assert found[1] == theirs(model, kit.usual().token_ids, options)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"assistant_model": object()},
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 2},
+        {"cache_implementation": "static"},
+        {"past_key_values": DynamicCache()},
+        {"use_cache": False},
+        {"inputs_embeds": torch.zeros(1, 3, 64)},
+        {"input_ids": torch.zeros(1, 3)},
+        {"attention_mask": torch.ones(1, 3)},
+        {"position_ids": torch.ones(1, 3)},
+        {"generation_config": GenerationConfig(prompt_lookup_num_tokens=3)},
+        {"generation_config": GenerationConfig(use_cache=False)},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_what_would_bypass_the_cache_is_refused(options: dict[str, Any]) -> None:
+    model = kit.family("llama")
+    prefill = fused(model)
+    with pytest.raises(SettingsError, match="leave it out"):
+        generate(model, [prefill], {"max_new_tokens": 3, **options})
+    wanted = theirs(model, kit.usual().token_ids, {"max_new_tokens": 3, "do_sample": False})
+    assert generate(model, [prefill], {"max_new_tokens": 3, "do_sample": False}) == wanted
+
+
+@pytest.mark.parametrize(("name", "value"), [("cache_implementation", "static"), ("use_cache", False)])
+def test_a_models_own_wish_for_another_cache_is_overruled(name: str, value: object) -> None:
+    model, options = kit.HFModel(kit.build("llama", {}), kit.tokenizer()), {"max_new_tokens": 6, "do_sample": False}
+    wanted = theirs(model, kit.usual().token_ids, options)
+    setattr(model.model.generation_config, name, value)
+    assert generate(model, [fused(model)], options) == wanted
+    assert getattr(model.model.generation_config, name) == value
+
+
+def test_a_seed_touches_nobody_elses_random_numbers() -> None:
+    model, options = kit.family("llama"), {"max_new_tokens": 6, "do_sample": True}
+    prefills = [fused(model) for _ in range(4)]
+    before = torch.random.get_rng_state()
+    one, two, other = (
+        generate(model, [prefill], options, seed=seed) for prefill, seed in zip(prefills, (1, 1, 2), strict=False)
+    )
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert one == two != other
+    generate(model, [prefills[3]], options)
+    assert not torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_shortest_prompts_work(count: int) -> None:
+    model, tokens = kit.family("llama"), kit.ids(count)
+    options = {"max_new_tokens": 5, "do_sample": False}
+    wanted = theirs(model, tokens, options)
+    assert generate(model, [model.full_prefill(tokens)], options) == wanted
+    scene = kit.scene([count], ["chunk"])
+    assert scene.token_ids == tokens
+    assert generate(model, [kit.fuse(model, scene, "hkvd", 1.0)], options) == wanted
+
+
+def test_a_long_answer_outgrows_its_buffers() -> None:
+    model, options = kit.family("mistral-window"), {"max_new_tokens": 150, "do_sample": False, "eos_token_id": None}
+    assert generate(model, [fused(model)], options) == theirs(model, kit.usual().token_ids, options)

@@ -1,0 +1,117 @@
+"""A fused prefill leaves the model as it found it, whatever happens on the way."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ragfuse.hf.handover import generate
+from ragfuse.hf.model import HFModel
+from tests.hf import kit
+
+
+def traces(model: HFModel) -> tuple[object, ...]:
+    """What a prefill touches: hooks, the attention in use, an answer in place of the forward."""
+    hooks = [
+        len(module._forward_pre_hooks) + len(module._forward_hooks) + len(module._forward_pre_hooks_with_kwargs)
+        for module in model.model.modules()
+    ]
+    return sum(hooks), model.model.config._attn_implementation, "forward" in model.model.__dict__
+
+
+class Sudden(Exception):
+    pass
+
+
+def failing_at(model: HFModel, layer: int) -> Callable[..., None]:
+    """Makes the MLP of a layer raise, once it is reached."""
+
+    def raise_it(*_: object) -> None:
+        raise Sudden
+
+    return model.model.model.layers[layer].mlp.register_forward_pre_hook(raise_it).remove
+
+
+families = pytest.mark.parametrize("name", ["llama", "gpt-oss-sinks-window", "stablelm-partial"])
+
+
+@families
+@pytest.mark.parametrize("policy", ["hkvd", "lego", "query"])
+def test_nothing_stays_behind(name: str, policy: str) -> None:
+    model = kit.family(name)
+    before = traces(model)
+    kit.fuse(model, kit.usual(), policy, 0.3)
+    assert traces(model) == before
+
+
+@families
+@pytest.mark.parametrize("layer", [0, 1, 3])
+def test_nothing_stays_behind_when_a_layer_raises(name: str, layer: int) -> None:
+    model, scene = kit.family(name), kit.usual()
+    kv, before = kit.source(model, scene), traces(model)
+    full = model.full_prefill(scene.token_ids)
+    stop = failing_at(model, layer)
+    with pytest.raises(Sudden):
+        kit.fuse(model, scene, "hkvd", 0.3, kv)
+    stop()
+    assert traces(model) == before
+    assert torch.equal(model.full_prefill(scene.token_ids).logits, full.logits)
+    assert kit.off(kit.fuse(model, scene, "hkvd", 1.0, kv).logits, full.logits) < 5e-6
+
+
+@families
+def test_nothing_stays_behind_when_the_store_raises(name: str) -> None:
+    model, scene = kit.family(name), kit.usual()
+    before = traces(model)
+
+    class Broken:
+        def read(self, layer: int) -> dict[int, None]:
+            raise Sudden
+
+    with pytest.raises(Sudden):
+        model.fuse(scene.token_ids, scene.positions, scene.runs, Broken(), "hkvd", 0.3)
+    assert traces(model) == before
+    assert not model.lock._is_owned()
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_nothing_stays_behind_when_an_answer_breaks_off(layer: int) -> None:
+    model, scene = kit.family("llama"), kit.usual()
+    before = traces(model)
+    prefill = kit.fuse(model, scene, "hkvd", 0.3)
+    stop = failing_at(model, layer)
+    with pytest.raises(Sudden):
+        generate(model, [prefill], {"max_new_tokens": 4, "do_sample": False})
+    stop()
+    assert traces(model) == before
+    prefill = kit.fuse(model, scene, "hkvd", 0.3)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        generate(model, [prefill], {"max_new_tokens": -1, "do_sample": False})
+    assert traces(model) == before
+
+
+def test_a_forward_of_somebody_else_stays_in_place() -> None:
+    """Libraries that spread a model over devices put their own forward on it."""
+    model = kit.HFModel(kit.build("llama", {}))
+    calls, plain = [], model.model.forward
+
+    def theirs(*args: object, **kwargs: object) -> object:
+        calls.append(1)
+        return plain(*args, **kwargs)
+
+    theirs.__wrapped__ = plain
+    model.model.forward = theirs
+    scene = kit.usual()
+    generate(model, [kit.fuse(model, scene, "hkvd", 0.3)], {"max_new_tokens": 4, "do_sample": False})
+    assert model.model.forward is theirs
+    assert len(calls) >= 4
+
+
+def test_hooks_of_the_reader_are_still_called() -> None:
+    model = kit.HFModel(kit.build("llama", {}))
+    seen: list[int] = []
+    layer = model.model.model.layers[2]
+    handle = layer.mlp.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
+    kit.fuse(model, kit.usual(), "hkvd-flat", 0.2)
+    handle.remove()
+    assert seen[-1] == 11 + 7

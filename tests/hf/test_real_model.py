@@ -1,0 +1,98 @@
+"""The same on real weights: a trained model's sharper attention, its tokenizer, its chat template."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragfuse.fuse.fusor import Run
+from ragfuse.hf.handover import generate
+from ragfuse.hf.model import HFModel, KVSource, load_model
+from ragfuse.hf.verify import verify
+from tests.hf.broken import BREAKS
+
+pytestmark = pytest.mark.slow
+HEAD = "<|im_start|>user\nAnswer from the passages.\n\n"
+PASSAGES = (
+    "The Eiffel Tower was completed in 1889 in Paris. It is 330 metres tall.\n\n",
+    "The Brooklyn Bridge opened in 1883 and spans the East River in New York.\n\n",
+    "Big Ben is the nickname of the Great Bell in London, cast in 1858.\n\n",
+)
+TAIL = "When did the Brooklyn Bridge open?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(smollm_path: Path, request: pytest.FixtureRequest) -> HFModel:
+    return load_model(smollm_path, request.param)
+
+
+@pytest.fixture(scope="module")
+def prompt(model: HFModel) -> tuple[list[int], list[Run], KVSource]:
+    parts = [model.tokens(HEAD, special=True), *(model.tokens(text) for text in PASSAGES)]
+    starts = [sum(len(part) for part in parts[:index]) for index in range(len(parts))]
+    spans = zip(starts, parts, strict=True)
+    runs = [Run(index, lo, lo + len(part), lo, blend=index > 0) for index, (lo, part) in enumerate(spans)]
+    ids = [token for part in [*parts, model.tokens(TAIL, special=True)] for token in part]
+    return ids, runs, KVSource([model.encode(part) for part in parts])
+
+
+def fused(model: HFModel, prompt: tuple[list[int], list[Run], KVSource], policy: str = "hkvd", ratio: float = 1.0):
+    ids, runs, source = prompt
+    return model.fuse(ids, torch.arange(len(ids)), runs, source, policy, ratio)
+
+
+def test_it_passes_its_verification(model: HFModel) -> None:
+    verdict = verify(model)
+    assert [check for check in verdict.checks if not check.passed] == []
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_what_is_broken_is_noticed(model: HFModel, what: str) -> None:
+    with BREAKS[what](model) as broken:
+        assert not verify(broken).passed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"do_sample": False, "stop_strings": ["188"]},
+    ],
+    ids=["greedy", "beams", "samples", "stop strings"],
+)
+def test_ratio_one_writes_what_transformers_writes(model: HFModel, prompt, options: dict[str, object]) -> None:
+    """In bfloat16 near-equal logits may swap by a rounding, so there the first tokens count."""
+    ids, options = prompt[0], {"max_new_tokens": 24, **options}
+    extra = {"tokenizer": model.tokenizer} if "stop_strings" in options else {}
+    torch.manual_seed(3)
+    wanted = model.model.generate(torch.tensor([ids]), **options, **extra)[:, len(ids) :].tolist()
+    found = generate(model, [fused(model, prompt)], options, seed=3)
+    count = None if model.dtype == torch.float32 else 3
+    assert [row[:count] for row in found] == [row[:count] for row in wanted]
+    full = generate(model, [model.full_prefill(ids)], options, seed=3)
+    assert [row[:count] for row in full] == [row[:count] for row in wanted]
+
+
+def test_two_prompts_are_answered_together(model: HFModel, prompt) -> None:
+    ids, options = prompt[0], {"max_new_tokens": 16, "do_sample": False}
+    short = ids[-len(model.tokens(TAIL, special=True)) :]
+    alone = [generate(model, [each], options)[0] for each in (model.full_prefill(short), fused(model, prompt))]
+    together = generate(model, [model.full_prefill(short), fused(model, prompt)], options)
+    ends = model.model.generation_config.eos_token_id
+    for one, other in zip(alone, together, strict=True):
+        count = len(one) if model.dtype == torch.float32 else 3
+        assert one[:count] == other[:count]
+        assert ends in one or len(one) == 16
+
+
+@pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "query-gradual", "hybrid"])
+def test_fifteen_percent_come_nearer_to_full_prefill_than_reuse(model: HFModel, prompt, policy: str) -> None:
+    full = model.full_prefill(prompt[0]).logits.float().log_softmax(-1)
+
+    def divergence(policy: str, ratio: float) -> float:
+        logits = fused(model, prompt, policy, ratio).logits.float().log_softmax(-1)
+        return float((full.exp() * (full - logits)).sum())
+
+    assert divergence(policy, 0.15) < divergence("none", 0.0)

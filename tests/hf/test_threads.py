@@ -1,0 +1,50 @@
+"""Several threads on one model at once get what each would get alone."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from ragfuse.hf.handover import generate
+from ragfuse.hf.model import HFModel
+from tests.hf import kit
+
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+SAMPLED = {"max_new_tokens": 5, "do_sample": True, "eos_token_id": None}
+
+
+def work(model: HFModel, seed: int) -> tuple[object, ...]:
+    """Encode, fuse and answer; the job differs by seed."""
+    scene = kit.usual(seed)
+    kv = kit.source(model, scene)
+    policy, ratio = [("hkvd", 0.3), ("none", 0.0), ("query-gradual", 0.2), ("lego", 0.5), ("hkvd", 1.0)][seed % 5]
+    greedy = generate(model, [kit.fuse(model, scene, policy, ratio, kv)], GREEDY)
+    full = generate(model, [model.full_prefill(scene.token_ids)], GREEDY)
+    sampled = generate(model, [kit.fuse(model, scene, policy, ratio, kv)], SAMPLED, seed=seed)
+    beams = generate(model, [kit.fuse(model, scene, policy, ratio, kv)], {**GREEDY, "num_beams": 2})
+    return greedy, full, sampled, beams, [layer.keys.sum().item() for layer in kv.chunks[1].layers]
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon-alibi"])
+def test_threads_get_what_each_would_get_alone(name: str) -> None:
+    model = kit.family(name)
+    alone = [work(model, seed) for seed in range(6)]
+    with ThreadPoolExecutor(5) as pool:
+        together = list(pool.map(lambda seed: work(model, seed), range(6)))
+    assert together == alone
+
+
+def test_plain_forwards_of_two_models_do_not_disturb_each_other() -> None:
+    one, two = kit.family("llama"), kit.family("mistral-window")
+    alone = [work(model, 1) for model in (one, two)]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            jobs = [pool.submit(work, model, 1) for model in (one, two)]
+            greedy = [[job.result()[0], job.result()[1], job.result()[3]] for job in jobs]
+            assert greedy == [[result[0], result[1], result[3]] for result in alone]
+
+
+def test_no_thread_is_left_with_gradients_off() -> None:
+    model = kit.family("llama")
+    kit.fuse(model, kit.usual(), "hkvd", 0.3)
+    assert torch.is_grad_enabled()

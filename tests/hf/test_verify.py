@@ -1,0 +1,114 @@
+"""`verify` passes what is right on every kind of model, and notices whatever is broken on purpose."""
+
+import json
+
+import pytest
+import torch
+
+from ragfuse.hf.verify import bound_of, verify
+from tests.hf import kit
+from tests.hf.broken import BREAKS, WINDOW_BREAKS
+
+SOUND = [
+    ("llama", torch.float32),
+    ("llama", torch.bfloat16),
+    ("mistral-window", torch.float16),
+    ("falcon-alibi", torch.float32),
+    ("stablelm-partial", torch.bfloat16),
+    ("cohere2-some-nope-window", torch.float32),
+    ("gpt-oss-sinks-window", torch.bfloat16),
+    ("deepseek-latent", torch.bfloat16),
+    ("mixtral", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), SOUND)
+def test_a_sound_model_passes(name: str, dtype: torch.dtype) -> None:
+    verdict = verify(kit.family(name, dtype))
+    assert [check for check in verdict.checks if not check.passed] == []
+    assert verdict.passed
+    assert all(0 <= check.error <= check.bound < 0.25 for check in verdict.checks)
+
+
+@pytest.mark.parametrize(
+    "policy", ["hkvd-flat", "query", "query-gradual", "lego-3", "random", "hybrid", "none", "full"]
+)
+def test_every_policy_can_be_verified(policy: str) -> None:
+    assert verify(kit.family("llama"), policy, 0.3).passed
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16,
+        pytest.param(torch.float32, marks=pytest.mark.slow),
+        pytest.param(torch.float16, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("what", BREAKS)
+def test_what_is_broken_is_noticed(what: str, dtype: torch.dtype) -> None:
+    with BREAKS[what](kit.family("llama", dtype)) as broken:
+        verdict = verify(broken)
+    failed = [check for check in verdict.checks if not check.passed]
+    assert failed
+    assert not verdict.passed
+    assert max(check.error / check.bound if check.bound else 10 for check in failed) > 2
+
+
+@pytest.mark.parametrize("what", WINDOW_BREAKS)
+def test_a_wrong_window_is_noticed(what: str) -> None:
+    with WINDOW_BREAKS[what](kit.family("mistral-window", torch.bfloat16)) as broken:
+        verdict = verify(broken)
+    assert "prompt longer than the sliding window" in [check.name for check in verdict.checks if not check.passed]
+
+
+@pytest.mark.parametrize("what", ["a row sees the key after it", "stored keys stand one position too far"])
+def test_experts_hide_no_break(what: str) -> None:
+    with BREAKS[what](kit.family("mixtral", torch.bfloat16)) as broken:
+        assert not verify(broken).passed
+
+
+def test_breaking_leaves_the_model_whole() -> None:
+    assert verify(kit.family("llama")).passed
+
+
+def test_weights_that_are_no_numbers_fail() -> None:
+    model = kit.HFModel(kit.build("llama", {}))
+    with torch.no_grad():
+        model.model.model.layers[2].mlp.down_proj.weight[0, 0] = float("nan")
+    verdict = verify(model)
+    assert not verdict.passed
+    json.dumps(verdict.as_dict(), allow_nan=False)
+
+
+def test_a_refused_model_has_its_reason_as_the_only_check() -> None:
+    model = kit.family("gpt2")
+    verdict = verify(model)
+    assert not verdict.passed
+    assert [(check.name, check.passed) for check in verdict.checks] == [(model.profile.refusal, False)]
+
+
+def test_a_verdict_is_plain_json() -> None:
+    verdict = verify(kit.family("mistral-window"))
+    data = json.loads(json.dumps(verdict.as_dict()))
+    assert set(data) == {"model", "passed", "checks"}
+    assert all(set(check) == {"name", "error", "bound", "passed"} for check in data["checks"])
+    assert [check["name"] for check in data["checks"]] == [
+        "rotation round trip",
+        "ratio 1 equals full prefill",
+        "ratio 0 equals reuse",
+        "fully cached prompt",
+        "same chunk twice",
+        "chunk order permuted",
+        "misses in any pattern",
+        "a later token never changes an earlier row",
+        "hkvd at 0.15 leaves the other rows as stored",
+        "prompt longer than the sliding window",
+        "stored tensors are never changed",
+    ]
+
+
+def test_bounds_grow_with_depth_length_and_coarseness() -> None:
+    assert bound_of(torch.float32, 4, 100) < bound_of(torch.float32, 40, 100) < bound_of(torch.float32, 40, 10_000)
+    assert bound_of(torch.float32, 80, 10_000) < bound_of(torch.float16, 80, 100) < bound_of(torch.bfloat16, 80, 100)
+    assert bound_of(torch.bfloat16, 80, 1000) < 0.25

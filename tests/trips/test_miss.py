@@ -1,0 +1,173 @@
+"""The trips of a miss, of an entry that is lost on the way, and of a model that is refused."""
+
+import os
+import threading
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from ragfuse import Ask, Engine, Settings
+from ragfuse.store import KVStore
+from tests.tiny import CHUNKS, adds_up, chunk_hits, file_of, ingest, messages, on_disk_only
+
+
+def test_a_first_question_computes_everything_and_the_next_one_hits(engine):
+    first = engine.answer(messages())
+    assert first.trace.refusal == "nothing of it is in the store"
+    assert chunk_hits(first.trace) == [False] * 6
+    engine.flush()
+    second = engine.answer(messages())
+    assert chunk_hits(second.trace) == [True] * 6
+    assert adds_up(first.trace)
+    assert adds_up(second.trace)
+
+
+def test_some_missing_chunks_are_computed_in_place_outside_the_budget(engine):
+    ingest(engine, CHUNKS[:4])
+    trace = engine.answer(messages()).trace
+    assert chunk_hits(trace) == [True] * 4 + [False] * 2
+    assert [segment.why for segment in trace.segments[-2:]] == ["not in the store"] * 2
+    fresh = sum(segment.n_tokens for segment in trace.segments if not segment.hit)
+    assert trace.tokens_fresh > fresh
+    assert adds_up(trace)
+
+
+def test_a_missing_chunk_is_exact_at_ratio_one(engine):
+    ingest(engine, CHUNKS[1:5])
+    fused, full = engine.answer(messages(), Ask(ratio=1.0)), engine.answer(messages(), Ask(reuse=False))
+    assert fused.token_ids == full.token_ids
+
+
+def test_a_missing_chunk_is_encoded_behind_a_prefix_that_was_met_before_and_its_text_is_known(engine):
+    ingest(engine, CHUNKS[:1])
+    engine.answer(messages())
+    engine.flush()
+    trace = engine.answer(messages(CHUNKS[3:])).trace
+    assert [segment.exact for segment in trace.segments] == [True, True, False, False]
+    assert set(CHUNKS) <= {known.text for known in engine.book.texts(engine.digest)}
+
+
+def test_behind_a_prefix_that_is_new_chunks_are_encoded_alone(engine):
+    engine.answer(messages())
+    engine.flush()
+    contexts = {entry.key.context for entry in engine.store.entries()}
+    assert contexts == {""}
+
+
+def test_a_full_prefill_that_was_asked_for_saves_nothing(engine):
+    engine.answer(messages(), Ask(reuse=False))
+    engine.flush()
+    assert engine.store.entries() == []
+
+
+class Struck(KVStore):
+    """An open store in which something happens to a file right before one layer of a chunk is read."""
+
+    def __init__(self, store: KVStore, key, layer, strike) -> None:
+        self.__dict__ = store.__dict__
+        self.target, self.strike, self.struck = (key, layer), strike, threading.Event()
+
+    def read_layer(self, key, layer, tier=None):
+        if (key, layer) == self.target and not self.struck.is_set():
+            self.strike()
+            self.struck.set()
+        return super().read_layer(key, layer, tier)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 8 :] = os.urandom(len(data) - len(data) // 8)
+    with path.open("r+b") as file:
+        file.write(data)
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 8)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+@pytest.mark.parametrize("strike", [flip, cut])
+def test_an_entry_that_is_corrupted_in_the_middle_is_a_miss_and_the_answer_is_right(tiny_settings, layer, strike):
+    with on_disk_only(tiny_settings) as engine:
+        ingest(engine)
+        full = engine.answer(messages(), Ask(reuse=False))
+        key = engine.prompt(messages()).segments[3].keys[0]
+        path = file_of(engine, CHUNKS[1], key.context)
+        engine.store = Struck(engine.store, key, layer, lambda: strike(path))
+        answer = engine.answer(messages(), Ask(ratio=1.0))
+        assert engine.store.struck.is_set()
+        assert answer.token_ids == full.token_ids
+        lost = [segment for segment in answer.trace.segments if not segment.hit]
+        assert [segment.why for segment in lost] == ["its entry could not be read"]
+        assert adds_up(answer.trace)
+        engine.flush()
+        assert chunk_hits(engine.answer(messages()).trace) == [True] * 6
+
+
+def test_a_file_that_is_deleted_between_lookup_and_read_is_a_miss(tiny_settings, engine):
+    ingest(engine)
+    engine.close()
+    with on_disk_only(tiny_settings) as again:
+        key = again.prompt(messages()).segments[3].keys[0]
+        path = file_of(again, CHUNKS[1], key.context)
+        again.store = Struck(again.store, key, 0, path.unlink)
+        trace = again.answer(messages()).trace
+        assert chunk_hits(trace) == [True, False, True, True, True, True]
+        again.flush()
+        assert chunk_hits(again.answer(messages()).trace) == [True] * 6
+
+
+def test_a_store_that_loses_everything_still_answers(tiny_settings):
+    class Unplugged(KVStore):
+        def __init__(self, store: KVStore) -> None:
+            self.__dict__ = store.__dict__
+
+        def read_layer(self, key, layer, tier=None):
+            raise RuntimeError("the cable was pulled")
+
+    with on_disk_only(tiny_settings) as engine:
+        ingest(engine)
+        engine.store = Unplugged(engine.store)
+        answer, full = engine.answer(messages()), engine.answer(messages(), Ask(reuse=False))
+    assert answer.token_ids == full.token_ids
+    assert answer.trace.refusal == "nothing of it is in the store"
+
+
+@pytest.fixture(scope="session")
+def gpt2_path(tiny_path, tmp_path_factory):
+    """A model whose hidden states carry the position: its KV cannot be moved."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_path)
+    tokenizer.save_pretrained(folder)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=2048, n_embd=32, n_layer=2, n_head=2, eos_token_id=2)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_refused_model_is_answered_by_its_own_full_prefill_with_the_reason(gpt2_path, tmp_path):
+    with Engine(Settings(model=str(gpt2_path), dtype="float32", store=tmp_path, max_tokens=8)) as engine:
+        assert engine.ingest([(CHUNKS[0], "book")]).encoded == 0
+        answer = engine.answer(messages())
+        ids = torch.tensor([engine.prompt(messages()).token_ids])
+        wanted = engine.model.model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        several = engine.batch([messages(), messages(CHUNKS[:2])])
+        with engine.stream(messages()) as stream:
+            said = "".join(stream)
+        engine.flush()
+        assert list(answer.token_ids) == wanted[0, ids.shape[1] :].tolist()
+        assert several[0].token_ids == answer.token_ids
+        assert said == answer.text
+        assert "position" in answer.trace.refusal
+        assert answer.trace.tokens_fresh == answer.trace.tokens
+        assert engine.store.entries() == []
+
+
+def test_the_refusal_is_remembered_and_the_next_process_does_not_probe(gpt2_path, tmp_path):
+    settings = Settings(model=str(gpt2_path), dtype="float32", store=tmp_path)
+    with Engine(settings) as engine:
+        refusal = engine.model.profile.refusal
+    with Engine(settings) as again:
+        assert again._profile(engine.model.fingerprint).refusal == refusal != ""

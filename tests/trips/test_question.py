@@ -1,0 +1,89 @@
+"""The trip of a question over six cached chunks, in the process that ingested them and in another."""
+
+import pytest
+
+from ragfuse import Ask, Engine, Settings
+from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, ingest, messages, on_disk_only, python
+
+
+@pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "lego", "query", "random"])
+def test_six_cached_chunks_are_reused_and_few_rows_recomputed(engine, policy):
+    ingest(engine)
+    trace = engine.answer(messages(), Ask(policy=policy)).trace
+    assert [(segment.kind, segment.hit) for segment in trace.segments] == [("module", True)] + [("chunk", True)] * 6
+    assert [segment.exact for segment in trace.segments] == [True, True] + [False] * 5
+    assert adds_up(trace)
+    assert 0 < trace.mean_ratio < 0.3
+    assert trace.tokens_reused > 4 * trace.tokens_recomputed > 0
+    assert trace.tokens_fresh == trace.tokens - sum(segment.n_tokens for segment in trace.segments)
+    assert not trace.refusal
+
+
+def test_at_ratio_one_the_answer_is_full_prefill_s_own(engine):
+    ingest(engine)
+    fused = engine.answer(messages(), Ask(ratio=1.0))
+    full = engine.answer(messages(), Ask(reuse=False))
+    assert fused.token_ids == full.token_ids
+    assert fused.text == full.text
+    assert fused.trace.mean_ratio == 1.0
+
+
+def test_a_plain_prompt_finds_the_chunks_by_their_text(engine):
+    ingest(engine)
+    said = INSTRUCTION + "\n\n".join(CHUNKS) + f"\n\n{QUESTION}"
+    prompt = engine.prompt(said)
+    found = [engine.model.text(segment.tokens) for segment in prompt.segments if segment.kind == "chunk"]
+    assert found == list(CHUNKS)
+    assert engine.model.text(prompt.token_ids) == said
+    assert [segment.source for segment in prompt.segments if segment.kind == "chunk"] == [f"book-{i}" for i in range(6)]
+
+
+def test_from_disk_and_from_memory_the_answer_is_the_same(tiny_settings, engine):
+    ingest(engine)
+    from_memory = engine.answer(messages())
+    with on_disk_only(tiny_settings) as other:
+        from_disk = other.answer(messages())
+    assert {segment.tier for segment in from_memory.trace.segments} == {"memory"}
+    assert {segment.tier for segment in from_disk.trace.segments} == {"disk"}
+    assert from_disk.token_ids == from_memory.token_ids
+    assert from_disk.trace.load_s > 0
+
+
+def test_a_chunk_read_from_disk_is_in_memory_for_the_next_question(tiny_settings, engine):
+    ingest(engine)
+    with Engine(tiny_settings) as other:
+        tiers = [{segment.tier for segment in other.answer(messages()).trace.segments} for _ in range(2)]
+    assert tiers == [{"disk"}, {"memory"}]
+
+
+def test_a_second_process_on_the_store_hits_and_finds_known_chunks(tiny_settings, engine):
+    ingest(engine)
+    marked = engine.marker.mark(CHUNKS[2], "marked here")
+    code = """
+        import json, sys
+        from ragfuse import Engine, Piece, Settings
+        model, store, plain, marked = sys.argv[1:]
+        with Engine(Settings(model=model, dtype="float32", store=store, max_tokens=12)) as engine:
+            traces = [engine.answer([("user", said)]).trace.as_dict() for said in (plain, marked)]
+        print(json.dumps(traces))
+    """
+    said = INSTRUCTION + "\n\n".join(CHUNKS) + f"\n\n{QUESTION}"
+    plain, marks = python(code, tiny_settings.model, tiny_settings.store, said, f"{INSTRUCTION}{marked}\n\n{QUESTION}")
+    assert [segment["hit"] for segment in plain["segments"]] == [True] * 7
+    assert {segment["tier"] for segment in plain["segments"]} == {"disk"}
+    assert [(s["hit"], s["source"]) for s in marks["segments"]] == [(True, ""), (True, "marked here")]
+
+
+def test_the_embedded_model_says_what_full_prefill_says_at_ratio_one(smollm_path, tmp_path):
+    settings = Settings(model=str(smollm_path), dtype="float32", store=tmp_path, max_tokens=12)
+    with Engine(settings) as engine:
+        ingest(engine, CHUNKS[:3])
+        question = messages(CHUNKS[:3], "Question: How many ships did the keeper of the southern lighthouse count?")
+        fused, full = engine.answer(question, Ask(ratio=1.0)), engine.answer(question, Ask(reuse=False))
+        one = messages(CHUNKS[:1], "Question: What colour is the door?")
+        exact, alone = engine.answer(one), engine.answer(one, Ask(reuse=False))
+    assert fused.token_ids == full.token_ids
+    assert chunk_hits(fused.trace) == [True] * 3
+    assert exact.token_ids == alone.token_ids
+    assert exact.trace.tokens_recomputed == 0
+    assert "green" in exact.text
