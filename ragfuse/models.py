@@ -11,12 +11,15 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from filelock import FileLock, Timeout
 from rich.console import Console
@@ -29,6 +32,9 @@ RECIPE = 1
 
 MANIFEST = "prepared.json"
 """Written last into a prepared folder: the recipe and the size in bytes of every other file."""
+
+HUB_WAIT_S = 5.0
+"""Seconds to wait for the hub to answer at all."""
 
 Say = Callable[[str], None]
 """Takes the name of the step that begins."""
@@ -283,10 +289,28 @@ def _locked(path: Path, say: Say) -> Iterator[None]:
         lock.release()
 
 
+def require_hub(name: str) -> None:
+    """ModelError where a Hugging Face id is neither in its cache nor to be had: at once, not after many retries."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or getproxies() or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((hub.hostname or "", hub.port or 443), HUB_WAIT_S).close()
+    except OSError as error:
+        names = ", ".join(model.name for model in EMBEDDED)
+        raise ModelError(
+            f"No model '{name}': it is not embedded ({names}), not in the Hugging Face cache, and {hub.hostname} "
+            f"cannot be reached ({error.strerror or error}). Give a local folder or an embedded name."
+        ) from error
+
+
 @contextmanager
 def quietly(source: Path | str) -> Iterator[None]:
-    """No progress bars of transformers while a folder is loaded; what must be downloaded first shows its own."""
+    """No bars of transformers while a folder is loaded; a download shows its own, if the hub can be reached at all."""
     if isinstance(source, str):
+        require_hub(source)
         yield
         return
     with _no_bars():

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INSTRUCTION = "Use only what the passages say.\n\n"
 QUESTION = "Question: Who?"
 CHUNKS = tuple(
-    f"Passage {name}. The keeper of the {name} lighthouse counted {count} ships in one night, and painted its door {hue}."
+    f"Passage {name}. The keeper of the {name} lighthouse counted {count} ships in one night; its door is {hue}."
     for name, count, hue in (
         ("northern", "forty", "green"),
         ("southern", "ninety-one", "red, which was dear"),

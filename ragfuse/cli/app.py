@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import Annotated, Any
@@ -44,6 +45,16 @@ class Door(TyperGroup):
         raise typer.Exit(1) from error
 
 
+class _OneLine(logging.Formatter):
+    """What went wrong on the way, without a traceback: for people."""
+
+    def formatException(self, *_: Any) -> str:
+        return ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {super().format(record).strip()}"
+
+
 app = typer.Typer(
     cls=Door,
     no_args_is_help=True,
@@ -64,6 +75,9 @@ app.add_typer(models.models, name="models")
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     """Fuse cached chunks instead of prefilling them again."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine())
+    logging.getLogger("ragfuse").handlers = [handler]
     if version:
         from importlib.metadata import version as installed
 

@@ -76,8 +76,8 @@ def ask(
         if found is not None:
             tell_skipped(console, found)
             library.keep_only(found.files)
-            chunks, _ = add_files(library, engine, found.files, console)
-            if chunks and not no_kv:
+            chunks = add_files(library, engine, found.files, console)
+            if not no_kv:
                 encode(engine, chunks, console)
         prompt = _prompt(engine, library, question, console)
         full = _full(engine, prompt, console) if compare else None

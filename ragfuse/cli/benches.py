@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from ragfuse.cli.options import Device, Dtype, Model, Policy, Ratio, settings_of, write_json
+from ragfuse.cli.options import Device, Dtype, Json, Model, Policy, Ratio, console_for, settings_of, write_json
 from ragfuse.engine import Engine
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, SettingsError
 
 bench = typer.Typer(no_args_is_help=True, help="Measure. All subcommands share one runner: interleaved rounds.")
 
@@ -45,3 +45,43 @@ def demo(
         f"Written: {out}, {out.with_suffix('.png')}",
     ):
         console.print(line, highlight=False)
+
+
+@bench.command("ttft")
+def ttft(
+    model: Annotated[
+        str, typer.Option(help="q05, l1b or l8b (random weights), an embedded name, id or folder.")
+    ] = "q05",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    chunks: Annotated[str, typer.Option(help="Chunks of a prompt; several, as in 2,4,6, show growth.")] = "6",
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 512,
+    question_tokens: Annotated[int, typer.Option(help="Tokens of the question.")] = 32,
+    ratio: Annotated[float, typer.Option(help="Share of reused context rows computed again.")] = 0.15,
+    policy: Annotated[str, typer.Option(help="Selection policy.")] = "hkvd",
+    lego_tokens: Annotated[int, typer.Option(help="First tokens of each chunk, for --policy lego.")] = 0,
+    kv: Annotated[str, typer.Option(help="Where the KV lies: memory, pinned, gpu or disk.")] = "memory",
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="Draw speedup against context tokens here (PNG).")] = None,
+    json: Json = None,
+) -> None:
+    """Time to the first token: full prefill, ragfuse, plain reuse and prefix caching, in interleaved rounds."""
+    from ragfuse.bench.runner import tune_malloc
+    from ragfuse.bench.ttft import TtftOptions, run_ttft
+
+    console = console_for(json)
+    options: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "kv": kv, "policy": policy}
+    options |= {"chunk_tokens": chunk_tokens, "question_tokens": question_tokens, "ratio": ratio, "plot": plot}
+    options |= {"lego_tokens": lego_tokens, "threads": threads, "rounds": rounds, "chunks": _counts(chunks)}
+    chosen = TtftOptions(**options)
+    tune_malloc(console)
+    write_json(run_ttft(chosen, console), json)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """6 or 2,4,6 as numbers."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise SettingsError(f"--chunks is '{text}'; wanted a number, or several as in 2,4,6.") from error

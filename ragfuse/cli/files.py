@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,7 @@ def _loader(file: Path, suffix: str) -> Any:
     from langchain_community.document_loaders import BSHTMLLoader, PyPDFLoader, TextLoader
 
     if suffix in PDF:
+        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
         return PyPDFLoader(str(file))
     encoding = encoding_of(file.read_bytes())
     if suffix in HTML:

@@ -53,10 +53,7 @@ def ingest(
 
         library, engine = Library(settings, index), Engine(settings)
     with engine:
-        chunks, broken = add_files(library, engine, found.files, console)
-        if not chunks:
-            why = broken[0] if broken else "Scanned pages hold pictures, not text."
-            raise InputError(f"Wanted text, found none in {_counted(len(found.files), 'file')}. {why}")
+        chunks = add_files(library, engine, found.files, console)
         done = Ingested() if no_kv else encode(engine, chunks, console)
     n_files = len({source for _, source in chunks})
     kv = f"; {done.encoded} encoded now ({done.tokens:,} tokens, {done.nbytes / 1e6:,.0f} MB, {done.seconds:.1f} s)"
@@ -67,12 +64,12 @@ def ingest(
     write_json({**result, "chunks": len(chunks), "encoded": done.encoded, "nbytes": done.nbytes}, json)
 
 
-def add_files(
-    library: Library, engine: Engine, files: Sequence[Path], console: Console
-) -> tuple[list[tuple[str, str]], list[str]]:
-    """(text, source) of all files' chunks, with a progress bar; a file that cannot be parsed is named and left out."""
+def add_files(library: Library, engine: Engine, files: Sequence[Path], console: Console) -> list[tuple[str, str]]:
+    """(text, source) of all files' chunks, with a progress bar; a file that cannot be parsed is named and left out.
+
+    InputError if there is no text at all.
+    """
     chunks: list[tuple[str, str]] = []
-    broken: list[str] = []
     with console.status("loading the model"):
         tokenizer = engine.model.words
     columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn()
@@ -84,10 +81,13 @@ def add_files(
             try:
                 chunks += library.add(file, tokenizer, _share(bar, task, before, size))
             except InputError as error:
-                broken.append(str(error))
                 console.print(f"[yellow]left out[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
             bar.update(task, completed=before + size)
-    return chunks, broken
+    if not chunks:
+        raise InputError(
+            f"Wanted text, found none in {_counted(len(files), 'file')}. Scanned pages, for one, hold pictures of text."
+        )
+    return chunks
 
 
 def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:

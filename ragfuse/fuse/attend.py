@@ -62,10 +62,13 @@ class RowMask:
         return self._blocks[window, dtype]
 
     def _cut(self, dtype: torch.dtype, window: int | None) -> Iterator[Block]:
-        size = BLOCK if self.rows.device.type == "cpu" else len(self.rows)
-        rows, total = self.rows.tolist(), len(self.positions)
-        for lo in range(0, len(rows), size):
-            hi = min(lo + size, len(rows))
+        total = len(self.positions)
+        if self.rows.device.type != "cpu":  # asking where rows stand would wait for the device
+            yield Block(0, len(self.rows), 0, total, self._additive(slice(None), slice(0, total), dtype, window))
+            return
+        rows = self.rows.tolist()
+        for lo in range(0, len(rows), BLOCK):
+            hi = min(lo + BLOCK, len(rows))
             key_lo = self._oldest(rows[lo], window)
             if hi - lo == 1:
                 yield Block(lo, hi, key_lo, rows[lo] + 1, None)

@@ -151,7 +151,6 @@ class Fusion:
             cached[run.lo : run.hi] = True
             offered[run.lo : run.hi] = run.blend
         cached[-1] = offered[-1] = False
-        self._offered = offered.to(positions.device)
         self._forced = (~cached).nonzero()[:, 0].to(positions.device)
         self._offer = offered.nonzero()[:, 0].to(positions.device)
         self.view = _view(len(buffers), ratio, len(self._forced), runs, self._offer, score)
@@ -225,7 +224,7 @@ class Fusion:
         for new, old in pairs[self.policy.compare]:
             change = new[0].float() - old[0].index_select(1, self.rows)
             total += change.square_().sum((0, 2))
-        return total[self._offered[self.rows]]
+        return total[torch.searchsorted(self.rows, self._offer[self._alive])]
 
 
 def _view(n_layers: int, ratio: float, forced: int, runs: Sequence[Run], offer: Tensor, score: Tensor | None) -> View:

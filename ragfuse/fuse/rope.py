@@ -32,7 +32,7 @@ def angles(layout: RopeLayout, delta: int | Tensor, device: torch.device) -> tup
 
 
 def place(out: Tensor, keys: Tensor, turn: tuple[Tensor, Tensor], layout: RopeLayout) -> None:
-    """Write `keys`, turned by ready `angles`, into `out`; both [..., n, D] of one dtype. They may be the same tensor."""
+    """Write `keys`, turned by ready `angles`, into `out`, which may be `keys` itself; both [..., n, D], one dtype."""
     if out is not keys and 2 * len(layout.inv_freq) < keys.shape[-1]:
         out.copy_(keys)
     cos, sin = turn

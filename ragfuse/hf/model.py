@@ -265,8 +265,7 @@ def load_model(
 
     profile_of: what is known of a fingerprint, so that a model is probed only once.
     """
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ModelError(f"Wanted device '{device}', but torch sees no CUDA device here. Use --device cpu.")
+    _require_device(device)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), use_safetensors=True).to(
@@ -279,3 +278,14 @@ def load_model(
             "that `ragfuse models ls` lists."
         ) from error
     return HFModel(model, tokenizer, profile_of)
+
+
+def _require_device(name: str) -> None:
+    """ModelError for a device that torch does not know or does not see."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"Wanted a device such as cpu, cuda or cuda:1, found '{name}'. Use --device cpu.") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = f"only {torch.cuda.device_count()} of them" if torch.cuda.is_available() else "no CUDA device here"
+        raise ModelError(f"Wanted device '{name}', but torch sees {found}. Use --device cpu.")
