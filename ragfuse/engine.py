@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from ragfuse.asking import Ask, is_streamable, options_of, room_behind, sequences_per_prompt, written
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest, token_digest
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, StoreError
 from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.handover import generate
@@ -29,7 +29,7 @@ from ragfuse.profiles import ModelProfile
 from ragfuse.saving import EXIT_S, Saver, Work, work_after
 from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
-from ragfuse.store import Book, KVStore, open_store
+from ragfuse.store import Book, KnownText, KVStore, open_store
 from ragfuse.streaming import AnswerStream
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, pieces
@@ -38,6 +38,7 @@ from ragfuse.tracing import Timing, trace_of
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
 
 Content = str | Sequence[str | Piece]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class Engine:
         with self._lock:
             if self._known is None:
                 self._known = KnownChunks()
-                for text in self.book.texts(digest) if self.book else ():
+                texts: list[KnownText] = self._booked(lambda book: list(book.texts(digest)), [])
+                for text in texts:
                     self._known.add([text.text], text.source)
             return self._known
 
@@ -232,8 +234,9 @@ class Engine:
         forget(self)
         self._saver.close(timeout_s)
         self.store.close()
-        if self.book is not None:
-            self.book.close()
+        book, self.book = self.book, None
+        if book is not None:
+            book.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -320,17 +323,15 @@ class Engine:
     def _note(self, text: str, source: str, tokens: Sequence[int]) -> None:
         if text not in self.known:
             self.known.add([text], source)
-        if self.book is not None:
-            self.book.add_texts(self.digest, [(str(self.key(tokens)), text, source)])
+        self._booked(lambda book: book.add_texts(self.digest, [(str(self.key(tokens)), text, source)]), None)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         return str(self.model.words.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def _secret(self) -> bytes:
         """What signs marks: the same in every process on one store."""
-        if self.book is None:
-            return secrets.token_bytes(32)
-        return bytes.fromhex(self.book.settle("marker", {"secret": secrets.token_hex(32)})["secret"])
+        new = {"secret": secrets.token_hex(32)}
+        return bytes.fromhex(self._booked(lambda book: book.settle("marker", new), new)["secret"])
 
     def _load(self) -> HFModel:
         source = resolve_llm(self.settings.model, self.settings.home)
@@ -338,12 +339,24 @@ class Engine:
             return load_model(source, self.settings.dtype, self.settings.device, self._profile)
 
     def _profile(self, fingerprint: str) -> ModelProfile | None:
-        found = self.book.get(_profile_name(fingerprint)) if self.book else None
+        found = self._booked(lambda book: book.get(_profile_name(fingerprint)), None)
         return ModelProfile.from_dict(found) if found else None
 
     def _remember(self, profile: ModelProfile) -> None:
-        if self.book is not None and self._profile(profile.model) != profile:
-            self.book.put(_profile_name(profile.model), profile.as_dict())
+        if self._profile(profile.model) != profile:
+            self._booked(lambda book: book.put(_profile_name(profile.model), profile.as_dict()), None)
+
+    def _booked(self, use: Callable[[Book], T], otherwise: T) -> T:
+        """What the book says; `otherwise` without one, also when the engine is closed in this very moment."""
+        book = self.book
+        if book is None:
+            return otherwise
+        try:
+            return use(book)
+        except StoreError:
+            if self.book is not None:
+                raise
+            return otherwise
 
 
 def _profile_name(fingerprint: str) -> str:

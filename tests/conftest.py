@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer, GenerationConfig
 
 from integrations.tests.kit import tiny_path
 from ragfuse import Engine, Settings
@@ -26,10 +28,23 @@ def minilm_path() -> Path:
     return prepare("minilm-l6", Settings().home)
 
 
+@pytest.fixture(scope="session")
+def varied_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, but its greedy answers are letters and spaces, hardly one twice: a small error changes them."""
+    folder = tmp_path_factory.mktemp("varied")
+    shutil.copytree(tiny_path, folder, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    said = {*tokenizer(" abcdefghijklmnopqrstuvwxyz", add_special_tokens=False).input_ids}
+    config = GenerationConfig.from_pretrained(folder)
+    config.update(no_repeat_ngram_size=2, suppress_tokens=[id for id in range(len(tokenizer)) if id not in said])
+    config.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def tiny_settings(tiny_path: Path, tmp_path: Path) -> Settings:
+def tiny_settings(varied_path: Path, tmp_path: Path) -> Settings:
     """A random 3-layer model in float32 whose tokens are bytes, over an empty store."""
-    return Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=12)
+    return Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=12)
 
 
 @pytest.fixture

@@ -251,10 +251,10 @@ def _result(options: TtftOptions, rows: list[dict[str, Any]], around: Mapping[st
 
 
 CASES = (
-    ("full", "full prefill", "the model's own, nothing reused"),
-    ("prefix", "prefix caching", "only the first chunk reused"),
-    ("fused", "ragfuse", "all chunks reused, some rows recomputed"),
-    ("reuse", "plain reuse", "all chunks reused, nothing recomputed"),
+    ("full", "full prefill", "none"),
+    ("prefix", "prefix caching", "the first"),
+    ("fused", "ragfuse", "all, some rows new"),
+    ("reuse", "plain reuse", "all, nothing new"),
 )
 
 
@@ -263,8 +263,8 @@ def show_ttft(result: Mapping[str, Any], console: Console) -> None:
     clock = "CPU time" if result["clock"] == "cpu" else "wall time"
     options, head = result["options"], result
     table = Table(title=f"Time to the first token, {head['tokens']} prompt tokens ({clock}, {result['rounds']} rounds)")
-    for name in ("way", "median s", "min-max s", "wall s", "sooner", "what it computes"):
-        table.add_column(name, justify="left" if name in ("way", "what it computes") else "right")
+    for name in ("way", "median s", "min-max s", "wall s", "sooner", "chunks reused"):
+        table.add_column(name, justify="left" if name in ("way", "chunks reused") else "right")
     sooner = {"full": 1.0, "prefix": head["prefix_x"], "fused": head["speedup"], "reuse": head["reuse_x"]}
     for case, name, what in CASES:
         spread, wall = head["cases"][case][f"{result['clock']}_s"], head["cases"][case]["wall_s"]["median"]

@@ -114,17 +114,22 @@ def _full(engine: Engine, prompt: Any, console: Console) -> Answer:
 
 
 def _stream(engine: Engine, prompt: Any, console: Console, heading: bool) -> Answer:
+    from ragfuse.cli.show import Flow
+
     if heading:
         console.print("[bold]ragfuse[/] ", end="")
+    flow = Flow(console, len("ragfuse ") if heading else 0)
     with engine.stream(prompt) as stream:
         for text in stream:
-            console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
-        console.print(Text.assemble(_after(stream.answer)) if heading else "")
+            flow.say(text)
+        if heading:
+            flow.say(_after(stream.answer))
+        console.print()
         return stream.answer
 
 
-def _after(answer: Answer) -> tuple[str, str]:
-    return f" (first token after {answer.trace.ttft_s:.2f} s)", "dim"
+def _after(answer: Answer) -> str:
+    return f" (first token after {answer.trace.ttft_s:.2f} s)"
 
 
 def _tell_which_was_sooner(console: Console, full: Answer, answer: Answer) -> None:

@@ -11,8 +11,9 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError
@@ -24,13 +25,15 @@ from ragfuse.errors import InputError, SettingsError
 from ragfuse.models import quietly, resolve_embedder
 from ragfuse.settings import Settings
 
-if TYPE_CHECKING:
-    from langchain_core.vectorstores import VectorStore
-
 log = logging.getLogger("ragfuse.cli")
 
 PART = 128
 """Chunks that are embedded and kept together: what an interrupted ingest loses at most."""
+
+BLOCK = 1 << 17
+"""Characters of a long text that are cut into chunks at once."""
+CUTTING = 0.1
+"""Share of a file's work that cutting is, embedding being the rest: for progress bars."""
 
 Progress = Callable[[float], object]
 """Takes how much of a file is done, 0..1."""
@@ -94,12 +97,12 @@ class Library:
         source = str(file.resolve())
         name = digest("file", source, _bytes_of(file), repr(self._recipe()))
         kept = {part.number: part for part in self._parts(name) if part.vectors() is not None}
-        texts = self._kept(kept) or [text for text in self._cut(file, tokenizer) if text]
+        texts = self._kept(kept) or list(self._cut(file, tokenizer, progress))
         count = -(-len(texts) // PART)
         for number in range(count):
             if number not in kept:
                 self._write(name, source, number, count, texts[number * PART : (number + 1) * PART])
-            progress((number + 1) / count)
+            progress(CUTTING + (1 - CUTTING) * (number + 1) / count)
         self._drop(part for part in self._parts() if part.source == source and part.file != name)
         return [(text, source) for text in texts]
 
@@ -108,7 +111,7 @@ class Library:
         wanted = {str(source.resolve()) for source in sources}
         self._drop(part for part in self._parts() if part.source not in wanted)
 
-    def vectors(self) -> VectorStore:
+    def vectors(self) -> Any:
         """LangChain's FAISS over all chunks; InputError when nothing was ingested."""
         parts = [part for part in self._parts() if part.recipe[:1] == self._recipe()[:1]]
         pairs = [(part, vectors) for part in parts if (vectors := part.vectors()) is not None]
@@ -141,14 +144,20 @@ class Library:
         s = self.settings
         return (s.embedder, s.model, s.chunk_tokens, s.chunk_overlap)
 
-    def _cut(self, file: Path, tokenizer: Any) -> Iterator[str]:
+    def _cut(self, file: Path, tokenizer: Any, progress: Progress) -> Iterator[str]:
         from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-        splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
-            tokenizer, chunk_size=self.settings.chunk_tokens, chunk_overlap=self.settings.chunk_overlap
+        splitter = RecursiveCharacterTextSplitter(
+            chunk_size=self.settings.chunk_tokens,
+            chunk_overlap=self.settings.chunk_overlap,
+            length_function=_measure(tokenizer),
         )
-        for text in texts_of(file):
-            yield from (chunk.strip() for chunk in splitter.split_text(text))
+        texts = list(texts_of(file))
+        total, done = sum(map(len, texts)), 0
+        for block in (block for text in texts for block in _blocks(text)):
+            yield from filter(None, (chunk.strip() for chunk in splitter.split_text(block)))
+            done += len(block)
+            progress(CUTTING * done / total)
 
     def _kept(self, kept: dict[int, Part]) -> list[str]:
         """The texts of a file whose parts are all there, [] if one is missing."""
@@ -161,7 +170,7 @@ class Library:
         text = json.dumps({**head, "texts": texts})
         target = self.folder / f"{name}-{number:05d}.json"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _atomically(target.with_suffix(".safetensors"), lambda path: save_file({"vectors": vectors}, path))
             _atomically(target, lambda path: path.write_text(text, encoding="utf-8"))
         except (OSError, SafetensorError) as error:
@@ -179,6 +188,25 @@ class Library:
     def _drop(self, parts: Iterator[Part]) -> None:
         for part in list(parts):
             forget(part.path)
+
+
+def _measure(tokenizer: Any) -> Callable[[str], int]:
+    """Tokens of a text. A splitter asks for every word, again and again: past the tokenizer's Python, and cached."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.truncation is not None:
+        return lambda text: len(tokenizer.tokenize(text))
+    return lru_cache(1 << 16)(lambda text: len(backend.encode(text, add_special_tokens=False)))
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """A long text in blocks that end with a paragraph, or at least with a word, where there is one."""
+    lo = 0
+    while len(text) - lo > BLOCK:
+        ends = (text.rfind(mark, lo + BLOCK // 2, lo + BLOCK) + len(mark) for mark in ("\n\n", "\n", " "))
+        hi = next((end for end in ends if end > lo + BLOCK // 2), lo + BLOCK)
+        yield text[lo:hi]
+        lo = hi
+    yield text[lo:]
 
 
 def forget(manifest: Path) -> None:

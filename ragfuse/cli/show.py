@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -37,6 +38,25 @@ def show_trace(console: Console, trace: Trace) -> None:
             f"average), [{FRESH}]{trace.tokens_fresh} fresh[/]"
         )
     console.print(f"{said}; first token after {trace.ttft_s:.2f} s", highlight=False)
+
+
+class Flow:
+    """Text that is printed as it comes, broken between words at the console's width; `column` is where it stands."""
+
+    def __init__(self, console: Console, column: int = 0) -> None:
+        self._console, self._column = console, column
+
+    def say(self, text: str) -> None:
+        """The next piece."""
+        for word in re.findall(r"\n|[^\S\n]+|\S+", text):
+            if self._console.is_terminal and self._column and self._column + len(word) > self._console.width:
+                self._put("\n")
+            if word.strip() or word == "\n" or self._column:
+                self._put(word)
+
+    def _put(self, word: str) -> None:
+        self._console.print(word, end="", markup=False, highlight=False, soft_wrap=True)
+        self._column = 0 if word == "\n" else self._column + len(word)
 
 
 def strip(trace: Trace, width: int) -> Text:

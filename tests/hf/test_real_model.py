@@ -46,8 +46,13 @@ def test_it_passes_its_verification(model: HFModel) -> None:
     assert [check for check in verdict.checks if not check.passed] == []
 
 
-@pytest.mark.parametrize("what", BREAKS)
-def test_what_is_broken_is_noticed(model: HFModel, what: str) -> None:
+@pytest.mark.parametrize(
+    "what",
+    ["a row does not see itself", "stored keys stand one position too far", "stored values are scaled by a tenth"],
+)
+def test_what_is_hard_to_see_is_noticed(model: HFModel, what: str) -> None:
+    if model.dtype == torch.float32:
+        pytest.skip("easier to see than in bfloat16")
     with BREAKS[what](model) as broken:
         assert not verify(broken).passed
 

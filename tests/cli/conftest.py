@@ -1,0 +1,45 @@
+"""One embedder for all tests of the command line, and a tiny model to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragfuse import Settings
+from ragfuse.cli.library import Library
+
+BOOK = "\n\n".join(
+    f"Chapter {number}. In the year {1800 + number} the keeper of lighthouse {number} counted {number * 7} ships, and "
+    f"wrote every name into a book. The book is kept in town {number}, where it may be seen on Sundays."
+    for number in range(20)
+)
+
+
+@pytest.fixture(scope="session")
+def embeddings(minilm_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The embedded embedder, as LangChain takes it."""
+    return Library(Settings(home=tmp_path_factory.mktemp("home"))).embeddings
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    """A folder with one document of twenty short chapters."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    (folder / "lighthouses.txt").write_text(BOOK, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def library(embeddings: Any, tiny_settings: Settings) -> Callable[..., Library]:
+    """Makes an index of the test's own home; changes are settings."""
+
+    def make(name: str = "default", **changes: object) -> Library:
+        made = Library(tiny_settings.model_copy(update=changes), name)
+        made._embeddings = embeddings
+        return made
+
+    return make

@@ -1,0 +1,42 @@
+"""The demo's data: every known answer stands in the article that it is said to come from."""
+
+import pytest
+
+from ragfuse.demo import corpus_path, questions
+from ragfuse.demo.score import is_right
+
+SAID = questions()
+ASKED = [*SAID["questions"], SAID["long"]]
+
+
+@pytest.mark.parametrize("item", ASKED, ids=lambda item: item["id"])
+def test_known_answers_stand_in_their_article_and_not_in_the_question(item: dict) -> None:
+    article = (corpus_path() / f"{item['article']}.md").read_text(encoding="utf-8")
+    assert item["answers"]
+    assert all(answer in article for answer in item["answers"])
+    assert not is_right(item["question"], item["answers"])
+
+
+def test_questions_are_at_least_sixteen_over_six_articles_and_differ() -> None:
+    asked = SAID["questions"]
+    assert len({item["question"] for item in asked}) == len(asked) >= 16
+    assert len({item["article"] for item in asked}) >= 6
+
+
+def test_passages_stand_before_the_question_and_all_before_them_is_constant() -> None:
+    before, after = SAID["template"]["human"].split("{context}")
+    assert "{" not in before
+    assert after.count("{question}") == 1
+
+
+def test_every_article_names_its_origin_and_licence() -> None:
+    articles = sorted(corpus_path().glob("*.md"))
+    assert len(articles) == 12
+    for article in articles:
+        heading, *_, note = article.read_text(encoding="utf-8").splitlines()
+        assert heading.startswith("# ")
+        assert all(word in note for word in ("Wikipedia", "SQuAD 2.0", "CC BY-SA 4.0", "Changes:"))
+
+
+def test_corpus_stays_small_enough_to_ship() -> None:
+    assert 300_000 < sum(article.stat().st_size for article in corpus_path().iterdir()) < 500_000

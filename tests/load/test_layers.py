@@ -1,0 +1,127 @@
+"""Layers of cached chunks, in memory and ahead from disk: in order, never hanging, no thread left behind."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ragfuse.core import ChunkKV, Fetch
+from ragfuse.load.layers import AHEAD, LayerReader
+from ragfuse.plan.evict import lru
+from ragfuse.store import DiskTier, KVStore, MemoryTier
+from tests.store.kit import key, kv, same
+
+LAYERS = 3 * AHEAD
+CHUNKS: tuple[ChunkKV, ...] = tuple(kv(seed, n=3 + seed, n_layers=LAYERS) for seed in range(3))
+
+
+@pytest.fixture
+def store(tmp_path) -> Iterator[KVStore]:
+    with KVStore([MemoryTier(1 << 24, lru), DiskTier(tmp_path, 1 << 24, lru)]) as store:
+        for number, chunk in enumerate(CHUNKS):
+            assert store.put(key(number), chunk, wait=True)
+        yield store
+
+
+def fetches(*tiers: str) -> list[Fetch]:
+    return [Fetch(2 * number, key(number), tier, "raw", 1) for number, tier in enumerate(tiers)]
+
+
+def loading() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-load"]
+
+
+class Wrong(KVStore):
+    """An open store that fails with `error` when one layer is read."""
+
+    def __init__(self, store: KVStore, layer: int, error: BaseException) -> None:
+        self.__dict__ = store.__dict__
+        self.layer, self.error = layer, error
+
+    def read_layer(self, key, layer, tier=None):
+        if layer == self.layer:
+            raise self.error
+        return super().read_layer(key, layer, tier)
+
+
+@pytest.mark.parametrize("tiers", [("memory",) * 3, ("disk",) * 3, ("memory", "disk", "memory")])
+def test_every_layer_of_every_segment_comes_in_order(store, tiers):
+    with LayerReader(store, fetches(*tiers), LAYERS) as reader:
+        for layer in range(LAYERS):
+            found = reader.read(layer)
+            assert set(found) == {0, 2, 4}
+            assert all(same(found[2 * number], chunk.layers[layer]) for number, chunk in enumerate(CHUNKS))
+    assert loading() == []
+    assert reader.load_s > 0
+    assert reader.wait_s > 0
+
+
+def test_memory_is_read_without_a_thread(store):
+    with LayerReader(store, fetches("memory", "memory"), LAYERS) as reader:
+        assert loading() == []
+        assert reader.read(0)[0] is not None
+
+
+def test_nothing_to_fetch_is_no_work(store):
+    with LayerReader(store, [], LAYERS) as reader:
+        assert reader.read(0) == {}
+        assert loading() == []
+
+
+@pytest.mark.parametrize("tiers", [("memory",), ("disk",)])
+def test_layers_out_of_order_are_refused(store, tiers):
+    with LayerReader(store, fetches(*tiers), LAYERS) as reader, pytest.raises(ValueError, match="layer 0 is next"):
+        reader.read(1)
+
+
+@pytest.mark.parametrize("read", [0, 1, AHEAD + 1])
+def test_leaving_early_leaves_no_thread(store, read):
+    with LayerReader(store, fetches("disk", "disk"), LAYERS) as reader:
+        for layer in range(read):
+            reader.read(layer)
+    assert loading() == []
+
+
+def test_leaving_by_an_error_leaves_no_thread(store):
+    with pytest.raises(ZeroDivisionError), LayerReader(store, fetches("disk"), LAYERS):
+        raise ZeroDivisionError
+    assert loading() == []
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+@pytest.mark.parametrize("layer", [0, 1, AHEAD + 2])
+def test_a_store_that_raises_loses_the_segment_and_nothing_hangs(store, tier, layer):
+    wrong = Wrong(store, layer, RuntimeError("out of order"))
+    with LayerReader(wrong, fetches(tier, tier), LAYERS) as reader:
+        for good in range(layer):
+            assert reader.read(good)[0] is not None
+        assert reader.read(layer) == {0: None, 2: None}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("layer", [0, 1, AHEAD + 2])
+def test_a_thread_that_dies_loses_the_segments_and_nothing_hangs(store, layer):
+    with LayerReader(Wrong(store, layer, KeyboardInterrupt()), fetches("disk", "disk"), LAYERS) as reader:
+        for good in range(layer):
+            assert reader.read(good)[0] is not None
+        assert reader.read(layer) == {0: None, 2: None}
+        assert reader.read(layer + 1) == {0: None, 2: None}
+
+
+def test_without_a_thread_to_be_had_layers_are_read_when_asked_for(store, monkeypatch):
+    def refused(self):
+        raise RuntimeError("can't start new thread")
+
+    reader = LayerReader(store, fetches("disk"), LAYERS)
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with reader:
+        assert same(reader.read(0)[0], CHUNKS[0].layers[0])
+
+
+def test_a_chunk_that_is_gone_is_none_and_the_others_are_there(store):
+    store.delete(key(1))
+    with LayerReader(store, fetches("disk", "disk", "disk"), LAYERS) as reader:
+        found = reader.read(0)
+    assert found[2] is None
+    assert same(found[0], CHUNKS[0].layers[0])
+    assert same(found[4], CHUNKS[2].layers[0])

@@ -1,0 +1,75 @@
+"""What is read and what computed: the best key first, a reason for every miss, and when a chunk is exact."""
+
+from ragfuse.core import ChunkKey, Entry, Fetch, Prompt, Segment, token_digest
+from ragfuse.plan.controller import is_exact, plan
+
+PREFIX, ONE, TWO, QUESTION = (1, 2, 3), (4, 5), (6, 7, 8), (9,)
+
+
+def key(tokens: tuple[int, ...], context: tuple[int, ...] = ()) -> ChunkKey:
+    return ChunkKey("model", token_digest(tokens), token_digest(context) if context else "")
+
+
+def entry(key: ChunkKey, n_tokens: int, tier: str = "memory") -> Entry:
+    return Entry(key, tier, n_tokens, 2, {"raw": 10 * n_tokens}, 0.0)
+
+
+def chunk(tokens: tuple[int, ...], start: int) -> Segment:
+    return Segment(tokens, start, "chunk", (key(tokens, PREFIX), key(tokens)))
+
+
+PROMPT = Prompt((Segment(PREFIX, 0, "module", (key(PREFIX),)), chunk(ONE, 3), chunk(TWO, 5), Segment(QUESTION, 8)))
+BEHIND = {k: entry(k, n) for k, n in ((key(PREFIX), 3), (key(ONE, PREFIX), 2), (key(TWO, PREFIX), 3))}
+ALONE = {k: entry(k, n, "disk") for k, n in ((key(ONE), 2), (key(TWO), 3))}
+
+
+def test_the_entry_behind_the_prefix_is_read_before_the_one_alone():
+    found = plan(PROMPT, {**ALONE, **BEHIND}, "hkvd", 0.2)
+    assert found.fetches == tuple(
+        Fetch(index, k, "memory", "raw", 10 * n)
+        for index, (k, n) in enumerate(((key(PREFIX), 3), (key(ONE, PREFIX), 2), (key(TWO, PREFIX), 3)))
+    )
+    assert (found.misses, found.policy, found.ratio, found.prompt) == ((), "hkvd", 0.2, PROMPT)
+
+
+def test_the_entry_alone_is_read_when_there_is_no_other():
+    found = plan(PROMPT, ALONE, "hkvd", 0.2)
+    assert [(f.segment, f.key, f.tier) for f in found.fetches] == [(1, key(ONE), "disk"), (2, key(TWO), "disk")]
+    assert found.misses == ((0, "not in the store"),)
+
+
+def test_nothing_in_the_store_is_all_misses():
+    found = plan(PROMPT, {}, "hkvd", 0.2)
+    assert found.fetches == ()
+    assert found.misses == tuple((index, "not in the store") for index in range(3))
+
+
+def test_a_lost_segment_is_not_read_again():
+    found = plan(PROMPT, BEHIND, "hkvd", 0.2, frozenset({1}))
+    assert [fetch.segment for fetch in found.fetches] == [0, 2]
+    assert found.misses == ((1, "its entry could not be read"),)
+
+
+def test_an_entry_of_another_length_is_not_read():
+    found = plan(PROMPT, {key(ONE): entry(key(ONE), 99)}, "hkvd", 0.2)
+    assert (1, "its entry holds 99 tokens") in found.misses
+
+
+def fetch(index: int, key: ChunkKey) -> Fetch:
+    return Fetch(index, key, "memory", "raw", 1)
+
+
+def test_exact_is_what_attended_to_just_what_stands_before_it():
+    assert is_exact(PROMPT, fetch(0, key(PREFIX)))
+    assert is_exact(PROMPT, fetch(1, key(ONE, PREFIX)))
+    assert not is_exact(PROMPT, fetch(1, key(ONE)))
+    assert not is_exact(PROMPT, fetch(2, key(TWO, PREFIX)))
+    assert is_exact(PROMPT, fetch(2, key(TWO, PREFIX + ONE)))
+    assert not is_exact(PROMPT, fetch(0, key(PREFIX, ONE)))
+
+
+def test_behind_a_gap_nothing_is_exact_and_a_prompt_that_starts_late_is_no_gap():
+    gap = Prompt((Segment(PREFIX, 0, "module", (key(PREFIX),)), chunk(ONE, 4), Segment(QUESTION, 6)))
+    late = Prompt((Segment(PREFIX, 7, "module", (key(PREFIX),)), chunk(ONE, 10), Segment(QUESTION, 12)))
+    assert not is_exact(gap, fetch(1, key(ONE, PREFIX)))
+    assert is_exact(late, fetch(1, key(ONE, PREFIX)))

@@ -1,0 +1,174 @@
+"""What is encoded after an answer, and the thread that does it: once each, to the end or not at all."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from ragfuse.core import ChunkKey, Fetch, LoadPlan, Prompt, Segment
+from ragfuse.saving import WAITING, Saver, Work, work_after
+
+KEY = ChunkKey("model", "tokens")
+
+
+def work(number: int) -> Work:
+    return Work((number,), (), f"text {number}")
+
+
+class Desk:
+    """Saves what it gets once its gate is open."""
+
+    def __init__(self) -> None:
+        self.gate, self.begun, self.done = threading.Event(), threading.Event(), []
+
+    def save(self, work: Work) -> None:
+        self.begun.set()
+        assert self.gate.wait(60)
+        self.done.append(work.tokens[0])
+
+
+@pytest.fixture
+def desk():
+    desk = Desk()
+    yield desk
+    desk.gate.set()
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-encode"]
+
+
+def test_work_is_done_in_order_each_once(desk):
+    saver = Saver(desk.save)
+    for number in (1, 2, 1, 3, 2, 1):
+        saver.submit(work(number))
+    desk.gate.set()
+    assert saver.flush()
+    assert desk.done == [1, 2, 3]
+
+
+def test_what_is_done_may_come_again(desk):
+    desk.gate.set()
+    saver = Saver(desk.save)
+    for _ in range(2):
+        saver.submit(work(1))
+        saver.flush()
+    assert desk.done == [1, 1]
+
+
+def test_what_does_not_fit_is_dropped_and_counted(desk):
+    saver = Saver(desk.save)
+    saver.submit(work(0))
+    assert desk.begun.wait(60)
+    for number in range(1, WAITING + 4):
+        saver.submit(work(number))
+    desk.gate.set()
+    saver.close()
+    assert desk.done == list(range(WAITING + 1))
+    assert saver.dropped == 3
+
+
+def test_what_fails_is_told_and_the_rest_is_done(caplog):
+    done = []
+
+    def save(work: Work) -> None:
+        if work.tokens == (1,):
+            raise RuntimeError("no room in the attic")
+        done.append(work.tokens[0])
+
+    saver = Saver(save)
+    for number in range(3):
+        saver.submit(work(number))
+    saver.close()
+    assert done == [0, 2]
+    assert "no room in the attic" in caplog.text
+
+
+def test_closing_finishes_what_waits_and_takes_no_more(desk):
+    saver = Saver(desk.save)
+    for number in range(3):
+        saver.submit(work(number))
+    desk.gate.set()
+    saver.close()
+    saver.submit(work(9))
+    saver.close()
+    assert desk.done == [0, 1, 2]
+    assert saver.dropped == 1
+    assert saver.flush()
+
+
+def test_closing_in_no_time_finishes_only_what_is_at_hand(desk):
+    saver = Saver(desk.save)
+    for number in range(3):
+        saver.submit(work(number))
+    assert desk.begun.wait(60)
+    closing = threading.Thread(target=saver.close, args=(0.0,))
+    closing.start()
+    while saver.dropped < 2:
+        closing.join(0.01)
+    desk.gate.set()
+    closing.join(60)
+    assert desk.done == [0]
+    assert not closing.is_alive()
+
+
+def test_flushing_with_a_limit_gives_up(desk):
+    saver = Saver(desk.save)
+    saver.submit(work(0))
+    assert not saver.flush(0.01)
+
+
+def test_nobody_hangs_when_many_submit_while_it_is_closed(desk):
+    desk.gate.set()
+    for _ in range(50):
+        saver, gate = Saver(desk.save), threading.Barrier(5)
+
+        def submit(saver=saver, gate=gate):
+            gate.wait()
+            for number in range(20):
+                saver.submit(work(number))
+
+        busy = [threading.Thread(target=submit) for _ in range(4)]
+        for thread in busy:
+            thread.start()
+        gate.wait()
+        saver.close()
+        for thread in busy:
+            thread.join(60)
+            assert not thread.is_alive()
+        assert saver.flush(60)
+    assert threads() == []
+
+
+def test_an_idle_saver_has_no_thread_and_holds_nobody():
+    class Owner:
+        def __init__(self) -> None:
+            self.saver = Saver(self.save)
+
+        def save(self, work: Work) -> None: ...
+
+    owner = Owner()
+    owner.saver.submit(work(1))
+    owner.saver.flush()
+    gone = weakref.ref(owner)
+    for thread in threads():
+        thread.join(60)
+    del owner
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_was_missed_is_encoded_behind_a_prefix_that_was_met_before():
+    prefix = Segment((1, 2), 0, "module", (KEY,))
+    chunks = [Segment((3 + i,), 2 + i, "chunk", (KEY,), f"book-{i}", f"text-{i}") for i in range(3)]
+    prompt = Prompt((prefix, *chunks, Segment((9,), 5)))
+
+    def after(*hits: int) -> list[Work]:
+        fetches = tuple(Fetch(index, KEY, "memory", "raw", 1) for index in hits)
+        return list(work_after(LoadPlan(prompt, 0.1, "hkvd", fetches)))
+
+    assert after(0, 1, 2, 3) == []
+    assert after(0, 2) == [Work((3,), (1, 2), "text-0", "book-0"), Work((5,), (1, 2), "text-2", "book-2")]
+    assert after() == [Work((1, 2), ()), *(Work((3 + i,), (), f"text-{i}", f"book-{i}") for i in range(3))]
+    assert after(1, 2, 3) == [Work((1, 2), ())]
