@@ -302,7 +302,7 @@ def test_a_stream_says_what_an_answer_is(filled):
     with filled.stream(messages(), Ask(max_tokens=80)) as stream:
         said = list(stream)
         assert stream.answer.text == "".join(said) == filled.answer(messages(), Ask(max_tokens=80)).text
-    assert len(said) > 1
+    assert len(said) > 1 or " " not in stream.answer.text  # whole words at a time
     assert stream.answer.trace.ttft_s > 0
 
 

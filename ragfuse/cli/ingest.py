@@ -22,6 +22,7 @@ from rich.progress import (
 
 from ragfuse.cli.files import Found, find_files
 from ragfuse.cli.options import Device, Dtype, Index, Json, Model, Store, console_for, settings_of, write_json
+from ragfuse.cli.show import short
 from ragfuse.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def add_files(library: Library, engine: Engine, files: Sequence[Path], console: 
         task = bar.add_task("indexing", total=sum(file.stat().st_size for file in files))
         for file in files:
             before, size = bar.tasks[task].completed, file.stat().st_size
-            bar.update(task, description=f"indexing {escape(_short(file.name))}")
+            bar.update(task, description=f"indexing {escape(short(file.name))}")
             try:
                 chunks += library.add(file, tokenizer, _share(bar, task, before, size))
             except InputError as error:
@@ -161,10 +162,6 @@ def _room_nbytes(engine: Engine) -> float:
 
 def _share(bar: Progress, task: Any, before: float, size: int) -> Any:
     return lambda done: bar.update(task, completed=before + done * size)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 28 else f"{name[:12]}...{name[-13:]}"
 
 
 def _counted(n: int, what: str) -> str:

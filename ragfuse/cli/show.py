@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ragfuse.core import Trace
+if TYPE_CHECKING:
+    from ragfuse.core import Trace
 
 REUSED, RECOMPUTED, FRESH = "blue", "dark_orange", "grey50"
 
@@ -25,7 +27,7 @@ def show_trace(console: Console, trace: Trace) -> None:
         where = f"{segment.tier}, {segment.nbytes / 1e6:.1f} MB" if segment.hit else "computed"
         again = "exact prefix" if segment.exact else f"{segment.recomputed} rows" if segment.hit else "all"
         name = Path(segment.source).name if segment.source else segment.kind
-        table.add_row(Text(name), str(segment.n_tokens), where, again, Text(segment.why))
+        table.add_row(Text(short(name)), str(segment.n_tokens), where, again, Text(segment.why))
     if trace.segments:
         console.print(table)
     console.print(strip(trace, min(console.width, 100)))
@@ -38,6 +40,11 @@ def show_trace(console: Console, trace: Trace) -> None:
             f"average), [{FRESH}]{trace.tokens_fresh} fresh[/]"
         )
     console.print(f"{said}; first token after {trace.ttft_s:.2f} s", highlight=False)
+
+
+def short(name: str) -> str:
+    """A file's name in 22 characters at most, its beginning and its end."""
+    return name if len(name) <= 22 else f"{name[:9]}...{name[-10:]}"
 
 
 class Flow:
