@@ -31,6 +31,10 @@ def settings_of(**given: Any) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise SettingsError(
+                f"There is no setting '{name}'. It is one of: {', '.join(Settings.model_fields)}."
+            ) from error
         raise SettingsError(f"{name}: {first['msg']}, found {first['input']!r}.") from error
     except (ValueError, OSError) as error:  # ragfuse.toml itself
         raise SettingsError(f"ragfuse.toml in this folder cannot be read: {error}. Mend it or remove it.") from error
