@@ -108,6 +108,7 @@ def _full(engine: Engine, prompt: Any, console: Console) -> Answer:
     with console.status("full prefill, to compare"):
         for reuse in (False, True):
             engine.answer(prompt, Ask(reuse=reuse, max_tokens=1))
+        engine.flush()
         full = engine.answer(prompt, Ask(reuse=False))
     console.print(Text.assemble(("full prefill ", "bold"), full.text, _after(full)))
     return full

@@ -9,13 +9,11 @@ import shutil
 from typing import Annotated
 
 import psutil
-import torch
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from ragfuse.cli.options import Device, Dtype, Json, Policy, Ratio, console_for, settings_of, write_json
-from ragfuse.engine import Engine
 from ragfuse.errors import StoreError
 from ragfuse.models import list_models
 from ragfuse.settings import Settings
@@ -34,6 +32,8 @@ def verify_model(
     """Measure on the real weights that fusing is exact where it must be. Exit status 1 if it is not."""
     settings = settings_of(model=model, dtype=dtype, device=device, policy=policy, ratio=ratio)
     console = console_for(json)
+    with console.status("loading the model"):
+        from ragfuse.engine import Engine
     with Engine(settings) as engine:
         verdict = engine.verify()
     table = Table("check", "error", "bound", "", box=None)
@@ -63,6 +63,8 @@ Row = tuple[bool, str, str]
 
 
 def _machine() -> list[Row]:
+    import torch
+
     memory = psutil.virtual_memory()
     cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else "none (CPU only)"
     return [
@@ -88,6 +90,8 @@ def _entries(settings: Settings) -> Row:
     what = "entries in the store"
     if not settings.store_path.expanduser().exists():
         return True, what, "none yet"
+    from ragfuse.engine import Engine
+
     try:
         with Engine(settings) as engine:
             stats = engine.store.stats()

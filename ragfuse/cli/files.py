@@ -105,5 +105,6 @@ def _loader(file: Path, suffix: str) -> Any:
         return PyPDFLoader(str(file))
     encoding = encoding_of(file.read_bytes())
     if suffix in HTML:
-        return BSHTMLLoader(str(file), open_encoding=encoding, bs_kwargs={"features": "html.parser"})
+        parser = {"features": "html.parser"}
+        return BSHTMLLoader(str(file), open_encoding=encoding, bs_kwargs=parser, get_text_separator="\n")
     return TextLoader(str(file), encoding=encoding)

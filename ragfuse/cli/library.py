@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -223,7 +224,7 @@ def _bytes_of(file: Path) -> bytes:
 
 
 def _atomically(target: Path, write: Callable[[Path], object]) -> None:
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         write(partial)
         partial.replace(target)
