@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from ragfuse.cli.options import Device, Dtype, Json, Model, Policy, Ratio, console_for, settings_of, write_json
-from ragfuse.engine import Engine
 from ragfuse.errors import InputError, SettingsError
 
 bench = typer.Typer(no_args_is_help=True, help="Measure. All subcommands share one runner: interleaved rounds.")
@@ -27,6 +26,7 @@ def demo(
     try:
         from ragfuse.demo.picture import draw
         from ragfuse.demo.run import run
+        from ragfuse.engine import Engine
     except ImportError as error:
         raise InputError(f"The demo needs more packages ({error.name}): pip install 'ragfuse-kv[demo]'") from error
     base = settings_of(model=model, dtype=dtype, device=device, policy=policy, ratio=ratio)
