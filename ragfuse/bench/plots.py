@@ -30,7 +30,7 @@ def plot_by_chunks(result: Mapping[str, Any], path: Path) -> None:
         ("speedup", f"ragfuse, {result['policy']} at {result['mean_ratio']:.0%}", "tab:orange", "o-"),
         ("prefix_x", "prefix caching (first chunk only)", "tab:blue", "s-."),
     )
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for key, label, color, style in lines:
@@ -49,7 +49,7 @@ def plot_by_chunks(result: Mapping[str, Any], path: Path) -> None:
     asked = result["options"]
     axes.set_title(f"{asked['model']}, {asked['dtype']}, threads: {result['threads']}, {clock}")
     axes.grid(True, alpha=0.3)
-    axes.legend(fontsize=8, loc="best")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=2)
     partial = path.with_name(f".{path.name}.partial.png")
     try:
         figure.savefig(partial, dpi=150)
