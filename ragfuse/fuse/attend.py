@@ -17,6 +17,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 BLOCK = 64
 """Queries per block on a CPU; an accelerator takes all rows at once."""
 
+FEW_SCORES = 2_000_000
+"""Up to so many scores (heads x queries x keys), one call under a whole mask beats several calls on parts on a CPU."""
+
 KEY_TILE = 32
 """Keys of a block are rounded up to a multiple of this: the kernels are slower on ragged ends."""
 
@@ -53,6 +56,7 @@ class RowMask:
     positions: Tensor
     watch: Callable[[object, Tensor, Tensor, float], None] | None = None
     _blocks: dict[tuple[int | None, torch.dtype], list[Block]] = field(default_factory=dict)
+    _dense: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     @property
     def is_suffix(self) -> bool:
@@ -61,8 +65,11 @@ class RowMask:
         return 3 * missing <= len(self.positions) and int(self.rows[0]) == missing
 
     def dense(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """The whole additive mask [1, 1, R, T] for models that apply a mask themselves."""
-        return self._additive(slice(None), slice(0, len(self.positions)), dtype, window)[None, None]
+        """The whole additive mask [1, 1, R, T]; made once and shared by the layers."""
+        if (window, dtype) not in self._dense:
+            whole = self._additive(slice(None), slice(0, len(self.positions)), dtype, window)
+            self._dense[window, dtype] = whole[None, None]
+        return self._dense[window, dtype]
 
     def blocks(self, dtype: torch.dtype, window: int | None) -> list[Block]:
         """The blocks for a sliding `window` (None: all earlier keys); built once and shared by the layers."""
@@ -125,7 +132,12 @@ def attend(
     """
     if window is None and softcap is None and sinks is None and mask.is_suffix:
         return _attend_suffix(query, keys, values, scaling)
-    blocks, plain = mask.blocks(query.dtype, window), softcap is None and sinks is None
+    plain = softcap is None and sinks is None
+    if plain and query.shape[1:3].numel() * keys.shape[2] <= FEW_SCORES:
+        whole = mask.dense(query.dtype, window)
+        few = scaled_dot_product_attention(query, keys, values, attn_mask=whole, scale=scaling, enable_gqa=True)
+        return few.transpose(1, 2)
+    blocks = mask.blocks(query.dtype, window)
     if plain and query.device.type == "cpu" and query.shape[-1] == values.shape[-1]:
         return _attend_split(query, keys, values, blocks, scaling)
     out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])

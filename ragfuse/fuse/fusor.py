@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from ragfuse.core import LayerKV, RopeLayout
 from ragfuse.fuse.attend import RowMask
@@ -78,7 +79,9 @@ class Buffers:
             kv = found.get(run.segment)
             if kv is None or kv.n_tokens != run.hi - run.lo:
                 raise LostRun(run.segment)
-            self._copy(layer, run, kv)
+            keys, values = self._allocated(layer, kv.keys, kv.values)
+            keys[0].narrow(1, run.lo, kv.n_tokens).copy_(kv.keys, non_blocking=True)
+            values[0].narrow(1, run.lo, kv.n_tokens).copy_(kv.values, non_blocking=True)
         self._turn(layer)
 
     def get(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -90,7 +93,7 @@ class Buffers:
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Scatter fresh keys [1, H, R, D] and values [1, H, R, Dv] to `rows` int64 [R]."""
-        self._allocate(layer, keys[0], values[0])
+        self._allocated(layer, keys[0], values[0])
         all_keys, all_values = self.get(layer)
         if len(rows) == self.n_tokens:
             all_keys.copy_(keys)
@@ -99,19 +102,17 @@ class Buffers:
         all_keys[0].index_copy_(1, rows, keys[0])
         all_values[0].index_copy_(1, rows, values[0])
 
-    def _allocate(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        if self.keys[layer] is None:
-            length = self.n_tokens + self._room
-            size = (1, keys.shape[0], length, keys.shape[-1])
-            self.keys[layer] = torch.empty(size, dtype=keys.dtype, device=self._device)
-            size = (1, values.shape[0], length, values.shape[-1])
-            self.values[layer] = torch.empty(size, dtype=values.dtype, device=self._device)
-
-    def _copy(self, layer: int, run: Run, kv: LayerKV) -> None:
-        self._allocate(layer, kv.keys, kv.values)
-        keys, values = self.get(layer)
-        keys[0, :, run.lo : run.hi].copy_(kv.keys, non_blocking=True)
-        values[0, :, run.lo : run.hi].copy_(kv.values, non_blocking=True)
+    def _allocated(self, layer: int, like_keys: Tensor, like_values: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's whole buffers [1, H, T + room, D], made on first use to hold what is like [H, n, D]."""
+        keys, values = self.keys[layer], self.values[layer]
+        if keys is None or values is None:
+            length, device = self.n_tokens + self._room, self._device
+            keys, values = (
+                torch.empty((1, part.shape[0], length, part.shape[-1]), dtype=part.dtype, device=device)
+                for part in (like_keys, like_values)
+            )
+            self.keys[layer], self.values[layer] = keys, values
+        return keys, values
 
     def _turn(self, layer: int) -> None:
         """Rotate what was copied to where it stands, all runs at once; rows that do not move turn by zero: exactly."""
@@ -174,6 +175,7 @@ class Fusion:
         before = self.rows
         if layer >= self.policy.check_layer:
             self._alive = self.policy.choose(self.view, layer, self._alive, self._deviation)
+            self._deviation = None
             if layer == self.policy.check_layer:
                 self.chosen = self._offer[self._alive]
         rows = self._merge() if len(self._alive) + len(self._forced) < len(before) else before
@@ -185,7 +187,7 @@ class Fusion:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Take what a layer computed for `rows`: keys, values [1, H, R, D]; gives the layer's whole [1, H, T, D]."""
-        if self.policy.thins and layer >= self.policy.check_layer and len(self._alive):
+        if self._is_thinned(layer + 1):
             self._deviation = self._measure(layer, keys, values)
         self.buffers.write(layer, self.rows, keys, values)
         return self.buffers.get(layer)
@@ -212,18 +214,23 @@ class Fusion:
         counts = self.counts[self.policy.check_layer :]
         return sum(counts) / (len(counts) * len(self._offer)) if counts and len(self._offer) else 0.0
 
+    def _is_thinned(self, layer: int) -> bool:
+        """Whether the policy will want to leave rows out in `layer`, by what the layer before it computed."""
+        alive, follows = len(self._alive), self.policy.check_layer < layer < len(self.buffers)
+        return follows and alive > 0 and self.policy.thins(self.view, layer, alive)
+
     def _merge(self) -> Tensor:
         return torch.cat([self._forced, self._offer[self._alive]]).sort().values
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """Squared L2 distance per offered row over heads and dims, float32 [m], in the order of `_alive`."""
-        total = torch.zeros(len(self.rows), device=self.rows.device)
         old_keys, old_values = self.buffers.get(layer)
         pairs = {"k": [(keys, old_keys)], "v": [(values, old_values)]}
         pairs["kv"] = pairs["k"] + pairs["v"]
+        total = torch.zeros(len(self.rows), device=self.rows.device)
         for new, old in pairs[self.policy.compare]:
-            change = new[0].float() - old[0].index_select(1, self.rows)
-            total += change.square_().sum((0, 2))
+            change = new[0] - old[0].index_select(1, self.rows)
+            total += vector_norm(change, dim=(0, 2), dtype=torch.float32).square_()
         return total[torch.searchsorted(self.rows, self._offer[self._alive])]
 
 

@@ -84,14 +84,17 @@ class ChunkFile:
         """Whether the name is gone: deleted or replaced since it was opened."""
         return os.fstat(self._fd).st_nlink == 0
 
-    def read(self, layer: int, *, verify: bool = True) -> Tensor:
-        """One layer as uint8 [nbytes], newly allocated, by one read."""
-        meta = self.meta.layers[layer]
-        blob = torch.empty(meta.nbytes, dtype=torch.uint8)
-        _read_all(self._fd, blob.numpy().data, self._offsets[layer])
-        if verify and checksum(blob) != meta.checksum:
-            raise ValueError(f"checksum of layer {layer} does not match")
-        return blob
+    def read(self, first: int, count: int = 1, *, verify: bool = True) -> list[Tensor]:
+        """`count` layers from `first` on as uint8 [nbytes] each, newly allocated together, by one read."""
+        begin, chosen = self._offsets[first], range(first, first + count)
+        last = self._offsets[chosen[-1]] + self.meta.layers[chosen[-1]].nbytes
+        whole = torch.empty(last - begin, dtype=torch.uint8)
+        _read_all(self._fd, whole.numpy().data, begin)
+        blobs = [whole.narrow(0, self._offsets[i] - begin, self.meta.layers[i].nbytes) for i in chosen]
+        for layer, blob in zip(chosen, blobs, strict=True):
+            if verify and checksum(blob) != self.meta.layers[layer].checksum:
+                raise ValueError(f"checksum of layer {layer} does not match")
+        return blobs
 
     def _header(self) -> tuple[ChunkKey, EntryMeta, list[int]]:
         fixed = bytearray(_FIXED.size)

@@ -91,15 +91,15 @@ class DiskTier:
                 found[key] = replace(entry, last_used=max(entry.last_used, when), hits=entry.hits + hits)
         return found
 
-    def read(self, key: ChunkKey, layer: int) -> tuple[EntryMeta, Tensor] | None:
-        """One layer by one read, with its entry's description. What cannot be read is dropped and counted."""
+    def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+        """The entry's description and `count` layers, by one read. What cannot be read is dropped and counted."""
         if self._closed:
             return None
         try:
-            file = self._open_file(key, first=layer == 0)
-            if not 0 <= layer < len(file.meta.layers):
+            file = self._open_file(key, first=first == 0)
+            if not 0 <= first < first + count <= len(file.meta.layers):
                 return None
-            blob = file.read(layer, verify=self._verify)
+            blobs = file.read(first, count, verify=self._verify)
         except FileNotFoundError:
             self._drop(key, "its file is gone", gone=True)
             return None
@@ -109,8 +109,8 @@ class DiskTier:
         except OSError as error:  # the medium, not the entry: too many open files, an I/O error
             self._failed("read", key, error)
             return None
-        self._touch(key, first=layer == 0)
-        return file.meta, blob
+        self._touch(key, first=first == 0)
+        return file.meta, *blobs
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
         """Keep the layers as one file that appears whole or not at all."""

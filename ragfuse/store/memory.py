@@ -65,16 +65,16 @@ class MemoryTier:
             wanted = list(self._slots) if keys is None else keys
             return {key: self._entry(key, self._slots[key]) for key in wanted if key in self._slots}
 
-    def read(self, key: ChunkKey, layer: int) -> tuple[EntryMeta, Tensor] | None:
-        """One layer, shared and not copied, with its entry's description."""
+    def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+        """The entry's description and `count` layers from `first` on, shared and not copied."""
         with self._lock:
             slot = self._slots.get(key)
-            if slot is None or not 0 <= layer < len(slot.blobs):
+            if slot is None or not 0 <= first < first + count <= len(slot.blobs):
                 return None
             self._slots[key] = self._slots.pop(key)
             slot.last_used = self._clock()
-            slot.hits += layer == 0
-            return slot.meta, slot.blobs[layer]
+            slot.hits += first == 0
+            return slot.meta, *slot.blobs[first : first + count]
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
         """Keep the layers; tensors that already live here are shared, so do not write to them afterwards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -28,12 +28,12 @@ class Partials:
         """Chunks that have begun."""
         return set(self._chunks)
 
-    def add(self, key: ChunkKey, layer: int, meta: EntryMeta, blob: Tensor, epoch: int) -> Whole | None:
-        """Keep one layer; the chunk if that was its last. A layer read before a deletion (`epoch`) is not kept."""
+    def add(self, key: ChunkKey, first: int, meta: EntryMeta, new: Sequence[Tensor], epoch: int) -> Whole | None:
+        """Keep layers from `first` on; gives the chunk once it is whole. Layers of an older `epoch` are not kept."""
         if epoch != self.epoch or meta.nbytes > self._limit:
             return None
         if key not in self._chunks:
-            if layer != 0:
+            if first != 0:
                 return None
             self._chunks[key] = (meta, {})
             self._nbytes += meta.nbytes
@@ -42,7 +42,7 @@ class Partials:
         if known != meta:  # written anew meanwhile
             self._drop(key)
             return None
-        blobs[layer] = blob
+        blobs.update(enumerate(new, first))
         if len(blobs) == len(meta.layers):
             self._drop(key)
             return meta, tuple(blobs[i] for i in range(len(blobs)))
@@ -51,7 +51,7 @@ class Partials:
         return None
 
     def discard(self, keys: Iterable[ChunkKey]) -> None:
-        """Forget these chunks, and every layer that was read but not added yet."""
+        """Forget these chunks, and every layer that was read before now but not added yet."""
         self.epoch += 1
         for key in keys:
             self._drop(key)

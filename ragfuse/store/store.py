@@ -23,6 +23,8 @@ from ragfuse.store.writer import Writer
 
 log = logging.getLogger("ragfuse.store")
 
+_Decoded = tuple[tuple[LayerKV, ...], EntryMeta, Sequence[Tensor]]
+
 
 @dataclass(frozen=True)
 class StoreStats:
@@ -86,8 +88,10 @@ class KVStore:
         self._counts.add("misses", len(wanted) - len(found))
         return {key: found[key] for key in wanted if key in found}
 
-    def read_layer(self, key: ChunkKey, layer: int, tier: str | None = None) -> LayerKV | None:
-        """One layer, from `tier` or else from the fastest that has it; None if none can give it.
+    def read_layers(
+        self, key: ChunkKey, first: int, count: int = 1, tier: str | None = None
+    ) -> tuple[LayerKV, ...] | None:
+        """`count` layers from `first` on, from `tier` or else from the fastest that has them; None if none can.
 
         The tensors are shared: they must not be written to. A chunk read whole from a slow tier is kept in the first.
         """
@@ -95,16 +99,16 @@ class KVStore:
             epoch = self._partials.epoch
         for source in () if self._closed else sorted(self.tiers, key=lambda candidate: candidate.name != tier):
             try:
-                found = self._decoded(source, key, layer)
+                found = self._decoded(source, key, first, count)
             except Exception:
                 self._counts.add("corrupt")
-                log.exception("Could not read layer %d of %s from tier %s", layer, key, source.name)
+                log.exception("Could not read layer %d of %s from tier %s", first, key, source.name)
                 continue
             if found is not None:
-                kv, meta, blob = found
+                layers, meta, blobs = found
                 if source is not self.tiers[0]:
-                    self._promote(key, layer, meta, blob, epoch)
-                return kv
+                    self._promote(key, first, meta, blobs, epoch)
+                return layers
         return None
 
     def entries(self) -> list[Entry]:
@@ -221,23 +225,25 @@ class KVStore:
         """Those written by this store's codec; others' are left alone."""
         return ((key, entry) for key, entry in entries.items() if self.codec.name in entry.sizes)
 
-    def _decoded(self, tier: Tier, key: ChunkKey, layer: int) -> tuple[LayerKV, EntryMeta, Tensor] | None:
-        found = tier.read(key, layer)
+    def _decoded(self, tier: Tier, key: ChunkKey, first: int, count: int) -> _Decoded | None:
+        found = tier.read(key, first, count)
         if found is None or found[0].level != self.codec.name:
             return None
-        meta, blob = found
+        meta, *blobs = found
+        described = meta.layers[first : first + count]
         try:
-            return self.codec.decode(blob, meta.layers[layer]), meta, blob
+            layers = tuple(self.codec.decode(blob, layer) for blob, layer in zip(blobs, described, strict=True))
+            return layers, meta, blobs
         except ValueError as error:
             tier.counts.add("corrupt")
-            log.warning("Dropped %s from tier %s: layer %d cannot be decoded: %s", key, tier.name, layer, error)
+            log.warning("Dropped %s from tier %s: it cannot be decoded from layer %d: %s", key, tier.name, first, error)
             tier.delete([key])
             return None
 
-    def _promote(self, key: ChunkKey, layer: int, meta: EntryMeta, blob: Tensor, epoch: int) -> None:
+    def _promote(self, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int) -> None:
         """Keep the bytes just read; once a chunk is whole it enters the first tier, without a second read."""
         with self._lock:
-            whole = self._partials.add(key, layer, meta, blob, epoch)
+            whole = self._partials.add(key, first, meta, blobs, epoch)
             save = _Save(key, *whole) if whole else None
             if save is None:
                 return
@@ -250,11 +256,10 @@ class KVStore:
     def _read_whole(self, key: ChunkKey) -> Whole | None:
         """All layers from the fastest tier that can give every one of them."""
         for tier in self.tiers:
-            first = tier.read(key, 0)
-            rest = [tier.read(key, i) for i in range(1, len(first[0].layers))] if first else []
-            parts = [part for part in (first, *rest) if part is not None]
-            if first and len(parts) == len(first[0].layers):
-                return first[0], tuple(blob for _, blob in parts)
+            entry = tier.entries([key]).get(key)
+            found = tier.read(key, 0, entry.n_layers) if entry is not None else None
+            if found is not None:
+                return found[0], found[1:]
         return None
 
     def _save(self, save: _Save, tiers: Sequence[Tier]) -> bool:

@@ -115,8 +115,11 @@ class Tier(Protocol):
         """The entries kept under `keys`, or all of them; missing ones are left out."""
         ...
 
-    def read(self, key: ChunkKey, layer: int) -> tuple[EntryMeta, Tensor] | None:
-        """One layer as uint8 [nbytes] with its entry's description, None if it is not there. Not to be written to."""
+    def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+        """The entry's description and `count` layers from `first` on, uint8 [nbytes] each, not to be written to.
+
+        None if any of them is not there.
+        """
         ...
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:

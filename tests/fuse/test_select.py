@@ -34,7 +34,7 @@ def run(policy: Policy, seen: View, seed: int = 0) -> list[Tensor]:
     alive, kept = torch.arange(len(seen)), []
     for layer in range(seen.n_layers):
         if layer >= policy.check_layer:
-            measured = layer == policy.check_layer > 0 or (policy.thins and layer > policy.check_layer)
+            measured = layer == policy.check_layer > 0 or policy.thins(seen, layer, len(alive))
             deviation = torch.rand(len(alive), generator=made) if measured else None
             alive = policy.choose(seen, layer, alive, deviation)
         kept.append(alive)

@@ -2,11 +2,12 @@
 
 import threading
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
 from ragfuse.core import ChunkKV, Fetch
-from ragfuse.load.layers import AHEAD, LayerReader
+from ragfuse.load.layers import AHEAD, READ_NBYTES, LayerReader
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from tests.store.kit import key, kv, same
@@ -23,8 +24,10 @@ def store(tmp_path) -> Iterator[KVStore]:
         yield store
 
 
-def fetches(*tiers: str) -> list[Fetch]:
-    return [Fetch(2 * number, key(number), tier, "raw", 1) for number, tier in enumerate(tiers)]
+def fetches(*tiers: str, a_read: int = 1) -> list[Fetch]:
+    """Chunks of which `a_read` layers fit into one read."""
+    nbytes = READ_NBYTES * LAYERS // a_read
+    return [Fetch(2 * number, key(number), tier, "raw", nbytes) for number, tier in enumerate(tiers)]
 
 
 def loading() -> list[threading.Thread]:
@@ -38,15 +41,16 @@ class Wrong(KVStore):
         self.__dict__ = store.__dict__
         self.layer, self.error = layer, error
 
-    def read_layer(self, key, layer, tier=None):
-        if layer == self.layer:
+    def read_layers(self, key, first, count=1, tier=None):
+        if self.layer in range(first, first + count):
             raise self.error
-        return super().read_layer(key, layer, tier)
+        return super().read_layers(key, first, count, tier)
 
 
 @pytest.mark.parametrize("tiers", [("memory",) * 3, ("disk",) * 3, ("memory", "disk", "memory")])
-def test_every_layer_of_every_segment_comes_in_order(store, tiers):
-    with LayerReader(store, fetches(*tiers), LAYERS) as reader:
+@pytest.mark.parametrize("a_read", [1, 3, AHEAD + 1, LAYERS])
+def test_every_layer_of_every_segment_comes_in_order(store, tiers, a_read):
+    with LayerReader(store, fetches(*tiers, a_read=a_read), LAYERS) as reader:
         for layer in range(LAYERS):
             found = reader.read(layer)
             assert set(found) == {0, 2, 4}
@@ -96,6 +100,28 @@ def test_a_store_that_raises_loses_the_segment_and_nothing_hangs(store, tier, la
         for good in range(layer):
             assert reader.read(good)[0] is not None
         assert reader.read(layer) == {0: None, 2: None}
+
+
+@pytest.mark.parametrize("tier", ["memory", "disk"])
+def test_layers_are_lost_with_those_read_together(store, tier):
+    wrong = Wrong(store, 4, RuntimeError("out of order"))
+    with LayerReader(wrong, fetches(tier, a_read=3), LAYERS) as reader:
+        found = [reader.read(layer)[0] for layer in range(LAYERS)]
+    assert [layer for layer, kv in enumerate(found) if kv is None] == [3, 4, 5]
+
+
+def test_small_layers_are_read_together(store):
+    class Counting(Wrong):
+        reads: ClassVar[list[tuple[int, int]]] = []
+
+        def read_layers(self, key, first, count=1, tier=None):
+            self.reads.append((first, count))
+            return super().read_layers(key, first, count, tier)
+
+    with LayerReader(Counting(store, -1, KeyError()), fetches("disk", a_read=5), LAYERS) as reader:
+        for layer in range(LAYERS):
+            assert reader.read(layer)[0] is not None
+    assert Counting.reads == [(0, 5), (5, 5), (10, 2)]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

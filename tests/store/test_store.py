@@ -30,8 +30,13 @@ def reopened(store: KVStore, path, **options) -> KVStore:
     return KVStore([MemoryTier(MB, lru), DiskTier(path, MB, lru)], **options)
 
 
+def layer_of(store: KVStore, of, layer: int, **options) -> LayerKV | None:
+    found = store.read_layers(of, layer, **options)
+    return found and found[0]
+
+
 def read(store: KVStore, of, **options) -> list[LayerKV | None]:
-    return [store.read_layer(of, i, **options) for i in range(3)]
+    return [layer_of(store, of, i, **options) for i in range(3)]
 
 
 def whole(store: KVStore, of, wanted: ChunkKV, **options) -> bool:
@@ -82,7 +87,7 @@ def test_what_is_put_comes_back_bit_for_bit_from_memory_and_after_a_restart_from
     chunk = kv(3, n=9, dtype=dtype, n_layers=3)
     assert store.put(A, chunk)
     assert whole(store, A, chunk)
-    assert store.read_layer(A, 0).keys.dtype == dtype
+    assert layer_of(store, A, 0).keys.dtype == dtype
     with reopened(store, tmp_path) as opened:
         assert opened.lookup([A])[A].tier == "disk"
         assert whole(opened, A, chunk)
@@ -135,10 +140,10 @@ def test_put_that_waits_is_on_disk_when_it_returns(store, tmp_path):
 
 
 def test_a_missing_chunk_or_layer_is_none(store):
-    assert store.read_layer(A, 0) is None
+    assert layer_of(store, A, 0) is None
     store.put(A, kv(), wait=True)
-    assert store.read_layer(A, 3) is None
-    assert store.read_layer(A, 0, tier="no such tier") is not None
+    assert layer_of(store, A, 3) is None
+    assert layer_of(store, A, 0, tier="no such tier") is not None
     assert store.stats().corrupt == 0
 
 
@@ -200,7 +205,7 @@ def test_interleaved_chunks_are_promoted_and_half_read_ones_are_not(store, tmp_p
     with reopened(store, tmp_path) as opened:
         for layer in range(3):
             for one in keys[: 5 - (layer == 2)]:
-                assert opened.read_layer(one, layer) is not None
+                assert layer_of(opened, one, layer) is not None
         found = opened.lookup(keys)
         assert [found[one].tier for one in keys] == ["memory"] * 4 + ["disk"]
         assert all(whole(opened, one, kv(i), tier="memory") for i, one in enumerate(keys))
@@ -215,7 +220,7 @@ def test_chunks_being_read_hold_no_more_than_a_quarter_of_memory(store, tmp_path
     with KVStore([MemoryTier(8 * nbytes, lru), DiskTier(tmp_path, MB, lru)]) as opened:
         for layer in range(3):
             for one in keys:
-                assert opened.read_layer(one, layer) is not None
+                assert layer_of(opened, one, layer) is not None
                 assert opened._partials._nbytes <= 2 * nbytes
         assert set(opened.tiers[0].entries()) == set(keys[-2:])
 
@@ -227,8 +232,8 @@ def test_a_layer_that_is_damaged_on_disk_is_none_and_the_chunk_a_miss(store, tmp
         data = path.read_bytes()
         path.write_bytes(data[:-64] + bytes(64))
         assert A in opened.lookup([A])
-        assert opened.read_layer(A, 0) is not None
-        assert opened.read_layer(A, 2) is None
+        assert layer_of(opened, A, 0) is not None
+        assert layer_of(opened, A, 2) is None
         assert opened.lookup([A]) == {}
         assert opened.stats().corrupt == 1
 
@@ -242,7 +247,7 @@ def test_a_chunk_evicted_from_the_planned_tier_is_read_from_another(store):
 def test_bytes_that_cannot_be_decoded_are_dropped_counted_and_none(tmp_path):
     with KVStore([DiskTier(tmp_path, MB, lru)], BrokenCodec()) as store:
         store.put(A, kv(), wait=True)
-        assert store.read_layer(A, 0) is None
+        assert layer_of(store, A, 0) is None
         assert store.stats().corrupt == 1
         assert files(tmp_path) == []
 
@@ -251,7 +256,7 @@ def test_an_entry_of_another_codec_is_a_miss_and_left_alone(store, tmp_path):
     store.put(A, kv(), wait=True)
     with reopened(store, tmp_path, codec=OtherCodec()) as opened:
         assert opened.lookup([A]) == {}
-        assert opened.read_layer(A, 0) is None
+        assert layer_of(opened, A, 0) is None
         assert len(files(tmp_path)) == 1
         assert opened.stats().corrupt == 0
         opened.put(A, kv(), wait=True)
@@ -261,7 +266,7 @@ def test_an_entry_of_another_codec_is_a_miss_and_left_alone(store, tmp_path):
 def test_a_tier_that_raises_is_none_and_the_next_tier_is_asked(tmp_path, caplog):
     with KVStore([ExplodingTier(MB, lru), DiskTier(tmp_path, MB, lru)]) as store:
         store.put(A, kv(), wait=True)
-        assert same(store.read_layer(A, 1), kv().layers[1])
+        assert same(layer_of(store, A, 1), kv().layers[1])
         assert "a driver bug" in caplog.text
 
 
@@ -311,10 +316,10 @@ def test_what_is_cleared_while_it_is_being_saved_does_not_come_back():
 def test_what_is_cleared_while_it_is_being_read_is_not_promoted(store, tmp_path):
     store.put(A, kv(), wait=True)
     with reopened(store, tmp_path) as opened:
-        assert opened.read_layer(A, 0) is not None
-        assert opened.read_layer(A, 1) is not None
+        assert layer_of(opened, A, 0) is not None
+        assert layer_of(opened, A, 1) is not None
         opened.clear()
-        assert opened.read_layer(A, 2) is None
+        assert layer_of(opened, A, 2) is None
         assert opened.entries() == []
 
 
@@ -330,7 +335,7 @@ def test_a_layer_read_before_a_clear_is_not_kept_after_it(store, tmp_path):
             return found
 
     with KVStore([MemoryTier(MB, lru), Late(tmp_path, MB, lru)]) as opened:
-        assert same(opened.read_layer(A, 0), single.layers[0])
+        assert same(layer_of(opened, A, 0), single.layers[0])
         assert opened.entries() == []
 
 
@@ -389,7 +394,7 @@ def test_a_closed_store_keeps_what_was_put_and_takes_no_more(store, tmp_path):
     store.close()
     assert len(files(tmp_path)) == 10
     assert not store.put(A, kv())
-    assert store.read_layer(key(0), 0) is None
+    assert layer_of(store, key(0), 0) is None
     assert store.lookup([key(0)]) == {}
 
 
@@ -397,7 +402,7 @@ def test_a_store_without_tiers_misses_everything():
     with KVStore([]) as store:
         assert not store.put(A, kv())
         assert store.lookup([A]) == {}
-        assert store.read_layer(A, 0) is None
+        assert layer_of(store, A, 0) is None
         assert store.clear() == 0
 
 
@@ -435,7 +440,7 @@ def test_threads_that_put_read_clear_and_look_up_see_whole_chunks_or_none(tmp_pa
                 for other in store.lookup(key(j, f"m{j % 2}") for j in range(10)):
                     index = next(j for j in range(10) if key(j, f"m{j % 2}") == other)
                     for layer in range(3):
-                        got = store.read_layer(other, layer)
+                        got = layer_of(store, other, layer)
                         seen += got is not None
                         wrong += got is not None and not same(got, chunks[index].layers[layer])
                 if i % 8 == 7:

@@ -16,8 +16,11 @@ class Full:
     name: str = "full"
     check_layer: int = 0
     compare: Compare = "kv"
-    thins: bool = False
     asks_query: bool = False
+
+    def thins(self, view: View, layer: int, alive: int) -> bool:
+        """Never."""
+        return False
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """All that are left."""
@@ -31,8 +34,11 @@ class Nothing:
     name: str = "none"
     check_layer: int = 0
     compare: Compare = "kv"
-    thins: bool = False
     asks_query: bool = False
+
+    def thins(self, view: View, layer: int, alive: int) -> bool:
+        """Never."""
+        return False
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """None of them."""

@@ -19,14 +19,15 @@ class Hkvd:
     compare: Compare = "kv"
     asks_query: bool = False
 
-    @property
-    def thins(self) -> bool:
-        """Only the gradual one."""
-        return self.gradual
+    def thins(self, view: View, layer: int, alive: int) -> bool:
+        """Where the gradual schedule goes below what is alive."""
+        return self.gradual and self._budget(view, layer) < alive
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """The highest deviations that the layer's share allows."""
         if deviation is None or (layer > self.check_layer and not self.gradual):
             return alive
-        share = schedule(view.ratio, layer, self.check_layer, view.n_layers, self.gradual)
-        return best(alive, deviation, view.budget(share))
+        return best(alive, deviation, self._budget(view, layer))
+
+    def _budget(self, view: View, layer: int) -> int:
+        return view.budget(schedule(view.ratio, layer, self.check_layer, view.n_layers, self.gradual))

@@ -16,17 +16,23 @@ class Hybrid:
     name: str = "hybrid"
     check_layer: int = 1
     compare: Compare = "kv"
-    thins: bool = True
     asks_query: bool = False
     edge_share: float = 0.5
+
+    def thins(self, view: View, layer: int, alive: int) -> bool:
+        """Where the gradual schedule goes below what is alive."""
+        return view.budget(self._share(view, layer)) < alive
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """Edges first, then deviations, thinned out gradually."""
         if deviation is None or len(alive) == 0:
             return alive
-        share = schedule(view.ratio, layer, self.check_layer, view.n_layers, gradual=True)
+        share = self._share(view, layer)
         edges = view.offset.argsort(stable=True)[: view.budget(self.edge_share * share)]
         score = deviation.clone()
         kept = view.offset.new_zeros(len(view), dtype=deviation.dtype)
         kept[edges] = deviation.max() + 1 if len(deviation) else 0
         return best(alive, score + kept[alive], view.budget(share))
+
+    def _share(self, view: View, layer: int) -> float:
+        return schedule(view.ratio, layer, self.check_layer, view.n_layers, gradual=True)

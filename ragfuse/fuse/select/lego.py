@@ -17,8 +17,11 @@ class Lego:
     first: int = 0
     check_layer: int = 0
     compare: Compare = "kv"
-    thins: bool = False
     asks_query: bool = False
+
+    def thins(self, view: View, layer: int, alive: int) -> bool:
+        """Never by deviation."""
+        return False
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """Those with the lowest offsets; ratio 1 takes all."""

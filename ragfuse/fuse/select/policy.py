@@ -69,13 +69,15 @@ class Policy(Protocol):
         ...
 
     @property
-    def thins(self) -> bool:
-        """Whether rows are chosen anew after the check layer, by the deviation measured on the way."""
-        ...
-
-    @property
     def asks_query(self) -> bool:
         """Whether `View.score` is needed: costs a pass of the forced rows over the reused cache."""
+        ...
+
+    def thins(self, view: View, layer: int, alive: int) -> bool:
+        """Whether `choose` will want to leave some of `alive` rows out in `layer`, after the check layer.
+
+        Then their deviation is measured in the layer before; measuring costs time, so it is done only then.
+        """
         ...
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:

@@ -17,8 +17,11 @@ class Query:
     gradual: bool
     check_layer: int = 0
     compare: Compare = "kv"
-    thins: bool = False
     asks_query: bool = True
+
+    def thins(self, view: View, layer: int, alive: int) -> bool:
+        """Never by deviation."""
+        return False
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """The highest scores that the layer's share allows."""

@@ -17,9 +17,12 @@ class Random:
     name: str = "random"
     check_layer: int = 0
     compare: Compare = "kv"
-    thins: bool = False
     asks_query: bool = False
     seed: int = 0
+
+    def thins(self, view: View, layer: int, alive: int) -> bool:
+        """Never by deviation."""
+        return False
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """A draw at layer 0, kept afterwards."""
