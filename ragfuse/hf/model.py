@@ -27,6 +27,8 @@ from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
 from ragfuse.profiles import ModelProfile
 
 ROOM = 64
+CONTEXTS = 2
+"""Contexts whose KV is kept at hand: the prompt's prefix and the stand-in."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class HFModel:
         self.lock = threading.RLock()
         self._encoder, self._encoding = copy.deepcopy(tokenizer), threading.Lock()
         self._wired: Wiring | None = None
+        self._contexts: dict[tuple[int, ...], tuple[LayerKV, ...]] = {}  # least recently used first
         self.device, self.dtype = model.device, model.dtype
         self.name = str(model.config._name_or_path) or model.config.model_type
         self.fingerprint = fingerprint(model, tokenizer)
@@ -107,12 +110,24 @@ class HFModel:
 
     def encode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> ChunkKV:
         """KV of a run at positions 0..n-1, computed behind `context` (whose own rows are cut off)."""
-        ids = torch.tensor([[*context, *token_ids]], device=self.device)
-        positions = torch.arange(-len(context), len(token_ids), device=self.device)
+        cut, ids = len(context), torch.tensor([list(token_ids)], device=self.device)
+        positions = torch.arange(len(token_ids), device=self.device)
         with self.lock:
-            layers = probe.plain_kv(self.model, ids, positions)
-        cut = len(context)
+            layers = probe.plain_kv(self.model, ids, positions, self._behind(tuple(context)))
         return ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous()) for kv in layers))
+
+    def _behind(self, context: tuple[int, ...]) -> tuple[LayerKV, ...]:
+        """KV of a context at positions -n..-1; those used last are kept, for many chunks are encoded behind the same."""
+        if not context:
+            return ()
+        found = self._contexts.pop(context, None)
+        if found is None:
+            ids = torch.tensor([list(context)], device=self.device)
+            found = probe.plain_kv(self.model, ids, torch.arange(-len(context), 0, device=self.device))
+        self._contexts[context] = found
+        while len(self._contexts) > CONTEXTS:
+            del self._contexts[next(iter(self._contexts))]
+        return found
 
     def full_prefill(self, token_ids: Sequence[int]) -> Prefill:
         """The model's own prefill of a whole prompt."""

@@ -72,9 +72,16 @@ def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
         yield group.get("rope_type") or group.get("type") or "default"
 
 
-def plain_kv(model: PreTrainedModel, token_ids: Tensor, positions: Tensor) -> tuple[LayerKV, ...]:
-    """KV of every layer from the model's own forward of int64 [1, n] at int64 [n] positions."""
+def plain_kv(
+    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, before: Sequence[LayerKV] = ()
+) -> tuple[LayerKV, ...]:
+    """KV of every layer from the model's own forward of int64 [1, n] at int64 [n] positions.
+
+    before: KV of the tokens that stand before them, which comes first in what is given back.
+    """
     cache = DynamicCache()
+    for layer, kv in enumerate(before):
+        cache.update(kv.keys[None], kv.values[None], layer)
     options = {"position_ids": positions[None]} if takes_positions(model) else {}
     with torch.no_grad():
         model(input_ids=token_ids, past_key_values=cache, use_cache=True, **last_logits(model), **options)

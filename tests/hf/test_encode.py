@@ -14,6 +14,7 @@ from ragfuse.fuse.rope import moved
 from ragfuse.hf.model import HFModel, fingerprint, load_model
 from ragfuse.profiles import ModelProfile
 from tests.hf import kit
+from tests.hf.families import FAMILIES
 
 EXACT = 5e-6
 families = pytest.mark.parametrize(
@@ -22,7 +23,7 @@ families = pytest.mark.parametrize(
 )
 
 
-@families
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_run_behind_a_context_equals_the_rows_of_a_longer_prefill(name: str) -> None:
     model, context, run = kit.family(name), kit.ids(11, 1), kit.ids(26, 2)
     encoded = model.encode(run, context=context)
