@@ -18,6 +18,7 @@ from torch import Tensor
 FORMAT_VERSION = 1
 """Version of everything that is written: keys, headers, profiles. A change makes old entries misses."""
 
+Encoded = Literal["alone", "prefix", "amid"]
 Kind = Literal["fresh", "chunk", "module", "history"]
 
 
@@ -36,18 +37,31 @@ def token_digest(tokens: Sequence[int]) -> str:
     return digest("tokens", torch.tensor(list(tokens), dtype=torch.int32).numpy().astype("<i4").tobytes())
 
 
+def amid(context: str) -> str:
+    """The context of a run encoded behind `context` (a token digest, "": nothing) and then its document's own text."""
+    return f"~{context}"
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
     """What counts as the same KV. Digests only: no position, no process-local value.
 
     `model` covers weights, dtype, rope settings, tokenizer, format version and the tenant's salt; `tokens` the ids;
-    `context` what the run attended to before itself ("" = alone); `layout` is "" for positions 0..n-1.
+    `context` what the run attended to before itself: "" nothing, a token digest just those tokens, `amid` of either
+    those and then other text of its own document. `layout` is "" for positions 0..n-1.
     """
 
     model: str
     tokens: str
     context: str = ""
     layout: str = ""
+
+    @property
+    def encoded(self) -> Encoded:
+        """In what company, in one word."""
+        if not self.context:
+            return "alone"
+        return "amid" if self.context.startswith(amid("")) else "prefix"
 
     def __str__(self) -> str:
         return ".".join((self.model, self.tokens, self.context or "-", self.layout or "-"))
@@ -65,7 +79,7 @@ class ChunkKey:
 class Segment:
     """A run of tokens of a prompt that is handled as one: placed at `start`, fresh or taken from the store.
 
-    `keys` are the places to look for its KV, best first (encoded behind this prompt's prefix, then alone); it is
+    `keys` are the places to look for its KV, best first; it is
     empty iff the segment is fresh. `source` says where the text came from, for people; `text` is a chunk's own text.
     """
 
@@ -235,7 +249,10 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class SegmentTrace:
-    """What happened to one segment that could have come from the store."""
+    """What happened to one segment that could have come from the store.
+
+    encoded: its KV was computed alone, right behind the prefix, or amid its own document ("" for a miss).
+    """
 
     source: str
     kind: Kind
@@ -247,6 +264,7 @@ class SegmentTrace:
     nbytes: int = 0
     recomputed: int = 0
     exact: bool = False
+    encoded: Encoded | Literal[""] = ""
     why: str = ""
 
 

@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from ragfuse.asking import Ask, is_streamable, options_of, room_behind, sequences_per_prompt, written
-from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest, token_digest
+from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
+from ragfuse.encoding import Encoder
 from ragfuse.errors import InputError, StoreError
 from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.fuse.select import policy_named
@@ -50,6 +53,11 @@ class Ingested:
     tokens: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+
+    def plus(self, tokens: int, nbytes: int, seconds: float) -> Ingested:
+        """After one more chunk, of which so many bytes were new, at `seconds`."""
+        new = bool(nbytes)
+        return Ingested(self.chunks + 1, self.encoded + new, self.tokens + new * tokens, self.nbytes + nbytes, seconds)
 
 
 @dataclass(frozen=True)
@@ -114,8 +122,8 @@ class Engine:
             return self._known
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
-        """The key of a run of tokens encoded behind `context` (a token digest; "": alone)."""
-        return ChunkKey(self.digest, token_digest(tokens), context)
+        """The key of a run of tokens with this context ("": alone)."""
+        return self._encoder.key(tokens, context)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Ids of a text; unless `special`, what looks like a special token in it stays text."""
@@ -155,27 +163,24 @@ class Engine:
     ) -> Ingested:
         """Encode and keep the KV of (text, source) chunks that are not kept yet, behind `prefix` if given.
 
+        Neighbours of one source are a document: each chunk is encoded a second time amid it, see `encoding.py`.
         Interrupted, it loses at most the chunk at hand; called again, it goes on where it stopped.
         """
-        began, done = time.perf_counter(), Ingested()
-        if len(prefix) >= self.settings.min_chunk_tokens:
-            self._keep(prefix, ())
-        for text, source in texts:
-            ids = self.tokens(text.strip())
-            room_behind(len(prefix) + len(ids), self.model, f"A chunk of '{source}'")
-            kept = len(ids) >= self.settings.min_chunk_tokens
-            nbytes = self._keep(ids, prefix) if kept else 0
-            if kept:
-                self._note(text.strip(), source, ids)
-            done = Ingested(
-                done.chunks + 1,
-                done.encoded + bool(nbytes),
-                done.tokens + (len(ids) if nbytes else 0),
-                done.nbytes + nbytes,
-                time.perf_counter() - began,
-            )
-            if progress is not None:
-                progress(done)
+        began, done, encoder = time.perf_counter(), Ingested(), self._encoder
+        encoder.keep(prefix)
+        for source, document in groupby(texts, itemgetter(1)):
+            named = [(text.strip(), self.tokens(text.strip())) for text, _ in document]
+            left = iter(named)
+            for window in encoder.windows([ids for _, ids in named], prefix):
+                amid = encoder.keep_amid(window, prefix)
+                for (text, ids), nbytes in zip(islice(left, len(amid)), amid, strict=True):
+                    room_behind(len(prefix) + len(ids), self.model, f"A chunk of '{source}'")
+                    nbytes += encoder.keep(ids, prefix)
+                    if len(ids) >= self.settings.min_chunk_tokens:
+                        self._note(text, source, ids)
+                    done = done.plus(len(ids), nbytes, time.perf_counter() - began)
+                    if progress is not None:
+                        progress(done)
         return done
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
@@ -246,6 +251,11 @@ class Engine:
 
     # inside
 
+    @property
+    def _encoder(self) -> Encoder:
+        settings = self.settings
+        return Encoder(self.model, self.store, self.digest, settings.min_chunk_tokens, settings.amid_tokens)
+
     def _plan(self, prompt: Prompt, ask: Ask, lost: frozenset[int]) -> LoadPlan:
         profile, settings = self.model.profile, self.settings
         policy = ask.policy or settings.policy
@@ -308,17 +318,12 @@ class Engine:
                 self._saver.submit(work)
 
     def _save(self, work: Work) -> None:
-        self._keep(work.tokens, work.prefix)
+        encoder = self._encoder
+        encoder.keep(work.tokens, work.prefix)
         if work.text:
+            for window in encoder.windows([work.tokens], work.prefix):
+                encoder.keep_amid(window, work.prefix)
             self._note(work.text, work.source, work.tokens)
-
-    def _keep(self, tokens: Sequence[int], prefix: Sequence[int]) -> int:
-        """Encode and put a run unless it is kept already; bytes of new KV."""
-        key = self.key(tokens, token_digest(prefix) if len(prefix) >= self.settings.min_chunk_tokens else "")
-        if self.model.profile.refusal or self.store.lookup([key]):
-            return 0
-        kv = self.model.encode(tokens, prefix if key.context else ())
-        return kv.nbytes if self.store.put(key, kv, wait=True) else 0
 
     def _note(self, text: str, source: str, tokens: Sequence[int]) -> None:
         if text not in self.known:

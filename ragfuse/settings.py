@@ -41,6 +41,12 @@ class Settings(BaseSettings):
     ratio: float = Field(default=0.15, ge=0, le=1, description="Share of reused context rows computed again.")
     chunk_tokens: int = Field(default=160, ge=16, description="Size of a chunk when documents are cut here.")
     chunk_overlap: int = Field(default=0, ge=0, description="Tokens shared by neighbouring chunks.")
+    amid_tokens: int = Field(
+        default=512,
+        ge=0,
+        description="Tokens of its own document that a chunk is encoded behind for places further down in a prompt, "
+        "as a second entry; 0: no such entries.",
+    )
     min_chunk_tokens: int = Field(default=8, ge=1, description="Shorter runs are always computed fresh.")
     top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")
     max_tokens: int = Field(default=256, ge=1, description="New tokens of an answer.")

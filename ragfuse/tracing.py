@@ -66,4 +66,5 @@ def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]
         nbytes=fetch.nbytes,
         recomputed=recomputed,
         exact=exact,
+        encoded=fetch.key.encoded,
     )

@@ -139,6 +139,7 @@ def _what_fits(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
     """The chunks whose KV the store has room for, from the first on: more would push the first out again."""
     sample = chunks[:: max(1, len(chunks) // 50)]
     per_chunk = sum(len(engine.tokens(text)) for text, _ in sample) / len(sample) * engine.model.nbytes_per_token
+    per_chunk *= 2 if engine.settings.amid_tokens else 1
     room = _room_nbytes(engine)
     if per_chunk * len(chunks) <= room:
         return chunks

@@ -117,10 +117,10 @@ class Demo:
         )
 
     def ingest_only_for(self, question: str, console: Console) -> None:
-        """The chunks that one question retrieves."""
+        """The documents that one question's chunks come from."""
         self._index()
-        found = self.retriever.invoke(question)
-        self.engine.ingest([(d.page_content, d.metadata["source"]) for d in found], self._prefix())
+        found = {document.metadata["source"] for document in self.retriever.invoke(question)}
+        self.engine.ingest([(text, source) for text, source in self.texts if source in found], self._prefix())
 
     def warm_up(self, question: str) -> None:
         """Both ways once, unmeasured, so that neither pays for what a process does only once."""

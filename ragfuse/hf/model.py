@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ragfuse.core import FORMAT_VERSION, ChunkKV, LayerKV, digest
+from ragfuse.core import FORMAT_VERSION, ChunkKV, LayerKV, RopeLayout, digest
 from ragfuse.errors import ModelError, RefusedError
 from ragfuse.fuse.fusor import Buffers, Fusion, Run, Source
+from ragfuse.fuse.rope import moved
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
@@ -116,8 +117,16 @@ class HFModel:
             layers = probe.plain_kv(self.model, ids, positions, self._behind(tuple(context)))
         return ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous()) for kv in layers))
 
+    def encode_all(
+        self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]], context: Sequence[int] = ()
+    ) -> list[ChunkKV]:
+        """KV of the spans (lo, hi) of a run, each moved to positions 0..n-1, all computed by one forward."""
+        whole = self.encode(token_ids, context)
+        layers = list(zip(whole.layers, self.profile.rope, strict=True))
+        return [ChunkKV(tuple(_cut(kv, layout, lo, hi) for kv, layout in layers)) for lo, hi in spans]
+
     def _behind(self, context: tuple[int, ...]) -> tuple[LayerKV, ...]:
-        """KV of a context at positions -n..-1; those used last are kept, for many chunks are encoded behind the same."""
+        """KV of a context at positions -n..-1; those used last are kept: many chunks are encoded behind the same."""
         if not context:
             return ()
         found = self._contexts.pop(context, None)
@@ -236,6 +245,16 @@ class HFModel:
         return max(
             error for a, b in pairs for error in (probe.typical(a.keys, b.keys), probe.typical(a.values, b.values))
         )
+
+
+def _cut(kv: LayerKV, layout: RopeLayout | None, lo: int, hi: int) -> LayerKV:
+    """Rows lo:hi of a run's KV as if they stood at its beginning."""
+    keys, values = kv.keys[:, lo:hi], kv.values[:, lo:hi]
+    turned = layout.part if layout is not None else ""
+    return LayerKV(
+        moved(keys, -lo, layout if turned == "keys" else None).contiguous(),
+        moved(values, -lo, layout if turned == "values" else None).contiguous(),
+    )
 
 
 @dataclass(frozen=True)

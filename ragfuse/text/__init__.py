@@ -5,5 +5,19 @@ Tokenizer and chat template come in as callables; nothing here knows a model or 
 
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, Span, chunk_id, peel, pieces
+from ragfuse.text.windows import Window, stand_in, windows
 
-__all__ = ["Assembler", "KnownChunks", "Marker", "Message", "Piece", "Span", "chunk_id", "peel", "pieces"]
+__all__ = [
+    "Assembler",
+    "KnownChunks",
+    "Marker",
+    "Message",
+    "Piece",
+    "Span",
+    "Window",
+    "chunk_id",
+    "peel",
+    "pieces",
+    "stand_in",
+    "windows",
+]

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ragfuse.core import ChunkKey, Prompt, Segment, token_digest
+from ragfuse.core import ChunkKey, Prompt, Segment, amid, token_digest
 from ragfuse.errors import InputError
 from ragfuse.text.chunks import Piece, peel
 
@@ -40,8 +40,10 @@ class Assembler:
     `encode(text, allow_special)` gives ids and adds none of its own; `key_of(ids, context)` the key of a run ("" =
     alone); `render(messages)` the chat template with the generation prompt, roles and contents being plain strings.
 
-    Before the first chunk stands the prefix: one module with one key, if it has `min_tokens`. A chunk that has
-    `min_chunk_tokens` has the key of its KV behind that module, then that of its KV alone. All else is fresh: the rest,
+    Before the first chunk stands the prefix: one module with one key, if it has `min_tokens`. A chunk of at least
+    `min_chunk_tokens` has the key of its KV behind that module, then that of its KV alone. One that does not stand
+    first has before each of them the key of its KV amid its document: there it saw other text before itself, as it
+    does here. All else is fresh: the rest,
     a chunk that ends the prompt (something must be computed to answer, and part of a chunk has no key), and a prompt
     without chunks as a whole.
     """
@@ -83,8 +85,10 @@ class Assembler:
         module = bool(prefix) and len(prefix) >= self.min_tokens
         if prefix:
             yield Segment(prefix, 0, "module", (self.key_of(prefix, ""),)) if module else Segment(prefix, 0)
-        contexts = (token_digest(prefix), "") if module else ("",)
-        for run, keep in zip(runs[n_prefix:], reused[n_prefix:], strict=True):
+        first = (token_digest(prefix), "") if module else ("",)
+        later = (*map(amid, first), *first)
+        for at, (run, keep) in enumerate(zip(runs[n_prefix:], reused[n_prefix:], strict=True)):
+            contexts = later if at else first
             keys = tuple(self.key_of(run.tokens, context) for context in contexts) if keep else ()
             yield Segment(run.tokens, 0, "chunk", keys, run.source, run.text) if keep else Segment(run.tokens, 0)
 

@@ -121,7 +121,10 @@ def test_ctrl_c_while_indexing_and_while_encoding_leaves_no_debris_and_the_comma
     assert not set(indexed) & set(parts(tmp_path))
 
     kept = len(chunks(tmp_path))
-    assert told("ingest", long_book)["encoded"] + kept == len(chunks(tmp_path)) > 100
+    encoded = told("ingest", long_book)["encoded"]
+    new = len(chunks(tmp_path)) - kept
+    assert encoded <= new <= 2 * encoded  # a chunk has two entries, of which one may have been there
+    assert kept + new > 200
     assert told("ingest", long_book)["encoded"] == 0
 
 

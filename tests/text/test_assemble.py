@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ragfuse.core import ChunkKey, Prompt, Segment, token_digest
+from ragfuse.core import ChunkKey, Prompt, Segment, amid, token_digest
 from ragfuse.errors import InputError
 from ragfuse.text import Assembler, KnownChunks, Marker, Message, Piece, pieces
 
@@ -118,17 +118,24 @@ def test_a_chunk_has_a_key_behind_the_module_and_one_alone():
     module = prompt.segments[0]
     assert module.keys == (key_of(module.tokens, ""),)
     for segment in chunks(prompt):
-        assert segment.keys == (key_of(segment.tokens, token_digest(module.tokens)), key_of(segment.tokens, ""))
+        assert [key.tokens for key in segment.keys] == [token_digest(segment.tokens)] * len(segment.keys)
+    behind = token_digest(module.tokens)
+    first, *later = ([key.context for key in segment.keys] for segment in chunks(prompt))
+    assert first == [behind, ""]
+    assert later == [[amid(behind), amid(""), behind, ""]] * len(later)
+    assert later
 
 
 def test_a_chunk_keeps_its_keys_wherever_it_stands():
     first, last = assembler().chat(question(A, B)), assembler().chat(question(B, f"\n {A}  "))
-    assert chunks(first)[0].keys == chunks(last)[1].keys
+    assert chunks(first)[0].keys == chunks(last)[1].keys[2:]
+    middle = assembler().chat(question(B, A, B))
+    assert chunks(middle)[1].keys == chunks(last)[1].keys
     assert decoded(last).count(f"\n {A}  ") == 1
 
 
 def test_the_same_chunk_twice_has_the_same_keys_at_two_places():
-    one, two = chunks(assembler().chat(question(A, A)))
+    one, two = chunks(assembler().chat(question(B, A, A)))[1:]
     assert (one.tokens, one.keys) == (two.tokens, two.keys)
     assert one.stop < two.start
 

@@ -3,17 +3,19 @@
 import pytest
 
 from ragfuse import Engine, InputError
-from ragfuse.core import token_digest
+from ragfuse.core import amid, token_digest
 from tests.tiny import CHUNKS, ingest, messages
 
 SOURCED = [(text, f"book-{number}") for number, text in enumerate(CHUNKS)]
 
 
-def test_every_chunk_is_kept_behind_the_prefix_and_the_prefix_alone(engine):
+def test_every_chunk_is_kept_behind_the_prefix_and_amid_its_document_and_the_prefix_alone(engine):
     ingest(engine)
     prefix = engine.prefix(messages())
-    context = token_digest(prefix)
-    wanted = {engine.key(engine.tokens(text), context) for text in CHUNKS} | {engine.key(prefix)}
+    behind = token_digest(prefix)
+    contexts = behind, amid(behind)
+    wanted = {engine.key(engine.tokens(text), context) for text in CHUNKS for context in contexts}
+    wanted.add(engine.key(prefix))
     assert {entry.key for entry in engine.store.entries()} == wanted
     assert {entry.tier for entry in engine.store.entries()} == {"memory", "disk"}
 
@@ -51,8 +53,25 @@ def test_numbers_add_up_and_progress_sees_every_chunk(engine):
     assert [each.chunks for each in seen] == [1, 2, 3, 4, 5, 6]
     assert seen[-1] == done
     assert done.tokens == sum(len(engine.tokens(text)) for text in CHUNKS)
-    assert done.nbytes == done.tokens * engine.model.nbytes_per_token
+    assert done.nbytes == 2 * done.tokens * engine.model.nbytes_per_token
     assert done.nbytes == engine.store.stats().nbytes["memory"]
+
+
+def test_without_reach_into_its_document_a_chunk_has_one_entry(tiny_settings):
+    with Engine(tiny_settings.model_copy(update={"amid_tokens": 0})) as engine:
+        done = engine.ingest([(text, "one book") for text in CHUNKS])
+        assert done.nbytes == done.tokens * engine.model.nbytes_per_token
+        assert {entry.key.context for entry in engine.store.entries()} == {""}
+
+
+def test_what_was_interrupted_between_the_two_entries_is_completed(engine):
+    engine.ingest([(text, "one book") for text in CHUNKS])
+    for text in CHUNKS[1:3]:
+        engine.store.delete(engine.key(engine.tokens(text), amid("")))
+    engine.store.delete(engine.key(engine.tokens(CHUNKS[4])))
+    again = engine.ingest([(text, "one book") for text in CHUNKS])
+    assert again.encoded == 3
+    assert len({entry.key for entry in engine.store.entries()}) == 12
 
 
 def test_a_text_too_short_to_be_reused_is_not_kept(engine):
@@ -68,7 +87,7 @@ def test_a_text_longer_than_the_model_is_refused_by_its_name(engine):
 def test_a_store_without_room_keeps_nothing_and_says_so(tiny_settings):
     with Engine(tiny_settings.model_copy(update={"memory_bytes": 1000, "disk_bytes": 1000})) as engine:
         assert engine.ingest(SOURCED).encoded == 0
-        assert engine.store.stats().dropped_writes == 12
+        assert engine.store.stats().dropped_writes == 24
 
 
 def test_another_salt_has_its_own_entries_and_texts(tiny_settings, engine):
@@ -77,3 +96,17 @@ def test_another_salt_has_its_own_entries_and_texts(tiny_settings, engine):
         assert other.store.lookup([other.key(other.tokens(text)) for text in CHUNKS]) == {}
         assert list(other.book.texts(other.digest)) == []
         assert all(text not in other.known for text in CHUNKS)
+
+
+def test_only_the_first_chunk_of_a_prompt_comes_from_right_behind_the_prefix(engine):
+    engine.ingest([(text, "one book") for text in CHUNKS], engine.prefix(messages()))
+    for order in (CHUNKS, CHUNKS[::-1]):
+        first, *others = [s for s in engine.answer(messages(order)).trace.segments if s.kind == "chunk"]
+        assert (first.encoded, first.exact) == ("prefix", True)
+        assert {(segment.encoded, segment.exact) for segment in others} == {("amid", False)}
+
+
+def test_under_another_beginning_chunks_come_amid_their_document_all_the_same(engine):
+    engine.ingest([(text, "one book") for text in CHUNKS])
+    trace = engine.answer(messages(head="Some other, longer beginning of a prompt.\n\n")).trace
+    assert [segment.encoded for segment in trace.segments if segment.hit] == ["alone", *["amid"] * 5]
