@@ -10,6 +10,7 @@ from ragfuse.errors import InputError, SettingsError
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.stream import cut_at_stop
+from ragfuse.plan.controller import AUTO
 from ragfuse.settings import Settings
 
 
@@ -32,11 +33,17 @@ class Ask:
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             raise SettingsError(f"The recompute ratio is {self.ratio}; wanted a share from 0 to 1.")
         if self.policy is not None:
-            policy_named(self.policy)
+            known_policy(self.policy)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise SettingsError(f"max_tokens is {self.max_tokens}; wanted at least 1 new token.")
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", tuple(stop for stop in stops if stop))
+
+
+def known_policy(name: str) -> None:
+    """SettingsError for a name that is no selection policy."""
+    if name != AUTO:
+        policy_named(name)
 
 
 def room_behind(n_tokens: int, model: HFModel, what: str = "The prompt") -> int | None:

@@ -7,7 +7,7 @@ Letters: L layers, H KV heads, D head dim, n tokens of a run, T tokens of a prom
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -235,6 +235,10 @@ class LoadPlan:
     refusal: str = ""
     load_s: float = 0.0
     recompute_s: float = 0.0
+
+    def refused(self, why: str) -> LoadPlan:
+        """Full prefill instead, and the reason."""
+        return replace(self, refusal=why, fetches=(), misses=())
 
     def explain(self) -> str:
         """The plan in one line a person can read."""

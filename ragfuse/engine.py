@@ -14,19 +14,18 @@ from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from ragfuse.asking import Ask, is_streamable, options_of, room_behind, sequences_per_prompt, written
+from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt, written
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.encoding import Encoder
 from ragfuse.errors import InputError, StoreError
 from ragfuse.fuse.fusor import LostRun, Run
-from ragfuse.fuse.select import policy_named
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, NoSource, Prefill, load_model
 from ragfuse.hf.stream import FirstToken, StopWhen, TextSink
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.load.layers import LayerReader
 from ragfuse.models import quietly, resolve_llm
-from ragfuse.plan.controller import is_exact, plan
+from ragfuse.plan.controller import is_exact, plan, settle
 from ragfuse.plan.evict import lru
 from ragfuse.profiles import ModelProfile
 from ragfuse.saving import EXIT_S, Saver, Work, work_after
@@ -80,7 +79,7 @@ class Engine:
         self, settings: Settings | None = None, model: HFModel | None = None, store: KVStore | None = None
     ) -> None:
         self.settings = settings or Settings()
-        policy_named(self.settings.policy)
+        known_policy(self.settings.policy)
         self.book = Book(self.settings.store_path) if store is None and self.settings.disk_bytes else None
         self.store = store if store is not None else open_store(self.settings, lru)
         self._model, self._lock = model, threading.Lock()
@@ -227,7 +226,7 @@ class Engine:
 
     def verify(self) -> Verdict:
         """Measure on the model's real weights that fusing is exact where it must be."""
-        return verify(self.model, self.settings.policy, self.settings.ratio)
+        return verify(self.model, *settle(self.settings.policy, self.settings.ratio))
 
     def flush(self) -> None:
         """Wait until every chunk met so far is encoded and written."""
@@ -261,13 +260,13 @@ class Engine:
         policy = ask.policy or settings.policy
         ratio = settings.ratio if ask.ratio is None else ask.ratio
         if not ask.reuse:
-            return LoadPlan(prompt, ratio, policy, refusal="full prefill was asked for")
+            return plan(prompt, {}, policy, ratio).refused("full prefill was asked for")
         if profile.refusal:
-            return LoadPlan(prompt, ratio, policy, refusal=profile.refusal)
+            return plan(prompt, {}, policy, ratio).refused(profile.refusal)
         keys = [key for segment in prompt.segments for key in segment.keys]
         found = plan(prompt, self.store.lookup(keys), policy, ratio, lost)
         missing = "nothing of it is in the store" if keys else "it holds no chunk that is long enough"
-        return found if found.fetches else replace(found, refusal=missing)
+        return found if found.fetches else found.refused(missing)
 
     def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
         prompt = chosen.prompt

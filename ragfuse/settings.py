@@ -37,8 +37,12 @@ class Settings(BaseSettings):
     salt: str = Field(default="", description="Tenant: one salt never hits another's entries.")
     writer_queue: int = Field(default=64, ge=1, description="Chunks waiting to be saved before saving is skipped.")
 
-    policy: str = Field(default="hkvd", description="Selection policy, see ragfuse.fuse.select.")
-    ratio: float = Field(default=0.15, ge=0, le=1, description="Share of reused context rows computed again.")
+    policy: str = Field(
+        default="auto", description="Selection policy, see ragfuse.fuse.select; auto: by what the store holds."
+    )
+    ratio: float | None = Field(
+        default=None, ge=0, le=1, description="Share of reused context rows computed again; default: the policy's own."
+    )
     chunk_tokens: int = Field(default=160, ge=16, description="Size of a chunk when documents are cut here.")
     chunk_overlap: int = Field(default=0, ge=0, description="Tokens shared by neighbouring chunks.")
     amid_tokens: int = Field(

@@ -6,11 +6,26 @@ from collections.abc import Mapping
 
 from ragfuse.core import ChunkKey, Entry, Fetch, LoadPlan, Prompt, token_digest
 
+AUTO = "auto"
+"""The policy that is chosen by what the store holds."""
+MEASURED = ("hkvd", 0.15)
+"""Policy and ratio for chunks that saw no other text before themselves (CacheBlend 4.3)."""
+AMID = ("lego", 0.05)
+"""Policy and ratio where all chunks were encoded amid their documents: what is left to mend stands at their beginnings,
+and no layer need be computed in full to find it."""
+
 
 def plan(
-    prompt: Prompt, entries: Mapping[ChunkKey, Entry], policy: str, ratio: float, lost: frozenset[int] = frozenset()
+    prompt: Prompt,
+    entries: Mapping[ChunkKey, Entry],
+    policy: str = AUTO,
+    ratio: float | None = None,
+    lost: frozenset[int] = frozenset(),
 ) -> LoadPlan:
-    """Reads every segment that is in the store, under its best key; `lost` ones were there and could not be read."""
+    """Reads every segment that is in the store, under its best key; `lost` ones were there and could not be read.
+
+    ratio: None for the one that belongs to the policy.
+    """
     fetches, misses = [], []
     for index, segment in enumerate(prompt.segments):
         if segment.kind == "fresh":
@@ -25,7 +40,15 @@ def plan(
         else:
             level, nbytes = next(iter(entry.sizes.items()))
             fetches.append(Fetch(index, entry.key, entry.tier, level, nbytes))
-    return LoadPlan(prompt, ratio, policy, tuple(fetches), tuple(misses))
+    blended = [f for f in fetches if prompt.segments[f.segment].kind == "chunk" and not is_exact(prompt, f)]
+    settled = settle(policy, ratio, bool(blended) and all(f.key.encoded == "amid" for f in blended))
+    return LoadPlan(prompt, settled[1], settled[0], tuple(fetches), tuple(misses))
+
+
+def settle(policy: str, ratio: float | None, all_amid: bool = False) -> tuple[str, float]:
+    """Policy and ratio of one prompt; all_amid: every chunk that is blended was encoded amid its document."""
+    chosen = AMID if all_amid and policy == AUTO else MEASURED
+    return chosen[0] if policy == AUTO else policy, chosen[1] if ratio is None else ratio
 
 
 def is_exact(prompt: Prompt, fetch: Fetch) -> bool:

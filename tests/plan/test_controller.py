@@ -1,7 +1,9 @@
 """What is read and what computed: the best key first, a reason for every miss, and when a chunk is exact."""
 
-from ragfuse.core import ChunkKey, Entry, Fetch, Prompt, Segment, token_digest
-from ragfuse.plan.controller import is_exact, plan
+import pytest
+
+from ragfuse.core import ChunkKey, Entry, Fetch, Prompt, Segment, amid, token_digest
+from ragfuse.plan.controller import AMID, AUTO, MEASURED, is_exact, plan, settle
 
 PREFIX, ONE, TWO, QUESTION = (1, 2, 3), (4, 5), (6, 7, 8), (9,)
 
@@ -73,3 +75,49 @@ def test_behind_a_gap_nothing_is_exact_and_a_prompt_that_starts_late_is_no_gap()
     late = Prompt((Segment(PREFIX, 7, "module", (key(PREFIX),)), chunk(ONE, 10), Segment(QUESTION, 12)))
     assert not is_exact(gap, fetch(1, key(ONE, PREFIX)))
     assert is_exact(late, fetch(1, key(ONE, PREFIX)))
+
+
+def amidst(tokens: tuple[int, ...]) -> ChunkKey:
+    return ChunkKey("model", token_digest(tokens), amid(token_digest(PREFIX)))
+
+
+THREE = (10, 11, 12, 13)
+LONGER = Prompt(
+    (
+        Segment(PREFIX, 0, "module", (key(PREFIX),)),
+        chunk(ONE, 3),
+        Segment(TWO, 5, "chunk", (amidst(TWO), key(TWO, PREFIX), key(TWO))),
+        Segment(THREE, 8, "chunk", (amidst(THREE), key(THREE, PREFIX), key(THREE))),
+        Segment(QUESTION, 12),
+    )
+)
+AMIDST = {**BEHIND, amidst(TWO): entry(amidst(TWO), 3), amidst(THREE): entry(amidst(THREE), 4)}
+
+
+def test_auto_mends_beginnings_where_all_blended_chunks_were_encoded_amid_their_documents():
+    found = plan(LONGER, AMIDST)
+    assert [fetch.key.encoded for fetch in found.fetches] == ["alone", "prefix", "amid", "amid"]
+    assert (found.policy, found.ratio) == AMID
+
+
+@pytest.mark.parametrize("gone", [amidst(TWO), amidst(THREE), key(ONE, PREFIX)])
+def test_auto_measures_deviations_where_one_chunk_was_not(gone):
+    others = {key(ONE): entry(key(ONE), 2), key(TWO): entry(key(TWO), 3), key(THREE): entry(key(THREE), 4)}
+    entries = {k: e for k, e in {**others, **AMIDST}.items() if k != gone}
+    found = plan(LONGER, entries)
+    assert len(found.fetches) == 4
+    assert (found.policy, found.ratio) == MEASURED
+
+
+def test_auto_with_nothing_to_blend_is_as_without_amid():
+    assert (plan(LONGER, {}).policy, plan(LONGER, {}).ratio) == MEASURED
+    only = {k: e for k, e in BEHIND.items() if k != key(TWO, PREFIX)}
+    assert (plan(LONGER, only).policy, plan(LONGER, only).ratio) == MEASURED
+
+
+def test_what_was_asked_for_is_done_whatever_the_store_holds():
+    assert settle("query", 0.3, all_amid=True) == ("query", 0.3)
+    assert settle("query", None, all_amid=True) == ("query", MEASURED[1])
+    assert settle(AUTO, 0.3, all_amid=True) == (AMID[0], 0.3)
+    assert settle(AUTO, 0.0) == (MEASURED[0], 0.0)
+    assert settle("hkvd", None) == ("hkvd", MEASURED[1])
