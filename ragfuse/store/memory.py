@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 import torch
@@ -19,12 +19,11 @@ log = logging.getLogger("ragfuse.store")
 
 @dataclass(slots=True)
 class _Slot:
-    """One entry: its description and layers, uint8 [nbytes] each."""
+    """One entry: what is said of it, its description and layers, uint8 [nbytes] each."""
 
+    entry: Entry
     meta: EntryMeta
     blobs: tuple[Tensor, ...]
-    last_used: float
-    hits: int = 0
 
 
 class MemoryTier:
@@ -63,7 +62,7 @@ class MemoryTier:
         """The entries kept under `keys`, or all of them, least recently used first."""
         with self._lock:
             wanted = list(self._slots) if keys is None else keys
-            return {key: self._entry(key, self._slots[key]) for key in wanted if key in self._slots}
+            return {key: self._slots[key].entry for key in wanted if key in self._slots}
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
         """The entry's description and `count` layers from `first` on, shared and not copied."""
@@ -72,8 +71,7 @@ class MemoryTier:
             if slot is None or not 0 <= first < first + count <= len(slot.blobs):
                 return None
             self._slots[key] = self._slots.pop(key)
-            slot.last_used = self._clock()
-            slot.hits += first == 0
+            slot.entry = replace(slot.entry, last_used=self._clock(), hits=slot.entry.hits + (first == 0))
             return slot.meta, *slot.blobs[first : first + count]
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
@@ -83,15 +81,18 @@ class MemoryTier:
             self.counts.add("refused")
             return False
         try:
-            slot = _Slot(meta, tuple(self._home(blob) for blob in blobs), self._clock())
+            blobs = tuple(self._home(blob) for blob in blobs)
         except RuntimeError as error:  # out of memory
             self._nbytes_back(meta.nbytes)
             self.counts.add("failed")
             log.warning("Could not keep %s in tier %s: %s", key, self.name, error)
             return False
+        sizes = {meta.level: meta.nbytes}
         with self._lock:
             self._drop(key)  # written by another thread meanwhile: the same KV
-            self._slots[key] = slot
+            pinned = key in self._pinned
+            entry = Entry(key, self.name, meta.n_tokens, len(meta.layers), sizes, self._clock(), 0, pinned)
+            self._slots[key] = _Slot(entry, meta, blobs)
         return True
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
@@ -106,11 +107,8 @@ class MemoryTier:
         with self._lock:
             known = {key for key in keys if key in self._slots}
             self._pinned = self._pinned | known if pinned else self._pinned - known
-
-    def _entry(self, key: ChunkKey, slot: _Slot) -> Entry:
-        meta, pinned = slot.meta, key in self._pinned
-        sizes = {meta.level: meta.nbytes}
-        return Entry(key, self.name, meta.n_tokens, len(meta.layers), sizes, slot.last_used, slot.hits, pinned)
+            for key in known:
+                self._slots[key].entry = replace(self._slots[key].entry, pinned=pinned)
 
     def _home(self, blob: Tensor) -> Tensor:
         """The bytes where this tier keeps them."""
@@ -136,7 +134,7 @@ class MemoryTier:
         if excess <= 0:
             return victims
         kept = {key: slot for key, slot in self._slots.items() if key != incoming and key not in self._pinned}
-        for key in self._evict([self._entry(key, slot) for key, slot in kept.items()]):
+        for key in self._evict([slot.entry for slot in kept.values()]):
             if key in kept:
                 victims.append(key)
                 excess -= kept.pop(key).meta.nbytes

@@ -182,7 +182,7 @@ async def test_cancelling_a_call_stops_the_generation(llm: RagFuseLLM) -> None:
 
 
 def test_leaving_a_stream_stops_the_generation(llm: RagFuseLLM) -> None:
-    stream = llm.stream_chat(CHAT, max_tokens=100_000, generate_kwargs={"min_new_tokens": 3000})
+    stream = llm.stream_chat(CHAT, max_tokens=100_000, reuse=False)
     next(stream)
     assert _writers()
     stream.close()
