@@ -46,7 +46,10 @@ class Encoder:
         key = self.key(tokens, context)
         if len(tokens) < self.shortest or self.model.profile.refusal or self.store.lookup([key]):
             return 0
-        return self._put(key, self.model.encode(tokens, prefix if context else ()))
+        seldom = bool(
+            self.reach and context
+        )  # one chunk of a prompt stands first, the others are read as they are amid
+        return self._put(key, self.model.encode(tokens, prefix if context else ()), fast=not seldom)
 
     def windows(self, chunks: Sequence[Sequence[int]], prefix: Sequence[int]) -> list[Window]:
         """One document's chunks, as they can be encoded at a time behind `prefix`."""
@@ -67,7 +70,7 @@ class Encoder:
             return kept
         encoded = self.model.encode_all(window.tokens, [window.spans[at] for at in wanted], before)
         for at, kv in zip(wanted, encoded, strict=True):
-            kept[at] = self._put(keys[at], kv)
+            kept[at] = self._put(keys[at], kv, fast=True)
         return kept
 
     def _context(self, prefix: Sequence[int]) -> str:
@@ -78,5 +81,5 @@ class Encoder:
         room = room_behind(len(prefix), self.model)
         return 1 << 30 if room is None else room - 1
 
-    def _put(self, key: ChunkKey, kv: ChunkKV) -> int:
-        return kv.nbytes if self.store.put(key, kv, wait=True) else 0
+    def _put(self, key: ChunkKey, kv: ChunkKV, fast: bool) -> int:
+        return kv.nbytes if self.store.put(key, kv, wait=True, fast=fast) else 0

@@ -46,9 +46,9 @@ class Settings(BaseSettings):
     chunk_tokens: int = Field(default=160, ge=16, description="Size of a chunk when documents are cut here.")
     chunk_overlap: int = Field(default=0, ge=0, description="Tokens shared by neighbouring chunks.")
     amid_tokens: int = Field(
-        default=512,
+        default=256,
         ge=0,
-        description="Tokens of its own document that a chunk is encoded behind for places further down in a prompt, "
+        description="Tokens of its own document that a chunk sees at least, for places further down in a prompt, "
         "as a second entry; 0: no such entries.",
     )
     min_chunk_tokens: int = Field(default=8, ge=1, description="Shorter runs are always computed fresh.")

@@ -14,6 +14,10 @@ from ragfuse.errors import InputError, SettingsError
 bench = typer.Typer(no_args_is_help=True, help="Measure. All subcommands share one runner: interleaved rounds.")
 
 
+DEMO_MEMORY = 3 << 30
+"""Bytes of KV that the demo keeps in memory: all that stands further down in a prompt; the rest is read from disk."""
+
+
 def demo(
     model: Model = None,
     dtype: Dtype = None,
@@ -30,7 +34,7 @@ def demo(
     except ImportError as error:
         raise InputError(f"The demo needs more packages ({error.name}): pip install 'ragfuse-kv[demo]'") from error
     base = settings_of(model=model, dtype=dtype, device=device, policy=policy, ratio=ratio)
-    settings = base.model_copy(update={"store": base.home / "demo-store"})
+    settings = base.model_copy(update={"store": base.home / "demo-store", "memory_bytes": DEMO_MEMORY})
     console = Console()
     with Engine(settings) as engine:
         report = run(engine, console)

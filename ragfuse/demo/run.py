@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ragfuse.bench.fidelity import Fidelity, fidelity
 from ragfuse.demo import corpus_path, questions
 from ragfuse.demo.score import is_right
-from ragfuse.engine import Ask, Engine, Ingested
+from ragfuse.engine import Engine, Ingested
 from ragfuse.models import resolve_embedder
 
 MAX_TOKENS = 24
@@ -131,7 +131,7 @@ class Demo:
         """Both ways, one after the other, then how far fused and reused KV are from full prefill's distribution."""
         full, fused = self._invoke(question, reuse=False), self._invoke(question, reuse=True)
         ours, theirs = fused.response_metadata["ragfuse"], full.response_metadata["ragfuse"]
-        close = self._fidelity(question)
+        close = self._fidelity(question, full.content)
         return Asked(
             question=question,
             gold=golds[0],
@@ -183,10 +183,9 @@ class Demo:
         messages = self._messages("", "?")[:-1]
         return self.engine.prefix([*messages, ("user", (Piece(before), sample, Piece(after)))])
 
-    def _fidelity(self, question: str) -> Fidelity:
+    def _fidelity(self, question: str, answer: str) -> Fidelity:
         messages = self._messages(_joined(self.retriever.invoke(question)), question)
-        greedy = self.engine.answer(messages, Ask(MAX_TOKENS, reuse=False)).token_ids
-        return fidelity(self.engine, self.engine.prompt(messages), greedy)
+        return fidelity(self.engine, self.engine.prompt(messages), self.engine.tokens(answer))
 
 
 def _cut(engine: Engine, chunk_tokens: int) -> list[tuple[str, str]]:

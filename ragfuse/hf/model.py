@@ -121,9 +121,11 @@ class HFModel:
         self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]], context: Sequence[int] = ()
     ) -> list[ChunkKV]:
         """KV of the spans (lo, hi) of a run, each moved to positions 0..n-1, all computed by one forward."""
-        whole = self.encode(token_ids, context)
-        layers = list(zip(whole.layers, self.profile.rope, strict=True))
-        return [ChunkKV(tuple(_cut(kv, layout, lo, hi) for kv, layout in layers)) for lo, hi in spans]
+        ids = torch.tensor([[*context, *token_ids]], device=self.device)
+        with self.lock:
+            whole = probe.plain_kv(self.model, ids, torch.arange(ids.shape[1], device=self.device))
+        layers, cut = list(zip(whole, self.profile.rope, strict=True)), len(context)
+        return [ChunkKV(tuple(_cut(kv, layout, cut + lo, cut + hi) for kv, layout in layers)) for lo, hi in spans]
 
     def _behind(self, context: tuple[int, ...]) -> tuple[LayerKV, ...]:
         """KV of a context at positions -n..-1; those used last are kept: many chunks are encoded behind the same."""

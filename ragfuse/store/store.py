@@ -130,12 +130,15 @@ class KVStore:
 
     # saving and forgetting
 
-    def put(self, key: ChunkKey, kv: ChunkKV, tier: str | None = None, wait: bool = False) -> bool:
+    def put(self, key: ChunkKey, kv: ChunkKV, tier: str | None = None, wait: bool = False, fast: bool = True) -> bool:
         """Keep `kv`, in every tier or in one: in fast ones at once, in slow ones in the background.
 
-        With `wait`, slow tiers are written before it returns. True if the chunk is kept or queued somewhere.
+        With `wait`, slow tiers are written before it returns. Unless `fast`, fast tiers get it only when it is read,
+        or where there is no other. True if the chunk is kept or queued somewhere.
         """
         tiers = self.tiers if tier is None else (self._tier(tier),)
+        if not fast:
+            tiers = tuple(each for each in tiers if each.slow) or tiers
         if self._closed or not tiers:
             return False
         blobs = tuple(self.codec.encode(layer).cpu() for layer in kv.layers)
