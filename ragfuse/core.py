@@ -79,8 +79,8 @@ class ChunkKey:
 class Segment:
     """A run of tokens of a prompt that is handled as one: placed at `start`, fresh or taken from the store.
 
-    `keys` are the places to look for its KV, best first; it is
-    empty iff the segment is fresh. `source` says where the text came from, for people; `text` is a chunk's own text.
+    `keys` are the places to look for its KV, best first; it is empty iff the segment is fresh. `source` says where the
+    text came from, for people; `text` is a chunk's own text.
     """
 
     tokens: tuple[int, ...]

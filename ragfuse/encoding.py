@@ -7,7 +7,7 @@ comes several times closer to full prefill.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ragfuse.asking import room_behind
@@ -51,19 +51,22 @@ class Encoder:
         )  # one chunk of a prompt stands first, the others are read as they are amid
         return self._put(key, self.model.encode(tokens, prefix if context else ()), fast=not seldom)
 
-    def windows(self, chunks: Sequence[Sequence[int]], prefix: Sequence[int]) -> list[Window]:
+    def windows(self, chunks: Iterable[Sequence[int]], prefix: Sequence[int]) -> Iterator[Window]:
         """One document's chunks, as they can be encoded at a time behind `prefix`."""
         room = self._room(prefix)
         reach = min(self.reach, room // 4)
         before = self.model.tokens(stand_in() + GAP)
-        return list(windows(chunks, before, reach, min(WINDOW, room - reach), self.model.tokens(GAP)))
+        return windows(chunks, before, reach, min(WINDOW, room - reach), self.model.tokens(GAP))
 
     def keep_amid(self, window: Window, prefix: Sequence[int]) -> list[int]:
         """Encode and keep a window's chunks behind `prefix` and what stands before them; bytes of new KV of each."""
         context, kept = self._context(prefix), [0] * len(window.chunks)
-        keys = {at: self.key(chunk, amid(context)) for at, chunk in enumerate(window.chunks)}
-        there = self.store.lookup(keys.values())
-        wanted = [at for at, key in keys.items() if key not in there and len(window.chunks[at]) >= self.shortest]
+        keys = [self.key(chunk, amid(context)) for chunk in window.chunks]
+        there = self.store.lookup(keys)
+        missing = {
+            key: at for at, key in enumerate(keys) if key not in there and len(window.chunks[at]) >= self.shortest
+        }
+        wanted = sorted(missing.values())  # of equal chunks, one
         before = (*(prefix if context else ()), *window.before)
         fits = len(window.before) + len(window.tokens) <= self._room(prefix)
         if not wanted or not self.reach or not fits or self.model.profile.refusal:

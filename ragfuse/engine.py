@@ -7,10 +7,11 @@ import atexit
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -163,16 +164,16 @@ class Engine:
         """Encode and keep the KV of (text, source) chunks that are not kept yet, behind `prefix` if given.
 
         Neighbours of one source are a document: each chunk is encoded a second time amid it, see `encoding.py`.
-        Interrupted, it loses at most the chunk at hand; called again, it goes on where it stopped.
+        Interrupted, it loses at most the window at hand; called again, it goes on where it stopped.
         """
         began, done, encoder = time.perf_counter(), Ingested(), self._encoder
+        room_behind(len(prefix), self.model, "What stands before the first chunk")
         encoder.keep(prefix)
         for source, document in groupby(texts, itemgetter(1)):
-            named = [(text.strip(), self.tokens(text.strip())) for text, _ in document]
-            left = iter(named)
-            for window in encoder.windows([ids for _, ids in named], prefix):
-                amid = encoder.keep_amid(window, prefix)
-                for (text, ids), nbytes in zip(islice(left, len(amid)), amid, strict=True):
+            named: deque[tuple[str, list[int]]] = deque()
+            for window in encoder.windows(self._named(document, named), prefix):
+                for nbytes in encoder.keep_amid(window, prefix):
+                    text, ids = named.popleft()
                     room_behind(len(prefix) + len(ids), self.model, f"A chunk of '{source}'")
                     nbytes += encoder.keep(ids, prefix)
                     if len(ids) >= self.settings.min_chunk_tokens:
@@ -254,6 +255,12 @@ class Engine:
     def _encoder(self) -> Encoder:
         settings = self.settings
         return Encoder(self.model, self.store, self.digest, settings.min_chunk_tokens, settings.amid_tokens)
+
+    def _named(self, document: Iterable[tuple[str, str]], named: deque[tuple[str, list[int]]]) -> Iterator[list[int]]:
+        """The ids of a document's texts; each text, stripped, is put into `named` with them."""
+        for text, _ in document:
+            named.append((text.strip(), self.tokens(text.strip())))
+            yield named[-1][1]
 
     def _plan(self, prompt: Prompt, ask: Ask, lost: frozenset[int]) -> LoadPlan:
         profile, settings = self.model.profile, self.settings

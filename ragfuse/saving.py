@@ -34,12 +34,17 @@ class Work:
 
 
 def work_after(plan: LoadPlan) -> Iterator[Work]:
-    """What a prompt lacked: behind its prefix if that has been met before, alone otherwise."""
+    """What a prompt lacked: behind its prefix if that has been met before, alone otherwise.
+
+    Where the prefix is known, a chunk that was found under another key than its best lacked that one.
+    """
     segments = plan.prompt.segments
-    hits = {fetch.segment for fetch in plan.fetches}
+    hits = {fetch.segment: fetch.key for fetch in plan.fetches}
     prefix = segments[0].tokens if 0 in hits and segments[0].kind == "module" else ()
     for index, segment in enumerate(segments):
-        if segment.kind != "fresh" and index not in hits:
+        if segment.kind == "fresh":
+            continue
+        if index not in hits or (prefix and hits[index] != segment.keys[0]):
             yield Work(segment.tokens, prefix if index else (), segment.text, segment.source)
 
 

@@ -41,15 +41,18 @@ class Settings(BaseSettings):
         default="auto", description="Selection policy, see ragfuse.fuse.select; auto: by what the store holds."
     )
     ratio: float | None = Field(
-        default=None, ge=0, le=1, description="Share of reused context rows computed again; default: the policy's own."
+        default=None,
+        ge=0,
+        le=1,
+        description="Share of reused context rows computed again; default: 0.15, or what auto chooses.",
     )
     chunk_tokens: int = Field(default=160, ge=16, description="Size of a chunk when documents are cut here.")
     chunk_overlap: int = Field(default=0, ge=0, description="Tokens shared by neighbouring chunks.")
     amid_tokens: int = Field(
         default=256,
         ge=0,
-        description="Tokens of its own document that a chunk sees at least, for places further down in a prompt, "
-        "as a second entry; 0: no such entries.",
+        description="Tokens before itself in its document that a chunk sees at least, in a second entry for places "
+        "further down in a prompt; 0: no such entries.",
     )
     min_chunk_tokens: int = Field(default=8, ge=1, description="Shorter runs are always computed fresh.")
     top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")

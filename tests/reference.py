@@ -87,9 +87,9 @@ def shares(ratio: float, first: int, n_layers: int, gradual: bool) -> list[float
 
 
 def budget(share: float, offered: int, forced: int) -> int:
-    """Rows that a share of the offer allows; from 64 on, all computed rows fill whole tiles of 16."""
+    """Rows that a share of the offer allows; from 32 on, all computed rows fill whole tiles of 16."""
     rows = round(share * offered)
-    if 64 <= rows < offered:
+    if 32 <= rows < offered:
         return max(0, min(offered, round((rows + forced) / 16) * 16 - forced))
     return rows
 

@@ -23,7 +23,7 @@ class Fidelity:
 
 
 def fidelity(engine: Engine, prompt: Prompt, answer: Sequence[int], ask: Ask | None = None) -> Fidelity:
-    """Teacher-forced along `answer`, the ids that full prefill gave."""
+    """Teacher-forced along the ids of `answer`, which is full prefill's."""
     model = engine.model
     full = model.along(model.full_prefill(prompt.token_ids), answer)
     fused = model.along(engine.prepare(prompt, ask).prefill, answer)

@@ -7,7 +7,6 @@ alike; ratios are medians over rounds of what was measured side by side. What is
 from __future__ import annotations
 
 import gc
-import json
 import os
 import platform
 import sys
@@ -26,8 +25,6 @@ import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from ragfuse.errors import InputError
 
 MALLOC = MappingProxyType(
     {
@@ -218,15 +215,3 @@ def malloc_setting() -> dict[str, Any]:
     """What the environment says to the allocator, and whether that is the tuned setting."""
     found = {name: os.environ[name] for name in MALLOC if name in os.environ}
     return {"tuned": is_glibc() and found == dict(MALLOC), "settings": found}
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write `data` whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise InputError(f"The result cannot be written to '{path}': {error.strerror}. Name another file.") from error
-    finally:
-        partial.unlink(missing_ok=True)

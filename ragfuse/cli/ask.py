@@ -54,6 +54,8 @@ def ask(
     """Answer a question over ingested documents; the answer is printed as it is written."""
     if not question.strip():
         raise InputError('The question is empty. Ask something: ragfuse ask "Who built the bridge?"')
+    if docs is not None and index != "default":
+        raise InputError("--docs makes an index of its own: leave out --index, or ingest into it first.")
     settings = settings_of(
         model=model,
         dtype=dtype,

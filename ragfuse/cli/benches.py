@@ -34,7 +34,8 @@ def demo(
     except ImportError as error:
         raise InputError(f"The demo needs more packages ({error.name}): pip install 'ragfuse-kv[demo]'") from error
     base = settings_of(model=model, dtype=dtype, device=device, policy=policy, ratio=ratio)
-    settings = base.model_copy(update={"store": base.home / "demo-store", "memory_bytes": DEMO_MEMORY})
+    memory = base.memory_bytes if "memory_bytes" in base.model_fields_set else DEMO_MEMORY
+    settings = base.model_copy(update={"store": base.home / "demo-store", "memory_bytes": memory})
     console = Console()
     with Engine(settings) as engine:
         report = run(engine, console)

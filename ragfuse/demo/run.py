@@ -20,8 +20,8 @@ from ragfuse.engine import Engine, Ingested
 from ragfuse.models import resolve_embedder
 
 MAX_TOKENS = 24
-CHUNK_TOKENS = 200
-"""Most tokens of a chunk; the splitter fills them to 140 on average."""
+CHUNK_TOKENS = 230
+"""Most tokens of a chunk; the splitter fills them to 160 on average."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ def report(asked: Sequence[Asked], longest: Asked, engine: Engine) -> dict[str, 
         "right_full": sum(a.right_full for a in asked),
         "right_fused": sum(a.right_fused for a in asked),
         "kl_over_reuse": mean(a.kl_fused for a in asked) / mean(a.kl_reuse for a in asked),
-        "policy": longest.trace["policy"],
-        "ratio": longest.trace["ratio"],
+        "policies": sorted({f"{a.trace['policy']} {a.trace['ratio']:g}" for a in (*asked, longest)}),
         "model": engine.settings.model,
         "questions": [asdict(a) for a in asked],
         "long": asdict(longest),

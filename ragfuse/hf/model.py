@@ -29,7 +29,7 @@ from ragfuse.profiles import ModelProfile
 
 ROOM = 64
 CONTEXTS = 2
-"""Contexts whose KV is kept at hand: the prompt's prefix and the stand-in."""
+"""Contexts whose KV is kept at hand, for the many chunks that are encoded behind one prefix."""
 
 
 @dataclass(frozen=True)

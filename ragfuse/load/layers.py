@@ -21,7 +21,7 @@ log = logging.getLogger("ragfuse.load")
 
 AHEAD = 4
 """Layers that may wait, read but not yet fused, or one read's if those are more."""
-READ_NBYTES = 1 << 20
+READ_NBYTES = 4 << 20
 """A read takes as many layers of a chunk as fit, at least one."""
 LOOK_S = 0.5
 """Seconds between two looks whether the reading thread is still alive."""

@@ -24,7 +24,7 @@ def plan(
 ) -> LoadPlan:
     """Reads every segment that is in the store, under its best key; `lost` ones were there and could not be read.
 
-    ratio: None for the one that belongs to the policy.
+    ratio: None for what was measured to be enough: 0.15, or less where `auto` may choose.
     """
     fetches, misses = [], []
     for index, segment in enumerate(prompt.segments):

@@ -134,11 +134,12 @@ class KVStore:
         """Keep `kv`, in every tier or in one: in fast ones at once, in slow ones in the background.
 
         With `wait`, slow tiers are written before it returns. Unless `fast`, fast tiers get it only when it is read,
-        or where there is no other. True if the chunk is kept or queued somewhere.
+        or where no slow one takes it. True if the chunk is kept or queued somewhere.
         """
         tiers = self.tiers if tier is None else (self._tier(tier),)
-        if not fast:
-            tiers = tuple(each for each in tiers if each.slow) or tiers
+        slow = tuple(each for each in tiers if each.slow)
+        if not fast and slow and self.put(key, kv, slow[0].name, wait):
+            return True
         if self._closed or not tiers:
             return False
         blobs = tuple(self.codec.encode(layer).cpu() for layer in kv.layers)

@@ -5,7 +5,7 @@ Ids only: what encodes them, and where that is kept, are others' business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -36,24 +36,26 @@ class Window:
 
 
 def stand_in() -> str:
-    """Plain text for what nothing stands before: paragraphs on unlike things, which no document is likely to hold."""
+    """Plain text to stand before what nothing stands before: paragraphs on unlike things, about 300 tokens."""
     return files("ragfuse.text").joinpath("stand_in.txt").read_text("utf-8").strip()
 
 
-def windows(chunks: Sequence[Ids], stands_in: Ids, reach: int, size: int, gap: Ids = ()) -> Iterator[Window]:
+def windows(chunks: Iterable[Ids], stands_in: Ids, reach: int, size: int, gap: Ids = ()) -> Iterator[Window]:
     """The chunks of one document, in order, in windows of up to `size` ids, or of one chunk that is longer.
 
-    Before a window stand the last `reach` ids of what is before it in the document; where nothing is, of `stands_in`.
+    Before a window stand the last `reach` ids of what is before it in the document; `stands_in` is before everything.
+    Takes one chunk more than it has given out at most.
     """
-    before, lo = tuple(stands_in), 0
-    while lo < len(chunks):
-        hi, room = lo + 1, size - len(chunks[lo]) - len(gap)
-        while hi < len(chunks) and len(chunks[hi]) + len(gap) <= room:
-            room -= len(chunks[hi]) + len(gap)
-            hi += 1
-        window = Window(_last(before, reach), tuple(map(tuple, chunks[lo:hi])), tuple(gap))
-        yield window
-        before, lo = _last(before if lo else (), reach) + window.tokens, hi
+    before, window, length = tuple(stands_in), list[tuple[int, ...]](), 0
+    for chunk in chunks:
+        if window and length + len(chunk) + len(gap) > size:
+            full = Window(_last(before, reach), tuple(window), tuple(gap))
+            yield full
+            before, window, length = _last(before + full.tokens, reach), [], 0
+        window.append(tuple(chunk))
+        length += len(chunk) + len(gap)
+    if window:
+        yield Window(_last(before, reach), tuple(window), tuple(gap))
 
 
 def _last(ids: tuple[int, ...], count: int) -> tuple[int, ...]:

@@ -14,8 +14,7 @@ import torch
 from rich.console import Console
 
 from ragfuse.bench import runner
-from ragfuse.bench.runner import MALLOC, Runner, Sample, Times, speedup, thread_count, write_json
-from ragfuse.errors import InputError
+from ragfuse.bench.runner import MALLOC, Runner, Sample, Times, speedup, thread_count
 
 ROOT = Path(__file__).resolve().parents[2]
 TUNE = """
@@ -122,17 +121,3 @@ def test_what_is_said_of_the_machine_is_plain_json() -> None:
     assert around["machine"]["memory_bytes"] > 0
     assert around["versions"]["torch"] == torch.__version__
     assert set(around) == {"machine", "versions", "malloc", "threads", "date"}
-
-
-def test_a_result_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    target = tmp_path / "result.json"
-    write_json(target, {"speedup": 4.5})
-    with pytest.raises(TypeError):
-        write_json(target, {"speedup": object()})
-    assert json.loads(target.read_text()) == {"speedup": 4.5}
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_result_that_cannot_be_written_says_where(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="nowhere"):
-        write_json(tmp_path / "nowhere" / "result.json", {})

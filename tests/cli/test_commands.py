@@ -211,6 +211,10 @@ def test_options_that_are_not_usable(run, book, option, value, kind, word):
     refused(run("ask", "Who?", option, value), kind, word)
 
 
+def test_an_index_beside_docs_is_refused(run, book):
+    refused(run("ask", "Who?", "--docs", book, "--index", "mine"), "InputError", "leave out --index")
+
+
 def test_more_chunks_than_the_model_can_take(run, book):
     (book / "more.txt").write_text((book / "lighthouses.txt").read_text().replace("book", "letter"))
     answer = run("ask", "Who?", "--docs", book, "--no-kv", "--top-k", 999)

@@ -8,10 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ragfuse.fuse import attend as whole
 from ragfuse.fuse.attend import RowMask, attend, watch_last
 from tests import reference
 
 SCALING = 0.4
+
+
+@pytest.fixture(autouse=True, params=[0, 1 << 30], ids=["in blocks", "in one piece"])
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every case both ways."""
+    monkeypatch.setattr(whole, "FEW_SCORES", request.param)
 
 
 @dataclass(frozen=True)

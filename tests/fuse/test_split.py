@@ -4,8 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from ragfuse.fuse import attend as whole
 from ragfuse.fuse.attend import BLOCK, KEY_TILE, RowMask, attend
 from tests import reference
+
+
+@pytest.fixture(autouse=True)
+def however_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No case is so small that it is done in one piece."""
+    monkeypatch.setattr(whole, "FEW_SCORES", 0)
 
 
 def tensors(total: int, rows: list[int], heads: int, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -469,3 +469,17 @@ def test_clear_wins_over_puts_that_began_before_it(tmp_path):
             store.flush()
             assert store.entries() == [], round_
             assert files(tmp_path) == []
+
+
+def test_what_need_not_be_fast_enters_memory_when_it_is_read(store):
+    assert store.put(A, kv(), wait=True, fast=False)
+    assert [entry.tier for entry in store.entries()] == ["disk"]
+    assert whole(store, A, kv())
+    assert sorted(entry.tier for entry in store.entries()) == ["disk", "memory"]
+
+
+def test_what_need_not_be_fast_is_kept_in_memory_where_the_disk_does_not_take_it(tmp_path):
+    with KVStore([MemoryTier(MB, lru), DiskTier(tmp_path, 1, lru)]) as full, KVStore([MemoryTier(MB, lru)]) as only:
+        for store in (full, only):
+            assert store.put(A, kv(), wait=True, fast=False)
+            assert [entry.tier for entry in store.entries()] == ["memory"]

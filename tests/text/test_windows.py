@@ -25,13 +25,19 @@ def test_every_chunk_comes_once_and_in_order_in_windows_no_longer_than_they_may_
 def test_before_a_window_stands_the_end_of_the_document_so_far(document, reach):
     so_far: list[int] = []
     for window in cut(document, reach=reach):
-        wanted = so_far if so_far else [1, 2, 3]
-        assert list(window.before) == (wanted[-reach:] if reach else [])
+        assert list(window.before) == ([1, 2, 3, *so_far][-reach:] if reach else [])
         so_far += window.tokens
 
 
 def test_a_window_is_as_full_as_it_can_be():
     assert [len(window.chunks) for window in cut([[5] * 10] * 7)] == [3, 3, 1]
+
+
+def test_a_document_is_read_one_chunk_ahead_at_most():
+    taken = []
+    document = ([number] * 10 for number in range(9) if taken.append(number) is None)
+    assert len(next(windows(document, (), 5, 30)).chunks) == 3
+    assert taken == [0, 1, 2, 3]
 
 
 def test_no_chunks_are_no_windows():

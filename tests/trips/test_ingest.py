@@ -106,6 +106,41 @@ def test_only_the_first_chunk_of_a_prompt_comes_from_right_behind_the_prefix(eng
         assert {(segment.encoded, segment.exact) for segment in others} == {("amid", False)}
 
 
+def test_a_long_document_is_encoded_window_by_window_and_every_chunk_has_both_entries(engine):
+    texts = [f"Page {number}. {CHUNKS[number % 6]}" for number in range(30)]
+    done = engine.ingest([(text, "one long book") for text in [*texts, texts[3]]], engine.prefix(messages()))
+    assert (done.chunks, done.encoded) == (31, 30)
+    prefix = token_digest(engine.prefix(messages()))
+    for text in texts:
+        for context in (prefix, amid(prefix)):
+            entry = engine.store.lookup([engine.key(engine.tokens(text), context)])
+            assert [found.n_tokens for found in entry.values()] == [len(engine.tokens(text))]
+
+
+def test_a_chunk_that_leaves_no_room_for_what_stands_before_it_has_one_entry(engine):
+    text = "x" * 4000
+    assert engine.ingest([(text, "a"), (CHUNKS[0], "a")]).encoded == 2
+    assert not engine.store.lookup([engine.key(engine.tokens(text), amid(""))])
+    assert engine.store.lookup([engine.key(engine.tokens(text)), engine.key(engine.tokens(CHUNKS[0]), amid(""))])
+
+
+def test_a_prefix_longer_than_the_model_is_refused(engine):
+    with pytest.raises(InputError, match="What stands before the first chunk does not fit"):
+        engine.ingest(SOURCED, engine.tokens("x" * 5000))
+
+
+def test_what_was_ingested_without_the_prompts_beginning_is_encoded_behind_it_once_that_is_known(engine):
+    engine.ingest([(text, "one book") for text in CHUNKS])
+    policies = []
+    for _ in range(3):
+        policies.append(engine.answer(messages()).trace.policy)
+        engine.flush()
+    trace = engine.answer(messages()).trace
+    assert (policies, trace.policy) == (["hkvd", "hkvd", "lego"], "lego")
+    assert [segment.encoded for segment in trace.segments] == ["alone", "prefix", *["amid"] * 5]
+    assert trace.segments[1].exact
+
+
 def test_under_another_beginning_chunks_come_amid_their_document_all_the_same(engine):
     engine.ingest([(text, "one book") for text in CHUNKS])
     trace = engine.answer(messages(head="Some other, longer beginning of a prompt.\n\n")).trace

@@ -44,7 +44,11 @@ def test_from_disk_and_from_memory_the_answer_is_the_same(tiny_settings, engine)
     with on_disk_only(tiny_settings) as other:
         from_disk = other.answer(messages())
     tiers = [segment.tier for segment in from_memory.trace.segments]
-    assert tiers == ["memory", "disk", *["memory"] * 5]  # what stands first is read so seldom that memory can do without
+    assert tiers == [
+        "memory",
+        "disk",
+        *["memory"] * 5,
+    ]  # what stands first is read too seldom to lie in memory
     assert {segment.tier for segment in from_disk.trace.segments} == {"disk"}
     assert from_disk.token_ids == from_memory.token_ids
     assert from_disk.trace.load_s > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from zlib import crc32
 
 from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_core.messages import BaseMessage, HumanMessage
@@ -87,7 +88,8 @@ class RagFuseIndexer(BaseDocumentTransformer):
 
 def text_of(document: Document, page: BasePromptTemplate[str] = PAGE, source_key: str = "source") -> tuple[str, str]:
     """(text, source) of a document, as a chain puts it into a prompt."""
-    return format_document(document, page), str(document.metadata.get(source_key) or document.id or "document")
+    unnamed = f"document {crc32(document.page_content.encode()):08x}"
+    return format_document(document, page), str(document.metadata.get(source_key) or document.id or unnamed)
 
 
 def engine_of(llm: Any) -> Engine:

@@ -22,7 +22,11 @@ ASKED = f"Read this.\n\n{FIRST}\n\n{SECOND}\n\nHow many ships were there?"
 @pytest.fixture
 def llm(engine: Engine) -> ChatRagFuse:
     engine.ingest([(FIRST, "first.txt"), (SECOND, "second.txt")])
-    return ChatRagFuse(engine=engine)
+    llm = ChatRagFuse(engine=engine)
+    for _ in range(2):  # once for the prompt's beginning, once for the chunks behind it
+        llm.invoke(ASKED)
+        engine.flush()
+    return llm
 
 
 def traced(message: Any) -> dict[str, Any]:
@@ -205,7 +209,7 @@ async def test_cancelling_a_call_stops_the_generation(llm: ChatRagFuse) -> None:
 
 
 async def test_leaving_an_async_stream_stops_the_generation(llm: ChatRagFuse) -> None:
-    stream = llm.astream(ASKED, max_tokens=100_000)
+    stream = llm.astream(ASKED, max_tokens=100_000, reuse=False)
     await anext(stream)
     assert _writers()
     await stream.aclose()
@@ -213,7 +217,7 @@ async def test_leaving_an_async_stream_stops_the_generation(llm: ChatRagFuse) ->
 
 
 def test_leaving_a_stream_stops_the_generation(llm: ChatRagFuse) -> None:
-    stream = llm.stream(ASKED, max_tokens=100_000)
+    stream = llm.stream(ASKED, max_tokens=100_000, reuse=False)
     next(stream)
     assert _writers()
     stream.close()

@@ -26,8 +26,9 @@ CHAT = [ChatMessage(role="user", content=ASKED)]
 def llm(engine: Engine) -> RagFuseLLM:
     engine.ingest([(FIRST, "first.txt"), (SECOND, "second.txt")])
     llm = RagFuseLLM(engine=engine)
-    llm.chat(CHAT)
-    engine.flush()
+    for _ in range(2):  # once for the prompt's beginning, once for the chunks behind it
+        llm.chat(CHAT)
+        engine.flush()
     return llm
 
 

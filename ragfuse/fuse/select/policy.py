@@ -37,11 +37,12 @@ class View:
     def budget(self, share: float) -> int:
         """Rows that `share` of the offer allows, such that all computed rows fill whole matrix tiles.
 
-        The total is rounded to the nearest multiple of 16 (408 rows take longer than 416 on CPUs with tile units);
-        small budgets are left alone, so the share stays within an eighth of what was asked for, either way.
+        The total is rounded to the nearest multiple of 16 (408 rows take longer than 416 on CPUs with tile units, and
+        a new number of rows longer than one met before); budgets under 32 are left alone, so the share stays within a
+        quarter of what was asked for, either way, and within an eighth from 64 rows on.
         """
         rows = round(share * len(self))
-        if TILE * 4 <= rows < len(self):
+        if TILE * 2 <= rows < len(self):
             rows = round((rows + self.forced) / TILE) * TILE - self.forced
         return max(0, min(len(self), rows))
 
