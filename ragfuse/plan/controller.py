@@ -10,7 +10,7 @@ AUTO = "auto"
 """The policy that is chosen by what the store holds."""
 MEASURED = ("hkvd", 0.15)
 """Policy and ratio for chunks that saw no other text before themselves (CacheBlend 4.3)."""
-AMID = ("lego", 0.05)
+AMID = ("lego", 0.06)
 """Policy and ratio where all chunks were encoded amid their documents: what is left to mend stands at their beginnings,
 and no layer need be computed in full to find it."""
 
