@@ -135,14 +135,14 @@ class Engine:
         Chunks are what carries this engine's marks, and every known chunk that stands in the text.
         """
         tokenizer = self.model.words
-        shortest = self.settings.min_chunk_tokens
+        shortest, has_amid = self.settings.min_chunk_tokens, self.settings.amid_tokens > 0
         if isinstance(prompt, str):
             bos = getattr(tokenizer, "bos_token_id", None) if _adds_bos(tokenizer) else None
-            plain = Assembler(self.tokens, self.key, None, shortest, shortest)
+            plain = Assembler(self.tokens, self.key, None, shortest, shortest, has_amid)
             return plain.text(self.pieces(prompt), () if bos is None else (bos,))
         messages: list[Message] = [(role, self.pieces(content)) for role, content in prompt]
         render = self._render if getattr(tokenizer, "chat_template", None) else None
-        return Assembler(self.tokens, self.key, render, shortest, shortest).chat(messages)
+        return Assembler(self.tokens, self.key, render, shortest, shortest, has_amid).chat(messages)
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""

@@ -43,9 +43,9 @@ class Assembler:
     Before the first chunk stands the prefix: one module with one key, if it has `min_tokens`. A chunk of at least
     `min_chunk_tokens` has the key of its KV behind that module, then that of its KV alone. One that does not stand
     first has before both of them the keys of its KV amid its document, behind that module and behind none: there it
-    saw other text before itself, as it does here. All else is fresh: the rest,
-    a chunk that ends the prompt (something must be computed to answer, and part of a chunk has no key), and a prompt
-    without chunks as a whole.
+    saw other text before itself, as it does here (unless not `has_amid`: such entries are not made). All else is
+    fresh: the rest, a chunk that ends the prompt (something must be computed to answer, and part of a chunk has no
+    key), and a prompt without chunks as a whole.
     """
 
     encode: Encode
@@ -53,6 +53,7 @@ class Assembler:
     render: Render | None = None
     min_tokens: int = 8
     min_chunk_tokens: int = 8
+    has_amid: bool = True
 
     def chat(self, messages: Sequence[Message]) -> Prompt:
         """The Prompt of a conversation, by the chat template. Contents are never read as special tokens."""
@@ -86,10 +87,11 @@ class Assembler:
         if prefix:
             yield Segment(prefix, 0, "module", (self.key_of(prefix, ""),)) if module else Segment(prefix, 0)
         first = (token_digest(prefix), "") if module else ("",)
-        later = (*map(amid, first), *first)
+        later = (*map(amid, first), *first) if self.has_amid else first
         for at, (run, keep) in enumerate(zip(runs[n_prefix:], reused[n_prefix:], strict=True)):
             contexts = later if at else first
-            keys = tuple(self.key_of(run.tokens, context) for context in contexts) if keep else ()
+            alone = self.key_of(run.tokens, "") if keep else None
+            keys = tuple(replace(alone, context=context) for context in contexts) if alone else ()
             yield Segment(run.tokens, 0, "chunk", keys, run.source, run.text) if keep else Segment(run.tokens, 0)
 
 

@@ -51,8 +51,6 @@ def test_it_passes_its_verification(model: HFModel) -> None:
     ["a row does not see itself", "stored keys stand one position too far", "stored values are scaled by a tenth"],
 )
 def test_what_is_hard_to_see_is_noticed(model: HFModel, what: str) -> None:
-    if model.dtype == torch.float32:
-        pytest.skip("easier to see than in bfloat16")
     with BREAKS[what](model) as broken:
         assert not verify(broken).passed
 

@@ -62,6 +62,14 @@ def test_without_reach_into_its_document_a_chunk_has_one_entry(tiny_settings):
         done = engine.ingest([(text, "one book") for text in CHUNKS])
         assert done.nbytes == done.tokens * engine.model.nbytes_per_token
         assert {entry.key.context for entry in engine.store.entries()} == {""}
+        trace = engine.answer(messages()).trace
+        assert {segment.encoded for segment in trace.segments if segment.hit} == {"alone"}
+        assert trace.policy == "hkvd"
+        for _ in range(2):
+            engine.answer(messages())
+            engine.flush()
+        best = {segment.keys[0] for segment in engine.prompt(messages()).segments if segment.keys}
+        assert set(engine.store.lookup(best)) == best  # nothing is left to be encoded again and again
 
 
 def test_what_was_interrupted_between_the_two_entries_is_completed(engine):
