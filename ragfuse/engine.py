@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -20,12 +19,13 @@ from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.encoding import Encoder
 from ragfuse.errors import InputError, StoreError
 from ragfuse.fuse.fusor import LostRun, Run
+from ragfuse.gate import Hint, Profiles, refusal_of
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, NoSource, Prefill, load_model
 from ragfuse.hf.stream import FirstToken, StopWhen, TextSink
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.load.layers import LayerReader
-from ragfuse.models import quietly, resolve_llm
+from ragfuse.models import embedded, quietly, resolve_llm
 from ragfuse.plan.controller import is_exact, plan, settle
 from ragfuse.plan.evict import lru
 from ragfuse.profiles import ModelProfile
@@ -85,6 +85,8 @@ class Engine:
         self.store = store if store is not None else open_store(self.settings, lru)
         self._model, self._lock = model, threading.Lock()
         self._known: KnownChunks | None = None
+        self._hint, self._profiles = Hint(), Profiles(self._booked)
+        self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
         self.marker = Marker(self._secret())
 
@@ -101,7 +103,7 @@ class Engine:
             if self._model is None:
                 named = self.settings.model, self.settings.dtype, self.settings.device
                 self._model = shared(("model", *named), self._load)
-                self._remember(self._model.profile)
+                self._profiles.remember(self._model.profile)
             return self._model
 
     @property
@@ -137,9 +139,8 @@ class Engine:
         tokenizer = self.model.words
         shortest, has_amid = self.settings.min_chunk_tokens, self.settings.amid_tokens > 0
         if isinstance(prompt, str):
-            bos = getattr(tokenizer, "bos_token_id", None) if _adds_bos(tokenizer) else None
             plain = Assembler(self.tokens, self.key, None, shortest, shortest, has_amid)
-            return plain.text(self.pieces(prompt), () if bos is None else (bos,))
+            return plain.text(self.pieces(prompt), self.model.bos)
         messages: list[Message] = [(role, self.pieces(content)) for role, content in prompt]
         render = self._render if getattr(tokenizer, "chat_template", None) else None
         return Assembler(self.tokens, self.key, render, shortest, shortest, has_amid).chat(messages)
@@ -226,8 +227,22 @@ class Engine:
         ]
 
     def verify(self) -> Verdict:
-        """Measure on the model's real weights that fusing is exact where it must be."""
-        return verify(self.model, *settle(self.settings.policy, self.settings.ratio))
+        """Measure on the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
+        verdict = verify(self.model, *settle(self.settings.policy, self.settings.ratio, self.profile.choice))
+        self.learn(replace(self.profile, verified=verdict.passed))
+        return verdict
+
+    @property
+    def profile(self) -> ModelProfile:
+        """What is known of the model: what came with it, or was learned on this store."""
+        if self._learned is None:
+            self._learned = self._profiles.joined(self.model.profile)
+        return self._learned
+
+    def learn(self, profile: ModelProfile) -> None:
+        """Go on with what was found out about the model, here and in every later process on this store."""
+        self._learned = profile
+        self._profiles.put(profile)
 
     def flush(self) -> None:
         """Wait until every chunk met so far is encoded and written."""
@@ -263,16 +278,19 @@ class Engine:
             yield named[-1][1]
 
     def _plan(self, prompt: Prompt, ask: Ask, lost: frozenset[int]) -> LoadPlan:
-        profile, settings = self.model.profile, self.settings
+        profile, settings = self.profile, self.settings
         policy = ask.policy or settings.policy
         ratio = settings.ratio if ask.ratio is None else ask.ratio
         if not ask.reuse:
             return plan(prompt, {}, policy, ratio).refused("full prefill was asked for")
-        if profile.refusal:
-            return plan(prompt, {}, policy, ratio).refused(profile.refusal)
+        refusal = refusal_of(profile, policy)
+        if refusal:
+            return plan(prompt, {}, policy, ratio).refused(refusal)
         keys = [key for segment in prompt.segments for key in segment.keys]
-        found = plan(prompt, self.store.lookup(keys), policy, ratio, lost)
+        found = plan(prompt, self.store.lookup(keys), policy, ratio, lost, profile.choice)
         missing = "nothing of it is in the store" if keys else "it holds no chunk that is long enough"
+        if found.fetches:
+            self._hint.give(profile, policy, settings.model)
         return found if found.fetches else found.refused(missing)
 
     def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
@@ -347,15 +365,11 @@ class Engine:
     def _load(self) -> HFModel:
         source = resolve_llm(self.settings.model, self.settings.home)
         with quietly(source):
-            return load_model(source, self.settings.dtype, self.settings.device, self._profile)
-
-    def _profile(self, fingerprint: str) -> ModelProfile | None:
-        found = self._booked(lambda book: book.get(_profile_name(fingerprint)), None)
-        return ModelProfile.from_dict(found) if found else None
-
-    def _remember(self, profile: ModelProfile) -> None:
-        if self._profile(profile.model) != profile:
-            self._booked(lambda book: book.put(_profile_name(profile.model), profile.as_dict()), None)
+            model = load_model(source, self.settings.dtype, self.settings.device, self._profiles.probed)
+        ours = embedded(self.settings.model)
+        if ours is not None and ours.choice:
+            model.profile = model.profile.calibrated(True, *ours.choice)
+        return model
 
     def _booked(self, use: Callable[[Book], T], otherwise: T) -> T:
         """What the book says; `otherwise` without one, also when the engine is closed in this very moment."""
@@ -370,19 +384,6 @@ class Engine:
             return otherwise
 
 
-def _profile_name(fingerprint: str) -> str:
-    """A profile is only as good as the libraries it was measured with."""
-    return f"model-{fingerprint}-torch-{version('torch')}-transformers-{version('transformers')}"
-
-
 def _closed_at_exit(engine: Engine) -> Engine:
     atexit.register(engine.close, EXIT_S)
     return engine
-
-
-def _adds_bos(tokenizer: Any) -> bool:
-    """Whether the tokenizer puts its first token before a plain text."""
-    if getattr(tokenizer, "bos_token_id", None) is None:
-        return False
-    ids = tokenizer("a").input_ids
-    return bool(ids) and ids[0] == tokenizer.bos_token_id

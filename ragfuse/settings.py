@@ -21,7 +21,9 @@ class Settings(BaseSettings):
         env_prefix="RAGFUSE_", toml_file="ragfuse.toml", extra="forbid", frozen=True, protected_namespaces=()
     )
 
-    model: str = Field(default="smollm2-135m", description="Embedded name, Hugging Face id or local folder of the LLM.")
+    model: str = Field(
+        default="smollm2-135m-reader", description="Embedded name, Hugging Face id or local folder of the LLM."
+    )
     embedder: str = Field(
         default="minilm-l6", description="Embedded name, Hugging Face id or local folder of the embedder."
     )

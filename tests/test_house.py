@@ -20,7 +20,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NOUNS = {"core", "errors", "settings"}
 BELOW_ENGINE = {"text", "codec", "plan", "fuse", "sessions", "jobs", "profiles", "store", "hf", "load", "measure"}
-ENGINE = {"asking", "encoding", "engine", "models", "saving", "sharing", "streaming", "tracing"}  # floor 4
+# floor 4
+ENGINE = {"adapters", "asking", "encoding", "engine", "gate", "models", "saving", "sharing", "streaming", "tracing"}
 EVERYTHING = {*NOUNS, *BELOW_ENGINE, *ENGINE}
 
 # Room -> what it may import of ragfuse besides itself; "plan.adapt" is one file of a room.
@@ -33,9 +34,10 @@ ROOMS: dict[str, set[str]] = {
     "hf": {*NOUNS, "fuse", "profiles"},
     "load": {*NOUNS, "store", "plan.adapt"},
     "measure": {*NOUNS, "store", "hf", "plan.estimate", "profiles"},
-    "models": NOUNS,
+    "adapters": NOUNS,
+    "models": {*NOUNS, "adapters"},
     "engine": EVERYTHING,
-    **dict.fromkeys(("asking", "encoding", "saving", "sharing", "streaming", "tracing"), EVERYTHING - {"engine"}),
+    **dict.fromkeys(ENGINE - {"adapters", "models", "engine"}, EVERYTHING - {"engine"}),
     "bench": EVERYTHING,
     "demo": {*EVERYTHING, "bench"},
     "cli": {*NOUNS, *ENGINE, "bench", "demo", "text.Piece"},
@@ -52,9 +54,9 @@ ONLY = {
 # `plan` decides: it reads no tensor, no clock and no file.
 NOT_FOR_PLAN = {"torch", "numpy", "time", "datetime", "io", "os", "pathlib", "shutil", "tempfile", "sqlite3", "socket"}
 NOT_FOR_PLAN |= {"subprocess", "threading", "asyncio", "fsspec", "safetensors", "httpx", "requests", "urllib"}
-HUGGING_FACE = {"transformers", "tokenizers", "huggingface_hub", "accelerate", "gguf"}
+HUGGING_FACE = {"transformers", "tokenizers", "huggingface_hub", "accelerate", "gguf", "peft"}
 FRAMEWORKS = {"llama_index", "faiss", "sentence_transformers", "langgraph"}  # and every langchain*
-BEHIND_EXTRAS = {*FRAMEWORKS, "accelerate", "gguf", "matplotlib", "pypdf", "bs4"}
+BEHIND_EXTRAS = {*FRAMEWORKS, "accelerate", "gguf", "peft", "scipy", "rouge_score", "matplotlib", "pypdf", "bs4"}
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar"}
 MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "local", "Lock", "RLock", "Event", "Condition", "Queue"}

@@ -15,8 +15,18 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 
+from ragfuse import Settings, adapters
 from ragfuse.errors import ModelError
-from ragfuse.models import MANIFEST, EmbeddedModel, embedded, list_models, prepare, resolve_embedder, resolve_llm
+from ragfuse.models import (
+    EMBEDDED,
+    MANIFEST,
+    EmbeddedModel,
+    embedded,
+    list_models,
+    prepare,
+    resolve_embedder,
+    resolve_llm,
+)
 
 LLM = "smollm2-135m"
 PREPARE = (
@@ -229,3 +239,45 @@ def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path: Path) -> None
     assert done.returncode == 1
     assert "ModelError: Cannot prepare 'smollm2-135m'" in done.stderr
     assert [path.name for path in (tmp_path / "models").iterdir()] in ([f".{LLM}.lock"], [])
+
+
+@pytest.mark.slow
+def test_the_reader_is_the_plain_model_with_its_adapter_merged(smollm_path: Path) -> None:
+    """Beside W + alpha / r * B A, worked out by hand."""
+    reader = prepare("smollm2-135m-reader", Settings().home)
+    folder = adapters.path("smollm2-135m-reader")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    with (
+        safe_open(smollm_path / "model.safetensors", "pt") as plain,
+        safe_open(reader / "model.safetensors", "pt") as merged,
+        safe_open(folder / adapters.WEIGHTS, "pt") as lora,
+    ):
+        names = [name for name in plain.keys() if "proj" in name]  # noqa: SIM118
+        assert len(names) == 210
+        for name in names[::23]:
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            up, down = (lora.get_tensor(f"{stem}.lora_{side}.weight").float() for side in "BA")
+            wanted = plain.get_tensor(name).float() + scale * up @ down
+            torch.testing.assert_close(merged.get_tensor(name).float(), wanted, rtol=1e-2, atol=2e-3)
+        for name in set(plain.keys()) - set(names):
+            assert torch.equal(merged.get_tensor(name), plain.get_tensor(name))
+
+
+def test_every_adapter_comes_with_its_card_and_is_small() -> None:
+    for model in (model for model in EMBEDDED if model.adapter):
+        folder = adapters.path(model.adapter)
+        said = adapters.card(model.adapter)
+        assert said is not None
+        assert {"reached", "f1", "tried"} <= set(said)
+        assert (folder / adapters.WEIGHTS).stat().st_size <= 10_000_000
+        card = (folder / "README.md").read_text()
+        assert all(word in card for word in ("Apache-2.0", "CC BY-SA", "SQuAD", "held out"))
+
+
+def test_another_adapter_is_another_recipe(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = embedded("smollm2-135m-reader")
+    assert model is not None
+    before = model.recipe
+    monkeypatch.setattr(adapters, "fingerprint", lambda name: "other")
+    assert model.recipe not in (before, llm().recipe)

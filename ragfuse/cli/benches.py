@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,6 +83,93 @@ def ttft(
     chosen = TtftOptions(**options)
     tune_malloc(console)
     write_json(run_ttft(chosen, console), json)
+
+
+@bench.command("quality")
+def quality(
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Data set: held-out or demo, which come along, or a file. Repeat for more.")
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help="full, prefix, none, auto, wrongmask, a policy; @alone, @behind or @amid may follow.")
+    ] = "full,prefix,none,auto",
+    ratios: Annotated[str, typer.Option(help="Ratios of the policies among the methods.")] = "0.15",
+    limit: Annotated[int, typer.Option(help="Questions of each set, drawn from a seed; 0: all.")] = 0,
+    chunk_tokens: Annotated[int, typer.Option(help="Pack passages into chunks of up to so many; 0: as they are.")] = 0,
+    context_tokens: Annotated[int, typer.Option(help="Most tokens of passages; longer ones are cut evenly.")] = 2600,
+    passages: Annotated[int, typer.Option(help="Passages of a SQuAD or demo prompt.")] = 6,
+    answers: Annotated[bool, typer.Option(help="Write each method's own answer; without, KL and top-1 only.")] = True,
+    quick: Annotated[bool, typer.Option(help="60 held-out questions by full, none and auto: under 8 minutes.")] = False,
+    json: Json = None,
+) -> None:
+    """Answers and next-token distributions of every method on the same prompts, beside full prefill's."""
+    from ragfuse.bench.quality.report import QUICK, QUICK_METHODS, run_quality
+    from ragfuse.bench.quality.run import Plan
+    from ragfuse.bench.runner import tune_malloc
+
+    console = console_for(json)
+    settings = settings_of(model=model, dtype=dtype, device=device)
+    if not quick and not data:
+        raise InputError("Name a data set: --data held-out, --data demo or --data FILE; or say --quick.")
+    rows = json.with_suffix(".rows.jsonl") if json is not None and str(json) != "-" else None
+    wanted = Plan(
+        sets=tuple(data or ()),
+        limit=limit,
+        answers=answers,
+        chunk_tokens=chunk_tokens,
+        context_tokens=context_tokens,
+        passages=passages,
+        rows=rows,
+    )
+    plan = replace(QUICK, rows=rows) if quick else wanted
+    tune_malloc(console)
+    names = QUICK_METHODS if quick else methods.split(",")
+    write_json(run_quality(settings, plan, names, _shares(ratios), console), json)
+
+
+@bench.command("paper")
+def paper(
+    figure: Annotated[str, typer.Argument(help="fig6, fig7, fig8, fig12, fig13, fig15 or fig16 of CacheBlend.")],
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Data set as for `bench quality`; held-out unless given. Repeat for more.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Questions of each set; 0: all.")] = 60,
+    chunk_tokens: Annotated[int, typer.Option(help="Pack passages into chunks of up to so many; 0: as they are.")] = 0,
+    quick: Annotated[bool, typer.Option(help="Eight questions: to see it work.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the figure here (PNG).")] = None,
+    json: Json = None,
+) -> None:
+    """A figure of the CacheBlend paper, measured here beside what the paper says."""
+    from ragfuse.bench.paper import Wanted, run_paper
+    from ragfuse.bench.plots import require_plotting
+    from ragfuse.bench.runner import tune_malloc
+
+    console = console_for(json)
+    settings = settings_of(model=model, dtype=dtype, device=device)
+    if plot is not None:
+        require_plotting()
+    rows = json.with_suffix(".rows.jsonl") if json is not None and str(json) != "-" else None
+    sets = tuple(data or ("held-out",))
+    tune_malloc(console)
+    wanted = Wanted(settings, sets, 8 if quick else limit, chunk_tokens, rows, console)
+    write_json(run_paper(figure, wanted, plot), json)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    """0.05,0.15 as numbers."""
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise SettingsError(f"--ratios is '{text}'; wanted a share, or several as in 0.05,0.15.") from error
+    if not all(0 <= share <= 1 for share in shares):
+        raise SettingsError(f"--ratios is '{text}'; wanted shares from 0 to 1.")
+    return shares
 
 
 def _counts(text: str) -> tuple[int, ...]:

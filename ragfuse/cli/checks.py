@@ -1,4 +1,4 @@
-"""`ragfuse verify` and `ragfuse doctor`: is this model safe to fuse, and is this machine ready."""
+"""`ragfuse verify`, `calibrate` and `doctor`: is this model safe to fuse, how best, and is this machine ready."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+from pathlib import Path
 from typing import Annotated
 
 import psutil
@@ -13,7 +14,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ragfuse.cli.options import Device, Dtype, Json, Policy, Ratio, console_for, settings_of, write_json
+from ragfuse.cli.files import find_files
+from ragfuse.cli.ingest import tell_skipped
+from ragfuse.cli.options import Device, Dtype, Json, Model, Policy, Ratio, Store, console_for, settings_of, write_json
 from ragfuse.errors import StoreError
 from ragfuse.models import list_models
 from ragfuse.settings import Settings
@@ -45,6 +48,47 @@ def verify_model(
     console.print(f"[bold]{verdict.model}[/] {says}.", highlight=False)
     write_json(verdict.as_dict(), json)
     raise typer.Exit(0 if verdict.passed else 1)
+
+
+def calibrate_model(
+    docs: Annotated[list[Path], typer.Option(help="Files or folders of your documents: txt, md, rst, html, pdf.")],
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    store: Store = None,
+    questions: Annotated[int, typer.Option(min=4, help="Questions made from the documents.")] = 20,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve here (PNG).")] = None,
+    json: Json = None,
+) -> None:
+    """Measure how close fused answers stay to full prefill's on your documents; choose policy and ratio by it.
+
+    Exit status 1 where no choice is safe: then prompts are answered by full prefill.
+    """
+    settings = settings_of(model=model, dtype=dtype, device=device, store=store)
+    console, found = console_for(json), find_files(docs)
+    tell_skipped(console, found)
+    with console.status("loading the model"):
+        from ragfuse.bench.calibrate import calibrate, draw_calibration, made_cases, show_calibration
+        from ragfuse.bench.plots import require_plotting
+        from ragfuse.cli.library import cut
+        from ragfuse.engine import Engine
+    if plot is not None:
+        require_plotting()
+    with Engine(settings) as engine:
+        with console.status("reading the documents"):
+            texts = [(str(file), list(cut(file, settings, engine.model.words))) for file in found.files]
+        cases = made_cases(texts, questions)
+        with console.status("looking whether fusing is exact"):
+            verified = engine.verify().passed
+        result = calibrate(engine.model, cases, console, settings.model, verified)
+        chosen = (result["policy"], result["ratio"]) if result["safe"] else ("", None)
+        engine.learn(engine.profile.calibrated(result["safe"], *chosen))
+    show_calibration(result, console)
+    if plot is not None:
+        draw_calibration(result, plot)
+        console.print(f"Written: {plot}", highlight=False)
+    write_json(result, json)
+    raise typer.Exit(0 if result["safe"] else 1)
 
 
 def doctor(json: Json = None) -> None:

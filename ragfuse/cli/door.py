@@ -66,6 +66,7 @@ app = typer.Typer(
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
 app.command("verify")(checks.verify_model)
+app.command("calibrate")(checks.calibrate_model)
 app.command("doctor")(checks.doctor)
 app.command("demo")(benches.demo)
 app.add_typer(benches.bench, name="bench")

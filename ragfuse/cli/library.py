@@ -98,7 +98,7 @@ class Library:
         source = str(file.resolve())
         name = digest("file", source, _bytes_of(file), repr(self._recipe()))
         kept = {part.number: part for part in self._parts(name) if part.vectors() is not None}
-        texts = self._kept(kept) or list(self._cut(file, tokenizer, progress))
+        texts = self._kept(kept) or list(cut(file, self.settings, tokenizer, progress))
         count = -(-len(texts) // PART)
         for number in range(count):
             if number not in kept:
@@ -145,21 +145,6 @@ class Library:
         s = self.settings
         return (s.embedder, s.model, s.chunk_tokens, s.chunk_overlap)
 
-    def _cut(self, file: Path, tokenizer: Any, progress: Progress) -> Iterator[str]:
-        from langchain_text_splitters import RecursiveCharacterTextSplitter
-
-        splitter = RecursiveCharacterTextSplitter(
-            chunk_size=self.settings.chunk_tokens,
-            chunk_overlap=self.settings.chunk_overlap,
-            length_function=_measure(tokenizer),
-        )
-        texts = list(texts_of(file))
-        total, done = sum(map(len, texts)), 0
-        for block in (block for text in texts for block in _blocks(text)):
-            yield from filter(None, (chunk.strip() for chunk in splitter.split_text(block)))
-            done += len(block)
-            progress(CUTTING * done / total)
-
     def _kept(self, kept: dict[int, Part]) -> list[str]:
         """The texts of a file whose parts are all there, [] if one is missing."""
         whole = bool(kept) and len(kept) == next(iter(kept.values())).of
@@ -189,6 +174,21 @@ class Library:
     def _drop(self, parts: Iterator[Part]) -> None:
         for part in list(parts):
             forget(part.path)
+
+
+def cut(file: Path, settings: Settings, tokenizer: Any, progress: Progress = lambda done: None) -> Iterator[str]:
+    """The chunks of a file, as the settings want them."""
+    from langchain_text_splitters import RecursiveCharacterTextSplitter
+
+    splitter = RecursiveCharacterTextSplitter(
+        chunk_size=settings.chunk_tokens, chunk_overlap=settings.chunk_overlap, length_function=_measure(tokenizer)
+    )
+    texts = list(texts_of(file))
+    total, done = sum(map(len, texts)), 0
+    for block in (block for text in texts for block in _blocks(text)):
+        yield from filter(None, (chunk.strip() for chunk in splitter.split_text(block)))
+        done += len(block)
+        progress(CUTTING * done / total)
 
 
 def _measure(tokenizer: Any) -> Callable[[str], int]:

@@ -17,6 +17,11 @@ def corpus_path() -> Path:
 
 
 def questions() -> dict[str, Any]:
-    """What questions.json says: `template`, `chosen_how`, `questions` with their known answers, one `long` question."""
+    """`template`, `chosen_how`, `questions` and one `long` question, each {id, question, answers, article}.
+
+    The questions are those of ragfuse's own set (`ragfuse bench quality --data demo`) that questions.json names.
+    """
     said: dict[str, Any] = json.loads((files(__name__) / "questions.json").read_text(encoding="utf-8"))
-    return said
+    own = json.loads((files("ragfuse.bench") / "sets" / "demo_questions.json").read_text(encoding="utf-8"))
+    known = {row["id"]: {**row, "article": row["support"][0]["article"]} for row in own["questions"]}
+    return {**said, "questions": [known[name] for name in said["questions"]], "long": known[said["long"]]}

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ragfuse.bench.fidelity import Fidelity, fidelity
+from ragfuse.bench.quality.metrics import is_right
 from ragfuse.demo import corpus_path, questions
-from ragfuse.demo.score import is_right
 from ragfuse.engine import Engine, Ingested
 from ragfuse.models import resolve_embedder
 

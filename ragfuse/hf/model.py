@@ -10,7 +10,7 @@ import copy
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -55,6 +55,15 @@ class Prefill:
         layers, length = self.cache.layers, self.cache.length
         return ChunkKV(tuple(LayerKV(layer.keys[0, :, :length], layer.values[0, :, :length]) for layer in layers))
 
+    def copy(self) -> Prefill:
+        """The same with a cache of its own, for one of two continuations."""
+        if self.cache is None:
+            return self
+        cache = RowCache(len(self.cache.layers))
+        for mine, theirs in zip(cache.layers, self.cache.layers, strict=True):
+            mine.fill(theirs.keys.clone(), theirs.values.clone(), theirs.length)
+        return replace(self, cache=cache)
+
 
 class NoSource:
     """The source of a prompt without cached runs."""
@@ -92,6 +101,12 @@ class HFModel:
         if self.tokenizer is None:
             raise ModelError(f"{self.name} has no tokenizer: it can take token ids only, no text.")
         return self.tokenizer
+
+    @property
+    def bos(self) -> tuple[int, ...]:
+        """What the tokenizer puts before a plain text: its first token, or nothing."""
+        first = getattr(self.words, "bos_token_id", None)
+        return (first,) if first is not None and self.words("a").input_ids[:1] == [first] else ()
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Ids of a text, none added; unless `special`, what looks like a special token in it stays text."""

@@ -9,10 +9,8 @@ from ragfuse.core import ChunkKey, Entry, Fetch, LoadPlan, Prompt, token_digest
 AUTO = "auto"
 """The policy that is chosen by what the store holds."""
 MEASURED = ("hkvd", 0.15)
-"""Policy and ratio for chunks that saw no other text before themselves (CacheBlend 4.3)."""
-AMID = ("lego", 0.06)
-"""Policy and ratio where all chunks were encoded amid their documents: what is left to mend stands at their beginnings,
-and no layer need be computed in full to find it."""
+"""Policy and ratio for chunks that saw no other text before themselves, and for models that are not calibrated
+(CacheBlend 4.3)."""
 
 
 def plan(
@@ -21,10 +19,12 @@ def plan(
     policy: str = AUTO,
     ratio: float | None = None,
     lost: frozenset[int] = frozenset(),
+    choice: tuple[str, float] | None = None,
 ) -> LoadPlan:
     """Reads every segment that is in the store, under its best key; `lost` ones were there and could not be read.
 
-    ratio: None for what was measured to be enough: 0.15, or less where `auto` may choose.
+    ratio: None for what was measured to be enough: 0.15, or what `choice` says. choice: policy and ratio that this
+    model's calibration chose, for `auto` over chunks that were encoded amid their documents.
     """
     fetches, misses = [], []
     for index, segment in enumerate(prompt.segments):
@@ -41,13 +41,14 @@ def plan(
             level, nbytes = next(iter(entry.sizes.items()))
             fetches.append(Fetch(index, entry.key, entry.tier, level, nbytes))
     blended = [f for f in fetches if prompt.segments[f.segment].kind == "chunk" and not is_exact(prompt, f)]
-    settled = settle(policy, ratio, bool(blended) and all(f.key.encoded == "amid" for f in blended))
+    all_amid = bool(blended) and all(f.key.encoded == "amid" for f in blended)
+    settled = settle(policy, ratio, choice if all_amid else None)
     return LoadPlan(prompt, settled[1], settled[0], tuple(fetches), tuple(misses))
 
 
-def settle(policy: str, ratio: float | None, all_amid: bool = False) -> tuple[str, float]:
-    """Policy and ratio of one prompt; all_amid: every chunk that is blended was encoded amid its document."""
-    chosen = AMID if all_amid and policy == AUTO else MEASURED
+def settle(policy: str, ratio: float | None, choice: tuple[str, float] | None = None) -> tuple[str, float]:
+    """Policy and ratio of one prompt; choice: what `auto` takes, None for the conservative `MEASURED`."""
+    chosen = choice if choice is not None and policy == AUTO else MEASURED
     return chosen[0] if policy == AUTO else policy, chosen[1] if ratio is None else ratio
 
 

@@ -153,7 +153,7 @@ def test_doctor_names_a_store_that_is_a_file(run, tmp_path):
 
 def test_models_are_listed(run):
     found = json.loads(run("models", "ls", "--json", "-").stdout)["models"]
-    assert [model["name"] for model in found] == ["smollm2-135m", "minilm-l6"]
+    assert [model["name"] for model in found] == ["smollm2-135m", "smollm2-135m-reader", "minilm-l6"]
 
 
 def test_verify_passes_on_the_tiny_model(run):

@@ -3,7 +3,7 @@
 import pytest
 
 from ragfuse.core import ChunkKey, Entry, Fetch, Prompt, Segment, amid, token_digest
-from ragfuse.plan.controller import AMID, AUTO, MEASURED, is_exact, plan, settle
+from ragfuse.plan.controller import AUTO, MEASURED, is_exact, plan, settle
 
 PREFIX, ONE, TWO, QUESTION = (1, 2, 3), (4, 5), (6, 7, 8), (9,)
 
@@ -94,30 +94,38 @@ LONGER = Prompt(
 AMIDST = {**BEHIND, amidst(TWO): entry(amidst(TWO), 3), amidst(THREE): entry(amidst(THREE), 4)}
 
 
-def test_auto_mends_beginnings_where_all_blended_chunks_were_encoded_amid_their_documents():
-    found = plan(LONGER, AMIDST)
+CHOICE = ("lego", 0.06)
+
+
+def test_auto_takes_the_model_s_own_choice_where_all_blended_chunks_were_encoded_amid_their_documents():
+    found = plan(LONGER, AMIDST, choice=CHOICE)
     assert [fetch.key.encoded for fetch in found.fetches] == ["alone", "prefix", "amid", "amid"]
-    assert (found.policy, found.ratio) == AMID
+    assert (found.policy, found.ratio) == CHOICE
 
 
 @pytest.mark.parametrize("gone", [amidst(TWO), amidst(THREE), key(ONE, PREFIX)])
 def test_auto_measures_deviations_where_one_chunk_was_not(gone):
     others = {key(ONE): entry(key(ONE), 2), key(TWO): entry(key(TWO), 3), key(THREE): entry(key(THREE), 4)}
     entries = {k: e for k, e in {**others, **AMIDST}.items() if k != gone}
-    found = plan(LONGER, entries)
+    found = plan(LONGER, entries, choice=CHOICE)
     assert len(found.fetches) == 4
     assert (found.policy, found.ratio) == MEASURED
 
 
 def test_auto_with_nothing_to_blend_is_as_without_amid():
-    assert (plan(LONGER, {}).policy, plan(LONGER, {}).ratio) == MEASURED
+    assert (plan(LONGER, {}, choice=CHOICE).policy, plan(LONGER, {}, choice=CHOICE).ratio) == MEASURED
     only = {k: e for k, e in BEHIND.items() if k != key(TWO, PREFIX)}
-    assert (plan(LONGER, only).policy, plan(LONGER, only).ratio) == MEASURED
+    assert (plan(LONGER, only, choice=CHOICE).policy, plan(LONGER, only, choice=CHOICE).ratio) == MEASURED
+
+
+def test_auto_is_conservative_with_a_model_that_is_not_calibrated():
+    found = plan(LONGER, AMIDST)
+    assert (found.policy, found.ratio) == MEASURED
 
 
 def test_what_was_asked_for_is_done_whatever_the_store_holds():
-    assert settle("query", 0.3, all_amid=True) == ("query", 0.3)
-    assert settle("query", None, all_amid=True) == ("query", MEASURED[1])
-    assert settle(AUTO, 0.3, all_amid=True) == (AMID[0], 0.3)
+    assert settle("query", 0.3, CHOICE) == ("query", 0.3)
+    assert settle("query", None, CHOICE) == ("query", MEASURED[1])
+    assert settle(AUTO, 0.3, CHOICE) == (CHOICE[0], 0.3)
     assert settle(AUTO, 0.0) == (MEASURED[0], 0.0)
     assert settle("hkvd", None) == ("hkvd", MEASURED[1])

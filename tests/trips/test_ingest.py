@@ -138,6 +138,7 @@ def test_a_prefix_longer_than_the_model_is_refused(engine):
 
 
 def test_what_was_ingested_without_the_prompts_beginning_is_encoded_behind_it_once_that_is_known(engine):
+    engine.learn(engine.profile.calibrated(True, "lego", 0.06))
     engine.ingest([(text, "one book") for text in CHUNKS])
     policies = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Is an answer right: normalised words against the known answers.
+"""How good an answer is: normalised words against the known answers, and ROUGE-L for summaries.
 
 Pure text. The normalisation is the one of SQuAD's evaluation (Rajpurkar et al., 2016): lower case, no punctuation, no
 articles, single spaces.
@@ -24,6 +24,19 @@ def is_right(answer: str, golds: Sequence[str]) -> bool:
     """Whether a known answer stands in `answer` as whole words; one that normalises to nothing never does."""
     said = f" {normalise(answer)} "
     return any(f" {gold} " in said for gold in map(normalise, golds) if gold)
+
+
+def exact(answer: str, golds: Sequence[str]) -> float:
+    """1.0 where `answer` is a known answer but for case, punctuation and articles, else 0.0 (SQuAD's EM)."""
+    return float(any(normalise(answer) == normalise(gold) for gold in golds))
+
+
+def rouge_l(text: str, golds: Sequence[str]) -> float:
+    """The best ROUGE-L F-measure, 0..1, of `text` against a known summary, words stemmed (Lin, 2004)."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL"], use_stemmer=True)
+    return max((float(scorer.score(gold, text)["rougeL"].fmeasure) for gold in golds), default=0.0)
 
 
 def f1(answer: str, golds: Sequence[str]) -> float:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.demo.score import f1, is_right, normalise
+from ragfuse.bench.quality.metrics import f1, is_right, normalise
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,65 @@
+"""How far reused KV is from full prefill's, and what that does to attention: CacheBlend's two deviations.
+
+KV deviation of a token on a layer: L2 norm of the difference of its key and value, over all heads. Attention deviation
+of a layer: L2 norm of the difference of the forward attention matrix, the rows of the question over all keys
+(CacheBlend section 4.1, figures 6 to 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ragfuse.core import ChunkKV
+from ragfuse.hf.model import HFModel, Prefill
+
+
+def kv_deviation(found: ChunkKV, wanted: ChunkKV) -> Tensor:
+    """float32 [layers, T] of two prompts' KV over the same T tokens."""
+    rows = []
+    for mine, theirs in zip(found.layers, wanted.layers, strict=True):
+        keys, values = (mine.keys - theirs.keys).float(), (mine.values - theirs.values).float()
+        rows.append((keys.square().sum((0, 2)) + values.square().sum((0, 2))).sqrt())
+    return torch.stack(rows)
+
+
+def attention_of(model: HFModel, prefill: Prefill, n_rows: int) -> list[Tensor]:
+    """Attention that the last n rows of a prefilled prompt pay, layer by layer: float32 [heads, n, T].
+
+    These rows are computed again over the cached rest; the prefill is used up.
+    """
+    ids = torch.tensor([list(prefill.token_ids[-n_rows:])], device=model.device)
+    if prefill.cache is None:
+        return []
+    prefill.cache.length -= n_rows
+    with _eager(model), model.lock, torch.no_grad():
+        out = model.model(input_ids=ids, past_key_values=prefill.cache, use_cache=True, output_attentions=True)
+    return [layer[0].float() for layer in out.attentions]
+
+
+def attention_deviation(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
+    """float32 [layers]: L2 norm of the difference of two attention matrices, [heads, n, T] each, by layer."""
+    return torch.stack([torch.linalg.vector_norm(a - b) for a, b in zip(found, wanted, strict=True)])
+
+
+def neighbours(deviation: Tensor) -> list[float]:
+    """Spearman's rank correlation of the tokens' KV deviation between layers i and i + 1: [layers - 1]."""
+    from scipy.stats import spearmanr
+
+    pairs = pairwise(deviation)
+    return [float(spearmanr(a.numpy(), b.numpy()).statistic) for a, b in pairs]
+
+
+@contextmanager
+def _eager(model: HFModel) -> Iterator[None]:
+    """The model's plain attention, which is the one that gives its weights."""
+    before = model.model.config._attn_implementation
+    model.model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.model.set_attn_implementation(before)

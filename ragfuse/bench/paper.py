@@ -1,0 +1,351 @@
+"""The figures of the CacheBlend paper, measured here: `ragfuse bench paper fig6|fig7|fig8|fig12|fig13|fig15|fig16`.
+
+Each figure is a table beside what the paper says, a picture, and the settings that differ. Quality is measured on the
+model that is named, which is far smaller than the paper's; what should carry over are the shapes and the ratios.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ragfuse.bench.deviation import attention_deviation, attention_of, kv_deviation, neighbours
+from ragfuse.bench.plots import saved
+from ragfuse.bench.presets import bench_model
+from ragfuse.bench.quality.cases import Case, Packing, read_cases
+from ragfuse.bench.quality.methods import Lab, Method, methods_of
+from ragfuse.bench.quality.run import Plan, drawn, measure
+from ragfuse.bench.quality.table import results_of
+from ragfuse.bench.runner import circumstances, progress
+from ragfuse.bench.ttft import TtftOptions, run_ttft
+from ragfuse.errors import SettingsError
+from ragfuse.hf.model import HFModel
+from ragfuse.settings import Settings
+
+Rows = list[dict[str, Any]]
+RATIOS = (0.0, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50, 0.80, 1.0)
+SWEEP = (0.05, 0.10, 0.15, 0.18, 0.30, 0.50)
+BLEND = "hkvd@alone"
+"""The paper's own method: chunks encoded alone, high deviations recomputed."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to measure a figure with: data sets, questions of each (0: all), chunk size, where rows are kept."""
+
+    settings: Settings
+    sets: tuple[str, ...]
+    limit: int
+    chunk_tokens: int
+    rows: Path | None
+    console: Console
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: its title, what the paper says, how it is measured and drawn."""
+
+    title: str
+    paper: str
+    measure: Callable[[Wanted], Rows]
+    columns: tuple[str, ...]
+    draw: Callable[[Any, Sequence[Mapping[str, Any]]], None]
+    trained: bool = True
+    """Whether it says something of answers, so that random weights will not do."""
+
+
+def run_paper(name: str, wanted: Wanted, picture: Path | None) -> dict[str, Any]:
+    """Measure a figure, print it beside the paper's, draw it; the result as plain JSON types."""
+    figure = FIGURES.get(name)
+    if figure is None:
+        raise SettingsError(f"There is no figure '{name}' here. It is one of: {', '.join(FIGURES)}.")
+    rows = figure.measure(wanted)
+    table = Table(title=f"{name}: {figure.title}", box=None)
+    for column in figure.columns:
+        table.add_column(column, justify="left" if column in ("dataset", "method") else "right")
+    for row in rows:
+        table.add_row(*(_shown(row.get(column)) for column in figure.columns))
+    wanted.console.print(table)
+    wanted.console.print(f"The paper: {figure.paper}", highlight=False)
+    settings = wanted.settings
+    differs = f"Here: {settings.model} in {settings.dtype} on {settings.device}, n = {wanted.limit or 'all'} a set."
+    wanted.console.print(differs, highlight=False)
+    if picture is not None:
+        with saved(picture, (7, 4.5)) as drawing:
+            axes = drawing.add_subplot()
+            figure.draw(axes, rows)
+            axes.set_title(f"{figure.title}\n{differs}", fontsize=9)
+            axes.grid(True, alpha=0.3)
+        wanted.console.print(f"Picture: {picture}", highlight=False)
+    return {
+        "figure": name,
+        "title": figure.title,
+        "paper": figure.paper,
+        "rows": rows,
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "sets": list(wanted.sets),
+        "limit": wanted.limit,
+        "chunk_tokens": wanted.chunk_tokens,
+        **circumstances(torch.device(settings.device), torch.get_num_threads()),
+    }
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _model(wanted: Wanted) -> HFModel:
+    return bench_model(wanted.settings.model, wanted.settings.dtype, wanted.settings.device, wanted.settings.home)
+
+
+def _cases(wanted: Wanted, model: HFModel) -> list[Case]:
+    packing = Packing(lambda text: len(model.tokens(text)), wanted.chunk_tokens)
+    return [case for name in wanted.sets for case in drawn(read_cases(name, packing), wanted.limit)]
+
+
+# figures 6, 7 and 8: deviations
+
+
+def _attention(wanted: Wanted) -> Rows:
+    """Figure 6: attention deviation over the recompute ratio, by HKVD and, as a control, by random rows."""
+    model = _model(wanted)
+    found: dict[tuple[str, float], list[float]] = {}
+    lab = Lab(model)
+    with progress(wanted.console) as bar:
+        for case in bar.track(_cases(wanted, model), description="attention deviation"):
+            methods = [Method(policy, ratio, "alone") for policy in ("hkvd", "random") for ratio in RATIOS]
+            lab.hold(case, methods[:1])
+            prompt = lab.prompt(case, "alone")
+            n_rows = len(prompt.segments[-1].tokens)
+            full = attention_of(model, model.full_prefill(prompt.token_ids), n_rows)
+            for method in methods:
+                mine = attention_of(model, lab.prefill(method, prompt), n_rows)
+                deviation = float(attention_deviation(mine, full).mean())
+                found.setdefault((method.policy, method.ratio or 0.0), []).append(deviation)
+    lab.close()
+    none = mean(found["hkvd", 0.0])
+    return [
+        {"method": policy, "ratio": ratio, "deviation": mean(values), "of_reuse": mean(values) / none, "n": len(values)}
+        for (policy, ratio), values in found.items()
+    ]
+
+
+def _deviations(wanted: Wanted) -> list[torch.Tensor]:
+    """KV deviation of full reuse, the rows of chunks that are no exact prefix: float32 [layers, rows] a case."""
+    model = _model(wanted)
+    lab, method, found = Lab(model), Method("none", 0.0, "alone"), []
+    with progress(wanted.console) as bar:
+        for case in bar.track(_cases(wanted, model), description="KV deviation"):
+            lab.hold(case, [method])
+            prompt = lab.prompt(case, "alone")
+            pairs = zip(prompt.segments, prompt.spans, strict=True)
+            rows = [row for segment, (lo, hi) in pairs if segment.kind == "chunk" for row in range(lo, hi)]
+            kv = kv_deviation(lab.prefill(method, prompt).kv, model.full_prefill(prompt.token_ids).kv)
+            found.append(kv[:, rows])
+    lab.close()
+    return found
+
+
+def _distribution(wanted: Wanted) -> Rows:
+    """Figure 7: how KV deviation is spread over tokens, on layers near a quarter, a half and three quarters."""
+    found = _deviations(wanted)
+    layers, rows = len(found[0]), []
+    for layer in (layers // 4, layers // 2, 3 * layers // 4):
+        values = torch.cat([each[layer] for each in found])
+        top = values.sort(descending=True).values
+        for share in (0.01, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50, 0.80):
+            at = max(1, round(share * len(top)))
+            rows.append(
+                {
+                    "layer": layer,
+                    "share": share,
+                    "deviation": float(top[at - 1] / top.mean()),
+                    "holds": float(top[:at].square().sum() / top.square().sum()),
+                    "n": len(top),
+                }
+            )
+    return rows
+
+
+def _ranks(wanted: Wanted) -> Rows:
+    """Figure 8: rank correlation of neighbouring layers."""
+    found = [neighbours(each) for each in _deviations(wanted)]
+    return [
+        {"layer": layer, "correlation": mean(column), "n": len(column)}
+        for layer, column in enumerate(zip(*found, strict=True))
+    ]
+
+
+# figures 12, 13 and 16: quality against time to first token
+
+
+def _quality(wanted: Wanted, names: Sequence[str], ratios: Sequence[float]) -> Rows:
+    model = _model(wanted)
+    methods = tuple(methods_of(names, ratios, model))
+    plan = Plan(wanted.sets, methods, wanted.limit, chunk_tokens=wanted.chunk_tokens, rows=wanted.rows)
+    rows = results_of(measure(plan, model, wanted.console))
+    return [{**row, "score": row["f1"] if row["rouge_l"] is None else row["rouge_l"]} for row in rows]
+
+
+def _overall(wanted: Wanted) -> Rows:
+    return _quality(wanted, ("full", "prefix", "none", BLEND, "auto"), (0.15,))
+
+
+def _chains(wanted: Wanted) -> Rows:
+    return _quality(wanted, ("full", BLEND, "auto", "mapreduce", "maprerank"), (0.15,))
+
+
+def _sweep(wanted: Wanted) -> Rows:
+    return _quality(wanted, ("full", "none", BLEND, "lego"), SWEEP)
+
+
+# figure 15: chunk number, chunk length
+
+
+def _sizes(wanted: Wanted) -> Rows:
+    """Time to first token by number and by length of chunks."""
+    rows: Rows = []
+    base = {"model": wanted.settings.model, "dtype": wanted.settings.dtype, "device": wanted.settings.device}
+    given: dict[str, Any] = {**base, "home": wanted.settings.home, "threads": torch.get_num_threads(), "rounds": 3}
+    for chunks, tokens in ((3, 512), (6, 512), (9, 512), (12, 512), (6, 300), (6, 600), (6, 900)):
+        found = run_ttft(TtftOptions(**given, chunks=(chunks,), chunk_tokens=tokens), Console(quiet=True))
+        full = found["full_s"]
+        rows.append(
+            {
+                "chunks": chunks,
+                "chunk_tokens": tokens,
+                "full_s": full,
+                "prefix_s": full / found["prefix_x"],
+                "fused_s": found["fused_s"],
+                "reuse_s": full / found["reuse_x"],
+                "ttft_x": found["speedup"],
+            }
+        )
+    return rows
+
+
+# pictures
+
+
+def _draw_attention(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    for policy, style in (("hkvd", "o-"), ("random", "s--")):
+        mine = [row for row in rows if row["method"] == policy]
+        axes.plot([100 * row["ratio"] for row in mine], [row["of_reuse"] for row in mine], style, label=policy)
+    axes.set_xlabel("recompute ratio (%)")
+    axes.set_ylabel("attention deviation, plain reuse = 1")
+    axes.legend()
+
+
+def _draw_distribution(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    for layer in dict.fromkeys(row["layer"] for row in rows):
+        mine = [row for row in rows if row["layer"] == layer]
+        axes.plot(
+            [100 * row["share"] for row in mine], [row["deviation"] for row in mine], "o-", label=f"layer {layer}"
+        )
+    axes.set_xlabel("tokens, highest KV deviation first (%)")
+    axes.set_ylabel("KV deviation, mean = 1")
+    axes.legend()
+
+
+def _draw_ranks(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    axes.bar([row["layer"] for row in rows], [row["correlation"] for row in rows])
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("layer, with the next one")
+    axes.set_ylabel("Spearman's rank correlation")
+
+
+def _draw_quality(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    marks = "osD^vP*X"
+    for index, dataset in enumerate(dict.fromkeys(row["dataset"] for row in rows)):
+        for row in (row for row in rows if row["dataset"] == dataset):
+            ratio = (
+                "" if row["method"] in ("full", "none", "prefix") or row["ratio"] is None else f" {row['ratio']:.0%}"
+            )
+            axes.plot(1 / row["ttft_x"], row["score"], marks[index % len(marks)], color=f"C{index}")
+            at = (1 / row["ttft_x"], row["score"])
+            axes.annotate(f"{row['method']}{ratio}", at, (4, 3), textcoords="offset points", fontsize=7)
+        axes.plot([], [], marks[index % len(marks)], color=f"C{index}", label=dataset)
+    axes.set_xlabel("time to first token, full prefill = 1")
+    axes.set_ylabel("F1 or ROUGE-L")
+    axes.legend()
+
+
+def _draw_sizes(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    labels = [f"{row['chunks']} x {row['chunk_tokens']}" for row in rows]
+    at = torch.arange(len(rows)).numpy()
+    for index, (key, name) in enumerate(
+        (("full_s", "full"), ("prefix_s", "prefix"), ("fused_s", "ragfuse"), ("reuse_s", "reuse"))
+    ):
+        axes.bar(at + 0.2 * (index - 1.5), [row[key] for row in rows], 0.2, label=name)
+    axes.set_xticks(at, labels, rotation=30, ha="right", fontsize=7)
+    axes.set_yscale("log")
+    axes.set_ylabel("seconds to the first token")
+    axes.legend()
+
+
+_SCORES = ("dataset", "method", "ratio", "n", "score", "to_full", "kl_over_reuse", "ttft_x")
+
+FIGURES: Mapping[str, Figure] = MappingProxyType(
+    {
+        "fig6": Figure(
+            "attention deviation falls as more rows are recomputed",
+            "the biggest drops come from the first few tokens with the highest KV deviation (Musique, three models).",
+            _attention,
+            ("method", "ratio", "deviation", "of_reuse", "n"),
+            _draw_attention,
+        ),
+        "fig7": Figure(
+            "few tokens have much of the KV deviation",
+            "about 10-15% of the tokens have a much higher KV deviation than the others.",
+            _distribution,
+            ("layer", "share", "deviation", "holds", "n"),
+            _draw_distribution,
+        ),
+        "fig8": Figure(
+            "KV deviations of neighbouring layers rank alike",
+            "consistently high between neighbouring layers, so that one layer tells where to look in the next.",
+            _ranks,
+            ("layer", "correlation", "n"),
+            _draw_ranks,
+        ),
+        "fig12": Figure(
+            "quality against time to first token",
+            "TTFT 2.2-3.3x lower than full recompute, F1 and Rouge-L within 0.02; full reuse far below.",
+            _overall,
+            _SCORES,
+            _draw_quality,
+        ),
+        "fig13": Figure(
+            "beside MapReduce and MapRerank",
+            "2-5x lower TTFT and a higher F1 than MapReduce; a higher F1 than MapRerank.",
+            _chains,
+            _SCORES,
+            _draw_quality,
+        ),
+        "fig15": Figure(
+            "by number and length of chunks",
+            "CacheBlend stays below full recompute and prefix caching at every size. It varies batch sizes too; here the "
+            "prompts of a batch are fused one after the other, so that is not measured.",
+            _sizes,
+            ("chunks", "chunk_tokens", "full_s", "prefix_s", "fused_s", "reuse_s", "ttft_x"),
+            _draw_sizes,
+            trained=False,
+        ),
+        "fig16": Figure(
+            "the recompute ratio",
+            "at most .002 F1 or Rouge-L lost at 5-18%, which is 4.1-6.6x lower TTFT (Yi-34B).",
+            _sweep,
+            _SCORES,
+            _draw_quality,
+        ),
+    }
+)

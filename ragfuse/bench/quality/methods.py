@@ -1,0 +1,219 @@
+"""The methods that are compared, and the laboratory that runs them on one model through the product's own engine.
+
+A method is a policy, a ratio, and what its chunks saw when they were encoded. Full prefill, prefix caching and plain
+reuse are methods like the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, get_args
+
+import torch
+
+from ragfuse.asking import Ask, known_policy
+from ragfuse.bench.quality.cases import Case
+from ragfuse.bench.quality.chains import CHAINS
+from ragfuse.core import Prompt
+from ragfuse.engine import Engine
+from ragfuse.errors import SettingsError
+from ragfuse.fuse.attend import RowMask
+from ragfuse.fuse.fusor import Fusion, Run
+from ragfuse.hf.handover import generate
+from ragfuse.hf.model import HFModel, KVSource, Prefill
+from ragfuse.plan.controller import AUTO, settle
+from ragfuse.plan.evict import lru
+from ragfuse.settings import Settings
+from ragfuse.store import KVStore, MemoryTier
+from ragfuse.text.chunks import Piece
+
+Encoded = Literal["amid", "behind", "alone"]
+WRONG_MASK = "wrongmask"
+"""`hkvd` over chunks encoded alone, under the mask of the code that was released with CacheBlend."""
+FIXED = MappingProxyType({"full": 1.0, "prefix": None, "none": 0.0, **dict.fromkeys(CHAINS)})
+"""Methods without a choice of ratio."""
+ALONE = ("none", WRONG_MASK)
+"""Methods whose chunks are encoded alone unless told otherwise, as in the papers; `none` is plain reuse."""
+NO_STORE = ("full", "prefix", *CHAINS)
+"""Methods that take nothing from a store."""
+ROOM = 3 << 30
+"""Bytes of KV kept of each way of encoding."""
+
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+ASKED = MappingProxyType(
+    {
+        "answer": (
+            "Use the following passages to answer the question at the end in a few words.\n\n",
+            "\n\nQuestion: {question}\nAnswer:",
+        ),
+        "summary": (
+            "Here are several passages.\n\n",
+            "\n\n{question}Write a summary of all of them in one paragraph.",
+        ),
+    }
+)
+"""What stands before the chunks and behind them, by task."""
+NEW_TOKENS = MappingProxyType({"answer": 24, "summary": 128})
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to answer. `name` is how it is reported; ratio None: the policy's own, or there is none."""
+
+    policy: str
+    ratio: float | None = None
+    encoded: Encoded = "amid"
+
+    @property
+    def name(self) -> str:
+        """policy@encoded, without what goes without saying."""
+        usual = self.policy in NO_STORE or self.encoded == _usual(self.policy)
+        return self.policy if usual else f"{self.policy}@{self.encoded}"
+
+
+def _usual(policy: str) -> Encoded:
+    return "alone" if policy in ALONE else "amid"
+
+
+def methods_of(names: Sequence[str], ratios: Sequence[float], model: HFModel) -> list[Method]:
+    """Every name at every ratio; SettingsError for what there is not. Names: see `Method`, `FIXED`, `WRONG_MASK`.
+
+    `auto` is what an engine does by default with this model.
+    """
+    found: list[Method] = []
+    for name in names:
+        policy, _, said = name.strip().partition("@")
+        encoded = _encoded(name, said or _usual(policy))
+        if policy == AUTO:
+            found.append(default_method(model))
+        elif policy in FIXED:
+            found.append(Method(policy, FIXED[policy], encoded))
+        else:
+            if policy != WRONG_MASK:
+                known_policy(policy)
+            found += [Method(policy, ratio, encoded) for ratio in ratios]
+    return list(dict.fromkeys(found))
+
+
+def _encoded(name: str, said: str) -> Encoded:
+    for known in get_args(Encoded):
+        if said == known:
+            return known  # type: ignore[no-any-return]
+    raise SettingsError(f"'{name}': chunks are encoded {', '.join(get_args(Encoded))}; found '{said}'.")
+
+
+def default_method(model: HFModel) -> Method:
+    """What an engine does by default with this model where all is in the store."""
+    return Method(*settle(AUTO, None, model.profile.choice))
+
+
+@dataclass
+class Lab:
+    """One model behind three engines, whose stores hold chunks encoded amid their documents, behind the prompt's own
+    beginning, or alone."""
+
+    model: HFModel
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        self.engines: dict[Encoded, Engine] = {}
+        self._held: dict[Encoded, set[object]] = {}
+
+    def engine(self, encoded: Encoded) -> Engine:
+        """The engine of one way of encoding."""
+        if encoded not in self.engines:
+            amid = self.settings.amid_tokens if encoded == "amid" else 0
+            settings = self.settings.model_copy(update={"amid_tokens": amid})
+            self.engines[encoded] = Engine(settings, self.model, KVStore([MemoryTier(ROOM, lru)]))
+            self._held[encoded] = set()
+        return self.engines[encoded]
+
+    def close(self) -> None:
+        """Let go of all stores."""
+        for engine in self.engines.values():
+            engine.close(0.0)
+
+    def prompt(self, case: Case, encoded: Encoded = "amid") -> Prompt:
+        """The case's prompt: the same ids however its chunks are encoded."""
+        before, after = ASKED[case.task]
+        asked = f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
+        chunks = [part for chunk in case.chunks for part in (Piece("\n\n"), Piece(chunk, "chunk"))]
+        pieces = [Piece(before), *chunks[1:], Piece(after.replace("{question}", asked))]
+        engine = self.engine(encoded)
+        if getattr(self.model.tokenizer, "chat_template", None):
+            return engine.prompt([("system", SYSTEM), ("user", pieces)])
+        return engine.prompt([("user", pieces)])
+
+    def hold(self, case: Case, methods: Sequence[Method]) -> None:
+        """Let the stores hold the case's documents, encoded as the methods want them."""
+        for encoded in dict.fromkeys(method.encoded for method in methods if method.policy not in NO_STORE):
+            engine, prompt = self.engine(encoded), self.prompt(case, encoded)
+            first = prompt.segments[0]
+            prefix = first.tokens if first.kind == "module" else ()
+            engine.ingest([], prefix)
+            if sum(tier.nbytes for tier in engine.store.tiers) > ROOM // 2:
+                engine.store.clear()
+                self._held[encoded].clear()
+            for name, texts in case.documents:
+                if (prefix, texts) not in self._held[encoded]:
+                    engine.ingest([(text, name) for text in texts], () if encoded == "alone" else prefix)
+                    self._held[encoded].add((prefix, texts))
+
+    def prefill(self, method: Method, prompt: Prompt) -> Prefill:
+        """The prompt, prefilled the method's way."""
+        if method.policy == "full":
+            return self.model.full_prefill(prompt.token_ids)
+        if method.policy == "prefix":
+            return self._prefix(prompt)
+        engine = self.engine(method.encoded)
+        if method.policy == WRONG_MASK:
+            with wrong_mask():
+                return engine.prepare(prompt, Ask(policy="hkvd", ratio=method.ratio)).prefill
+        return engine.prepare(prompt, Ask(policy=method.policy, ratio=method.ratio)).prefill
+
+    def before_prefix(self, prompt: Prompt) -> None:
+        """Have at hand what prefix caching reuses: the prompt's beginning with its first chunk."""
+        self._beginning = self.model.encode(prompt.token_ids[: self._n_prefix(prompt)])
+
+    def _prefix(self, prompt: Prompt) -> Prefill:
+        runs = [Run(0, 0, self._n_prefix(prompt), 0, blend=False)]
+        return self.model.fuse(prompt.token_ids, prompt.positions, runs, KVSource([self._beginning]), "none", 0.0)
+
+    @staticmethod
+    def _n_prefix(prompt: Prompt) -> int:
+        first = next(i for i, segment in enumerate(prompt.segments) if segment.kind == "chunk")
+        return prompt.spans[first][1]
+
+    def write(self, prefill: Prefill, most: int) -> list[int]:
+        """Ids of the greedy answer, at most so many, the end token left out; the prefill is used up."""
+        ids = generate(self.model, [prefill], {"max_new_tokens": most, "do_sample": False})[0]
+        ends = self.model.model.generation_config.eos_token_id
+        stops = set(ends if isinstance(ends, list) else [ends])
+        return [token for token in ids if token not in stops]
+
+
+def answer_tokens(task: str) -> int:
+    """Most tokens of an answer."""
+    return NEW_TOKENS[task]
+
+
+@contextmanager
+def wrong_mask() -> Iterator[None]:
+    """While it lasts, R recomputed rows see keys as if they were a prompt's last R: a bottom-right triangle.
+
+    So does the released code of CacheBlend; where rows are sparse, each sees tokens that come after it.
+    """
+    right = Fusion.mask
+
+    def wrong(fusion: Fusion) -> RowMask:
+        total = len(fusion.positions)
+        return RowMask(torch.arange(total - len(fusion.rows), total, device=fusion.rows.device), fusion.positions)
+
+    setattr(Fusion, "mask", wrong)  # noqa: B010 - an ablation, for as long as the block lasts
+    try:
+        yield
+    finally:
+        setattr(Fusion, "mask", right)  # noqa: B010

@@ -1,0 +1,98 @@
+"""The quality gate: whether blending may be used with a model unless told otherwise, and what is said of it.
+
+`verify` finds out whether fusing is exact where it must be, `ragfuse calibrate` whether answers stay close to full
+prefill's; both verdicts are kept in the model's profile. A model of which nothing is known runs at the conservative
+default, and that is said once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Protocol, TypeVar
+
+from ragfuse.plan.controller import AUTO, MEASURED
+from ragfuse.profiles import PROFILE_VERSION, ModelProfile
+from ragfuse.store import Book
+
+T = TypeVar("T")
+log = logging.getLogger("ragfuse")
+
+INEXACT = "verify found that fusing is not exact with this model where it must be"
+UNSAFE = "calibrate found no policy whose answers stay close to full prefill's with this model"
+
+
+def refusal_of(profile: ModelProfile, policy: str) -> str:
+    """Why a prompt is answered by full prefill; "" where it may be blended: always by a policy that was asked for."""
+    if profile.refusal or policy != AUTO:
+        return profile.refusal
+    return INEXACT if profile.verified is False else UNSAFE if profile.safe is False else ""
+
+
+class Booked(Protocol):
+    """Asks the store's book; gives `otherwise` where there is none."""
+
+    def __call__(self, use: Callable[[Book], T], otherwise: T) -> T:
+        """What `use` makes of the book."""
+        ...
+
+
+class Profiles:
+    """Model profiles as one store's book keeps them."""
+
+    def __init__(self, booked: Booked) -> None:
+        self._booked = booked
+
+    def get(self, fingerprint: str) -> ModelProfile | None:
+        """What was kept of a model; None where nothing was."""
+        found = self._booked(lambda book: book.get(_name(fingerprint)), None)
+        return ModelProfile.from_dict(found) if found else None
+
+    def probed(self, fingerprint: str) -> ModelProfile | None:
+        """The same without what was learned of it on this store: for a model that others share."""
+        found = self.get(fingerprint)
+        return found.probed if found else None
+
+    def joined(self, own: ModelProfile) -> ModelProfile:
+        """What came with a model, and over it what was learned on this store."""
+        kept = self.get(own.model)
+        if kept is None:
+            return own
+        return kept if kept.safe is not None else replace(own, verified=kept.verified)
+
+    def remember(self, profile: ModelProfile) -> None:
+        """Keep what the probe found, unless something is kept."""
+        found = profile.probed.as_dict()
+        self._booked(lambda book: book.settle(_name(profile.model), found), found)
+
+    def put(self, profile: ModelProfile) -> None:
+        """Keep a profile in place of an earlier one."""
+        self._booked(lambda book: book.put(_name(profile.model), profile.as_dict()), None)
+
+
+def _name(fingerprint: str) -> str:
+    """A profile is only as good as the libraries it was measured with."""
+    return f"model-{fingerprint}-{PROFILE_VERSION}-torch-{version('torch')}-transformers-{version('transformers')}"
+
+
+class Hint:
+    """Says once, in the log, that a model is not calibrated, and what to do."""
+
+    def __init__(self) -> None:
+        self._lock, self._said = threading.Lock(), False
+
+    def give(self, profile: ModelProfile, policy: str, model: str) -> None:
+        """Say it if it is so and was not said."""
+        with self._lock:
+            if self._said or policy != AUTO or profile.choice is not None:
+                return
+            self._said = True
+        name, ratio = MEASURED
+        log.warning(
+            "%s is not calibrated: %s at %.0f%% is used. Find its own best, and whether blending is safe with it: "
+            "ragfuse calibrate --model %s --docs PATH",
+            *(model, name, 100 * ratio, model),
+        )

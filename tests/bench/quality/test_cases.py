@@ -1,0 +1,138 @@
+"""Data sets of all shapes become the same kind of case; what is no data set is told with what was found."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragfuse.bench.quality.cases import Case, Packing, pack, read_cases
+from ragfuse.errors import InputError
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def read(folder: Path, data: Any, lines: bool = False, **packing: int) -> list[Case]:
+    path = folder / "set.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in data) if lines else json.dumps(data))
+    return read_cases(path, Packing(words, **packing))
+
+
+def squad() -> dict[str, Any]:
+    def paragraph(name: str, index: int) -> dict[str, Any]:
+        asked = {"id": f"{name}{index}", "question": f"Who is {name}{index}?", "answers": [{"text": f"{name}{index}"}]}
+        lost = {"id": f"{name}{index}x", "question": "Who not?", "answers": [], "is_impossible": True}
+        return {"context": f" {name}{index} stands here. ", "qas": [asked, lost]}
+
+    return {"data": [{"title": t, "paragraphs": [paragraph(t, i) for i in range(5)]} for t in ("a", "b")]}
+
+
+def test_a_squad_question_stands_over_its_paragraph_and_five_others(tmp_path: Path) -> None:
+    cases = read(tmp_path, squad())
+    assert len(cases) == 10
+    for case in cases:
+        assert len(set(case.chunks)) == 6
+        assert f"{case.answers[0]} stands here." in case.chunks
+        held = {text for _, texts in case.documents for text in texts}
+        assert set(case.chunks) <= held
+        assert all(len(texts) == 5 for _, texts in case.documents)
+    assert len({case.chunks.index(f"{case.answers[0]} stands here.") for case in cases}) > 2
+
+
+def test_the_same_file_gives_the_same_prompts(tmp_path: Path) -> None:
+    assert read(tmp_path, squad()) == read(tmp_path, squad())
+
+
+def test_one_passage_is_the_right_one_alone(tmp_path: Path) -> None:
+    assert all(case.chunks == (f"{case.answers[0]} stands here.",) for case in read(tmp_path, squad(), passages=1))
+
+
+def test_rows_with_ctxs_keep_their_order_under_their_titles(tmp_path: Path) -> None:
+    row = {"question": "q", "answers": ["x"], "ctxs": [{"title": "A", "text": "one"}, {"title": "", "text": "two"}]}
+    (case,) = read(tmp_path, [row], lines=True)
+    assert (case.chunks, case.task, case.id) == (("A\none", "two"), "answer", "0")
+    assert [texts for _, texts in case.documents] == [("A\none",), ("two",)]
+
+
+def test_longbench_passages_become_a_summary_or_an_answer(tmp_path: Path) -> None:
+    context = "Passage 1:\nfirst NEWLINE_CHAR NEWLINE_CHAR line\nPassage 2:\nsecond"
+    rows = [{"input": asked, "context": context, "answers": ["x"], "_id": asked or "s"} for asked in ("", "why?")]
+    summary, answer = read(tmp_path, rows, lines=True)
+    assert summary.chunks == answer.chunks == ("first\nline", "second")
+    assert (summary.task, answer.task) == ("summary", "answer")
+
+
+def test_samsum_dialogues_stand_behind_others_with_their_summaries(tmp_path: Path) -> None:
+    rows = [{"id": str(i), "dialogue": f"A: hi {i}", "summary": f"greets {i}"} for i in range(8)]
+    case = read(tmp_path, rows)[3]
+    assert case.task == "summary"
+    assert (case.question, case.answers) == ("A: hi 3\nSummary:", ("greets 3",))
+    assert len(case.chunks) == 5
+    assert not any("greets 3" in chunk for chunk in case.chunks)
+
+
+def test_a_packed_file_is_read_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "set.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(squad()).encode()))
+    assert len(read_cases(path, Packing(words))) == 10
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b"[1, 2]", b'{"data": 3}', b"\xff\xfe", b'{"data": []}', b"no json", b'[{"a": 1}]']
+)
+def test_what_is_no_data_set_is_told_with_the_shapes_that_are(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "set.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"set\.json"):
+        read_cases(path, Packing(words))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere\.json"):
+        read_cases(tmp_path / "nowhere.json", Packing(words))
+
+
+def test_neighbours_are_packed_and_long_ones_cut() -> None:
+    passages = ["a b", "c d", "e f g. " * 6]
+    chunks = list(pack(passages, Packing(words, chunk_tokens=6)))
+    assert chunks[0] == "a b\n\nc d"
+    assert all(0 < words(chunk) <= 6 for chunk in chunks)
+    assert " ".join(chunks).split() == " ".join(passages).split()
+
+
+def test_what_is_too_long_is_cut_evenly(tmp_path: Path) -> None:
+    texts = [{"title": "", "text": " ".join([name] * 300)} for name in ("x", "y")]
+    (case,) = read(tmp_path, [{"question": "q", "answers": ["x"], "ctxs": texts}], lines=True, context_tokens=100)
+    assert [words(chunk) for chunk in case.chunks] == [50, 50]
+
+
+def test_the_held_out_set_has_enough_questions_and_every_answer_stands_in_a_chunk() -> None:
+    cases = read_cases("held-out", Packing(words))
+    assert len(cases) >= 300
+    assert {name for case in cases for name, _ in case.documents} == {
+        "Packet switching", "1973 oil crisis", "French and Indian War",
+    }  # fmt: skip
+    for case in cases:
+        assert any(answer in chunk for answer in case.answers for chunk in case.chunks)
+
+
+def test_our_own_set_asks_over_one_and_over_several_chunks() -> None:
+    cases = read_cases("demo", Packing(words))
+    assert len(cases) >= 60
+    assert len({case.id for case in cases}) == len({case.question for case in cases}) == len(cases)
+    assert all(len(set(case.chunks)) == 6 for case in cases)
+
+
+def test_every_quote_of_our_own_set_stands_in_one_paragraph_of_the_prompt() -> None:
+    folder = Path(__file__).parents[3] / "ragfuse" / "bench" / "sets"
+    rows = json.loads((folder / "demo_questions.json").read_text())["questions"]
+    several = [row for row in rows if row["kind"] == "multi"]
+    assert len(several) >= 20
+    for row, case in zip(rows, read_cases("demo", Packing(words)), strict=True):
+        holding = [sum(support["quote"] in chunk for chunk in case.chunks) for support in row["support"]]
+        assert holding == [1] * len(row["support"])
+        where = {next(c for c in case.chunks if support["quote"] in c) for support in row["support"]}
+        assert len(where) == len(row["support"])

@@ -1,0 +1,184 @@
+"""The harness on a tiny model: exact where it must be, resumable, and every figure as worked out by hand."""
+
+import io
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from ragfuse import Settings
+from ragfuse.bench.fidelity import plain_reuse
+from ragfuse.bench.quality import run
+from ragfuse.bench.quality.cases import Case
+from ragfuse.bench.quality.methods import Lab, Method, methods_of, wrong_mask
+from ragfuse.bench.quality.report import run_quality
+from ragfuse.bench.quality.run import Plan, Row, measure
+from ragfuse.bench.quality.table import results_of
+from ragfuse.errors import ModelError, SettingsError
+from ragfuse.hf.model import HFModel, load_model
+from tests.tiny import CHUNKS
+
+TEXTS = tuple(f"{chunk} {chunk[::-1]}" for chunk in CHUNKS)
+CASE = Case("made", "1", "Who counted?", ("forty",), TEXTS[:4], (("north", TEXTS[:3]), ("west", TEXTS[3:])))
+NAMES = ("full", "prefix", "none", "none@amid", "none@behind", "hkvd", "hkvd@alone", "lego", "query", "wrongmask")
+
+
+@pytest.fixture(scope="module")
+def model(varied_path: Path) -> HFModel:
+    return load_model(varied_path, "float32")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    rows = [
+        {
+            "id": i,
+            "question": f"Who is {i}?",
+            "answers": ["x"],
+            "ctxs": [{"title": "", "text": t} for t in TEXTS[i : i + 3]],
+        }
+        for i in range(3)
+    ]
+    path = tmp_path / "made.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def asked(model: HFModel, names: tuple[str, ...], ratio: float, case: Case = CASE) -> dict[str, Row]:
+    lab = Lab(model)
+    runner = run.Runner(1, model.device, Console(quiet=True))
+    methods = methods_of(names, (ratio,), model)
+    rows = {row.method: row for row in run.ask(lab, runner, case, methods, answers=True)}
+    lab.close()
+    return rows
+
+
+def test_every_method_recomputing_all_is_full_prefill(model: HFModel) -> None:
+    rows = asked(model, ("full", "prefix", "hkvd", "hkvd@alone", "hkvd@behind", "lego", "hybrid", "wrongmask"), 1.0)
+    assert len(rows) == 8
+    for name, row in rows.items():
+        assert row.kl < 1e-6, name
+        assert row.top1 == 1.0
+        assert row.identical, name
+
+
+def test_recomputing_a_part_is_neither_full_prefill_nor_reuse(model: HFModel) -> None:
+    rows = asked(model, NAMES, 0.3)
+    assert set(rows) == set(NAMES)
+    assert rows["full"].kl == 0.0
+    assert rows["prefix"].kl < 1e-6 < rows["none"].kl
+    differing = {rows[name].kl for name in NAMES if name not in ("full", "prefix")}
+    assert len(differing) == len(NAMES) - 2
+    assert rows["hkvd@alone"].kl < rows["none"].kl
+    assert all(row.full_cpu_s > 0 and row.cpu_s > 0 for row in rows.values())
+
+
+def test_plain_reuse_is_its_slow_twin(model: HFModel) -> None:
+    lab, method = Lab(model), Method("none", 0.0, "alone")
+    lab.hold(CASE, [method])
+    prompt = lab.prompt(CASE, "alone")
+    torch.testing.assert_close(lab.prefill(method, prompt).logits, plain_reuse(model, prompt).logits)
+    lab.close()
+
+
+def test_the_wrong_mask_lets_rows_see_what_comes_after_them(model: HFModel) -> None:
+    lab, method = Lab(model), Method("hkvd", 0.3, "alone")
+    lab.hold(CASE, [method])
+    prompt = lab.prompt(CASE, "alone")
+    right = lab.prefill(method, prompt)
+    with wrong_mask():
+        wrong = lab.prefill(method, prompt)
+    again = lab.prefill(method, prompt)
+    lab.close()
+    torch.testing.assert_close(right.logits, again.logits, rtol=0, atol=0)
+    assert not torch.allclose(right.logits, wrong.logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("names", [("hkvd@nowhere",), ("nonsense",), ("lego-x",)])
+def test_a_method_that_there_is_not_is_named(model: HFModel, names: tuple[str, ...]) -> None:
+    with pytest.raises(SettingsError, match=names[0].split("@")[-1]):
+        methods_of(names, (0.1,), model)
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    model: HFModel, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    plan = Plan((str(file),), tuple(methods_of(("none",), (), model)), rows=rows)
+    whole = measure(plan, model, Console(quiet=True))
+    assert [(row.case, row.method) for row in whole] == [(str(i), m) for i in range(3) for m in ("full", "none")]
+    lines = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join(lines[:3]) + lines[3][:20])  # killed while it wrote
+    done: list[tuple[str, str]] = []
+    real = run.ask
+
+    def counted(lab: Any, runner: Any, case: Case, methods: Any, answers: bool) -> Any:
+        done.extend((case.id, method.name) for method in methods if answers)
+        return real(lab, runner, case, methods, answers)
+
+    monkeypatch.setattr(run, "ask", counted)
+    again = measure(plan, model, Console(quiet=True))
+    assert done == [("1", "none"), ("2", "full"), ("2", "none")]
+    untimed = [{k: v for k, v in asdict(row).items() if not k.endswith("_s")} for row in (*whole, *again)]
+    assert untimed[:6] == sorted(untimed[6:], key=lambda row: untimed[:6].index(row))
+    done.clear()
+    more = replace(plan, methods=tuple(methods_of(("none", "lego"), (0.5,), model)))
+    assert len(measure(more, model, Console(quiet=True))) == 9
+    assert done == [(str(i), "lego") for i in range(3)]
+
+
+def test_rows_of_another_model_are_not_taken(model: HFModel, file: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    plan = Plan((str(file),), (), limit=1, rows=rows)
+    measure(plan, model, Console(quiet=True))
+    other = [line.replace('"stamp": "', '"stamp": "0') for line in rows.read_text().splitlines(keepends=True)]
+    rows.write_text("".join(other))
+    measure(plan, model, Console(quiet=True))
+    assert len(rows.read_text().splitlines()) == 2
+
+
+def row(case: str, method: str, ratio: float, **given: Any) -> Row:
+    common = {"tokens": 100, "cpu_s": 1.0, "wall_s": 1.0, "full_cpu_s": 4.0, "full_wall_s": 4.0, "kl": 0.0, "top1": 1.0}
+    return Row("set", case, method, ratio, **{**common, **given})
+
+
+def test_results_are_worked_out_as_by_hand() -> None:
+    rows = [
+        row("a", "full", 1.0, score=1.0, em=1.0, identical=True, cpu_s=4.0),
+        row("b", "full", 1.0, score=0.5, em=0.0, identical=True, cpu_s=4.0),
+        row("a", "none", 0.0, score=0.0, em=0.0, identical=False, kl=1.0, top1=0.5),
+        row("b", "none", 0.0, score=0.5, em=0.0, identical=True, kl=3.0, top1=0.7),
+        row("a", "hkvd", 0.15, score=1.0, em=1.0, identical=True, kl=0.1, cpu_s=2.0),
+        row("b", "hkvd", 0.15, score=0.25, em=0.0, identical=False, kl=0.5, cpu_s=2.0),
+    ]
+    full, none, hkvd = results_of(rows)
+    assert (full["f1"], full["em"], full["to_full"], full["kl"], full["ttft_x"]) == (0.75, 0.5, 0.0, 0.0, 1.0)
+    assert (none["kl_over_reuse"], none["kl"], none["top1"], none["n"]) == (1.0, 2.0, pytest.approx(0.6), 2)
+    assert hkvd["f1"] == 0.625
+    assert hkvd["to_full"] == -0.125
+    assert hkvd["to_full_ci"] == [-0.25, 0.0]
+    assert hkvd["kl_over_reuse"] == pytest.approx(0.15)
+    assert (hkvd["ttft_x"], hkvd["identical"], hkvd["rouge_l"]) == (2.0, 0.5, None)
+
+
+def test_the_whole_command_prints_a_table_and_gives_plain_json(varied_path: Path, file: Path, tmp_path: Path) -> None:
+    out = Console(file=io.StringIO(), width=160)
+    settings = Settings(model=str(varied_path), dtype="float32", home=tmp_path)
+    result = run_quality(settings, Plan((str(file), str(file))[:1]), ("full", "none", "auto"), (), out)
+    assert json.loads(json.dumps(result)) == result
+    keys = {"dataset", "method", "ratio", "n", "f1", "f1_ci", "em", "rouge_l", "kl", "top1", "identical", "ttft_x"}
+    assert all(keys <= set(each) for each in result["results"])
+    assert result["default"] == {"method": "hkvd", "ratio": 0.15}  # nothing is known of this model
+    assert [each["method"] for each in result["results"]] == ["full", "none", "hkvd"]
+    assert "adapter" not in result
+    assert isinstance(out.file, io.StringIO)
+    assert "made: 3 questions" in out.file.getvalue()
+
+
+def test_a_model_without_words_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no tokenizer"):
+        run_quality(Settings(model="tiny", home=tmp_path), Plan(("demo",)), ("full",), (), Console(quiet=True))

@@ -1,0 +1,94 @@
+"""Every figure of the paper runs on a tiny model, prints its table and draws its picture."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ragfuse import Settings
+from ragfuse.bench import paper
+from ragfuse.bench.paper import FIGURES, Wanted, run_paper
+from ragfuse.errors import SettingsError
+from tests.tiny import CHUNKS
+
+
+@pytest.fixture
+def wanted(varied_path: Path, tmp_path: Path) -> Wanted:
+    texts = [{"title": "", "text": chunk} for chunk in CHUNKS[:3]]
+    rows = [{"id": i, "question": f"Who is {i}?", "answers": ["x"], "ctxs": texts} for i in range(2)]
+    path = tmp_path / "made.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    settings = Settings(model=str(varied_path), dtype="float32", home=tmp_path)
+    return Wanted(settings, (str(path),), 2, 0, None, Console(file=io.StringIO(), width=200))
+
+
+def run(name: str, wanted: Wanted, tmp_path: Path) -> dict[str, Any]:
+    result = run_paper(name, wanted, tmp_path / f"{name}.png")
+    assert json.loads(json.dumps(result)) == result
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert isinstance(wanted.console.file, io.StringIO)
+    printed = wanted.console.file.getvalue()
+    assert FIGURES[name].title in printed
+    assert "The paper:" in printed
+    return result
+
+
+def test_attention_deviation_falls_to_nothing_with_the_ratio(wanted: Wanted, tmp_path: Path) -> None:
+    rows = run("fig6", wanted, tmp_path)["rows"]
+    for policy in ("hkvd", "random"):
+        mine = {row["ratio"]: row["of_reuse"] for row in rows if row["method"] == policy}
+        assert mine[0.0] == pytest.approx(1.0)
+        assert mine[1.0] == pytest.approx(0.0, abs=1e-3)
+        assert mine[0.5] < 1.0
+
+
+def test_the_first_tokens_hold_most_of_the_deviation(wanted: Wanted, tmp_path: Path) -> None:
+    rows = run("fig7", wanted, tmp_path)["rows"]
+    for layer in {row["layer"] for row in rows}:
+        mine = [row for row in rows if row["layer"] == layer]
+        assert [row["deviation"] for row in mine] == sorted((row["deviation"] for row in mine), reverse=True)
+        assert all(row["holds"] >= row["share"] for row in mine)
+
+
+def test_every_pair_of_layers_is_correlated(wanted: Wanted, tmp_path: Path) -> None:
+    rows = run("fig8", wanted, tmp_path)["rows"]
+    assert [row["layer"] for row in rows] == [0, 1]
+    assert all(-1 <= row["correlation"] <= 1 and row["n"] == 2 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "methods"),
+    [
+        ("fig12", ["full", "prefix", "none", "hkvd@alone", "hkvd"]),
+        ("fig13", ["full", "hkvd@alone", "hkvd", "mapreduce", "maprerank"]),
+        ("fig16", ["full", "none", *["hkvd@alone"] * 6, *["lego"] * 6]),
+    ],
+)
+def test_quality_stands_beside_speed(wanted: Wanted, tmp_path: Path, name: str, methods: list[str]) -> None:
+    rows = run(name, wanted, tmp_path)["rows"]
+    assert [row["method"] for row in rows] == methods
+    assert all(row["n"] == 2 and row["score"] is not None and row["ttft_x"] > 0 for row in rows)
+    assert all(row["kl"] is None for row in rows if row["method"].startswith("map"))
+
+
+def test_sizes_are_measured_by_number_and_by_length(wanted: Wanted, tmp_path: Path, monkeypatch: Any) -> None:
+    real, asked = paper.run_ttft, []
+
+    def small(options: Any, console: Any) -> Any:
+        asked.append((options.chunks, options.chunk_tokens))
+        return real(
+            paper.TtftOptions(**{**vars(options), "chunk_tokens": options.chunk_tokens // 30, "rounds": 1}), console
+        )
+
+    monkeypatch.setattr(paper, "run_ttft", small)
+    rows = run("fig15", wanted, tmp_path)["rows"]
+    assert len(rows) == len(asked) == len({(row["chunks"], row["chunk_tokens"]) for row in rows}) == 7
+    assert all(row["fused_s"] > 0 and row["full_s"] >= row["prefix_s"] for row in rows)
+
+
+def test_a_figure_that_there_is_not_is_named(wanted: Wanted) -> None:
+    with pytest.raises(SettingsError, match="fig99"):
+        run_paper("fig99", wanted, None)
