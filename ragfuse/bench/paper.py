@@ -68,7 +68,8 @@ def run_paper(name: str, wanted: Wanted, picture: Path | None) -> dict[str, Any]
     if figure is None:
         raise SettingsError(f"There is no figure '{name}' here. It is one of: {', '.join(FIGURES)}.")
     rows = figure.measure(wanted)
-    table = Table(title=f"{name}: {figure.title}", box=None)
+    wanted.console.print(f"[bold]{name}: {figure.title}[/]", highlight=False, soft_wrap=True)
+    table = Table(box=None)
     for column in figure.columns:
         table.add_column(column, justify="left" if column in ("dataset", "method") else "right")
     for row in rows:
@@ -333,8 +334,8 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
         ),
         "fig15": Figure(
             "by number and length of chunks",
-            "CacheBlend stays below full recompute and prefix caching at every size. It varies batch sizes too; here the "
-            "prompts of a batch are fused one after the other, so that is not measured.",
+            "CacheBlend stays below full recompute and prefix caching at every size. It varies batch sizes too; here "
+            "the prompts of a batch are fused one after the other, so that is not measured.",
             _sizes,
             ("chunks", "chunk_tokens", "full_s", "prefix_s", "fused_s", "reuse_s", "ttft_x"),
             _draw_sizes,

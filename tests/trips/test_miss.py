@@ -171,4 +171,4 @@ def test_the_refusal_is_remembered_and_the_next_process_does_not_probe(gpt2_path
     with Engine(settings) as engine:
         refusal = engine.model.profile.refusal
     with Engine(settings) as again:
-        assert again._profile(engine.model.fingerprint).refusal == refusal != ""
+        assert again._profiles.probed(engine.model.fingerprint).refusal == refusal != ""

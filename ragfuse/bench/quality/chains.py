@@ -93,19 +93,19 @@ def _map_reduce(reads: Any, says: Any) -> Any:
 
 def _map_rerank(says: Any) -> Any:
     from langchain_classic.chains.combine_documents.map_rerank import MapRerankDocumentsChain
-    from langchain_core.output_parsers import BaseOutputParser
+    from langchain_classic.output_parsers.regex import RegexParser
 
-    class Scored(BaseOutputParser[dict[str, str]]):
-        """An answer and its score; 0 where the model gave none."""
+    class Scored(RegexParser):
+        """An answer and its score; 0 where the model gave none, which the chain itself would stumble over."""
 
         def parse(self, text: str) -> dict[str, str]:
             """Split at 'Score:'."""
             answer, _, rest = text.partition("Score:")
-            found = re.search(r"\d+", rest)
+            found = re.search(self.regex, rest)
             return {"answer": answer.strip(), "score": found[0] if found else "0"}
 
     with_parser = _chain(says, RERANK)
-    with_parser.prompt.output_parser = Scored()
+    with_parser.prompt.output_parser = Scored(regex=r"\d+", output_keys=["answer", "score"])
     return MapRerankDocumentsChain(
         llm_chain=with_parser, document_variable_name="text", rank_key="score", answer_key="answer"
     )
