@@ -95,7 +95,7 @@ def minilm() -> str:
 @pytest.fixture
 def real_engine(smollm: str, tmp_path: Path) -> Iterator[Engine]:
     """The embedded LLM in float32, where equal means equal, over an empty store."""
-    with Engine(Settings(model=smollm, dtype="float32", store=tmp_path / "store", max_tokens=16)) as engine:
+    with Engine(Settings(model="smollm2-135m", dtype="float32", store=tmp_path / "store", max_tokens=16)) as engine:
         yield engine
 
 
