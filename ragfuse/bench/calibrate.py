@@ -146,7 +146,7 @@ def calibrate(
         "advice": advice(name, best, tried, flaw),
         "model": name,
         "documents": digest(*(chunk for case in cases for chunk in case.chunks)),
-        **circumstances(model.device, 1),
+        **circumstances(model.device, torch.get_num_threads()),
     }
 
 
