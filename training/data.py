@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ragfuse.bench.quality.wording import ASKED
 from training.rules import Passage, Question, questions, tidy
 
 HELD_OUT = 3
@@ -44,8 +45,7 @@ TEMPLATES = (
         6,
         Template(
             "",
-            "Use the following passages to answer the question at the end in a few words.\n\n{context}\n\n"
-            "Question: {question}\nAnswer:",
+            "{context}".join(ASKED["answer"]),
         ),
     ),
     (1, Template("", "{context}\n\nQuestion: {question}")),

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from training.data import Example, Examples, Question, Template, split, squad, wikipedia
+from training.lean import lean
 
 ALL_ATTENTION_FUNCTIONS["branched"] = lambda *given, **named: branched(*given, **named)
 
@@ -163,6 +164,7 @@ def main() -> None:
     for name, weight in model.named_parameters():
         if "lora_" in name:
             weight.data = weight.data.float()
+    lean(model)
     train, held = split(squad(chosen.squad))
     print("held out:", ", ".join(held), flush=True)
     examples = Examples(train, wikipedia(chosen.wikipedia), chosen.seed, chosen.max_words)
@@ -178,8 +180,7 @@ def main() -> None:
             total = 0.0
             for _ in range(chosen.batch):
                 packed = pack(coder, examples.draw(chosen.questions), chosen.max_tokens)
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = loss_of(model, packed) / chosen.batch
+                loss = loss_of(model, packed) / chosen.batch
                 loss.backward()
                 total += loss.item()
                 tokens += packed["ids"].shape[1]
