@@ -13,7 +13,7 @@ READY := $(VENV)/.ready-$(shell { pwd; cat $(INPUTS); } | cksum | cut -d ' ' -f 
 ONE := OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format clean
+.PHONY: help venv demo test test-slow lint format results clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -54,6 +54,9 @@ lint: $(READY) ## ruff check, ruff format --check, mypy --strict
 format: $(READY) ## let ruff put the files in order
 	@$(BIN)/python -m ruff check --fix .
 	@$(BIN)/python -m ruff format .
+
+results: $(READY) ## docs/results.md anew from the runs under docs/benchmarks
+	@$(BIN)/python -m benchmarks.results
 
 clean: ## remove .venv, caches and reports; the prepared models stay in the user's cache
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist

@@ -1,0 +1,31 @@
+"""Prompts over recurring chunks: the same few chunks in every prompt, drawn and ordered anew."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from ragfuse.bench.quality.cases import Case, Packing, pack, read_cases
+from ragfuse.hf.model import HFModel
+
+DRAWN = 6
+"""Chunks of a prompt."""
+
+
+def recurring(model: HFModel, chunk_tokens: int, pool: int, rounds: int, seed: int = 0) -> list[Case]:
+    """`rounds` cases, each over six of the same `pool` chunks of up to `chunk_tokens`, with a question of the set."""
+    packing = Packing(lambda text: len(model.tokens(text)), chunk_tokens)
+    cases, drawn = read_cases("held-out", replace(packing, chunk_tokens=0)), random.Random(seed)
+    documents = dict(document for case in cases for document in case.documents)
+    chunks = [(name, chunk) for name, texts in documents.items() for chunk in pack(texts, packing)]
+    chunks = [(name, chunk) for name, chunk in chunks if 2 * packing.count(chunk) >= chunk_tokens]
+    kept = drawn.sample(chunks, min(pool, len(chunks)))
+    held = {name: tuple(chunk for whose, chunk in chunks if whose == name) for name in documents}
+    found = []
+    for index in range(rounds):
+        chosen = drawn.sample(kept, min(DRAWN, len(kept)))
+        used = tuple((name, held[name]) for name in dict.fromkeys(name for name, _ in chosen))
+        question = drawn.choice(cases).question
+        found.append(Case("peers", str(index), question, ("",), tuple(chunk for _, chunk in chosen), used))
+    return found
+

@@ -1,0 +1,198 @@
+"""`python -m benchmarks.results`: docs/results.md from the JSON of the runs under docs/benchmarks.
+
+Nothing is typed by hand: what a run did not measure is not on the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+Result = Mapping[str, Any]
+
+HEAD = """# Results
+
+Made by `make results` from the files in [benchmarks](benchmarks), each written by `ragfuse bench ... --json`,
+`ragfuse calibrate --json` or `python -m benchmarks.peers --json`. What the columns mean: [quality.md](quality.md).
+Times are CPU time unless said, and full prefill's is measured beside each.
+"""
+
+
+def page(folder: Path) -> str:
+    """The whole page from all runs in a folder."""
+    runs = {path.name: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))}
+    parts = [HEAD]
+    for title, belongs, lines in SECTIONS:
+        mine = {name: run for name, run in runs.items() if belongs(run)}
+        if mine:
+            parts.append(f"## {title}\n")
+            for name, run in mine.items():
+                parts.append("\n".join([*lines(run), "", _where(name, run), ""]))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _where(name: str, run: Result) -> str:
+    where, given = run.get("machine", {}), {**run.get("options", {}), **run}
+    dtype = f" in {given['dtype']}" if "dtype" in given else ""
+    versions = run.get("versions", {})
+    device = where.get("gpu") or where.get("cpu", "")
+    said = [
+        f"`{given.get('model', '')}`{dtype}",
+        f"{device}, {run['threads']} thread{'s' * (run['threads'] > 1)}" if "threads" in run else device,
+        f"torch {versions['torch']}, transformers {versions['transformers']}" if versions else "",
+        "allocator tuned" if run.get("malloc", {}).get("tuned") else "allocator untuned",
+        str(run.get("date", ""))[:10],
+    ]
+    return f"[{name}](benchmarks/{name}): " + "; ".join(part for part in said if part) + "."
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A Markdown table, its first column to the left."""
+    yield "| " + " | ".join(columns) + " |"
+    yield "| --- |" + " ---: |" * (len(columns) - 1)
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "" if value is None else format(value, form)
+
+
+def _interval(found: Sequence[float] | None, form: str = ".3f") -> str:
+    return "" if not found else f"{found[0]:{form}}..{found[1]:{form}}"
+
+
+def _named(row: Result) -> str:
+    """Method and ratio, where it has one."""
+    ratio = row.get("ratio")
+    return row["method"] if ratio is None or row["method"] in ("full", "none") else f"{row['method']} {ratio:.0%}"
+
+
+def _quality(run: Result) -> Iterator[str]:
+    for dataset in dict.fromkeys(row["dataset"] for row in run["results"]):
+        mine = [row for row in run["results"] if row["dataset"] == dataset]
+        summary = mine[0]["rouge_l"] is not None
+        score = "ROUGE-L" if summary else "F1"
+        yield f"**{dataset}**, n = {mine[0]['n']}, {mine[0]['tokens']:,.0f} prompt tokens"
+        yield ""
+        columns = ("method", score, "95%", "- full (95%)", "EM", "KL", "of reuse's (95%)", "top-1", "same", "TTFT")
+        yield from table(columns, [_quality_row(row, "rouge_l" if summary else "f1") for row in mine])
+        yield ""
+
+
+def _quality_row(row: Result, score: str) -> list[str]:
+    over = row.get("kl_over_reuse")
+    return [
+        _named(row),
+        _number(row[score]),
+        _interval(row.get(f"{score}_ci")),
+        "" if row["method"] == "full" else _interval(row.get("to_full_ci"), "+.3f"),
+        _number(row["em"]),
+        _number(row["kl"]),
+        "" if over is None else f"{over:.3f} ({_interval(row.get('kl_over_reuse_ci'), '.2f')})",
+        _number(row["top1"]),
+        _number(row["identical"], ".0%"),
+        f"{row['ttft_x']:.1f}x",
+    ]
+
+
+def _calibration(run: Result) -> Iterator[str]:
+    yield f"{run['advice']} {run['questions']} questions, {run['seconds']:.0f} s."
+    yield ""
+    columns = ("policy", "ratio", "KL of reuse's", "95%", "top-1", "TTFT", "safe")
+    yield from table(
+        columns,
+        [
+            [
+                each["policy"],
+                f"{each['ratio']:.0%}",
+                _number(each["kl_over_reuse"]),
+                _interval((each["low"], each["high"])),
+                _number(each["top1"]),
+                f"{each['ttft_x']:.1f}x",
+                "yes" if each["is_safe"] else "",
+            ]
+            for each in run["tried"]
+        ],
+    )
+
+
+def _figure(run: Result) -> Iterator[str]:
+    yield f"**{run['figure']}**: {run['title']}. The paper: {run['paper']}"
+    yield ""
+    wanted = ("dataset", "method", "layer", "chunks", "chunk_tokens", "ratio", "share", "n", "deviation", "of_reuse")
+    wanted += ("holds", "correlation", "score", "to_full", "kl_over_reuse", "full_s", "prefix_s", "fused_s", "reuse_s")
+    columns = [name for name in (*wanted, "ttft_x") if any(row.get(name) is not None for row in run["rows"])]
+    yield from table(columns, [[_cell(row.get(name)) for name in columns] for row in run["rows"]])
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _peers(run: Result) -> Iterator[str]:
+    said = f"{run['n']} prompts of {run['tokens']:,.0f} tokens over {run['pool']} recurring chunks, one token each"
+    yield f"{said}; by the wall."
+    yield ""
+    columns = ("", "first token", "sooner than hf", "CPU", "same first token as hf")
+    yield from table(
+        columns,
+        [
+            [
+                f"{each['peer']} ({each['what']})",
+                f"{each['wall_s'] * 1e3:.0f} ms",
+                f"{each['sooner']:.2f}x",
+                f"{each['cpu_s'] * 1e3:.0f} ms",
+                f"{each['same_first_token']:.0%}",
+            ]
+            for each in run["results"]
+        ],
+    )
+    for sentence in run["absent"]:
+        yield ""
+        yield sentence
+
+
+def _ttft(run: Result) -> Iterator[str]:
+    yield f"`{run['policy']}` at {run['options']['ratio']:.0%}."
+    yield ""
+    columns = ("chunks", "tokens", "full", "fused", "sooner", "plain reuse", "prefix caching", "of the ideal")
+    yield from table(
+        columns,
+        [
+            [
+                str(each["chunks"]),
+                f"{each['tokens']:,}",
+                f"{each['full_s']:.2f} s",
+                f"{each['fused_s']:.2f} s",
+                f"{each['speedup']:.2f}x",
+                f"{each['reuse_x']:.1f}x",
+                f"{each['prefix_x']:.2f}x",
+                f"{each['efficiency']:.0%}",
+            ]
+            for each in run.get("by_chunks") or [run]
+        ],
+    )
+
+
+def _has(name: str, inside: str = "") -> Callable[[Result], bool]:
+    """Whether a run has a key, or its first result has one."""
+    if not inside:
+        return lambda run: name in run
+    return lambda run: bool(run.get(name)) and inside in run[name][0]
+
+
+SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator[str]]], ...] = (
+    ("Quality", _has("results", "dataset"), _quality),
+    ("Calibration", _has("tried", "is_safe"), _calibration),
+    ("The figures of the CacheBlend paper", _has("figure"), _figure),
+    ("Beside what people use today", _has("results", "peer"), _peers),
+    ("Time to first token, random weights", _has("prefix_x"), _ttft),
+)
+
+
+if __name__ == "__main__":
+    (DOCS / "results.md").write_text(page(DOCS / "benchmarks"), "utf-8")
