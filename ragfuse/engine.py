@@ -19,13 +19,13 @@ from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.encoding import Encoder
 from ragfuse.errors import InputError, StoreError
 from ragfuse.fuse.fusor import LostRun, Run
-from ragfuse.gate import Hint, Profiles, refusal_of
+from ragfuse.gate import Hint, Profiles, as_shipped, refusal_of
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, NoSource, Prefill, load_model
 from ragfuse.hf.stream import FirstToken, StopWhen, TextSink
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.load.layers import LayerReader
-from ragfuse.models import embedded, quietly, resolve_llm
+from ragfuse.models import quietly, resolve_llm
 from ragfuse.plan.controller import is_exact, plan, settle
 from ragfuse.plan.evict import lru
 from ragfuse.profiles import ModelProfile
@@ -229,7 +229,8 @@ class Engine:
     def verify(self) -> Verdict:
         """Measure on the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
         verdict = verify(self.model, *settle(self.settings.policy, self.settings.ratio, self.profile.choice))
-        self.learn(replace(self.profile, verified=verdict.passed))
+        self._profiles.judge(self.model.profile, verdict.passed)
+        self._learned = replace(self.profile, verified=verdict.passed)
         return verdict
 
     @property
@@ -366,9 +367,7 @@ class Engine:
         source = resolve_llm(self.settings.model, self.settings.home)
         with quietly(source):
             model = load_model(source, self.settings.dtype, self.settings.device, self._profiles.probed)
-        ours = embedded(self.settings.model)
-        if ours is not None and ours.choice:
-            model.profile = model.profile.calibrated(True, *ours.choice)
+        model.profile = as_shipped(model.profile, self.settings.model)
         return model
 
     def _booked(self, use: Callable[[Book], T], otherwise: T) -> T:

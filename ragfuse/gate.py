@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Protocol, TypeVar
 
+from ragfuse.models import embedded
 from ragfuse.plan.controller import AUTO, MEASURED
 from ragfuse.profiles import PROFILE_VERSION, ModelProfile
 from ragfuse.store import Book
@@ -30,6 +31,12 @@ def refusal_of(profile: ModelProfile, policy: str) -> str:
     if profile.refusal or policy != AUTO:
         return profile.refusal
     return INEXACT if profile.verified is False else UNSAFE if profile.safe is False else ""
+
+
+def as_shipped(profile: ModelProfile, name: str) -> ModelProfile:
+    """The profile of the model `name` with the choice that an embedded one comes with."""
+    ours = embedded(name)
+    return profile.calibrated(True, *ours.choice) if ours is not None and ours.choice else profile
 
 
 class Booked(Protocol):
@@ -62,6 +69,10 @@ class Profiles:
         if kept is None:
             return own
         return kept if kept.safe is not None else replace(own, verified=kept.verified)
+
+    def judge(self, own: ModelProfile, verified: bool) -> None:
+        """Keep what verify says of a model, and nothing else of what came with it."""
+        self.put(replace(self.get(own.model) or own.probed, verified=verified))
 
     def remember(self, profile: ModelProfile) -> None:
         """Keep what the probe found, unless something is kept."""

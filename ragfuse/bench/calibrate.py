@@ -27,7 +27,7 @@ from ragfuse.bench.quality.run import Row, ask, seconds_saved
 from ragfuse.bench.quality.stats import ratio_interval
 from ragfuse.bench.runner import Runner, circumstances, progress
 from ragfuse.core import digest
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, ModelError, SettingsError
 from ragfuse.hf.model import HFModel
 
 REUSE = Method("none", 0.0, "alone")
@@ -47,6 +47,8 @@ READS = 0.75
 """Nats per token that a model may need for the documents at most, as a share of a blind guess over its vocabulary: one
 that does no better has learned nothing of them, and how close its answers stay says nothing."""
 PASSAGES = 6
+SHORTEST = 80
+"""Characters of a chunk that is asked about."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def made_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed
     The chunk that is asked about stands anywhere; half of the others are from its document. InputError where there are
     too few chunks.
     """
-    chunks = [(name, text) for name, texts in documents for text in texts if len(text.split()) >= 20]
+    chunks = [(name, text) for name, texts in documents for text in texts if len(text) >= SHORTEST]
     if len(chunks) <= PASSAGES:
         raise InputError(
             f"Wanted documents of at least {PASSAGES + 1} chunks to calibrate with, found {len(chunks)}. "
@@ -118,6 +120,13 @@ def calibrate(
     never safe.
     """
     began, lab, runner = time.perf_counter(), Lab(model), Runner(1, model.device, console)
+    if model.profile.refusal:
+        raise ModelError(f"{name} cannot be fused, so there is nothing to calibrate: {model.profile.refusal}")
+    if not lab.settings.amid_tokens:
+        raise SettingsError(
+            "Calibration is of chunks that are encoded amid their documents, and amid_tokens is 0. Take it out of the "
+            "environment or ragfuse.toml; without such entries hkvd at 15% is used."
+        )
     methods, rows = (REUSE, *LADDER), list[Row]()
     try:
         with progress(console) as bar:
@@ -196,7 +205,7 @@ def nats_per_token(model: HFModel, cases: Sequence[Case], most: int = 4) -> floa
     """Mean cross-entropy in nats of the model over some of the cases' chunks, each read alone."""
     found = []
     for case in cases[:most]:
-        ids = model.tokens(case.chunks[0])
+        ids = [*model.bos, *model.tokens(case.chunks[0])]
         logits = model.along(model.full_prefill(ids[:1]), ids[1:])
         found.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:], device=logits.device))))
     return mean(found)

@@ -26,7 +26,7 @@ from ragfuse.bench.quality.run import Plan, drawn, measure
 from ragfuse.bench.quality.table import results_of
 from ragfuse.bench.runner import circumstances, progress
 from ragfuse.bench.ttft import TtftOptions, run_ttft
-from ragfuse.errors import SettingsError
+from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
 
@@ -58,8 +58,8 @@ class Figure:
     measure: Callable[[Wanted], Rows]
     columns: tuple[str, ...]
     draw: Callable[[Any, Sequence[Mapping[str, Any]]], None]
-    trained: bool = True
-    """Whether it says something of answers, so that random weights will not do."""
+    asks: bool = True
+    """Whether it asks questions of data sets."""
 
 
 def run_paper(name: str, wanted: Wanted, picture: Path | None) -> dict[str, Any]:
@@ -77,7 +77,8 @@ def run_paper(name: str, wanted: Wanted, picture: Path | None) -> dict[str, Any]
     wanted.console.print(table)
     wanted.console.print(f"The paper: {figure.paper}", highlight=False)
     settings = wanted.settings
-    differs = f"Here: {settings.model} in {settings.dtype} on {settings.device}, n = {wanted.limit or 'all'} a set."
+    asked = f", n = {wanted.limit or 'all'} a set" if figure.asks else ", random tokens"
+    differs = f"Here: {settings.model} in {settings.dtype} on {settings.device}{asked}."
     wanted.console.print(differs, highlight=False)
     if picture is not None:
         with saved(picture, (7, 4.5)) as drawing:
@@ -105,7 +106,11 @@ def _shown(value: Any) -> str:
 
 
 def _model(wanted: Wanted) -> HFModel:
-    return bench_model(wanted.settings.model, wanted.settings.dtype, wanted.settings.device, wanted.settings.home)
+    settings = wanted.settings
+    model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
+    if model.profile.refusal:
+        raise ModelError(f"{settings.model} cannot be fused: {model.profile.refusal} Measure another model.")
+    return model
 
 
 def _cases(wanted: Wanted, model: HFModel) -> list[Case]:
@@ -339,7 +344,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             _sizes,
             ("chunks", "chunk_tokens", "full_s", "prefix_s", "fused_s", "reuse_s", "ttft_x"),
             _draw_sizes,
-            trained=False,
+            asks=False,
         ),
         "fig16": Figure(
             "the recompute ratio",

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ragfuse.errors import SettingsError
+from ragfuse.gate import as_shipped
 from ragfuse.hf.blank import random_model
 from ragfuse.hf.model import HFModel, load_model
-from ragfuse.models import embedded, resolve_llm
+from ragfuse.models import resolve_llm
 
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -64,7 +65,6 @@ def bench_model(name: str, dtype: str, device: str, home: Path) -> HFModel:
     known = preset(name)
     if known is not None:
         return random_model(known.shape, dtype, device)
-    model, ours = load_model(resolve_llm(name, home), dtype, device), embedded(name)
-    if ours is not None and ours.choice:
-        model.profile = model.profile.calibrated(True, *ours.choice)
+    model = load_model(resolve_llm(name, home), dtype, device)
+    model.profile = as_shipped(model.profile, name)
     return model

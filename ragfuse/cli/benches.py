@@ -15,6 +15,7 @@ from ragfuse.errors import InputError, SettingsError
 bench = typer.Typer(no_args_is_help=True, help="Measure. All subcommands share one runner: interleaved rounds.")
 
 
+BY_DEFAULT = "full,prefix,none,auto"
 DEMO_MEMORY = 3 << 30
 """Bytes of KV that the demo keeps in memory: all that stands further down in a prompt; the rest is read from disk."""
 
@@ -94,15 +95,19 @@ def quality(
         list[str] | None, typer.Option(help="Data set: held-out or demo, which come along, or a file. Repeat for more.")
     ] = None,
     methods: Annotated[
-        str, typer.Option(help="full, prefix, none, auto, wrongmask, a policy; @alone, @behind or @amid may follow.")
-    ] = "full,prefix,none,auto",
+        str,
+        typer.Option(
+            help="full; prefix (caching); none (plain reuse); auto (the default); mapreduce, maprerank (LangChain's); "
+            "wrongmask (an ablation); a policy. @alone, @behind or @amid: what chunks saw when they were encoded."
+        ),
+    ] = BY_DEFAULT,
     ratios: Annotated[str, typer.Option(help="Ratios of the policies among the methods.")] = "0.15",
     limit: Annotated[int, typer.Option(help="Questions of each set, drawn from a seed; 0: all.")] = 0,
     chunk_tokens: Annotated[int, typer.Option(help="Pack passages into chunks of up to so many; 0: as they are.")] = 0,
     context_tokens: Annotated[int, typer.Option(help="Most tokens of passages; longer ones are cut evenly.")] = 2600,
-    passages: Annotated[int, typer.Option(help="Passages of a SQuAD or demo prompt.")] = 6,
+    passages: Annotated[int, typer.Option(min=1, help="Passages of a SQuAD or demo prompt.")] = 6,
     answers: Annotated[bool, typer.Option(help="Write each method's own answer; without, KL and top-1 only.")] = True,
-    quick: Annotated[bool, typer.Option(help="60 held-out questions by full, none and auto: under 8 minutes.")] = False,
+    quick: Annotated[bool, typer.Option(help="64 held-out questions by full, none and auto.")] = False,
     json: Json = None,
 ) -> None:
     """Answers and next-token distributions of every method on the same prompts, beside full prefill's."""
@@ -112,6 +117,8 @@ def quality(
 
     console = console_for(json)
     settings = settings_of(model=model, dtype=dtype, device=device)
+    if quick and (data or limit or methods != BY_DEFAULT):
+        raise InputError("--quick has its own questions and methods: leave out --data, --limit and --methods.")
     if not quick and not data:
         raise InputError("Name a data set: --data held-out, --data demo or --data FILE; or say --quick.")
     rows = json.with_suffix(".rows.jsonl") if json is not None and str(json) != "-" else None

@@ -56,7 +56,7 @@ def calibrate_model(
     dtype: Dtype = None,
     device: Device = None,
     store: Store = None,
-    questions: Annotated[int, typer.Option(min=4, help="Questions made from the documents.")] = 20,
+    questions: Annotated[int, typer.Option(min=12, help="Questions made from the documents.")] = 20,
     plot: Annotated[Path | None, typer.Option(help="Draw the curve here (PNG).")] = None,
     json: Json = None,
 ) -> None:
@@ -64,8 +64,11 @@ def calibrate_model(
 
     Exit status 1 where no choice is safe: then prompts are answered by full prefill.
     """
+    from ragfuse.bench.runner import tune_malloc
+
     settings = settings_of(model=model, dtype=dtype, device=device, store=store)
     console, found = console_for(json), find_files(docs)
+    tune_malloc(console)
     tell_skipped(console, found)
     with console.status("loading the model"):
         from ragfuse.bench.calibrate import calibrate, draw_calibration, made_cases, show_calibration
@@ -83,7 +86,10 @@ def calibrate_model(
         result = calibrate(engine.model, cases, console, settings.model, verified)
         chosen = (result["policy"], result["ratio"]) if result["safe"] else ("", None)
         engine.learn(engine.profile.calibrated(result["safe"], *chosen))
+        is_kept = engine.book is not None
     show_calibration(result, console)
+    if not is_kept:
+        console.print("[yellow]Not kept[/]: without a disk tier there is no place for it (disk_bytes is 0).")
     if plot is not None:
         draw_calibration(result, plot)
         console.print(f"Written: {plot}", highlight=False)

@@ -35,7 +35,7 @@ class Door(TyperGroup):
             where = f" ({error.filename})" if error.filename else ""
             self._end("InputError", f"The system refused: {error.strerror or error}{where}.", error)
         except KeyboardInterrupt as stop:
-            Console(stderr=True).print("\nStopped. What was finished is kept; the same command goes on from there.")
+            Console(stderr=True).print("\nStopped. ingest, and bench with --json, go on from there when asked again.")
             raise typer.Exit(130) from stop
 
     @staticmethod

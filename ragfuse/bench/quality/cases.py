@@ -67,6 +67,8 @@ def read_cases(name: str | Path, packing: Packing) -> list[Case]:
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise InputError(f"The data set '{path}' cannot be read: {error}. Give a JSON or JSONL file.") from error
+    if packing.passages < 1:
+        raise InputError(f"A prompt of {packing.passages} passages cannot be asked about; wanted 1 or more.")
     try:
         cases = list(_cases(stem, _parsed(text), packing))
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -98,6 +100,8 @@ def _parsed(text: str) -> Any:
 
 
 def _cases(name: str, data: Any, packing: Packing) -> Iterator[Case]:
+    if packing.chunk_tokens and isinstance(data, dict):
+        raise InputError(f"The chunks of {name} are paragraphs as they are: leave --chunk-tokens out.")
     if isinstance(data, dict) and "data" in data:
         yield from _squad(name, data["data"], packing)
     elif isinstance(data, dict) and "questions" in data:
@@ -130,7 +134,8 @@ def _squad(name: str, articles: Sequence[Mapping[str, Any]], packing: Packing) -
                 if qa.get("is_impossible") or not answers:
                     continue
                 drawn = random.Random(str(qa["id"]))
-                others = drawn.sample([each for each in pool if each != gold], min(packing.passages - 1, len(pool) - 1))
+                rest = [each for each in pool if each != gold]
+                others = drawn.sample(rest, min(packing.passages - 1, len(rest)))
                 chosen = [gold, *others]
                 drawn.shuffle(chosen)
                 used = dict.fromkeys(title for title, _ in chosen)
@@ -157,7 +162,7 @@ def _on_demo_texts(name: str, questions: Sequence[Mapping[str, Any]], packing: P
         articles.append(drawn.choice([article for article in documents if article not in articles]))
         others = [(a, text) for a in articles for text in documents[a] if (a, text) not in needed]
         chosen = [*dict.fromkeys(needed)]
-        chosen += drawn.sample(others, packing.passages - len(chosen))
+        chosen += drawn.sample(others, max(0, min(packing.passages - len(chosen), len(others))))
         drawn.shuffle(chosen)
         held = tuple((article, documents[article]) for article in articles)
         yield Case(name, row["id"], row["question"], tuple(row["answers"]), tuple(t for _, t in chosen), held)
@@ -180,7 +185,12 @@ def _apart(
     task: Task = "answer",
 ) -> Case:
     """A case whose chunks are documents of their own."""
+    if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
+        raise TypeError(f"answers of {case_id} are {type(answers).__name__}, not a list of texts")
+    passages = [passage for passage in passages if passage.strip()]
     chunks = tuple(pack(_fitting(passages, packing), packing))
+    if not chunks:
+        raise TypeError(f"{case_id} has no passages")
     documents = tuple((f"{name} {case_id} {index}", (chunk,)) for index, chunk in enumerate(chunks))
     return Case(name, case_id, question, tuple(answers), chunks, documents, task)
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ragfuse.bench.quality.cases import Case
+from ragfuse.bench.quality.wording import ASKED
 from ragfuse.engine import Engine
 
 CHAINS = ("mapreduce", "maprerank")
 SUMMARY_TOKENS = 48
+SCORE_TOKENS = 8
+"""For "Score: 90" behind an answer."""
 MAP = "Here is a passage.\n\n{text}\n\nSummarise what it says about this question in one or two sentences: {question}"
-REDUCE = (
-    "Use the following passages to answer the question at the end in a few words.\n\n{text}\n\n"
-    "Question: {question}\nAnswer:"
-)
+REDUCE = "{text}".join(ASKED["answer"])
 RERANK = (
     "Use the following passage to answer the question at the end in a few words. Then write 'Score:' and a number from "
     "0 to 100 that says how sure you are.\n\n{text}\n\nQuestion: {question}\nAnswer:"
@@ -60,7 +60,8 @@ def run_chain(name: str, engine: Engine, case: Case, max_tokens: int) -> Told:
 
     clock = Clock()
     reads = ChatRagFuse(engine=engine, reuse=False, max_tokens=SUMMARY_TOKENS, streaming=True, callbacks=[clock])
-    says = ChatRagFuse(engine=engine, reuse=False, max_tokens=max_tokens, streaming=True, callbacks=[clock])
+    most = max_tokens + (SCORE_TOKENS if name == "maprerank" else 0)
+    says = ChatRagFuse(engine=engine, reuse=False, max_tokens=most, streaming=True, callbacks=[clock])
     documents = [Document(page_content=chunk) for chunk in case.chunks]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # langchain-classic says that it is old

@@ -17,9 +17,10 @@ import torch
 from ragfuse.asking import Ask, known_policy
 from ragfuse.bench.quality.cases import Case
 from ragfuse.bench.quality.chains import CHAINS
+from ragfuse.bench.quality.wording import ASKED
 from ragfuse.core import Prompt
-from ragfuse.engine import Engine
-from ragfuse.errors import SettingsError
+from ragfuse.engine import Engine, Ready
+from ragfuse.errors import InputError, ModelError, SettingsError
 from ragfuse.fuse.attend import RowMask
 from ragfuse.fuse.fusor import Fusion, Run
 from ragfuse.hf.handover import generate
@@ -41,22 +42,8 @@ NO_STORE = ("full", "prefix", *CHAINS)
 """Methods that take nothing from a store."""
 ROOM = 3 << 30
 """Bytes of KV kept of each way of encoding."""
-
-SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-ASKED = MappingProxyType(
-    {
-        "answer": (
-            "Use the following passages to answer the question at the end in a few words.\n\n",
-            "\n\nQuestion: {question}\nAnswer:",
-        ),
-        "summary": (
-            "Here are several passages.\n\n",
-            "\n\n{question}Write a summary of all of them in one paragraph.",
-        ),
-    }
-)
-"""What stands before the chunks and behind them, by task."""
-NEW_TOKENS = MappingProxyType({"answer": 24, "summary": 128})
+PART = 16
+"""Chunks of a document that are held together: of a long one, only the parts that a prompt takes chunks of."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +68,7 @@ def _usual(policy: str) -> Encoded:
 def methods_of(names: Sequence[str], ratios: Sequence[float], model: HFModel) -> list[Method]:
     """Every name at every ratio; SettingsError for what there is not. Names: see `Method`, `FIXED`, `WRONG_MASK`.
 
-    `auto` is what an engine does by default with this model.
+    `auto`: see `default_method`.
     """
     found: list[Method] = []
     for name in names:
@@ -106,7 +93,10 @@ def _encoded(name: str, said: str) -> Encoded:
 
 
 def default_method(model: HFModel) -> Method:
-    """What an engine does by default with this model where all is in the store."""
+    """What an engine does by default with this model as it comes, where all is in the store.
+
+    What was learned of it on some store (`ragfuse calibrate`) is not looked up.
+    """
     return Method(*settle(AUTO, None, model.profile.choice))
 
 
@@ -143,8 +133,6 @@ class Lab:
         chunks = [part for chunk in case.chunks for part in (Piece("\n\n"), Piece(chunk, "chunk"))]
         pieces = [Piece(before), *chunks[1:], Piece(after.replace("{question}", asked))]
         engine = self.engine(encoded)
-        if getattr(self.model.tokenizer, "chat_template", None):
-            return engine.prompt([("system", SYSTEM), ("user", pieces)])
         return engine.prompt([("user", pieces)])
 
     def hold(self, case: Case, methods: Sequence[Method]) -> None:
@@ -157,10 +145,20 @@ class Lab:
             if sum(tier.nbytes for tier in engine.store.tiers) > ROOM // 2:
                 engine.store.clear()
                 self._held[encoded].clear()
-            for name, texts in case.documents:
+            for name, texts in self._parts(case):
                 if (prefix, texts) not in self._held[encoded]:
                     engine.ingest([(text, name) for text in texts], () if encoded == "alone" else prefix)
                     self._held[encoded].add((prefix, texts))
+
+    @staticmethod
+    def _parts(case: Case) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Of every document the parts that the prompt has chunks of."""
+        wanted = set(case.chunks)
+        for name, texts in case.documents:
+            for at in range(0, len(texts), PART):
+                part = tuple(texts[at : at + PART])
+                if wanted & set(part):
+                    yield name, part
 
     def prefill(self, method: Method, prompt: Prompt) -> Prefill:
         """The prompt, prefilled the method's way."""
@@ -171,8 +169,19 @@ class Lab:
         engine = self.engine(method.encoded)
         if method.policy == WRONG_MASK:
             with wrong_mask():
-                return engine.prepare(prompt, Ask(policy="hkvd", ratio=method.ratio)).prefill
-        return engine.prepare(prompt, Ask(policy=method.policy, ratio=method.ratio)).prefill
+                return self._held_whole(engine.prepare(prompt, Ask(policy="hkvd", ratio=method.ratio)))
+        return self._held_whole(engine.prepare(prompt, Ask(policy=method.policy, ratio=method.ratio)))
+
+    def _held_whole(self, ready: Ready) -> Prefill:
+        """A prefill whose every chunk came from the store: one that did not would look closer than it is."""
+        if ready.plan.refusal:
+            raise ModelError(f"{self.model.name} cannot be fused: {ready.plan.refusal}. Measure another model.")
+        if ready.plan.misses:
+            raise InputError(
+                f"{len(ready.plan.misses)} chunks of a prompt are not held in {ROOM >> 30} GB of memory, or shorter "
+                f"than {self.settings.min_chunk_tokens} tokens. Take fewer or longer ones."
+            )
+        return ready.prefill
 
     def before_prefix(self, prompt: Prompt) -> None:
         """Have at hand what prefix caching reuses: the prompt's beginning with its first chunk."""
@@ -184,8 +193,10 @@ class Lab:
 
     @staticmethod
     def _n_prefix(prompt: Prompt) -> int:
-        first = next(i for i, segment in enumerate(prompt.segments) if segment.kind == "chunk")
-        return prompt.spans[first][1]
+        chunks = [i for i, segment in enumerate(prompt.segments) if segment.kind == "chunk"]
+        if not chunks:
+            raise InputError("A prompt holds no chunk that is long enough to be kept (min_chunk_tokens).")
+        return prompt.spans[chunks[0]][1]
 
     def write(self, prefill: Prefill, most: int) -> list[int]:
         """Ids of the greedy answer, at most so many, the end token left out; the prefill is used up."""
@@ -193,11 +204,6 @@ class Lab:
         ends = self.model.model.generation_config.eos_token_id
         stops = set(ends if isinstance(ends, list) else [ends])
         return [token for token in ids if token not in stops]
-
-
-def answer_tokens(task: str) -> int:
-    """Most tokens of an answer."""
-    return NEW_TOKENS[task]
 
 
 @contextmanager

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -17,13 +18,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ragfuse.asking import room_behind
 from ragfuse.bench.fidelity import kl
 from ragfuse.bench.quality.cases import Case, Packing, read_cases
 from ragfuse.bench.quality.chains import CHAINS, run_chain
-from ragfuse.bench.quality.methods import Lab, Method, answer_tokens
+from ragfuse.bench.quality.methods import Lab, Method
 from ragfuse.bench.quality.metrics import exact, f1, rouge_l
-from ragfuse.bench.runner import Runner, progress
-from ragfuse.core import Prompt
+from ragfuse.bench.quality.wording import NEW_TOKENS
+from ragfuse.bench.runner import Clock, Runner, malloc_setting, progress, versions
+from ragfuse.core import Prompt, digest
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
 
@@ -35,7 +38,7 @@ class Row:
     """One method on one case. Times of the prefill, of full prefill's beside it in the same round; kl in nats a token.
 
     score: F1 of an answer, ROUGE-L of a summary; None with `em` and `identical` where no answer was written.
-    kl, top1: None for methods that are no way to prefill one prompt.
+    kl, top1: None for methods that are no way to prefill one prompt. clock: which of the times counts.
     """
 
     dataset: str
@@ -55,6 +58,7 @@ class Row:
     mean_ratio: float = 0.0
     task: str = "answer"
     text: str = ""
+    clock: Clock = "cpu"
 
     @property
     def by(self) -> tuple[str, str, float | None]:
@@ -80,18 +84,20 @@ def measure(plan: Plan, model: HFModel, console: Console) -> list[Row]:
     """All rows of the plan, those that the rows file already has included."""
     packing = Packing(lambda text: len(model.tokens(text)), plan.chunk_tokens, plan.context_tokens, plan.passages)
     cases = [case for name in plan.sets for case in drawn(read_cases(name, packing), plan.limit)]
-    stamp = _stamp(plan, model)
-    rows = {(row.case, *row.by): row for row in _read(plan.rows, stamp)}
     lab, runner = Lab(model), Runner(1, model.device, console)
     methods = tuple(dict.fromkeys((FULL, *plan.methods)))
+    chains = [method.policy for method in methods if method.policy in CHAINS]
+    if chains and any(case.task == "summary" for case in cases):
+        raise InputError(f"{', '.join(chains)} answer questions; a data set asks for summaries. Leave one out.")
+    kept, stamps = _read(plan.rows), {case: _stamp(plan, lab, case) for case in cases}
+    rows = {(case.id, *row.by): row for case, stamp in stamps.items() for row in kept.get(stamp, {}).values()}
     try:
         with progress(console) as bar:
             task = bar.add_task("questions", total=len(cases))
             warm = False
             for case in cases:
-                missing = [
-                    m for m in methods if not _is_done(rows.get((case.id, case.dataset, m.name, m.ratio)), plan.answers)
-                ]
+                done = {method: rows.get((case.id, case.dataset, method.name, method.ratio)) for method in methods}
+                missing = [method for method, row in done.items() if not _is_done(row, plan.answers)]
                 bar.update(task, description=f"{case.dataset}: {len(missing)} methods")
                 if missing:
                     if not warm:
@@ -99,7 +105,7 @@ def measure(plan: Plan, model: HFModel, console: Console) -> list[Row]:
                         warm = True
                     for row in ask(lab, runner, case, missing, plan.answers):
                         rows[row.case, *row.by] = row
-                        _append(plan.rows, stamp, row)
+                        _append(plan.rows, stamps[case], row)
                 bar.advance(task)
     finally:
         lab.close()
@@ -116,14 +122,15 @@ def ask(lab: Lab, runner: Runner, case: Case, methods: Sequence[Method], answers
     """One case by full prefill, then by each method. InputError if it does not fit into the model."""
     lab.hold(case, methods)
     prompts = {encoded: lab.prompt(case, encoded) for encoded in dict.fromkeys(m.encoded for m in (FULL, *methods))}
-    prompt, most = prompts[FULL.encoded], answer_tokens(case.task)
+    prompt, most = prompts[FULL.encoded], NEW_TOKENS[case.task]
+    room_behind(len(prompt) + most, lab.model, f"{case.dataset} {case.id}")
     full = _timed(lab, runner, FULL, prompt)
     said = lab.write(full.prefill.copy(), most)
     along = [*said, _end(lab.model)][:most]
     wanted = lab.model.along(full.prefill, along)
     for method in methods:
         if method.policy in CHAINS:
-            yield _by_chain(lab, case, method, full, said, len(prompt))
+            yield replace(_by_chain(lab, case, method, full, said, len(prompt)), clock=runner.clock)
             continue
         mine = prompts[method.encoded]
         if mine.token_ids != prompt.token_ids:
@@ -155,12 +162,13 @@ def ask(lab: Lab, runner: Runner, case: Case, methods: Sequence[Method], answers
             mean_ratio=done.prefill.mean_ratio,
             task=case.task,
             text=text,
+            clock=runner.clock,
         )
 
 
 def _by_chain(lab: Lab, case: Case, method: Method, full: _Timed, said: Sequence[int], n_tokens: int) -> Row:
     """What a chain says."""
-    told = run_chain(method.policy, lab.engine(method.encoded), case, answer_tokens(case.task))
+    told = run_chain(method.policy, lab.engine(method.encoded), case, NEW_TOKENS[case.task])
     return Row(
         dataset=case.dataset,
         case=case.id,
@@ -207,27 +215,30 @@ def _is_done(row: Row | None, answers: bool) -> bool:
     return row is not None and (not answers or row.score is not None)
 
 
-def _stamp(plan: Plan, model: HFModel) -> str:
-    """What a kept row must share with this run."""
-    from ragfuse.core import digest
+def _stamp(plan: Plan, lab: Lab, case: Case) -> str:
+    """What a kept row must share with this run: model, machine, settings, and the case itself."""
+    settings, where = lab.settings, (str(lab.model.device), torch.get_num_threads(), malloc_setting(), versions())
+    how = plan.chunk_tokens, plan.context_tokens, plan.passages, settings.amid_tokens, settings.min_chunk_tokens
+    parts = case.dataset, case.id, case.question, *case.answers, *case.chunks
+    return digest(lab.model.fingerprint, str(where), str(how), *parts)[:16]
 
-    packing = plan.chunk_tokens, plan.context_tokens, plan.passages
-    return digest(model.fingerprint, str(packing), str(torch.get_num_threads()))[:12]
 
-
-def _read(path: Path | None, stamp: str) -> Iterator[Row]:
+def _read(path: Path | None) -> dict[str, dict[tuple[str, str, float | None], Row]]:
+    """Kept rows by their stamp and by what they measure; of equal ones the last."""
+    kept: dict[str, dict[tuple[str, str, float | None], Row]] = defaultdict(dict)
     if path is None or not path.exists():
-        return
+        return kept
     text = path.read_text("utf-8")
     if text and not text.endswith("\n"):
         path.write_text(text + "\n", encoding="utf-8")
     for line in text.splitlines():
         try:
             said = json.loads(line)
-            if said.pop("stamp") == stamp:
-                yield Row(**said)
+            stamp, row = said.pop("stamp"), Row(**said)
+            kept[stamp][row.by] = row
         except (ValueError, TypeError, KeyError):
             continue  # a line that was cut off when the run was killed: measured again
+    return kept
 
 
 def _append(path: Path | None, stamp: str, row: Row) -> None:
@@ -237,8 +248,12 @@ def _append(path: Path | None, stamp: str, row: Row) -> None:
 
 
 def seconds_saved(rows: Sequence[Row]) -> float:
-    """How many times sooner the first token comes: full prefill's CPU time over the method's, summed over questions."""
-    return sum(row.full_cpu_s for row in rows) / max(1e-9, sum(row.cpu_s for row in rows))
+    """How many times sooner the first token comes: full prefill's time over the method's, summed over questions.
+
+    CPU time on a CPU, the wall on an accelerator.
+    """
+    full = sum(row.full_cpu_s if row.clock == "cpu" else row.full_wall_s for row in rows)
+    return full / max(1e-9, sum(row.cpu_s if row.clock == "cpu" else row.wall_s for row in rows))
 
 
 def mean_of(rows: Sequence[Row], name: str) -> float | None:
