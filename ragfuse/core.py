@@ -38,7 +38,7 @@ def token_digest(tokens: Sequence[int]) -> str:
 
 
 def amid(context: str) -> str:
-    """The context of a run encoded behind `context` (a token digest, "": nothing) and then its document's own text."""
+    """The context of a run encoded behind `context` (a token digest, "": nothing) and then other text."""
     return f"~{context}"
 
 
@@ -255,7 +255,7 @@ class LoadPlan:
 class SegmentTrace:
     """What happened to one segment that could have come from the store.
 
-    encoded: its KV was computed alone, right behind the prefix, or amid its own document ("" for a miss).
+    encoded: its KV was computed alone, right behind the prefix, or amid other text ("" for a miss).
     """
 
     source: str

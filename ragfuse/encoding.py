@@ -1,40 +1,38 @@
-"""Runs into the store: alone or behind a prompt's prefix, and a second time amid their own document.
+"""Runs into the store: alone or behind a prompt's prefix, and a second time amid other text.
 
 Right behind the prefix a chunk is exact where it stands first. Further down, a chunk that was encoded as if it stood
 first brings along what a model computes only once, at the beginning of a text; one that saw other text before itself
-comes several times closer to full prefill.
+comes several times closer to full prefill, whatever that text says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragfuse.asking import room_behind
 from ragfuse.core import ChunkKey, ChunkKV, amid, token_digest
 from ragfuse.hf.model import HFModel
 from ragfuse.store import KVStore
-from ragfuse.text import Window, stand_in, windows
+from ragfuse.text import stand_in
 
-WINDOW = 1024
-"""Tokens of a document that are encoded in one go."""
 GAP = "\n\n"
-"""What stands between two chunks of a document."""
+"""What stands between the other text and a chunk."""
 
 
 @dataclass(frozen=True)
 class Encoder:
     """Encodes for one model and tenant (`digest`) what `store` does not hold yet.
 
-    shortest: tokens of the shortest run that is kept. reach: tokens of its document that a chunk sees, 0: no second
-    entries.
+    shortest: tokens of the shortest run that is kept. other_tokens: tokens of other text that a chunk's second entry
+    is encoded behind, 0: no second entries.
     """
 
     model: HFModel
     store: KVStore
     digest: str
     shortest: int
-    reach: int
+    other_tokens: int
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
         """The key of a run of tokens with this context."""
@@ -43,46 +41,28 @@ class Encoder:
     def keep(self, tokens: Sequence[int], prefix: Sequence[int] = ()) -> int:
         """Encode and keep a run behind `prefix`, or alone behind a short one; bytes of new KV."""
         context = self._context(prefix)
+        seldom = bool(self.other_tokens and context)  # only the chunk that stands first in a prompt is read from here
+        return self._encode(tokens, context, prefix if context else (), fast=not seldom)
+
+    def keep_amid(self, tokens: Sequence[int], prefix: Sequence[int] = ()) -> int:
+        """Encode and keep a chunk behind `prefix` and other text; bytes of new KV, 0 where there is no room for it."""
+        context = self._context(prefix)
+        before = (*(prefix if context else ()), *self.other())
+        room = room_behind(len(prefix), self.model)
+        if not self.other_tokens or (room is not None and len(before) + len(tokens) >= len(prefix) + room):
+            return 0
+        return self._encode(tokens, amid(context), before, fast=True)
+
+    def other(self) -> tuple[int, ...]:
+        """The other text: the end of what comes along for it."""
+        return tuple(self.model.tokens(stand_in() + GAP)[-self.other_tokens :]) if self.other_tokens else ()
+
+    def _encode(self, tokens: Sequence[int], context: str, before: Sequence[int], fast: bool) -> int:
         key = self.key(tokens, context)
         if len(tokens) < self.shortest or self.model.profile.refusal or self.store.lookup([key]):
             return 0
-        seldom = bool(
-            self.reach and context
-        )  # one chunk of a prompt stands first, the others are read as they are amid
-        return self._put(key, self.model.encode(tokens, prefix if context else ()), fast=not seldom)
-
-    def windows(self, chunks: Iterable[Sequence[int]], prefix: Sequence[int]) -> Iterator[Window]:
-        """One document's chunks, as they can be encoded at a time behind `prefix`."""
-        room = self._room(prefix)
-        reach = min(self.reach, room // 4)
-        before = self.model.tokens(stand_in() + GAP)
-        return windows(chunks, before, reach, min(WINDOW, room - reach), self.model.tokens(GAP))
-
-    def keep_amid(self, window: Window, prefix: Sequence[int]) -> list[int]:
-        """Encode and keep a window's chunks behind `prefix` and what stands before them; bytes of new KV of each."""
-        context, kept = self._context(prefix), [0] * len(window.chunks)
-        keys = [self.key(chunk, amid(context)) for chunk in window.chunks]
-        there = self.store.lookup(keys)
-        missing = {
-            key: at for at, key in enumerate(keys) if key not in there and len(window.chunks[at]) >= self.shortest
-        }
-        wanted = sorted(missing.values())  # of equal chunks, one
-        before = (*(prefix if context else ()), *window.before)
-        fits = len(window.before) + len(window.tokens) <= self._room(prefix)
-        if not wanted or not self.reach or not fits or self.model.profile.refusal:
-            return kept
-        encoded = self.model.encode_all(window.tokens, [window.spans[at] for at in wanted], before)
-        for at, kv in zip(wanted, encoded, strict=True):
-            kept[at] = self._put(keys[at], kv, fast=True)
-        return kept
+        kv: ChunkKV = self.model.encode(tokens, before)
+        return kv.nbytes if self.store.put(key, kv, wait=True, fast=fast) else 0
 
     def _context(self, prefix: Sequence[int]) -> str:
         return token_digest(prefix) if len(prefix) >= self.shortest else ""
-
-    def _room(self, prefix: Sequence[int]) -> int:
-        """Tokens that fit behind a prefix."""
-        room = room_behind(len(prefix), self.model)
-        return 1 << 30 if room is None else room - 1
-
-    def _put(self, key: ChunkKey, kv: ChunkKV, fast: bool) -> int:
-        return kv.nbytes if self.store.put(key, kv, wait=True, fast=fast) else 0

@@ -7,11 +7,8 @@ import atexit
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, TypeVar
 
 from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt, written
@@ -164,24 +161,21 @@ class Engine:
     ) -> Ingested:
         """Encode and keep the KV of (text, source) chunks that are not kept yet, behind `prefix` if given.
 
-        Neighbours of one source are a document: each chunk is encoded a second time amid it, see `encoding.py`.
-        Interrupted, it loses at most the window at hand; called again, it goes on where it stopped.
+        Each chunk is encoded a second time amid other text, see `encoding.py`. Interrupted, it loses at most the chunk
+        at hand; called again, it goes on where it stopped.
         """
         began, done, encoder = time.perf_counter(), Ingested(), self._encoder
         room_behind(len(prefix), self.model, "What stands before the first chunk")
         encoder.keep(prefix)
-        for source, document in groupby(texts, itemgetter(1)):
-            named: deque[tuple[str, list[int]]] = deque()
-            for window in encoder.windows(self._named(document, named), prefix):
-                for nbytes in encoder.keep_amid(window, prefix):
-                    text, ids = named.popleft()
-                    room_behind(len(prefix) + len(ids), self.model, f"A chunk of '{source}'")
-                    nbytes += encoder.keep(ids, prefix)
-                    if len(ids) >= self.settings.min_chunk_tokens:
-                        self._note(text, source, ids)
-                    done = done.plus(len(ids), nbytes, time.perf_counter() - began)
-                    if progress is not None:
-                        progress(done)
+        for text, source in texts:
+            text, ids = text.strip(), self.tokens(text.strip())
+            room_behind(len(prefix) + len(ids), self.model, f"A chunk of '{source}'")
+            nbytes = encoder.keep_amid(ids, prefix) + encoder.keep(ids, prefix)
+            if len(ids) >= self.settings.min_chunk_tokens:
+                self._note(text, source, ids)
+            done = done.plus(len(ids), nbytes, time.perf_counter() - began)
+            if progress is not None:
+                progress(done)
         return done
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
@@ -272,12 +266,6 @@ class Engine:
         settings = self.settings
         return Encoder(self.model, self.store, self.digest, settings.min_chunk_tokens, settings.amid_tokens)
 
-    def _named(self, document: Iterable[tuple[str, str]], named: deque[tuple[str, list[int]]]) -> Iterator[list[int]]:
-        """The ids of a document's texts; each text, stripped, is put into `named` with them."""
-        for text, _ in document:
-            named.append((text.strip(), self.tokens(text.strip())))
-            yield named[-1][1]
-
     def _plan(self, prompt: Prompt, ask: Ask, lost: frozenset[int]) -> LoadPlan:
         profile, settings = self.profile, self.settings
         policy = ask.policy or settings.policy
@@ -346,8 +334,7 @@ class Engine:
         encoder = self._encoder
         encoder.keep(work.tokens, work.prefix)
         if work.text:
-            for window in encoder.windows([work.tokens], work.prefix):
-                encoder.keep_amid(window, work.prefix)
+            encoder.keep_amid(work.tokens, work.prefix)
             self._note(work.text, work.source, work.tokens)
 
     def _note(self, text: str, source: str, tokens: Sequence[int]) -> None:

@@ -53,8 +53,8 @@ class Settings(BaseSettings):
     amid_tokens: int = Field(
         default=256,
         ge=0,
-        description="Tokens before itself in its document that a chunk sees at least, in a second entry for places "
-        "further down in a prompt; 0: no such entries.",
+        description="Tokens of other text that a chunk is encoded behind, in a second entry for places further down "
+        "in a prompt; 0: no such entries.",
     )
     min_chunk_tokens: int = Field(default=8, ge=1, description="Shorter runs are always computed fresh.")
     top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")

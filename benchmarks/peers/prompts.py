@@ -28,4 +28,3 @@ def recurring(model: HFModel, chunk_tokens: int, pool: int, rounds: int, seed: i
         question = drawn.choice(cases).question
         found.append(Case("peers", str(index), question, ("",), tuple(chunk for _, chunk in chosen), used))
     return found
-

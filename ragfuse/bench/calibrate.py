@@ -124,7 +124,7 @@ def calibrate(
         raise ModelError(f"{name} cannot be fused, so there is nothing to calibrate: {model.profile.refusal}")
     if not lab.settings.amid_tokens:
         raise SettingsError(
-            "Calibration is of chunks that are encoded amid their documents, and amid_tokens is 0. Take it out of the "
+            "Calibration is of chunks that are encoded amid other text, and amid_tokens is 0. Take it out of the "
             "environment or ragfuse.toml; without such entries hkvd at 15% is used."
         )
     methods, rows = (REUSE, *LADDER), list[Row]()

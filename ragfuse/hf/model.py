@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ragfuse.core import FORMAT_VERSION, ChunkKV, LayerKV, RopeLayout, digest
+from ragfuse.core import FORMAT_VERSION, ChunkKV, LayerKV, digest
 from ragfuse.errors import ModelError, RefusedError
 from ragfuse.fuse.fusor import Buffers, Fusion, Run, Source
-from ragfuse.fuse.rope import moved
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
@@ -131,16 +130,6 @@ class HFModel:
         with self.lock:
             layers = probe.plain_kv(self.model, ids, positions, self._behind(tuple(context)))
         return ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous()) for kv in layers))
-
-    def encode_all(
-        self, token_ids: Sequence[int], spans: Sequence[tuple[int, int]], context: Sequence[int] = ()
-    ) -> list[ChunkKV]:
-        """KV of the spans (lo, hi) of a run, each moved to positions 0..n-1, all computed by one forward."""
-        ids = torch.tensor([[*context, *token_ids]], device=self.device)
-        with self.lock:
-            whole = probe.plain_kv(self.model, ids, torch.arange(ids.shape[1], device=self.device))
-        layers, cut = list(zip(whole, self.profile.rope, strict=True)), len(context)
-        return [ChunkKV(tuple(_cut(kv, layout, cut + lo, cut + hi) for kv, layout in layers)) for lo, hi in spans]
 
     def _behind(self, context: tuple[int, ...]) -> tuple[LayerKV, ...]:
         """KV of a context at positions -n..-1; those used last are kept: many chunks are encoded behind the same."""
@@ -262,16 +251,6 @@ class HFModel:
         return max(
             error for a, b in pairs for error in (probe.typical(a.keys, b.keys), probe.typical(a.values, b.values))
         )
-
-
-def _cut(kv: LayerKV, layout: RopeLayout | None, lo: int, hi: int) -> LayerKV:
-    """Rows lo:hi of a run's KV as if they stood at its beginning."""
-    keys, values = kv.keys[:, lo:hi], kv.values[:, lo:hi]
-    turned = layout.part if layout is not None else ""
-    return LayerKV(
-        moved(keys, -lo, layout if turned == "keys" else None).contiguous(),
-        moved(values, -lo, layout if turned == "values" else None).contiguous(),
-    )
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def plan(
     """Reads every segment that is in the store, under its best key; `lost` ones were there and could not be read.
 
     ratio: None for what was measured to be enough: 0.15, or what `choice` says. choice: policy and ratio that this
-    model's calibration chose, for `auto` over chunks that were encoded amid their documents.
+    model's calibration chose, for `auto` over chunks that were encoded amid other text.
     """
     fetches, misses = [], []
     for index, segment in enumerate(prompt.segments):

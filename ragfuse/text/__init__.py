@@ -5,7 +5,7 @@ Tokenizer and chat template come in as callables; nothing here knows a model or 
 
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, Span, chunk_id, peel, pieces
-from ragfuse.text.windows import Window, stand_in, windows
+from ragfuse.text.stand_in import stand_in
 
 __all__ = [
     "Assembler",
@@ -14,10 +14,8 @@ __all__ = [
     "Message",
     "Piece",
     "Span",
-    "Window",
     "chunk_id",
     "peel",
     "pieces",
     "stand_in",
-    "windows",
 ]

@@ -42,7 +42,7 @@ class Assembler:
 
     Before the first chunk stands the prefix: one module with one key, if it has `min_tokens`. A chunk of at least
     `min_chunk_tokens` has the key of its KV behind that module, then that of its KV alone. One that does not stand
-    first has before both of them the keys of its KV amid its document, behind that module and behind none: there it
+    first has before both of them the keys of its KV amid other text, behind that module and behind none: there it
     saw other text before itself, as it does here (unless not `has_amid`: such entries are not made). All else is
     fresh: the rest, a chunk that ends the prompt (something must be computed to answer, and part of a chunk has no
     key), and a prompt without chunks as a whole.

@@ -35,18 +35,6 @@ def test_a_run_behind_a_context_equals_the_rows_of_a_longer_prefill(name: str) -
             assert kit.off(found, wanted[:, len(context) :]) < EXACT
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_spans_of_one_forward_equal_its_rows_turned_back(name: str) -> None:
-    model, context, run = kit.family(name), kit.ids(11, 1), kit.ids(40, 2)
-    whole, spans = model.encode(run, context), [(0, 13), (13, 14), (20, 40)]
-    for (lo, hi), found in zip(spans, model.encode_all(run, spans, context), strict=True):
-        assert found.n_tokens == hi - lo
-        for layout, layer, rows in zip(model.profile.rope, found.layers, whole.layers, strict=True):
-            for part in ("keys", "values"):
-                turned = layout if layout is not None and layout.part == part else None
-                assert kit.off(moved(getattr(layer, part), lo, turned), getattr(rows, part)[:, lo:hi]) < EXACT
-
-
 @families
 def test_a_run_alone_equals_its_own_prefill(name: str) -> None:
     model, run = kit.family(name), kit.ids(26)

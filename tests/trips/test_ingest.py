@@ -9,7 +9,7 @@ from tests.tiny import CHUNKS, ingest, messages
 SOURCED = [(text, f"book-{number}") for number, text in enumerate(CHUNKS)]
 
 
-def test_every_chunk_is_kept_behind_the_prefix_and_amid_its_document_and_the_prefix_alone(engine):
+def test_every_chunk_is_kept_behind_the_prefix_and_amid_other_text_and_the_prefix_alone(engine):
     ingest(engine)
     prefix = engine.prefix(messages())
     behind = token_digest(prefix)
@@ -57,7 +57,7 @@ def test_numbers_add_up_and_progress_sees_every_chunk(engine):
     assert done.nbytes == engine.store.stats().nbytes["memory"]
 
 
-def test_without_reach_into_its_document_a_chunk_has_one_entry(tiny_settings):
+def test_without_other_text_a_chunk_has_one_entry(tiny_settings):
     with Engine(tiny_settings.model_copy(update={"amid_tokens": 0})) as engine:
         done = engine.ingest([(text, "one book") for text in CHUNKS])
         assert done.nbytes == done.tokens * engine.model.nbytes_per_token
@@ -114,7 +114,7 @@ def test_only_the_first_chunk_of_a_prompt_comes_from_right_behind_the_prefix(eng
         assert {(segment.encoded, segment.exact) for segment in others} == {("amid", False)}
 
 
-def test_a_long_document_is_encoded_window_by_window_and_every_chunk_has_both_entries(engine):
+def test_equal_chunks_of_a_document_are_encoded_once(engine):
     texts = [f"Page {number}. {CHUNKS[number % 6]}" for number in range(30)]
     done = engine.ingest([(text, "one long book") for text in [*texts, texts[3]]], engine.prefix(messages()))
     assert (done.chunks, done.encoded) == (31, 30)
@@ -125,7 +125,7 @@ def test_a_long_document_is_encoded_window_by_window_and_every_chunk_has_both_en
             assert [found.n_tokens for found in entry.values()] == [len(engine.tokens(text))]
 
 
-def test_a_chunk_that_leaves_no_room_for_what_stands_before_it_has_one_entry(engine):
+def test_a_chunk_that_leaves_no_room_for_other_text_has_one_entry(engine):
     text = "x" * 4000
     assert engine.ingest([(text, "a"), (CHUNKS[0], "a")]).encoded == 2
     assert not engine.store.lookup([engine.key(engine.tokens(text), amid(""))])
@@ -150,7 +150,7 @@ def test_what_was_ingested_without_the_prompts_beginning_is_encoded_behind_it_on
     assert trace.segments[1].exact
 
 
-def test_under_another_beginning_chunks_come_amid_their_document_all_the_same(engine):
+def test_under_another_beginning_chunks_come_amid_other_text_all_the_same(engine):
     engine.ingest([(text, "one book") for text in CHUNKS])
     trace = engine.answer(messages(head="Some other, longer beginning of a prompt.\n\n")).trace
     assert [segment.encoded for segment in trace.segments if segment.hit] == ["alone", *["amid"] * 5]

@@ -102,7 +102,7 @@ def default_method(model: HFModel) -> Method:
 
 @dataclass
 class Lab:
-    """One model behind three engines, whose stores hold chunks encoded amid their documents, behind the prompt's own
+    """One model behind three engines, whose stores hold chunks encoded amid other text, behind the prompt's own
     beginning, or alone."""
 
     model: HFModel
