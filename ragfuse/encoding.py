@@ -46,16 +46,12 @@ class Encoder:
 
     def keep_amid(self, tokens: Sequence[int], prefix: Sequence[int] = ()) -> int:
         """Encode and keep a chunk behind `prefix` and other text; bytes of new KV, 0 where there is no room for it."""
-        context = self._context(prefix)
-        before = (*(prefix if context else ()), *self.other())
-        room = room_behind(len(prefix), self.model)
-        if not self.other_tokens or (room is not None and len(before) + len(tokens) >= len(prefix) + room):
+        context, room = self._context(prefix), room_behind(len(prefix), self.model)
+        other = self.other_tokens if room is None else min(self.other_tokens, room // 2)
+        if not other or (room is not None and other + len(tokens) >= room):
             return 0
+        before = *(prefix if context else ()), *self.model.tokens(stand_in() + GAP)[-other:]
         return self._encode(tokens, amid(context), before, fast=True)
-
-    def other(self) -> tuple[int, ...]:
-        """The other text: the end of what comes along for it."""
-        return tuple(self.model.tokens(stand_in() + GAP)[-self.other_tokens :]) if self.other_tokens else ()
 
     def _encode(self, tokens: Sequence[int], context: str, before: Sequence[int], fast: bool) -> int:
         key = self.key(tokens, context)

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -250,7 +251,9 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path, say: Say) -> N
             say("merging the adapter")
             from peft import PeftModel
 
-            model = PeftModel.from_pretrained(model, adapters.path(embedded.adapter)).merge_and_unload()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+                model = PeftModel.from_pretrained(model, adapters.path(embedded.adapter)).merge_and_unload()
         say("reading the tokenizer")
         _save_tokenizer(source, target, model.config.max_position_embeddings)
         say("saving")
@@ -344,14 +347,17 @@ def quietly(source: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Transformers' own progress bars off, and as they were afterwards."""
+    """Transformers' own progress bars off, and as they were afterwards; the one for GGUF goes by no switch."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, bar = logging.is_progress_bar_enabled(), gguf.tqdm
     logging.disable_progress_bar()
+    gguf.tqdm = lambda tensors, **_: tensors
     try:
         yield
     finally:
+        gguf.tqdm = bar
         if shown:
             logging.enable_progress_bar()
 

@@ -35,7 +35,7 @@ LADDER = (
     Method("none", 0.0, "amid"),
     *(Method("lego", ratio) for ratio in (0.03, 0.06, 0.10, 0.20)),
     *(Method("hkvd", ratio) for ratio in (0.05, 0.15, 0.30)),
-    Method("query-gradual", 0.15),
+    *(Method("query", ratio) for ratio in (0.05, 0.10, 0.20)),
 )
 """What is tried, over chunks encoded as the engine encodes them."""
 

@@ -14,7 +14,7 @@ from ragfuse.errors import SettingsError
 from ragfuse.gate import as_shipped
 from ragfuse.hf.blank import random_model
 from ragfuse.hf.model import HFModel, load_model
-from ragfuse.models import resolve_llm
+from ragfuse.models import quietly, resolve_llm
 
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -65,6 +65,8 @@ def bench_model(name: str, dtype: str, device: str, home: Path) -> HFModel:
     known = preset(name)
     if known is not None:
         return random_model(known.shape, dtype, device)
-    model = load_model(resolve_llm(name, home), dtype, device)
+    source = resolve_llm(name, home)
+    with quietly(source):
+        model = load_model(source, dtype, device)
     model.profile = as_shipped(model.profile, name)
     return model

@@ -52,6 +52,10 @@ class _Captured(Exception):
     """Carries K and V out of a layer that was run only that far."""
 
 
+class _Seen(Exception):
+    """Ends a prefill of which no more than its attention was wanted."""
+
+
 @dataclass(frozen=True)
 class Wiring:
     """Where to hook into one model.
@@ -87,12 +91,12 @@ class Wiring:
 class FusedPrefill:
     """One fused prefill of one prompt. Used once; hooks are gone afterwards, whatever happened."""
 
-    def __init__(self, wiring: Wiring, fusion: Fusion, watch: bool = False) -> None:
+    def __init__(self, wiring: Wiring, fusion: Fusion) -> None:
         self.wiring, self.fusion = wiring, fusion
         self.cache = RowCache(len(wiring.layers), taker=self)
-        self.score = torch.zeros(len(fusion.positions), device=fusion.positions.device) if watch else None
+        self.score: Tensor | None = None
         self._capture = False
-        self._done = False
+        self._done, self._unseen = False, 0
 
     def run(self, token_ids: Tensor) -> None:
         """Prefill the prompt int64 [1, T]; leaves `logits` [V] of its last row."""
@@ -105,11 +109,19 @@ class FusedPrefill:
             )
         self.logits: Tensor = out.logits[0, -1]
 
-    def watched(self) -> Tensor:
-        """Attention paid by the last row to every row, summed over heads and layers: float32 [T]."""
-        if self.score is None:
-            raise RuntimeError("This prefill did not watch attention.")
-        return self.score
+    def look(self, token_ids: Tensor) -> Tensor | None:
+        """Attention that the last row pays to every row, summed over heads and layers: float32 [T].
+
+        The prefill ends at the last layer's attention. None where the model computes attention by itself.
+        """
+        if self.wiring.mode != "rows":
+            return None
+        self.score, self._unseen = torch.zeros(token_ids.shape[1], device=token_ids.device), len(self.wiring.layers)
+        try:
+            self.run(token_ids)
+        except _Seen:
+            return self.score
+        raise RuntimeError("A layer ran without its attention being seen.")
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """What the cache hands over: the layer's K and V of the rows in flight."""
@@ -166,6 +178,9 @@ class FusedPrefill:
     def _watch(self, module: object, query: Tensor, keys: Tensor, scaling: float) -> None:
         if self.score is not None:
             self.score += watch_last(query, keys, scaling)
+            self._unseen -= 1
+            if not self._unseen:
+                raise _Seen
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:

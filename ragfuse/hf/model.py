@@ -187,15 +187,16 @@ class HFModel:
             score = None
             if chosen.asks_query and any(run.blend for run in runs):
                 look = Fusion(buffers, positions, runs, policy_named("none"), 0.0)
-                score = look.offered(self._run(look, ids, profile, watch=True).watched())
+                paid = FusedPrefill(self._wiring(profile), look).look(ids)
+                score = look.offered(paid) if paid is not None else None
             fusion = Fusion(buffers, positions, runs, chosen, ratio, score)
             run = self._run(fusion, ids, profile)
         run.cache.fill(buffers)
         at = None if torch.equal(positions, torch.arange(len(positions), device=self.device)) else positions
         return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen.cpu(), fusion.mean_ratio)
 
-    def _run(self, fusion: Fusion, ids: Tensor, profile: ModelProfile, watch: bool = False) -> FusedPrefill:
-        prefill = FusedPrefill(self._wiring(profile), fusion, watch)
+    def _run(self, fusion: Fusion, ids: Tensor, profile: ModelProfile) -> FusedPrefill:
+        prefill = FusedPrefill(self._wiring(profile), fusion)
         prefill.run(ids)
         return prefill
 

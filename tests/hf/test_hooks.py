@@ -5,8 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ragfuse.bench.deviation import attention_of
+from ragfuse.fuse.fusor import Buffers, Fusion
+from ragfuse.fuse.select import policy_named
 from ragfuse.hf.handover import generate
-from ragfuse.hf.model import HFModel
+from ragfuse.hf.hooks import FusedPrefill
+from ragfuse.hf.model import HFModel, NoSource
 from tests.hf import kit
 
 
@@ -115,3 +119,24 @@ def test_hooks_of_the_reader_are_still_called() -> None:
     kit.fuse(model, kit.usual(), "hkvd-flat", 0.2)
     handle.remove()
     assert seen[-1] == 11 + 7
+
+
+@families
+def test_a_look_is_the_attention_of_the_last_row_and_runs_nothing_behind_it(name: str) -> None:
+    model, scene = kit.family(name), kit.usual()
+    ids, profile = torch.tensor([list(scene.token_ids)]), model.profile
+    positions = torch.arange(ids.shape[1])
+    buffers = Buffers(len(positions), (), NoSource(), profile.rope, model.device)
+    before = traces(model)
+    unwanted = failing_at(model, model.n_layers - 1) if profile.mode == "rows" else lambda: None
+    with torch.no_grad():
+        found = FusedPrefill(model._wiring(profile), Fusion(buffers, positions, (), policy_named("none"), 0.0)).look(
+            ids
+        )
+    unwanted()
+    assert traces(model) == before
+    assert (found is None) == (profile.mode != "rows")
+    whole = attention_of(model, model.full_prefill(scene.token_ids), ids.shape[1])
+    wanted = sum(layer[:, -1].sum(0) for layer in whole)
+    if found is not None and "sinks" not in name:  # sinks take a share that the look leaves out
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
