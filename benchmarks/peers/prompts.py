@@ -16,15 +16,12 @@ def recurring(model: HFModel, chunk_tokens: int, pool: int, rounds: int, seed: i
     """`rounds` cases, each over six of the same `pool` chunks of up to `chunk_tokens`, with a question of the set."""
     packing = Packing(lambda text: len(model.tokens(text)), chunk_tokens)
     cases, drawn = read_cases("held-out", replace(packing, chunk_tokens=0)), random.Random(seed)
-    documents = dict(document for case in cases for document in case.documents)
-    chunks = [(name, chunk) for name, texts in documents.items() for chunk in pack(texts, packing)]
-    chunks = [(name, chunk) for name, chunk in chunks if 2 * packing.count(chunk) >= chunk_tokens]
+    paragraphs = list(dict.fromkeys(chunk for case in cases for chunk in case.chunks))
+    chunks = [chunk for chunk in pack(paragraphs, packing) if 2 * packing.count(chunk) >= chunk_tokens]
     kept = drawn.sample(chunks, min(pool, len(chunks)))
-    held = {name: tuple(chunk for whose, chunk in chunks if whose == name) for name in documents}
     found = []
     for index in range(rounds):
         chosen = drawn.sample(kept, min(DRAWN, len(kept)))
-        used = tuple((name, held[name]) for name in dict.fromkeys(name for name, _ in chosen))
         question = drawn.choice(cases).question
-        found.append(Case("peers", str(index), question, ("",), tuple(chunk for _, chunk in chosen), used))
+        found.append(Case("peers", str(index), question, ("",), tuple(chosen)))
     return found

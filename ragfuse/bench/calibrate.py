@@ -84,7 +84,6 @@ def made_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed
         )
     drawn = random.Random(seed)
     seen = Counter(word for _, text in chunks for word in set(_words(text)))
-    held = {name: tuple(texts) for name, texts in documents}
     cases = []
     for index in range(wanted):
         name, text = chunks[drawn.randrange(len(chunks))]
@@ -94,9 +93,8 @@ def made_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed
         rest = [each for each in drawn.sample(others, min(len(others), PASSAGES)) if each not in few]
         chosen = [(name, text), *few, *rest][:PASSAGES]
         drawn.shuffle(chosen)
-        used = tuple((each, held[each]) for each in dict.fromkeys(name for name, _ in chosen))
         question = f"What is said about {_topic(text, seen)}?"
-        cases.append(Case("calibrate", str(index), question, ("",), tuple(text for _, text in chosen), used))
+        cases.append(Case("calibrate", str(index), question, ("",), tuple(text for _, text in chosen)))
     return cases
 
 

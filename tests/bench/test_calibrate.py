@@ -22,7 +22,7 @@ def test_questions_are_made_from_the_documents_and_the_same_each_time() -> None:
     assert len({case.question for case in cases}) > 3
     for case in cases:
         assert len(set(case.chunks)) == 6
-        assert set(case.chunks) <= {text for _, texts in case.documents for text in texts}
+        assert set(case.chunks) <= {text for _, texts in DOCUMENTS for text in texts}
         topic = case.question.removeprefix("What is said about ").removesuffix("?")
         assert any(topic in chunk for chunk in case.chunks)
 

@@ -31,8 +31,7 @@ OWN = ("held-out", "demo")
 class Case:
     """One prompt to be answered.
 
-    chunks: texts in the prompt's order. documents: (name, texts) of the documents that they come from, each text once
-    and in the document's order; what a store would hold before the question comes.
+    chunks: texts in the prompt's order, which a store would hold before the question comes.
     """
 
     dataset: str
@@ -40,7 +39,6 @@ class Case:
     question: str
     answers: tuple[str, ...]
     chunks: tuple[str, ...]
-    documents: tuple[tuple[str, tuple[str, ...]], ...]
     task: Task = "answer"
 
 
@@ -138,14 +136,12 @@ def _squad(name: str, articles: Sequence[Mapping[str, Any]], packing: Packing) -
                 others = drawn.sample(rest, min(packing.passages - 1, len(rest)))
                 chosen = [gold, *others]
                 drawn.shuffle(chosen)
-                used = dict.fromkeys(title for title, _ in chosen)
                 yield Case(
                     name,
                     str(qa["id"]),
                     qa["question"].strip(),
                     answers,
                     tuple(text for _, text in chosen),
-                    tuple((title, documents[title]) for title in used),
                 )
 
 
@@ -164,8 +160,7 @@ def _on_demo_texts(name: str, questions: Sequence[Mapping[str, Any]], packing: P
         chosen = [*dict.fromkeys(needed)]
         chosen += drawn.sample(others, max(0, min(packing.passages - len(chosen), len(others))))
         drawn.shuffle(chosen)
-        held = tuple((article, documents[article]) for article in articles)
-        yield Case(name, row["id"], row["question"], tuple(row["answers"]), tuple(t for _, t in chosen), held)
+        yield Case(name, row["id"], row["question"], tuple(row["answers"]), tuple(t for _, t in chosen))
 
 
 def _quoted(documents: Mapping[str, Sequence[str]], article: str, quote: str) -> tuple[str, str]:
@@ -184,15 +179,14 @@ def _apart(
     packing: Packing,
     task: Task = "answer",
 ) -> Case:
-    """A case whose chunks are documents of their own."""
+    """A case with the passages of its own."""
     if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
         raise TypeError(f"answers of {case_id} are {type(answers).__name__}, not a list of texts")
     passages = [passage for passage in passages if passage.strip()]
     chunks = tuple(pack(_fitting(passages, packing), packing))
     if not chunks:
         raise TypeError(f"{case_id} has no passages")
-    documents = tuple((f"{name} {case_id} {index}", (chunk,)) for index, chunk in enumerate(chunks))
-    return Case(name, case_id, question, tuple(answers), chunks, documents, task)
+    return Case(name, case_id, question, tuple(answers), chunks, task)
 
 
 def _samsum(name: str, rows: Sequence[Mapping[str, Any]], packing: Packing) -> Iterator[Case]:

@@ -42,8 +42,6 @@ NO_STORE = ("full", "prefix", *CHAINS)
 """Methods that take nothing from a store."""
 ROOM = 3 << 30
 """Bytes of KV kept of each way of encoding."""
-PART = 16
-"""Chunks of a document that are held together: of a long one, only the parts that a prompt takes chunks of."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,6 @@ class Lab:
 
     def __post_init__(self) -> None:
         self.engines: dict[Encoded, Engine] = {}
-        self._held: dict[Encoded, set[object]] = {}
 
     def engine(self, encoded: Encoded) -> Engine:
         """The engine of one way of encoding."""
@@ -118,7 +115,6 @@ class Lab:
             amid = self.settings.amid_tokens if encoded == "amid" else 0
             settings = self.settings.model_copy(update={"amid_tokens": amid})
             self.engines[encoded] = Engine(settings, self.model, KVStore([MemoryTier(ROOM, lru)]))
-            self._held[encoded] = set()
         return self.engines[encoded]
 
     def close(self) -> None:
@@ -136,29 +132,15 @@ class Lab:
         return engine.prompt([("user", pieces)])
 
     def hold(self, case: Case, methods: Sequence[Method]) -> None:
-        """Let the stores hold the case's documents, encoded as the methods want them."""
+        """Let the stores hold the case's chunks, encoded as the methods want them."""
         for encoded in dict.fromkeys(method.encoded for method in methods if method.policy not in NO_STORE):
             engine, prompt = self.engine(encoded), self.prompt(case, encoded)
             first = prompt.segments[0]
             prefix = first.tokens if first.kind == "module" else ()
-            engine.ingest([], prefix)
             if sum(tier.nbytes for tier in engine.store.tiers) > ROOM // 2:
                 engine.store.clear()
-                self._held[encoded].clear()
-            for name, texts in self._parts(case):
-                if (prefix, texts) not in self._held[encoded]:
-                    engine.ingest([(text, name) for text in texts], () if encoded == "alone" else prefix)
-                    self._held[encoded].add((prefix, texts))
-
-    @staticmethod
-    def _parts(case: Case) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Of every document the parts that the prompt has chunks of."""
-        wanted = set(case.chunks)
-        for name, texts in case.documents:
-            for at in range(0, len(texts), PART):
-                part = tuple(texts[at : at + PART])
-                if wanted & set(part):
-                    yield name, part
+            engine.ingest([], prefix)
+            engine.ingest([(chunk, case.dataset) for chunk in case.chunks], () if encoded == "alone" else prefix)
 
     def prefill(self, method: Method, prompt: Prompt) -> Prefill:
         """The prompt, prefilled the method's way."""

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,6 @@ def test_a_squad_question_stands_over_its_paragraph_and_five_others(tmp_path: Pa
     for case in cases:
         assert len(set(case.chunks)) == 6
         assert f"{case.answers[0]} stands here." in case.chunks
-        held = {text for _, texts in case.documents for text in texts}
-        assert set(case.chunks) <= held
-        assert all(len(texts) == 5 for _, texts in case.documents)
     assert len({case.chunks.index(f"{case.answers[0]} stands here.") for case in cases}) > 2
 
 
@@ -54,7 +52,6 @@ def test_rows_with_ctxs_keep_their_order_under_their_titles(tmp_path: Path) -> N
     row = {"question": "q", "answers": ["x"], "ctxs": [{"title": "A", "text": "one"}, {"title": "", "text": "two"}]}
     (case,) = read(tmp_path, [row], lines=True)
     assert (case.chunks, case.task, case.id) == (("A\none", "two"), "answer", "0")
-    assert [texts for _, texts in case.documents] == [("A\none",), ("two",)]
 
 
 def test_longbench_passages_become_a_summary_or_an_answer(tmp_path: Path) -> None:
@@ -112,7 +109,8 @@ def test_what_is_too_long_is_cut_evenly(tmp_path: Path) -> None:
 def test_the_held_out_set_has_enough_questions_and_every_answer_stands_in_a_chunk() -> None:
     cases = read_cases("held-out", Packing(words))
     assert len(cases) >= 300
-    assert {name for case in cases for name, _ in case.documents} == {
+    articles = json.loads((Path(str(files("ragfuse.bench"))) / "sets" / "squad_held_out.json").read_text())["data"]
+    assert {article["title"] for article in articles} == {
         "Packet switching", "1973 oil crisis", "French and Indian War",
     }  # fmt: skip
     for case in cases:
