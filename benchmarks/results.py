@@ -16,7 +16,8 @@ Result = Mapping[str, Any]
 HEAD = """# Results
 
 Made by `make results` from the files in [benchmarks](benchmarks), each written by `ragfuse bench ... --json`,
-`ragfuse calibrate --json` or `python -m benchmarks.peers --json`. What the columns mean: [quality.md](quality.md).
+`ragfuse calibrate --json` or `python -m benchmarks.peers --json` unless a note says otherwise.
+What the columns mean: [quality.md](quality.md).
 Times are CPU time unless said, and full prefill's is measured beside each.
 """
 
@@ -45,6 +46,7 @@ def _where(name: str, run: Result) -> str:
         f"torch {versions['torch']}, transformers {versions['transformers']}" if versions else "",
         "allocator tuned" if run.get("malloc", {}).get("tuned") else "allocator untuned",
         str(run.get("date", ""))[:10],
+        run.get("note", ""),
     ]
     return f"[{name}](benchmarks/{name}): " + "; ".join(part for part in said if part) + "."
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ragfuse.errors import InputError, SettingsError
@@ -97,8 +98,7 @@ class Written:
 
 def written(ids: Sequence[int], ask: Ask, options: Mapping[str, Any], model: HFModel) -> Written:
     """What new ids say: up to the end token or the first stop string, padding of a batch left out."""
-    ends = _told("eos_token_id", options, model)
-    ends = list(ends) if isinstance(ends, Sequence) else [ends]
+    ends = ends_of(model, options)
     stop = next((at for at, token in enumerate(ids) if token in ends), None)
     kept = list(ids[:stop])
     if stop is None:
@@ -107,6 +107,12 @@ def written(ids: Sequence[int], ask: Ask, options: Mapping[str, Any], model: HFM
     text = cut_at_stop(raw, ask.stop)
     over = stop is not None or len(text) < len(raw) or len(kept) < options.get("max_new_tokens", 0)
     return Written(text, tuple(kept), "stop" if over else "length")
+
+
+def ends_of(model: HFModel, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
+    """Ids that end an answer, () where a model has none."""
+    ends = _told("eos_token_id", options, model)
+    return tuple(ends) if isinstance(ends, Sequence) else () if ends is None else (ends,)
 
 
 def _without_padding(ids: list[int], pad: object) -> list[int]:

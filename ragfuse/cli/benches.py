@@ -121,7 +121,7 @@ def quality(
         raise InputError("--quick has its own questions and methods: leave out --data, --limit and --methods.")
     if not quick and not data:
         raise InputError("Name a data set: --data held-out, --data demo or --data FILE; or say --quick.")
-    rows = json.with_suffix(".rows.jsonl") if json is not None and str(json) != "-" else None
+    rows = _rows_beside(json)
     wanted = Plan(
         sets=tuple(data or ()),
         limit=limit,
@@ -161,11 +161,16 @@ def paper(
     settings = settings_of(model=model, dtype=dtype, device=device)
     if plot is not None:
         require_plotting()
-    rows = json.with_suffix(".rows.jsonl") if json is not None and str(json) != "-" else None
+    rows = _rows_beside(json)
     sets = tuple(data or ("held-out",))
     tune_malloc(console)
     wanted = Wanted(settings, sets, 8 if quick else limit, chunk_tokens, rows, console)
     write_json(run_paper(figure, wanted, plot), json)
+
+
+def _rows_beside(result: Path | None) -> Path | None:
+    """Where measurements are kept as they come: beside the result, if that is a file."""
+    return result.with_suffix(".rows.jsonl") if result is not None and str(result) != "-" else None
 
 
 def _shares(text: str) -> tuple[float, ...]:

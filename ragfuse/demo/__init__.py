@@ -10,6 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ragfuse.bench.quality.wording import ASKED
+
 
 def corpus_path() -> Path:
     """Folder of the articles, one Markdown file each; licence and origin stand in each file and in ATTRIBUTION.md."""
@@ -24,4 +26,5 @@ def questions() -> dict[str, Any]:
     said: dict[str, Any] = json.loads((files(__name__) / "questions.json").read_text(encoding="utf-8"))
     own = json.loads((files("ragfuse.bench") / "sets" / "demo_questions.json").read_text(encoding="utf-8"))
     known = {row["id"]: {**row, "article": row["support"][0]["article"]} for row in own["questions"]}
+    said["template"]["human"] = "{context}".join(ASKED["answer"])
     return {**said, "questions": [known[name] for name in said["questions"]], "long": known[said["long"]]}

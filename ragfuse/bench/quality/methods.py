@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ragfuse.asking import Ask, known_policy
+from ragfuse.asking import Ask, ends_of, known_policy
 from ragfuse.bench.quality.cases import Case
 from ragfuse.bench.quality.chains import CHAINS
 from ragfuse.bench.quality.wording import ASKED
@@ -183,9 +183,7 @@ class Lab:
     def write(self, prefill: Prefill, most: int) -> list[int]:
         """Ids of the greedy answer, at most so many, the end token left out; the prefill is used up."""
         ids = generate(self.model, [prefill], {"max_new_tokens": most, "do_sample": False})[0]
-        ends = self.model.model.generation_config.eos_token_id
-        stops = set(ends if isinstance(ends, list) else [ends])
-        return [token for token in ids if token not in stops]
+        return [token for token in ids if token not in ends_of(self.model)]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def run_quality(
     if model.tokenizer is None:
         raise ModelError(f"{settings.model} has no tokenizer: it cannot be asked questions. Measure a trained model.")
     methods = methods_of(names, ratios, model)
-    plan = Plan(**{**vars(plan), "methods": tuple(methods)})
+    plan = replace(plan, methods=tuple(methods))
     results = results_of(measure(plan, model, console))
     show_quality(results, console)
     default = default_method(model)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ragfuse.asking import room_behind
+from ragfuse.asking import ends_of, room_behind
 from ragfuse.bench.fidelity import kl
 from ragfuse.bench.quality.cases import Case, Packing, read_cases
 from ragfuse.bench.quality.chains import CHAINS, run_chain
@@ -126,7 +126,7 @@ def ask(lab: Lab, runner: Runner, case: Case, methods: Sequence[Method], answers
     room_behind(len(prompt) + most, lab.model, f"{case.dataset} {case.id}")
     full = _timed(lab, runner, FULL, prompt)
     said = lab.write(full.prefill.copy(), most)
-    along = [*said, _end(lab.model)][:most]
+    along = [*said, *(ends_of(lab.model)[:1] or (0,))][:most]
     wanted = lab.model.along(full.prefill, along)
     for method in methods:
         if method.policy in CHAINS:
@@ -204,11 +204,6 @@ def _timed(lab: Lab, runner: Runner, method: Method, prompt: Prompt) -> _Timed:
 
 def _score(case: Case, text: str) -> float:
     return rouge_l(text, case.answers) if case.task == "summary" else f1(text, case.answers)
-
-
-def _end(model: HFModel) -> int:
-    ends = model.model.generation_config.eos_token_id
-    return int(ends[0] if isinstance(ends, list) else ends if ends is not None else 0)
 
 
 def _is_done(row: Row | None, answers: bool) -> bool:
