@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from ragfuse import Engine, Settings
 from ragfuse.models import prepare
 
 __all__ = ["tiny_path"]
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the background of a shell ignores Ctrl-C; tests send it
 
 
 @pytest.fixture(scope="session")

@@ -71,6 +71,19 @@ def deviation(new: Sequence[Tensor], old: Sequence[Tensor]) -> list[float]:
     return total
 
 
+def nearness(words: Sequence[int], asked: Sequence[int], offer: Sequence[int]) -> list[float]:
+    """Per row the weight of the question's words around it; words of -1 are none."""
+    said = [words[row] for row in offer]
+    near = []
+    for at in range(len(words)):
+        total = 0.0
+        for row in offer:
+            if abs(row - at) <= 24 and words[row] != -1 and any(words[row] == words[one] for one in asked):
+                total += math.log(len(offer) / said.count(words[row])) * math.exp(-abs(row - at) / 6)
+        near.append(total)
+    return near
+
+
 def top(scores: Sequence[float], count: int) -> list[int]:
     """Indices of the `count` highest scores, in order."""
     ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
@@ -130,7 +143,8 @@ class Cached:
 class LlamaTwin:
     """A Llama written out: every layer computes chosen rows only, under a dense mask, in float64."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, says: Callable[[int], str] = str) -> None:
+        self.says = says
         self.weights = {name: value.detach().double() for name, value in model.state_dict().items()}
         self.config = model.config
         inv_freq = model.model.rotary_emb.inv_freq.double().tolist()
@@ -151,6 +165,12 @@ class LlamaTwin:
         if policy.startswith("query"):
             looked = self._look(ids, positions, runs, forced)
             offer.score = [looked[row] for row in offered]
+        if policy == "lexical":
+            said = [self.says(id).lower() for id in ids]
+            words = [said.index(one) if one.isalnum() else -1 for one in said]
+            near = nearness(words, [row for row in forced if row > max(offered)], offered) if offered else []
+            near = near if any(near) else nearness(words, forced, offered)
+            offer.score = [near[row] for row in offered]
         name, _, compare = policy.partition(":")
         choose = POLICIES[name](offer)
         placed = self._place(n_tokens, runs)
@@ -299,6 +319,11 @@ def _query(gradual: bool) -> Callable[[Offer], Choose]:
     return make
 
 
+def _lexical_rows(offer: Offer) -> list[int]:
+    scores = [score or -float(place) for score, place in zip(offer.score, offer.offset, strict=True)]
+    return [offer.rows[index] for index in top(scores, budget(offer.ratio, len(offer.rows), offer.forced))]
+
+
 def _static(first_rows: Callable[[Offer], list[int]]) -> Callable[[Offer], Choose]:
     return lambda offer: lambda layer, alive, before, here: first_rows(offer)
 
@@ -315,6 +340,7 @@ POLICIES: dict[str, Callable[[Offer], Choose]] = {
     "lego-3": _static(
         lambda offer: [r for r, o in zip(offer.rows, offer.offset, strict=True) if o < 3 or offer.ratio == 1]
     ),
+    "lexical": _static(_lexical_rows),
     "hkvd": _hkvd(gradual=True),
     "hkvd-flat": _hkvd(gradual=False),
     "hybrid": _hybrid,

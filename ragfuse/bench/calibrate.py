@@ -33,7 +33,8 @@ from ragfuse.hf.model import HFModel
 REUSE = Method("none", 0.0, "alone")
 LADDER = (
     Method("none", 0.0, "amid"),
-    *(Method("lego", ratio) for ratio in (0.03, 0.06, 0.10, 0.20)),
+    Method("lego", 0.06),
+    *(Method("lexical", ratio) for ratio in (0.03, 0.06, 0.10, 0.20)),
     *(Method("hkvd", ratio) for ratio in (0.05, 0.15, 0.30)),
     *(Method("query", ratio) for ratio in (0.05, 0.10, 0.20)),
 )

@@ -21,8 +21,8 @@ PREFIX_AWARE = (
 class Work:
     """What one fused prefill must compute at least.
 
-    ratio: share of the context rows recomputed from `check_layer` on. asks_query: whether the suffix runs once more
-    over the reused cache to choose them.
+    ratio: share of the context rows recomputed from `check_layer` on. look: whether the suffix runs once more over the
+    reused cache to choose them.
     """
 
     layers: int
@@ -31,7 +31,7 @@ class Work:
     suffix: int
     ratio: float
     check_layer: int = 1
-    asks_query: bool = False
+    look: bool = False
 
     @property
     def tokens(self) -> int:
@@ -52,5 +52,5 @@ class Work:
         context = blended * self.chunk_tokens
         below = self.check_layer * (context + self.suffix)
         above = (self.layers - self.check_layer) * (self.ratio * context + self.suffix)
-        look = self.layers * self.suffix if self.asks_query else 0
+        look = self.layers * self.suffix if self.look else 0
         return self.layers * self.tokens / (below + above + look)

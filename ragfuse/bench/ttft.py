@@ -204,7 +204,7 @@ class _Bench:
             suffix=options.question_tokens,
             ratio=options.nominal_ratio,
             check_layer=policy.check_layer,
-            asks_query=policy.asks_query,
+            look=policy.wants == "attention",
         )
 
 

@@ -133,7 +133,8 @@ class Buffers:
 class Fusion:
     """Which rows flow through which layer of one prefill, and what they leave behind.
 
-    rows: int64 [R], sorted, the prompt rows computed in the current layer. counts: rows computed per layer.
+    All int64 and sorted: `offer` [C], rows of chunks that a policy may choose; `forced`, rows computed in any case;
+    `rows` [R], those computed in the current layer. counts: how many of the offer, per layer.
     """
 
     def __init__(
@@ -152,10 +153,10 @@ class Fusion:
             cached[run.lo : run.hi] = True
             offered[run.lo : run.hi] = run.blend
         cached[-1] = offered[-1] = False
-        self._forced = (~cached).nonzero()[:, 0].to(positions.device)
-        self._offer = offered.nonzero()[:, 0].to(positions.device)
-        self.view = _view(len(buffers), ratio, len(self._forced), runs, self._offer, score)
-        self._alive = torch.arange(len(self._offer), device=positions.device)
+        self.forced = (~cached).nonzero()[:, 0].to(positions.device)
+        self.offer = offered.nonzero()[:, 0].to(positions.device)
+        self.view = _view(len(buffers), ratio, len(self.forced), runs, self.offer, score)
+        self._alive = torch.arange(len(self.offer), device=positions.device)
         self._deviation: Tensor | None = None
         self.rows = self._merge()
         self.chosen = self.rows[:0]
@@ -177,8 +178,8 @@ class Fusion:
             self._alive = self.policy.choose(self.view, layer, self._alive, self._deviation)
             self._deviation = None
             if layer == self.policy.check_layer:
-                self.chosen = self._offer[self._alive]
-        rows = self._merge() if len(self._alive) + len(self._forced) < len(before) else before
+                self.chosen = self.offer[self._alive]
+        rows = self._merge() if len(self._alive) + len(self.forced) < len(before) else before
         self.counts.append(len(self._alive))
         if rows is before:
             return None
@@ -204,15 +205,11 @@ class Fusion:
             self._mask = RowMask(self.rows, self.positions)
         return self._mask
 
-    def offered(self, per_row: Tensor) -> Tensor:
-        """The part of a [T] tensor that belongs to the rows on offer: [C]."""
-        return per_row[self._offer]
-
     @property
     def mean_ratio(self) -> float:
         """Share of the offered rows computed per layer, over the layers from the check layer on."""
         counts = self.counts[self.policy.check_layer :]
-        return sum(counts) / (len(counts) * len(self._offer)) if counts and len(self._offer) else 0.0
+        return sum(counts) / (len(counts) * len(self.offer)) if counts and len(self.offer) else 0.0
 
     def _is_thinned(self, layer: int) -> bool:
         """Whether the policy will want to leave rows out in `layer`, by what the layer before it computed."""
@@ -220,7 +217,7 @@ class Fusion:
         return follows and alive > 0 and self.policy.thins(self.view, layer, alive)
 
     def _merge(self) -> Tensor:
-        return torch.cat([self._forced, self._offer[self._alive]]).sort().values
+        return torch.cat([self.forced, self.offer[self._alive]]).sort().values
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """Squared L2 distance per offered row over heads and dims, float32 [m], in the order of `_alive`."""
@@ -231,7 +228,7 @@ class Fusion:
         for new, old in pairs[self.policy.compare]:
             change = new[0] - old[0].index_select(1, self.rows)
             total += vector_norm(change, dim=(0, 2), dtype=torch.float32).square_()
-        return total[torch.searchsorted(self.rows, self._offer[self._alive])]
+        return total[torch.searchsorted(self.rows, self.offer[self._alive])]
 
 
 def _view(n_layers: int, ratio: float, forced: int, runs: Sequence[Run], offer: Tensor, score: Tensor | None) -> View:

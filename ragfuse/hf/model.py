@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from ragfuse.core import FORMAT_VERSION, ChunkKV, LayerKV, digest
 from ragfuse.errors import ModelError, RefusedError
 from ragfuse.fuse.fusor import Buffers, Fusion, Run, Source
-from ragfuse.fuse.select import policy_named
+from ragfuse.fuse.select import nearness, policy_named
 from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
@@ -85,6 +85,8 @@ class HFModel:
         self.lock = threading.RLock()
         self._encoder, self._encoding = copy.deepcopy(tokenizer), threading.Lock()
         self._wired: Wiring | None = None
+        self._words: dict[int, int] = {}
+        self._spoken: dict[str, int] = {}
         self._contexts: dict[tuple[int, ...], tuple[LayerKV, ...]] = {}  # least recently used first
         self.device, self.dtype = model.device, model.dtype
         self.name = str(model.config._name_or_path) or model.config.model_type
@@ -185,15 +187,34 @@ class HFModel:
         buffers = Buffers(len(positions), runs, source, profile.rope, self.device, ROOM)
         with self.lock, torch.no_grad():
             score = None
-            if chosen.asks_query and any(run.blend for run in runs):
-                look = Fusion(buffers, positions, runs, policy_named("none"), 0.0)
-                paid = FusedPrefill(self._wiring(profile), look).look(ids)
-                score = look.offered(paid) if paid is not None else None
+            if chosen.wants != "nothing" and any(run.blend for run in runs):
+                bare = Fusion(buffers, positions, runs, policy_named("none"), 0.0)
+                words = chosen.wants == "words"
+                found = self._near_words(ids, bare) if words else FusedPrefill(self._wiring(profile), bare).look(ids)
+                score = found[bare.offer] if found is not None else None
             fusion = Fusion(buffers, positions, runs, chosen, ratio, score)
             run = self._run(fusion, ids, profile)
         run.cache.fill(buffers)
         at = None if torch.equal(positions, torch.arange(len(positions), device=self.device)) else positions
         return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen.cpu(), fusion.mean_ratio)
+
+    def _near_words(self, ids: Tensor, fusion: Fusion) -> Tensor:
+        """How near each row is to words of the question, which is what stands behind the last chunk: float32 [T].
+
+        Where that shares no word with the chunks, all that is computed in any case is the question.
+        """
+        words, offer, fresh = torch.tensor([*map(self._word, ids[0].tolist())]), fusion.offer.cpu(), fusion.forced.cpu()
+        near = nearness(words, fresh[fresh > offer[-1]], offer)
+        return (near if bool(near.any()) else nearness(words, fresh, offer)).to(self.device)
+
+    def _word(self, token_id: int) -> int:
+        """A number for what a token says, whatever its case and the space before it; -1 if it is no letter or digit."""
+        if token_id not in self._words:
+            said = self.tokenizer.convert_ids_to_tokens(token_id) if self.tokenizer is not None else f"t{token_id}"
+            plain = str(said).lstrip("\u0120\u2581 ").lower()  # how byte-level and sentencepiece tokens begin a word
+            spoken = any(letter.isalnum() for letter in plain)
+            self._words[token_id] = self._spoken.setdefault(plain, len(self._spoken)) if spoken else -1
+        return self._words[token_id]
 
     def _run(self, fusion: Fusion, ids: Tensor, profile: ModelProfile) -> FusedPrefill:
         prefill = FusedPrefill(self._wiring(profile), fusion)

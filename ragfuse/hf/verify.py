@@ -212,7 +212,7 @@ class _Checks:
         row = sum(SIZES[:-2]) + middle
         one, other = (self._fused(parts, self.policy, 1.0) for parts in (self.parts, changed))
         errors.append(one.until(row).error(other.until(row), self._routed))
-        if not policy_named(self.policy).asks_query:
+        if policy_named(self.policy).wants == "nothing":
             ids = (*self.question.ids[:-1], self.question.ids[-1] ^ 1)
             changed = [*self.parts[:-1], Part(ids)]
             row = sum(SIZES) - 1

@@ -269,4 +269,4 @@ def test_the_view_tells_chunks_and_places() -> None:
     assert steps.view.chunk.tolist() == [1] * 30 + [3] * 30
     assert steps.view.offset.tolist() == [*range(30), *range(30)]
     assert steps.view.forced == 12
-    assert torch.equal(steps.offered(torch.arange(82)), torch.tensor([*range(10, 40), *range(45, 75)]))
+    assert torch.equal(steps.offer, torch.tensor([*range(10, 40), *range(45, 75)]))

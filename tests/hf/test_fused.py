@@ -20,7 +20,7 @@ def agrees_with_its_twin(scene: Scene, policy: str, ratio: float) -> None:
     kv = kit.source(model, scene)
     fused = kit.fuse(model, scene, policy, ratio, kv)
     runs = [reference.Cached(run.lo, run.hi, kv.chunks[run.segment], run.start, run.blend) for run in scene.runs]
-    twin = reference.LlamaTwin(model.model)
+    twin = reference.LlamaTwin(model.model, model.words.convert_ids_to_tokens)
     wanted = twin.fuse(scene.token_ids, scene.positions.tolist(), runs, policy if ratio else "none", ratio)
     assert kit.off(fused.logits, wanted.logits) < EXACT
     assert kit.worst(kit.states(fused), list(zip(wanted.keys, wanted.values, strict=True))) < EXACT
@@ -47,7 +47,7 @@ def test_large_budgets_fill_tiles_like_their_twin() -> None:
 @given(
     parts=st.lists(st.tuples(st.integers(1, 9), st.sampled_from(["prefix", "chunk", "miss", "fresh"])), min_size=1),
     gaps=st.lists(st.integers(0, 5), min_size=12, max_size=12),
-    policy=st.sampled_from(["hkvd", "hkvd-flat", "hybrid", "lego", "none", "full"]),
+    policy=st.sampled_from(["hkvd", "hkvd-flat", "hybrid", "lego", "lexical", "none", "full"]),
     ratio=st.floats(0, 1),
     seed=st.integers(0, 5),
 )
@@ -80,7 +80,7 @@ def test_misses_in_any_pattern_equal_reuse_by_hand(name: str, kinds: str) -> Non
 
 
 @families
-@pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "lego", "random", "hybrid", "none", "full"])
+@pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "lego", "lexical", "random", "hybrid", "none", "full"])
 def test_a_fully_cached_prompt_has_its_last_row_computed(name: str, policy: str) -> None:
     model, scene = kit.family(name), kit.scene([9, 20, 15], ["prefix", "chunk", "chunk"])
     fused = kit.fuse(model, scene, policy, 0.0)

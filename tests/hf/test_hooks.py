@@ -40,7 +40,7 @@ families = pytest.mark.parametrize("name", ["llama", "gpt-oss-sinks-window", "st
 
 
 @families
-@pytest.mark.parametrize("policy", ["hkvd", "lego", "query"])
+@pytest.mark.parametrize("policy", ["hkvd", "lego", "lexical", "query"])
 def test_nothing_stays_behind(name: str, policy: str) -> None:
     model = kit.family(name)
     before = traces(model)

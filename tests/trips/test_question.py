@@ -6,7 +6,7 @@ from ragfuse import Ask, Engine, Settings
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, ingest, messages, on_disk_only, python
 
 
-@pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "lego", "query", "random"])
+@pytest.mark.parametrize("policy", ["hkvd", "hkvd-flat", "lego", "lexical", "query", "random"])
 def test_six_cached_chunks_are_reused_and_few_rows_recomputed(engine, policy):
     ingest(engine)
     trace = engine.answer(messages(), Ask(policy=policy)).trace

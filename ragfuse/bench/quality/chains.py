@@ -39,6 +39,7 @@ class Told:
 
 def run_chain(name: str, engine: Engine, case: Case, max_tokens: int) -> Told:
     """The case's answer by one of `CHAINS`."""
+    import langchain_classic  # noqa: F401  (shows its warnings from here on, so it comes before we stop them)
     from langchain_core.callbacks import BaseCallbackHandler
     from langchain_core.documents import Document
     from langchain_ragfuse import ChatRagFuse

@@ -8,11 +8,13 @@ from ragfuse.fuse.select.edges import Full, Nothing
 from ragfuse.fuse.select.hkvd import Hkvd
 from ragfuse.fuse.select.hybrid import Hybrid
 from ragfuse.fuse.select.lego import Lego
+from ragfuse.fuse.select.lexical import Lexical
 from ragfuse.fuse.select.policy import Policy, View, schedule
 from ragfuse.fuse.select.query import Query
 from ragfuse.fuse.select.random import Random
+from ragfuse.fuse.select.words import nearness
 
-__all__ = ["POLICIES", "Policy", "View", "policy_named", "schedule"]
+__all__ = ["POLICIES", "Policy", "View", "nearness", "policy_named", "schedule"]
 
 POLICIES = (
     Full(),
@@ -25,6 +27,7 @@ POLICIES = (
     Hkvd(name="hkvd-flat:k", gradual=False, compare="k"),
     Hkvd(name="hkvd-flat:v", gradual=False, compare="v"),
     Lego(),
+    Lexical(),
     Hybrid(),
     Query(name="query", gradual=False),
     Query(name="query-gradual", gradual=True),

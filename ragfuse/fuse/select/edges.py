@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Compare, View
+from ragfuse.fuse.select.policy import Compare, View, Wanted
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Full:
     name: str = "full"
     check_layer: int = 0
     compare: Compare = "kv"
-    asks_query: bool = False
+    wants: Wanted = "nothing"
 
     def thins(self, view: View, layer: int, alive: int) -> bool:
         """Never."""
@@ -34,7 +34,7 @@ class Nothing:
     name: str = "none"
     check_layer: int = 0
     compare: Compare = "kv"
-    asks_query: bool = False
+    wants: Wanted = "nothing"
 
     def thins(self, view: View, layer: int, alive: int) -> bool:
         """Never."""

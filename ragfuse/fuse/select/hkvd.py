@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Compare, View, best, schedule
+from ragfuse.fuse.select.policy import Compare, View, Wanted, best, schedule
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Hkvd:
     gradual: bool
     check_layer: int = 1
     compare: Compare = "kv"
-    asks_query: bool = False
+    wants: Wanted = "nothing"
 
     def thins(self, view: View, layer: int, alive: int) -> bool:
         """Where the gradual schedule goes below what is alive."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Compare, View, best, schedule
+from ragfuse.fuse.select.policy import Compare, View, Wanted, best, schedule
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Hybrid:
     name: str = "hybrid"
     check_layer: int = 1
     compare: Compare = "kv"
-    asks_query: bool = False
+    wants: Wanted = "nothing"
     edge_share: float = 0.5
 
     def thins(self, view: View, layer: int, alive: int) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Compare, View
+from ragfuse.fuse.select.policy import Compare, View, Wanted
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Lego:
     first: int = 0
     check_layer: int = 0
     compare: Compare = "kv"
-    asks_query: bool = False
+    wants: Wanted = "nothing"
 
     def thins(self, view: View, layer: int, alive: int) -> bool:
         """Never by deviation."""

@@ -13,15 +13,15 @@ from torch import Tensor
 
 TILE = 16
 Compare = Literal["k", "v", "kv"]
+Wanted = Literal["nothing", "attention", "words"]
 
 
 @dataclass(frozen=True)
 class View:
     """The rows on offer: C rows of cached chunks that are no exact prefix.
 
-    chunk, offset: int64 [C], the chunk each row belongs to and its place in it. score: float32 [C], attention that
-    the last prompt token pays to each row over the reused cache, for policies with `asks_query`. forced: rows computed
-    in any case.
+    chunk, offset: int64 [C], the chunk each row belongs to and its place in it. score: float32 [C], what the
+    policy wants to know of each row, higher is better. forced: rows computed in any case.
     """
 
     n_layers: int
@@ -70,8 +70,12 @@ class Policy(Protocol):
         ...
 
     @property
-    def asks_query(self) -> bool:
-        """Whether `View.score` is needed: costs a pass of the forced rows over the reused cache."""
+    def wants(self) -> Wanted:
+        """What `View.score` must be.
+
+        attention: what the last prompt token pays to each row over the reused cache; costs a pass of the forced rows.
+        words: how near each row is to words of the question (`select/words.py`); costs no pass.
+        """
         ...
 
     def thins(self, view: View, layer: int, alive: int) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Compare, View, best, schedule
+from ragfuse.fuse.select.policy import Compare, View, Wanted, best, schedule
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Query:
     gradual: bool
     check_layer: int = 0
     compare: Compare = "kv"
-    asks_query: bool = True
+    wants: Wanted = "attention"
 
     def thins(self, view: View, layer: int, alive: int) -> bool:
         """Never by deviation."""

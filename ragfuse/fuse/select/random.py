@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Compare, View, best
+from ragfuse.fuse.select.policy import Compare, View, Wanted, best
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Random:
     name: str = "random"
     check_layer: int = 0
     compare: Compare = "kv"
-    asks_query: bool = False
+    wants: Wanted = "nothing"
     seed: int = 0
 
     def thins(self, view: View, layer: int, alive: int) -> bool:

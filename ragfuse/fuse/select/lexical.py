@@ -1,0 +1,30 @@
+"""Rows near words of the question: known from the ids alone, so nothing is computed to choose them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ragfuse.fuse.select.policy import Compare, View, Wanted
+
+
+@dataclass(frozen=True)
+class Lexical:
+    """The nearest to rare words that the question shares with the chunks; beyond those, the first of each chunk."""
+
+    name: str = "lexical"
+    check_layer: int = 0
+    compare: Compare = "kv"
+    wants: Wanted = "words"
+
+    def thins(self, view: View, layer: int, alive: int) -> bool:
+        """Never by deviation."""
+        return False
+
+    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+        """The highest scores that the ratio allows."""
+        if layer > 0 or view.score is None:
+            return alive
+        score = view.score.where(view.score > 0, -view.offset.to(view.score))
+        return alive[score.argsort(descending=True, stable=True)[: view.budget(view.ratio)].sort().values]
