@@ -105,7 +105,7 @@ EMBEDDED = (
         name="smollm2-135m-reader",
         what="the same with an adapter that answers from passages in a few words; the default",
         adapter="smollm2-135m-reader",
-        choice=("query", 0.10),
+        choice=("lexical", 0.10),
     ),
     EmbeddedModel(
         name="minilm-l6",
