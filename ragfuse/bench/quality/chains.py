@@ -45,19 +45,18 @@ def run_chain(name: str, engine: Engine, case: Case, max_tokens: int) -> Told:
     from langchain_ragfuse import ChatRagFuse
 
     class Clock(BaseCallbackHandler):
-        """Reads the clocks at the first token of the newest call."""
+        """Reads the clocks at the first token of each call; the last reading stays. Calls may begin together."""
 
         first = (0.0, 0.0)
-        waiting = False
 
-        def on_chat_model_start(self, *given: Any, **named: Any) -> None:
-            """A call begins."""
-            self.waiting = True
+        def __init__(self) -> None:
+            self.heard: set[Any] = set()
 
-        def on_llm_new_token(self, *given: Any, **named: Any) -> None:
-            """Its first token counts."""
-            if self.waiting:
-                self.first, self.waiting = (time.process_time(), time.perf_counter()), False
+        def on_llm_new_token(self, *given: Any, run_id: Any, **named: Any) -> None:
+            """The first of each call counts."""
+            if run_id not in self.heard:
+                self.heard.add(run_id)
+                self.first = time.process_time(), time.perf_counter()
 
     clock = Clock()
     reads = ChatRagFuse(engine=engine, reuse=False, max_tokens=SUMMARY_TOKENS, streaming=True, callbacks=[clock])
