@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,3 +65,37 @@ def plot_by_chunks(result: Mapping[str, Any], path: Path) -> None:
         axes.set_title(f"{asked['model']}, {asked['dtype']}, threads: {result['threads']}, {clock}")
         axes.grid(True, alpha=0.3)
         figure.legend(fontsize=8, loc="outside lower center", ncols=2)
+
+
+def plot_frontier(result: Mapping[str, Any], path: Path) -> None:
+    """Distance to full prefill against speed, a panel for each data set and a line for each policy, as a picture.
+
+    SettingsError where no result has such a distance.
+    """
+    drawn = [row for row in result["results"] if row.get("kl_over_reuse") and row["ttft_x"]]
+    if not drawn:
+        raise SettingsError("--plot draws KL over plain reuse's: let the methods be none and at least one policy.")
+    sets = list(dict.fromkeys(row["dataset"] for row in drawn))
+    with saved(path, (7.5, 5.0 * len(sets))) as figure:
+        for at, dataset in enumerate(sets):
+            _frontier(figure.add_subplot(len(sets), 1, at + 1), [r for r in drawn if r["dataset"] == dataset])
+        figure.axes[0].set_title(f"{result['model']}, {result['dtype']}, threads: {result['threads']}")
+        figure.axes[0].legend(fontsize=8)
+
+
+def _frontier(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    ticks = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+    for index, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+        mine = sorted((row for row in rows if row["method"] == method), key=lambda row: row["ratio"] or 0)
+        x, y = [row["ttft_x"] for row in mine], [row["kl_over_reuse"] for row in mine]
+        axes.plot(x, y, "osD^vPX*"[index % 8] + "-", color=f"C{index}", label=method, markersize=5)
+        for row in mine if len(mine) > 1 else ():
+            at = (row["ttft_x"], row["kl_over_reuse"])
+            axes.annotate(f"{row['ratio']:.0%}", at, (4, 4), textcoords="offset points", fontsize=7, color=f"C{index}")
+    axes.set_yscale("log")
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(0.8 * min(row["kl_over_reuse"] for row in rows), 1.3)
+    axes.set_xlabel("first token sooner than full prefill")
+    axes.set_ylabel(f"{rows[0]['dataset']} (n = {rows[0]['n']}): KL to full prefill, plain reuse = 1")
+    axes.grid(True, alpha=0.3)

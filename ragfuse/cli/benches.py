@@ -108,9 +108,11 @@ def quality(
     passages: Annotated[int, typer.Option(min=1, help="Passages of a SQuAD or demo prompt.")] = 6,
     answers: Annotated[bool, typer.Option(help="Write each method's own answer; without, KL and top-1 only.")] = True,
     quick: Annotated[bool, typer.Option(help="64 held-out questions by full, none and auto.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw KL against speed here (PNG).")] = None,
     json: Json = None,
 ) -> None:
     """Answers and next-token distributions of every method on the same prompts, beside full prefill's."""
+    from ragfuse.bench.plots import plot_frontier, require_plotting
     from ragfuse.bench.quality.report import QUICK, QUICK_METHODS, run_quality
     from ragfuse.bench.quality.run import Plan
     from ragfuse.bench.runner import tune_malloc
@@ -121,6 +123,8 @@ def quality(
         raise InputError("--quick has its own questions and methods: leave out --data, --limit and --methods.")
     if not quick and not data:
         raise InputError("Name a data set: --data held-out, --data demo or --data FILE; or say --quick.")
+    if plot is not None:
+        require_plotting()
     rows = _rows_beside(json)
     wanted = Plan(
         sets=tuple(data or ()),
@@ -134,7 +138,10 @@ def quality(
     plan = replace(QUICK, rows=rows) if quick else wanted
     tune_malloc(console)
     names = QUICK_METHODS if quick else methods.split(",")
-    write_json(run_quality(settings, plan, names, _shares(ratios), console), json)
+    result = run_quality(settings, plan, names, _shares(ratios), console)
+    write_json(result, json)
+    if plot is not None:
+        plot_frontier(result, plot)
 
 
 @bench.command("paper")
