@@ -211,7 +211,7 @@ def _chains(wanted: Wanted) -> Rows:
 
 
 def _sweep(wanted: Wanted) -> Rows:
-    return _quality(wanted, ("full", "none", BLEND, "lego"), SWEEP)
+    return _quality(wanted, ("full", "none", BLEND, "lexical"), SWEEP)
 
 
 # figure 15: chunk number, chunk length
