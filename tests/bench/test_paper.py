@@ -64,7 +64,7 @@ def test_every_pair_of_layers_is_correlated(wanted: Wanted, tmp_path: Path) -> N
     [
         ("fig12", ["full", "prefix", "none", "hkvd@alone", "hkvd"]),
         ("fig13", ["full", "hkvd@alone", "hkvd", "mapreduce", "maprerank"]),
-        ("fig16", ["full", "none", *["hkvd@alone"] * 6, *["lego"] * 6]),
+        ("fig16", ["full", "none", *["hkvd@alone"] * 6, *["lexical"] * 6]),
     ],
 )
 def test_quality_stands_beside_speed(wanted: Wanted, tmp_path: Path, name: str, methods: list[str]) -> None:
