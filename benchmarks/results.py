@@ -31,8 +31,16 @@ def page(folder: Path) -> str:
         if mine:
             parts.append(f"## {title}\n")
             for name, run in mine.items():
-                parts.append("\n".join([*lines(run), "", _where(name, run), ""]))
+                parts.append("\n".join([*lines(run), "", *_picture(folder, name), _where(name, run), ""]))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _picture(folder: Path, name: str) -> Iterator[str]:
+    """The picture that lies beside a run under its name."""
+    beside = Path(name).with_suffix(".png")
+    if (folder / beside).exists():
+        yield f"![{beside.stem}](benchmarks/{beside})"
+        yield ""
 
 
 def _where(name: str, run: Result) -> str:
@@ -42,6 +50,7 @@ def _where(name: str, run: Result) -> str:
     device = where.get("gpu") or where.get("cpu", "")
     said = [
         f"`{given.get('model', '')}`{dtype}",
+        f"chunks of up to {given['chunk_tokens']} tokens" if given.get("chunk_tokens") else "",
         f"{device}, {run['threads']} thread{'s' * (run['threads'] > 1)}" if "threads" in run else device,
         f"torch {versions['torch']}, transformers {versions['transformers']}" if versions else "",
         "allocator tuned" if run.get("malloc", {}).get("tuned") else "allocator untuned",

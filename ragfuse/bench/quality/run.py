@@ -109,8 +109,8 @@ def measure(plan: Plan, model: HFModel, console: Console) -> list[Row]:
                 bar.advance(task)
     finally:
         lab.close()
-    wanted = {(case.id, case.dataset, m.name, m.ratio) for case in cases for m in methods}
-    return [row for key, row in rows.items() if key in wanted]
+    wanted = [(case.id, case.dataset, m.name, m.ratio) for case in cases for m in methods]
+    return [rows[key] for key in wanted]
 
 
 def drawn(cases: Sequence[Case], limit: int) -> list[Case]:
