@@ -137,6 +137,17 @@ class Prompt:
             lo = spans[-1][1]
         return tuple(spans)
 
+    @cached_property
+    def asked(self) -> tuple[Tensor, ...]:
+        """Where its question may stand, likeliest first: rows int64 behind the last chunk; rows in no chunk at all.
+
+        Behind the last chunk of a conversation are earlier questions and answers, too.
+        """
+        kinds = [segment.kind for segment in self.segments for _ in segment.tokens]
+        outside = torch.tensor([row for row, kind in enumerate(kinds) if kind != "chunk"])
+        last = max((row for row, kind in enumerate(kinds) if kind == "chunk"), default=-1)
+        return outside[outside > last], outside
+
     def __len__(self) -> int:
         return self.spans[-1][1]
 

@@ -292,7 +292,9 @@ class Engine:
             blend = segment.kind == "chunk" and not is_exact(prompt, fetch)
             runs.append(Run(fetch.segment, lo, hi, segment.start, blend))
         source = reader if runs else NoSource()
-        return self.model.fuse(prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio)
+        return self.model.fuse(
+            prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio, asked=prompt.asked
+        )
 
     def _answer(
         self,

@@ -168,7 +168,7 @@ class LlamaTwin:
         if policy == "lexical":
             said = [self.says(id).lower() for id in ids]
             words = [said.index(one) if one.isalnum() else -1 for one in said]
-            near = nearness(words, [row for row in forced if row > max(offered)], offered) if offered else []
+            near = nearness(words, [row for row in forced if row >= max((run.hi for run in runs), default=0)], offered)
             near = near if any(near) else nearness(words, forced, offered)
             offer.score = [near[row] for row in offered]
         name, _, compare = policy.partition(":")

@@ -48,6 +48,14 @@ READS = 0.75
 """Nats per token that a model may need for the documents at most, as a share of a blind guess over its vocabulary: one
 that does no better has learned nothing of them, and how close its answers stay says nothing."""
 PASSAGES = 6
+OPEN = (
+    "Which of all this matters most?",
+    "What came first, and what followed from it?",
+    "Where do these texts agree?",
+    "What would a stranger find hard to believe here?",
+    "How did it end?",
+)
+"""Every second question names nothing: policies that go by words of the question must not gain by our wording."""
 SHORTEST = 80
 """Characters of a chunk that is asked about."""
 
@@ -94,7 +102,7 @@ def made_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed
         rest = [each for each in drawn.sample(others, min(len(others), PASSAGES)) if each not in few]
         chosen = [(name, text), *few, *rest][:PASSAGES]
         drawn.shuffle(chosen)
-        question = f"What is said about {_topic(text, seen)}?"
+        question = OPEN[index // 2 % len(OPEN)] if index % 2 else f"What is said about {_topic(text, seen)}?"
         cases.append(Case("calibrate", str(index), question, ("",), tuple(text for _, text in chosen)))
     return cases
 

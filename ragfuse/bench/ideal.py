@@ -2,8 +2,8 @@
 
 A layer's time is taken to be proportional to the rows that it computes, and everything else (loading, placing,
 checking, choosing) to be free. N layers, T prompt tokens, ctx of them in chunks, the rest (the suffix) fresh.
-Policies that check (c = 1 for hkvd) compute all rows in the layers below c; static ones (lego, query: c = 0) compute
-no layer in full.
+Policies that check (c = 1 for hkvd) compute all rows in the layers below c; static ones (lego, lexical, query: c = 0)
+compute no layer in full.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from typing import Any
 
 from ragfuse.errors import SettingsError
 
+NO_FRONTIER = "--plot draws KL over plain reuse's: let `none` be one of the methods, and a policy another."
+
 
 def require_plotting() -> None:
     """SettingsError when pictures cannot be drawn here."""
@@ -70,32 +72,37 @@ def plot_by_chunks(result: Mapping[str, Any], path: Path) -> None:
 def plot_frontier(result: Mapping[str, Any], path: Path) -> None:
     """Distance to full prefill against speed, a panel for each data set and a line for each policy, as a picture.
 
-    SettingsError where no result has such a distance.
+    Full prefill and prefix caching are not drawn: they are exact. SettingsError where nothing is left.
     """
-    drawn = [row for row in result["results"] if row.get("kl_over_reuse") and row["ttft_x"]]
+    drawn = [row for row in result["results"] if row.get("kl_over_reuse") and row["method"] not in ("full", "prefix")]
     if not drawn:
-        raise SettingsError("--plot draws KL over plain reuse's: let the methods be none and at least one policy.")
+        raise SettingsError(NO_FRONTIER)
     sets = list(dict.fromkeys(row["dataset"] for row in drawn))
+    looks = {method: (f"C{i}", "osD^vPX*"[i % 8]) for i, method in enumerate(dict.fromkeys(r["method"] for r in drawn))}
     with saved(path, (7.5, 5.0 * len(sets))) as figure:
         for at, dataset in enumerate(sets):
-            _frontier(figure.add_subplot(len(sets), 1, at + 1), [r for r in drawn if r["dataset"] == dataset])
+            axes = figure.add_subplot(len(sets), 1, at + 1)
+            _frontier(axes, [row for row in drawn if row["dataset"] == dataset], looks)
+            axes.legend(fontsize=8)
         figure.axes[0].set_title(f"{result['model']}, {result['dtype']}, threads: {result['threads']}")
-        figure.axes[0].legend(fontsize=8)
 
 
-def _frontier(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    ticks = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-    for index, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+def _frontier(axes: Any, rows: Sequence[Mapping[str, Any]], looks: Mapping[str, tuple[str, str]]) -> None:
+    ticks = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+    for method, (color, mark) in looks.items():
         mine = sorted((row for row in rows if row["method"] == method), key=lambda row: row["ratio"] or 0)
+        if not mine:
+            continue
         x, y = [row["ttft_x"] for row in mine], [row["kl_over_reuse"] for row in mine]
-        axes.plot(x, y, "osD^vPX*"[index % 8] + "-", color=f"C{index}", label=method, markersize=5)
+        axes.plot(x, y, f"{mark}-", color=color, label=method, markersize=5)
         for row in mine if len(mine) > 1 else ():
             at = (row["ttft_x"], row["kl_over_reuse"])
-            axes.annotate(f"{row['ratio']:.0%}", at, (4, 4), textcoords="offset points", fontsize=7, color=f"C{index}")
+            axes.annotate(f"{row['ratio']:.0%}", at, (4, 4), textcoords="offset points", fontsize=7, color=color)
+    found = [row["kl_over_reuse"] for row in rows]
     axes.set_yscale("log")
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    axes.set_ylim(0.8 * min(row["kl_over_reuse"] for row in rows), 1.3)
+    axes.set_ylim(max(0.005, 0.8 * min(found)), max(1.3, 1.2 * max(found)))
     axes.set_xlabel("first token sooner than full prefill")
     axes.set_ylabel(f"{rows[0]['dataset']} (n = {rows[0]['n']}): KL to full prefill, plain reuse = 1")
     axes.grid(True, alpha=0.3)

@@ -112,7 +112,7 @@ def quality(
     json: Json = None,
 ) -> None:
     """Answers and next-token distributions of every method on the same prompts, beside full prefill's."""
-    from ragfuse.bench.plots import plot_frontier, require_plotting
+    from ragfuse.bench.plots import NO_FRONTIER, plot_frontier, require_plotting
     from ragfuse.bench.quality.report import QUICK, QUICK_METHODS, run_quality
     from ragfuse.bench.quality.run import Plan
     from ragfuse.bench.runner import tune_malloc
@@ -125,6 +125,8 @@ def quality(
         raise InputError("Name a data set: --data held-out, --data demo or --data FILE; or say --quick.")
     if plot is not None:
         require_plotting()
+        if not quick and "none" not in methods.split(","):
+            raise InputError(NO_FRONTIER)
     rows = _rows_beside(json)
     wanted = Plan(
         sets=tuple(data or ()),

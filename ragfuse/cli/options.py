@@ -18,7 +18,9 @@ Model = Annotated[str | None, typer.Option("--model", help="Embedded name, Huggi
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N.")]
 Store = Annotated[Path | None, typer.Option("--store", help="Folder of the KV store.")]
-Policy = Annotated[str | None, typer.Option("--policy", help="Which rows are recomputed: auto, hkvd, query, lego, ...")]
+Policy = Annotated[
+    str | None, typer.Option("--policy", help="Which rows are recomputed: auto, hkvd, lexical, query, lego, ...")
+]
 Ratio = Annotated[float | None, typer.Option("--ratio", help="Share of reused context rows computed again, 0 to 1.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result here as JSON ('-': standard output).")]
 Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]

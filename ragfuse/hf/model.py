@@ -85,8 +85,8 @@ class HFModel:
         self.lock = threading.RLock()
         self._encoder, self._encoding = copy.deepcopy(tokenizer), threading.Lock()
         self._wired: Wiring | None = None
-        self._words: dict[int, int] = {}
-        self._spoken: dict[str, int] = {}
+        self._numbers: dict[int, int] = {}  # of words, by token and by what it says
+        self._known: dict[str, int] = {}
         self._contexts: dict[tuple[int, ...], tuple[LayerKV, ...]] = {}  # least recently used first
         self.device, self.dtype = model.device, model.dtype
         self.name = str(model.config._name_or_path) or model.config.model_type
@@ -177,8 +177,13 @@ class HFModel:
         policy: str,
         ratio: float,
         profile: ModelProfile | None = None,
+        asked: Sequence[Tensor] = (),
     ) -> Prefill:
-        """A prefill that reuses `runs`: T ids at int64 [T] positions; LostRun if one cannot be read to the end."""
+        """A prefill that reuses `runs`: T ids at int64 [T] positions; LostRun if one cannot be read to the end.
+
+        asked: rows int64 where the question may stand, likeliest first (`Prompt.asked`), for policies that want its
+        words: the first that share one with the chunks count. By default those behind the last run, then all outside.
+        """
         profile = profile or self.profile
         if profile.refusal:
             raise RefusedError(f"{self.name}: {profile.refusal}")
@@ -187,34 +192,48 @@ class HFModel:
         buffers = Buffers(len(positions), runs, source, profile.rope, self.device, ROOM)
         with self.lock, torch.no_grad():
             score = None
-            if chosen.wants != "nothing" and any(run.blend for run in runs):
+            if chosen.wants == "words":
+                score = self._nearness(token_ids, runs, asked)
+            elif chosen.wants == "attention" and any(run.blend for run in runs):
                 bare = Fusion(buffers, positions, runs, policy_named("none"), 0.0)
-                words = chosen.wants == "words"
-                found = self._near_words(ids, bare) if words else FusedPrefill(self._wiring(profile), bare).look(ids)
-                score = found[bare.offer] if found is not None else None
+                paid = FusedPrefill(self._wiring(profile), bare).look(ids)
+                score = paid[bare.offer] if paid is not None else None
             fusion = Fusion(buffers, positions, runs, chosen, ratio, score)
             run = self._run(fusion, ids, profile)
         run.cache.fill(buffers)
         at = None if torch.equal(positions, torch.arange(len(positions), device=self.device)) else positions
         return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen.cpu(), fusion.mean_ratio)
 
-    def _near_words(self, ids: Tensor, fusion: Fusion) -> Tensor:
-        """How near each row is to words of the question, which is what stands behind the last chunk: float32 [T].
+    def _nearness(self, token_ids: Sequence[int], runs: Sequence[Run], asked: Sequence[Tensor]) -> Tensor | None:
+        """How near each row on offer is to words of the question: float32 [C]; None where none is on offer."""
+        total, held = len(token_ids), {row for run in runs for row in range(run.lo, run.hi)}
+        offer = torch.tensor([r for run in runs if run.blend for r in range(run.lo, run.hi) if r < total - 1])
+        if not len(offer):
+            return None
+        numbers = torch.tensor([self._number(token_id) for token_id in token_ids])
+        outside = torch.tensor([row for row in range(total) if row not in held or row == total - 1])
+        for rows in asked or (outside[outside >= max(run.hi for run in runs)], outside):
+            near = nearness(numbers, rows, offer)[offer]
+            if bool(near.any()):
+                break
+        return near.to(self.device)
 
-        Where that shares no word with the chunks, all that is computed in any case is the question.
+    def _number(self, token_id: int) -> int:
+        """Which word a token is, whatever its case and the space around it; -1 for signs, spaces and special tokens.
+
+        A part of a character is a word of its own: some scripts are written in such parts.
         """
-        words, offer, fresh = torch.tensor([*map(self._word, ids[0].tolist())]), fusion.offer.cpu(), fusion.forced.cpu()
-        near = nearness(words, fresh[fresh > offer[-1]], offer)
-        return (near if bool(near.any()) else nearness(words, fresh, offer)).to(self.device)
-
-    def _word(self, token_id: int) -> int:
-        """A number for what a token says, whatever its case and the space before it; -1 if it is no letter or digit."""
-        if token_id not in self._words:
-            said = self.tokenizer.convert_ids_to_tokens(token_id) if self.tokenizer is not None else f"t{token_id}"
-            plain = str(said).lstrip("\u0120\u2581 ").lower()  # how byte-level and sentencepiece tokens begin a word
-            spoken = any(letter.isalnum() for letter in plain)
-            self._words[token_id] = self._spoken.setdefault(plain, len(self._spoken)) if spoken else -1
-        return self._words[token_id]
+        found = self._numbers.get(token_id)
+        if found is None:
+            said, special = f"token {token_id}", False
+            if self.tokenizer is not None:
+                said = str(self.tokenizer.decode([token_id])).strip().casefold()
+                special = token_id in self.tokenizer.all_special_ids
+            part = "\ufffd" in said
+            is_word = not special and (part or any(letter.isalnum() for letter in said))
+            name = f"{said} {token_id}" if part else said
+            found = self._numbers[token_id] = self._known.setdefault(name, len(self._known)) if is_word else -1
+        return found
 
     def _run(self, fusion: Fusion, ids: Tensor, profile: ModelProfile) -> FusedPrefill:
         prefill = FusedPrefill(self._wiring(profile), fusion)

@@ -1,6 +1,7 @@
 """Every policy keeps to its budget, and picks what its name says."""
 
 import math
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -187,6 +188,17 @@ def test_query_takes_what_the_question_looks_at() -> None:
     assert all(kept.tolist() == wanted for kept in run(policy_named("query"), seen))
     first, *_, last = run(policy_named("query-gradual"), seen)
     assert set(last.tolist()) < set(wanted) < set(first.tolist())
+
+
+def test_lexical_takes_the_nearest_and_then_the_first_of_every_chunk() -> None:
+    seen = view([30, 30], 0.25)
+    assert seen.score is not None
+    wanted = reference.top(seen.score.tolist(), 15)
+    assert all(kept.tolist() == wanted for kept in run(policy_named("lexical"), seen))
+    score = torch.zeros(60)
+    score[[20, 21, 50]] = torch.tensor([1.0, 2.0, 0.5])
+    few = replace(seen, score=score)
+    assert run(policy_named("lexical"), few)[-1].tolist() == [0, 1, 2, 3, 4, 5, 20, 21, 30, 31, 32, 33, 34, 35, 50]
 
 
 def test_random_draws_the_same_rows_again_but_no_pattern() -> None:

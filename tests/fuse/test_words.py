@@ -1,11 +1,17 @@
 """How near rows are to words of the question."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
+from ragfuse.core import ChunkKey, Prompt, Segment
+from ragfuse.fuse.fusor import Run
 from ragfuse.fuse.select import nearness
+from ragfuse.hf.model import HFModel, KVSource
 from tests import reference
 from tests.hf import kit
 
@@ -36,21 +42,87 @@ def test_no_shared_word_is_no_nearness() -> None:
     assert near([-1, -1, -1], [2], [0, 1]) == [0.0] * 3
 
 
+@pytest.fixture(scope="module")
+def byte_level(smollm_path: Path) -> HFModel:
+    """A small model that reads with the tokenizer of the embedded one."""
+    words = AutoTokenizer.from_pretrained(smollm_path)
+    return HFModel(kit.build("llama", {"vocab_size": len(words)}), words)
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "same"),
-    [("\u0120Paris", "paris", True), ("\u2581Paris", "\u0120PARIS", True), ("a", "b", False), ("...", "a", False)],
+    ("first", "second"), [(" Paris", "Paris"), (" was", "Was"), ("THE", " the"), ("7", "7"), (" \u00c9", " \u00e9")]
 )
 def test_a_word_is_the_same_in_any_case_and_at_the_start_of_a_text(
-    first: str, second: str, same: bool, monkeypatch: pytest.MonkeyPatch
+    first: str, second: str, byte_level: HFModel
 ) -> None:
-    model = kit.HFModel(kit.build("llama", {}), kit.tokenizer())
-    said = {5: first, 6: second}
-    monkeypatch.setattr(model.tokenizer, "convert_ids_to_tokens", said.__getitem__)
-    assert (model._word(5) == model._word(6)) == same
+    one, other = (byte_level.tokens(said)[-1] for said in (first, second))
+    assert byte_level._number(one) == byte_level._number(other) >= 0
 
 
-def test_signs_are_no_words_and_a_model_without_a_tokenizer_counts_ids() -> None:
-    model = kit.HFModel(kit.build("llama", {}), kit.tokenizer())
-    assert model._word(ord(".")) == -1
-    bare = kit.HFModel(kit.build("llama", {}))
-    assert bare._word(7) == bare._word(7) != bare._word(8)
+@pytest.mark.parametrize("said", ["\n", "\n\n", " ", ".", " -", "\u2019", "\u201c", "\u2013", "\u2026", "\u3002"])
+def test_signs_and_spaces_are_no_words(said: str, byte_level: HFModel) -> None:
+    assert {
+        byte_level._number(token) for token in byte_level.tokens(said) if "\ufffd" not in byte_level.text([token])
+    } <= {-1}
+
+
+def test_special_tokens_are_no_words_and_letters_that_look_alike_in_bytes_are_two(byte_level: HFModel) -> None:
+    assert {byte_level._number(token) for token in byte_level.words.all_special_ids} == {-1}
+    names = {letter: [byte_level._number(token) for token in byte_level.tokens(letter)] for letter in "\u0442\u0443"}
+    assert names["\u0442"] != names["\u0443"]
+    assert -1 not in names["\u0442"]
+
+
+def test_a_model_without_a_tokenizer_counts_ids() -> None:
+    bare = HFModel(kit.build("llama", {}))
+    assert bare._number(7) == bare._number(7) != bare._number(8)
+
+
+def said(model: HFModel, *parts: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids of parts put together, and the rows of each."""
+    ids, spans = [], []
+    for part in parts:
+        spans.append((len(ids), len(ids) + len(model.tokens(part))))
+        ids += model.tokens(part)
+    return ids, spans
+
+
+FIRST = " The mill by the river was built of stone." * 4
+SECOND = " Nobody counted the sheep in winter, but forty were sold in spring." * 4
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_rows_near_words_of_the_question_are_chosen_wherever_it_stands(behind: bool, byte_level: HFModel) -> None:
+    question = " How many sheep were sold?"
+    parts = [FIRST, SECOND, question] if behind else [question, FIRST, SECOND, " Answer:"]
+    ids, spans = said(byte_level, *parts)
+    chunks = spans[:2] if behind else spans[1:3]
+    runs = [Run(index, lo, hi, lo, blend=True) for index, (lo, hi) in enumerate(chunks)]
+    kv = KVSource([byte_level.encode(ids[lo:hi]) for lo, hi in chunks])
+    fused = byte_level.fuse(ids, torch.arange(len(ids)), runs, kv, "lexical", 0.2)
+    assert len(fused.chosen)
+    assert all(chunks[1][0] <= row < chunks[1][1] for row in fused.chosen.tolist())
+
+
+def test_a_missed_chunk_before_the_question_is_no_part_of_it(byte_level: HFModel) -> None:
+    missed = " The mill by the river was built of stone, and so was the bridge."
+    ids, spans = said(byte_level, FIRST, SECOND, missed, " How many sheep were sold?")
+    kinds = ["chunk", "chunk", "chunk", "fresh"]
+    keys = (ChunkKey("model", "tokens"),)
+    segments = [
+        Segment(tuple(ids[lo:hi]), lo, k, keys if k == "chunk" else ())
+        for k, (lo, hi) in zip(kinds, spans, strict=True)
+    ]
+    prompt = Prompt(tuple(segments))
+    assert prompt.asked[0].tolist() == prompt.asked[1].tolist() == list(range(*spans[3]))
+    runs = [Run(index, lo, hi, lo, blend=True) for index, (lo, hi) in enumerate(spans[:2])]
+    kv = KVSource([byte_level.encode(ids[lo:hi]) for lo, hi in spans[:2]])
+    fused = byte_level.fuse(ids, torch.arange(len(ids)), runs, kv, "lexical", 0.2, asked=prompt.asked)
+    assert all(spans[1][0] <= row < spans[1][1] for row in fused.chosen.tolist())
+
+
+def test_nothing_on_offer_is_no_trouble(byte_level: HFModel) -> None:
+    ids = kit.ids(9)
+    runs = [Run(0, 0, 8, 0, blend=False), Run(1, 8, 9, 8, blend=True)]
+    kv = KVSource([byte_level.encode(ids[:8]), byte_level.encode(ids[8:])])
+    assert not len(byte_level.fuse(ids, torch.arange(9), runs, kv, "lexical", 0.5).chosen)

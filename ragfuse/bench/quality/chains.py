@@ -47,10 +47,9 @@ def run_chain(name: str, engine: Engine, case: Case, max_tokens: int) -> Told:
     class Clock(BaseCallbackHandler):
         """Reads the clocks at the first token of each call; the last reading stays. Calls may begin together."""
 
-        first = (0.0, 0.0)
-
         def __init__(self) -> None:
             self.heard: set[Any] = set()
+            self.first = 0.0, 0.0
 
         def on_llm_new_token(self, *given: Any, run_id: Any, **named: Any) -> None:
             """The first of each call counts."""
@@ -68,7 +67,7 @@ def run_chain(name: str, engine: Engine, case: Case, max_tokens: int) -> Told:
         chain = _map_reduce(reads, says) if name == "mapreduce" else _map_rerank(says)
         cpu, wall = time.process_time(), time.perf_counter()
         said = chain.invoke({"input_documents": documents, "question": case.question})["output_text"]
-    first_cpu, first_wall = clock.first if any(clock.first) else (time.process_time(), time.perf_counter())
+    first_cpu, first_wall = clock.first if clock.heard else (time.process_time(), time.perf_counter())
     return Told(str(said).strip(), first_cpu - cpu, first_wall - wall)
 
 
