@@ -2,7 +2,8 @@
 
 Questions are made from the documents themselves, and the model's own full prefill is the judge: how far does the
 next-token distribution along its answer move when the same prompt is fused. Nothing needs to be known about the right
-answers, so any model and any documents will do.
+answers, so any model and any documents will do. The questions name what they ask for in the document's own words, as
+most do; where users say it in others, `lexical` comes out better here than it is for them.
 """
 
 from __future__ import annotations
@@ -48,14 +49,6 @@ READS = 0.75
 """Nats per token that a model may need for the documents at most, as a share of a blind guess over its vocabulary: one
 that does no better has learned nothing of them, and how close its answers stay says nothing."""
 PASSAGES = 6
-OPEN = (
-    "Which of all this matters most?",
-    "What came first, and what followed from it?",
-    "Where do these texts agree?",
-    "What would a stranger find hard to believe here?",
-    "How did it end?",
-)
-"""Every second question names nothing: policies that go by words of the question must not gain by our wording."""
 SHORTEST = 80
 """Characters of a chunk that is asked about."""
 
@@ -102,7 +95,7 @@ def made_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed
         rest = [each for each in drawn.sample(others, min(len(others), PASSAGES)) if each not in few]
         chosen = [(name, text), *few, *rest][:PASSAGES]
         drawn.shuffle(chosen)
-        question = OPEN[index // 2 % len(OPEN)] if index % 2 else f"What is said about {_topic(text, seen)}?"
+        question = f"What is said about {_topic(text, seen)}?"
         cases.append(Case("calibrate", str(index), question, ("",), tuple(text for _, text in chosen)))
     return cases
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from ragfuse.bench.deviation import attention_deviation, attention_of, kv_deviation, neighbours
 from ragfuse.bench.plots import saved
 from ragfuse.bench.presets import bench_model
-from ragfuse.bench.quality.cases import Case, Packing, read_cases
+from ragfuse.bench.quality.cases import Case, Packing, read_cases, set_name
 from ragfuse.bench.quality.methods import Lab, Method, methods_of
 from ragfuse.bench.quality.run import Plan, drawn, measure
 from ragfuse.bench.quality.table import results_of
@@ -94,7 +94,7 @@ def run_paper(name: str, wanted: Wanted, picture: Path | None) -> dict[str, Any]
         "rows": rows,
         "model": settings.model,
         "dtype": settings.dtype,
-        "sets": list(wanted.sets),
+        "sets": [set_name(name) for name in wanted.sets],
         "limit": wanted.limit,
         "chunk_tokens": wanted.chunk_tokens,
         **circumstances(torch.device(settings.device), torch.get_num_threads()),

@@ -36,8 +36,8 @@ def _bars(axes: Any, asked: Sequence[Mapping[str, Any]], labels: Sequence[str], 
     axes.set_xlabel("question")
     axes.set_title(
         f"First token {report['mean_speedup']:.1f}x sooner on {len(asked) - 1} questions, "
-        f"{report['long_speedup']:.1f}x on the long prompt; {report['right_fused']} right of "
-        f"{report['right_full']} that full prefill answers"
+        f"{report['long_speedup']:.1f}x on the long prompt; right: {report['right_fused']}, "
+        f"by full prefill {report['right_full']}"
     )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -20,11 +20,11 @@ def test_questions_are_made_from_the_documents_and_the_same_each_time() -> None:
     cases = made_cases(DOCUMENTS, 9)
     assert cases == made_cases(DOCUMENTS, 9)
     assert len({case.question for case in cases}) > 3
-    for index, case in enumerate(cases):
+    for case in cases:
         assert len(set(case.chunks)) == 6
         assert set(case.chunks) <= {text for _, texts in DOCUMENTS for text in texts}
         topic = case.question.removeprefix("What is said about ").removesuffix("?")
-        assert any(topic in chunk for chunk in case.chunks) == (index % 2 == 0)
+        assert any(topic in chunk for chunk in case.chunks)
 
 
 def test_too_few_documents_are_told_with_what_is_wanted() -> None:

@@ -58,8 +58,7 @@ class Packing:
 
 def read_cases(name: str | Path, packing: Packing) -> list[Case]:
     """All cases of a file, or of the set that comes along under `name`; InputError if it is of no known shape."""
-    path = _own(str(name)) if str(name) in OWN else Path(name)
-    stem = str(name) if str(name) in OWN else path.name.split(".")[0]
+    path, stem = _own(str(name)) if str(name) in OWN else Path(name), set_name(name)
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
@@ -76,6 +75,11 @@ def read_cases(name: str | Path, packing: Packing) -> list[Case]:
     if not cases:
         raise InputError(f"'{path}' holds no question that can be asked. {_SHAPES}")
     return cases
+
+
+def set_name(name: str | Path) -> str:
+    """What a data set is called in results: its own name, or its file's without folder and endings."""
+    return str(name) if str(name) in OWN else Path(name).name.split(".")[0]
 
 
 _SHAPES = (

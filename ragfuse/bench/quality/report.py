@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ragfuse import adapters
 from ragfuse.bench.presets import bench_model
+from ragfuse.bench.quality.cases import set_name
 from ragfuse.bench.quality.methods import default_method, methods_of
 from ragfuse.bench.quality.run import Plan, measure
 from ragfuse.bench.quality.table import results_of, show_quality
@@ -43,7 +44,7 @@ def run_quality(
         **_adapter(settings.model, results),
         "dtype": settings.dtype,
         "options": {
-            "sets": list(plan.sets),
+            "sets": [set_name(name) for name in plan.sets],
             "limit": plan.limit,
             "chunk_tokens": plan.chunk_tokens,
             "context_tokens": plan.context_tokens,

@@ -176,6 +176,7 @@ def test_the_whole_command_prints_a_table_and_gives_plain_json(varied_path: Path
     assert result["default"] == {"method": "hkvd", "ratio": 0.15}  # nothing is known of this model
     assert [each["method"] for each in result["results"]] == ["full", "none", "hkvd"]
     assert "adapter" not in result
+    assert result["options"]["sets"] == ["made"]  # no folder of somebody's machine
     assert isinstance(out.file, io.StringIO)
     assert "made: 3 questions" in out.file.getvalue()
 
