@@ -2,8 +2,7 @@
 
 Questions are made from the documents themselves, and the model's own full prefill is the judge: how far does the
 next-token distribution along its answer move when the same prompt is fused. Nothing needs to be known about the right
-answers, so any model and any documents will do. The questions name what they ask for in the document's own words, as
-most do; where users say it in others, `lexical` comes out better here than it is for them.
+answers, so any model and any documents will do.
 """
 
 from __future__ import annotations
