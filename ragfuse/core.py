@@ -48,7 +48,7 @@ class ChunkKey:
 
     `model` covers weights, dtype, rope settings, tokenizer, format version and the tenant's salt; `tokens` the ids;
     `context` what the run attended to before itself: "" nothing, a token digest just those tokens, `amid` of either
-    those and then other text of its own document. `layout` is "" for positions 0..n-1.
+    those and then other text. `layout` is "" for positions 0..n-1.
     """
 
     model: str
@@ -143,10 +143,10 @@ class Prompt:
 
         Behind the last chunk of a conversation are earlier questions and answers, too.
         """
-        kinds = [segment.kind for segment in self.segments for _ in segment.tokens]
-        outside = torch.tensor([row for row, kind in enumerate(kinds) if kind != "chunk"])
-        last = max((row for row, kind in enumerate(kinds) if kind == "chunk"), default=-1)
-        return outside[outside > last], outside
+        placed = list(zip(self.segments, self.spans, strict=True))
+        outside = torch.cat([torch.arange(lo, hi) for segment, (lo, hi) in placed if segment.kind != "chunk"])
+        behind = max((hi for segment, (_, hi) in placed if segment.kind == "chunk"), default=0)
+        return outside[outside >= behind], outside
 
     def __len__(self) -> int:
         return self.spans[-1][1]

@@ -48,7 +48,7 @@ class EmbeddedModel:
 
     `prepared_nbytes` is what its prepared folder takes; 0 when it is used where it lies. `adapter` is the folder in
     ragfuse/adapters whose LoRA is merged into its weights, "" for none. choice: policy and ratio that it comes
-    with, by the same measure as `ragfuse calibrate` (docs/quality.md); None where that was not taken.
+    with, decided in docs/quality.md; None where nothing was measured.
     """
 
     name: str

@@ -133,8 +133,8 @@ class Buffers:
 class Fusion:
     """Which rows flow through which layer of one prefill, and what they leave behind.
 
-    All int64 and sorted: `offer` [C], rows of chunks that a policy may choose; `forced`, rows computed in any case;
-    `rows` [R], those computed in the current layer. counts: how many of the offer, per layer.
+    offer: int64 [C], sorted, rows of chunks that a policy may choose. rows: int64 [R], sorted, those computed in the
+    current layer. counts: how many of the offer, per layer.
     """
 
     def __init__(
@@ -153,9 +153,9 @@ class Fusion:
             cached[run.lo : run.hi] = True
             offered[run.lo : run.hi] = run.blend
         cached[-1] = offered[-1] = False
-        self.forced = (~cached).nonzero()[:, 0].to(positions.device)
+        self._forced = (~cached).nonzero()[:, 0].to(positions.device)
         self.offer = offered.nonzero()[:, 0].to(positions.device)
-        self.view = _view(len(buffers), ratio, len(self.forced), runs, self.offer, score)
+        self.view = _view(len(buffers), ratio, len(self._forced), runs, self.offer, score)
         self._alive = torch.arange(len(self.offer), device=positions.device)
         self._deviation: Tensor | None = None
         self.rows = self._merge()
@@ -179,7 +179,7 @@ class Fusion:
             self._deviation = None
             if layer == self.policy.check_layer:
                 self.chosen = self.offer[self._alive]
-        rows = self._merge() if len(self._alive) + len(self.forced) < len(before) else before
+        rows = self._merge() if len(self._alive) + len(self._forced) < len(before) else before
         self.counts.append(len(self._alive))
         if rows is before:
             return None
@@ -217,7 +217,7 @@ class Fusion:
         return follows and alive > 0 and self.policy.thins(self.view, layer, alive)
 
     def _merge(self) -> Tensor:
-        return torch.cat([self.forced, self.offer[self._alive]]).sort().values
+        return torch.cat([self._forced, self.offer[self._alive]]).sort().values
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
         """Squared L2 distance per offered row over heads and dims, float32 [m], in the order of `_alive`."""

@@ -6,39 +6,25 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Compare, View, Wanted
+from ragfuse.fuse.select.policy import Static, View
 
 
-@dataclass(frozen=True)
-class Full:
+@dataclass(frozen=True, kw_only=True)
+class Full(Static):
     """Every row: full prefill."""
 
     name: str = "full"
-    check_layer: int = 0
-    compare: Compare = "kv"
-    wants: Wanted = "nothing"
-
-    def thins(self, view: View, layer: int, alive: int) -> bool:
-        """Never."""
-        return False
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """All that are left."""
         return alive
 
 
-@dataclass(frozen=True)
-class Nothing:
+@dataclass(frozen=True, kw_only=True)
+class Nothing(Static):
     """No row: full KV reuse (Prompt Cache)."""
 
     name: str = "none"
-    check_layer: int = 0
-    compare: Compare = "kv"
-    wants: Wanted = "nothing"
-
-    def thins(self, view: View, layer: int, alive: int) -> bool:
-        """Never."""
-        return False
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """None of them."""

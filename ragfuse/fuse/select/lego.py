@@ -6,22 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Compare, View, Wanted
+from ragfuse.fuse.select.policy import Static, View
 
 
-@dataclass(frozen=True)
-class Lego:
+@dataclass(frozen=True, kw_only=True)
+class Lego(Static):
     """The first `first` tokens of each chunk, or as many as the ratio allows when `first` is 0."""
 
     name: str = "lego"
     first: int = 0
-    check_layer: int = 0
-    compare: Compare = "kv"
-    wants: Wanted = "nothing"
-
-    def thins(self, view: View, layer: int, alive: int) -> bool:
-        """Never by deviation."""
-        return False
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """Those with the lowest offsets; ratio 1 takes all."""

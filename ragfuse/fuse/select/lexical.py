@@ -6,21 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Compare, View, Wanted
+from ragfuse.fuse.select.policy import Static, View, Wanted
 
 
-@dataclass(frozen=True)
-class Lexical:
+@dataclass(frozen=True, kw_only=True)
+class Lexical(Static):
     """The nearest to rare words that the question shares with the chunks; beyond those, the first of each chunk."""
 
     name: str = "lexical"
-    check_layer: int = 0
-    compare: Compare = "kv"
     wants: Wanted = "words"
-
-    def thins(self, view: View, layer: int, alive: int) -> bool:
-        """Never by deviation."""
-        return False
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """The highest scores that the ratio allows."""

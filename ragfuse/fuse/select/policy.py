@@ -95,6 +95,19 @@ class Policy(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Static:
+    """What the policies share that choose before anything is computed and never measure a deviation."""
+
+    check_layer: int = 0
+    compare: Compare = "kv"
+    wants: Wanted = "nothing"
+
+    def thins(self, view: View, layer: int, alive: int) -> bool:
+        """Never."""
+        return False
+
+
 def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool) -> float:
     """Share of rows for `layer`: `ratio`, or 1.5 ratio falling linearly to 0.5 ratio over layers first..n_layers-1.
 

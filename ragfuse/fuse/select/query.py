@@ -6,22 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Compare, View, Wanted, best, schedule
+from ragfuse.fuse.select.policy import Static, View, Wanted, best, schedule
 
 
-@dataclass(frozen=True)
-class Query:
+@dataclass(frozen=True, kw_only=True)
+class Query(Static):
     """Highest attention, the same rows in all layers or thinned out layer by layer."""
 
     name: str
     gradual: bool
-    check_layer: int = 0
-    compare: Compare = "kv"
     wants: Wanted = "attention"
-
-    def thins(self, view: View, layer: int, alive: int) -> bool:
-        """Never by deviation."""
-        return False
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """The highest scores that the layer's share allows."""

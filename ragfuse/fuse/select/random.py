@@ -7,22 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Compare, View, Wanted, best
+from ragfuse.fuse.select.policy import Static, View, best
 
 
-@dataclass(frozen=True)
-class Random:
+@dataclass(frozen=True, kw_only=True)
+class Random(Static):
     """The same random rows in every layer, drawn from `seed`."""
 
     name: str = "random"
-    check_layer: int = 0
-    compare: Compare = "kv"
-    wants: Wanted = "nothing"
     seed: int = 0
-
-    def thins(self, view: View, layer: int, alive: int) -> bool:
-        """Never by deviation."""
-        return False
 
     def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """A draw at layer 0, kept afterwards."""
