@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
+from ragfuse.hf.packed import pack
 
 
 def random_model(shape: Mapping[str, object], dtype: str, device: str = "cpu", seed: int = 0) -> HFModel:
@@ -23,4 +24,6 @@ def random_model(shape: Mapping[str, object], dtype: str, device: str = "cpu", s
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
-    return HFModel(model, None)
+    blank = HFModel(model, None)
+    pack(model)
+    return blank

@@ -24,6 +24,7 @@ from ragfuse.fuse.select import nearness, policy_named
 from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
+from ragfuse.hf.packed import pack
 from ragfuse.profiles import ModelProfile
 
 ROOM = 64
@@ -334,7 +335,8 @@ def load_model(
 ) -> HFModel:
     """The model at a folder or Hugging Face id, with its tokenizer; ModelError if it cannot be had.
 
-    profile_of: what is known of a fingerprint, so that a model is probed only once.
+    profile_of: what is known of a fingerprint, so that a model is probed only once. Its weights are packed, see
+    `packed.py`.
     """
     _require_device(device)
     try:
@@ -348,7 +350,9 @@ def load_model(
             f"No model could be loaded from '{source}' ({first}). Give a local folder, a Hugging Face id, or a name "
             "that `ragfuse models ls` lists."
         ) from error
-    return HFModel(model, tokenizer, profile_of)
+    loaded = HFModel(model, tokenizer, profile_of)
+    pack(model)
+    return loaded
 
 
 def _require_device(name: str) -> None:

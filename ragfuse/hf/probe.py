@@ -35,7 +35,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
 
 
 def _size(layers: Iterable[nn.Module]) -> int:
-    return sum(weight.numel() for layer in layers for weight in layer.parameters())
+    return sum(weight.numel() for layer in layers for weight in (*layer.parameters(), *layer.buffers()))
 
 
 def refuse_by_config(config: PreTrainedConfig) -> None:

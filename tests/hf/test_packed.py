@@ -1,0 +1,128 @@
+"""Packed weights: the same products, no second copy, and nobody who asks a layer for its weight is the wiser."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ragfuse.fuse.fusor import Run
+from ragfuse.hf.blank import random_model
+from ragfuse.hf.handover import generate
+from ragfuse.hf.model import HFModel, KVSource, Prefill, fingerprint, load_model
+from ragfuse.hf.packed import PackedLinear, can_pack, pack
+from ragfuse.hf.probe import decoder_layers
+from tests.hf import kit
+from tests.hf.families import FAMILIES
+
+CPU = torch.device("cpu")
+packs = pytest.mark.skipif(not can_pack(CPU, torch.bfloat16), reason="this CPU has no bfloat16 products to pack for")
+SHAPE = {
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 160,
+    "vocab_size": 256,
+}
+
+
+def linear(n_in: int = 96, n_out: int = 160, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(n_in + n_out)
+    return nn.Linear(n_in, n_out, bias=bias, dtype=torch.bfloat16)
+
+
+def built(family: str) -> HFModel:
+    kind, options = FAMILIES[family][:2]
+    return HFModel(kit.build(kind, options, dtype=torch.bfloat16), kit.tokenizer())
+
+
+def fused(model: HFModel, ids: list[int], policy: str, ratio: float) -> Prefill:
+    runs = [Run(0, 10, 30, 10, True), Run(1, 30, 50, 30, True)]
+    source = KVSource([model.encode(ids[run.lo : run.hi]) for run in runs])
+    return model.fuse(ids, torch.arange(len(ids)), runs, source, policy, ratio)
+
+
+@packs
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (2, 40), (1, 333), (1, 0)])
+def test_a_packed_layer_multiplies_as_exactly_as_the_plain_one(shape: tuple[int, int], bias: bool) -> None:
+    plain = linear(bias=bias)
+    x = torch.randn(*shape, 96, dtype=torch.bfloat16)
+    exact = x.double() @ plain.weight.double().T + (plain.bias.double() if bias else 0.0)
+    found = PackedLinear(plain)(x)
+    assert found.shape == exact.shape
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-7, atol=2**-8)
+
+
+@packs
+def test_rows_that_do_not_lie_together_are_taken_too() -> None:
+    plain = linear()
+    x = torch.randn(96, 30, dtype=torch.bfloat16).T[None, ::3]
+    torch.testing.assert_close(PackedLinear(plain)(x), plain(x), rtol=2**-7, atol=2**-8)
+
+
+@packs
+def test_the_weight_comes_back_as_it_was_and_no_other_copy_is_held() -> None:
+    plain = linear()
+    packed = PackedLinear(plain)
+    assert torch.equal(packed.weight, plain.weight)
+    assert not list(packed.parameters())
+    assert repr(packed).endswith("(in_features=96, out_features=160, bias=True)")
+    state = packed.state_dict()
+    assert list(state) == ["weight", "bias"]
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+@packs
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3-moe", "gemma2-softcap-window"])
+def test_a_packed_model_prefills_fuses_and_writes_as_before(family: str) -> None:
+    plain, model = built(family), built(family)
+    pack(model.model)
+    before, after = plain.model.state_dict(), model.model.state_dict()
+    assert sorted(before) == sorted(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert fingerprint(model.model, model.tokenizer) == plain.fingerprint
+    ids = [3 + (7 * index) % 200 for index in range(60)]
+    for wanted, found in (
+        (plain.full_prefill(ids), model.full_prefill(ids)),
+        (fused(plain, ids, "lego", 0.3), fused(model, ids, "lego", 0.3)),
+    ):
+        torch.testing.assert_close(found.logits, wanted.logits, rtol=0.05, atol=0.05)
+    assert generate(model, [fused(model, ids, "hkvd", 1.0)], {"max_new_tokens": 4, "do_sample": False})[0]
+
+
+@packs
+def test_decoder_layers_are_found_in_a_packed_model_among_other_lists_of_that_length() -> None:
+    model = kit.build("llama", {}, dtype=torch.bfloat16)
+    layers = decoder_layers(model)
+    model.other = nn.ModuleList(nn.Linear(4, 4, dtype=torch.bfloat16) for _ in layers)
+    pack(model)
+    assert decoder_layers(model) == layers
+    assert all(isinstance(layer.mlp.up_proj, PackedLinear) for layer in layers)
+    assert type(model.other[0]) is nn.Linear
+    assert type(model.lm_head) is nn.Linear
+
+
+@packs
+def test_loaded_and_random_models_come_packed(varied_path: Path) -> None:
+    for model in (load_model(varied_path, "bfloat16"), random_model(SHAPE, "bfloat16")):
+        assert any(isinstance(module, PackedLinear) for module in model.model.modules())
+        assert not any(type(m) is nn.Linear for layer in decoder_layers(model.model) for m in layer.modules())
+
+
+def test_other_dtypes_and_devices_stay_as_they_are(varied_path: Path) -> None:
+    assert not can_pack(CPU, torch.float32)
+    assert not can_pack(torch.device("cuda"), torch.bfloat16)
+    for model in (load_model(varied_path, "float32"), random_model(SHAPE, "float32")):
+        assert not any(isinstance(module, PackedLinear) for module in model.model.modules())
+
+
+@packs
+def test_a_model_whose_layers_cannot_be_told_is_left_alone() -> None:
+    model = kit.build("llama", {}, dtype=torch.bfloat16)
+    model.config.num_hidden_layers += 1
+    pack(model)
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
