@@ -13,8 +13,10 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 import torch
+from torch import Tensor
 
 from ragfuse.asking import Ask, ends_of, known_policy
+from ragfuse.bench.deviation import attention_of, kv_deviation
 from ragfuse.bench.quality.cases import Case
 from ragfuse.bench.quality.chains import CHAINS
 from ragfuse.bench.quality.wording import ASKED
@@ -34,6 +36,8 @@ from ragfuse.text.chunks import Piece
 Encoded = Literal["amid", "behind", "alone"]
 WRONG_MASK = "wrongmask"
 """`hkvd` over chunks encoded alone, under the mask of the code that was released with CacheBlend."""
+ORACLE = "oracle"
+"""Rows by what only a full prefill knows: no way to answer, but what a choice of rows could reach at most."""
 FIXED = MappingProxyType({"full": 1.0, "prefix": None, "none": 0.0, **dict.fromkeys(CHAINS)})
 """Methods without a choice of ratio."""
 ALONE = ("none", WRONG_MASK)
@@ -77,7 +81,7 @@ def methods_of(names: Sequence[str], ratios: Sequence[float], model: HFModel) ->
         elif policy in FIXED:
             found.append(Method(policy, FIXED[policy], encoded))
         else:
-            if policy != WRONG_MASK:
+            if policy not in (WRONG_MASK, ORACLE):
                 known_policy(policy)
             found += [Method(policy, ratio, encoded) for ratio in ratios]
     return list(dict.fromkeys(found))
@@ -152,6 +156,9 @@ class Lab:
         if method.policy == WRONG_MASK:
             with wrong_mask():
                 return self._held_whole(engine.prepare(prompt, Ask(policy="hkvd", ratio=method.ratio)))
+        if method.policy == ORACLE:
+            with told(self._foreseen):
+                return self._held_whole(engine.prepare(prompt, Ask(policy="lexical", ratio=method.ratio)))
         return self._held_whole(engine.prepare(prompt, Ask(policy=method.policy, ratio=method.ratio)))
 
     def _held_whole(self, ready: Ready) -> Prefill:
@@ -165,9 +172,20 @@ class Lab:
             )
         return ready.prefill
 
-    def before_prefix(self, prompt: Prompt) -> None:
-        """Have at hand what prefix caching reuses: the prompt's beginning with its first chunk."""
-        self._beginning = self.model.encode(prompt.token_ids[: self._n_prefix(prompt)])
+    def before(self, method: Method, prompt: Prompt) -> None:
+        """Have at hand what the method knows before the question: no part of its time.
+
+        prefix: the prompt's beginning with its first chunk. oracle: the attention that the last token pays to each row
+        in a full prefill, times how far the row's reused KV is from it.
+        """
+        if method.policy == "prefix":
+            self._beginning = self.model.encode(prompt.token_ids[: self._n_prefix(prompt)])
+        elif method.policy == ORACLE:
+            full = self.model.full_prefill(prompt.token_ids)
+            reused = self.prefill(Method("none", 0.0, method.encoded), prompt)
+            away = kv_deviation(reused.kv, full.kv)
+            away = (away / away.mean(1, keepdim=True)).mean(0)
+            self._foreseen = away * sum(layer[:, -1].sum(0) for layer in attention_of(self.model, full, 1))
 
     def _prefix(self, prompt: Prompt) -> Prefill:
         runs = [Run(0, 0, self._n_prefix(prompt), 0, blend=False)]
@@ -184,6 +202,22 @@ class Lab:
         """Ids of the greedy answer, at most so many, the end token left out; the prefill is used up."""
         ids = generate(self.model, [prefill], {"max_new_tokens": most, "do_sample": False})[0]
         return [token for token in ids if token not in ends_of(self.model)]
+
+
+@contextmanager
+def told(score: Tensor) -> Iterator[None]:
+    """While it lasts, `lexical` goes by a score float32 [T] of a prompt's rows in place of the question's words."""
+    found = HFModel._nearness
+
+    def known(model: HFModel, token_ids: Sequence[int], runs: Sequence[Run], asked: Sequence[Tensor]) -> Tensor | None:
+        rows = [row for run in runs if run.blend for row in range(run.lo, run.hi) if row < len(token_ids) - 1]
+        return score[rows] if rows else None
+
+    setattr(HFModel, "_nearness", known)  # noqa: B010 - as below
+    try:
+        yield
+    finally:
+        setattr(HFModel, "_nearness", found)  # noqa: B010
 
 
 @contextmanager

@@ -135,8 +135,7 @@ def ask(lab: Lab, runner: Runner, case: Case, methods: Sequence[Method], answers
         mine = prompts[method.encoded]
         if mine.token_ids != prompt.token_ids:
             raise InputError(f"The prompt of {case.id} differs between ways of encoding; this is a defect.")
-        if method.policy == "prefix":
-            lab.before_prefix(mine)
+        lab.before(method, mine)
         done = full if method == FULL else _timed(lab, runner, method, mine)
         if method == FULL:
             found, ids = wanted, said

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from rich.console import Console
 
 from ragfuse import Settings
+from ragfuse.bench.deviation import attention_of
 from ragfuse.bench.fidelity import plain_reuse
 from ragfuse.bench.quality import run
 from ragfuse.bench.quality.cases import Case
@@ -24,7 +26,19 @@ from tests.tiny import CHUNKS
 
 TEXTS = tuple(f"{chunk} {chunk[::-1]}" for chunk in CHUNKS)
 CASE = Case("made", "1", "Who counted?", ("forty",), TEXTS[:4])
-NAMES = ("full", "prefix", "none", "none@amid", "none@behind", "hkvd", "hkvd@alone", "lego", "query", "wrongmask")
+NAMES = (
+    "full",
+    "prefix",
+    "none",
+    "none@amid",
+    "none@behind",
+    "hkvd",
+    "hkvd@alone",
+    "lego",
+    "query",
+    "wrongmask",
+    "oracle",
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +72,10 @@ def asked(model: HFModel, names: tuple[str, ...], ratio: float, case: Case = CAS
 
 
 def test_every_method_recomputing_all_is_full_prefill(model: HFModel) -> None:
-    rows = asked(model, ("full", "prefix", "hkvd", "hkvd@alone", "hkvd@behind", "lego", "hybrid", "wrongmask"), 1.0)
-    assert len(rows) == 8
+    rows = asked(
+        model, ("full", "prefix", "hkvd", "hkvd@alone", "hkvd@behind", "lego", "hybrid", "wrongmask", "oracle"), 1.0
+    )
+    assert len(rows) == 9
     for name, row in rows.items():
         assert row.kl < 1e-6, name
         assert row.top1 == 1.0
@@ -96,6 +112,35 @@ def test_the_wrong_mask_lets_rows_see_what_comes_after_them(model: HFModel) -> N
     lab.close()
     torch.testing.assert_close(right.logits, again.logits, rtol=0, atol=0)
     assert not torch.allclose(right.logits, wrong.logits, atol=1e-3)
+
+
+def test_the_oracle_takes_the_rows_that_are_far_off_and_looked_at_and_leaves_no_trace(model: HFModel) -> None:
+    lab, oracle, lexical = Lab(model), Method("oracle", 0.2), Method("lexical", 0.2)
+    lab.hold(CASE, [oracle])
+    prompt = lab.prompt(CASE)
+    before = lab.prefill(lexical, prompt)
+    lab.before(oracle, prompt)
+    found = lab.prefill(oracle, prompt)
+    after = lab.prefill(lexical, prompt)
+
+    full, reused = model.full_prefill(prompt.token_ids), lab.prefill(Method("none", 0.0, "amid"), prompt)
+    pairs = list(zip(reused.kv.layers, full.kv.layers, strict=True))
+    layers = attention_of(model, full, 1)
+    chunks = [span for segment, span in zip(prompt.segments, prompt.spans, strict=True) if segment.kind == "chunk"]
+    offered = [row for lo, hi in chunks[1:] for row in range(lo, hi)]
+    worth = {row: sum(float(layer[:, -1, row].sum()) for layer in layers) for row in offered}
+    far = dict.fromkeys(offered, 0.0)
+    for mine, theirs in pairs:
+        away = [
+            math.hypot(float((mine.keys - theirs.keys)[:, r].norm()), float((mine.values - theirs.values)[:, r].norm()))
+            for r in range(len(prompt))
+        ]
+        for row in far:
+            far[row] += away[row] / (sum(away) / len(away))
+    wanted = sorted(offered, key=lambda row: -worth[row] * far[row])[: len(found.chosen)]
+    lab.close()
+    assert found.chosen.tolist() == sorted(wanted)
+    assert found.chosen.tolist() != before.chosen.tolist() == after.chosen.tolist()
 
 
 @pytest.mark.parametrize("names", [("hkvd@nowhere",), ("nonsense",), ("lego-x",)])
