@@ -42,7 +42,7 @@ class Encoder:
         """Encode and keep a run behind `prefix`, or alone behind a short one; bytes of new KV."""
         context = self._context(prefix)
         seldom = bool(self.other_tokens and context)  # only the chunk that stands first in a prompt is read from here
-        return self._encode(tokens, context, lambda: prefix if context else (), fast=not seldom)
+        return self._put(tokens, context, lambda: self.model.encode(tokens, prefix if context else ()), fast=not seldom)
 
     def keep_amid(self, tokens: Sequence[int], prefix: Sequence[int] = ()) -> int:
         """Encode and keep a chunk behind `prefix` and other text; bytes of new KV, 0 where there is no room for it."""
@@ -50,18 +50,18 @@ class Encoder:
         other = self.other_tokens if room is None else min(self.other_tokens, room // 2)
         if not other or (room is not None and other + len(tokens) >= room):
             return 0
-        return self._encode(
-            tokens,
-            amid(context),
-            lambda: (*(prefix if context else ()), *self.model.tokens(stand_in() + GAP)[-other:]),
-            fast=True,
-        )
 
-    def _encode(self, tokens: Sequence[int], context: str, before: Callable[[], Sequence[int]], fast: bool) -> int:
+        def encoded() -> ChunkKV:
+            before = prefix if context else ()
+            return self.model.encode_amid(tokens, (*before, *self.model.tokens(stand_in() + GAP)[-other:]))
+
+        return self._put(tokens, amid(context), encoded, fast=True)
+
+    def _put(self, tokens: Sequence[int], context: str, encoded: Callable[[], ChunkKV], fast: bool) -> int:
         key = self.key(tokens, context)
         if len(tokens) < self.shortest or self.model.profile.refusal or self.store.lookup([key]):
             return 0
-        kv: ChunkKV = self.model.encode(tokens, before())
+        kv = encoded()
         return kv.nbytes if self.store.put(key, kv, wait=True, fast=fast) else 0
 
     def _context(self, prefix: Sequence[int]) -> str:

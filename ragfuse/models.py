@@ -63,7 +63,7 @@ class EmbeddedModel:
 
     @property
     def recipe(self) -> str:
-        """What a prepared folder is made by: `RECIPE`, and the adapter's bytes."""
+        """What a prepared folder is made by: `RECIPE`, and the adapter's bytes with its drift's."""
         return f"{RECIPE} {adapters.fingerprint(self.adapter)}" if self.adapter else str(RECIPE)
 
     @property
@@ -254,6 +254,7 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path, say: Say) -> N
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
                 model = PeftModel.from_pretrained(model, adapters.path(embedded.adapter)).merge_and_unload()
+            shutil.copyfile(adapters.path(embedded.adapter) / adapters.DRIFT, target / adapters.DRIFT)
         say("reading the tokenizer")
         _save_tokenizer(source, target, model.config.max_position_embeddings)
         say("saving")

@@ -13,6 +13,7 @@ from typing import Any
 from ragfuse.core import digest
 
 WEIGHTS = "adapter_model.safetensors"
+DRIFT = "drift.safetensors"
 
 
 def path(name: str) -> Path:
@@ -21,8 +22,8 @@ def path(name: str) -> Path:
 
 
 def fingerprint(name: str) -> str:
-    """Digest of its weights."""
-    return digest((path(name) / WEIGHTS).read_bytes())
+    """Digest of its weights and of its drift."""
+    return digest(*((path(name) / file).read_bytes() for file in (WEIGHTS, DRIFT)))
 
 
 def card(name: str) -> dict[str, Any] | None:

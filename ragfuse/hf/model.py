@@ -19,10 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from ragfuse.core import FORMAT_VERSION, ChunkKV, LayerKV, digest
 from ragfuse.errors import ModelError, RefusedError
+from ragfuse.fuse.drift import added
 from ragfuse.fuse.fusor import Buffers, Fusion, Run, Source
 from ragfuse.fuse.select import nearness, policy_named
 from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
+from ragfuse.hf.drift import read_drift
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
 from ragfuse.hf.packed import pack
 from ragfuse.profiles import ModelProfile
@@ -74,15 +76,19 @@ class NoSource:
 
 
 class HFModel:
-    """A causal LM of transformers with its tokenizer, its profile and its lock."""
+    """A causal LM of transformers with its tokenizer, its profile and its lock.
+
+    drift: what is added to chunks that are encoded amid other text (`fuse/drift.py`), of the model's own layers.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
         profile_of: Callable[[str], ModelProfile | None] | None = None,
+        drift: ChunkKV | None = None,
     ) -> None:
-        self.model, self.tokenizer = model.eval(), tokenizer
+        self.model, self.tokenizer, self.drift = model.eval(), tokenizer, drift
         self.lock = threading.RLock()
         self._encoder, self._encoding = copy.deepcopy(tokenizer), threading.Lock()
         self._wired: Wiring | None = None
@@ -91,7 +97,7 @@ class HFModel:
         self._contexts: dict[tuple[int, ...], tuple[LayerKV, ...]] = {}  # least recently used first
         self.device, self.dtype = model.device, model.dtype
         self.name = str(model.config._name_or_path) or model.config.model_type
-        self.fingerprint = fingerprint(model, tokenizer)
+        self.fingerprint = fingerprint(model, tokenizer, drift)
         self.n_layers = int(model.config.get_text_config().num_hidden_layers)
         self.profile = ModelProfile(self.fingerprint, self.n_layers)
         known = profile_of(self.fingerprint) if profile_of is not None else None
@@ -133,6 +139,11 @@ class HFModel:
         with self.lock:
             layers = probe.plain_kv(self.model, ids, positions, self._behind(tuple(context)))
         return ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous()) for kv in layers))
+
+    def encode_amid(self, token_ids: Sequence[int], context: Sequence[int]) -> ChunkKV:
+        """KV of a run behind a `context` that only stands in for what a prompt will hold: with the model's drift."""
+        kv = self.encode(token_ids, context)
+        return kv if self.drift is None else added(kv, self.drift, self.profile.rope)
 
     def _behind(self, context: tuple[int, ...]) -> tuple[LayerKV, ...]:
         """KV of a context at positions -n..-1; those used last are kept: many chunks are encoded behind the same."""
@@ -306,8 +317,8 @@ class KVSource:
         return {index: chunk.layers[layer] for index, chunk in enumerate(self.chunks)}
 
 
-def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Digest of what decides a model's KV: config, a sample of every weight, dtype, tokenizer, format version."""
+def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, drift: ChunkKV | None = None) -> str:
+    """Digest of what decides a model's KV: config, samples of all weights, dtype, tokenizer, format version, drift."""
     config = model.config.to_diff_dict()
     kept = sorted((k, str(v)) for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype"))
     hasher = [str(FORMAT_VERSION), str(model.dtype), repr(kept)]
@@ -315,6 +326,8 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
         flat = weight.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 256)][:256].float().cpu().numpy().tobytes()
         hasher.append(digest(name, str(tuple(weight.shape)), sample))
+    for layer in drift.layers if drift is not None else ():
+        hasher.append(digest(*(part.float().cpu().numpy().tobytes() for part in (layer.keys, layer.values))))
     return digest(*hasher, _tokenizer_digest(tokenizer))
 
 
@@ -350,7 +363,7 @@ def load_model(
             f"No model could be loaded from '{source}' ({first}). Give a local folder, a Hugging Face id, or a name "
             "that `ragfuse models ls` lists."
         ) from error
-    loaded = HFModel(model, tokenizer, profile_of)
+    loaded = HFModel(model, tokenizer, profile_of, read_drift(Path(source), model))
     pack(model)
     return loaded
 

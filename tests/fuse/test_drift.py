@@ -1,0 +1,90 @@
+"""The drift is the mean difference before rotation, beside slow loops; added, it undoes what made it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ragfuse.core import ChunkKV, LayerKV, RopeLayout
+from ragfuse.fuse.drift import added, measured, turned
+from tests import reference
+from tests.fuse.test_rope import LAYOUTS
+
+FREQUENCIES = (1.0, 0.31, 0.04, 0.0007)
+ROPES = {
+    **{name: (layout, layout) for name, layout in LAYOUTS.items()},
+    "no position in one layer": (None, RopeLayout(FREQUENCIES)),
+    "carried by the values": (RopeLayout(FREQUENCIES[:2], part="values"), RopeLayout(FREQUENCIES)),
+}
+roped = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES.keys())
+
+
+def kv(n: int, seed: int, dtype: torch.dtype = torch.float32) -> ChunkKV:
+    """Two layers, one with fewer heads; values narrower than keys in it."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = (((2, n, 8), (2, n, 8)), ((1, n, 8), (1, n, 6)))
+    layers = (tuple(torch.randn(shape, generator=draw).to(dtype) for shape in pair) for pair in shapes)
+    return ChunkKV(tuple(LayerKV(*pair) for pair in layers))
+
+
+def parts(one: ChunkKV, rope: tuple[RopeLayout | None, ...]) -> list[tuple[Tensor, RopeLayout | None]]:
+    """Every tensor with the layout that holds for it."""
+    pairs = zip(one.layers, rope, strict=True)
+    return [
+        (tensor, layout if layout is not None and layout.part == name else None)
+        for layer, layout in pairs
+        for name, tensor in (("keys", layer.keys), ("values", layer.values))
+    ]
+
+
+def slowly(states: Tensor, delta: int, layout: RopeLayout | None) -> Tensor:
+    return states.double() if layout is None else reference.turned(states, delta, layout)
+
+
+@roped
+def test_every_row_gets_the_drift_as_it_stands_at_its_place(rope: tuple[RopeLayout | None, ...]) -> None:
+    chunk, drift = kv(7, 0), kv(1, 1)
+    for (found, _), (old, layout), (one, _) in zip(
+        parts(added(chunk, drift, rope), rope), parts(chunk, rope), parts(drift, rope), strict=True
+    ):
+        for row in range(7):
+            wanted = old[:, row : row + 1].double() + slowly(one, row, layout)
+            torch.testing.assert_close(found[:, row : row + 1].double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+@roped
+def test_it_is_the_mean_over_all_rows_of_all_prompts_before_rotation(rope: tuple[RopeLayout | None, ...]) -> None:
+    pairs = [(kv(9, 2), kv(9, 3), torch.tensor([4, 6])), (kv(5, 4), kv(5, 5), torch.tensor([1, 2, 4]))]
+    found = parts(measured(pairs, rope), rope)
+    for index, (drift, layout) in enumerate(found):
+        rows = [
+            slowly((parts(b, rope)[index][0] - parts(a, rope)[index][0])[:, row : row + 1], -row, layout)
+            for a, b, chosen in pairs
+            for row in chosen.tolist()
+        ]
+        torch.testing.assert_close(drift.double(), torch.stack(rows).mean(0), atol=1e-5, rtol=1e-5)
+
+
+@roped
+def test_what_was_added_everywhere_is_found_again(rope: tuple[RopeLayout | None, ...]) -> None:
+    drift, chunks = kv(1, 6), [kv(6, 7), kv(11, 8)]
+    found = measured([(one, added(one, drift, rope), torch.arange(1, one.n_tokens)) for one in chunks], rope)
+    for (mine, _), (theirs, _) in zip(parts(found, rope), parts(drift, rope), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_the_dtype_stays_and_the_chunk_is_left_alone() -> None:
+    chunk, drift, rope = kv(4, 0, torch.bfloat16), kv(1, 1), (RopeLayout(FREQUENCIES),) * 2
+    before = [tensor.clone() for tensor, _ in parts(chunk, rope)]
+    done = added(chunk, drift, rope)
+    assert {tensor.dtype for tensor, _ in parts(done, rope)} == {torch.bfloat16}
+    assert all(torch.equal(old, tensor) for old, (tensor, _) in zip(before, parts(chunk, rope), strict=True))
+    assert all(tensor.is_contiguous() for tensor, _ in parts(done, rope))
+    again = turned(chunk.layers[0].keys, torch.zeros(4, dtype=torch.float64), rope[0])
+    assert torch.equal(again, chunk.layers[0].keys.float())
+
+
+def test_without_a_row_there_is_no_mean() -> None:
+    rope = (RopeLayout(FREQUENCIES),) * 2
+    for pairs in ([], [(kv(3, 0), kv(3, 1), torch.tensor([], dtype=torch.int64))]):
+        with pytest.raises(ValueError, match="one row"):
+            measured(pairs, rope)

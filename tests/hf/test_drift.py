@@ -1,0 +1,91 @@
+"""A model's drift: read from its folder, part of its name, added to chunks that are encoded amid other text only."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from ragfuse import adapters
+from ragfuse.core import ChunkKV, LayerKV
+from ragfuse.errors import ModelError
+from ragfuse.fuse.drift import added
+from ragfuse.hf.drift import DRIFT, write_drift
+from ragfuse.hf.model import HFModel, load_model
+from tests.hf import kit
+
+
+def drift_of(model: HFModel, size: float = 0.1) -> ChunkKV:
+    torch.manual_seed(3)
+    layers = model.encode([5]).layers
+    pairs = ((size * torch.randn(part.shape) for part in (layer.keys, layer.values)) for layer in layers)
+    return ChunkKV(tuple(LayerKV(*pair) for pair in pairs))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    kit.build("llama", {}).save_pretrained(tmp_path)
+    kit.tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_it_is_added_to_chunks_amid_other_text_and_to_no_others(folder: Path) -> None:
+    plain = load_model(folder, "float32")
+    drift = drift_of(plain)
+    write_drift(folder, drift)
+    model = load_model(folder, "float32")
+    context, chunk = [3, 4, 5, 6], [9, 8, 7]
+    found, wanted = model.encode_amid(chunk, context), added(plain.encode(chunk, context), drift, plain.profile.rope)
+    for mine, theirs in zip(found.layers, wanted.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys)
+        assert torch.equal(mine.values, theirs.values)
+    for mine, theirs in zip(model.encode(chunk, context).layers, plain.encode_amid(chunk, context).layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys)
+    assert not torch.equal(found.layers[1].values, plain.encode(chunk, context).layers[1].values)
+
+
+def test_a_model_with_a_drift_is_another_and_is_the_same_again(folder: Path) -> None:
+    plain = load_model(folder, "float32")
+    seen = {plain.fingerprint}
+    for size in (0.1, 0.2):
+        write_drift(folder, drift_of(plain, size))
+        seen.add(load_model(folder, "float32").fingerprint)
+        assert load_model(folder, "float32").fingerprint in seen
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda parts: {k: v for k, v in parts.items() if k != "keys.1"}, "keys.1"),
+        (lambda parts: {**parts, "more": torch.zeros(1)}, "another shape"),
+        (lambda parts: {**parts, "keys.0": parts["keys.0"][:, :, 1:].contiguous()}, "another shape"),
+        (lambda parts: {**parts, "values.0": parts["values.0"] * float("nan")}, "that are none"),
+    ],
+)
+def test_a_drift_that_does_not_fit_is_an_error_that_names_the_file(folder: Path, damage, said: str) -> None:
+    write_drift(folder, drift_of(load_model(folder, "float32")))
+    save_file(damage(load_file(folder / DRIFT)), folder / DRIFT)
+    with pytest.raises(ModelError, match=said) as caught:
+        load_model(folder, "float32")
+    assert DRIFT in str(caught.value)
+    assert "measure it again" in str(caught.value)
+
+
+def test_an_adapter_brings_its_drift_under_the_name_that_is_looked_for() -> None:
+    assert adapters.DRIFT == DRIFT
+
+
+def test_a_cut_off_file_is_an_error(folder: Path) -> None:
+    write_drift(folder, drift_of(load_model(folder, "float32")))
+    (folder / DRIFT).write_bytes((folder / DRIFT).read_bytes()[:100])
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_model(folder, "float32")
+
+
+def test_it_works_for_packed_models(folder: Path) -> None:
+    write_drift(folder, drift_of(load_model(folder, "float32")))
+    model = load_model(folder, "bfloat16")
+    assert model.encode_amid([9, 8, 7], [3, 4]).layers[0].keys.dtype == torch.bfloat16
+    assert isinstance(AutoModelForCausalLM.from_pretrained(folder), torch.nn.Module)

@@ -1,0 +1,43 @@
+"""The drift of prompts that were measured is gone once it is added, and prompts are drawn from what may be used."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ragfuse.fuse.drift import measured
+from ragfuse.hf.model import load_model
+from training.data import Source
+from training.drift import PASSAGES, drawn, pairs
+from training.rules import Passage, Question
+
+SOURCES = [
+    Source(
+        Passage(f"T{i}", f"Passage {i} says that {i * 37} men went to town {i} by ship."),
+        (Question("How?", "by ship"),),
+    )
+    for i in range(9)
+]
+
+
+def test_prompts_hold_the_passage_that_is_asked_about_among_others() -> None:
+    sources = [SOURCES[0], *(replace(source, questions=()) for source in SOURCES[1:])]
+    cases = list(drawn(sources, 5))
+    assert [case.id for case in cases] == ["0", "1", "2", "3", "4"]
+    for case in cases:
+        assert SOURCES[0].passage.text in case.chunks
+        assert len(set(case.chunks)) == PASSAGES
+    assert cases == list(drawn(sources, 5))
+    assert len({case.chunks for case in cases}) == 5
+
+
+def test_what_was_measured_is_gone_once_it_is_added(tiny_path: Path) -> None:
+    model = load_model(tiny_path, "float32")
+    cases = list(drawn(SOURCES, 3))
+    before = measured(pairs(model, cases), model.profile.rope)
+    model.drift = before
+    after = measured(pairs(model, cases), model.profile.rope)
+    assert all(layer.values.abs().max() > 1e-4 for layer in before.layers[1:])
+    for new in after.layers:
+        torch.testing.assert_close(new.values, torch.zeros_like(new.values), atol=1e-5, rtol=0)
+        torch.testing.assert_close(new.keys, torch.zeros_like(new.keys), atol=1e-5, rtol=0)

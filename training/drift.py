@@ -1,0 +1,73 @@
+"""Measure a model's drift: what a prompt adds, on average, to chunks that were encoded amid other text.
+
+Prompts are six passages of SQuAD's training articles and a question, as in the benchmarks; held-out articles are left
+out. The drift goes into the model's folder, or into the adapter's for the one that comes along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from ragfuse.bench.quality.cases import Case
+from ragfuse.bench.quality.methods import Lab, Method
+from ragfuse.bench.runner import progress
+from ragfuse.core import ChunkKV
+from ragfuse.fuse.drift import measured
+from ragfuse.hf.drift import write_drift
+from ragfuse.hf.model import HFModel, load_model
+from training.data import Source, split, squad
+
+PASSAGES = 6
+
+
+def drawn(sources: Sequence[Source], count: int, seed: int = 0) -> Iterator[Case]:
+    """So many prompts over passages drawn at random, each with a question about one of them."""
+    rng = random.Random(seed)
+    asked = [source for source in sources if source.questions]
+    for index in range(count):
+        chosen = [gold := rng.choice(asked)]
+        chosen += rng.sample([source for source in sources if source is not gold], PASSAGES - 1)
+        rng.shuffle(chosen)
+        question = rng.choice(gold.questions)
+        yield Case("drift", str(index), question.question, (question.answer,), tuple(s.passage.text for s in chosen))
+
+
+def pairs(model: HFModel, cases: Iterable[Case]) -> Iterator[tuple[ChunkKV, ChunkKV, Tensor]]:
+    """Of every case: KV of plain reuse amid other text, of full prefill, and the rows of chunks but the first."""
+    lab, method = Lab(model), Method("none", 0.0, "amid")
+    for case in cases:
+        lab.hold(case, [method])
+        prompt = lab.prompt(case)
+        placed = zip(prompt.segments, prompt.spans, strict=True)
+        chunks = [torch.arange(lo, hi) for segment, (lo, hi) in placed if segment.kind == "chunk"]
+        yield lab.prefill(method, prompt).kv, model.full_prefill(prompt.token_ids).kv, torch.cat(chunks[1:])
+    lab.close()
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="Folder of the model; a drift that it has is not used.")
+    parser.add_argument("--squad", type=Path, required=True, help="SQuAD 2.0 JSON.")
+    parser.add_argument("--out", type=Path, required=True, help="Folder that the drift is written to.")
+    parser.add_argument("--prompts", type=int, default=120)
+    parser.add_argument("--dtype", default="bfloat16")
+    chosen = parser.parse_args()
+    model = load_model(chosen.model, chosen.dtype)
+    model.drift = None
+    articles, _ = split(squad(chosen.squad))
+    cases = list(drawn([source for sources in articles.values() for source in sources], chosen.prompts))
+    with progress(Console(stderr=True)) as bar:
+        found = measured(pairs(model, bar.track(cases, description="prompts")), model.profile.rope)
+    write_drift(chosen.out, found)
+
+
+if __name__ == "__main__":
+    main()
