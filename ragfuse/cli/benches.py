@@ -157,7 +157,9 @@ def paper(
     ] = None,
     limit: Annotated[int, typer.Option(help="Questions of each set; 0: all.")] = 60,
     chunk_tokens: Annotated[int, typer.Option(help="Pack passages into chunks of up to so many; 0: as they are.")] = 0,
-    quick: Annotated[bool, typer.Option(help="Eight questions: to see it work.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="Eight questions, or one round of the shorter prompts: to see it work.")
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the figure here (PNG).")] = None,
     json: Json = None,
 ) -> None:
@@ -173,7 +175,7 @@ def paper(
     rows = _rows_beside(json)
     sets = tuple(data or ("held-out",))
     tune_malloc(console)
-    wanted = Wanted(settings, sets, 8 if quick else limit, chunk_tokens, rows, console)
+    wanted = Wanted(settings, sets, 8 if quick else limit, chunk_tokens, rows, console, quick)
     write_json(run_paper(figure, wanted, plot), json)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_sizes_are_measured_by_number_and_by_length(wanted: Wanted, tmp_path: Pa
     real, asked = paper.run_ttft, []
 
     def small(options: Any, console: Any) -> Any:
-        asked.append((options.chunks, options.chunk_tokens))
+        asked.append((options.chunks, options.chunk_tokens, options.rounds))
         return real(
             paper.TtftOptions(**{**vars(options), "chunk_tokens": options.chunk_tokens // 30, "rounds": 1}), console
         )
@@ -87,6 +88,11 @@ def test_sizes_are_measured_by_number_and_by_length(wanted: Wanted, tmp_path: Pa
     rows = run("fig15", wanted, tmp_path)["rows"]
     assert len(rows) == len(asked) == len({(row["chunks"], row["chunk_tokens"]) for row in rows}) == 7
     assert all(row["fused_s"] > 0 and row["full_s"] >= row["prefix_s"] for row in rows)
+    assert {rounds for *_, rounds in asked} == {3}
+    asked.clear()
+    rows = run("fig15", replace(wanted, quick=True), tmp_path)["rows"]
+    assert len(rows) == len(asked) == 4
+    assert all(rounds == 1 and chunks[0] * tokens <= 4000 for chunks, tokens, rounds in asked)
 
 
 def test_a_figure_that_there_is_not_is_named(wanted: Wanted) -> None:
