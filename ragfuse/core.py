@@ -46,9 +46,9 @@ def amid(context: str) -> str:
 class ChunkKey:
     """What counts as the same KV. Digests only: no position, no process-local value.
 
-    `model` covers weights, dtype, rope settings, tokenizer, format version and the tenant's salt; `tokens` the ids;
-    `context` what the run attended to before itself: "" nothing, a token digest just those tokens, `amid` of either
-    those and then other text. `layout` is "" for positions 0..n-1.
+    `model` covers weights, dtype, rope settings, tokenizer, drift, format version and the tenant's salt; `tokens` the
+    ids; `context` what the run attended to before itself: "" nothing, a token digest just those tokens, `amid` of
+    either those and then other text. `layout` is "" for positions 0..n-1.
     """
 
     model: str

@@ -254,7 +254,8 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path, say: Say) -> N
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
                 model = PeftModel.from_pretrained(model, adapters.path(embedded.adapter)).merge_and_unload()
-            shutil.copyfile(adapters.path(embedded.adapter) / adapters.DRIFT, target / adapters.DRIFT)
+            if (adapters.path(embedded.adapter) / adapters.DRIFT).exists():
+                shutil.copyfile(adapters.path(embedded.adapter) / adapters.DRIFT, target / adapters.DRIFT)
         say("reading the tokenizer")
         _save_tokenizer(source, target, model.config.max_position_embeddings)
         say("saving")

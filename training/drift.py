@@ -1,7 +1,7 @@
 """Measure a model's drift: what a prompt adds, on average, to chunks that were encoded amid other text.
 
 Prompts are six passages of SQuAD's training articles and a question, as in the benchmarks; held-out articles are left
-out. The drift goes into the model's folder, or into the adapter's for the one that comes along.
+out. The drift goes into the folder of a model of one's own, or into the adapter's for the one that comes along.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from ragfuse.core import ChunkKV
 from ragfuse.fuse.drift import measured
 from ragfuse.hf.drift import write_drift
 from ragfuse.hf.model import HFModel, load_model
+from ragfuse.models import MANIFEST
+from ragfuse.settings import Settings
 from training.data import Source, split, squad
 
 PASSAGES = 6
+AMID = 256
+"""Tokens of other text that chunks are encoded behind by default."""
 
 
 def drawn(sources: Sequence[Source], count: int, seed: int = 0) -> Iterator[Case]:
@@ -41,7 +45,7 @@ def drawn(sources: Sequence[Source], count: int, seed: int = 0) -> Iterator[Case
 
 def pairs(model: HFModel, cases: Iterable[Case]) -> Iterator[tuple[ChunkKV, ChunkKV, Tensor]]:
     """Of every case: KV of plain reuse amid other text, of full prefill, and the rows of chunks but the first."""
-    lab, method = Lab(model), Method("none", 0.0, "amid")
+    lab, method = Lab(model, Settings(amid_tokens=AMID)), Method("none", 0.0, "amid")
     for case in cases:
         lab.hold(case, [method])
         prompt = lab.prompt(case)
@@ -60,13 +64,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=120)
     parser.add_argument("--dtype", default="bfloat16")
     chosen = parser.parse_args()
-    model = load_model(chosen.model, chosen.dtype)
-    model.drift = None
+    if (chosen.out / MANIFEST).exists():
+        parser.error(f"{chosen.out} was prepared by ragfuse, which would make it anew: give the adapter's folder.")
+    loaded = load_model(chosen.model, chosen.dtype)
+    model = HFModel(loaded.model, loaded.tokenizer)
     articles, _ = split(squad(chosen.squad))
     cases = list(drawn([source for sources in articles.values() for source in sources], chosen.prompts))
     with progress(Console(stderr=True)) as bar:
         found = measured(pairs(model, bar.track(cases, description="prompts")), model.profile.rope)
-    write_drift(chosen.out, found)
+    write_drift(chosen.out, found, model.model)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ def path(name: str) -> Path:
 
 
 def fingerprint(name: str) -> str:
-    """Digest of its weights and of its drift."""
-    return digest(*((path(name) / file).read_bytes() for file in (WEIGHTS, DRIFT)))
+    """Digest of its weights, and of its drift where that was measured."""
+    return digest(*(file.read_bytes() for file in (path(name) / WEIGHTS, path(name) / DRIFT) if file.exists()))
 
 
 def card(name: str) -> dict[str, Any] | None:

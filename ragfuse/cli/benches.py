@@ -98,7 +98,7 @@ def quality(
         str,
         typer.Option(
             help="full; prefix (caching); none (plain reuse); auto (the default); mapreduce, maprerank (LangChain's); "
-            "wrongmask (an ablation); oracle (a bound); a policy. @alone, @behind, @amid: what chunks saw when encoded."
+            "wrongmask (an ablation); oracle (knows the full prefill); a policy. @alone, @behind, @amid: chunks saw that."
         ),
     ] = BY_DEFAULT,
     ratios: Annotated[str, typer.Option(help="Ratios of the policies among the methods.")] = "0.15",

@@ -1,4 +1,4 @@
-"""A model's drift as a file in its folder."""
+"""A model's drift as a file in its folder, bound to the weights that it was measured on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ragfuse.core import ChunkKV, LayerKV
@@ -14,37 +15,59 @@ from ragfuse.errors import ModelError
 from ragfuse.hf import probe
 
 DRIFT = "drift.safetensors"
+SAMPLE = 16
+"""Values of every weight that stand in the file."""
+ROUNDING = 2.0**-7
+"""What two dtypes may make of one weight."""
 
 
 def read_drift(folder: Path, model: PreTrainedModel) -> ChunkKV | None:
     """The drift in a model's folder, on its device, None where there is none.
 
-    ModelError if it is damaged or of another model's shape.
+    ModelError if it is damaged, of another model's shape, or measured on other weights. Read it before packing.
     """
-    if not (folder / DRIFT).is_file():
+    path = folder / DRIFT
+    if not path.is_file():
         return None
+    again = "Remove it, or measure it again."
     try:
-        parts = load_file(folder / DRIFT, device=str(model.device))
-        n_layers = model.config.get_text_config().num_hidden_layers
+        parts = load_file(path, device=str(model.device))
+        seen, n_layers = parts.pop("weights"), model.config.get_text_config().num_hidden_layers
         layers = tuple(LayerKV(parts[f"keys.{i}"], parts[f"values.{i}"]) for i in range(n_layers))
-    except (OSError, SafetensorError, KeyError) as error:
-        raise ModelError(f"'{folder / DRIFT}' cannot be read ({error}). Remove it, or measure it again.") from error
-    one = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    wanted = probe.plain_kv(model, one, one[0])
-    shapes = [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in layers]
-    if len(parts) != 2 * len(layers) or shapes != [(tuple(k.keys.shape), tuple(k.values.shape)) for k in wanted]:
-        raise ModelError(
-            f"'{folder / DRIFT}' was measured on a model of another shape. Remove it, or measure it again."
-        )
+    except (OSError, SafetensorError, KeyError, AttributeError) as error:
+        raise ModelError(f"'{path}' cannot be read ({error}). {again}") from error
+    if len(parts) != 2 * len(layers) or [_shapes(layer) for layer in layers] != _shapes_of(model):
+        raise ModelError(f"'{path}' was measured on a model of another shape. {again}")
     if not all(bool(part.isfinite().all()) for part in parts.values()):
-        raise ModelError(f"'{folder / DRIFT}' holds numbers that are none. Remove it, or measure it again.")
+        raise ModelError(f"'{path}' holds numbers that are none. {again}")
+    mine = _sample(model)
+    if mine.shape != seen.shape or not torch.allclose(mine, seen.to(mine), rtol=ROUNDING, atol=1e-6):
+        raise ModelError(f"'{path}' was measured on other weights. {again}")
     return ChunkKV(layers)
 
 
-def write_drift(folder: Path, drift: ChunkKV) -> None:
-    """Put a drift into a model's folder, where `load_model` finds it."""
-    named = {"keys": [layer.keys for layer in drift.layers], "values": [layer.values for layer in drift.layers]}
-    save_file(
-        {f"{name}.{i}": part.contiguous() for name, parts in named.items() for i, part in enumerate(parts)},
-        folder / DRIFT,
-    )
+def write_drift(folder: Path, drift: ChunkKV, model: PreTrainedModel) -> None:
+    """Put the drift of a model into a folder, where `load_model` finds it."""
+    named = {f"keys.{i}": layer.keys for i, layer in enumerate(drift.layers)}
+    named |= {f"values.{i}": layer.values for i, layer in enumerate(drift.layers)}
+    save_file({name: part.contiguous() for name, part in named.items()} | {"weights": _sample(model)}, folder / DRIFT)
+
+
+def _shapes(layer: LayerKV) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(layer.keys.shape), tuple(layer.values.shape)
+
+
+def _shapes_of(model: PreTrainedModel) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Of one row of every layer's KV; none where the model's state is not KV per token."""
+    one = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+    try:
+        return [_shapes(layer) for layer in probe.plain_kv(model, one, one[0])]
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return []
+
+
+def _sample(model: PreTrainedModel) -> Tensor:
+    """A few values of every weight, by name: float32 [n]."""
+    weights = sorted(model.state_dict().items())
+    flat = [weight.detach().reshape(-1) for _, weight in weights if weight.is_floating_point()]
+    return torch.cat([each[:: max(1, each.numel() // SAMPLE)][:SAMPLE].float().cpu() for each in flat])

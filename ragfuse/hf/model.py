@@ -364,7 +364,8 @@ def load_model(
             "that `ragfuse models ls` lists."
         ) from error
     loaded = HFModel(model, tokenizer, profile_of, read_drift(Path(source), model))
-    pack(model)
+    if not loaded.profile.refusal:
+        pack(model)
     return loaded
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from ragfuse.errors import RefusedError
@@ -23,12 +24,12 @@ class PackedLinear(nn.Module):
     packed: Tensor
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, plain: nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach())
         self.register_buffer("packed", packed, persistent=False)
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+        self.register_buffer("bias", None if plain.bias is None else plain.bias.detach())
 
     @property
     def weight(self) -> Tensor:
@@ -37,6 +38,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x @ weight.T + bias."""
+        if x.dtype != torch.bfloat16:
+            return linear(x, self.weight, self.bias)  # which says what does not fit
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 
@@ -59,7 +62,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 def pack(model: PreTrainedModel) -> None:
     """Pack the linear layers of a model's decoder layers in place, where that is possible.
 
-    The model is only good for inference afterwards. Its output layer, which often shares its weight with the
+    The model is only good for inference afterwards: packed layers have no gradients and cannot be copied or loaded
+    anew; what `save_pretrained` writes is as before. Its output layer, which often shares its weight with the
     embedding, stays.
     """
     if not can_pack(model.device, model.dtype):

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from ragfuse import adapters
 from ragfuse.core import ChunkKV, LayerKV
@@ -13,7 +12,9 @@ from ragfuse.errors import ModelError
 from ragfuse.fuse.drift import added
 from ragfuse.hf.drift import DRIFT, write_drift
 from ragfuse.hf.model import HFModel, load_model
+from ragfuse.hf.packed import PackedLinear
 from tests.hf import kit
+from tests.hf.test_packed import packs
 
 
 def drift_of(model: HFModel, size: float = 0.1) -> ChunkKV:
@@ -33,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 def test_it_is_added_to_chunks_amid_other_text_and_to_no_others(folder: Path) -> None:
     plain = load_model(folder, "float32")
     drift = drift_of(plain)
-    write_drift(folder, drift)
+    write_drift(folder, drift, plain.model)
     model = load_model(folder, "float32")
     context, chunk = [3, 4, 5, 6], [9, 8, 7]
     found, wanted = model.encode_amid(chunk, context), added(plain.encode(chunk, context), drift, plain.profile.rope)
@@ -49,7 +50,7 @@ def test_a_model_with_a_drift_is_another_and_is_the_same_again(folder: Path) -> 
     plain = load_model(folder, "float32")
     seen = {plain.fingerprint}
     for size in (0.1, 0.2):
-        write_drift(folder, drift_of(plain, size))
+        write_drift(folder, drift_of(plain, size), plain.model)
         seen.add(load_model(folder, "float32").fingerprint)
         assert load_model(folder, "float32").fingerprint in seen
     assert len(seen) == 3
@@ -65,7 +66,8 @@ def test_a_model_with_a_drift_is_another_and_is_the_same_again(folder: Path) -> 
     ],
 )
 def test_a_drift_that_does_not_fit_is_an_error_that_names_the_file(folder: Path, damage, said: str) -> None:
-    write_drift(folder, drift_of(load_model(folder, "float32")))
+    plain = load_model(folder, "float32")
+    write_drift(folder, drift_of(plain), plain.model)
     save_file(damage(load_file(folder / DRIFT)), folder / DRIFT)
     with pytest.raises(ModelError, match=said) as caught:
         load_model(folder, "float32")
@@ -78,14 +80,35 @@ def test_an_adapter_brings_its_drift_under_the_name_that_is_looked_for() -> None
 
 
 def test_a_cut_off_file_is_an_error(folder: Path) -> None:
-    write_drift(folder, drift_of(load_model(folder, "float32")))
+    plain = load_model(folder, "float32")
+    write_drift(folder, drift_of(plain), plain.model)
     (folder / DRIFT).write_bytes((folder / DRIFT).read_bytes()[:100])
     with pytest.raises(ModelError, match="cannot be read"):
         load_model(folder, "float32")
 
 
-def test_it_works_for_packed_models(folder: Path) -> None:
-    write_drift(folder, drift_of(load_model(folder, "float32")))
+@packs
+def test_a_packed_model_adds_it_too(folder: Path) -> None:
+    plain = load_model(folder, "float32")
+    write_drift(folder, drift_of(plain), plain.model)
     model = load_model(folder, "bfloat16")
-    assert model.encode_amid([9, 8, 7], [3, 4]).layers[0].keys.dtype == torch.bfloat16
-    assert isinstance(AutoModelForCausalLM.from_pretrained(folder), torch.nn.Module)
+    assert any(isinstance(module, PackedLinear) for module in model.model.modules())
+    assert model.drift is not None
+    found, bare = model.encode_amid([9, 8, 7], [3, 4]), model.encode([9, 8, 7], [3, 4])
+    wanted = added(bare, model.drift, model.profile.rope)
+    for mine, theirs, before in zip(found.layers, wanted.layers, bare.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys)
+        assert not torch.equal(mine.keys, before.keys)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_same_weights_take_it_in_every_dtype_and_others_do_not(folder: Path, dtype: str) -> None:
+    plain = load_model(folder, dtype)
+    write_drift(folder, drift_of(plain), plain.model)
+    assert all(load_model(folder, other).drift is not None for other in ("float32", "bfloat16", "float16"))
+    trained = kit.build("llama", {})
+    with torch.no_grad():
+        trained.model.layers[1].mlp.up_proj.weight.mul_(1.05)
+    trained.save_pretrained(folder)
+    with pytest.raises(ModelError, match="other weights"):
+        load_model(folder, dtype)

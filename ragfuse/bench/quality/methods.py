@@ -37,7 +37,7 @@ Encoded = Literal["amid", "behind", "alone"]
 WRONG_MASK = "wrongmask"
 """`hkvd` over chunks encoded alone, under the mask of the code that was released with CacheBlend."""
 ORACLE = "oracle"
-"""Rows by what only a full prefill knows: no way to answer, but what a choice of rows could reach at most."""
+"""Rows by what only a full prefill knows: no way to answer, but a mark to measure other choices by."""
 FIXED = MappingProxyType({"full": 1.0, "prefix": None, "none": 0.0, **dict.fromkeys(CHAINS)})
 """Methods without a choice of ratio."""
 ALONE = ("none", WRONG_MASK)
@@ -184,7 +184,7 @@ class Lab:
             full = self.model.full_prefill(prompt.token_ids)
             reused = self.prefill(Method("none", 0.0, method.encoded), prompt)
             away = kv_deviation(reused.kv, full.kv)
-            away = (away / away.mean(1, keepdim=True)).mean(0)
+            away = (away / away.mean(1, keepdim=True).clamp_min(torch.finfo(away.dtype).tiny)).mean(0)
             self._foreseen = away * sum(layer[:, -1].sum(0) for layer in attention_of(self.model, full, 1))
 
     def _prefix(self, prompt: Prompt) -> Prefill:

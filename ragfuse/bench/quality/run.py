@@ -29,6 +29,7 @@ from ragfuse.bench.runner import Clock, Runner, malloc_setting, progress, versio
 from ragfuse.core import Prompt, digest
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
+from ragfuse.hf.packed import can_pack
 
 FULL = Method("full", 1.0)
 
@@ -211,10 +212,17 @@ def _is_done(row: Row | None, answers: bool) -> bool:
 
 def _stamp(plan: Plan, lab: Lab, case: Case) -> str:
     """What a kept row must share with this run: model, machine, settings, and the case itself."""
-    settings, where = lab.settings, (str(lab.model.device), torch.get_num_threads(), malloc_setting(), versions())
+    settings, model = lab.settings, lab.model
+    where = (
+        str(model.device),
+        torch.get_num_threads(),
+        malloc_setting(),
+        versions(),
+        can_pack(model.device, model.dtype),
+    )
     how = plan.chunk_tokens, plan.context_tokens, plan.passages, settings.amid_tokens, settings.min_chunk_tokens
     parts = case.dataset, case.id, case.question, *case.answers, *case.chunks
-    return digest(lab.model.fingerprint, str(where), str(how), *parts)[:16]
+    return digest(model.fingerprint, str(where), str(how), *parts)[:16]
 
 
 def _read(path: Path | None) -> dict[str, dict[tuple[str, str, float | None], Row]]:
