@@ -72,7 +72,12 @@ def pack(model: PreTrainedModel) -> None:
         layers = probe.decoder_layers(model)
     except RefusedError:
         return
+    packed = 0
     for parent in [module for layer in layers for module in layer.modules()]:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
+                packed += child.weight.nbytes
                 setattr(parent, name, PackedLinear(child))
+    if sum(weight.nbytes for weight in model.parameters()) < packed:
+        for weight in model.parameters():  # the file they were read from stays in memory as long as one is a view of it
+            weight.data = weight.data.clone()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ragfuse.fuse.fusor import Run
 from ragfuse.hf.blank import random_model
@@ -121,6 +121,17 @@ def test_a_packed_model_is_saved_as_it_was_loaded(tmp_path: Path) -> None:
     after = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
     assert sorted(before) == sorted(after)
     assert all(torch.equal(weight, after[name]) for name, weight in before.items())
+
+
+@packs
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list what a process has mapped")
+def test_the_file_that_weights_came_from_is_let_go(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    kit.tokenizer().save_pretrained(tmp_path)
+    model = load_model(tmp_path, "bfloat16")
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert all(torch.equal(weight, model.model.state_dict()[name]) for name, weight in plain.state_dict().items())
 
 
 @packs
