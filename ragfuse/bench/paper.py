@@ -293,6 +293,8 @@ def _draw_quality(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _draw_sizes(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    from matplotlib.ticker import LogLocator
+
     labels = [f"{row['chunks']} x {row['chunk_tokens']}" for row in rows]
     at = torch.arange(len(rows)).numpy()
     for index, (key, name) in enumerate(
@@ -300,7 +302,9 @@ def _draw_sizes(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     ):
         axes.bar(at + 0.2 * (index - 1.5), [row[key] for row in rows], 0.2, label=name)
     axes.set_xticks(at, labels, rotation=30, ha="right", fontsize=7)
-    axes.set_yscale("log")
+    axes.set_yscale("log", subs=[])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylabel("seconds to the first token")
     axes.legend()
 
