@@ -130,6 +130,15 @@ class Buffers:
         place(part, part, self._angles[layout], layout)
 
 
+def offered(runs: Sequence[Run], n_tokens: int) -> Tensor:
+    """Rows int64 [C], sorted, that a policy may choose: those of blended runs, without the prompt's last."""
+    chosen = torch.zeros(n_tokens, dtype=torch.bool)
+    for run in runs:
+        chosen[run.lo : run.hi] = run.blend
+    chosen[-1] = False
+    return chosen.nonzero()[:, 0]
+
+
 class Fusion:
     """Which rows flow through which layer of one prefill, and what they leave behind.
 
@@ -148,13 +157,11 @@ class Fusion:
     ) -> None:
         self.buffers, self.positions, self.policy = buffers, positions, policy
         cached = torch.zeros(len(positions), dtype=torch.bool)
-        offered = torch.zeros(len(positions), dtype=torch.bool)
         for run in runs:
             cached[run.lo : run.hi] = True
-            offered[run.lo : run.hi] = run.blend
-        cached[-1] = offered[-1] = False
+        cached[-1] = False
         self._forced = (~cached).nonzero()[:, 0].to(positions.device)
-        self.offer = offered.nonzero()[:, 0].to(positions.device)
+        self.offer = offered(runs, len(positions)).to(positions.device)
         self.view = _view(len(buffers), ratio, len(self._forced), runs, self.offer, score)
         self._alive = torch.arange(len(self.offer), device=positions.device)
         self._deviation: Tensor | None = None

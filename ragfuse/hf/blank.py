@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.packed import pack
 
 
 def random_model(shape: Mapping[str, object], dtype: str, device: str = "cpu", seed: int = 0) -> HFModel:
@@ -24,6 +23,4 @@ def random_model(shape: Mapping[str, object], dtype: str, device: str = "cpu", s
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
-    blank = HFModel(model, None)
-    pack(model)
-    return blank
+    return HFModel(model, None).packed()

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from ragfuse.core import FORMAT_VERSION, ChunkKV, LayerKV, digest
 from ragfuse.errors import ModelError, RefusedError
 from ragfuse.fuse.drift import added
-from ragfuse.fuse.fusor import Buffers, Fusion, Run, Source
+from ragfuse.fuse.fusor import Buffers, Fusion, Run, Source, offered
 from ragfuse.fuse.select import nearness, policy_named
 from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
@@ -102,6 +102,12 @@ class HFModel:
         self.profile = ModelProfile(self.fingerprint, self.n_layers)
         known = profile_of(self.fingerprint) if profile_of is not None else None
         self.profile = known if known is not None else self._probed()
+
+    def packed(self) -> HFModel:
+        """Itself with its weights packed (`packed.py`), unless it is refused."""
+        if not self.profile.refusal:
+            pack(self.model)
+        return self
 
     @property
     def words(self) -> PreTrainedTokenizerBase:
@@ -219,7 +225,7 @@ class HFModel:
     def _nearness(self, token_ids: Sequence[int], runs: Sequence[Run], asked: Sequence[Tensor]) -> Tensor | None:
         """How near each row on offer is to words of the question: float32 [C]; None where none is on offer."""
         total, held = len(token_ids), {row for run in runs for row in range(run.lo, run.hi)}
-        offer = torch.tensor([r for run in runs if run.blend for r in range(run.lo, run.hi) if r < total - 1])
+        offer = offered(runs, total)
         if not len(offer):
             return None
         numbers = torch.tensor([self._number(token_id) for token_id in token_ids])
@@ -363,10 +369,7 @@ def load_model(
             f"No model could be loaded from '{source}' ({first}). Give a local folder, a Hugging Face id, or a name "
             "that `ragfuse models ls` lists."
         ) from error
-    loaded = HFModel(model, tokenizer, profile_of, read_drift(Path(source), model))
-    if not loaded.profile.refusal:
-        pack(model)
-    return loaded
+    return HFModel(model, tokenizer, profile_of, read_drift(Path(source), model)).packed()
 
 
 def _require_device(name: str) -> None:

@@ -24,7 +24,7 @@ from ragfuse.core import Prompt
 from ragfuse.engine import Engine, Ready
 from ragfuse.errors import InputError, ModelError, SettingsError
 from ragfuse.fuse.attend import RowMask
-from ragfuse.fuse.fusor import Fusion, Run
+from ragfuse.fuse.fusor import Fusion, Run, offered
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.plan.controller import AUTO, settle
@@ -210,8 +210,8 @@ def told(score: Tensor) -> Iterator[None]:
     found = HFModel._nearness
 
     def known(model: HFModel, token_ids: Sequence[int], runs: Sequence[Run], asked: Sequence[Tensor]) -> Tensor | None:
-        rows = [row for run in runs if run.blend for row in range(run.lo, run.hi) if row < len(token_ids) - 1]
-        return score[rows] if rows else None
+        rows = offered(runs, len(token_ids))
+        return score[rows] if len(rows) else None
 
     setattr(HFModel, "_nearness", known)  # noqa: B010 - as below
     try:
