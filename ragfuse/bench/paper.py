@@ -218,7 +218,7 @@ def _chains(wanted: Wanted) -> Rows:
 
 
 def _sweep(wanted: Wanted) -> Rows:
-    return _quality(wanted, ("full", "none", BLEND, "lexical"), SWEEP)
+    return _quality(wanted, ("full", "none", BLEND, "lexical"), SWEEP[::2] if wanted.quick else SWEEP)
 
 
 # figure 15: chunk number, chunk length
