@@ -10,15 +10,31 @@ from pathlib import Path
 from typing import Literal
 
 from platformdirs import user_cache_path
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+
+class Prices(BaseModel):
+    """What a gigabyte costs a month, by kind of tier."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    memory: float = Field(default=3.0, ge=0)
+    disk: float = Field(default=0.08, ge=0)
+    redis: float = Field(default=5.0, ge=0)
+    objects: float = Field(default=0.023, ge=0)
 
 
 class Settings(BaseSettings):
     """All settings, typed and checked. Sizes in bytes, times in seconds, shares 0..1."""
 
     model_config = SettingsConfigDict(
-        env_prefix="RAGFUSE_", toml_file="ragfuse.toml", extra="forbid", frozen=True, protected_namespaces=()
+        env_prefix="RAGFUSE_",
+        toml_file="ragfuse.toml",
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        hide_input_in_errors=True,  # a tier's URL may hold a password
     )
 
     model: str = Field(
@@ -36,6 +52,13 @@ class Settings(BaseSettings):
     store: Path | None = Field(default=None, description="Folder of the disk tier; default home/store.")
     memory_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the memory tier.")
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
+    tiers: tuple[str, ...] = Field(
+        default=(), description="Slower tiers behind memory and disk, fastest first: redis://, s3://, file:// ... URLs."
+    )
+    tier_bytes: int = Field(default=100 << 30, ge=1, description="Capacity of each of these.")
+    tier_timeout_s: float = Field(default=2.0, gt=0, description="How long one of them may take to say anything.")
+    ttl_s: float | None = Field(default=None, gt=0, description="Entries unused for so long are dropped; none: never.")
+    prices: Prices = Field(default=Prices(), description="What keeping a gigabyte costs; only the order matters.")
     salt: str = Field(default="", description="Tenant: one salt never hits another's entries.")
     writer_queue: int = Field(default=64, ge=1, description="Chunks waiting to be saved before saving is skipped.")
 

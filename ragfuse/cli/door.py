@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ragfuse.cli import ask, benches, checks, ingest, models
+from ragfuse.cli import ask, benches, checks, ingest, measure, models, store
 from ragfuse.errors import RagFuseError
 
 
@@ -65,12 +65,15 @@ app = typer.Typer(
 )
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
+app.command("explain")(measure.explain)
+app.command("measure")(measure.measure)
 app.command("verify")(checks.verify_model)
 app.command("calibrate")(checks.calibrate_model)
 app.command("doctor")(checks.doctor)
 app.command("demo")(benches.demo)
 app.add_typer(benches.bench, name="bench")
 app.add_typer(models.models, name="models")
+app.add_typer(store.store, name="store")
 
 
 @app.callback(invoke_without_command=True)

@@ -37,7 +37,8 @@ def settings_of(**given: Any) -> Settings:
             raise SettingsError(
                 f"There is no setting '{name}'. It is one of: {', '.join(Settings.model_fields)}."
             ) from error
-        raise SettingsError(f"{name}: {first['msg']}, found {first['input']!r}.") from error
+        found = "" if name.partition(".")[0] in ("tiers", "salt") else f", found {first['input']!r}"
+        raise SettingsError(f"{name}: {first['msg']}{found}.") from None
     except (ValueError, OSError) as error:  # ragfuse.toml itself
         raise SettingsError(f"ragfuse.toml in this folder cannot be read: {error}. Mend it or remove it.") from error
 

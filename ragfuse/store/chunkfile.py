@@ -1,15 +1,17 @@
-"""One entry as a file: header, then layer after layer, so that a layer is one read at a known offset.
+"""One entry as bytes: header, then layer after layer, so that a layer is one read at a known offset.
 
     magic 8 · version u32 · header length u32 · BLAKE3 of the header 32 · header JSON {key, meta} · layers
 
-Header and layers begin at multiples of 64 bytes, little-endian numbers. Where files lie is `disk.py`'s business.
+Header and layers begin at multiples of 64 bytes, little-endian numbers. `Header` reads them from any bytes,
+`ChunkFile` from a file. Where files lie is `disk.py`'s business, where objects do `objects.py`'s.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 
@@ -39,21 +41,86 @@ def pack_header(key: ChunkKey, meta: EntryMeta) -> bytes:
 
 
 def layer_offsets(header_nbytes: int, meta: EntryMeta) -> list[int]:
-    """Where each layer begins, and last the size of the whole file."""
+    """Where each layer begins, and last the size of the whole entry."""
     offsets = [_aligned(header_nbytes)]
     for layer in meta.layers:
         offsets.append(offsets[-1] + _aligned(layer.nbytes))
     return offsets
 
 
+def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a whole entry, piece by piece, layers with their padding."""
+    yield header
+    for blob in blobs:
+        yield blob.cpu().contiguous().numpy().data
+        yield bytes(_aligned(blob.numel()) - blob.numel())
+
+
+def header_nbytes(begin: bytes | bytearray) -> int:
+    """How many bytes of an entry its header takes, unpadded, by its first bytes; ValueError if it is no entry."""
+    if len(begin) < _FIXED.size:
+        raise ValueError("the file ends too early")
+    magic, version, nbytes, _ = _FIXED.unpack_from(begin)
+    if magic != MAGIC:
+        raise ValueError("not a chunk file")
+    if version != FORMAT_VERSION:
+        raise ValueError(f"format version {FORMAT_VERSION} wanted, {version} found")
+    return int(_FIXED.size + min(nbytes, _MAX_HEADER_NBYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What stands before the layers, and where each of them begins; the last offset is the size of the whole."""
+
+    key: ChunkKey
+    meta: EntryMeta
+    offsets: Sequence[int]
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray) -> Header:
+        """The header that `data` begins with; ValueError if it is not a whole one."""
+        end = header_nbytes(data)
+        text = bytes(data[_FIXED.size : end])
+        if len(data) < end:
+            raise ValueError("the file ends too early")
+        if blake3(text).digest() != _FIXED.unpack_from(data)[3]:
+            raise ValueError("checksum of the header does not match")
+        try:
+            fields = json.loads(text)
+            key, meta = ChunkKey.parse(fields["key"]), EntryMeta.from_json(fields["meta"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"header not understood: {error!r}") from error
+        return cls(key, meta, layer_offsets(end, meta))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole entry."""
+        return self.offsets[-1]
+
+    def span(self, first: int, count: int) -> tuple[int, int]:
+        """Where `count` layers from `first` on begin and end."""
+        last = first + count - 1
+        return self.offsets[first], self.offsets[last] + self.meta.layers[last].nbytes
+
+    def cut(self, span: Tensor, first: int, count: int, *, verify: bool) -> list[Tensor]:
+        """`count` layers from `first` on, uint8 [nbytes] each, as views of the bytes of their `span`.
+
+        ValueError if one is not what was written, unless told not to `verify`.
+        """
+        chosen = range(first, first + count)
+        blobs = [span.narrow(0, self.offsets[i] - self.offsets[first], self.meta.layers[i].nbytes) for i in chosen]
+        for layer, blob in zip(chosen, blobs, strict=True):
+            if verify and checksum(blob) != self.meta.layers[layer].checksum:
+                raise ValueError(f"checksum of layer {layer} does not match")
+        return blobs
+
+
 def write_chunk(path: Path, header: bytes, blobs: Sequence[Tensor]) -> None:
     """A new file at `path`, readable by this user alone, on the medium when this returns."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        _write_all(fd, header)
-        for blob in blobs:
-            _write_all(fd, blob.cpu().contiguous().numpy().data)
-            _write_all(fd, bytes(_aligned(blob.numel()) - blob.numel()))
+        for piece in pieces(header, blobs):
+            _write_all(fd, piece)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -75,9 +142,19 @@ class ChunkFile:
         self._fd = -1
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.nbytes = os.fstat(self._fd).st_size
-        self.key, self.meta, self._offsets = self._header()
-        if self.nbytes != self._offsets[-1]:
-            raise ValueError(f"{self._offsets[-1]} bytes wanted, {self.nbytes} found")
+        self._header = self._parse()
+        if self.nbytes != self._header.nbytes:
+            raise ValueError(f"{self._header.nbytes} bytes wanted, {self.nbytes} found")
+
+    @property
+    def key(self) -> ChunkKey:
+        """Whose bytes these are."""
+        return self._header.key
+
+    @property
+    def meta(self) -> EntryMeta:
+        """What is said of them."""
+        return self._header.meta
 
     @property
     def is_unlinked(self) -> bool:
@@ -86,34 +163,17 @@ class ChunkFile:
 
     def read(self, first: int, count: int = 1, *, verify: bool = True) -> list[Tensor]:
         """`count` layers from `first` on as uint8 [nbytes] each, newly allocated together, by one read."""
-        begin, chosen = self._offsets[first], range(first, first + count)
-        last = self._offsets[chosen[-1]] + self.meta.layers[chosen[-1]].nbytes
-        whole = torch.empty(last - begin, dtype=torch.uint8)
+        begin, end = self._header.span(first, count)
+        whole = torch.empty(end - begin, dtype=torch.uint8)
         _read_all(self._fd, whole.numpy().data, begin)
-        blobs = [whole.narrow(0, self._offsets[i] - begin, self.meta.layers[i].nbytes) for i in chosen]
-        for layer, blob in zip(chosen, blobs, strict=True):
-            if verify and checksum(blob) != self.meta.layers[layer].checksum:
-                raise ValueError(f"checksum of layer {layer} does not match")
-        return blobs
+        return self._header.cut(whole, first, count, verify=verify)
 
-    def _header(self) -> tuple[ChunkKey, EntryMeta, list[int]]:
+    def _parse(self) -> Header:
         fixed = bytearray(_FIXED.size)
         _read_all(self._fd, fixed, 0)
-        magic, version, nbytes, digest = _FIXED.unpack(fixed)
-        if magic != MAGIC:
-            raise ValueError("not a chunk file")
-        if version != FORMAT_VERSION:
-            raise ValueError(f"format version {FORMAT_VERSION} wanted, {version} found")
-        text = bytearray(min(nbytes, _MAX_HEADER_NBYTES))
-        _read_all(self._fd, text, _FIXED.size)
-        if blake3(text).digest() != digest:
-            raise ValueError("checksum of the header does not match")
-        try:
-            data = json.loads(text)
-            key, meta = ChunkKey.parse(data["key"]), EntryMeta.from_json(data["meta"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"header not understood: {error!r}") from error
-        return key, meta, layer_offsets(_FIXED.size + len(text), meta)
+        head = bytearray(header_nbytes(fixed))
+        _read_all(self._fd, head, 0)
+        return Header.parse(head)
 
     def __del__(self) -> None:
         if self._fd >= 0:

@@ -1,4 +1,5 @@
-"""Entries as files in one folder, shared by threads and processes. File layout: `chunkfile.py`; rows: `index.py`.
+"""Entries as files in one folder, shared by threads and processes. File layout: `chunkfile.py`; rows: `index.py`;
+how both are made to agree again after a crash: `upkeep.py`.
 
 Room is taken in the index before a byte is written, and a victim's file goes before its row, so the files never
 weigh more than `capacity`, whatever is killed when. An entry has a row only once its file is whole.
@@ -19,12 +20,13 @@ from threading import Lock
 
 from torch import Tensor
 
-from ragfuse.core import ChunkKey, Entry, digest
+from ragfuse.core import ChunkKey, Entry
 from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write_chunk
 from ragfuse.store.filecache import FileCache
 from ragfuse.store.folder import Owner, fsync_folder, locked, open_folder, refusal
 from ragfuse.store.index import Index
-from ragfuse.store.tier import Counts, EntryMeta, Evictor
+from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims
+from ragfuse.store.upkeep import Upkeep, chunk_path
 
 log = logging.getLogger("ragfuse.store")
 
@@ -143,6 +145,21 @@ class DiskTier:
         except sqlite3.Error as error:
             self._failed("pin entries in", self.path, error)
 
+    def tidy(self) -> Freed:
+        """Free what writers that died have left behind, and look at every file: see `upkeep.py`."""
+        if self._closed:
+            return Freed()
+        try:
+            with self._index.write() as transaction:
+                freed = self._upkeep.bury(transaction)
+            freed = freed.plus(self._upkeep.reconcile())
+            with locked(self.path / "lock"):
+                self._owner.sweep()
+        except (OSError, sqlite3.Error) as error:
+            self._failed("tidy", self.path, error)
+            return Freed()
+        return freed
+
     def close(self) -> None:
         """Write down what was used, and let go of all files. Calling it again does nothing."""
         if self._closed:
@@ -162,54 +179,19 @@ class DiskTier:
         with locked(self.path / "lock"):
             self._index = Index(self.path / "index.sqlite", self.name)
             self._owner = Owner(writers)
+            self._upkeep = Upkeep(self.path, self._index, self._owner, self._under_way, self._lost)
             with self._index.write() as transaction:
-                self._bury_the_dead(transaction)
-                self._reconcile(transaction, chunks)
+                self._upkeep.bury(transaction)
+            if self._upkeep.is_due():
+                self._upkeep.reconcile()
+            with self._index.write() as transaction:
                 self._make_room(transaction, 0)
             self._owner.sweep()
-
-    def _reconcile(self, transaction: sqlite3.Connection, chunks: Path) -> None:
-        """Make rows and files agree: a file without a row is read and adopted, a row without a file forgotten."""
-        missing = {self._path(entry.key): entry for entry in self._index.entries_in(transaction)}
-        for path in chunks.glob("*/*"):
-            entry = missing.pop(path, None)
-            if path.suffix == ".tmp" and not self._owner.is_alive(path.name.split(".")[1]):
-                path.unlink(missing_ok=True)
-            elif path.suffix == ".kv" and entry is None:
-                self._adopt(transaction, path)
-            elif entry is not None and (nbytes := path.stat().st_size) != entry.nbytes:
-                self._index.resize(transaction, entry.key, nbytes)
-        for entry in missing.values():
-            self._lost(entry.key, "its file is gone")
-        self._index.remove(transaction, [entry.key for entry in missing.values()])
-
-    def _adopt(self, transaction: sqlite3.Connection, path: Path) -> None:
-        try:
-            file = ChunkFile(path)
-            if self._path(file.key) != path:
-                raise ValueError(f"it holds {file.key}")
-        except (OSError, ValueError) as error:
-            path.unlink(missing_ok=True)
-            self._lost(path.name, str(error))
-        else:
-            self._index.publish(transaction, file.key, file.meta, file.nbytes, path.stat().st_mtime)
-
-    def _bury_the_dead(self, transaction: sqlite3.Connection) -> None:
-        """End the writes of processes that died on the way."""
-        for temp, text, owner in self._index.under_way(transaction):
-            if temp in self._under_way if owner == self._owner.token else self._owner.is_alive(owner):
-                continue
-            (self.path / temp).unlink(missing_ok=True)
-            key = ChunkKey.parse(text)
-            if not self._index.entries_in(transaction, [key]):  # renamed, then killed before the row was there
-                self._path(key).unlink(missing_ok=True)
-            self._index.end(transaction, temp)
 
     # reading
 
     def _path(self, key: ChunkKey) -> Path:
-        name = digest("file", str(key))
-        return self.path / "chunks" / name[:2] / f"{name}.kv"
+        return chunk_path(self.path, key)
 
     def _open_file(self, key: ChunkKey, *, first: bool) -> ChunkFile:
         """The entry's file. A pass that has begun may finish on a file deleted since; a new one looks again."""
@@ -293,7 +275,7 @@ class DiskTier:
         """Take room for a write, dropping entries as the evictor says; False if that does not give enough."""
         with self._index.write() as transaction:
             self._touch_in(transaction)
-            self._bury_the_dead(transaction)
+            self._upkeep.bury(transaction)
             if not self._make_room(transaction, nbytes):
                 return False
             self._index.begin(transaction, name, key, self._owner.token, nbytes)
@@ -304,16 +286,12 @@ class DiskTier:
         excess = self._index.nbytes_in(transaction) + nbytes - self.capacity
         if excess <= 0:
             return True
-        kept = {entry.key: entry for entry in self._index.entries_in(transaction) if not entry.pinned}
-        victims = []
-        for key in self._evict(list(kept.values())) if nbytes <= self.capacity else ():
-            if key in kept:
-                victims.append(key)
-                excess -= kept.pop(key).nbytes
-            if excess <= 0:
-                self.counts.add("evicted", self._remove(transaction, victims))
-                return True
-        return False
+        candidates = self._index.oldest(transaction) if nbytes <= self.capacity else ()
+        doomed = victims(self._evict, candidates, excess)
+        if doomed is None:
+            return False
+        self.counts.add("evicted", self._remove(transaction, doomed))
+        return True
 
     def _remove(self, transaction: sqlite3.Connection, keys: Sequence[ChunkKey]) -> int:
         """Files first: what is killed in between is a row without a file, which reads as a miss."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 from ragfuse.core import FORMAT_VERSION, ChunkKey, Entry
@@ -25,14 +25,30 @@ CREATE TABLE IF NOT EXISTS writing(
     temp TEXT PRIMARY KEY, key TEXT NOT NULL, owner TEXT NOT NULL, nbytes INTEGER NOT NULL
 );
 """
-_NBYTES = "SELECT (SELECT coalesce(sum(nbytes), 0) FROM entries) + (SELECT coalesce(sum(nbytes), 0) FROM writing)"
+_UPKEEP = (
+    "CREATE INDEX IF NOT EXISTS by_use ON entries(last_used) WHERE NOT pinned",
+    "CREATE TABLE IF NOT EXISTS total(id INTEGER PRIMARY KEY, entries INTEGER, nbytes INTEGER)",
+    "CREATE TABLE IF NOT EXISTS notes(name TEXT PRIMARY KEY, note TEXT NOT NULL)",
+    "INSERT OR IGNORE INTO total SELECT 0, count(*), coalesce(sum(nbytes), 0) FROM entries "
+    "WHERE NOT EXISTS (SELECT 1 FROM total)",
+    "CREATE TRIGGER IF NOT EXISTS more AFTER INSERT ON entries "
+    "BEGIN UPDATE total SET entries = entries + 1, nbytes = nbytes + new.nbytes; END",
+    "CREATE TRIGGER IF NOT EXISTS other AFTER UPDATE OF nbytes ON entries "
+    "BEGIN UPDATE total SET nbytes = nbytes + new.nbytes - old.nbytes; END",
+    "CREATE TRIGGER IF NOT EXISTS less AFTER DELETE ON entries "
+    "BEGIN UPDATE total SET entries = entries - 1, nbytes = nbytes - old.nbytes; END",
+)
+"""What keeps a full tier of a million entries fast: no sum and no sorting over all rows when one is written."""
+_NBYTES = "SELECT (SELECT nbytes FROM total) + (SELECT coalesce(sum(nbytes), 0) FROM writing)"
 _ENTRIES = "SELECT key, level, n_tokens, n_layers, nbytes, last_used, hits, pinned FROM entries"
+_OLDEST = " WHERE NOT pinned ORDER BY last_used, rowid"
 _AMONG = " WHERE key IN (SELECT value FROM json_each(?))"
 _PUBLISH = """
 INSERT INTO entries(key, level, n_tokens, n_layers, nbytes, last_used) VALUES (?, ?, ?, ?, ?, ?)
 ON CONFLICT(key) DO UPDATE SET level = excluded.level, n_tokens = excluded.n_tokens, n_layers = excluded.n_layers,
     nbytes = excluded.nbytes, last_used = excluded.last_used
 """
+_PAGE = "SELECT rowid, key, nbytes FROM entries WHERE rowid > ? ORDER BY rowid LIMIT 10000"
 _TOUCH = "UPDATE entries SET last_used = max(last_used, ?), hits = hits + ? WHERE key = ?"
 
 
@@ -42,6 +58,9 @@ class Index:
     def __init__(self, path: Path, tier: str) -> None:
         self._database = Database(path, _SCHEMA, FORMAT_VERSION)
         self._tier = tier
+        with self.write() as transaction:
+            for statement in _UPKEEP:
+                transaction.execute(statement)
 
     def write(self, *, wait: bool = True) -> AbstractContextManager[sqlite3.Connection]:
         """A transaction, alone among all processes."""
@@ -56,6 +75,22 @@ class Index:
         total: int = self._database.query(_NBYTES)[0][0]
         return total
 
+    def __len__(self) -> int:
+        count: int = self._database.query("SELECT entries FROM total")[0][0]
+        return count
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """(key, nbytes) of every entry, a page at a time; others may write meanwhile."""
+        last = -1
+        while page := self._database.query(_PAGE, (last,)):
+            last = page[-1][0]
+            yield from ((key, nbytes) for _, key, nbytes in page)
+
+    def note(self, name: str) -> str:
+        """What was noted under a name, "" if nothing was."""
+        found = self._database.query("SELECT note FROM notes WHERE name = ?", (name,))
+        return str(found[0][0]) if found else ""
+
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
         """Entries under `keys`, or all, least recently used first: one query."""
         return self._entries(self._database.query(*_select(keys)))
@@ -64,12 +99,19 @@ class Index:
         """The same inside a transaction."""
         return list(self._entries(transaction.execute(*_select(keys)).fetchall()).values())
 
+    def oldest(self, transaction: sqlite3.Connection) -> Iterator[Entry]:
+        """Every entry that is not pinned, least recently used first, read as far as it is asked for."""
+        with closing(transaction.execute(_ENTRIES + _OLDEST)) as rows:
+            for row in rows:
+                yield self._entry(row)
+
     def _entries(self, rows: Iterable[Row]) -> dict[ChunkKey, Entry]:
-        found = {}
-        for text, level, n_tokens, n_layers, nbytes, last_used, hits, pinned in rows:
-            key = ChunkKey.parse(text)
-            found[key] = Entry(key, self._tier, n_tokens, n_layers, {level: nbytes}, last_used, hits, bool(pinned))
-        return found
+        return {entry.key: entry for entry in map(self._entry, rows)}
+
+    def _entry(self, row: Row) -> Entry:
+        text, level, n_tokens, n_layers, nbytes, last_used, hits, pinned = row
+        sizes = {level: nbytes}
+        return Entry(ChunkKey.parse(text), self._tier, n_tokens, n_layers, sizes, last_used, hits, bool(pinned))
 
     @staticmethod
     def nbytes_in(transaction: sqlite3.Connection) -> int:
@@ -88,9 +130,14 @@ class Index:
         transaction.execute("DELETE FROM writing WHERE temp = ?", (temp,))
 
     @staticmethod
-    def under_way(transaction: sqlite3.Connection) -> list[tuple[str, str, str]]:
-        """(temp, key, owner) of every write that was begun and not ended."""
-        return transaction.execute("SELECT temp, key, owner FROM writing").fetchall()
+    def under_way(transaction: sqlite3.Connection) -> list[tuple[str, str, str, int]]:
+        """(temp, key, owner, nbytes) of every write that was begun and not ended."""
+        return transaction.execute("SELECT temp, key, owner, nbytes FROM writing").fetchall()
+
+    @staticmethod
+    def take_note(transaction: sqlite3.Connection, name: str, note: str) -> None:
+        """Remember something about the folder itself."""
+        transaction.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, note))
 
     @staticmethod
     def publish(transaction: sqlite3.Connection, key: ChunkKey, meta: EntryMeta, nbytes: int, now: float) -> None:
@@ -102,11 +149,6 @@ class Index:
     def remove(transaction: sqlite3.Connection, keys: Iterable[ChunkKey]) -> int:
         """Forget entries; how many there were."""
         return transaction.execute(f"DELETE FROM entries{_AMONG}", (_json(keys),)).rowcount
-
-    @staticmethod
-    def resize(transaction: sqlite3.Connection, key: ChunkKey, nbytes: int) -> None:
-        """The file has another size than was written down."""
-        transaction.execute("UPDATE entries SET nbytes = ? WHERE key = ?", (nbytes, str(key)))
 
     @staticmethod
     def touch(transaction: sqlite3.Connection, used: Mapping[ChunkKey, tuple[float, int]]) -> None:

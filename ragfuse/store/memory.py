@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ragfuse.core import ChunkKey, Entry
-from ragfuse.store.tier import Counts, EntryMeta, Evictor
+from ragfuse.store.tier import Counts, EntryMeta, Evictor, victims
 
 log = logging.getLogger("ragfuse.store")
 
@@ -120,27 +120,14 @@ class MemoryTier:
         with self._lock:
             old = self._slots.get(key)
             free = self.capacity - self._nbytes + (old.meta.nbytes if old else 0)
-            victims = self._victims(nbytes - free, key) if nbytes <= self.capacity else None
-            if victims is None:
+            others = (slot.entry for other, slot in self._slots.items() if other != key)
+            doomed = victims(self._evict, others, nbytes - free) if nbytes <= self.capacity else None
+            if doomed is None:
                 return False
             self._drop(key)
-            self.counts.add("evicted", sum(self._drop(victim) for victim in victims))
+            self.counts.add("evicted", sum(self._drop(victim) for victim in doomed))
             self._nbytes += nbytes
             return True
-
-    def _victims(self, excess: int, incoming: ChunkKey) -> list[ChunkKey] | None:
-        """Whom to drop to free `excess` bytes, None if the evictor does not give enough."""
-        victims: list[ChunkKey] = []
-        if excess <= 0:
-            return victims
-        kept = {key: slot for key, slot in self._slots.items() if key != incoming and key not in self._pinned}
-        for key in self._evict([slot.entry for slot in kept.values()]):
-            if key in kept:
-                victims.append(key)
-                excess -= kept.pop(key).meta.nbytes
-                if excess <= 0:
-                    return victims
-        return None
 
     def _drop(self, key: ChunkKey) -> bool:
         slot = self._slots.pop(key, None)

@@ -6,9 +6,11 @@ It finds, reads, saves, moves and forgets. What to read, from where, and whom to
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -17,8 +19,11 @@ from torch import Tensor
 from ragfuse.codec import RAW, Codec
 from ragfuse.core import ChunkKey, ChunkKV, Entry, LayerKV
 from ragfuse.errors import StoreError
+from ragfuse.store import manage
+from ragfuse.store.archive import Text
+from ragfuse.store.manage import Outcome, Progress
 from ragfuse.store.partial import Partials, Whole
-from ragfuse.store.tier import Counts, EntryMeta, Tier
+from ragfuse.store.tier import Counts, EntryMeta, Expired, Freed, Tier
 from ragfuse.store.writer import Writer
 
 log = logging.getLogger("ragfuse.store")
@@ -31,7 +36,7 @@ class StoreStats:
     """What a store did since it was opened, and what each tier holds now, in bytes.
 
     `corrupt` entries were dropped because they could not be read; `dropped_writes` were skipped because the queue was
-    full, no room could be made, or the medium refused.
+    full, no room could be made, or the medium refused; `expired` ones were found too old when they were looked up.
     """
 
     hits: int
@@ -41,6 +46,7 @@ class StoreStats:
     dropped_writes: int
     nbytes: Mapping[str, int]
     capacity: Mapping[str, int]
+    expired: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -61,10 +67,19 @@ class KVStore:
     """Chunks' KV in `tiers`. Threads may share it; no lock is held while a tier reads or writes.
 
     Nothing here raises for an entry: what cannot be read is a miss, what cannot be written is counted and logged.
+    `expired` tells which entries are too old; without it none ever is.
     """
 
-    def __init__(self, tiers: Sequence[Tier], codec: Codec = RAW, writer_queue: int = 64) -> None:
-        self.tiers, self.codec = tuple(tiers), codec
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        codec: Codec = RAW,
+        writer_queue: int = 64,
+        *,
+        expired: Expired | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.tiers, self.codec, self.expired, self._clock = tuple(tiers), codec, expired, clock
         if len({tier.name for tier in self.tiers}) < len(self.tiers):
             raise StoreError(f"Tiers need different names; found: {self._names()}. Give each its own.")
         self._writer, self._counts = Writer(writer_queue), Counts()
@@ -77,13 +92,16 @@ class KVStore:
     # finding and reading
 
     def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """Those of `keys` that are kept, each from the fastest tier that has it; one query per tier."""
+        """Those of `keys` that are kept, each from the fastest tier that has it; one query per tier.
+
+        What is too old is a miss, and dropped in the background.
+        """
         wanted = dict.fromkeys(keys)
         found: dict[ChunkKey, Entry] = {}
         for tier in () if self._closed else self.tiers:
             missing = [key for key in wanted if key not in found]
             if missing:
-                found.update(self._readable(tier.entries(missing)))
+                found.update(self._fresh(tier, dict(self._readable(tier.entries(missing)))))
         self._counts.add("hits", len(found))
         self._counts.add("misses", len(wanted) - len(found))
         return {key: found[key] for key in wanted if key in found}
@@ -126,17 +144,39 @@ class KVStore:
             dropped_writes=self._writer.dropped + self._writer.failed + refused,
             nbytes={tier.name: tier.nbytes for tier in self.tiers},
             capacity={tier.name: tier.capacity for tier in self.tiers},
+            expired=self._counts["expired"],
         )
+
+    def tier(self, name: str) -> Tier:
+        """The tier of that name; StoreError, with those there are, if there is none."""
+        for tier in self.tiers:
+            if tier.name == name:
+                return tier
+        raise StoreError(f"The store has no tier {name!r}; it has: {self._names()}.")
 
     # saving and forgetting
 
-    def put(self, key: ChunkKey, kv: ChunkKV, tier: str | None = None, wait: bool = False, fast: bool = True) -> bool:
+    def put(
+        self,
+        key: ChunkKey,
+        kv: ChunkKV,
+        tier: str | None = None,
+        wait: bool = False,
+        fast: bool = True,
+        home: str | None = None,
+    ) -> bool:
         """Keep `kv`, in every tier or in one: in fast ones at once, in slow ones in the background.
 
         With `wait`, slow tiers are written before it returns. Unless `fast`, fast tiers get it only when it is read,
-        or where no slow one takes it. True if the chunk is kept or queued somewhere.
+        or where no slow one takes it. home: the one slow tier that gets it; the others do if it does not take it, and
+        all if it is None. True if the chunk is kept or queued somewhere.
         """
-        tiers = self.tiers if tier is None else (self._tier(tier),)
+        tiers = self.tiers if tier is None else (self.tier(tier),)
+        if home in {each.name for each in tiers} and tier is None and self.put(key, kv, home, wait):
+            for each in self.tiers if fast else ():
+                if not each.slow:
+                    self.put(key, kv, each.name)
+            return True
         slow = tuple(each for each in tiers if each.slow)
         if not fast and slow and self.put(key, kv, slow[0].name, wait):
             return True
@@ -160,20 +200,43 @@ class KVStore:
 
     def move(self, key: ChunkKey, tier: str) -> bool:
         """Keep the chunk in `tier` and in no other; False, and nothing changed, if it cannot be read or kept there."""
-        target = self._tier(tier)
-        whole = self._read_whole(key)
-        if whole is None:
-            return False
-        if key not in target.entries([key]) and not self._save(_Save(key, *whole), [target]):
-            return False
-        for other in self.tiers:
-            if other is not target:
-                other.delete([key])
-        return True
+        return self.move_all([key], tier).chunks == 1
+
+    def move_all(self, keys: Iterable[ChunkKey], tier: str, progress: Progress | None = None) -> Outcome:
+        """The same for many, see `manage.move`: what there is no room for stays where it is."""
+        return manage.move(self, keys, tier, progress)
+
+    def export(
+        self,
+        path: str | Path,
+        keys: Iterable[ChunkKey] | None = None,
+        texts: Iterable[Text] = (),
+        progress: Progress | None = None,
+    ) -> Outcome:
+        """Write chunks (None: all) and known texts into one file that appears whole or not at all; see `archive.py`."""
+        return manage.export(self, Path(path), keys, texts, progress)
+
+    def import_(
+        self,
+        path: str | Path,
+        tier: str | None = None,
+        take_texts: Callable[[Sequence[Text]], object] | None = None,
+        progress: Progress | None = None,
+    ) -> Outcome:
+        """Keep what an archive holds, see `manage.import_`. Keys match for the same model, dtype and salt alone."""
+        return manage.import_(self, Path(path), tier, take_texts, progress)
+
+    def gc(self) -> dict[str, Freed]:
+        """Free what is too old and what no entry needs; what was given back, by tier."""
+        return manage.gc(self)
 
     def delete(self, key: ChunkKey) -> bool:
         """Forget one chunk everywhere, also one that is still being saved; whether there was one."""
         return self._delete({key}) > 0
+
+    def forget(self, keys: Iterable[ChunkKey], tier: str | None = None) -> int:
+        """Forget these everywhere, or in one tier alone; how many there were."""
+        return self._delete(set(keys)) if tier is None else self.tier(tier).delete(keys)
 
     def clear(self, model: str | None = None) -> int:
         """Forget every chunk of a model digest (a tenant's, if salted), or all; how many there were."""
@@ -182,19 +245,19 @@ class KVStore:
         keys.update(entry.key for entry in self.entries())
         return self._delete({key for key in keys if model in (None, key.model)})
 
-    def pin(self, key: ChunkKey) -> None:
-        """Protect a chunk from eviction, in every tier it is or comes in; on disk until it is unpinned or deleted."""
+    def pin(self, *keys: ChunkKey) -> None:
+        """Protect chunks from eviction, in every tier they are or come in; on disk until unpinned or deleted."""
         with self._lock:
-            self._pins.add(key)
+            self._pins.update(keys)
         for tier in self.tiers:
-            tier.pin([key], True)
+            tier.pin(keys, True)
 
-    def unpin(self, key: ChunkKey) -> None:
-        """Let a chunk be evicted again."""
+    def unpin(self, *keys: ChunkKey) -> None:
+        """Let chunks be evicted again."""
         with self._lock:
-            self._pins.discard(key)
+            self._pins.difference_update(keys)
         for tier in self.tiers:
-            tier.pin([key], False)
+            tier.pin(keys, False)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything put so far is written; False if that took too long."""
@@ -214,20 +277,55 @@ class KVStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # whole entries as bytes, for `manage.py`
+
+    def read_whole(self, key: ChunkKey) -> Whole | None:
+        """Description and layers from the fastest tier that can give every one of them."""
+        for tier in self.tiers:
+            entry = tier.entries([key]).get(key)
+            found = tier.read(key, 0, entry.n_layers) if entry is not None else None
+            if found is not None:
+                return found[0], found[1:]
+        return None
+
+    def promote(self, key: ChunkKey) -> bool:
+        """Keep what slower tiers have in the first one too; False if it cannot be read or kept there."""
+        first = self.tiers[0] if self.tiers and not self._closed else None
+        if first is None or key in first.entries([key]):
+            return first is not None
+        whole = self.read_whole(key)
+        return whole is not None and self.write_whole(key, *whole, first)
+
+    def write_whole(self, key: ChunkKey, meta: EntryMeta, blobs: tuple[Tensor, ...], tier: Tier) -> bool:
+        """Keep them in one tier, unless the chunk is deleted meanwhile."""
+        save = _Save(key, meta, blobs)
+        with self._lock:
+            self._saves.add(save)
+        try:
+            return self._save(save, [tier])
+        finally:
+            self._forget(save)
+
+    def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
+        """Keys of those that are too old to be kept now."""
+        return list(self.expired(entries, self._clock())) if self.expired is not None else []
+
     # inside
 
     def _names(self) -> str:
         return ", ".join(tier.name for tier in self.tiers) or "none"
 
-    def _tier(self, name: str) -> Tier:
-        for tier in self.tiers:
-            if tier.name == name:
-                return tier
-        raise StoreError(f"The store has no tier {name!r}; it has: {self._names()}.")
-
     def _readable(self, entries: Mapping[ChunkKey, Entry]) -> Iterator[tuple[ChunkKey, Entry]]:
         """Those written by this store's codec; others' are left alone."""
         return ((key, entry) for key, entry in entries.items() if self.codec.name in entry.sizes)
+
+    def _fresh(self, tier: Tier, entries: dict[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
+        """Without those that are too old, which are dropped later: an answer does not wait for it."""
+        old = self.too_old(entries.values())
+        if old:
+            self._counts.add("expired", len(old))
+            self._writer.submit(lambda: tier.delete(self.too_old(tier.entries(old).values())))
+        return {key: entry for key, entry in entries.items() if key not in old}
 
     def _decoded(self, tier: Tier, key: ChunkKey, first: int, count: int) -> _Decoded | None:
         found = tier.read(key, first, count)
@@ -256,15 +354,6 @@ class KVStore:
             if key not in self.tiers[0].entries([key]):
                 self._save(save, self.tiers[:1])
         self._forget(save)
-
-    def _read_whole(self, key: ChunkKey) -> Whole | None:
-        """All layers from the fastest tier that can give every one of them."""
-        for tier in self.tiers:
-            entry = tier.entries([key]).get(key)
-            found = tier.read(key, 0, entry.n_layers) if entry is not None else None
-            if found is not None:
-                return found[0], found[1:]
-        return None
 
     def _save(self, save: _Save, tiers: Sequence[Tier]) -> bool:
         """Write into `tiers`; what is cancelled is taken out again."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from threading import Lock
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -18,7 +19,36 @@ from ragfuse.codec import LayerMeta
 from ragfuse.core import FORMAT_VERSION, ChunkKey, ChunkKV, Entry
 
 Evictor = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
-"""Yields keys to drop, the first first; a tier stops asking once there is room, and never drops a pinned entry."""
+"""Yields keys to drop, the first first; a tier stops asking once there is room, and never drops a pinned entry.
+
+It is shown the entries used longest ago, some hundreds, and further ones only while what it yields is not enough."""
+
+Expired = Callable[[Iterable[Entry], float], Iterable[ChunkKey]]
+"""Keys of those entries that are too old to be kept at this time, in seconds since the epoch; never a pinned one."""
+
+_WINDOW = 256
+
+
+def windows(candidates: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """The unpinned candidates, given oldest first, in pieces of growing size: only as many are made as are needed."""
+    unpinned, size = (entry for entry in candidates if not entry.pinned), _WINDOW
+    while window := list(islice(unpinned, size)):
+        yield window
+        size *= 4
+
+
+def victims(evict: Evictor, candidates: Iterable[Entry], excess: int) -> list[ChunkKey] | None:
+    """Whom of the candidates, oldest first, to drop to free `excess` bytes; None if the evictor gives too little."""
+    chosen: list[ChunkKey] = []
+    for window in windows(candidates) if excess > 0 else ():
+        nbytes = {entry.key: entry.nbytes for entry in window}
+        for key in evict(window):
+            if key in nbytes:
+                chosen.append(key)
+                excess -= nbytes.pop(key)
+                if excess <= 0:
+                    return chosen
+    return chosen if excess <= 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +61,7 @@ class EntryMeta:
     version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        if not self.layers or type(self.level) is not str:
+        if not self.layers or type(self.level) is not str or type(self.n_tokens) is not int:
             raise ValueError(f"An entry of level {self.level!r} with {len(self.layers)} layers holds nothing.")
         for i, layer in enumerate(self.layers):
             if layer.key_shape[1] != self.n_tokens:
@@ -132,4 +162,26 @@ class Tier(Protocol):
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Protect entries from eviction, or stop doing so. Deleting still works."""
+        ...
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What tidying gave back: entries that were too old, things that no entry needs, and the bytes of both."""
+
+    expired: int = 0
+    orphans: int = 0
+    nbytes: int = 0
+
+    def plus(self, other: Freed) -> Freed:
+        """Both together."""
+        return Freed(self.expired + other.expired, self.orphans + other.orphans, self.nbytes + other.nbytes)
+
+
+@runtime_checkable
+class Tidies(Protocol):
+    """What a tier may have beside `Tier`, where writes that never ended leave something behind."""
+
+    def tidy(self) -> Freed:
+        """Free what no entry needs: what writers that died have left, and rows of what is gone."""
         ...

@@ -1,7 +1,7 @@
 """Whom lru drops."""
 
 from ragfuse.core import ChunkKey, Entry
-from ragfuse.plan.evict import lru
+from ragfuse.plan.evict import expired, expired_first, lru
 
 
 def entry(name: str, last_used: float, *, pinned: bool = False) -> Entry:
@@ -26,3 +26,19 @@ def test_lru_keeps_the_given_order_of_equals():
 
 def test_lru_of_nothing_is_nothing():
     assert dropped() == []
+
+
+def test_expired_are_those_unused_for_longer_and_never_pinned():
+    entries = [entry("a", 10.0), entry("b", 40.0), entry("c", 5.0, pinned=True), entry("d", 39.9)]
+    assert [key.tokens for key in expired(entries, 100.0, 60.0)] == ["a", "d"]
+    assert list(expired(entries, 100.0, 1000.0)) == []
+
+
+def test_what_is_too_old_goes_before_all_that_the_policy_names():
+    def newest_first(entries):
+        return [entry.key for entry in sorted(entries, key=lambda entry: -entry.last_used)]
+
+    entries = [entry("a", 1.0), entry("b", 50.0), entry("c", 60.0), entry("d", 2.0, pinned=True)]
+    choose = expired_first(newest_first, 30.0, lambda: 70.0)
+    assert [key.tokens for key in choose(entries)] == ["a", "c", "b", "d"]
+    assert [key.tokens for key in expired_first(lru, 1000.0, lambda: 70.0)(entries)] == ["a", "b", "c"]

@@ -1,14 +1,17 @@
 """Several processes on one store: killed in the middle of a write, writing at once, ending without closing."""
 
 import os
+import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
 
 from ragfuse.plan.evict import lru
-from ragfuse.store import DiskTier
+from ragfuse.store import DiskTier, KVStore
 from tests.store.kit import child, encoded, files, forked, key, kv
 
 
@@ -126,4 +129,93 @@ def test_what_was_put_before_ctrl_c_is_on_disk_without_closing(tmp_path):
     tier = DiskTier(tmp_path, 1 << 20, lru)
     assert set(tier.entries()) == {key(i) for i in range(3)}
     assert tier.counts["corrupt"] == 0
+    tier.close()
+
+
+def write_on_and_on(path, capacity, wanted, threads):
+    """Writes, reads and drops chunks until it is killed."""
+
+    def work(pipe):
+        tier = DiskTier(path, capacity, lru)
+        pipe.send("ready")
+
+        def go(seed):
+            chance = random.Random(os.getpid() + seed)
+            while True:
+                name = chance.randrange(len(wanted))
+                tier.write(key(name), *wanted[name])
+                tier.read(key(chance.randrange(len(wanted))), 0)
+                if chance.random() < 0.1:
+                    tier.delete([key(name)])
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(go, range(threads)))
+
+    return work
+
+
+@pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_processes_killed_anywhere_leave_no_bad_entry_and_after_gc_no_orphan_byte(tmp_path, unit, kills):
+    path, capacity, chance = tmp_path / "store", 8 * unit, random.Random(3)
+    wanted = [encoded(kv(i)) for i in range(12)]
+    rests, read = 0, 0
+    store = KVStore([DiskTier(path, capacity, lru, name="other")])
+    with closing(DiskTier(path, capacity, lru)) as watcher, store:
+        for _ in range(kills):
+            process, pipe = forked(write_on_and_on(path, capacity, wanted, threads=2))
+            assert pipe.recv() == "ready"
+            time.sleep(chance.uniform(0, 0.08))
+            process.kill()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+            rests += sum(found.suffix == ".tmp" for found in files(path))
+            for name, (_, blobs) in enumerate(wanted):
+                for layer, blob in enumerate(blobs):
+                    found = watcher.read(key(name), layer)
+                    read += found is not None
+                    assert found is None or torch.equal(found[1], blob)
+            store.gc()
+            assert all(found.suffix == ".kv" for found in files(path))
+            assert sum(found.stat().st_size for found in files(path)) == watcher.nbytes <= capacity
+            assert len(files(path)) == len(watcher.entries())
+    assert read > 0
+    assert rests > 0 or kills < 100
+
+
+@pytest.mark.parametrize("rounds", [4, pytest.param(60, marks=pytest.mark.slow)])
+def test_four_processes_of_eight_threads_keep_the_capacity_and_every_byte(tmp_path, unit, rounds):
+    path, capacity = tmp_path / "store", 6 * unit + 10
+    wanted = [encoded(kv(i)) for i in range(20)]
+
+    def work(pipe, seed):
+        tier = DiskTier(path, capacity, lru)
+
+        def go(thread):
+            chance, kept, read, wrong = random.Random(seed * 8 + thread), 0, 0, 0
+            for _ in range(rounds):
+                name, layer = chance.randrange(20), chance.randrange(3)
+                kept += tier.write(key(name), *wanted[name])
+                for other in (name, chance.randrange(20)):
+                    found = tier.read(key(other), layer)
+                    read += found is not None
+                    wrong += found is not None and not torch.equal(found[1], wanted[other][1][layer])
+            return kept, read, wrong
+
+        with ThreadPoolExecutor(8) as pool:
+            sums = [sum(column) for column in zip(*pool.map(go, range(8)), strict=True)]
+        tier.close()
+        pipe.send((*sums, tier.counts["corrupt"], tier.counts["failed"]))
+
+    pairs = [forked(lambda pipe, seed=seed: work(pipe, seed)) for seed in range(4)]
+    tier = DiskTier(path, capacity, lru)
+    while any(process.is_alive() for process, _ in pairs):
+        assert tier.nbytes <= capacity
+        time.sleep(0.001)
+    for _, pipe in pairs:
+        kept, read, *trouble = pipe.recv()
+        assert kept > 0
+        assert read > 0
+        assert trouble == [0, 0, 0]
+    assert sum(found.stat().st_size for found in files(path)) == tier.nbytes <= capacity
+    assert len(files(path)) == len(tier.entries()) > 3
     tier.close()

@@ -8,7 +8,11 @@ import torch
 
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, Evictor, MemoryTier, Tier
+from ragfuse.store.objects import ObjectTier
+from ragfuse.store.redis import RedisTier
 from tests.store.kit import encoded, key, kv, ticks
+from tests.store.redis_server import fresh_url
+from tests.store.s3_server import shared
 
 MakeTier = Callable[..., Tier]
 
@@ -31,7 +35,26 @@ def disk(path: Path, capacity: int, evict: Evictor) -> Tier:
     return DiskTier(path, capacity, evict, clock=ticks())
 
 
-@pytest.fixture(params=[memory, pinned_memory, gpu, disk], ids=lambda make: make.__name__)
+def redis(path: Path, capacity: int, evict: Evictor) -> Tier:
+    return RedisTier(fresh_url(), capacity, evict, clock=ticks())
+
+
+def objects_in_memory(path: Path, capacity: int, evict: Evictor) -> Tier:
+    return ObjectTier(f"memory:/{path}", capacity, evict, clock=ticks())
+
+
+def objects_in_files(path: Path, capacity: int, evict: Evictor) -> Tier:
+    return ObjectTier(f"file://{path}", capacity, evict, clock=ticks())
+
+
+def s3(path: Path, capacity: int, evict: Evictor) -> Tier:
+    return shared().tier(shared().new_url(), capacity, evict, clock=ticks())
+
+
+TIERS = [memory, pinned_memory, gpu, disk, redis, objects_in_memory, objects_in_files, s3]
+
+
+@pytest.fixture(params=TIERS, ids=lambda make: make.__name__)
 def make_tier(request, tmp_path) -> MakeTier:
     """make_tier(capacity in bytes, evict): a new, empty tier; all are closed at the end."""
     made = []

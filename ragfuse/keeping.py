@@ -1,0 +1,279 @@
+"""A store looked after without its model: whose entries are in it, from which text, and which of them are meant.
+
+Opens what the settings describe, with the policies that keep it. Nothing here imports a model; what is done with
+many chunks is `store/manage.py`'s business, and how it is shown the command line's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ragfuse.core import ChunkKey, Entry
+from ragfuse.core import digest as digest_of
+from ragfuse.errors import InputError, SettingsError
+from ragfuse.plan.evict import expired, expired_first, lru
+from ragfuse.settings import Settings
+from ragfuse.store import Book, KVStore, open_store
+from ragfuse.store.archive import Text, Trouble
+from ragfuse.store.manage import Outcome, Progress
+from ragfuse.store.tier import Freed
+
+__all__ = [
+    "Freed",
+    "Keeping",
+    "Line",
+    "Outcome",
+    "Progress",
+    "Tenant",
+    "Trouble",
+    "Wish",
+    "open_kept",
+    "remember_tenant",
+]
+
+_SHOWN = 200
+
+
+def open_kept(settings: Settings, clock: Callable[[], float] = time.time) -> KVStore:
+    """The store that the settings describe, with the policies they describe: least recently used, and `ttl_s`."""
+    if settings.ttl_s is None:
+        return open_store(settings, lru)
+    store = open_store(settings, expired_first(lru, settings.ttl_s, clock))
+    store.expired = partial(expired, ttl_s=settings.ttl_s)
+    return store
+
+
+def remember_tenant(book: Book, digest: str, settings: Settings) -> None:
+    """Write down what stands behind a digest in keys, so that people are told names; of a salt, its digest alone."""
+    found = {"model": settings.model, "dtype": settings.dtype, "tenant": hidden(settings.salt)}
+    book.settle(f"tenant-{digest}", found)
+
+
+def hidden(salt: str) -> str:
+    """What may be written down and shown of a salt: its digest, "" for none."""
+    return digest_of("tenant", salt) if salt else ""
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Who an entry belongs to: the digest in its key, and what is known of it ("" where nothing is).
+
+    tenant: the digest of the salt, "" for none.
+    """
+
+    digest: str
+    model: str = ""
+    tenant: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people: the model and its tenant, or the digest's beginning."""
+        return (self.model or self.digest[:8]) + (f" (tenant {self.tenant[:8]})" if self.tenant else "")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One entry, and what is known of it. `text` is the beginning of the chunk's own text."""
+
+    entry: Entry
+    tenant: Tenant
+    source: str = ""
+    text: str = ""
+
+    @property
+    def short(self) -> str:
+        """Enough of the key to name the chunk by; its entries in other company and other tiers share it."""
+        return self.entry.key.tokens[:12]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        entry, who = (
+            self.entry,
+            {"model": self.tenant.model, "digest": self.tenant.digest, "tenant": self.tenant.tenant},
+        )
+        return {
+            **{"key": str(entry.key), **who, "tier": entry.tier, "encoded": entry.key.encoded, "source": self.source},
+            **{"text": self.text, "n_tokens": entry.n_tokens, "n_layers": entry.n_layers, "nbytes": entry.nbytes},
+            **{"hits": entry.hits, "last_used": entry.last_used, "pinned": entry.pinned},
+        }
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Which entries are meant: those that match all that is given.
+
+    keys: beginnings of chunks' keys, any of them. model: a model's name, or the beginning of a digest. tenant: a salt.
+    source: a part of where the text came from, in any case.
+    """
+
+    keys: Sequence[str] = ()
+    tier: str | None = None
+    model: str | None = None
+    tenant: str | None = None
+    source: str | None = None
+
+    @property
+    def is_anything(self) -> bool:
+        """Whether nothing is given."""
+        return self == Wish()
+
+    @property
+    def is_of_tenants(self) -> bool:
+        """Whether it means all that some tenants have, or all tenants."""
+        return not self.keys and self.tier is None and self.source is None
+
+
+class Keeping:
+    """The store and the book of some settings, without memory: what lies there belongs to the process that fills it."""
+
+    def __init__(self, settings: Settings) -> None:
+        if not settings.disk_bytes and not settings.tiers:
+            raise SettingsError(
+                "The settings leave a store no place but memory (disk_bytes is 0, tiers is empty), which ends with its "
+                "process. Give disk_bytes or tiers to have something to look after."
+            )
+        self.path = settings.store_path.expanduser()
+        self.book = Book(settings.store_path) if settings.disk_bytes else None
+        self.store = open_kept(settings.model_copy(update={"memory_bytes": 0}))
+
+    def lines(self, wish: Wish = Wish()) -> list[Line]:
+        """Entries that are meant, used last first. InputError for a key that means none, or several chunks."""
+        if wish.tier is not None:
+            self._check_tier(wish.tier)
+        tenants = self._tenants()
+        found = [entry for entry in self.store.entries() if wish.tier in (None, entry.tier)]
+        lines = list(self._known([(entry, tenants.get(entry.key.model, Tenant(entry.key.model))) for entry in found]))
+        lines = [line for line in lines if _matches(line, wish)]
+        if wish.keys:
+            meant = {chunk for beginning in wish.keys for chunk in _chunk_of(lines, beginning)}
+            lines = [line for line in lines if _chunk(line.entry.key) in meant]
+        return sorted(lines, key=lambda line: -line.entry.last_used)
+
+    def clear(self, lines: Sequence[Line], wish: Wish) -> None:
+        """Forget these entries, those that `wish` means, and the texts of chunks that are kept nowhere afterwards."""
+        self.store.forget([line.entry.key for line in lines], wish.tier)
+        if self.book is None:
+            return
+        if wish.is_anything:
+            self.book.delete_texts()
+        elif wish.is_of_tenants:
+            for model in {line.entry.key.model for line in lines}:
+                self.book.delete_texts(model)
+        gone = {_chunk(line.entry.key) for line in lines} - {_chunk(entry.key) for entry in self.store.entries()}
+        for model in {model for model, _ in gone}:
+            keys = [known.key for known in self.book.texts(model) if _chunk(ChunkKey.parse(known.key)) in gone]
+            self.book.delete_texts(model, keys=keys)
+
+    def move(self, lines: Sequence[Line], tier: str, progress: Progress | None = None) -> Outcome:
+        """Keep these in another tier and nowhere else."""
+        self._check_tier(tier)
+        return self.store.move_all([line.entry.key for line in lines], tier, progress)
+
+    def export(self, lines: Sequence[Line], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
+        """Write these, with their texts if wanted, into one file."""
+        keys = list(dict.fromkeys(line.entry.key for line in lines))
+        return self.store.export(path, keys, self._texts(keys) if texts else (), progress)
+
+    def import_(self, path: Path, tier: str | None, progress: Progress | None = None) -> Outcome:
+        """Keep what an archive holds, its texts too."""
+        if tier is not None:
+            self._check_tier(tier)
+        return self.store.import_(path, tier, self._take_texts if self.book is not None else None, progress)
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self.store.close()
+        if self.book is not None:
+            self.book.close()
+
+    def __enter__(self) -> Keeping:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # inside
+
+    def _check_tier(self, name: str) -> None:
+        names = [tier.name for tier in self.store.tiers]
+        if name == "memory" and name not in names:
+            raise InputError(
+                "The tier 'memory' belongs to the process that fills it and ends with it; from here it cannot be "
+                f"reached. Name one of: {', '.join(names)}."
+            )
+        self.store.tier(name)
+
+    def _tenants(self) -> dict[str, Tenant]:
+        names = [name for name in self.book.names() if name.startswith("tenant-")] if self.book is not None else []
+        profiles = {name.removeprefix("tenant-"): self.book.get(name) or {} for name in names} if self.book else {}
+        return {
+            digest: Tenant(digest, str(found.get("model", "")), str(found.get("tenant", "")))
+            for digest, found in profiles.items()
+        }
+
+    def _known(self, found: Sequence[tuple[Entry, Tenant]]) -> Iterator[Line]:
+        texts: dict[tuple[str, str], tuple[str, str]] = {}
+        for model in {entry.key.model for entry, _ in found} if self.book is not None else ():
+            for known in self.book.texts(model):  # type: ignore[union-attr]
+                texts.setdefault(_chunk(ChunkKey.parse(known.key)), (known.source, known.text[:_SHOWN]))
+        for entry, tenant in found:
+            yield Line(entry, tenant, *texts.get(_chunk(entry.key), ("", "")))
+
+    def _texts(self, keys: Iterable[ChunkKey]) -> Iterator[Text]:
+        wanted = {_chunk(key) for key in keys}
+        for model in sorted({model for model, _ in wanted}) if self.book is not None else ():
+            for known in self.book.texts(model):  # type: ignore[union-attr]
+                if _chunk(ChunkKey.parse(known.key)) in wanted:
+                    yield Text(model, *known)
+
+    def _take_texts(self, texts: Sequence[Text]) -> None:
+        by_model: dict[str, list[tuple[str, str, str]]] = {}
+        for text in texts:
+            by_model.setdefault(text.model, []).append((text.key, text.text, text.source))
+        for model, known in by_model.items():
+            if self.book is not None:
+                self.book.add_texts(model, known)
+
+
+def _chunk(key: ChunkKey) -> tuple[str, str]:
+    """What all entries of one tenant's chunk share, in whatever company it was encoded."""
+    return key.model, key.tokens
+
+
+def _matches(line: Line, wish: Wish) -> bool:
+    tenant, source = line.tenant, wish.source
+    return (
+        (wish.model is None or wish.model == tenant.model or _begins(tenant.digest, wish.model))
+        and (wish.tenant is None or (hidden(wish.tenant) == tenant.tenant and bool(tenant.model)))
+        and (source is None or source.casefold() in line.source.casefold())
+    )
+
+
+def _begins(digest: str, beginning: str) -> bool:
+    return len(beginning) >= 4 and digest.startswith(beginning)
+
+
+def _chunk_of(lines: Sequence[Line], beginning: str) -> set[tuple[str, str]]:
+    """The one chunk whose key begins so."""
+    found = {
+        _chunk(line.entry.key): line
+        for line in lines
+        if beginning and (line.entry.key.tokens.startswith(beginning) or str(line.entry.key).startswith(beginning))
+    }
+    if not found:
+        raise InputError(
+            f"Wanted the beginning of a chunk's key, found none that begins with '{beginning}'. "
+            "`ragfuse store ls` lists them."
+        )
+    if len(found) > 1:
+        named = ", ".join(f"{line.entry.key.tokens[:16]} of {line.tenant.name}" for line in list(found.values())[:4])
+        raise InputError(
+            f"'{beginning}' is the beginning of {len(found)} chunks' keys: {named}{', ...' if len(found) > 4 else ''}. "
+            "Give more of it, or --model or --tenant."
+        )
+    return set(found)

@@ -1,0 +1,264 @@
+"""A folder behind an fsspec URL: listed, read in ranges, written whole, deleted. What objects mean is told elsewhere.
+
+Every call ends in time and tries once. It raises FileNotFoundError for what is not there, ConnectionError or
+TimeoutError where nobody answers, PermissionError or another OSError where the answer is no.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from itertools import count
+from textwrap import shorten
+from typing import Any, NamedTuple, TypeVar
+from uuid import uuid4
+
+from fsspec.asyn import sync
+from fsspec.core import url_to_fs
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import get_filesystem_class
+from fsspec.utils import get_protocol
+
+from ragfuse.errors import StoreError
+
+NO_ANSWER: tuple[type[Exception], ...] = (ConnectionError, TimeoutError)
+TEMPORARY = ".tmp"
+
+_Found = TypeVar("_Found")
+_AT_ONCE = 32
+_SLOWEST_NBYTES_PER_S = 1e6
+_OPENING_S = 5.0  # finding credentials may mean asking the machine's own metadata service
+_LISTING_S = 600.0
+_UNREACHABLE = frozenset(
+    {errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT}
+    | {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
+    | {errno.EBUSY, errno.EREMOTEIO, errno.EIO}  # what drivers make of "slow down" and of a store's own failure
+)
+_CREDENTIALS = re.compile("Credential|Profile|Token")
+_MODIFIED = ("LastModified", "last_modified", "mtime", "updated", "created")
+
+
+class Object(NamedTuple):
+    """One object of a listing: its bytes, and when it was written, in seconds since the epoch."""
+
+    nbytes: int
+    modified: float
+
+
+class Bucket:
+    """The folder at `url`. StoreError if it cannot be used as it is; `check` says whether somebody is there.
+
+    `timeout_s` is how long there may be silence; data may take longer, by a second for each megabyte. Object stores
+    publish a put at once; elsewhere a file is written under a temporary name and renamed.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.url = re.sub(r"//.*@", "//", url)  # without user and password: this name is for people
+        self._given, self._timeout_s = url, timeout_s
+        self._token, self._serial, self._pid = uuid4().hex, count(), 0
+        with suppress(*NO_ANSWER):  # some drivers connect when they are made; `check` will tell
+            self._open()
+            if self._is_local:
+                self._make_folder()
+
+    def check(self, folder: str) -> dict[str, Object]:
+        """What is in `folder`. StoreError if nothing can ever be there; NO_ANSWER if nobody answers."""
+        try:
+            found = self.listing(folder, _OPENING_S)
+        except FileNotFoundError as error:
+            raise self._refusal("an existing bucket", "none", "Make it, or give the URL of another.") from error
+        except OSError as error:
+            raise self._no_entry(error) from error
+        try:
+            info = self._run(lambda: self._fs._info(self._root), extra_s=_OPENING_S)
+        except FileNotFoundError:
+            return found  # an empty folder of an object store is not there
+        except OSError as error:
+            raise self._no_entry(error) from error
+        if info["type"] == "file":
+            raise self._refusal("a folder", "a file", "Give the URL of another, or a name below this one's folder.")
+        return found
+
+    def listing(self, folder: str = "", within_s: float = _LISTING_S) -> dict[str, Object]:
+        """Every object below `folder`, by its name in here. A thousand at a time, so it may take long as a whole."""
+        found = self._run(lambda: self._fs._find(self._path(folder), detail=True), extra_s=within_s)
+        begin = len(self._root) + 1
+        return {path[begin:]: _object(info) for path, info in found.items() if info["type"] == "file"}
+
+    def read(self, name: str, begin: int, end: int) -> bytes:
+        """These bytes of an object, by one request; fewer where it ends before."""
+        try:
+            data = self._run(lambda: self._fs._cat_file(self._path(name), start=begin, end=end), nbytes=end - begin)
+        except OSError as error:
+            return _beyond(error)
+        return bytes(data)
+
+    def heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
+        """The first bytes of each object, None where there is none: all asked for at once."""
+        found = self._run(
+            lambda: self._fs._cat_ranges([self._path(name) for name in names], 0, nbytes, batch_size=_AT_ONCE),
+            nbytes=nbytes * len(names),
+            extra_s=len(names) // _AT_ONCE * self._timeout_s,
+        )
+        return [_head(each) for each in found]
+
+    def write(self, name: str, data: bytes) -> None:
+        """The object, whole or not at all, in place of an earlier one."""
+        self._run(lambda: self._publish(self._path(name), data), nbytes=len(data))
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove objects; those that are not there are gone already."""
+        if names:
+            self._run(lambda: self._remove(names), extra_s=len(names) // _AT_ONCE * self._timeout_s)
+
+    # inside
+
+    def _open(self) -> None:
+        """The file system, of this process: one that came along through a fork has lost its thread."""
+        scheme = get_protocol(self._given)
+        try:
+            if "://" not in self._given:
+                raise ValueError("no scheme")
+            get_filesystem_class(scheme)
+        except ValueError as error:
+            wanted = "a URL like s3://bucket/folder, gs://bucket/folder or file:///folder"
+            raise self._refusal(wanted, "one of no known kind", "Give another URL.") from error
+        except ImportError as error:
+            raise self._no_driver(scheme, error) from error
+        try:
+            plain, root = url_to_fs(self._given, **self._options(scheme))
+        except Exception as error:
+            raise self._no_entry(_told(error)) from error
+        is_store = bool(plain.async_impl)
+        self._root, self._is_local = str(root).rstrip("/"), isinstance(plain, LocalFileSystem)
+        self._puts_whole = is_store or scheme == "memory"
+        self._fs = plain if is_store else AsyncFileSystemWrapper(plain, asynchronous=False)
+        self._fs.retries = 1  # s3fs has its own, around those of botocore
+        self._pid = os.getpid()
+
+    def _options(self, scheme: str) -> dict[str, Any]:
+        """What this kind of file system must be told; where to find servers and credentials it knows itself."""
+        options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+        if scheme in ("s3", "s3a"):
+            waits = {"connect_timeout": self._timeout_s, "read_timeout": self._timeout_s}
+            tries = {"retries": {"total_max_attempts": 1}, "max_pool_connections": _AT_ONCE}
+            options["config_kwargs"] = {**waits, **tries}
+        return options
+
+    def _make_folder(self) -> None:
+        try:
+            os.makedirs(os.path.dirname(self._root), exist_ok=True)
+            if not os.path.isdir(self._root):
+                os.mkdir(self._root, 0o700)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise self._refusal("a folder", f"a file ({error.filename})", "Give the URL of another.") from error
+        except OSError as error:
+            raise self._refusal("a folder", f"{error.strerror}", "Give the URL of another.") from error
+        if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
+            raise self._refusal("a folder", "one without permission to write", "Give the URL of another.")
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _run(self, call: Callable[[], Awaitable[_Found]], *, nbytes: int = 0, extra_s: float = 0.0) -> _Found:
+        """What the call gives, in time; called only once the file system is this process's own."""
+        patience_s = self._timeout_s + extra_s + nbytes / _SLOWEST_NBYTES_PER_S
+        try:
+            if self._pid != os.getpid():
+                self._open()
+            found: _Found = sync(self._fs.loop, call, timeout=patience_s)
+            return found
+        except Exception as error:
+            told = _told(error, patience_s)
+            if told is error:
+                raise
+            raise told from error
+
+    async def _publish(self, path: str, data: bytes) -> None:
+        """Put at once, or write beside and rename; a missing folder is made."""
+        if self._puts_whole:
+            await self._fs._pipe_file(path, data)
+            return
+        temp = f"{path}.{self._token}.{next(self._serial)}{TEMPORARY}"
+        try:
+            try:
+                await self._fs._pipe_file(temp, data)
+            except FileNotFoundError:
+                await self._fs._makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+                await self._fs._pipe_file(temp, data)
+            await self._fs._mv(temp, path)
+        except BaseException:
+            await asyncio.gather(self._fs._rm_file(temp), return_exceptions=True)
+            raise
+
+    async def _remove(self, names: Sequence[str]) -> None:
+        for lo in range(0, len(names), _AT_ONCE):
+            some = [self._fs._rm_file(self._path(name)) for name in names[lo : lo + _AT_ONCE]]
+            for done in await asyncio.gather(*some, return_exceptions=True):
+                if isinstance(done, BaseException) and not isinstance(done, FileNotFoundError):
+                    raise done
+
+    def _no_driver(self, scheme: str, error: ImportError) -> StoreError:
+        cause = error.__cause__
+        package = str(cause.name).split(".")[0] if isinstance(cause, ImportError) else "the package that fsspec names"
+        extra = " (or ragfuse-kv[objects])" if package == "s3fs" else ""
+        wanted = f"the package {package}, which reads {scheme}:// URLs,"
+        return self._refusal(wanted, "none", f"Install it: pip install {package}{extra}.")
+
+    def _no_entry(self, error: OSError) -> Exception:
+        """What to raise for an error at opening."""
+        if isinstance(error, NO_ANSWER):
+            return error
+        said = shorten(str(error), 200)
+        if not isinstance(error, PermissionError):
+            return self._refusal("a folder", f"an error ({said})", "Give the URL of another.")
+        do = "Set the credentials of this kind of store (for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or "
+        do += "AWS_PROFILE), with the right to list, read, write and delete."
+        return self._refusal("access", f"a refusal ({said})", do)
+
+    def _refusal(self, wanted: str, found: str, do: str) -> StoreError:
+        return StoreError(f"The tier at {self.url} cannot be opened: {wanted} was wanted, {found} was found. {do}")
+
+
+def _object(info: Mapping[str, Any]) -> Object:
+    when = next((info[name] for name in _MODIFIED if info.get(name)), 0.0)
+    return Object(int(info["size"]), when.timestamp() if isinstance(when, datetime) else float(when))
+
+
+def _told(error: Exception, patience_s: float = 0.0) -> OSError:
+    """The same as one of the errors that are told of above."""
+    if isinstance(error, TimeoutError):
+        return error if str(error) else TimeoutError(f"no answer within {patience_s:g} s")
+    if isinstance(error, socket.gaierror) or getattr(error, "errno", None) in _UNREACHABLE:
+        return ConnectionError(str(error))
+    if isinstance(error, OSError) and (error.errno is not None or type(error).__module__ == "builtins"):
+        return error
+    if any(_CREDENTIALS.search(cls.__name__) for cls in type(error).__mro__):
+        return PermissionError(str(error))
+    if isinstance(error, ValueError | TypeError | NotImplementedError) or "Validation" in type(error).__name__:
+        return OSError(errno.EINVAL, f"{type(error).__name__}: {error}")
+    return ConnectionError(f"{type(error).__name__}: {error}")
+
+
+def _beyond(error: OSError) -> bytes:
+    """No bytes, where `error` says that the object ends before the range; else it is raised."""
+    response = getattr(error.__cause__, "response", None)
+    code = response.get("Error", {}).get("Code") if isinstance(response, Mapping) else getattr(error, "code", None)
+    if code in ("InvalidRange", "416", 416):
+        return b""
+    raise error
+
+
+def _head(found: bytes | Exception) -> bytes | None:
+    if isinstance(found, FileNotFoundError):
+        return None
+    if isinstance(found, Exception):
+        return _beyond(_told(found))
+    return bytes(found)

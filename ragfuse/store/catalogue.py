@@ -1,0 +1,218 @@
+"""What an object tier knows of its objects, in memory: sizes, uses, pins, room taken, who is being changed, headers.
+
+Threads share it. No I/O and no clock: what a listing or a header says is told here by `objects.py`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from threading import Condition, Lock
+from typing import NamedTuple
+
+from ragfuse.core import ChunkKey, Entry
+from ragfuse.store.bucket import Object
+from ragfuse.store.chunkfile import Header
+
+
+class Facts(NamedTuple):
+    """What only an object's header tells."""
+
+    level: str
+    n_tokens: int
+    n_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One object: its bytes, when it was used last, hits here, and the facts once its header was read."""
+
+    nbytes: int
+    last_used: float
+    hits: int = 0
+    facts: Facts | None = None
+
+
+class Catalogue:
+    """Objects by key. A listing takes time, so what is claimed while one is read is believed and the listing is not.
+
+    `nbytes` counts objects and room taken for those being written.
+    """
+
+    def __init__(self) -> None:
+        self._turn = Condition()
+        self._held: dict[ChunkKey, Held] = {}
+        self._pinned: set[ChunkKey] = set()
+        self._busy: set[ChunkKey] = set()
+        self._watches: dict[int, set[ChunkKey]] = {}
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all objects and of what is being written."""
+        return self._nbytes
+
+    def get(self, key: ChunkKey) -> Held | None:
+        """What is known of one object, None if nothing is."""
+        return self._held.get(key)
+
+    def entry(self, key: ChunkKey, tier: str) -> Entry | None:
+        """The entry of an object whose facts are known."""
+        with self._turn:
+            held = self._held.get(key)
+            if held is None or held.facts is None:
+                return None
+            level, n_tokens, n_layers = held.facts
+            sizes = {level: held.nbytes}
+            return Entry(key, tier, n_tokens, n_layers, sizes, held.last_used, held.hits, key in self._pinned)
+
+    def oldest(self) -> list[ChunkKey]:
+        """All keys, least recently used first."""
+        with self._turn:
+            uses = [(held.last_used, i, key) for i, (key, held) in enumerate(self._held.items())]
+        return [key for _, _, key in sorted(uses)]
+
+    def is_busy(self, key: ChunkKey) -> bool:
+        """Whether somebody has claimed it."""
+        return key in self._busy
+
+    def is_pinned(self, key: ChunkKey) -> bool:
+        """Whether it is protected."""
+        return key in self._pinned
+
+    # changing
+
+    @contextmanager
+    def claim(
+        self, keys: Iterable[ChunkKey], *, wait: bool = True, unless: Set[ChunkKey] = frozenset()
+    ) -> Iterator[set[ChunkKey]]:
+        """Those of `keys` that this thread alone may change in the block; not those in `unless`.
+
+        Without `wait`, those that another has claimed are left out.
+        """
+        wanted = set(keys)
+        with self._turn:
+            if wait:
+                self._turn.wait_for(lambda: self._busy.isdisjoint(wanted - unless))
+            mine = wanted - self._busy - unless
+            self._busy |= mine
+            for changed in self._watches.values():
+                changed |= mine
+        try:
+            yield mine
+        finally:
+            with self._turn:
+                self._busy -= mine
+                self._turn.notify_all()
+
+    @contextmanager
+    def watch(self) -> Iterator[Set[ChunkKey]]:
+        """The keys that are claimed at any time in the block: what is read of them outside may be old."""
+        with self._turn:
+            changed = set(self._busy)
+            self._watches[id(changed)] = changed
+        try:
+            yield changed
+        finally:
+            with self._turn:
+                del self._watches[id(changed)]
+
+    def reserve(self, nbytes: int, capacity: int) -> int:
+        """Take room; how many bytes too few there are, and nothing is taken, if there is not enough."""
+        with self._turn:
+            excess = self._nbytes + nbytes - capacity
+            if excess <= 0:
+                self._nbytes += nbytes
+            return max(0, excess)
+
+    def release(self, nbytes: int) -> None:
+        """Give room back."""
+        with self._turn:
+            self._nbytes -= nbytes
+
+    def put(self, key: ChunkKey, held: Held) -> None:
+        """A claimed key was written, in the room taken for it. Hits of an earlier object stay."""
+        with self._turn:
+            old = self._held.pop(key, None)
+            self._nbytes -= old.nbytes if old else 0
+            self._held[key] = replace(held, hits=old.hits if old else 0)
+
+    def forget(self, keys: Iterable[ChunkKey], unless: Set[ChunkKey] = frozenset()) -> int:
+        """These objects are gone, with their pins; how many were known."""
+        with self._turn:
+            known = [key for key in set(keys) - unless if key in self._held]
+            for key in known:
+                self._nbytes -= self._held.pop(key).nbytes
+                self._pinned.discard(key)
+            return len(known)
+
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
+        """Protect objects, or stop doing so."""
+        with self._turn:
+            self._pinned = self._pinned | set(keys) if pinned else self._pinned - set(keys)
+
+    # learning
+
+    def use(self, key: ChunkKey, when: float, *, hit: bool) -> None:
+        """An object was read."""
+        with self._turn:
+            held = self._held.get(key)
+            if held is not None:
+                self._held[key] = replace(held, last_used=when, hits=held.hits + hit)
+
+    def describe(self, key: ChunkKey, nbytes: int, facts: Facts, when: float, changed: Set[ChunkKey]) -> None:
+        """A header was read: `when` counts as the last use of an object that nothing was known of."""
+        with self._turn:
+            if key in changed:
+                return
+            held = self._held.get(key) or Held(0, when)
+            self._nbytes += nbytes - held.nbytes
+            self._held[key] = replace(held, nbytes=nbytes, facts=facts)
+
+    def merge(self, found: Mapping[ChunkKey, Object], pinned: Set[ChunkKey], changed: Set[ChunkKey]) -> None:
+        """A listing was read, whole, while `changed` were claimed."""
+        with self._turn:
+            for key in self._held.keys() - found.keys() - changed:
+                self._nbytes -= self._held.pop(key).nbytes
+            for key, (nbytes, modified) in found.items():
+                held = self._held.get(key)
+                if key not in changed and (held is None or held.nbytes != nbytes):
+                    self._nbytes += nbytes - (held.nbytes if held else 0)
+                    self._held[key] = Held(nbytes, modified, held.hits if held else 0)
+            self._pinned = {key for key in (pinned - changed) | (self._pinned & changed) if key in self._held}
+
+
+class Headers:
+    """The headers used last, `limit` of them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._lock = limit, Lock()
+        self._headers: OrderedDict[ChunkKey, Header] = OrderedDict()
+
+    def get(self, key: ChunkKey) -> Header | None:
+        """The header of `key`, if it is remembered."""
+        with self._lock:
+            if key in self._headers:
+                self._headers.move_to_end(key)
+            return self._headers.get(key)
+
+    def add(self, key: ChunkKey, header: Header) -> None:
+        """Remember a header, and forget the one used longest ago."""
+        with self._lock:
+            self._headers[key] = header
+            self._headers.move_to_end(key)
+            while len(self._headers) > self._limit:
+                self._headers.popitem(last=False)
+
+    def discard(self, keys: Iterable[ChunkKey]) -> None:
+        """Forget these."""
+        with self._lock:
+            for key in keys:
+                self._headers.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._headers.clear()

@@ -1,0 +1,228 @@
+"""Many chunks at once: moved, exported, imported, and what is too old or of no use freed. Through tiers alone.
+
+`KVStore` has these as methods; nothing here decides which chunks. Progress is told in bytes: done, and of how many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ragfuse.core import ChunkKey, Entry
+from ragfuse.store.archive import ArchivedChunk, Text, Trouble, new_archive, read_archive
+from ragfuse.store.tier import Freed, Tidies, Tier
+
+if TYPE_CHECKING:
+    from ragfuse.store.store import KVStore
+
+Progress = Callable[[int, int], object]
+"""Takes the bytes done, and of how many."""
+
+_TOLD = 100
+_TEXTS = 500
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was done with many chunks: how many, their bytes; `known` were there already; `failed` stayed as they were.
+
+    `troubles` names the first of those that failed, and why.
+    """
+
+    chunks: int = 0
+    nbytes: int = 0
+    known: int = 0
+    texts: int = 0
+    failed: int = 0
+    troubles: tuple[Trouble, ...] = ()
+
+
+class _Tally:
+    """An outcome in the making."""
+
+    def __init__(self) -> None:
+        self.known = self.texts = self.failed = 0
+        self.done: dict[ChunkKey, int] = {}
+        self.written_nbytes = 0
+        self._troubles: list[Trouble] = []
+
+    def fail(self, what: object, why: str) -> None:
+        self.failed += 1
+        if len(self._troubles) < _TOLD:
+            self._troubles.append(Trouble(str(what), why))
+
+    def keep_only(self, kept: Iterable[ChunkKey], why: str) -> None:
+        """Those done that are not there after all have failed."""
+        kept = set(kept)
+        for key in [key for key in self.done if key not in kept]:
+            del self.done[key]
+            self.fail(key, why)
+
+    def outcome(self) -> Outcome:
+        nbytes = sum(self.done.values())
+        return Outcome(len(self.done), nbytes, self.known, self.texts, self.failed, tuple(self._troubles))
+
+
+def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress | None = None) -> Outcome:
+    """Keep chunks in `tier` and in no other. What it has no room for stays where it was, and pins go along.
+
+    Everything is copied first and dropped from the other tiers then: stopped in between, nothing is lost.
+    """
+    target, tally = store.tier(tier), _Tally()
+    others = [other for other in store.tiers if other is not target]
+    sources = _sources(others, keys := list(dict.fromkeys(keys)))
+    there = target.entries(keys)
+    pinned = {key for other in others for key, entry in other.entries(keys).items() if entry.pinned}
+    done, total = 0, sum(entry.nbytes for entry in sources.values())
+    for key in keys:
+        if key in there:
+            tally.done[key] = there[key].nbytes
+        elif why := _copy(store, key, target, tally):
+            tally.fail(key, why)
+        if key in pinned and key in tally.done:
+            target.pin([key], True)
+        done += sources[key].nbytes if key in sources else 0
+        _tell(progress, done, total)
+    tally.keep_only(target.entries(list(tally.done)), f"tier {tier} has no room for so much")
+    for other in others:
+        other.delete(list(tally.done))
+    return tally.outcome()
+
+
+def export(
+    store: KVStore,
+    path: Path,
+    keys: Iterable[ChunkKey] | None = None,
+    texts: Iterable[Text] = (),
+    progress: Progress | None = None,
+) -> Outcome:
+    """Write chunks (None: all) and known texts into one file. What cannot be read is left out and told."""
+    tally = _Tally()
+    sources = _sources(store.tiers, None if keys is None else (keys := list(dict.fromkeys(keys))))
+    done, total = 0, sum(entry.nbytes for entry in sources.values())
+    for key in keys or ():
+        if key not in sources:
+            tally.fail(key, "it is not in the store")
+    with new_archive(path) as archive:
+        for key, entry in sources.items():
+            whole = store.read_whole(key)
+            if whole is None:
+                tally.fail(key, "it cannot be read")
+            else:
+                tally.done[key] = archive.chunk(key, *whole)
+            done += entry.nbytes
+            _tell(progress, done, total)
+        for some in _some(texts):
+            archive.texts(some)
+            tally.texts += len(some)
+    return tally.outcome()
+
+
+def import_(
+    store: KVStore,
+    path: Path,
+    tier: str | None = None,
+    take_texts: Callable[[Sequence[Text]], object] | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Keep the chunks of an archive, in `tier` or else in the first slow one. What is whole is kept, the rest told.
+
+    Chunks are found again by the same model with the same dtype and salt alone. Known texts are handed to `take_texts`.
+    """
+    target, tally = store.tier(tier) if tier is not None else _first_slow(store), _Tally()
+    for found in read_archive(path, progress):
+        if isinstance(found, Trouble):
+            tally.fail(found.what, found.why)
+        elif isinstance(found, list):
+            if take_texts is not None:
+                take_texts(found)
+                tally.texts += len(found)
+        elif found.key in target.entries([found.key]):
+            tally.known += 1
+        elif why := _take(store, found, target):
+            tally.fail(found.key, why)
+        else:
+            tally.done[found.key] = found.nbytes
+    tally.keep_only(target.entries(list(tally.done)), f"tier {target.name} has no room for so much")
+    return tally.outcome()
+
+
+def gc(store: KVStore) -> dict[str, Freed]:
+    """Free what is too old, and what no entry needs; what was given back, by tier.
+
+    An entry that is too old in one tier is kept while another tier of this store has used it since.
+    """
+    return {tier.name: _old_freed(store, tier).plus(_tidied(tier)) for tier in store.tiers}
+
+
+def _tidied(tier: Tier) -> Freed:
+    return tier.tidy() if isinstance(tier, Tidies) else Freed()
+
+
+def _old_freed(store: KVStore, tier: Tier) -> Freed:
+    entries = tier.entries() if store.expired is not None else {}
+    old = store.too_old(entries.values())
+    for other in store.tiers if old else ():
+        there = other.entries(old) if other is not tier else {}
+        fresh = there.keys() - set(store.too_old(there.values()))
+        old = [key for key in old if key not in fresh]
+    return Freed(expired=tier.delete(old) if old else 0, nbytes=sum(entries[key].nbytes for key in old))
+
+
+def _sources(tiers: Iterable[Tier], keys: Sequence[ChunkKey] | None) -> dict[ChunkKey, Entry]:
+    """Each chunk's entry in the first of `tiers` that has it."""
+    found: dict[ChunkKey, Entry] = {}
+    for tier in tiers:
+        found = {**tier.entries(keys), **found}
+    return found
+
+
+def _copy(store: KVStore, key: ChunkKey, target: Tier, tally: _Tally) -> str | None:
+    """Write one chunk into `target` as well; why it is not there, None if it is."""
+    whole = store.read_whole(key)
+    if whole is None:
+        return "it is not in the store, or cannot be read"
+    nbytes = whole[0].nbytes
+    if tally.written_nbytes + nbytes > target.capacity or not store.write_whole(key, *whole, target):
+        return f"tier {target.name} has no room for it, or does not take it"
+    tally.done[key] = nbytes
+    tally.written_nbytes += nbytes
+    return None
+
+
+def _take(store: KVStore, found: ArchivedChunk, target: Tier) -> str | None:
+    """Keep a chunk of an archive; why it is not kept, None if it is."""
+    if found.nbytes > target.capacity:
+        return f"it takes {found.nbytes:,} bytes, tier {target.name} has {target.capacity:,} in all"
+    if found.meta.level != store.codec.name:
+        return f"it is written by another codec ({found.meta.level!r:.20})"
+    try:
+        blobs = found.read()
+        for blob, layer in zip(blobs, found.meta.layers, strict=True):
+            store.codec.decode(blob, layer)
+    except (OSError, ValueError) as error:
+        return str(error)[:200]
+    kept = store.write_whole(found.key, found.meta, blobs, target)
+    return None if kept else f"tier {target.name} has no room for it, or does not take it"
+
+
+def _first_slow(store: KVStore) -> Tier:
+    return next((tier for tier in store.tiers if tier.slow), store.tiers[0])
+
+
+def _some(texts: Iterable[Text]) -> Iterable[list[Text]]:
+    some: list[Text] = []
+    for text in texts:
+        some.append(text)
+        if len(some) == _TEXTS:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def _tell(progress: Progress | None, done: int, total: int) -> None:
+    if progress is not None:
+        progress(done, total)

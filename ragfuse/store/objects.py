@@ -1,0 +1,364 @@
+"""Entries as objects behind an fsspec URL: s3://, gs://, abfs://, a shared file:// folder. One object per entry.
+
+`chunkfile.py` tells how an object is laid out, `bucket.py` how it is reached, `catalogue.py` what is remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from itertools import islice
+from threading import Lock
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ragfuse.core import ChunkKey, Entry
+from ragfuse.store.breaker import Breaker, BreakerOpen
+from ragfuse.store.bucket import NO_ANSWER, Bucket
+from ragfuse.store.catalogue import Catalogue, Facts, Headers, Held
+from ragfuse.store.chunkfile import Header, header_nbytes, layer_offsets, pack_header, pieces
+from ragfuse.store.names import PINS, chunk_name, pin_name, sort_names
+from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims
+
+log = logging.getLogger("ragfuse.store")
+
+_Found = TypeVar("_Found")
+_HEAD_NBYTES = 1 << 14  # the header of some 70 layers
+_HEADERS = 1024
+_CHANGES = ("write", "delete", "pin")
+_BATCH = 256
+_TRIES = 3
+
+
+class ObjectTier:
+    """A tier in a folder of an object store, shared by all who open the same URL.
+
+    One object per entry, named by its key, appears whole or not at all; `count` layers are one range read. Headers are
+    read once and remembered, so that a chunk costs a request to be found and one for each piece of it.
+
+    What is known of objects is remembered here. An entry that is known is given without asking, also when another
+    process has deleted it since: reading it is a miss then. Those not known are asked for, all at once. A listing is
+    the truth: it is read before the first write, whenever all entries are asked for, and before writing, if the last
+    one is older than `fresh_s` (ten times as long as listing takes, where that is more than half a second).
+
+    Capacity is kept to the byte among the threads of a process, as far as it knows the others' objects. An object
+    store has no counters to share, so several processes may together exceed it by what they write within `fresh_s`;
+    the next write that lists makes room again. Nor has it a place for uses: `last_used` is when this process read or
+    wrote an entry, else when it was written; hits are this process's own. Pins are objects of their own and outlive
+    it; those of others bind once they are listed. With `ttl_s`, entries that are not pinned and were, as far as known
+    here, not used for so long are dropped.
+
+    Reading and look-ups wait no longer than `timeout_s` for an answer (data: a second more for each megabyte), and a
+    store that gives none is left out for `cool_down_s`. Opening raises StoreError for a URL that cannot be used; a
+    store that does not answer is no error. Credentials and endpoints come from where the drivers look for them:
+    environment, profiles.
+    """
+
+    slow = True
+
+    def __init__(
+        self,
+        url: str,
+        capacity: int,
+        evict: Evictor,
+        *,
+        timeout_s: float = 2.0,
+        name: str = "objects",
+        verify: bool = True,
+        clock: Callable[[], float] = time.time,
+        ttl_s: float | None = None,
+        fresh_s: float = 5.0,
+        cool_down_s: float = 10.0,
+    ) -> None:
+        self.name, self.capacity, self.counts = name, capacity, Counts()
+        self._evict, self._verify, self._clock, self._ttl_s = evict, verify, clock, ttl_s
+        self._bucket, self._catalogue, self._headers = Bucket(url, timeout_s), Catalogue(), Headers(_HEADERS)
+        self.breaker = Breaker(f"Tier {name} ({self._bucket.url})", NO_ANSWER, cool_down_s=cool_down_s)
+        self._head_nbytes, self._fresh_s, self._closed = _HEAD_NBYTES, fresh_s, False
+        self._listing, self._room = Lock(), Lock()  # one listing, one who makes room at a time
+        self._listed_at: float | None = None
+        self._listing_s = 0.0
+        self._ask("be opened", self._open, None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all objects as far as known here, with those being written; 0 until the store answers."""
+        if self._listed_at is None:
+            self._ask("be weighed", self._list, None)
+        return 0 if self._closed else self._catalogue.nbytes
+
+    def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
+        """The entries kept under `keys`: one round trip if any is not known here. Or all of them: a listing."""
+        if keys is None:
+            return self._ask("list entries", self._all, {})
+        wanted = list(dict.fromkeys(keys))
+        return self._ask("look up entries", lambda: self._some(wanted), {}) if wanted else {}
+
+    def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+        """The entry's description and `count` layers, by one request once its header is known."""
+        if first < 0 or count < 1:
+            return None
+        return self._ask(f"read {key}", lambda: self._read(key, first, count), None)
+
+    def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
+        """Keep the layers as one object that appears whole or not at all."""
+        meta.check(blobs)
+        if ChunkKey.parse(str(key)) != key:
+            raise ValueError(f"{key!r} cannot be written down and read back.")
+        return self._ask(f"write {key}", lambda: self._write(key, meta.sealed(blobs), blobs), False)
+
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        """Drop these entries; how many there were."""
+        doomed = list(dict.fromkeys(keys))
+        return self._ask("delete entries", lambda: self._delete(doomed), 0) if doomed else 0
+
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
+        """Protect entries from eviction, or stop doing so; for all who share the store, once they list it."""
+        wanted = list(dict.fromkeys(keys))
+        self._ask("pin entries", lambda: self._pin(wanted, pinned), None)
+
+    def tidy(self) -> Freed:
+        """Free what writers that died an hour ago and more have left behind, and what is too old."""
+        return self._ask("be tidied", self._tidied, None) or Freed()
+
+    def close(self) -> None:
+        """Afterwards everything is a miss. Calling it again does nothing."""
+        self._closed = True
+        self._headers.clear()
+
+    # asking
+
+    def _ask(self, doing: str, call: Callable[[], _Found], otherwise: _Found) -> _Found:
+        """What the store answers; `otherwise` where it does not, which is counted."""
+        if self._closed:
+            return otherwise
+        try:
+            with self.breaker.guard():
+                return call()
+        except BreakerOpen:
+            self.counts.add("failed" if doing.startswith(_CHANGES) else "left out")
+        except NO_ANSWER:  # the breaker has told
+            self.counts.add("failed")
+        except OSError as error:
+            self.counts.add("failed")
+            log.warning("Tier %s could not %s: %s", self.name, doing, error)
+        return otherwise
+
+    def _open(self) -> None:
+        _, pinned, _ = sort_names(self._bucket.check(PINS), time.time())
+        self._catalogue.pin(pinned, True)
+
+    def _list(self, max_age_s: float | None = None) -> Freed:
+        """Read a listing, unless the last one is young enough; drop what is of no use."""
+        with self._listing:
+            began = time.monotonic()
+            age_s = self._fresh_s * max(1.0, 2 * self._listing_s) if max_age_s is None else max_age_s
+            if self._listed_at is not None and began - self._listed_at < age_s:
+                return Freed()
+            with self._catalogue.watch() as changed:
+                found = self._bucket.listing()
+                objects, pinned, useless = sort_names(found, time.time())
+                self._catalogue.merge(objects, pinned, changed)
+            self._listed_at = time.monotonic()
+            self._listing_s = self._listed_at - began
+            self._bucket.delete(useless)
+        return Freed(orphans=len(useless), nbytes=sum(found[name].nbytes for name in useless))
+
+    def _tidied(self) -> Freed:
+        freed = self._list(max_age_s=0.0)
+        return freed if self._ttl_s is None else freed.plus(self._expire())
+
+    def _expire(self) -> Freed:
+        old = [key for key in self._catalogue.oldest() if self._is_old(key)]
+        with self._catalogue.claim(old, wait=False) as mine:
+            nbytes = sum(held.nbytes for held in map(self._catalogue.get, mine) if held)
+            return Freed(expired=self._remove(mine), nbytes=nbytes)
+
+    def _is_old(self, key: ChunkKey) -> bool:
+        held = self._catalogue.get(key)
+        if held is None or self._ttl_s is None or self._clock() - held.last_used <= self._ttl_s:
+            return False
+        return not self._catalogue.is_pinned(key)
+
+    # finding
+
+    def _all(self) -> dict[ChunkKey, Entry]:
+        self._list()
+        return {entry.key: entry for entry in self._oldest()}
+
+    def _some(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Entry]:
+        """Entries under `keys`; those whose header was never seen are asked for together."""
+        unknown = [key for key in keys if (held := self._catalogue.get(key)) is None or held.facts is None]
+        for lo in range(0, len(unknown), _BATCH):
+            self._learn(unknown[lo : lo + _BATCH])
+        found = {key: self._catalogue.entry(key, self.name) for key in keys if not self._is_old(key)}
+        return {key: entry for key, entry in found.items() if entry is not None}
+
+    def _oldest(self) -> Iterator[Entry]:
+        """All entries, least recently used first; headers never seen are read only as far as entries are asked for."""
+        keys = iter(self._catalogue.oldest())
+        while some := list(islice(keys, _BATCH)):
+            yield from self._some(some).values()
+
+    def _learn(self, keys: Sequence[ChunkKey]) -> None:
+        with self._catalogue.watch() as changed:
+            for key, data in zip(keys, self._bucket.heads(list(map(chunk_name, keys)), self._head_nbytes), strict=True):
+                if data is None:
+                    self._catalogue.forget([key], unless=changed)
+                    continue
+                try:
+                    header = self._header(key, data)
+                    held = self._catalogue.get(key)
+                    if held is not None and held.nbytes != header.nbytes and key not in changed:
+                        raise ValueError(f"{header.nbytes} bytes wanted, {held.nbytes} found")
+                except ValueError as error:
+                    self._drop(key, str(error), changed)
+                else:
+                    self._remember(key, header, changed)
+
+    def _header(self, key: ChunkKey, data: bytes) -> Header:
+        """The header that an object begins with, of which `data` are the first bytes; ValueError if it is none."""
+        missing = header_nbytes(data) - len(data)
+        if missing > 0:
+            data += self._bucket.read(chunk_name(key), len(data), len(data) + missing)
+        header = Header.parse(data)
+        if header.key != key:
+            raise ValueError(f"it holds {header.key}")
+        self._head_nbytes = max(self._head_nbytes, header.offsets[0])
+        return header
+
+    def _remember(self, key: ChunkKey, header: Header, changed: Set[ChunkKey]) -> None:
+        self._catalogue.describe(key, header.nbytes, _facts(header.meta), self._clock(), changed)
+        if key not in changed:
+            self._headers.add(key, header)
+
+    # reading
+
+    def _read(self, key: ChunkKey, first: int, count: int) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+        """As `read`. Bytes that do not fit a header read before may have been written anew: it is read again."""
+        if self._is_old(key):
+            return None
+        with self._catalogue.watch() as changed:
+            known, why = self._headers.get(key), ""
+            for _ in range(_TRIES):
+                try:
+                    header, layers = self._fetch(key, known, first, count)
+                except FileNotFoundError:
+                    self._gone(key, changed)
+                    return None
+                except ValueError as error:
+                    known, why = None, str(error)
+                    continue
+                if known is None:
+                    self._remember(key, header, changed)
+                self._catalogue.use(key, self._clock(), hit=first == 0)
+                return (header.meta, *layers) if layers else None
+            self._drop(key, why, changed)
+        return None
+
+    def _fetch(self, key: ChunkKey, header: Header | None, first: int, count: int) -> tuple[Header, list[Tensor]]:
+        """The header and the layers, none if there are not so many; with the first layers, both by one request."""
+        data = b""
+        if header is None:
+            data = self._bucket.read(
+                chunk_name(key), 0, self._head_nbytes + (self._guess(key, count) if first == 0 else 0)
+            )
+            header = self._header(key, data)
+        if first + count > len(header.meta.layers):
+            return header, []
+        begin, end = header.span(first, count)
+        part = data[begin:end]
+        if len(part) < end - begin:
+            part += self._bucket.read(chunk_name(key), begin + len(part), end)
+        if len(part) < end - begin:
+            raise ValueError("the object ends too early")
+        span = torch.empty(len(part), dtype=torch.uint8)
+        span.numpy().data[:] = part
+        return header, header.cut(span, first, count, verify=self._verify)
+
+    def _guess(self, key: ChunkKey, count: int) -> int:
+        """About how many bytes `count` layers take."""
+        held = self._catalogue.get(key)
+        return -(-held.nbytes * count // held.facts.n_layers) if held and held.facts else 0
+
+    def _gone(self, key: ChunkKey, changed: Set[ChunkKey]) -> None:
+        """Somebody else has deleted it, which is no fault."""
+        self._catalogue.forget([key], unless=changed)
+        self._headers.discard([key])
+
+    def _drop(self, key: ChunkKey, why: str, changed: Set[ChunkKey]) -> None:
+        """Delete an entry that cannot be read, unless it was deleted or written anew meanwhile."""
+        with self._catalogue.claim([key], unless=changed) as mine:
+            if mine:
+                self._remove(mine)
+                self.counts.add("corrupt")
+                log.warning("Dropped %s from tier %s: %s", key, self.name, why)
+
+    # writing
+
+    def _write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
+        head = pack_header(key, meta)
+        offsets = layer_offsets(len(head), meta)
+        with self._catalogue.claim([key]):
+            if not self._reserve(key, offsets[-1]):
+                self.counts.add("refused")
+                return False
+            try:
+                self._bucket.write(chunk_name(key), b"".join(pieces(head, blobs)))
+            except BaseException:
+                self._catalogue.release(offsets[-1])
+                self._listed_at = None  # it may be there all the same
+                raise
+            self._catalogue.put(key, Held(offsets[-1], self._clock(), facts=_facts(meta)))
+            self._headers.add(key, Header(key, meta, offsets))
+        return True
+
+    def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
+        """Take room, dropping entries as the evictor says; False if that does not give enough."""
+        with self._room:
+            self._list()
+            for _ in range(_TRIES if nbytes <= self.capacity else 0):
+                excess = self._catalogue.reserve(nbytes, self.capacity)
+                if not excess:
+                    return True
+                doomed = victims(self._evict, self._free(key), excess)
+                if doomed is None:
+                    return False
+                with self._catalogue.claim(set(doomed) - {key}, wait=False) as mine:
+                    self.counts.add("evicted", self._remove(mine | ({key} & set(doomed))))
+        return False
+
+    def _free(self, mine: ChunkKey) -> Iterator[Entry]:
+        """Entries, oldest first, that nobody is writing or deleting; `mine` is claimed by the asker."""
+        return (entry for entry in self._oldest() if entry.key == mine or not self._catalogue.is_busy(entry.key))
+
+    def _delete(self, keys: Sequence[ChunkKey]) -> int:
+        self._some(keys)
+        with self._catalogue.claim(keys) as mine:
+            there = [key for key in mine if self._catalogue.get(key)]
+            self._bucket.delete([pin_name(key) for key in there])  # whoever set it
+            return self._remove(there)
+
+    def _remove(self, keys: Iterable[ChunkKey]) -> int:
+        """Delete objects that are claimed; how many were known."""
+        doomed = list(keys)
+        self._bucket.delete([chunk_name(key) for key in doomed])
+        self._headers.discard(doomed)
+        return self._catalogue.forget(doomed)
+
+    def _pin(self, keys: Sequence[ChunkKey], pinned: bool) -> None:
+        known = self._some(keys) if pinned else dict.fromkeys(keys)
+        with self._catalogue.claim(known) as mine:
+            there = [key for key in mine if self._catalogue.get(key)] if pinned else list(mine)
+            for key in there if pinned else ():
+                self._bucket.write(pin_name(key), b"")
+            if not pinned:
+                self._bucket.delete([pin_name(key) for key in there])
+            self._catalogue.pin(there, pinned)
+
+
+def _facts(meta: EntryMeta) -> Facts:
+    return Facts(meta.level, meta.n_tokens, len(meta.layers))

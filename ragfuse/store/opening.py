@@ -1,0 +1,62 @@
+"""The store that settings describe, and one tier from its URL. How a kind of tier works is its own file's."""
+
+from __future__ import annotations
+
+import re
+
+from ragfuse.errors import StoreError
+from ragfuse.settings import Settings
+from ragfuse.store.disk import DiskTier
+from ragfuse.store.memory import MemoryTier
+from ragfuse.store.store import KVStore
+from ragfuse.store.tier import Evictor, Tier
+
+REDIS = frozenset({"redis", "rediss", "unix"})
+
+
+def open_store(settings: Settings, evict: Evictor) -> KVStore:
+    """Memory, then disk, then the further tiers in their order; one of 0 bytes is left out. StoreError if unusable."""
+    opened: list[Tier] = []
+    try:
+        if settings.memory_bytes:
+            opened.append(MemoryTier(settings.memory_bytes, evict))
+        if settings.disk_bytes:
+            opened.append(DiskTier(settings.store_path, settings.disk_bytes, evict))
+        for url in settings.tiers:
+            opened.append(open_tier(url, settings, evict, [tier.name for tier in opened]))
+    except BaseException:
+        for tier in opened:
+            getattr(tier, "close", lambda: None)()
+        raise
+    return KVStore(opened, writer_queue=settings.writer_queue)
+
+
+def open_tier(url: str, settings: Settings, evict: Evictor, taken: list[str] | None = None) -> Tier:
+    """The tier at a URL or in a folder, as large and as patient as the settings say; StoreError if it is neither.
+
+    It is called by its kind (disk, redis, objects), with a number where that name is `taken`.
+    """
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
+    if not url.strip() or (scheme is None and "://" in url):
+        raise StoreError(f"Wanted a folder or a URL such as redis://, s3:// or file://, found '{shown(url)}'.")
+    if scheme is None:
+        return DiskTier(url, settings.tier_bytes, evict, name=_free("disk", taken))
+    nbytes, patience, ttl_s = settings.tier_bytes, settings.tier_timeout_s, settings.ttl_s
+    if scheme.group(1).lower() in REDIS:
+        from ragfuse.store.redis import RedisTier
+
+        return RedisTier(url, nbytes, evict, timeout_s=patience, ttl_s=ttl_s, name=_free("redis", taken))
+    from ragfuse.store.objects import ObjectTier
+
+    return ObjectTier(url, nbytes, evict, timeout_s=patience, ttl_s=ttl_s, name=_free("objects", taken))
+
+
+def shown(url: str) -> str:
+    """A URL without user and password: for people, and for logs."""
+    return re.sub(r"//.*@", "//", url.strip())
+
+
+def _free(kind: str, taken: list[str] | None) -> str:
+    """redis, redis-2, redis-3, ..."""
+    names = (kind, *(f"{kind}-{number}" for number in range(2, len(taken or ()) + 3)))
+    return next(name for name in names if name not in (taken or ()))

@@ -1,0 +1,228 @@
+-- The index of a redis tier: whatever must happen at once. ARGV: prefix, command, its arguments.
+--
+--   rows       hash     key -> "nbytes pinned hits last_used n_tokens n_layers level", "" -> bytes of all entries
+--   used       zset     key -> last_used, of those that are not pinned
+--   due        zset     key -> when the entry vanishes
+--   writing    zset     "nbytes:token" of an upload -> when its room is given back
+--   chunk:KEY  hash     an entry: head, 0, 1, ...
+--   new:UPLOAD hash     one that is not whole yet; it expires by itself
+--
+-- Times are the server's in seconds, but for last_used. When its memory is full, Redis refuses a script's first write if
+-- that may take memory, and lets pass all that follow a write: so what frees comes first, and only `reserve` is refused.
+
+local prefix = ARGV[1]
+local rows, used, due, writing = prefix .. 'rows', prefix .. 'used', prefix .. 'due', prefix .. 'writing'
+local chunk, new = prefix .. 'chunk:', prefix .. 'new:'
+local call = redis.call
+local time = call('TIME')
+local now = time[1] + time[2] / 1e6
+
+local function weight(text)
+  return tonumber(text and string.match(text, '^%d+') or 0)
+end
+
+local function parts(row)
+  return string.match(row or '', '^(%d+) ([01]) (%d+) (%S+) (.*)$')
+end
+
+local function total()
+  local sum = tonumber(call('HGET', rows, '') or 0)
+  for _, upload in ipairs(call('ZRANGE', writing, 0, -1)) do
+    sum = sum + weight(upload)
+  end
+  return sum
+end
+
+-- Forget an entry; 1 if there was one, and its bytes.
+local function drop(key)
+  local there = call('UNLINK', chunk .. key)
+  call('ZREM', used, key)
+  call('ZREM', due, key)
+  local row = call('HGET', rows, key)
+  if not row then
+    return there, 0
+  end
+  call('HDEL', rows, key)
+  call('HINCRBY', rows, '', 0 - weight(row))
+  return 1, weight(row)
+end
+
+local function abandon(upload)
+  call('UNLINK', new .. upload)
+  return call('ZREM', writing, upload)
+end
+
+-- Write down an entry that is used now. So long it stays; without a ttl, or pinned, for good.
+local function keep(key, nbytes, pinned, hits, when, about, ttl)
+  local goes = tonumber(ttl) > 0 and pinned == '0'
+  if goes then
+    call('PEXPIREAT', chunk .. key, math.ceil((now + ttl) * 1000))
+    call('ZADD', due, now + ttl, key)
+  else
+    call('PERSIST', chunk .. key)
+    call('ZREM', due, key)
+  end
+  call('HSET', rows, key, table.concat({nbytes, pinned, hits, when, about}, ' '))
+  if pinned == '0' then
+    call('ZADD', used, when, key)
+  else
+    call('ZREM', used, key)
+  end
+  return 1
+end
+
+local function each(from, act)
+  local n = 0
+  for i = from, #ARGV do
+    n = n + act(ARGV[i])
+  end
+  return n
+end
+
+-- Uploads whose time is over give their room back, entries that are due vanish.
+local expired, orphans, freed = 0, 0, 0
+for _, upload in ipairs(call('ZRANGEBYSCORE', writing, '-inf', now)) do
+  abandon(upload)
+  orphans, freed = orphans + 1, freed + weight(upload)
+end
+for _, key in ipairs(call('ZRANGEBYSCORE', due, '-inf', now, 'LIMIT', 0, 1000)) do
+  local n, nbytes = drop(key)
+  expired, freed = expired + n, freed + nbytes
+end
+
+local commands = {}
+
+function commands.expire()
+  return {expired, orphans, freed}
+end
+
+function commands.look()
+  return call('HMGET', rows, unpack(ARGV, 3))
+end
+
+function commands.weigh()
+  return total()
+end
+
+-- Entries by their last use, from the first to the last of these places: keys, rows.
+function commands.oldest(first, last)
+  local keys = call('ZRANGE', used, first, last)
+  return {keys, #keys > 0 and call('HMGET', rows, unpack(keys)) or {}}
+end
+
+-- Take room, dropping as many of the victims (key, row as it was seen) as it needs; {1, how many} or {0, bytes short}.
+function commands.reserve(upload, capacity, lease)
+  local nbytes, victims = weight(upload), {}
+  local short = total() + nbytes - capacity
+  local excess = short
+  for i = 6, #ARGV, 2 do
+    if excess > 0 and call('HGET', rows, ARGV[i]) == ARGV[i + 1] then
+      table.insert(victims, ARGV[i])
+      excess = excess - weight(ARGV[i + 1])
+    end
+  end
+  if excess > 0 then
+    return {0, short}
+  end
+  for _, key in ipairs(victims) do
+    drop(key)
+  end
+  if nbytes > 0 then
+    call('ZADD', writing, now + lease, upload)
+  end
+  return {1, #victims}
+end
+
+-- The upload becomes the entry, if it is whole and still has its room; hits and pin of an earlier one stay.
+function commands.publish(upload, key, when, about, n_fields, ttl)
+  local whole = call('HLEN', new .. upload) == tonumber(n_fields)
+  if call('ZREM', writing, upload) == 0 or not whole then
+    call('UNLINK', new .. upload)
+    return 0
+  end
+  local old = call('HGET', rows, key)
+  local _, pinned, hits = parts(old)
+  call('UNLINK', chunk .. key)
+  call('RENAME', new .. upload, chunk .. key)
+  call('HINCRBY', rows, '', weight(upload) - weight(old))
+  return keep(key, weight(upload), pinned or '0', hits or '0', when, about, ttl)
+end
+
+function commands.abandon(upload)
+  return abandon(upload)
+end
+
+function commands.touch(key, when, ttl)
+  local nbytes, pinned, hits, before, about = parts(call('HGET', rows, key))
+  if not nbytes then
+    return 0
+  end
+  if (tonumber(before) or 0) > tonumber(when) then
+    when = before
+  end
+  return keep(key, nbytes, pinned, hits + 1, when, about, ttl)
+end
+
+function commands.pin(pinned, ttl)
+  return each(5, function(key)
+    local nbytes, _, hits, when, about = parts(call('HGET', rows, key))
+    return nbytes and keep(key, nbytes, pinned, hits, when, about, ttl) or 0
+  end)
+end
+
+function commands.delete()
+  return each(3, function(key) return (drop(key)) end)
+end
+
+-- Drop an entry that could not be read, unless it is another one by now; 0 also if it was time for it to vanish.
+function commands.lost(key, head)
+  local found = redis.pcall('HGET', chunk .. key, 'head')
+  if (type(found) == 'string' and found or '') ~= head then
+    return 0
+  end
+  local at = call('ZSCORE', due, key)
+  local n = drop(key)
+  return at and tonumber(at) <= now and 0 or n
+end
+
+-- Which of these entries have a row but no chunk.
+function commands.hollow()
+  local names = {}
+  each(3, function(key)
+    if call('EXISTS', chunk .. key) == 0 and call('HEXISTS', rows, key) == 1 then
+      table.insert(names, key)
+    end
+    return 0
+  end)
+  return names
+end
+
+-- Drop chunks without a row ("chunk") or uploads without room ("new"); how many, and their bytes.
+function commands.sweep(kind)
+  local n, nbytes = 0, 0
+  each(4, function(name)
+    local full = prefix .. kind .. ':' .. name
+    local known = kind == 'new' and call('ZSCORE', writing, name) or call('HEXISTS', rows, name) == 1
+    if not known and call('TYPE', full).ok == 'hash' then
+      for _, field in ipairs(call('HKEYS', full)) do
+        nbytes = nbytes + call('HSTRLEN', full, field)
+      end
+    end
+    n = n + (known and 0 or call('UNLINK', full))
+    return 0
+  end)
+  return {n, nbytes}
+end
+
+-- Count the bytes anew.
+function commands.recount()
+  call('HDEL', rows, '')
+  local sum = 0
+  for _, row in ipairs(call('HVALS', rows)) do
+    sum = sum + weight(row)
+  end
+  call('HINCRBY', rows, '', sum)
+  return sum
+end
+
+return commands[ARGV[2]](unpack(ARGV, 3, 8))

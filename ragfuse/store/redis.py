@@ -1,0 +1,276 @@
+"""Entries on a Redis or Valkey server, shared by all machines that open it. What the server is asked: `redis_index.py`.
+
+Each layer is a field of the entry's hash, so one layer is one read. Room is taken before a byte is brought, and an
+upload becomes an entry in one step, so `nbytes` (heads and layers; the server needs a little more) never exceeds
+`capacity`, whatever is killed when. A server that is down costs one timeout: see `breaker.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from ragfuse.codec import checksum
+from ragfuse.core import ChunkKey, Entry
+from ragfuse.store.breaker import Breaker, BreakerOpen
+from ragfuse.store.redis_index import RedisIndex, entry_of
+from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims
+
+log = logging.getLogger("ragfuse.store")
+
+_Answer = TypeVar("_Answer")
+_Row = tuple[bytes, bytes]
+_MAX_LAYER_NBYTES = 512 << 20
+_TRIES = 20
+_NOTHING = "0:"
+
+
+class _Upload(NamedTuple):
+    """All that is written of an entry, and its name among those under way."""
+
+    name: str
+    nbytes: int
+    key: ChunkKey
+    meta: EntryMeta
+    head: bytes
+    layers: list[memoryview]
+
+
+class RedisTier:
+    """A tier on a server, by a URL as redis-py takes it: redis://, rediss:// (TLS) or unix://, with user and password.
+
+    A server that does not answer within `timeout_s` is left out for `cool_down_s` at a time; meanwhile everything is a
+    miss. With `ttl_s`, entries that are not pinned vanish so long after their last use. The room of a writer that was
+    killed is free again after `lease_s`, in which a chunk must be written. Layers are checked against their checksums
+    unless `verify` is False. StoreError if the URL cannot be used; a server that is down is no error.
+    """
+
+    slow = True
+
+    def __init__(
+        self,
+        url: str,
+        capacity: int,
+        evict: Evictor,
+        *,
+        timeout_s: float = 2.0,
+        ttl_s: float | None = None,
+        name: str = "redis",
+        verify: bool = True,
+        lease_s: float = 60.0,
+        cool_down_s: float = 10.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.name, self.capacity, self.counts = name, capacity, Counts()
+        self._evict, self._verify, self._lease_s, self._clock = evict, verify, lease_s, clock
+        self._index = RedisIndex(url, timeout_s, ttl_s)
+        self.breaker = Breaker(f"Tier {name} ({self._index.place})", self._index.trouble, cool_down_s=cool_down_s)
+        self._described = lru_cache(64)(_described)
+        self._closed, self._complaint = False, ""
+        self._ask("be opened", lambda: self._reserve(_NOTHING), False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries, with those being written; 0 while the server is left out."""
+        return self._ask("be weighed", lambda: int(self._index.run("weigh")), 0)
+
+    def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
+        """The entries kept under `keys`, or all of them, least recently used first."""
+        names = None if keys is None else dict.fromkeys(map(str, keys))
+        if names == {}:
+            return {}
+        rows = self._ask("look up entries", lambda: list(self._index.rows(names)), list[_Row]())
+        found = sorted(self._understood(rows), key=lambda entry: entry.last_used)
+        return {entry.key: entry for entry in found}
+
+    def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
+        """The entry's description and `count` layers, by one round trip. What cannot be read is dropped and counted."""
+        if first < 0 or count < 1:
+            return None
+        name, used = str(key), self._clock() if first == 0 else None
+        fields = self._ask(f"read {key}", lambda: self._index.fields(name, first, count, used), None)
+        if fields is None:
+            return None
+        head, *values = fields
+        try:
+            meta = self._described(key, head)
+            if first + count > len(meta.layers):
+                return None
+            return meta, *(self._layer(meta, layer, value) for layer, value in enumerate(values, first))
+        except ValueError as error:
+            self._drop(name, head or b"", str(error))
+            return None
+
+    def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
+        """Keep the layers as one hash that appears whole or not at all."""
+        meta.check(blobs)
+        if ChunkKey.parse(str(key)) != key:
+            raise ValueError(f"{key!r} cannot be written down and read back.")
+        largest = max(layer.nbytes for layer in meta.layers)
+        if largest > _MAX_LAYER_NBYTES:
+            self.counts.add("refused")
+            what = (key, self.name, largest, _MAX_LAYER_NBYTES)
+            log.warning("Did not write %s to tier %s: a layer of %d bytes, and Redis takes %d", *what)
+            return False
+        return not self._closed and self._write(_upload(key, meta, blobs))
+
+    def delete(self, keys: Iterable[ChunkKey]) -> int:
+        """Drop these entries; how many there were."""
+        names = [str(key) for key in keys]
+        done = self._ask("delete entries", lambda: self._index.delete(names), None, changes=True) if names else 0
+        if done is None and not self._closed:
+            log.warning("Did not delete %d entries of tier %s, which does not answer", len(names), self.name)
+        return done or 0
+
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
+        """Protect entries from eviction and from vanishing, or stop doing so; for all who share the server."""
+        names = [str(key) for key in keys]
+        if names:
+            self._ask("pin entries", lambda: self._index.pin(names, pinned), None, changes=True)
+
+    def tidy(self) -> Freed:
+        """Free what no entry needs, going through all keys of the database, and drop entries whose bytes are gone."""
+        for name in self._ask("find entries without bytes", self._index.hollow, list[str]()):
+            self._drop(name, b"", "its bytes are gone")
+        return self._ask("be tidied", self._index.sweep, Freed())
+
+    def close(self) -> None:
+        """Let go of the connections. Calling it again does nothing."""
+        self._closed = True
+        self._index.close()
+
+    # asking
+
+    def _ask(self, doing: str, call: Callable[[], _Answer], otherwise: _Answer, *, changes: bool = False) -> _Answer:
+        """What the server answers; `otherwise` where it does not, which is counted.
+
+        While the server is left out only what `changes` something is: the rest are misses.
+        """
+        if self._closed:
+            return otherwise
+        try:
+            with self.breaker.guard():
+                return call()
+        except BreakerOpen:
+            self.counts.add("failed", int(changes))
+        except self._index.trouble:  # the breaker has told
+            self.counts.add("failed")
+        except self._index.errors as error:
+            self.counts.add("failed")
+            if str(error) != self._complaint:  # a server whose memory is full says so for every chunk
+                self._complaint = str(error)
+                log.warning("Tier %s could not %s: %s", self.name, doing, error)
+        return otherwise
+
+    def _drop(self, name: str, head: bytes, why: str) -> None:
+        """Forget an entry that cannot be read; if it was deleted, or written anew, meanwhile, nothing is wrong."""
+        if self._ask(f"drop {name}", lambda: self._index.run("lost", name, head), 0):
+            self.counts.add("corrupt")
+            log.warning("Dropped %s from tier %s: %s", name, self.name, why)
+
+    # reading
+
+    def _understood(self, rows: Iterable[_Row]) -> Iterator[Entry]:
+        """The entries that rows tell of; what tells of none is dropped."""
+        for name, row in rows:
+            try:
+                yield entry_of(name, row, self.name)
+            except ValueError:
+                if self._ask("drop an entry", partial(self._index.run, "delete", name), 0):
+                    self.counts.add("corrupt")
+                    log.warning("Dropped %r from tier %s: its row %r tells of no entry", name, self.name, row)
+
+    def _layer(self, meta: EntryMeta, layer: int, value: bytes | None) -> Tensor:
+        """The layer as uint8 [nbytes], checked; ValueError if it is not what was written."""
+        described = meta.layers[layer]
+        if value is None or len(value) != described.nbytes:
+            found = "none" if value is None else f"{len(value)}"
+            raise ValueError(f"{described.nbytes} bytes of layer {layer} wanted, {found} found")
+        blob = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+        if self._verify and checksum(blob) != described.checksum:
+            raise ValueError(f"checksum of layer {layer} does not match")
+        return blob
+
+    # writing
+
+    def _write(self, upload: _Upload) -> bool:
+        fits, doing = upload.nbytes <= self.capacity, f"write {upload.key}"
+        room = self._ask(doing, lambda: self._reserve(upload.name), None, changes=True) if fits else False
+        if not room:
+            self.counts.add("refused", int(room is False))
+            return False
+        kept = self._ask(doing, lambda: self._bring(upload), None, changes=True)
+        if kept is None:
+            self._ask("give back room", lambda: self._index.run("abandon", upload.name), 0)
+        return bool(kept)
+
+    def _bring(self, upload: _Upload) -> bool:
+        """Bring the bytes and make them an entry; False if that took longer than the room was kept."""
+        self._index.upload(upload.name, self._lease_s, upload.head, upload.layers)
+        meta, n_layers = upload.meta, len(upload.layers)
+        about = f"{meta.n_tokens} {n_layers} {meta.level}"
+        if self._index.publish(upload.name, str(upload.key), self._clock(), about, n_layers):
+            self._complaint = ""
+            return True
+        self.counts.add("failed")
+        log.warning("Did not write %s to tier %s within %g s", upload.key, self.name, self._lease_s)
+        return False
+
+    def _reserve(self, upload: str) -> bool:
+        """Take room, dropping entries as the evictor says; False if that does not give enough."""
+        doomed: list[_Row] = []
+        for _ in range(_TRIES):
+            done, n = self._index.reserve(upload, self.capacity, self._lease_s, doomed)
+            if done:
+                self.counts.add("evicted", n)
+                return True
+            seen: dict[ChunkKey, _Row] = {}
+            keys = victims(self._evict, self._oldest(seen), n)
+            if keys is None:
+                return False
+            doomed = [seen[key] for key in keys]  # only as they were seen: others may use or drop them meanwhile
+        return False
+
+    def _oldest(self, seen: dict[ChunkKey, _Row]) -> Iterator[Entry]:
+        for name, row in self._index.oldest():
+            for entry in self._understood([(name, row)]):
+                seen[entry.key] = name, row
+                yield entry
+
+
+def _upload(key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> _Upload:
+    here = [blob.cpu().contiguous() for blob in blobs]
+    meta = meta.sealed(here)
+    head = _pack(key, meta)
+    nbytes = len(head) + meta.nbytes
+    return _Upload(f"{nbytes}:{uuid.uuid4().hex}", nbytes, key, meta, head, [blob.numpy().data for blob in here])
+
+
+def _pack(key: ChunkKey, meta: EntryMeta) -> bytes:
+    """The field that describes an entry: BLAKE3 of the rest 32, JSON {key, write, meta}; no two writes pack alike."""
+    text = json.dumps({"key": str(key), "write": uuid.uuid4().hex, "meta": meta.to_json()}).encode()
+    return blake3(text).digest() + text
+
+
+def _described(key: ChunkKey, head: bytes | None) -> EntryMeta:
+    """What `_pack` packed for `key`; ValueError if it is anything else."""
+    if head is None:
+        raise ValueError("its bytes are gone")
+    if blake3(head[32:]).digest() != head[:32]:
+        raise ValueError("checksum of the head does not match")
+    try:
+        data = json.loads(head[32:])
+        if data["key"] != str(key):
+            raise ValueError(f"it holds {data['key']}")
+        return EntryMeta.from_json(data["meta"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"head not understood: {error!r}") from error

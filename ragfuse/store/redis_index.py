@@ -1,0 +1,213 @@
+"""What a Redis server is asked for a tier: key names, rows, uploads. Whatever must happen at once is in `redis.lua`.
+
+Tensors, checksums and decisions are the business of `redis.py`. redis-py is imported only when a tier is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import sha1
+from importlib.resources import files
+from itertools import islice
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from ragfuse.core import FORMAT_VERSION, ChunkKey, Entry
+from ragfuse.errors import StoreError
+from ragfuse.store.tier import Freed
+
+_Item = TypeVar("_Item")
+_PREFIX = f"ragfuse:{FORMAT_VERSION}:"
+_MANY = 512
+_BATCH_NBYTES = 64 << 20
+_READ_NBYTES = 1 << 18
+
+
+class RedisIndex:
+    """The entries of one database of one server, shared by all who open it. Everything else in there is left alone.
+
+    Nothing is asked twice, and every call waits at most `timeout_s` for a word; what is raised is in `errors`, and
+    also in `trouble` if the server itself is the reason. `place` names the server without user and password.
+    StoreError if the URL is not understood.
+    """
+
+    def __init__(self, url: str, timeout_s: float, ttl_s: float | None) -> None:
+        self._client, self.errors, self.trouble = _connect(url, timeout_s)
+        self.place = _place(url, self._client.connection_pool.connection_kwargs)
+        self._ttl = repr(float(ttl_s or 0))
+        self._script = files("ragfuse.store").joinpath("redis.lua").read_bytes()
+        self._sha = sha1(self._script, usedforsecurity=False).hexdigest()
+
+    def run(self, command: str, *arguments: str | bytes | int | float) -> Any:
+        """What a command of the script gives."""
+        from redis.exceptions import NoScriptError
+
+        try:
+            return self._client.evalsha(self._sha, 0, _PREFIX, command, *arguments)
+        except NoScriptError:
+            return self._client.eval(self._script, 0, _PREFIX, command, *arguments)
+
+    def rows(self, names: Iterable[str] | None) -> Iterator[tuple[bytes, bytes]]:
+        """(key, row) of the entries of these names, or of all: one round trip for a few names."""
+        if names is None:
+            self.run("expire")
+            yield from ((name, row) for name, row in self._client.hscan_iter(f"{_PREFIX}rows", count=_MANY) if name)
+            return
+        for some in _batches(names, _MANY):
+            found = self.run("look", *some)
+            yield from ((name.encode(), row) for name, row in zip(some, found, strict=True) if row is not None)
+
+    def oldest(self) -> Iterator[tuple[bytes, bytes]]:
+        """(key, row) of what is not pinned, least recently used first, asked for as far as it is needed."""
+        first = 0
+        while True:
+            names, rows = self.run("oldest", first, first + _MANY - 1)
+            yield from ((name, row) for name, row in zip(names, rows, strict=True) if row is not None)
+            first += _MANY
+            if len(names) < _MANY:
+                return
+
+    def fields(self, key: str, first: int, count: int, used: float | None) -> list[bytes | None]:
+        """The head and `count` layers, None where there is none: one round trip, which may note a use as well."""
+        from redis.exceptions import NoScriptError, ResponseError
+
+        names = ["head", *map(str, range(first, first + count))]
+        touch = () if used is None else ("touch", key, repr(used), self._ttl)
+        with self._client.pipeline(transaction=False) as pipeline:
+            if touch:  # first: what is due vanishes before it is read
+                pipeline.evalsha(self._sha, 0, _PREFIX, *touch)
+            pipeline.hmget(f"{_PREFIX}chunk:{key}", names)
+            *touched, found = pipeline.execute(raise_on_error=False)
+        if touched and isinstance(touched[0], NoScriptError):
+            self.run(*touch)
+        if isinstance(found, ResponseError) and not str(found).startswith("WRONGTYPE"):
+            raise found
+        return [None] * len(names) if isinstance(found, ResponseError) else list(found)
+
+    def reserve(
+        self, upload: str, capacity: int, lease_s: float, doomed: Iterable[tuple[bytes, bytes]]
+    ) -> tuple[bool, int]:
+        """Take room for an upload: (True, entries dropped) or (False, bytes that are missing)."""
+        flat = [part for pair in doomed for part in pair]
+        done, n = self.run("reserve", upload, capacity, repr(lease_s), *flat)
+        return bool(done), n
+
+    def upload(self, upload: str, lease_s: float, head: bytes, layers: Sequence[memoryview]) -> None:
+        """Bring the bytes, so that they vanish by themselves after `lease_s` whatever happens here."""
+        key = f"{_PREFIX}new:{upload}"
+        for batch in _by_weight([("head", memoryview(head)), *((str(i), layer) for i, layer in enumerate(layers))]):
+            with self._client.pipeline(transaction=True) as pipeline:
+                for name, value in batch:
+                    pipeline.hset(key, name, value)
+                pipeline.pexpire(key, int(1000 * lease_s))
+                pipeline.execute()
+
+    def publish(self, upload: str, key: str, used: float, about: str, n_layers: int) -> bool:
+        """Make an upload the entry under `key`; False if its time was over."""
+        return bool(self.run("publish", upload, key, repr(used), about, n_layers + 1, self._ttl))
+
+    def pin(self, names: Iterable[str], pinned: bool) -> None:
+        """Write down who is protected from eviction and from vanishing."""
+        for some in _batches(names, _MANY):
+            self.run("pin", int(pinned), self._ttl, *some)
+
+    def delete(self, names: Iterable[str]) -> int:
+        """Drop entries; how many there were."""
+        return sum(self.run("delete", *some) for some in _batches(names, _MANY))
+
+    def hollow(self) -> list[str]:
+        """Entries that have a row and no bytes."""
+        names = (name.decode(errors="replace") for name, _ in self.rows(None))
+        return [found.decode() for some in _batches(names, _MANY) for found in self.run("hollow", *some)]
+
+    def sweep(self) -> Freed:
+        """Free what no row speaks of, and count the bytes anew. All keys of the database are gone through."""
+        expired, orphans, nbytes = self.run("expire")
+        for kind in ("chunk", "new"):
+            start = f"{_PREFIX}{kind}:"
+            names = (name[len(start) :] for name in self._client.scan_iter(f"{start}*", count=_MANY))
+            for some in _batches(names, _MANY):
+                n, more = self.run("sweep", kind, *some)
+                orphans, nbytes = orphans + n, nbytes + more
+        self.run("recount")
+        return Freed(expired, orphans, nbytes)
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._client.close()
+        self._client.connection_pool.disconnect()
+
+
+def entry_of(name: bytes, row: bytes, tier: str) -> Entry:
+    """The entry that a row tells of; ValueError if it tells of none."""
+    nbytes, pinned, hits, used, n_tokens, n_layers, level = row.decode().split(" ", 6)
+    key, sizes = ChunkKey.parse(name.decode()), {level: int(nbytes)}
+    return Entry(key, tier, int(n_tokens), int(n_layers), sizes, float(used), int(hits), pinned == "1")
+
+
+def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ...], tuple[type[Exception], ...]]:
+    """A client, all that it raises, and what of that says that the server is in trouble."""
+    try:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.exceptions import InvalidResponse
+        from redis.retry import Retry
+    except ImportError as error:
+        raise StoreError(
+            "A redis tier needs the package redis, which is not there: pip install 'ragfuse-kv[redis]'."
+        ) from error
+    retry = Retry(NoBackoff(), 0)
+    try:
+        _check(url)
+        client = redis.Redis.from_url(
+            url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=retry, socket_read_size=_READ_NBYTES
+        )
+    except ValueError:
+        raise StoreError(  # not from the cause: parts of the password may be in there
+            "The URL of a redis tier cannot be used: redis://[user:password@]host[:port][/database], rediss:// or "
+            f"unix://[user:password@]/path was wanted, {_scheme(url) or 'no'} scheme and what is none of these was "
+            "found; correct it in the setting `tiers` (environment RAGFUSE_TIERS), / : @ in a password are %2F %3A %40."
+        ) from None
+    trouble = (redis.ConnectionError, redis.TimeoutError, InvalidResponse, OSError)
+    return client, (redis.RedisError, OSError), trouble
+
+
+def _check(url: str) -> None:
+    """ValueError where redis-py would take another server or database than was meant."""
+    parts = urlsplit(url)
+    path = parts.path.strip("/")
+    if parts.scheme == "unix":
+        if not path:
+            raise ValueError("no path")
+    elif not parts.hostname or (path and not path.isdecimal()):
+        raise ValueError("no host, or a database that is no number")
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0] if "://" in url else ""
+
+
+def _place(url: str, options: dict[str, Any]) -> str:
+    if "path" in options:
+        return f"unix://{options['path']}"
+    return f"{_scheme(url)}://{options['host']}:{options.get('port', 6379)}/{options.get('db', 0)}"
+
+
+def _batches(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+def _by_weight(fields: Iterable[tuple[str, memoryview]]) -> Iterator[list[tuple[str, memoryview]]]:
+    """The fields in order, as many at once as the server's buffer for one client takes without question."""
+    batch: list[tuple[str, memoryview]] = []
+    weight = 0
+    for field in fields:
+        batch.append(field)
+        weight += field[1].nbytes
+        if weight >= _BATCH_NBYTES:
+            yield batch
+            batch, weight = [], 0
+    if batch:
+        yield batch

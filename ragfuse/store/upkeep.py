@@ -1,0 +1,149 @@
+"""Makes the files and the rows of a disk tier agree: after a crash, after a power cut, and when it is asked to tidy.
+
+What a killed writer leaves is known by its row in `writing`, so every write and every opening clears it away. Looking
+at each file is only needed where rows may be missing: the index is new, or the machine went down since (the log of
+the index is not flushed with every transaction). Small stores are looked through at every opening all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ragfuse.core import ChunkKey, digest
+from ragfuse.store.chunkfile import ChunkFile
+from ragfuse.store.folder import Owner
+from ragfuse.store.index import Index
+from ragfuse.store.tier import Freed
+
+log = logging.getLogger("ragfuse.store")
+
+SMALL = 4096
+"""Entries up to which opening looks at every file: well under a second."""
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def chunk_path(root: Path, key: ChunkKey | str) -> Path:
+    """Where the file of an entry lies."""
+    name = digest("file", str(key))
+    return root / "chunks" / name[:2] / f"{name}.kv"
+
+
+class Upkeep:
+    """One folder's rows and files. `lost(what, why)` hears of each entry that is dropped; `mine` are our own writes."""
+
+    def __init__(
+        self, root: Path, index: Index, owner: Owner, mine: set[str], lost: Callable[[object, str], None]
+    ) -> None:
+        self._root, self._index, self._owner, self._mine, self._lost = root, index, owner, mine, lost
+
+    def is_due(self) -> bool:
+        """Whether rows may be missing, or looking takes no time."""
+        boot = _boot()
+        return len(self._index) <= SMALL or not boot or self._index.note("boot") != boot
+
+    def bury(self, transaction: sqlite3.Connection) -> Freed:
+        """End the writes of processes that died on the way."""
+        freed = Freed()
+        for temp, text, owner, nbytes in self._index.under_way(transaction):
+            if not self._is_written(temp, owner):
+                (self._root / temp).unlink(missing_ok=True)
+                key = ChunkKey.parse(text)
+                if not self._index.entries_in(transaction, [key]):  # renamed, then killed before the row was there
+                    chunk_path(self._root, key).unlink(missing_ok=True)
+                self._index.end(transaction, temp)
+                freed = freed.plus(Freed(orphans=1, nbytes=nbytes))
+        return freed
+
+    def reconcile(self) -> Freed:
+        """Make rows and files agree: a file without a row is read and adopted, a row without a file forgotten.
+
+        Others may write meanwhile: what looks odd is looked at again in a transaction.
+        """
+        rows = {_known(text, nbytes) for text, nbytes in self._index.sizes()}
+        freed, lost = Freed(), set[str]()
+        for folder in sorted((self._root / "chunks").glob("*/")):
+            odd = [path for path in folder.iterdir() if not self._agrees(path, rows)]
+            if odd:
+                with self._index.write() as transaction:
+                    for path in odd:
+                        freed = freed.plus(self._settle(transaction, path, lost))
+        freed = freed.plus(self._forget_missing(rows, lost)) if rows else freed
+        with self._index.write() as transaction:
+            self._index.take_note(transaction, "boot", _boot())
+        return freed
+
+    def _is_written(self, temp: str, owner: str) -> bool:
+        return temp in self._mine if owner == self._owner.token else self._owner.is_alive(owner)
+
+    def _agrees(self, path: Path, rows: set[bytes]) -> bool:
+        if path.suffix != ".kv":
+            return path.suffix != ".tmp"
+        try:
+            known = bytes.fromhex(path.stem) + path.stat().st_size.to_bytes(8, "little")
+            rows.remove(known)
+        except (OSError, ValueError, KeyError):
+            return False
+        return True
+
+    def _settle(self, transaction: sqlite3.Connection, path: Path, lost: set[str]) -> Freed:
+        """Drop the rest of a write, adopt a whole entry, drop what is none."""
+        if path.suffix == ".tmp":
+            owner = path.name.split(".")[1]
+            return Freed() if self._is_written(str(path.relative_to(self._root)), owner) else _unlinked(path)
+        try:
+            file = ChunkFile(path)
+            if chunk_path(self._root, file.key) != path:
+                raise ValueError(f"it holds {file.key}")
+        except FileNotFoundError:
+            return Freed()
+        except (OSError, ValueError) as error:
+            lost.add(path.stem)
+            self._lost(path.name, str(error))
+            return _unlinked(path)
+        there = self._index.entries_in(transaction, [file.key])
+        if not there or there[0].nbytes != file.nbytes:
+            self._index.publish(transaction, file.key, file.meta, file.nbytes, path.stat().st_mtime)
+        return Freed()
+
+    def _forget_missing(self, rows: set[bytes], lost: set[str]) -> Freed:
+        gone = [text for text, nbytes in self._index.sizes() if _known(text, nbytes) in rows]
+        freed = Freed()
+        for some in _hundreds(gone):
+            with self._index.write() as transaction:
+                for key in map(ChunkKey.parse, some):
+                    path = chunk_path(self._root, key)
+                    if not path.exists():
+                        freed = freed.plus(Freed(orphans=self._index.remove(transaction, [key])))
+                        if path.stem not in lost:
+                            self._lost(key, "its file is gone")
+        return freed
+
+
+def _known(text: str, nbytes: int) -> bytes:
+    """A row in 24 bytes: a million of them fit into memory."""
+    return bytes.fromhex(digest("file", text)) + nbytes.to_bytes(8, "little")
+
+
+def _hundreds(texts: list[str]) -> Iterator[list[str]]:
+    for lo in range(0, len(texts), 100):
+        yield texts[lo : lo + 100]
+
+
+def _unlinked(path: Path) -> Freed:
+    try:
+        nbytes = path.stat().st_size
+        path.unlink()
+    except OSError:
+        return Freed()
+    return Freed(orphans=1, nbytes=nbytes)
+
+
+def _boot() -> str:
+    """What changes whenever the machine starts, "" where that cannot be known."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""

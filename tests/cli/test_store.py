@@ -1,0 +1,385 @@
+"""`ragfuse store` as an operator uses it, over a real store and without any model."""
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ragfuse.cli.door import app
+from ragfuse.core import ChunkKey, amid
+from ragfuse.keeping import Keeping, Wish, hidden, open_kept, remember_tenant
+from ragfuse.plan.evict import lru
+from ragfuse.settings import Settings
+from ragfuse.store import Book, DiskTier, KVStore
+from tests.store.kit import ROOT, asked, files, key, kv
+
+MB = 1 << 20
+OURS, THEIRS = [key(i, "ours") for i in range(3)], [key(i, "theirs") for i in range(2)]
+AMID = ChunkKey(OURS[0].model, OURS[0].tokens, amid("abc"))
+COMMANDS = [("ls",), ("stats",), ("clear", "--all"), ("pin", "--all"), ("unpin", "--all"), ("gc",)]
+COMMANDS += [("move", "--all", "--to", "disk"), ("export", "a.tar")]
+
+
+@pytest.fixture
+def environment(tmp_path):
+    ours = {"HOME": tmp_path / "home", "STORE": tmp_path / "store", "DISK_BYTES": 10 * MB}
+    return {f"RAGFUSE_{name}": str(value) for name, value in ours.items()}
+
+
+@pytest.fixture
+def run(environment, tmp_path, monkeypatch):
+    """Runs a command of `ragfuse store`."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments, **more):
+        everything = {**environment, **{f"RAGFUSE_{name}": str(value) for name, value in more.items()}}
+        return CliRunner().invoke(app, ["store", *map(str, arguments)], env=everything)
+
+    return run
+
+
+@pytest.fixture
+def told(run):
+    """What a command says as JSON."""
+
+    def told(*arguments, **more):
+        result = run(*arguments, "--json", "-", **more)
+        assert result.exit_code == 0, result.output + result.stderr
+        return json.loads(result.stdout)
+
+    return told
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """Six entries of two tenants, one chunk of ours in two companies; the book knows most texts."""
+    with KVStore([DiskTier(tmp_path / "store", 10 * MB, lru)]) as store, Book(tmp_path / "store") as book:
+        for i, one in enumerate([*OURS, AMID, *THEIRS]):
+            store.put(one, kv(i), wait=True)
+        store.read_layers(OURS[1], 0)
+        remember_tenant(book, OURS[0].model, Settings(model="smol", salt="acme"))
+        sources = ["/docs/Lighthouse.md", "/docs/ships.md"]
+        book.add_texts(OURS[0].model, [(str(OURS[i]), f"All\nabout \x1b[31m{i}", sources[i]) for i in range(2)])
+        book.add_texts(THEIRS[0].model, [(str(THEIRS[0]), "Theirs.", "/docs/theirs.md")])
+    return tmp_path / "store"
+
+
+def left(path) -> set[ChunkKey]:
+    with KVStore([DiskTier(path, 10 * MB, lru)]) as store:
+        return {entry.key for entry in store.entries()}
+
+
+def texts(path, model) -> list[str]:
+    with Book(path) as book:
+        return [known.text for known in book.texts(model)]
+
+
+def refused(result, kind, *words):
+    lines = result.stderr.strip().splitlines()
+    assert result.exit_code == 1, result.output
+    assert lines[-1].startswith(f"{kind}: ")
+    assert len([line for line in lines if "Error" in line]) == 1
+    for word in words:
+        assert word in lines[-1]
+
+
+# looking
+
+
+def test_ls_says_of_every_entry_whose_it_is_from_where_and_how_it_was_used(told, filled):
+    found = told("ls")
+    entries = {entry["key"]: entry for entry in found["entries"]}
+    assert set(entries) == {str(one) for one in (*OURS, AMID, *THEIRS)}
+    assert found["nbytes"] == sum(path.stat().st_size for path in files(filled))
+    mine = entries[str(OURS[1])]
+    assert (mine["model"], mine["tenant"], mine["digest"]) == ("smol", hidden("acme"), OURS[0].model)
+    assert (mine["tier"], mine["encoded"], mine["n_tokens"], mine["hits"]) == ("disk", "alone", 5, 1)
+    assert (mine["source"], mine["text"], mine["pinned"]) == ("/docs/ships.md", "All\nabout \x1b[31m1", False)
+    assert entries[str(AMID)]["encoded"] == "amid"
+    assert entries[str(AMID)]["source"] == "/docs/Lighthouse.md"
+    assert (entries[str(THEIRS[0])]["model"], entries[str(THEIRS[1])]["source"]) == ("", "")
+
+
+def test_ls_for_people_is_a_table_without_anything_a_terminal_would_obey(run, filled, monkeypatch):
+    for width in (80, 160):
+        monkeypatch.setenv("COLUMNS", str(width))
+        said = run("ls").output
+        assert all(len(line) <= width for line in said.splitlines())
+        assert "\x1b" not in said
+        for word in (*(one.tokens[:12] for one in (*OURS, *THEIRS)), "smol", "disk", "amid", "ships.md"):
+            assert word in said
+        assert ("All about" in said) == (width > 100)
+    assert "4 more" in run("ls", "--limit", "2").output
+
+
+@pytest.mark.parametrize(
+    ("filters", "wanted"),
+    [
+        (("--tier", "disk"), {*OURS, AMID, *THEIRS}),
+        (("--source", "LIGHT"), {OURS[0], AMID}),
+        (("--model", "smol"), {*OURS, AMID}),
+        (("--model", THEIRS[0].model[:8]), set(THEIRS)),
+        (("--model", "xyzzy"), set()),
+        (("--tenant", "acme"), {*OURS, AMID}),
+        (("--tenant", "acme", "--source", "ships"), {OURS[1]}),
+        ((OURS[2].tokens[:12],), None),
+        ((str(OURS[2]),), {OURS[2]}),
+        ((OURS[2].tokens[:12], "--model", "smol"), {OURS[2]}),
+        ((OURS[0].tokens[:12], "--model", "smol"), {OURS[0], AMID}),
+    ],
+)
+def test_filters_choose_what_matches_all_of_them(told, filled, filters, wanted):
+    if wanted is None:
+        wanted = {OURS[2]}
+    assert {entry["key"] for entry in told("ls", *filters)["entries"]} == {str(one) for one in wanted}
+
+
+def test_stats_sums_up_tiers_and_models(told, run, filled):
+    found = told("stats")
+    (tier,) = found["tiers"]
+    nbytes = sum(path.stat().st_size for path in files(filled))
+    assert tier == {"tier": "disk", "entries": 6, "nbytes": nbytes, "capacity": 10 * MB, "pinned": 0, "hits": 1}
+    assert {(model["model"], model["entries"]) for model in found["models"]} == {("smol", 4), ("", 2)}
+    assert f"smol (tenant {hidden('acme')[:8]}): 4 entries" in run("stats").output
+
+
+def test_a_store_that_is_empty_or_not_there_says_so_and_is_not_made(run, told, tmp_path):
+    for command in COMMANDS:
+        refused(run(*command), "InputError", "There is no store at", "ragfuse ingest PATH")
+    assert not (tmp_path / "store").exists()
+    DiskTier(tmp_path / "store", MB, lru).close()
+    assert "The store is empty" in run("ls").output
+    assert told("ls") == {"entries": [], "nbytes": 0}
+    assert "is empty" in run("clear", "--all").output or "Nothing" in run("clear", "--all").output
+
+
+# changing
+
+
+def test_clear_of_one_tenant_leaves_the_others_and_their_texts(told, filled):
+    assert told("clear", "--tenant", "acme", "--yes")["dropped"] == 4
+    assert left(filled) == set(THEIRS)
+    assert (texts(filled, OURS[0].model), texts(filled, THEIRS[0].model)) == ([], ["Theirs."])
+
+
+def test_clear_of_one_chunk_drops_it_in_all_company_and_its_text(told, filled):
+    assert told("clear", OURS[0].tokens[:16], "--tenant", "acme", "--yes")["dropped"] == 2
+    assert left(filled) == {*OURS[1:], *THEIRS}
+    assert len(texts(filled, OURS[0].model)) == 1
+
+
+def test_clear_of_everything_drops_everything_and_all_texts(told, filled):
+    assert told("clear", "--all", "--yes")["dropped"] == 6
+    assert left(filled) == set()
+    assert texts(filled, OURS[0].model) == texts(filled, THEIRS[0].model) == []
+
+
+def test_clear_asks_and_without_a_terminal_wants_yes(run, filled, environment):
+    refused(run("clear", "--all"), "InputError", "Drop 6 entries", "--yes")
+    for answer, is_gone in (("n", False), ("y", True)):
+        status, said = on_a_terminal(environment, answer, "store", "clear", "--source", "ships")
+        assert "Drop 1 entry" in said
+        assert status == (0 if is_gone else 1)
+        assert (OURS[1] in left(filled)) != is_gone
+
+
+def on_a_terminal(environment, answer, *arguments) -> tuple[int, str]:
+    """A command at a terminal where somebody answers its question."""
+    ours, theirs = pty.openpty()
+    os.write(ours, f"{answer}\n".encode())
+
+    def work():
+        os.environ.update(environment)
+        sys.argv, sys.stdin = ["ragfuse", *arguments], os.fdopen(theirs)
+        said = io.StringIO()
+        with redirect_stdout(said), redirect_stderr(said):
+            try:
+                app()
+            except SystemExit as end:
+                return end.code, said.getvalue()
+
+    try:
+        return asked(work)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+@pytest.mark.parametrize("command", ["clear", "pin", "unpin", "move"])
+def test_what_is_meant_must_be_said(run, filled, command):
+    to = ("--to", "disk") if command == "move" else ()
+    refused(run(command, *to), "InputError", f"Wanted what to {command}", "--all")
+    refused(run(command, "--all", "--source", "ships", *to), "InputError", "--all by itself")
+    assert len(left(filled)) == 6
+
+
+def test_pins_are_kept_and_taken_off(told, filled):
+    assert told("pin", "--source", "lighthouse")["pinned"] == 2
+    assert {entry["key"] for entry in told("ls")["entries"] if entry["pinned"]} == {str(OURS[0]), str(AMID)}
+    assert told("stats")["tiers"][0]["pinned"] == 2
+    assert told("unpin", "--all")["unpinned"] == 6
+    assert not any(entry["pinned"] for entry in told("ls")["entries"])
+
+
+@pytest.fixture
+def two_tiers(monkeypatch):
+    """The settings' store with a second folder behind it."""
+
+    def opened(settings, evict):
+        folder = settings.store_path
+        disk = DiskTier(folder, settings.disk_bytes, evict)
+        return KVStore([disk, DiskTier(folder.with_name("cold"), 20 * MB, evict, name="cold")])
+
+    monkeypatch.setattr("ragfuse.keeping.open_store", opened)
+
+
+def test_chunks_are_moved_between_tiers(run, told, filled, two_tiers):
+    done = told("move", "--tenant", "acme", "--to", "cold")
+    assert (done["entries"], done["failed"]) == (4, 0)
+    assert {(e["model"], e["tier"]) for e in told("ls")["entries"]} == {("smol", "cold"), ("", "disk")}
+    assert told("clear", "--tier", "cold", "--source", "ships", "--yes")["dropped"] == 1
+    assert len(told("ls", "--tier", "cold")["entries"]) == 3
+    refused(run("move", "--all", "--to", "tape"), "StoreError", "no tier 'tape'", "disk, cold")
+
+
+def test_chunks_travel_to_another_store_in_a_file(told, run, filled, tmp_path):
+    away = {"STORE": tmp_path / "other"}
+    exported = told("export", "a.tar", "--tenant", "acme")
+    assert (exported["entries"], exported["texts"], exported["failed"]) == (4, 2, 0)
+    imported = told("import", "a.tar", **away)
+    assert (imported["entries"], imported["texts"], imported["known"]) == (4, 2, 0)
+    assert left(tmp_path / "other") == {*OURS, AMID}
+    assert texts(tmp_path / "other", OURS[0].model) == texts(filled, OURS[0].model)
+    assert told("import", "a.tar", **away)["known"] == 4
+    said = " ".join(run("import", "a.tar", STORE=tmp_path / "third").output.split())
+    assert "4 entries and 2 texts" in said
+    assert f"has not met, {OURS[0].model[:8]}" in said
+
+
+def test_an_export_without_texts_has_none_and_asks_before_it_replaces_a_file(told, run, filled):
+    assert told("export", "a.tar", "--no-texts")["texts"] == 0
+    assert b"Theirs." not in Path("a.tar").read_bytes()
+    refused(run("export", "a.tar"), "InputError", "is there already", "--yes")
+    assert told("export", "a.tar", "--yes")["texts"] == 3
+
+
+def test_an_archive_that_is_cut_gives_what_is_whole_and_a_status(run, filled, tmp_path):
+    assert run("export", "a.tar").exit_code == 0
+    data = Path("a.tar").read_bytes()
+    Path("a.tar").write_bytes(data[: len(data) // 2])
+    result = run("import", "a.tar", STORE=tmp_path / "other")
+    assert result.exit_code == 1
+    assert "left out" in result.output
+    assert 0 < len(left(tmp_path / "other")) < 6
+    Path("a.tar").write_bytes(b"nothing")
+    refused(run("import", "a.tar"), "StoreError", "Wanted an archive")
+    refused(run("import", "b.tar"), "StoreError", "found nothing")
+    refused(run("export", "no/such/folder/a.tar"), "StoreError", "cannot be written")
+
+
+def test_gc_frees_rests_and_what_is_too_old_and_keeps_pins(told, filled):
+    (files(filled)[0].parent / "x.0123456789abcdef.0.tmp").write_bytes(bytes(50))
+    assert told("gc")["tiers"]["disk"] == {"expired": 0, "orphans": 0, "nbytes": 0}  # opening has cleared it away
+    assert not [path for path in files(filled) if path.suffix == ".tmp"]
+    told("pin", "--source", "ships")
+    assert told("gc", TTL_S="0.000001")["tiers"]["disk"]["expired"] == 5
+    assert left(filled) == {OURS[1]}
+
+
+# one readable line
+
+
+def test_tiers_and_keys_that_are_none_are_named_with_those_there_are(run, filled):
+    refused(run("ls", "--tier", "tape"), "StoreError", "no tier 'tape'", "it has: disk")
+    refused(run("ls", "--tier", "memory"), "InputError", "'memory'", "process", "disk")
+    refused(run("move", "--all", "--to", "memory"), "InputError", "'memory'")
+    refused(run("ls", "zzzz"), "InputError", "begins with 'zzzz'", "ragfuse store ls")
+    refused(run("pin", ""), "InputError", "begins with ''")
+    assert OURS[0].tokens == THEIRS[0].tokens
+    refused(
+        run("clear", OURS[0].tokens[:12], "--yes"),
+        "InputError",
+        "2 chunks",
+        f"smol (tenant {hidden('acme')[:8]})",
+        "--tenant",
+    )
+    assert len(left(filled)) == 6
+
+
+def test_a_store_that_is_a_file_or_closed_or_has_no_tier(run, tmp_path):
+    (tmp_path / "store").write_text("mine")
+    for command in COMMANDS:
+        refused(run(*command), "StoreError", "a file")
+    assert (tmp_path / "store").read_text() == "mine"
+    refused(run("ls", DISK_BYTES=0), "SettingsError", "disk_bytes")
+
+
+def test_a_folder_without_permission_is_refused(tmp_path):
+    (tmp_path / "store").mkdir(mode=0o500)
+
+    def work():
+        if os.geteuid() == 0:
+            os.setuid(65534)  # root may write everywhere
+        result = CliRunner().invoke(app, ["store", "ls", "--store", str(tmp_path / "store")])
+        return result.exit_code, result.stderr
+
+    status, said = asked(work)
+    assert status == 1
+    assert said.startswith("StoreError: ")
+    assert "permission" in said.lower()
+
+
+def test_no_command_loads_or_even_imports_a_model(environment, filled):
+    code = (
+        "import sys; sys.argv = ['ragfuse', 'store', 'stats']\n"
+        "from ragfuse.cli import app\n"
+        "try:\n    app()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print(sorted({'transformers', 'peft', 'langchain_core'} & set(sys.modules)))"
+    )
+    everything = {**os.environ, **environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=everything, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# what stands behind the commands
+
+
+def test_the_settings_ttl_is_the_store_s(tmp_path):
+    settings = Settings(store=tmp_path / "kv", memory_bytes=MB, disk_bytes=MB, ttl_s=50.0)
+    now = [1e9]
+    with open_kept(settings, clock=lambda: now[0]) as store:
+        entry = next(iter(store.entries()), None)
+        assert entry is None
+        store.put(OURS[0], kv(), wait=True)
+        when = store.entries()[0].last_used
+        assert list(store.expired(store.entries(), when + 49)) == []
+        assert list(store.expired(store.entries(), when + 51)) == [OURS[0], OURS[0]]
+    with open_kept(settings.model_copy(update={"ttl_s": None})) as store:
+        assert store.expired is None
+
+
+def test_the_store_of_the_commands_holds_no_memory(filled, environment):
+    settings = Settings(store=filled, home=filled.parent)
+    with Keeping(settings) as keeping:
+        assert [tier.name for tier in keeping.store.tiers] == ["disk"]
+
+
+def test_what_an_engine_has_kept_is_listed_with_source_and_text(engine, tiny_settings):
+    passage = "The keeper of the lighthouse counted all ships, and wrote every name into a book. " * 2
+    engine.ingest([(passage, "/docs/a.txt"), (passage.upper(), "/docs/b.txt")])
+    engine.close()
+    with Keeping(tiny_settings) as keeping:
+        lines = keeping.lines()
+        assert {line.entry.key.encoded for line in lines} == {"alone", "amid"}
+        assert {(line.source, line.text[:10]) for line in lines} == {
+            ("/docs/a.txt", "The keeper"),
+            ("/docs/b.txt", "THE KEEPER"),
+        }
+        assert len(keeping.lines(Wish(source="b.txt"))) == 2

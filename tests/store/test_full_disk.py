@@ -1,0 +1,108 @@
+"""A disk that is really full: a small tmpfs, where the tests may mount one."""
+
+import subprocess
+from contextlib import suppress
+from os import statvfs
+
+import pytest
+import torch
+
+from ragfuse import Engine
+from ragfuse.errors import StoreError
+from ragfuse.plan.evict import lru
+from ragfuse.store import DiskTier, KVStore, MemoryTier
+from ragfuse.text import Piece
+from tests.store.kit import encoded, files, key, kv
+
+MB = 1 << 20
+LONG = "The keeper of the lighthouse wrote the names of all ships into a book, day after day. "
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """mount(bytes): a file system of that size, and a path in it."""
+    mounted = []
+
+    def make(nbytes):
+        path = tmp_path / f"small{len(mounted)}"
+        path.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", path], capture_output=True, check=False
+        )
+        if done.returncode:
+            pytest.skip("a small file system cannot be mounted here: run the tests as root, with CAP_SYS_ADMIN")
+        mounted.append(path)
+        return path
+
+    try:
+        yield make
+    finally:
+        for path in mounted:
+            subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def filled(path):
+    """The rest of the disk, taken by somebody else."""
+    ballast = path / "ballast"
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    assert statvfs(path).f_bavail == 0
+    return ballast
+
+
+def test_what_a_full_disk_refuses_is_counted_and_leaves_nothing_half_written(mount, caplog):
+    tier = DiskTier(mount(2 * MB), 1 << 30, lru)
+    chunk = encoded(kv(1, n=500))
+    kept = [tier.write(key(i), *chunk) for i in range(40)]
+    assert True in kept
+    assert False in kept
+    assert tier.counts["failed"] == kept.count(False)
+    assert "space" in caplog.text or "full" in caplog.text
+    assert all(path.suffix == ".kv" for path in files(tier.path))
+    for name in [i for i, was_kept in enumerate(kept) if was_kept]:
+        assert torch.equal(tier.read(key(name), 2)[1], chunk[1][2])
+    tier.delete([key(i) for i in range(20)])
+    assert tier.write(key("again"), *chunk)
+    tier.tidy()
+    assert sum(path.stat().st_size for path in files(tier.path)) == tier.nbytes
+    tier.close()
+
+
+def test_a_disk_that_others_have_filled_is_read_all_the_same_and_written_again_once_there_is_room(mount):
+    path = mount(3 * MB)
+    with KVStore([MemoryTier(MB, lru), DiskTier(path, 1 << 30, lru)]) as store:
+        store.put(key("a"), kv(1), wait=True)
+        ballast = filled(path)
+        assert store.put(key("b"), kv(2, n=50), wait=True)  # in memory
+        assert store.stats().dropped_writes == 1
+        assert store.read_layers(key("a"), 0, tier="disk") is not None
+        assert [found.suffix for found in files(path)] == [".kv"]
+        ballast.unlink()
+        assert store.put(key("c"), kv(3), wait=True)
+        store.gc()
+        assert len(files(path)) == len(store.tiers[1].entries()) == 2
+
+
+def test_a_question_over_a_full_disk_is_answered_and_what_is_not_saved_is_counted(mount, tiny_settings):
+    path = mount(4 * MB)
+    prompt = [("user", (Piece(LONG * 3, "chunk", "a.txt"), Piece(LONG * 2, "chunk", "b.txt"), Piece("Who wrote?")))]
+    with Engine(tiny_settings) as engine:
+        wanted = engine.answer(prompt).text
+    with Engine(tiny_settings.model_copy(update={"store": path, "memory_bytes": 0})) as engine:
+        assert engine.model.n_layers
+        filled(path)
+        for _ in range(3):
+            assert engine.answer(prompt).text == wanted
+            engine.flush()
+        assert engine.store.stats().dropped_writes > 0
+        assert not [found for found in files(path) if found.suffix == ".tmp"]
+
+
+def test_an_archive_that_a_full_disk_refuses_says_so_and_leaves_nothing(mount, tmp_path):
+    path = mount(MB)
+    with KVStore([DiskTier(tmp_path / "store", 1 << 30, lru)]) as store:
+        store.put(key("a"), kv(1, n=5000), wait=True)
+        with pytest.raises(StoreError, match=r"cannot be written to .*No space left.*make room"):
+            store.export(path / "a.tar")
+    assert list(path.iterdir()) == []

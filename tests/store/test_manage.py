@@ -1,0 +1,215 @@
+"""Many chunks at once: moved without loss, pinned, and freed when they are too old."""
+
+from functools import partial
+
+import pytest
+
+from ragfuse.plan.evict import expired, expired_first, lru
+from ragfuse.store import DiskTier, KVStore, MemoryTier
+from tests.store.kit import encoded, files, key, kv, same
+
+MB = 1 << 20
+KEYS = [key(i) for i in range(6)]
+UNIT = encoded(kv())[0].nbytes
+
+
+class Clock:
+    """A time that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path, clock):
+    """Memory and disk; entries are too old after a hundred seconds."""
+    evict = expired_first(lru, 100.0, clock)
+    tiers = [MemoryTier(MB, evict, clock=clock), DiskTier(tmp_path, MB, evict, clock=clock)]
+    with KVStore(tiers, expired=partial(expired, ttl_s=100.0), clock=clock) as store:
+        yield store
+
+
+def where(store: KVStore, *keys) -> list[str]:
+    """The tiers of each key."""
+    return ["+".join(tier.name for tier in store.tiers if one in tier.entries([one])) for one in keys]
+
+
+# moving
+
+
+def test_many_chunks_are_moved_and_progress_is_told_in_bytes(store):
+    for i, one in enumerate(KEYS[:4]):
+        store.put(one, kv(i), wait=True)
+    told = []
+    done = store.move_all([*KEYS[:3], KEYS[0], key("none")], "disk", lambda *bytes: told.append(bytes))
+    assert (done.chunks, done.failed) == (3, 1)
+    assert (done.troubles[0].what, "not in the store" in done.troubles[0].why) == (str(key("none")), True)
+    assert where(store, *KEYS[:4]) == ["disk", "disk", "disk", "memory+disk"]
+    assert told == sorted(told)
+    assert told[-1][0] == told[-1][1] == 3 * UNIT
+    assert same(store.read_layers(KEYS[1], 2)[0], kv(1).layers[2])
+
+
+def test_what_the_target_has_no_room_for_stays_where_it_is(tmp_path):
+    with KVStore([MemoryTier(3 * UNIT, lru), DiskTier(tmp_path, MB, lru)]) as store:
+        for i, one in enumerate(KEYS):
+            store.put(one, kv(i), tier="disk", wait=True)
+        done = store.move_all(KEYS, "memory")
+        assert (done.chunks, done.failed) == (3, 3)
+        assert sorted(where(store, *KEYS)) == ["disk", "disk", "disk", "memory", "memory", "memory"]
+        assert "no room" in done.troubles[0].why
+
+
+def test_an_evictor_that_pushes_out_what_was_just_moved_loses_nothing(tmp_path):
+    def newest_first(entries):
+        return [entry.key for entry in sorted(entries, key=lambda entry: -entry.last_used)]
+
+    with KVStore([MemoryTier(3 * UNIT, newest_first), DiskTier(tmp_path, MB, lru)]) as store:
+        store.put(key("old"), kv(), tier="memory")
+        for i, one in enumerate(KEYS):
+            store.put(one, kv(i), tier="disk", wait=True)
+        done = store.move_all(KEYS, "memory")
+        assert done.chunks + done.failed == 6
+        assert "" not in where(store, *KEYS)
+
+
+def test_a_pin_goes_along_also_one_of_an_earlier_process(store, tmp_path, clock):
+    store.put(KEYS[0], kv(), tier="disk", wait=True)
+    store.pin(KEYS[0])
+    store.close()
+    with KVStore([MemoryTier(MB, lru, clock=clock), DiskTier(tmp_path, MB, lru, clock=clock)]) as opened:
+        assert opened.move(KEYS[0], "memory")
+        assert opened.tiers[0].entries()[KEYS[0]].pinned
+
+
+def test_a_move_that_is_stopped_has_lost_nothing(store):
+    for i, one in enumerate(KEYS):
+        store.put(one, kv(i), tier="disk", wait=True)
+
+    def stop(done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.move_all(KEYS, "memory", stop)
+    assert all("disk" in place for place in where(store, *KEYS))
+
+
+# pinning and forgetting many
+
+
+def test_many_are_pinned_and_unpinned_at_once(store):
+    for one in KEYS[:3]:
+        store.put(one, kv(), wait=True)
+    store.pin(*KEYS[:2])
+    assert {entry.key for entry in store.entries() if entry.pinned} == set(KEYS[:2])
+    store.unpin(*KEYS)
+    assert not any(entry.pinned for entry in store.entries())
+
+
+def test_many_are_forgotten_everywhere_or_in_one_tier(store, tmp_path):
+    for one in KEYS[:4]:
+        store.put(one, kv(), wait=True)
+    assert store.forget(KEYS[:1]) == 1
+    assert store.forget(KEYS[1:3], "memory") == 2
+    assert where(store, *KEYS[:4]) == ["", "disk", "disk", "memory+disk"]
+    assert len(files(tmp_path)) == 3
+
+
+# too old
+
+
+def test_what_is_too_old_is_a_miss_and_dropped_behind_the_answer(store, clock, tmp_path):
+    store.put(KEYS[0], kv(), wait=True)
+    clock.now += 60
+    store.put(KEYS[1], kv(1), wait=True)
+    assert set(store.lookup(KEYS)) == set(KEYS[:2])
+    clock.now += 60
+    assert set(store.lookup(KEYS)) == {KEYS[1]}
+    store.flush()
+    assert where(store, *KEYS[:2]) == ["", "memory+disk"]
+    assert len(files(tmp_path)) == 1
+    assert store.stats().expired == 2
+    assert store.put(KEYS[0], kv(), wait=True)
+    assert KEYS[0] in store.lookup(KEYS)
+
+
+def test_what_is_used_does_not_grow_old_and_what_is_pinned_neither(store, clock):
+    for one in KEYS[:3]:
+        store.put(one, kv(), wait=True)
+    store.pin(KEYS[2])
+    for _ in range(5):
+        clock.now += 60
+        store.read_layers(KEYS[0], 0)
+    assert set(store.lookup(KEYS)) == {KEYS[0], KEYS[2]}
+
+
+def test_an_entry_written_anew_meanwhile_is_not_dropped(store, clock):
+    store.put(KEYS[0], kv(), tier="memory")
+    clock.now += 200
+    jobs = []
+    store._writer.submit = lambda job: jobs.append(job) or True
+    assert store.lookup(KEYS) == {}
+    store.put(KEYS[0], kv(1), tier="memory")
+    assert len(jobs) == 1
+    jobs[0]()
+    assert KEYS[0] in store.lookup(KEYS)
+
+
+def test_gc_frees_what_is_too_old_and_keeps_what_another_tier_has_used_since(store, clock, tmp_path):
+    for one in KEYS[:3]:
+        store.put(one, kv(), wait=True)
+    clock.now += 60
+    store.read_layers(KEYS[1], 0)  # in memory alone
+    store.pin(KEYS[2])
+    clock.now += 60
+    freed = store.gc()
+    assert {name: what.expired for name, what in freed.items()} == {"memory": 1, "disk": 1}
+    assert freed["disk"].nbytes > UNIT
+    assert where(store, *KEYS[:3]) == ["", "memory+disk", "memory+disk"]
+    assert [what.expired for what in store.gc().values()] == [0, 0]
+
+
+def test_gc_frees_the_rest_of_writes_and_rows_without_files(store, tmp_path):
+    for one in KEYS[:2]:
+        store.put(one, kv(), wait=True)
+    lost, kept = files(tmp_path)
+    lost.unlink()
+    (kept.parent / "x.0123456789abcdef.0.tmp").write_bytes(bytes(77))
+    disk = store.tiers[1]
+    with disk._index.write() as transaction:
+        disk._index.begin(transaction, "chunks/00/y.dead.0.tmp", key("y"), "dead", 5000)
+    freed = store.gc()["disk"]
+    assert (freed.orphans, freed.nbytes) == (3, 5077)
+    assert files(tmp_path) == [kept]
+    assert disk.nbytes == kept.stat().st_size
+    assert store.gc()["disk"].orphans == 0
+
+
+def test_gc_leaves_alone_what_is_being_written(store, tmp_path):
+    disk = store.tiers[1]
+    store.put(KEYS[0], kv(), wait=True)
+    temp = files(tmp_path)[0].parent / f"z.{disk._owner.token}.9.tmp"
+    temp.write_bytes(b"half")
+    disk._under_way.add(str(temp.relative_to(tmp_path)))
+    with KVStore([DiskTier(tmp_path, MB, lru)]) as other:
+        assert other.gc()["disk"].orphans == 0
+    assert store.gc()["disk"].orphans == 0
+    assert temp.exists()
+
+
+def test_without_a_rule_nothing_is_ever_too_old(tmp_path):
+    clock = Clock()
+    with KVStore([DiskTier(tmp_path, MB, lru, clock=clock)], clock=clock) as store:
+        store.put(KEYS[0], kv(), wait=True)
+        clock.now += 1e9
+        assert KEYS[0] in store.lookup(KEYS)
+        assert store.gc()["disk"].expired == 0

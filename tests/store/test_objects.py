@@ -1,0 +1,664 @@
+"""The object tier against damaged, foreign and vanished objects, servers that stop, other processes, odd URLs."""
+
+import importlib.util
+import logging
+import os
+import random
+import shutil
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragfuse.errors import StoreError
+from ragfuse.plan.evict import lru
+from ragfuse.store.chunkfile import Header
+from ragfuse.store.names import chunk_name, pin_name
+from ragfuse.store.objects import ObjectTier
+from ragfuse.store.tier import Freed
+from tests.store.kit import asked, child, encoded, forked, key, kv, ticks
+from tests.store.redis_server import free_port, until
+from tests.store.s3_server import S3Server, shared
+from tests.store.test_disk import DAMAGE, flipped
+
+A, B = key("a"), key("b")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "tier"
+
+
+@pytest.fixture
+def tier(folder) -> ObjectTier:
+    """A tier in files that holds A."""
+    tier = opened(folder, clock=ticks())
+    assert tier.write(A, *encoded(kv()))
+    return tier
+
+
+@pytest.fixture
+def server() -> S3Server:
+    """A server of the test's own, to be stopped."""
+    server = S3Server()
+    yield server
+    server.stop()
+
+
+def opened(folder: Path, capacity: int = 1 << 20, **options) -> ObjectTier:
+    """A tier that has never seen what is in the folder, as in another process."""
+    return ObjectTier(f"file://{folder}", capacity, lru, **{"fresh_s": 0.0, **options})
+
+
+def objects(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def weight(folder: Path) -> int:
+    return sum(path.stat().st_size for path in objects(folder))
+
+
+def layers(tier: ObjectTier, name=A, n: int = 3) -> list[torch.Tensor | None]:
+    found = [tier.read(name, i) for i in range(n)]
+    return [each and each[1] for each in found]
+
+
+def hits(seen: list[torch.Tensor | None], wanted) -> list[bool]:
+    """Which layers were read; those that were are right."""
+    assert all(got is None or torch.equal(got, blob) for got, blob in zip(seen, wanted, strict=True))
+    return [got is not None for got in seen]
+
+
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# damage
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_object_is_dropped_counted_and_named(tier, folder, damage, caplog):
+    (path,) = objects(folder)
+    path.write_bytes(damage(path.read_bytes()))
+    with caplog.at_level(logging.WARNING, "ragfuse.store"):
+        other = opened(folder)
+        hits(layers(other), encoded(kv())[1])
+        assert other.entries() == {}  # what is wrong with padding alone is noticed by a listing
+    assert str(A) in caplog.text
+    assert other.counts["corrupt"] == 1
+    assert objects(folder) == []
+    assert other.nbytes == 0
+    assert other.write(A, *encoded(kv()))
+    assert other.read(A, 0) is not None
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_look_up_gives_an_entry_if_its_header_is_whole(tier, folder, damage):
+    (path,) = objects(folder)
+    path.write_bytes(damage(path.read_bytes()))
+    wanted = is_header_of(A, path.read_bytes())
+    other = opened(folder)
+    assert (A in other.entries([A])) is wanted
+    assert (other.counts["corrupt"], path.exists()) == (int(not wanted), wanted)
+
+
+def is_header_of(name, data: bytes) -> bool:
+    try:
+        return Header.parse(data).key == name
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("n", [60, pytest.param(1000, marks=pytest.mark.slow)])
+def test_flipped_bytes_and_truncations_anywhere_are_detected(folder, n):
+    chosen, (meta, blobs) = random.Random(n), encoded(kv())
+    tier = opened(folder)
+    assert tier.write(A, meta, blobs)
+    (path,) = objects(folder)
+    whole = path.read_bytes()
+    header, padding = Header.parse(whole), 0
+    used = [range(len(whole[: header.offsets[0]].rstrip(b"\0"))), *(range(*header.span(i, 1)) for i in range(3))]
+    for turn in range(n):
+        at = chosen.randrange(len(whole))
+        path.write_bytes(flipped(whole, at) if turn % 2 else whole[:at])
+        other = opened(folder)
+        seen = hits(layers(other), blobs)
+        matters = any(at in span for span in used) if turn % 2 else at < used[-1].stop
+        assert (not all(seen), other.counts["corrupt"]) == (matters, int(matters))
+        assert path.exists() is not matters
+        padding += not matters
+    assert padding < n / 2
+
+
+def test_damage_of_an_object_that_is_known_is_noticed_too(tier, folder):
+    assert all(hits(layers(tier), encoded(kv())[1]))
+    (path,) = objects(folder)
+    path.write_bytes(path.read_bytes()[:-70])
+    assert tier.read(A, 0) is not None
+    assert tier.read(A, 2) is None
+    assert tier.counts["corrupt"] == 1
+    assert tier.nbytes == 0
+
+
+def test_without_verify_no_checksum_is_looked_at(tier, folder):
+    (path,) = objects(folder)
+    path.write_bytes(flipped(path.read_bytes(), path.stat().st_size - 64))
+    assert opened(folder, verify=False).read(A, 2) is not None
+    assert opened(folder).read(A, 2) is None
+
+
+def test_a_truncated_object_on_s3_is_dropped_wherever_it_ends():
+    url = shared().new_url()
+    tier, path = shared().tier(url), url.removeprefix(f"s3://{shared().bucket}/") + "/" + chunk_name(A)
+    assert tier.write(A, *encoded(kv()))
+    whole = shared().client.get_object(Bucket=shared().bucket, Key=path)["Body"].read()
+    for end in (0, 20, 300, 769, len(whole) - 100):
+        tier.write(A, *encoded(kv()))
+        before = tier.counts["corrupt"]
+        shared().client.put_object(Bucket=shared().bucket, Key=path, Body=whole[:end])
+        for seen in (tier, shared().tier(url)):  # one that remembers the header, one that does not
+            hits(layers(seen), encoded(kv())[1])
+            assert A not in seen.entries([A])
+        assert tier.counts["corrupt"] == before + 1
+
+
+def test_an_object_that_was_deleted_by_another_is_a_miss_and_no_fault(tier, folder):
+    objects(folder)[0].unlink()
+    assert A in tier.entries([A])
+    assert tier.read(A, 0) is None
+    assert tier.entries([A]) == tier.entries() == {}
+    assert (tier.counts["corrupt"], tier.counts["failed"], tier.nbytes) == (0, 0, 0)
+
+
+def test_an_object_that_was_written_anew_by_another_is_read_as_it_is_now(tier, folder):
+    assert tier.read(A, 0) is not None
+    meta, blobs = encoded(kv(8))
+    assert opened(folder).write(A, meta, blobs)
+    assert hits(layers(tier), blobs) == [True] * 3
+    assert tier.counts["corrupt"] == 0
+
+
+def test_a_folder_removed_behind_our_back_comes_back(tier, folder):
+    shutil.rmtree(folder)
+    assert tier.read(A, 0) is None
+    assert tier.write(A, *encoded(kv()))
+    assert tier.read(A, 0) is not None
+
+
+def test_a_write_that_fails_keeps_nothing_and_gives_room_back(tier, folder, caplog):
+    before = tier.nbytes
+    path = folder / Path(chunk_name(key("x", "model y"))).parent
+    path.write_text("in the way")
+    assert not tier.write(key("x", "model y"), *encoded(kv()))
+    assert tier.counts["failed"] == 1
+    assert str(key("x", "model y")) in caplog.text
+    assert tier.nbytes == before
+    assert not tier.breaker.is_open
+    assert tier.read(A, 0) is not None
+
+
+@pytest.mark.parametrize("n", [60, pytest.param(600, marks=pytest.mark.slow)])
+def test_what_is_known_is_what_is_there_after_threads_wrote_deleted_evicted_and_listed(folder, n):
+    unit = weight_of_one(folder.with_name("one"))
+    tier, over = opened(folder, 4 * unit), []
+
+    def work(seed):
+        rng = random.Random(seed)
+        for _ in range(n):
+            name = key(rng.randrange(7))
+            rng.choice([write, write, look, remove])(name)
+            if tier.nbytes > tier.capacity:
+                over.append(tier.nbytes)
+
+    def write(name):
+        tier.write(name, *encoded(kv()))
+
+    def remove(name):
+        tier.delete([name])
+
+    def look(name):
+        tier.read(name, 1)
+        tier.entries([name])
+        tier.entries()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    known, there = tier._catalogue, opened(folder)
+    assert over == []
+    assert set(known.oldest()) == set(there.entries())
+    assert known.nbytes == there.nbytes == weight(folder) <= 4 * unit
+    assert (tier.counts["corrupt"], tier.counts["failed"]) == (0, 0)
+
+
+# requests
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (1, 1), (0, 3), (1, 2)])
+def test_layers_of_a_known_object_are_one_range_read_of_their_bytes_alone(first, count):
+    server = shared()
+    tier, (meta, blobs) = server.tier(server.new_url()), encoded(kv(n=500))
+    assert tier.write(A, meta, blobs)
+    server.asked.clear()
+    assert tier.read(A, first, count) is not None
+    (request,) = server.asked
+    begin, end = map(int, request.range.removeprefix("bytes=").split("-"))
+    assert request.method == "GET"
+    padding = 64 * (count - 1)
+    assert 0 <= end + 1 - begin - sum(blob.numel() for blob in blobs[first : first + count]) <= padding
+
+
+def test_an_object_that_was_looked_up_by_another_process_costs_one_request_each_way():
+    server, url = shared(), shared().new_url()
+    assert server.tier(url).write(A, *encoded(kv(n=500)))
+    tier = server.tier(url)
+    server.asked.clear()
+    assert A in tier.entries([A])
+    assert tier.read(A, 0) is not None
+    assert tier.entries([A])[A].hits == 1
+    assert [request.method for request in server.asked] == ["GET", "GET"]
+
+
+def test_an_unknown_object_is_header_and_layers_by_two_requests_and_by_one_where_it_is_small():
+    server, url = shared(), shared().new_url()
+    for n, requests in ((500, 2), (5, 1)):
+        assert server.tier(url).write(A, *encoded(kv(n=n)))
+        tier = server.tier(url)
+        server.asked.clear()
+        assert tier.read(A, 0) is not None
+        assert len(server.asked) == requests
+
+
+def test_a_header_longer_than_most_is_read_whole_and_the_next_one_at_once():
+    server, url = shared(), shared().new_url()
+    chunk, writer = kv(n_layers=120), server.tier(url, 1 << 24)
+    assert writer.write(A, *encoded(chunk))
+    assert writer.write(B, *encoded(chunk))
+    tier = server.tier(url)
+    for name, requests in ((A, 2), (B, 1)):
+        server.asked.clear()
+        assert tier.entries([name])[name].n_layers == 120
+        assert len(server.asked) == requests
+    assert tier.read(B, 119) is not None
+
+
+def test_a_look_up_of_six_chunks_is_one_round_trip(server):
+    url = server.new_url()
+    assert server.tier(url).write(A, *encoded(kv()))
+    tier, found = server.tier(url, timeout_s=30.0), []
+    server.asked.clear()
+    server.stand_still()
+    thread = threading.Thread(target=lambda: found.append(tier.entries([A, *map(key, range(5))])))
+    thread.start()
+    until(lambda: len(server.asked) == 6)  # all asked before any is answered
+    server.go_on()
+    thread.join()
+    assert set(found[0]) == {A}
+
+
+def test_known_entries_are_given_without_asking():
+    server = shared()
+    tier = server.tier(server.new_url())
+    assert tier.write(A, *encoded(kv()))
+    server.asked.clear()
+    assert set(tier.entries([A])) == {A}
+    assert server.asked == []
+
+
+# servers
+
+
+def test_a_server_that_stops_costs_one_attempt_and_then_nothing(server, caplog):
+    tier = server.tier(server.new_url(), cool_down_s=3600.0)
+    for i in range(6):
+        assert tier.write(key(i), *encoded(kv()))
+    server.stop()
+    before = tier.breaker.attempts
+    with caplog.at_level(logging.WARNING, "ragfuse.store"):
+        assert [tier.read(key(i), layer) for i in range(6) for layer in range(3)] == [None] * 18
+        assert tier.entries([B]) == {}
+        assert not tier.write(B, *encoded(kv()))
+        assert tier.delete([key(0)]) == 0
+    assert tier.breaker.attempts == before + 1
+    # the read that found out, and the write and the delete that were left out
+    assert (tier.counts["failed"], tier.counts["corrupt"]) == (3, 0)
+    assert len(warnings(caplog)) == 1
+    server.start()
+
+
+def test_a_server_that_comes_back_is_used_again(server):
+    tier = server.tier(server.new_url(), cool_down_s=0.0)
+    assert tier.write(A, *encoded(kv()))
+    server.stop()
+    assert tier.read(A, 0) is None
+    assert not tier.write(B, *encoded(kv()))
+    server.start()
+    assert tier.read(A, 0) is not None
+    assert tier.write(B, *encoded(kv()))
+    assert set(tier.entries()) == {A, B}
+    assert not tier.breaker.is_open
+
+
+def test_a_server_that_stands_still_is_a_miss_in_time(server):
+    tier = server.tier(server.new_url(), timeout_s=0.2, cool_down_s=3600.0)
+    assert tier.write(A, *encoded(kv()))
+    before = len(server.asked)
+    server.stand_still()
+    assert [tier.read(A, layer) for layer in range(3)] == [None] * 3
+    assert len(server.asked) == before + 1
+    assert tier.breaker.is_open
+    server.go_on()
+
+
+def test_a_server_that_is_not_there_at_opening_is_no_error(server, caplog):
+    url = server.new_url()
+    server.stop()
+    with caplog.at_level(logging.WARNING, "ragfuse.store"):
+        tier = server.tier(url, cool_down_s=0.0)
+    assert len(warnings(caplog)) == 1
+    assert (tier.nbytes, tier.entries(), tier.read(A, 0), tier.write(A, *encoded(kv()))) == (0, {}, None, False)
+    server.start()
+    assert tier.write(A, *encoded(kv()))
+    assert tier.read(A, 0) is not None
+
+
+def test_an_object_whose_put_was_not_answered_counts_once_it_is_seen(server):
+    tier = server.tier(server.new_url(), timeout_s=0.2, cool_down_s=0.0)
+    assert tier.write(B, *encoded(kv()))
+    unit = tier.nbytes
+    server.stand_still()
+    assert not tier.write(A, *encoded(kv()))
+    server.go_on()
+    until(lambda: A in tier.entries([A]))
+    assert tier.nbytes == 2 * unit
+
+
+# other processes
+
+
+def test_two_processes_see_each_others_entries(tier, folder):
+    code = """
+    import sys
+    from ragfuse.plan.evict import lru
+    from ragfuse.store.objects import ObjectTier
+    from tests.store.kit import encoded, key, kv
+    tier = ObjectTier(sys.argv[1], 1 << 20, lru)
+    print(key("a") in tier.entries([key("a")]), tier.read(key("a"), 1) is not None)
+    print(tier.write(key("b"), *encoded(kv(3))), tier.delete([key("a")]))
+    """
+    out, err = child(code, f"file://{folder}").communicate(timeout=120)
+    assert out.split() == ["True", "True", "True", "1"], err
+    assert torch.equal(tier.read(B, 0)[1], encoded(kv(3))[1][0])
+    assert tier.read(A, 0) is None
+    assert set(tier.entries()) == {B}
+
+
+def test_tiers_that_list_before_writing_keep_one_capacity_together(folder):
+    unit = weight_of_one(folder.with_name("one"))
+    tiers = [opened(folder, 3 * unit) for _ in range(2)]
+    for i in range(8):
+        assert tiers[i % 2].write(key(i), *encoded(kv()))
+        assert weight(folder) <= 3 * unit
+    assert set(tiers[0].entries()) == set(tiers[1].entries()) == {key(5), key(6), key(7)}
+
+
+def weight_of_one(folder: Path) -> int:
+    tier = opened(folder)
+    assert tier.write(A, *encoded(kv()))
+    return tier.nbytes
+
+
+def test_an_old_listing_is_good_enough_until_it_is_not_fresh_any_more(folder):
+    tier, other = opened(folder, fresh_s=3600.0), opened(folder)
+    assert tier.entries() == {}
+    assert other.write(A, *encoded(kv()))
+    assert tier.entries() == {}
+    assert set(tier.entries([A])) == {A}
+
+
+def test_after_a_restart_the_oldest_object_goes_first(folder):
+    unit = weight_of_one(folder.with_name("one"))
+    first = opened(folder)
+    for name in "abc":
+        assert first.write(key(name), *encoded(kv()))
+        os.utime(folder / chunk_name(key(name)), (0, 1e9 - 1000 * "bac".index(name)))
+    tier = opened(folder, 3 * unit)
+    assert tier.write(key("d"), *encoded(kv()))
+    assert set(tier.entries()) == {key(name) for name in "abd"}
+
+
+def test_a_smaller_capacity_is_kept_from_the_first_write_on(folder):
+    first = opened(folder)
+    for name in "abcd":
+        assert first.write(key(name), *encoded(kv()))
+    unit = first.nbytes // 4
+    tier = opened(folder, 2 * unit)
+    assert tier.write(key("e"), *encoded(kv()))
+    assert weight(folder) == tier.nbytes == 2 * unit
+
+
+def test_a_pin_outlives_the_process_and_binds_the_others(folder):
+    unit = weight_of_one(folder.with_name("one"))
+    first = opened(folder, 2 * unit)
+    assert first.write(A, *encoded(kv()))
+    assert first.write(B, *encoded(kv()))
+    second = opened(folder, 2 * unit)
+    first.pin([A, key("stranger")], True)
+    assert second.write(key("c"), *encoded(kv()))
+    assert set(second.entries()) == {A, key("c")}
+    third = opened(folder, 2 * unit, fresh_s=3600.0)
+    assert third.entries([A])[A].pinned
+    third.pin([A], False)
+    assert not opened(folder).entries()[A].pinned
+    first.pin([A], True)
+    assert third.delete([A]) == 1
+    assert [path.name for path in objects(folder)] == [Path(chunk_name(key("c"))).name]
+
+
+def test_a_tier_goes_on_in_a_forked_process(tier):
+    assert asked(lambda: (tier.read(A, 0) is not None, tier.write(B, *encoded(kv())))) == (True, True)
+    assert set(tier.entries()) == {A, B}
+
+
+def test_a_tier_on_s3_goes_on_in_a_forked_process():
+    tier = shared().tier(shared().new_url())
+    assert tier.write(A, *encoded(kv()))
+
+    def work():
+        with shared().reachable():
+            return tier.read(A, 0) is not None, tier.write(B, *encoded(kv()))
+
+    assert asked(work) == (True, True)
+    assert set(tier.entries([A, B])) == {A, B}
+    assert tier.read(A, 0) is not None
+
+
+@pytest.mark.parametrize("n", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_process_killed_while_it_writes_leaves_no_bad_entry(folder, n):
+    blobs = [encoded(kv(seed, n=200)) for seed in range(4)]
+
+    def work(pipe):
+        tier = opened(folder)
+        pipe.send("ready")
+        for turn in range(1 << 30):
+            tier.write(key(turn % 4), *blobs[turn % 4])
+
+    rng = random.Random(0)
+    for _ in range(n):
+        process, pipe = forked(work)
+        pipe.recv()
+        time.sleep(rng.uniform(0, 0.02))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    tier = opened(folder)
+    for seed, (_, wanted) in enumerate(blobs):
+        assert len(set(hits(layers(tier, key(seed)), wanted))) == 1
+    assert tier.entries()
+    assert tier.counts["corrupt"] == 0
+    for path in objects(folder):
+        os.utime(path, (0, 1e9))
+    tier.tidy()
+    assert weight(folder) == tier.nbytes == sum(entry.nbytes for entry in tier.entries().values())
+
+
+# tidying, and growing old
+
+
+def test_what_dead_writers_left_long_ago_is_freed_and_the_rest_stays(tier, folder):
+    (path,) = objects(folder)
+    old, young = path.with_name(path.name + ".x.1.tmp"), path.with_name(path.name + ".x.2.tmp")
+    notes, orphan = path.with_name("notes.txt"), folder / pin_name(B)
+    orphan.parent.mkdir(parents=True)
+    for left in (old, young, notes, orphan):
+        left.write_bytes(b"half")
+    for left in (old, notes, orphan):
+        os.utime(left, (0, 1e9))
+    assert tier.tidy() == Freed(orphans=2, nbytes=8)
+    assert objects(folder) == sorted([path, young, notes])
+    assert tier.tidy() == Freed()
+    assert set(tier.entries()) == {A}
+
+
+def test_entries_unused_for_too_long_are_gone_unless_pinned(folder):
+    now = [1000.0]
+    tier = opened(folder, ttl_s=60.0, clock=lambda: now[0])
+    for name in "abc":
+        assert tier.write(key(name), *encoded(kv()))
+    unit = tier.nbytes // 3
+    tier.pin([B], True)
+    now[0] += 50
+    assert tier.read(key("c"), 0) is not None
+    now[0] += 50
+    assert tier.read(A, 0) is None
+    assert set(tier.entries([A, B, key("c")])) == {B, key("c")}
+    assert tier.tidy() == Freed(expired=1, nbytes=unit)
+    assert not (folder / chunk_name(A)).exists()
+    assert tier.nbytes == 2 * unit
+
+
+# opening
+
+
+def refused(url: str, **options) -> str:
+    with pytest.raises(StoreError) as caught:
+        ObjectTier(url, 1 << 20, lru, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "wanted" in message
+    assert "found" in message
+    return message
+
+
+def test_an_unknown_scheme_is_refused_and_known_ones_are_named():
+    for url in ("gopher://host/folder", "folder"):
+        message = refused(url)
+        assert url in message
+        assert "s3://" in message
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed")
+def test_a_driver_that_is_not_installed_is_named():
+    assert "pip install gcsfs" in refused("gs://bucket/folder")
+
+
+def test_a_file_where_a_folder_is_wanted_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    assert "a file" in refused(f"file://{tmp_path}/file")
+    assert "a file" in refused(f"file://{tmp_path}/file/below")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_object_where_a_folder_is_wanted_is_refused():
+    server = shared()
+    server.client.put_object(Bucket=server.bucket, Key="thing", Body=b"mine")
+    with server.reachable():
+        assert "a file" in refused(f"s3://{server.bucket}/thing")
+
+
+def test_a_folder_without_permission_is_refused(tmp_path):
+    closed, inside = tmp_path / "closed", tmp_path / "closed" / "new"
+    closed.mkdir(mode=0o500)
+
+    def work():
+        if os.geteuid() == 0:
+            os.setuid(65534)  # root may write everywhere
+        return [refused(f"file://{path}") for path in (closed, inside)]
+
+    for message in asked(work):
+        assert "permission" in message.lower()
+
+
+def test_a_bucket_that_does_not_exist_is_refused_and_not_made():
+    with shared().reachable():
+        assert "bucket" in refused("s3://no-such-bucket/folder")
+        assert "bucket" in refused("s3://no-such-bucket")
+        assert "Invalid bucket name" in refused("s3://No_Bucket!/folder")
+    assert "no-such-bucket" not in [bucket["Name"] for bucket in shared().client.list_buckets()["Buckets"]]
+
+
+def test_a_whole_bucket_is_a_folder_too():
+    shared().client.create_bucket(Bucket="whole")
+    tier = shared().tier("s3://whole")
+    assert tier.write(A, *encoded(kv()))
+    assert set(tier.entries()) == {A}
+    assert shared().tier("s3://whole").read(A, 0) is not None
+
+
+def test_missing_credentials_are_named_with_what_to_set(monkeypatch, tmp_path):
+    with shared().reachable():
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+        assert "AWS_ACCESS_KEY_ID" in refused(f"s3://{shared().bucket}/folder")
+        monkeypatch.setenv("AWS_PROFILE", "nobody")
+        assert "nobody" in refused(f"s3://{shared().bucket}/folder")
+
+
+def test_secrets_are_neither_logged_nor_told(caplog):
+    port = free_port()
+    with caplog.at_level(logging.DEBUG, "ragfuse"):
+        tier = ObjectTier(f"ftp://me:hunter2@127.0.0.1:{port}/folder", 1 << 20, lru)
+        assert tier.read(A, 0) is None
+        assert not tier.write(A, *encoded(kv()))
+    assert caplog.records
+    assert "hunter2" not in caplog.text
+    assert "hunter2" not in refused("gopher://me:hunter2@host/folder")
+
+
+def test_a_host_that_accepts_and_says_nothing_is_no_error(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as silent, shared().reachable(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        tier = ObjectTier("s3://bucket/folder", 1 << 20, lru, timeout_s=0.2)
+    assert tier.breaker.is_open
+    assert len(warnings(caplog)) == 1
+
+
+def test_a_new_folder_is_for_this_user_alone(tier, folder):
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_key_that_cannot_be_written_down_is_refused(tier):
+    with pytest.raises(ValueError, match="key"):
+        tier.write(type(A)("a.b", "c"), *encoded(kv()))
+
+
+def test_keys_with_odd_characters_find_their_way_back(folder):
+    odd = type(A)("mo/del", "/etc/x y", "~cont?ext#", "lay%2Fout*")
+    assert opened(folder).write(odd, *encoded(kv()))
+    tier = opened(folder)
+    assert set(tier.entries()) == {odd}
+    assert tier.read(odd, 0) is not None
+    assert len(objects(folder)) == 1
+
+
+def test_a_closed_tier_misses_and_closes_twice(tier):
+    tier.close()
+    tier.close()
+    assert tier.read(A, 0) is None
+    assert tier.entries() == {}
+    assert not tier.write(A, *encoded(kv()))
+    assert tier.nbytes == 0

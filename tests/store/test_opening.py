@@ -1,0 +1,72 @@
+"""A store from its settings: tiers in order, by kind, each as large as is said; no password in what is told."""
+
+import pytest
+from pydantic import ValidationError
+
+from ragfuse.errors import StoreError
+from ragfuse.plan.evict import lru
+from ragfuse.settings import Settings
+from ragfuse.store import DiskTier, KVStore, MemoryTier, open_store, open_tier
+from tests.store.kit import key, kv
+
+
+def test_tiers_are_opened_in_order_and_named_by_kind(tmp_path):
+    further = (str(tmp_path / "second"), f"file://{tmp_path}/third", "memory://fourth")
+    settings = Settings(home=tmp_path, tiers=further, tier_bytes=1 << 20, disk_bytes=1 << 21)
+    with open_store(settings, lru) as store:
+        assert [tier.name for tier in store.tiers] == ["memory", "disk", "disk-2", "objects", "objects-2"]
+        assert [tier.capacity for tier in store.tiers[1:]] == [1 << 21, *[1 << 20] * 3]
+
+
+def test_a_further_folder_keeps_what_it_has_where_the_own_disk_is_off(tmp_path):
+    settings = Settings(home=tmp_path, tiers=(str(tmp_path / "kept"),), disk_bytes=0, memory_bytes=0)
+    for _ in range(2):
+        with open_store(settings, lru) as store:
+            store.put(key("a"), kv(), wait=True)
+            assert store.lookup([key("a")])
+
+
+def test_a_tier_that_cannot_be_opened_lets_go_of_the_others(tmp_path):
+    settings = Settings(home=tmp_path, tiers=("nonsense://x",))
+    with pytest.raises(StoreError, match="nonsense"):
+        open_store(settings, lru)
+    DiskTier(settings.store_path, 1 << 20, lru).close()
+
+
+@pytest.mark.parametrize("url", [" redis://:hunter2@h", "'redis://me:hunter2@h'", "a b://me:hun@ter2@h"])
+def test_no_password_is_told(url):
+    with pytest.raises(StoreError) as caught:
+        open_tier(url, Settings(), lru)
+    assert "hunter2" not in str(caught.value)
+    assert "ter2" not in str(caught.value)
+
+
+def test_settings_do_not_tell_what_they_were_given(tmp_path):
+    with pytest.raises(ValidationError) as caught:
+        Settings(tiers="redis://:hunter2@h")
+    assert "hunter2" not in str(caught.value)
+
+
+class Refusing(DiskTier):
+    """A disk that is full for ever."""
+
+    def write(self, *_):
+        return False
+
+
+def test_a_chunk_whose_home_does_not_take_it_goes_to_the_other_slow_tiers(tmp_path):
+    disk, home = DiskTier(tmp_path / "a", 1 << 20, lru), Refusing(tmp_path / "b", 1 << 20, lru, name="home")
+    with KVStore([MemoryTier(1 << 20, lru), disk, home]) as store:
+        assert store.put(key("a"), kv(), wait=True, home="home")
+        assert list(disk.entries()) == [key("a")]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_chunk_has_one_home_among_the_slow_tiers(tmp_path, fast):
+    disk, home = DiskTier(tmp_path / "a", 1 << 20, lru), DiskTier(tmp_path / "b", 1 << 20, lru, name="home")
+    with KVStore([MemoryTier(1 << 20, lru), disk, home]) as store:
+        assert store.put(key("a"), kv(), wait=True, fast=fast, home="home")
+        assert [tier.name for tier in store.tiers if tier.entries()] == (["memory", "home"] if fast else ["home"])
+        assert store.promote(key("a"))
+        assert [tier.name for tier in store.tiers if tier.entries()] == ["memory", "home"]
+        assert not store.promote(key("strange"))
