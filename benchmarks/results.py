@@ -189,6 +189,56 @@ def _ttft(run: Result) -> Iterator[str]:
     )
 
 
+def _load(run: Result) -> Iterator[str]:
+    yield f"{run['nbytes'] / 1e6:.1f} MB of KV, `{run['policy']}` at {run['ratio']:.0%}, files cold; wall time."
+    yield ""
+    columns = ("MB/s", "from memory", "read ahead", "over memory", "read when used", "over memory")
+    yield from table(
+        columns,
+        [
+            [
+                f"{each['mbps']:g}",
+                *(f"{each[name]:.2f} s" for name in ("ram_s", "threaded_s")),
+                f"{each['threaded_over_ram']:.2f}x",
+                f"{each['sync_s']:.2f} s",
+                f"{each['sync_over_ram']:.2f}x",
+            ]
+            for each in run["by_mbps"]
+        ],
+    )
+
+
+def _controller(run: Result) -> Iterator[str]:
+    yield (
+        f"Time to the first token of {run['plans']} plans: off by {run['median_abs_err']:.1%} (median), "
+        f"{run['p90_abs_err']:.1%} (90%); the ratio by at most {_number(run['ratio_gap_max'], '.2f')}."
+    )
+    yield ""
+    columns = ("MB/s", "policy", "least ratio", "chosen", "best by trying")
+    yield from table(
+        columns,
+        [
+            [f"{each['mbps']:g}", each["policy"], *(f"{each[name]:.2f}" for name in ("least", "chosen", "best"))]
+            for each in run["by_mbps"]
+        ],
+    )
+
+
+def _store(run: Result) -> Iterator[str]:
+    columns = ("tier", "read MB/s", "a plain file", "write MB/s", "a plain file", "reads/s", "writes/s")
+    keys = ("read_mbps", "raw_read_mbps", "write_mbps", "raw_write_mbps", "reads_per_s", "writes_per_s")
+    rows = [[each["tier"], *(_number(each[key], ",.0f") for key in keys)] for each in run["tiers"]]
+    yield from table(columns, rows)
+    yield ""
+    yield (
+        f"Six chunks are looked up among {run['index_rows']:,} in {run['lookup_us_p50']:.0f} us (99%: "
+        f"{run['lookup_us_p99']:.0f} us); the index takes {run['index_mb_per_million']:.0f} MB of memory and "
+        f"{run['index_file_mb_per_million']:.0f} MB of disk for a million. A request whose chunks are saved behind it "
+        f"takes {run['request_slowdown']:+.1%} longer, one right behind it, while they are, "
+        f"{run['next_request_slowdown']:+.1%}."
+    )
+
+
 def _has(name: str, inside: str = "") -> Callable[[Result], bool]:
     """Whether a run has a key, or its first result has one."""
     if not inside:
@@ -202,6 +252,9 @@ SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator
     ("The figures of the CacheBlend paper", _has("figure"), _figure),
     ("Beside what people use today", _has("results", "peer"), _peers),
     ("Time to first token, random weights", _has("prefix_x"), _ttft),
+    ("Reading ahead", _has("threaded_over_ram"), _load),
+    ("The loading controller", _has("ratio_gap_max"), _controller),
+    ("The store", _has("disk_read_over_raw"), _store),
 )
 
 

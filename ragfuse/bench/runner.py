@@ -98,14 +98,20 @@ class Runner:
         """The clock that counts here."""
         return "cpu" if self.device.type == "cpu" else "wall"
 
-    def measure(self, cases: Mapping[str, Callable[[], object]], what: str = "measuring") -> dict[str, Times]:
-        """Every case once to warm up, then `rounds` times in turn."""
+    def measure(
+        self,
+        cases: Mapping[str, Callable[[], object]],
+        what: str = "measuring",
+        before: Callable[[], object] = lambda: None,
+    ) -> dict[str, Times]:
+        """Every case once to warm up, then `rounds` times in turn; `before` each of them, outside the clock."""
         samples: dict[str, list[Sample]] = {name: [] for name in cases}
         with progress(self.console) as bar:
             task = bar.add_task(what, total=(self.rounds + 1) * len(cases))
             for index in range(self.rounds + 1):
                 for name, case in cases.items():
                     bar.update(task, description=f"{what}: {name}" + ("" if index else " (warm-up)"))
+                    before()
                     sample = self.once(case)
                     if index:
                         samples[name].append(sample)

@@ -13,15 +13,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from ragfuse.bench.ideal import FORMULA, PREFIX_AWARE, Work
 from ragfuse.bench.plots import plot_by_chunks, require_plotting
 from ragfuse.bench.presets import bench_model
-from ragfuse.bench.runner import Runner, Times, circumstances, progress, speedup, thread_count
-from ragfuse.core import ChunkKV, Prompt, Segment
+from ragfuse.bench.runner import Runner, Times, circumstances, speedup, thread_count
+from ragfuse.bench.workload import Workload
+from ragfuse.core import Prompt
 from ragfuse.engine import Ask, Engine
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.fuse.fusor import Run
@@ -144,37 +144,12 @@ class _Bench:
 
     def __init__(self, options: TtftOptions, engine: Engine, runner: Runner) -> None:
         self.options, self.engine, self.runner = options, engine, runner
-        drawn = torch.Generator().manual_seed(0)
-        vocabulary = engine.model.model.config.get_text_config().vocab_size
-        size = (max(options.chunks), options.chunk_tokens)
-        self.chunks = [tuple(row) for row in torch.randint(vocabulary, size, generator=drawn).tolist()]
-        self.question = tuple(torch.randint(vocabulary, (options.question_tokens,), generator=drawn).tolist())
-        self.first = self._encode()
-
-    def _encode(self) -> ChunkKV:
-        """Put every chunk's KV into the store; gives the first one's."""
-        first = None
-        with progress(self.runner.console) as bar:
-            for tokens in bar.track(self.chunks, description="encoding chunks"):
-                kv = self.engine.model.encode(tokens)
-                self.engine.store.put(self.engine.key(tokens), kv, wait=True)
-                first = first or kv
-        if first is None:
-            raise SettingsError("There is no chunk to measure with.")
-        return first
-
-    def prompt(self, count: int) -> Prompt:
-        """The first `count` chunks, then the question."""
-        size = self.options.chunk_tokens
-        segments = [
-            Segment(tokens, size * index, "chunk", (self.engine.key(tokens),))
-            for index, tokens in enumerate(self.chunks[:count])
-        ]
-        return Prompt((*segments, Segment(self.question, size * count)))
+        self.work = Workload(engine.model, max(options.chunks), options.chunk_tokens, options.question_tokens)
+        self.first = self.work.encode([engine], runner.console)
 
     def figures(self, count: int) -> dict[str, Any]:
         """Everything measured on the prompt of `count` chunks."""
-        prompt, options = self.prompt(count), self.options
+        prompt, options = self.work.prompt(self.engine, count), self.options
         fused = Ask(policy=options.policy_name, ratio=options.ratio)
         ready = self.engine.prepare(prompt, fused)
         if ready.plan.refusal or ready.plan.misses:

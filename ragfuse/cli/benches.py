@@ -86,6 +86,79 @@ def ttft(
     write_json(run_ttft(chosen, console), json)
 
 
+@bench.command("load")
+def load(
+    model: Annotated[
+        str, typer.Option(help="q05, l1b or l8b (random weights), an embedded name, id or folder.")
+    ] = "q05",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    chunks: Annotated[int, typer.Option(help="Chunks of the prompt.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 512,
+    ratio: Annotated[float, typer.Option(help="Share of reused context rows computed again.")] = 0.15,
+    policy: Annotated[str, typer.Option(help="Selection policy.")] = "hkvd",
+    mbps: Annotated[str, typer.Option(help="Speeds of the slow tier, megabytes a second.")] = "50,100,200,500",
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="Draw the time against the tier's speed here (PNG).")] = None,
+    json: Json = None,
+) -> None:
+    """Time to the first token from a slow tier: read ahead by a thread, read when used, and from memory."""
+    from ragfuse.bench.load import LoadOptions, run_load
+    from ragfuse.bench.runner import tune_malloc
+
+    console = console_for(json)
+    options: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "policy": policy, "plot": plot}
+    options |= {"chunks": chunks, "chunk_tokens": chunk_tokens, "ratio": ratio, "threads": threads, "rounds": rounds}
+    chosen = LoadOptions(**options, mbps=_numbers(mbps, "--mbps"))
+    tune_malloc(console)
+    write_json(run_load(chosen, console), json)
+
+
+@bench.command("controller")
+def controller(
+    model: Annotated[
+        str, typer.Option(help="q05, l1b or l8b (random weights), an embedded name, id or folder.")
+    ] = "q05",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    mbps: Annotated[str, typer.Option(help="Speeds of the tiers, megabytes a second.")] = "30,100,300",
+    plans: Annotated[int, typer.Option(help="Plans whose time is predicted and measured.")] = 60,
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Times that each is measured; the median counts.")] = 3,
+    plot: Annotated[Path | None, typer.Option(help="Draw predictions and ratios here (PNG).")] = None,
+    json: Json = None,
+) -> None:
+    """How well the loading controller foresees the time to the first token, and how well it chooses the ratio."""
+    from ragfuse.bench.controller import ControllerOptions, run_controller
+    from ragfuse.bench.runner import tune_malloc
+
+    console = console_for(json)
+    options: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "plans": plans, "plot": plot}
+    chosen = ControllerOptions(**options, threads=threads, rounds=rounds, mbps=_numbers(mbps, "--mbps"))
+    tune_malloc(console)
+    write_json(run_controller(chosen, console), json)
+
+
+@bench.command("store")
+def store(
+    chunks: Annotated[int, typer.Option(help="Entries written to and read from each tier.")] = 48,
+    rows: Annotated[int, typer.Option(help="Entries in the index among which is looked up.")] = 1_000_000,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 3,
+    requests: Annotated[int, typer.Option(help="Rounds of requests, with saving and without.")] = 8,
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    json: Json = None,
+) -> None:
+    """Bytes a second of each tier beside its device, look-ups among a million entries, what saving costs a request."""
+    from ragfuse.bench.runner import tune_malloc
+    from ragfuse.bench.store import StoreOptions, run_store
+
+    console = console_for(json)
+    chosen = StoreOptions(chunks=chunks, index_rows=rows, rounds=rounds, requests=requests, threads=threads)
+    tune_malloc(console)
+    write_json(run_store(chosen, console), json)
+
+
 @bench.command("quality")
 def quality(
     model: Model = None,
@@ -185,11 +258,8 @@ def _rows_beside(result: Path | None) -> Path | None:
 
 
 def _shares(text: str) -> tuple[float, ...]:
-    """0.05,0.15 as numbers."""
-    try:
-        shares = tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise SettingsError(f"--ratios is '{text}'; wanted a share, or several as in 0.05,0.15.") from error
+    """0.05,0.15 as shares."""
+    shares = _numbers(text, "--ratios")
     if not all(0 <= share <= 1 for share in shares):
         raise SettingsError(f"--ratios is '{text}'; wanted shares from 0 to 1.")
     return shares
@@ -201,3 +271,11 @@ def _counts(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise SettingsError(f"--chunks is '{text}'; wanted a number, or several as in 2,4,6.") from error
+
+
+def _numbers(text: str, option: str) -> tuple[float, ...]:
+    """0.05,0.15 as numbers."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise SettingsError(f"{option} is '{text}'; wanted a number, or several as in 0.05,0.15.") from error

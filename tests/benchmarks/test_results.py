@@ -24,10 +24,30 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         "d": {"results": [peer], "n": 2, "tokens": 90.0, "pool": 8, "absent": ["vllm is left out."]},
         "e": {**ttft, "prefix_x": 1.1, "efficiency": 0.9, "policy": "hkvd", "options": {"ratio": 0.15, "model": "q05"}},
     }
+    load = {"mbps": 100.0, "ram_s": 1.0, "threaded_s": 1.05, "sync_s": 1.4, "threaded_over_ram": 1.05}
+    runs["f"] = {**load, "by_mbps": [{**load, "sync_over_ram": 1.4}], "nbytes": 37_700_000}
+    runs["f"] |= {"policy": "hkvd", "ratio": 0.15, "model": "q05"}
+    speed = {"mbps": 30.0, "policy": "hkvd", "least": 0.15, "chosen": 0.42, "best": 0.41}
+    errors = {"median_abs_err": 0.08, "p90_abs_err": 0.2, "ratio_gap_max": 0.01}
+    runs["g"] = {**errors, "plans": 60, "by_mbps": [speed], "model": "q05"}
+    disk = {"tier": "disk", "read_mbps": 900.0, "raw_read_mbps": 1000.0, "write_mbps": 400.0, "raw_write_mbps": None}
+    index = {"index_rows": 10**6, "lookup_us_p50": 70.0, "lookup_us_p99": 150.0, "index_mb_per_million": 8.0}
+    runs["h"] = {"tiers": [{**disk, "reads_per_s": 100.0, "writes_per_s": 60.0}], "disk_read_over_raw": 0.9, **index}
+    runs["h"] |= {
+        "index_file_mb_per_million": 274.0,
+        "request_slowdown": 0.01,
+        "next_request_slowdown": 0.2,
+        "model": "q05",
+    }
     for name, run in runs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
     made = page(tmp_path)
     said = "hkvd 15% | 0.500 | 0.400..0.600", "| lego | 6% | 0.200", "**fig8**", "500 ms", "vllm is left", "4.00x"
+    said += (
+        "| 100 | 1.00 s | 1.05 s | 1.05x | 1.40 s | 1.40x",
+        "| 30 | hkvd | 0.15 | 0.42 | 0.41",
+        "| disk | 900 | 1,000",
+    )
     for wanted in said:
         assert wanted in made
     assert made.count("](benchmarks/") == len(runs)

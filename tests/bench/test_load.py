@@ -1,0 +1,84 @@
+"""The loading benchmark on a tiny model: what it reports, and that a throttled tier changes time and nothing else."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ragfuse.bench.load import LoadOptions, run_load
+from ragfuse.bench.throttle import ThrottledTier
+from ragfuse.errors import SettingsError
+from ragfuse.measure.tiers import forget_pages
+from ragfuse.plan.evict import lru
+from ragfuse.store import DiskTier
+from tests.store.kit import encoded, key, kv
+
+
+def small(home: Path, **changes: Any) -> LoadOptions:
+    given: dict[str, Any] = {"model": "tiny", "dtype": "float32", "chunks": 3, "chunk_tokens": 24}
+    return LoadOptions(**{**given, "question_tokens": 8, "mbps": (2.0, 100.0), "rounds": 2, "home": home, **changes})
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    home, console = tmp_path_factory.mktemp("home"), Console(file=io.StringIO(), width=160)
+    result = run_load(small(home, plot=home / "load.png"), console)
+    assert isinstance(console.file, io.StringIO)
+    return json.loads(json.dumps(result)), console.file.getvalue(), home
+
+
+def test_every_speed_has_its_times_and_the_nearest_to_100_is_the_headline(found: tuple[dict[str, Any], str, Path]):
+    result, _, _ = found
+    assert [row["mbps"] for row in result["by_mbps"]] == [2.0, 100.0]
+    assert result["threaded_over_ram"] == result["by_mbps"][1]["threaded_over_ram"]
+    assert result["sync_over_ram"] == result["by_mbps"][1]["sync_over_ram"]
+    for row in result["by_mbps"]:
+        for case in row["cases"].values():
+            assert len(case["wall_s"]["rounds"]) == 2
+
+
+def test_a_slow_line_takes_as_long_as_its_bytes_do(found: tuple[dict[str, Any], str, Path]):
+    result, _, _ = found
+    slow = result["by_mbps"][0]
+    payload_s = 0.9 * result["nbytes"] / 2e6  # the files hold headers and padding too
+    assert slow["sync_s"] >= payload_s
+    assert slow["threaded_s"] >= payload_s
+
+
+def test_nothing_is_left_but_the_picture(found: tuple[dict[str, Any], str, Path]):
+    _, text, home = found
+    assert [path.name for path in home.iterdir()] == ["load.png"]
+    assert (home / "load.png").read_bytes().startswith(b"\x89PNG")
+    assert "read ahead" in text
+    assert "MB/s" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"mbps": ()}, "speeds"), ({"mbps": (0.0,)}, "above 0"), ({"rounds": 0}, "from 1 on"), ({"ratio": 0}, "ratio")],
+)
+def test_what_cannot_be_measured_is_refused_before_any_work(tmp_path: Path, changes: dict[str, Any], words: str):
+    with pytest.raises(SettingsError, match=words):
+        small(tmp_path, **changes)
+
+
+def test_a_throttled_tier_gives_the_same_bytes(tmp_path: Path):
+    disk = DiskTier(tmp_path, 1 << 20, lru)
+    tier = ThrottledTier(disk, 1000.0)
+    meta, blobs = encoded(kv())
+    assert tier.write(key("a"), meta, blobs)
+    forget_pages(tmp_path)
+    found = tier.read(key("a"), 0, 3)
+    assert found is not None
+    assert all(got.equal(put) for got, put in zip(found[1:], blobs, strict=True))
+    assert tier.read(key("b"), 0) is None
+    assert tier.entries().keys() == disk.entries().keys() == {key("a")}
+    tier.pin([key("a")], True)
+    assert disk.entries()[key("a")].pinned
+    assert tier.delete([key("a")]) == 1
+    assert not disk.entries()
+    assert tier.nbytes == 0
+    disk.close()
