@@ -19,7 +19,9 @@ from ragfuse.settings import Settings
 class Ask:
     """How a question is to be answered; None means what the settings say.
 
-    reuse False: the model's own full prefill, for comparison. options: anything transformers' `generate` takes.
+    reuse False: the model's own full prefill, for comparison. deadline_s: seconds from the plan until the first token
+    is wanted; on a measured machine it bounds how far loading may raise the ratio, and a plan that misses it says so.
+    options: anything transformers' `generate` takes.
     """
 
     max_tokens: int | None = None
@@ -28,11 +30,14 @@ class Ask:
     reuse: bool = True
     stop: Sequence[str] = ()
     seed: int | None = None
+    deadline_s: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             raise SettingsError(f"The recompute ratio is {self.ratio}; wanted a share from 0 to 1.")
+        if self.deadline_s is not None and not self.deadline_s >= 0:
+            raise SettingsError(f"deadline_s is {self.deadline_s}; wanted seconds from 0 on.")
         if self.policy is not None:
             known_policy(self.policy)
         if self.max_tokens is not None and self.max_tokens < 1:

@@ -231,11 +231,44 @@ class Fetch:
     nbytes: int
 
 
+Bound = Literal["floor", "loading", "deadline", "asked"]
+"""What the ratio stopped at: the least that is safe, what loading hides, a deadline, or what was asked for."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """How long a plan will take, as far as this machine was measured, in seconds.
+
+    load_s: all that is read, one after the other. recompute_s: all that is computed, were every byte at hand. ttft_s:
+    until the first logits, one behind the other. full_s: full prefill. segments: (segment, seconds to read it, seconds
+    to compute its rows) of all that could be reused; those that are left unread say what reading would take.
+    """
+
+    load_s: float
+    recompute_s: float
+    ttft_s: float
+    full_s: float
+    bound: Bound = "floor"
+    deadline_s: float | None = None
+    segments: tuple[tuple[int, float, float], ...] = ()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the first logits come after the deadline."""
+        return self.deadline_s is not None and self.ttft_s > self.deadline_s
+
+    def full(self) -> Forecast:
+        """The same for full prefill instead."""
+        return replace(self, load_s=0.0, recompute_s=self.full_s, ttft_s=self.full_s, segments=())
+
+
 @dataclass(frozen=True)
 class LoadPlan:
     """What will be read and what computed. A value: `load` obeys it, `fuse` does not know that it exists.
 
-    `misses` are (segment, why). `refusal` is the reason for full prefill, "" when the prompt is fused.
+    `misses` are (segment, why). `refusal` is the reason for full prefill, "" when the prompt is fused. `unread` are in
+    the store and all the same computed anew, because that is sooner. On a machine that was not measured, `forecast` is
+    None and `layers_a_read` 0: as `load` sees fit.
     """
 
     prompt: Prompt
@@ -244,15 +277,17 @@ class LoadPlan:
     fetches: tuple[Fetch, ...] = ()
     misses: tuple[tuple[int, str], ...] = ()
     refusal: str = ""
-    load_s: float = 0.0
-    recompute_s: float = 0.0
+    unread: tuple[Fetch, ...] = ()
+    layers_a_read: int = 0
+    forecast: Forecast | None = None
 
     def refused(self, why: str) -> LoadPlan:
         """Full prefill instead, and the reason."""
-        return replace(self, refusal=why, fetches=(), misses=())
+        forecast = self.forecast.full() if self.forecast is not None else None
+        return replace(self, refusal=why, fetches=(), misses=(), forecast=forecast)
 
     def explain(self) -> str:
-        """The plan in one line a person can read."""
+        """The plan in one line a person can read; `plan.words` tells all of it."""
         if self.refusal:
             return f"full prefill of {len(self.prompt)} tokens: {self.refusal}"
         nbytes = sum(fetch.nbytes for fetch in self.fetches)
@@ -288,7 +323,9 @@ class Trace:
     """What one answer reused and why. Times in seconds, sizes in bytes, shares 0..1.
 
     reused + recomputed + fresh = tokens. `recomputed_rows` are the prompt rows of cached chunks that were computed
-    again in the layers after the check; `refusal` is why nothing was fused ("" when the prompt was).
+    again in the layers after the check; `refusal` is why nothing was fused ("" when the prompt was). prefill_s is the
+    time from the prompt to its first logits, predicted_ttft_s and predicted_load_s what the plan foresaw (None: it was
+    made without timings of this machine).
     """
 
     model: str = ""
@@ -302,11 +339,14 @@ class Trace:
     nbytes: int = 0
     load_s: float = 0.0
     compute_s: float = 0.0
+    prefill_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0
     refusal: str = ""
     segments: tuple[SegmentTrace, ...] = ()
     recomputed_rows: tuple[int, ...] = field(default=(), repr=False)
+    predicted_ttft_s: float | None = None
+    predicted_load_s: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

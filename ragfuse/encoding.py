@@ -33,6 +33,7 @@ class Encoder:
     digest: str
     shortest: int
     other_tokens: int
+    home: Callable[[int, int], str | None] = lambda n_tokens, nbytes: None
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
         """The key of a run of tokens with this context."""
@@ -62,7 +63,8 @@ class Encoder:
         if len(tokens) < self.shortest or self.model.profile.refusal or self.store.lookup([key]):
             return 0
         kv = encoded()
-        return kv.nbytes if self.store.put(key, kv, wait=True, fast=fast) else 0
+        home = self.home(len(tokens), kv.nbytes)
+        return kv.nbytes if self.store.put(key, kv, wait=True, fast=fast, home=home) else 0
 
     def _context(self, prefix: Sequence[int]) -> str:
         return token_digest(prefix) if len(prefix) >= self.shortest else ""

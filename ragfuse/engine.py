@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt, written
@@ -16,20 +17,22 @@ from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.encoding import Encoder
 from ragfuse.errors import InputError, StoreError
 from ragfuse.fuse.fusor import LostRun, Run
-from ragfuse.gate import Hint, Profiles, as_shipped, refusal_of
+from ragfuse.gate import Profiles, as_shipped
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, NoSource, Prefill, load_model
 from ragfuse.hf.stream import FirstToken, StopWhen, TextSink
 from ragfuse.hf.verify import Verdict, verify
+from ragfuse.keeping import open_kept, remember_tenant
 from ragfuse.load.layers import LayerReader
+from ragfuse.measure import Progress
 from ragfuse.models import quietly, resolve_llm
-from ragfuse.plan.controller import is_exact, plan, settle
-from ragfuse.plan.evict import lru
-from ragfuse.profiles import ModelProfile
+from ragfuse.plan.controller import is_exact, settle
+from ragfuse.planning import Planner
+from ragfuse.profiles import MachineProfile, ModelProfile
 from ragfuse.saving import EXIT_S, Saver, Work, work_after
 from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
-from ragfuse.store import Book, KnownText, KVStore, open_store
+from ragfuse.store import Book, KnownText, KVStore
 from ragfuse.streaming import AnswerStream
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, pieces
@@ -79,10 +82,10 @@ class Engine:
         self.settings = settings or Settings()
         known_policy(self.settings.policy)
         self.book = Book(self.settings.store_path) if store is None and self.settings.disk_bytes else None
-        self.store = store if store is not None else open_store(self.settings, lru)
+        self.store = store if store is not None else open_kept(self.settings)
         self._model, self._lock = model, threading.Lock()
         self._known: KnownChunks | None = None
-        self._hint, self._profiles = Hint(), Profiles(self._booked)
+        self._profiles, self._planner = Profiles(self._booked), Planner(self.settings, self.store, self._booked)
         self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
         self.marker = Marker(self._secret())
@@ -101,6 +104,8 @@ class Engine:
                 named = self.settings.model, self.settings.dtype, self.settings.device
                 self._model = shared(("model", *named), self._load)
                 self._profiles.remember(self._model.profile)
+                tenant = digest(self._model.fingerprint, self.settings.salt)
+                self._booked(lambda book: remember_tenant(book, tenant, self.settings), None)
             return self._model
 
     @property
@@ -178,13 +183,17 @@ class Engine:
                 progress(done)
         return done
 
+    def plan(self, prompt: str | Sequence[tuple[str, Content]], ask: Ask | None = None) -> LoadPlan:
+        """What would be read and computed for a prompt now, and how long that would take; nothing is."""
+        return self._planner.plan(self.prompt(prompt), ask or Ask(), self.model, self.profile)
+
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
         """Plan, load and prefill a prompt; InputError if it is longer than the model can take."""
         ask, began, lost = ask or Ask(), time.perf_counter(), frozenset[int]()
         room = room_behind(prompt.segments[-1].stop, self.model)
         while True:
-            chosen = self._plan(prompt, ask, lost)
-            reader = LayerReader(self.store, chosen.fetches, self.model.n_layers)
+            chosen = self._planner.plan(prompt, _hurried(ask, began), self.model, self.profile, lost)
+            reader = LayerReader(self.store, chosen.fetches, self.model.n_layers, chosen.layers_a_read)
             try:
                 with reader:
                     prefill = self._prefill(chosen, reader)
@@ -234,10 +243,17 @@ class Engine:
             self._learned = self._profiles.joined(self.model.profile)
         return self._learned
 
-    def learn(self, profile: ModelProfile) -> None:
-        """Go on with what was found out about the model, here and in every later process on this store."""
+    def learn(self, profile: ModelProfile | MachineProfile) -> None:
+        """Go on with what was found out about the model or this machine, here and in later processes on this store."""
+        if isinstance(profile, MachineProfile):
+            self._planner.learn(profile)
+            return
         self._learned = profile
         self._profiles.put(profile)
+
+    def measure(self, stores: Sequence[str] = (), progress: Progress = lambda what, done: None) -> MachineProfile:
+        """Time the model and the tiers, the store's own and those at `stores`, on this machine; plans go by it then."""
+        return self._planner.measure(self.model, stores, progress)
 
     def flush(self) -> None:
         """Wait until every chunk met so far is encoded and written."""
@@ -264,23 +280,10 @@ class Engine:
     @property
     def _encoder(self) -> Encoder:
         settings = self.settings
-        return Encoder(self.model, self.store, self.digest, settings.min_chunk_tokens, settings.amid_tokens)
-
-    def _plan(self, prompt: Prompt, ask: Ask, lost: frozenset[int]) -> LoadPlan:
-        profile, settings = self.profile, self.settings
-        policy = ask.policy or settings.policy
-        ratio = settings.ratio if ask.ratio is None else ask.ratio
-        if not ask.reuse:
-            return plan(prompt, {}, policy, ratio).refused("full prefill was asked for")
-        refusal = refusal_of(profile, policy)
-        if refusal:
-            return plan(prompt, {}, policy, ratio).refused(refusal)
-        keys = [key for segment in prompt.segments for key in segment.keys]
-        found = plan(prompt, self.store.lookup(keys), policy, ratio, lost, profile.choice)
-        missing = "nothing of it is in the store" if keys else "it holds no chunk that is long enough"
-        if found.fetches:
-            self._hint.give(profile, policy, settings.model)
-        return found if found.fetches else found.refused(missing)
+        shortest, other, model = settings.min_chunk_tokens, settings.amid_tokens, self.model
+        return Encoder(
+            model, self.store, self.digest, shortest, other, partial(self._planner.home, model, self.profile)
+        )
 
     def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
         prompt = chosen.prompt
@@ -333,6 +336,9 @@ class Engine:
                 self._saver.submit(work)
 
     def _save(self, work: Work) -> None:
+        if work.far is not None:
+            self.store.promote(work.far)
+            return
         encoder = self._encoder
         encoder.keep(work.tokens, work.prefix)
         if work.text:
@@ -370,6 +376,13 @@ class Engine:
             if self.book is not None:
                 raise
             return otherwise
+
+
+def _hurried(ask: Ask, began: float) -> Ask:
+    """The wish with what is left of its deadline, of which some may be spent."""
+    if ask.deadline_s is None:
+        return ask
+    return replace(ask, deadline_s=max(0.0, ask.deadline_s - (time.perf_counter() - began)))
 
 
 def _closed_at_exit(engine: Engine) -> Engine:

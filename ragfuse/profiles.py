@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from ragfuse.core import RopeLayout
 
 PROFILE_VERSION = 2
+"""Version of ModelProfile."""
+MACHINE_VERSION = 3
+"""Version of MachineProfile."""
 
 
 @dataclass(frozen=True)
@@ -65,21 +70,87 @@ class ModelProfile:
         return cls(**{**data, "rope": tuple(specs), "windows": tuple(data["windows"])})
 
 
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class TierSpeed:
+    """How long one tier takes, in seconds: to open an entry, for each read of it, for each byte; and to write.
+
+    is_ahead: whether a thread reads it ahead of fusing. points: (reads, bytes, seconds) of the entries that were read.
+    """
+
+    open_s: Seconds
+    read_s: Seconds
+    byte_s: Seconds
+    write_s: Seconds = 0.0
+    write_byte_s: Seconds = 0.0
+    is_ahead: bool = True
+    points: tuple[tuple[Count, Count, Seconds], ...] = ()
+
+
+@dataclass(frozen=True)
+class FusedCost:
+    """What a fused prefill takes whose cached KV is at hand, in seconds; `plan.estimate` says what each is counted in.
+
+    fixed_s: any prefill. row_s: a row computed in every layer. score_s: such a row and one token of the prompt, for its
+    attention. placed_s: a cached row put in place. check_s, check_row_s: policies that check, and each row that they
+    look at. look_s, look_token_s: policies that look at attention first, and each token of the prompt.
+    """
+
+    fixed_s: Seconds
+    row_s: Seconds
+    score_s: Seconds
+    placed_s: Seconds
+    check_s: Seconds
+    check_row_s: Seconds
+    look_s: Seconds
+    look_token_s: Seconds
+
+
+@dataclass(frozen=True)
+class FusedPoint:
+    """One fused prefill that was timed: its policy, rows as in `plan.estimate.Blend`, seconds."""
+
+    policy: str
+    tokens: Count
+    forced: Count
+    offered: Count
+    ratio: Annotated[float, Field(ge=0, le=1)]
+    seconds: Seconds
+
+
 @dataclass(frozen=True)
 class MachineProfile:
-    """Timings of this machine for one model: seconds per token of prefill and per byte of each tier."""
+    """Timings of one model on one machine: full prefill, fused prefills, tiers by name.
+
+    model: its fingerprint. prefill: seconds of full prefill of L tokens, as a + b L + c L^2. Points are what was
+    measured, curves what was fitted to them.
+    """
 
     model: str
     device: str
-    prefill_s_per_token: float = 0.0
-    tier_s_per_byte: Mapping[str, float] = field(default_factory=dict)
-    version: int = PROFILE_VERSION
+    threads: Annotated[int, Field(ge=1)]
+    dtype: str
+    n_layers: Annotated[int, Field(ge=1)]
+    prefill: tuple[Seconds, Seconds, Seconds]
+    fused: FusedCost
+    tiers: Mapping[str, TierSpeed] = field(default_factory=dict)
+    prefill_points: tuple[tuple[Count, Seconds], ...] = ()
+    fused_points: tuple[FusedPoint, ...] = ()
+    version: int = MACHINE_VERSION
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> MachineProfile | None:
-        """The profile, or None when it was written by another version."""
-        return cls(**data) if data.get("version") == PROFILE_VERSION else None
+    def from_dict(cls, data: Any) -> MachineProfile | None:
+        """The profile, or None when it is none or of another version."""
+        if not isinstance(data, Mapping) or data.get("version") != MACHINE_VERSION:
+            return None
+        try:
+            return TypeAdapter(cls).validate_python(dict(data))
+        except ValidationError:
+            return None

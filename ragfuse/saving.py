@@ -1,4 +1,4 @@
-"""Chunks that a question met and the store lacked: encoded after the answer, in the background, for next time.
+"""Chunks that a question met and the store lacked, or had too far away: seen to after the answer, in the background.
 
 What to encode and behind which prefix is told here; how, by the engine.
 """
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ragfuse.core import LoadPlan
+from ragfuse.core import ChunkKey, LoadPlan
 
 log = logging.getLogger("ragfuse.engine")
 
@@ -25,21 +25,27 @@ EXIT_S = 5.0
 
 @dataclass(frozen=True)
 class Work:
-    """A run to encode behind `prefix`, the text it was made from ("": a prompt's own beginning), and its source."""
+    """A run to encode behind `prefix`, the text it was made from ("": a prompt's own beginning), and its source.
+
+    far: the run is in the store under this key and was computed all the same, as it loads too slowly from where it is.
+    """
 
     tokens: tuple[int, ...]
     prefix: tuple[int, ...]
     text: str = ""
     source: str = ""
+    far: ChunkKey | None = None
 
 
 def work_after(plan: LoadPlan) -> Iterator[Work]:
-    """What a prompt lacked: behind its prefix if that has been met before, alone otherwise.
+    """What a prompt lacked: behind its prefix if that has been met before, alone otherwise; and what was too far away.
 
     Where the prefix is known, a chunk that was found under another key than its best lacked that one.
     """
     segments = plan.prompt.segments
-    hits = {fetch.segment: fetch.key for fetch in plan.fetches}
+    for fetch in plan.unread:
+        yield Work(segments[fetch.segment].tokens, (), far=fetch.key)
+    hits = {fetch.segment: fetch.key for fetch in (*plan.fetches, *plan.unread)}
     prefix = segments[0].tokens if 0 in hits and segments[0].kind == "module" else ()
     for index, segment in enumerate(segments):
         if segment.kind == "fresh":

@@ -30,6 +30,7 @@ def trace_of(
     cached = sum(s.n_tokens for s in segments if s.hit)
     offered = sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact)
     recomputed = round(prefill.mean_ratio * offered)
+    foreseen = plan.forecast
     return Trace(
         model=model,
         policy=plan.policy,
@@ -42,11 +43,14 @@ def trace_of(
         nbytes=sum(s.nbytes for s in segments),
         load_s=timing.load_s,
         compute_s=timing.compute_s,
+        prefill_s=timing.wait_s + timing.compute_s,
         ttft_s=(first_s or now_s) - timing.began_s,
         total_s=now_s - timing.began_s,
         refusal=plan.refusal,
         segments=segments,
         recomputed_rows=rows,
+        predicted_ttft_s=foreseen.ttft_s if foreseen is not None else None,
+        predicted_load_s=foreseen.load_s if foreseen is not None else None,
     )
 
 

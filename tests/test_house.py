@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NOUNS = {"core", "errors", "settings"}
 BELOW_ENGINE = {"text", "codec", "plan", "fuse", "sessions", "jobs", "profiles", "store", "hf", "load", "measure"}
 # floor 4
-ENGINE = {"adapters", "asking", "encoding", "engine", "gate", "models", "saving", "sharing", "streaming", "tracing"}
+ENGINE = {"adapters", "asking", "encoding", "engine", "gate", "models", "planning", "saving", "sharing", "streaming"}
+ENGINE |= {"keeping", "tracing"}
 EVERYTHING = {*NOUNS, *BELOW_ENGINE, *ENGINE}
 
 # Room -> what it may import of ragfuse besides itself; "plan.adapt" is one file of a room.
@@ -29,18 +30,19 @@ ROOMS: dict[str, set[str]] = {
     "core": {"errors"},
     "errors": set(),
     "settings": {"errors"},
-    **dict.fromkeys(("text", "codec", "plan", "fuse", "sessions", "jobs", "profiles"), NOUNS),
+    **dict.fromkeys(("text", "codec", "fuse", "sessions", "jobs", "profiles"), NOUNS),
+    "plan": {*NOUNS, "profiles"},
     "store": {*NOUNS, "codec", "profiles"},
     "hf": {*NOUNS, "fuse", "profiles"},
     "load": {*NOUNS, "store", "plan.adapt"},
-    "measure": {*NOUNS, "store", "hf", "plan.estimate", "profiles"},
+    "measure": {*NOUNS, "store", "hf", "fuse", "plan.estimate", "profiles"},
     "adapters": NOUNS,
     "models": {*NOUNS, "adapters"},
     "engine": EVERYTHING,
     **dict.fromkeys(ENGINE - {"adapters", "models", "engine"}, EVERYTHING - {"engine"}),
     "bench": EVERYTHING,
     "demo": {*EVERYTHING, "bench"},
-    "cli": {*NOUNS, *ENGINE, "bench", "demo", "text.Piece"},
+    "cli": {*NOUNS, *ENGINE, "bench", "demo", "text.Piece", "plan.words", "profiles"},
     "serve": {*NOUNS, *ENGINE},
     "__init__": {*NOUNS, *ENGINE, "text.Piece"},
 }
@@ -57,6 +59,7 @@ NOT_FOR_PLAN |= {"subprocess", "threading", "asyncio", "fsspec", "safetensors", 
 HUGGING_FACE = {"transformers", "tokenizers", "huggingface_hub", "accelerate", "gguf", "peft"}
 FRAMEWORKS = {"llama_index", "faiss", "sentence_transformers", "langgraph"}  # and every langchain*
 BEHIND_EXTRAS = {*FRAMEWORKS, "accelerate", "gguf", "peft", "scipy", "rouge_score", "matplotlib", "pypdf", "bs4"}
+BEHIND_EXTRAS |= {"redis", "hiredis", "s3fs"}
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar"}
 MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "local", "Lock", "RLock", "Event", "Condition", "Queue"}

@@ -81,7 +81,7 @@ def ask(
             chunks = add_files(library, engine, found.files, console)
             if not no_kv:
                 encode(engine, chunks, console)
-        prompt = _prompt(engine, library, question, console)
+        prompt = prompt_for(engine, library, question, console)
         full = _full(engine, prompt, console) if compare else None
         answer = _stream(engine, prompt, console, heading=compare)
         if explain or compare:
@@ -93,7 +93,7 @@ def ask(
     write_json(_result(question, answer, full), json)
 
 
-def _prompt(engine: Engine, library: Library, question: str, console: Console) -> Any:
+def prompt_for(engine: Engine, library: Library, question: str, console: Console) -> Any:
     """The question behind the chunks that are nearest to it."""
     with console.status("searching"):
         found = library.vectors().similarity_search(question, k=engine.settings.top_k)

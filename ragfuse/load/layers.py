@@ -32,13 +32,14 @@ Layer = Mapping[int, LayerKV | None]
 class LayerReader:
     """The layers of the fetched segments, in order; a context manager that leaves no thread behind.
 
+    layers_a_read: how many of a segment are read together; 0: as many as `READ_NBYTES` allows.
     load_s: seconds spent reading. wait_s: seconds that `read` had to wait for a layer. Both grow while it runs.
     """
 
-    def __init__(self, store: KVStore, fetches: Sequence[Fetch], n_layers: int) -> None:
+    def __init__(self, store: KVStore, fetches: Sequence[Fetch], n_layers: int, layers_a_read: int = 0) -> None:
         self.load_s = self.wait_s = 0.0
         self._store, self._fetches, self._n_layers = store, fetches, n_layers
-        self._count = _layers_a_read(fetches, n_layers)
+        self._count = layers_a_read or _layers_a_read(fetches, n_layers)
         self._ready: Queue[list[Layer]] = Queue(max(1, AHEAD // self._count))
         self._at_hand: deque[Layer] = deque()
         self._stop = threading.Event()

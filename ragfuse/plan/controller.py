@@ -1,16 +1,30 @@
-"""What is read and what computed for one prompt. Decisions only: nothing here reads a clock, a file or a tensor."""
+"""What is read and what computed for one prompt. Decisions only: nothing here reads a clock, a file or a tensor.
+
+`plan` goes by what the store holds. `LoadingController` goes on from there by how long things take on this machine,
+where that was measured (CacheBlend 5.1).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import floor
+from types import MappingProxyType
 
-from ragfuse.core import ChunkKey, Entry, Fetch, LoadPlan, Prompt, token_digest
+from ragfuse.core import Bound, ChunkKey, Entry, Fetch, Forecast, LoadPlan, Prompt, token_digest
+from ragfuse.plan.estimate import Blend, Estimate, is_adjustable, share_of
+from ragfuse.profiles import MachineProfile
 
 AUTO = "auto"
 """The policy that is chosen by what the store holds."""
 MEASURED = ("hkvd", 0.15)
 """Policy and ratio for chunks that saw no other text before themselves, and for models that are not calibrated
 (CacheBlend 4.3)."""
+
+TIE = 0.02
+"""Share of the time to the first token within which two plans take equally long."""
+SLOWER = "slower to load than to compute"
+NOTHING: Mapping[int, str] = MappingProxyType({})
 
 
 def plan(
@@ -20,13 +34,15 @@ def plan(
     ratio: float | None = None,
     lost: frozenset[int] = frozenset(),
     choice: tuple[str, float] | None = None,
+    left: Mapping[int, str] = NOTHING,
 ) -> LoadPlan:
     """Reads every segment that is in the store, under its best key; `lost` ones were there and could not be read.
 
     ratio: None for what was measured to be enough: 0.15, or what `choice` says. choice: policy and ratio that this
-    model's calibration chose, for `auto` over chunks that were encoded amid other text.
+    model's calibration chose, for `auto` over chunks that were encoded amid other text. left: segments that are not
+    read although they are there, and why.
     """
-    fetches, misses = [], []
+    fetches, unread, misses = list[Fetch](), list[Fetch](), list[tuple[int, str]]()
     for index, segment in enumerate(prompt.segments):
         if segment.kind == "fresh":
             continue
@@ -39,11 +55,13 @@ def plan(
             misses.append((index, f"its entry holds {entry.n_tokens} tokens"))
         else:
             level, nbytes = next(iter(entry.sizes.items()))
-            fetches.append(Fetch(index, entry.key, entry.tier, level, nbytes))
-    blended = [f for f in fetches if prompt.segments[f.segment].kind == "chunk" and not is_exact(prompt, f)]
+            fetch = Fetch(index, entry.key, entry.tier, level, nbytes)
+            (unread if index in left else fetches).append(fetch)
+            misses += [(index, left[index])] if index in left else []
+    blended = [fetch for fetch in fetches if is_blended(prompt, fetch)]
     all_amid = bool(blended) and all(f.key.encoded == "amid" for f in blended)
     settled = settle(policy, ratio, choice if all_amid else None)
-    return LoadPlan(prompt, settled[1], settled[0], tuple(fetches), tuple(misses))
+    return LoadPlan(prompt, settled[1], settled[0], tuple(fetches), tuple(misses), unread=tuple(unread))
 
 
 def settle(policy: str, ratio: float | None, choice: tuple[str, float] | None = None) -> tuple[str, float]:
@@ -52,10 +70,173 @@ def settle(policy: str, ratio: float | None, choice: tuple[str, float] | None = 
     return chosen[0] if policy == AUTO else policy, chosen[1] if ratio is None else ratio
 
 
+def is_blended(prompt: Prompt, fetch: Fetch) -> bool:
+    """Whether rows of a fetched segment are on offer to be recomputed."""
+    return prompt.segments[fetch.segment].kind == "chunk" and not is_exact(prompt, fetch)
+
+
 def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
     """Whether a fetched segment attended to just what stands before it here: then its KV is full prefill's own."""
+    if fetch.key.encoded == "amid":
+        return False
     lo, start = prompt.spans[fetch.segment][0], prompt.segments[fetch.segment].start
     if not lo or not fetch.key.context:
         return not lo and not fetch.key.context
     gapless = start - lo == prompt.segments[0].start
     return gapless and fetch.key.context == token_digest(prompt.token_ids[:lo])
+
+
+@dataclass(frozen=True)
+class LoadingController:
+    """Plans by how long things take where `machine` was measured, and as `plan` does where it was not.
+
+    choice: as for `plan`. What was asked for by name is done, and only foretold: time is no reason then to leave a
+    chunk unread or to prefill in full, and a ratio that was given stays.
+    """
+
+    machine: MachineProfile | None = None
+    choice: tuple[str, float] | None = None
+
+    def plan(
+        self,
+        prompt: Prompt,
+        entries: Mapping[ChunkKey, Entry],
+        policy: str = AUTO,
+        ratio: float | None = None,
+        lost: frozenset[int] = frozenset(),
+        deadline_s: float | None = None,
+    ) -> LoadPlan:
+        """What to read, what to compute, and how long that will take; never below the ratio that keeps answers close.
+
+        deadline_s: seconds from now until the first token is wanted; it bounds the ratio from above, and where even the
+        least ratio is too slow the forecast says so.
+        """
+        found = plan(prompt, entries, policy, ratio, lost, self.choice)
+        if self.machine is None or not Estimate(self.machine).knows(found.fetches):
+            return found
+        timed = Timed.of(Estimate(self.machine), found)
+        asked = policy != AUTO or ratio is not None
+        if not asked and timed.is_loading:
+            timed = _without_slow(timed, lambda left: plan(prompt, entries, policy, ratio, lost, self.choice, left))
+        base_s = timed.ttft_s
+        chosen: tuple[float, Bound] = (ratio, "asked") if ratio is not None else widest(timed, deadline_s)
+        timed = timed.at(chosen[0])
+        foretold = replace(timed.found, forecast=_forecast(timed, chosen[1], deadline_s))
+        return foretold if asked or not found.fetches or base_s < timed.full_s else _in_full(foretold, base_s)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A plan, its fused prefill in numbers, and what the machine takes for it: until the first logits, and loading."""
+
+    times: Estimate
+    found: LoadPlan
+    blend: Blend
+    ttft_s: float
+    load_s: float
+
+    @classmethod
+    def of(cls, times: Estimate, found: LoadPlan) -> Timed:
+        """The plan with its times, those of full prefill where it reads nothing."""
+        prompt = found.prompt
+        sizes = [len(prompt.segments[fetch.segment].tokens) for fetch in found.fetches]
+        chunks = [n for n, fetch in zip(sizes, found.fetches, strict=True) if is_blended(prompt, fetch)]
+        share = share_of(found.policy, found.ratio, chunks)
+        blend = Blend(found.policy, len(prompt), len(prompt) - sum(sizes), sum(chunks), share)
+        if not found.fetches:
+            return cls(times, found, blend, times.prefill_s(len(prompt)), 0.0)
+        count = _layers_a_read(times, blend, found.fetches)
+        ttft_s, load_s = times.ttft_s(blend, found.fetches, count), sum(times.steps_s(found.fetches, count))
+        return cls(times, replace(found, layers_a_read=count), blend, ttft_s, load_s)
+
+    def at(self, ratio: float) -> Timed:
+        """The same at another ratio."""
+        if ratio == self.found.ratio:
+            return self
+        blend = replace(self.blend, ratio=ratio)
+        ttft_s = self.times.ttft_s(blend, self.found.fetches, self.found.layers_a_read)
+        return replace(self, found=replace(self.found, ratio=ratio), blend=blend, ttft_s=ttft_s)
+
+    @property
+    def full_s(self) -> float:
+        """Full prefill of the prompt."""
+        return self.times.prefill_s(len(self.found.prompt))
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether loading, rather than computing, is what the first token waits for."""
+        return self.load_s > 0 and self.ttft_s > (1 + TIE) * self.times.fused_s(self.blend)
+
+
+def _layers_a_read(times: Estimate, blend: Blend, fetches: Sequence[Fetch]) -> int:
+    """Layers to read together: fewer overlap better with fusing, more take fewer reads."""
+    counts = [times.count(fetches)]
+    while counts[-1] > 1 and times.is_ahead(fetches):
+        counts.append(counts[-1] // 2)
+    return min(counts, key=lambda count: times.ttft_s(blend, fetches, count))
+
+
+def widest(timed: Timed, deadline_s: float | None = None) -> tuple[float, Bound]:
+    """The largest ratio from the plan's own on that loading hides, and what it stopped at (CacheBlend 5.1).
+
+    Hidden is what makes the first token no later than a tie, and only where there is loading to hide it.
+    """
+    least = timed.found.ratio
+    hidden_s = timed.ttft_s + TIE * min(timed.ttft_s, timed.load_s)
+    if not (0 < least < 1 and timed.blend.offered and is_adjustable(timed.found.policy)):
+        return least, "floor"
+    ratio = _largest(timed, hidden_s)
+    if deadline_s is not None and timed.at(ratio).ttft_s > deadline_s:
+        return _largest(timed, deadline_s), "deadline"
+    return ratio, "loading" if ratio > least else "floor"
+
+
+def _largest(timed: Timed, within_s: float) -> float:
+    """The largest ratio, in hundredths, from the plan's own on whose first logits come in time, else its own."""
+    least = timed.found.ratio
+    low, high = floor(100 * least), 100
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if timed.at(middle / 100).ttft_s <= within_s else (low, middle - 1)
+    return max(least, low / 100)
+
+
+def _without_slow(timed: Timed, without: Callable[[Mapping[int, str]], LoadPlan]) -> Timed:
+    """The plan without the segments that take longer to load than to compute, the slowest first, while that is sooner.
+
+    One is left, so that there is something to fuse: full prefill is another question.
+    """
+    segments, times, left = timed.found.prompt.segments, timed.times, dict[int, str]()
+    loads = {fetch.segment: times.load_s(fetch.tier, fetch.nbytes) for fetch in timed.found.fetches}
+    for at in sorted(loads, key=lambda at: loads[at] / len(segments[at].tokens), reverse=True)[:-1]:
+        tried = Timed.of(times, without({**left, at: SLOWER}))
+        compute_s = times.rows_s(tried.blend, 0, len(segments[at].tokens))
+        if compute_s >= loads[at] or tried.ttft_s >= timed.ttft_s:
+            break
+        timed, left[at] = tried, SLOWER
+    return timed
+
+
+def _forecast(timed: Timed, bound: Bound, deadline_s: float | None) -> Forecast:
+    """What a plan will take, in all and segment by segment."""
+    times, found, blend, full_s = timed.times, timed.found, timed.blend, timed.full_s
+    if not found.fetches:
+        return Forecast(0.0, full_s, full_s, full_s, bound, deadline_s)
+    sizes = [len(segment.tokens) for segment in found.prompt.segments]
+    each = [(index, 0.0, times.rows_s(blend, 0, sizes[index])) for index, _ in found.misses]
+    unread = {fetch.segment: times.load_s(fetch.tier, fetch.nbytes) for fetch in found.unread}
+    each = [(index, unread.get(index, 0.0), seconds) for index, _, seconds in each]
+    for fetch in found.fetches:
+        again_s = times.rows_s(blend, sizes[fetch.segment], 0) if is_blended(found.prompt, fetch) else 0.0
+        each.append((fetch.segment, times.load_s(fetch.tier, fetch.nbytes), again_s))
+    computing_s = times.fused_s(blend)
+    return Forecast(timed.load_s, computing_s, timed.ttft_s, full_s, bound, deadline_s, tuple(sorted(each)))
+
+
+def _in_full(found: LoadPlan, fused_s: float) -> LoadPlan:
+    """Full prefill instead of a plan that takes `fused_s` at least, with both figures."""
+    full_s = found.forecast.full_s if found.forecast is not None else 0.0
+    unread = tuple(sorted((*found.fetches, *found.unread), key=lambda fetch: fetch.segment))
+    misses = dict(found.misses) | {fetch.segment: "full prefill is sooner" for fetch in unread}
+    why = f"full prefill {full_s:.3f} s is predicted, fusing {fused_s:.3f} s"
+    return replace(found.refused(why), misses=tuple(sorted(misses.items())), unread=unread)

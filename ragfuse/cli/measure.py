@@ -1,0 +1,147 @@
+"""`ragfuse measure` and `ragfuse explain`: how fast this machine is, and what is planned by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ragfuse.cli.ask import prompt_for
+from ragfuse.cli.ingest import progress
+from ragfuse.cli.options import (
+    Device,
+    Dtype,
+    Index,
+    Json,
+    Model,
+    Policy,
+    Ratio,
+    Store,
+    console_for,
+    settings_of,
+    write_json,
+)
+from ragfuse.errors import InputError
+
+if TYPE_CHECKING:
+    from ragfuse.core import LoadPlan
+    from ragfuse.profiles import MachineProfile
+
+
+def measure(
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    store: Annotated[
+        list[str] | None,
+        typer.Option(help="Folder or URL of a tier to measure beside memory; repeat for more. Default: the settings'."),
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Time prefill, fusing and every tier on this machine; from then on prompts are planned by these figures."""
+    folder, others = _folder_first(store or ())
+    settings, console = settings_of(model=model, dtype=dtype, device=device, store=folder), console_for(json)
+    with console.status("loading the model"):
+        from ragfuse.engine import Engine
+
+        engine = Engine(settings)
+    with engine:
+        with console.status("loading the model"):
+            name = engine.model.name
+        columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeElapsedColumn()
+        with progress(console, *columns) as bar:
+            task = bar.add_task("measuring", total=1.0)
+            machine = engine.measure(others, lambda what, done: bar.update(task, description=what, completed=done))
+        is_kept = engine.book is not None
+    _show(machine, name, console)
+    if is_kept:
+        console.print(f"Kept in {settings.store_path}; prompts are planned by it from now on.", highlight=False)
+    else:
+        console.print("[yellow]Not kept[/]: without a disk tier there is no place for it (disk_bytes is 0).")
+    write_json(machine.as_dict(), json)
+
+
+def explain(
+    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    index: Index = "default",
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    store: Store = None,
+    policy: Policy = None,
+    ratio: Ratio = None,
+    top_k: Annotated[int | None, typer.Option(help="Chunks retrieved.")] = None,
+    deadline: Annotated[float | None, typer.Option(help="Seconds until the first token is wanted.", min=0.0)] = None,
+    json: Json = None,
+) -> None:
+    """Tell what a question would read and compute, how long that takes, and why; it is not answered."""
+    if not question.strip():
+        raise InputError('The question is empty. Ask something: ragfuse explain "Who built the bridge?"')
+    given = {"model": model, "dtype": dtype, "device": device, "store": store, "policy": policy, "ratio": ratio}
+    settings, console = settings_of(**given, top_k=top_k), console_for(json)
+    with console.status("loading the model"):
+        from ragfuse.cli.library import Library
+        from ragfuse.engine import Ask, Engine
+        from ragfuse.plan.words import in_words
+
+        library, engine = Library(settings, index), Engine(settings)
+    with engine:
+        plan = engine.plan(prompt_for(engine, library, question, console), Ask(deadline_s=deadline))
+    console.print(in_words(plan), markup=False, highlight=False, soft_wrap=True)
+    write_json({"question": question, **_as_dict(plan), "words": in_words(plan)}, json)
+
+
+def _folder_first(stores: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The first folder among these, which becomes the disk tier, and all others."""
+    folder = next((store for store in stores if "://" not in store), None)
+    others = [store for store in stores if store != folder]
+    return Path(folder) if folder is not None else None, others
+
+
+def _show(machine: MachineProfile, name: str, console: Console) -> None:
+    """The figures as tables."""
+    fixed, linear, square = machine.prefill
+    table = Table(title=f"Full prefill of {name}, {machine.threads} threads")
+    for column in ("tokens", "measured s", "by the curve s"):
+        table.add_column(column, justify="right")
+    for tokens, seconds in machine.prefill_points:
+        fitted = fixed + linear * tokens + square * tokens * tokens
+        table.add_row(f"{tokens:,}", f"{seconds:.3f}", f"{fitted:.3f}")
+    console.print(table)
+    table = Table(title="Tiers")
+    for column in ("tier", "opening ms", "a read ms", "reading MB/s", "writing MB/s"):
+        table.add_column(column, justify="left" if column == "tier" else "right")
+    for tier, speed in machine.tiers.items():
+        times = (f"{1000 * speed.open_s:.2f}", f"{1000 * speed.read_s:.2f}")
+        table.add_row(tier, *times, _mbps(speed.byte_s), _mbps(speed.write_byte_s))
+    console.print(table)
+
+
+def _mbps(byte_s: float) -> str:
+    """Megabytes (10^6 bytes) a second, or that bytes cost nothing."""
+    return f"{1e-6 / byte_s:,.0f}" if byte_s > 1e-12 else "shared, not copied"
+
+
+def _as_dict(plan: LoadPlan) -> dict[str, Any]:
+    """A plan as plain JSON types, one row for each segment that could be reused."""
+    kept, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
+    times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
+    rows = []
+    for at, segment in enumerate(plan.prompt.segments):
+        if segment.keys:
+            fetch, (load_s, compute_s) = kept.get(at), times.get(at, (None, None))
+            row: dict[str, Any] = {"source": segment.source, "kind": segment.kind, "n_tokens": len(segment.tokens)}
+            row |= {"hit": any(f.segment == at for f in plan.fetches), "why": misses.get(at, "")}
+            row |= {"tier": fetch.tier if fetch else "", "nbytes": fetch.nbytes if fetch else 0}
+            rows.append({**row, "predicted_load_s": load_s, "predicted_compute_s": compute_s})
+    forecast = asdict(plan.forecast) if plan.forecast is not None else None
+    if forecast is not None:
+        del forecast["segments"]
+    told = {"policy": plan.policy, "ratio": plan.ratio, "refusal": plan.refusal}
+    return {**told, "tokens": len(plan.prompt), "segments": rows, "forecast": forecast}

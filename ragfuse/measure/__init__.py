@@ -1,0 +1,80 @@
+"""How fast this machine is with one model: prefill, fused prefills and tiers, timed and put into a MachineProfile.
+
+Nothing here decides, and nothing is kept: what the figures are for is `plan`'s, where they are kept is the engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ragfuse.errors import ModelError, StoreError
+from ragfuse.hf.model import HFModel
+from ragfuse.measure.fit import fitted_fused, fitted_prefill
+from ragfuse.measure.passes import fused_points, prefill_points
+from ragfuse.measure.tiers import speed_of
+from ragfuse.profiles import MachineProfile
+from ragfuse.store import Tier
+
+__all__ = ["LONGEST", "Progress", "measure"]
+
+log = logging.getLogger("ragfuse.measure")
+
+LONGEST = 3072
+"""Tokens of the longest prompt that is timed, where the model takes so many."""
+Progress = Callable[[str, float], object]
+"""Takes what is being timed and how much of all is done, 0..1."""
+_PREFILL, _FUSED = 0.3, 0.5
+
+
+def measure(
+    model: HFModel,
+    tiers: Sequence[Tier],
+    progress: Progress = lambda what, done: None,
+    longest: int = LONGEST,
+    rounds: int = 3,
+    cool: Callable[[], object] | None = None,
+) -> MachineProfile:
+    """The timings of `model` on this machine, medians of interleaved rounds after one to warm up; minutes at most.
+
+    cool: makes the next read of a tier a cold one; a disk tier's own files need none. ModelError for a model that is
+    never fused. A tier that does not keep what it is given is left out, which is said.
+    """
+    if model.profile.refusal:
+        raise ModelError(f"{model.name} is not fused, so there is nothing to plan: {model.profile.refusal}")
+    window = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+    top = min(longest, window) if isinstance(window, int) and window > 0 else longest
+    prefill = prefill_points(model, top, rounds, _part(progress, 0.0, _PREFILL))
+    fused = fused_points(model, prefill[-1][0], rounds, _part(progress, _PREFILL, _FUSED))
+    speeds, share = {}, (1 - _PREFILL - _FUSED) / max(1, len(tiers))
+    sample = model.encode([0])
+    for index, tier in enumerate(tiers):
+        part = _part(progress, _PREFILL + _FUSED + index * share, share)
+        try:
+            speeds[tier.name] = speed_of(tier, sample, rounds, part, cool)
+        except StoreError as error:
+            log.warning("Tier %s is left out of the timings: %s", tier.name, error)
+    return MachineProfile(
+        model=model.fingerprint,
+        device=str(model.device),
+        threads=torch.get_num_threads(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        n_layers=model.n_layers,
+        prefill=fitted_prefill(prefill),
+        fused=fitted_fused(fused, model.n_layers),
+        tiers=speeds,
+        prefill_points=prefill,
+        fused_points=fused,
+    )
+
+
+def _part(progress: Progress, before: float, share: float) -> Progress:
+    """The progress of a part that is `share` of all and has `before` done before it."""
+
+    def told(what: str, done: float) -> Any:
+        return progress(what, before + share * done)
+
+    return told

@@ -1,0 +1,203 @@
+"""How long things take on a measured machine: prefill, fused prefill, loading, and loading behind fusing.
+
+Arithmetic over a MachineProfile. Nothing here chooses, and nothing reads a clock, a file or a tensor.
+N layers, T tokens of a prompt, seconds throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Literal
+
+from ragfuse.core import Fetch
+from ragfuse.profiles import FusedCost, FusedPoint, MachineProfile
+
+AHEAD = 4
+"""Layers that may wait, read but not yet fused, or one read's if those are more (as `load.layers` has it)."""
+READ_NBYTES = 4 << 20
+"""A read takes as many layers of a chunk as fit, at least one (as `load.layers` has it)."""
+
+HELD_UP_S = 3e-4
+"""About how long a read by the thread holds up the model: 210 small ones cost about as much as fusing (facts.md)."""
+
+Kind = Literal["static", "checking", "looking"]
+"""What a policy needs before it knows its rows: nothing, all rows of the first layer, attention over all layers."""
+
+_CHECKING = frozenset({"hkvd", "hkvd-flat", "hybrid"})
+_LOOKING = frozenset({"query", "query-gradual"})
+_GRADUAL = frozenset({"hkvd", "hybrid", "query-gradual"})
+
+
+def kind_of(policy: str) -> Kind:
+    """What the policy of that name needs first."""
+    name = policy.partition(":")[0]
+    return "checking" if name in _CHECKING else "looking" if name in _LOOKING else "static"
+
+
+def share_of(policy: str, ratio: float, chunks: Sequence[int]) -> float:
+    """The share that a policy takes of chunks of so many tokens when it is asked for `ratio`."""
+    fixed = _tokens_a_chunk(policy)
+    if not ratio or policy == "none" or not chunks:
+        return 0.0
+    return 1.0 if policy == "full" else sum(min(fixed, n) for n in chunks) / sum(chunks) if fixed else ratio
+
+
+def is_adjustable(policy: str) -> bool:
+    """Whether a policy computes more rows at a higher ratio."""
+    return policy not in ("full", "none") and not _tokens_a_chunk(policy)
+
+
+def _tokens_a_chunk(policy: str) -> int:
+    """N of lego-N, 0 for all others."""
+    name, _, count = policy.rpartition("-")
+    return int(count) if name == "lego" and count.isascii() and count.isdigit() else 0
+
+
+@dataclass(frozen=True)
+class Blend:
+    """One fused prefill in numbers: of T `tokens`, `forced` rows are computed, and `ratio` of `offered` cached ones.
+
+    ratio: the share that the policy really takes, see `share_of`.
+    """
+
+    policy: str
+    tokens: int
+    forced: int
+    offered: int
+    ratio: float
+
+    @classmethod
+    def of(cls, point: FusedPoint) -> Blend:
+        """What a point of a profile was measured with."""
+        return cls(point.policy, point.tokens, point.forced, point.offered, point.ratio)
+
+    @property
+    def kind(self) -> Kind:
+        """What must be known first; where there is nothing to choose, nothing."""
+        return kind_of(self.policy) if self.offered and self.ratio > 0 else "static"
+
+    def rows(self, n_layers: int) -> list[float]:
+        """Rows computed in each layer, on average over what is thinned out; by CacheBlend 4.3 where it is gradual."""
+        share, first = self.ratio, 1 if self.kind == "checking" else 0
+        steps = n_layers - 1 - first
+        shares = [share] * (n_layers - first)
+        if self.policy.partition(":")[0] in _GRADUAL and steps > 0:
+            start = min(1.0, 1.5 * share)
+            shares = [start + 2 * (share - start) * step / steps for step in range(steps + 1)]
+        return [self.forced + each * self.offered for each in (*[1.0] * first, *shares)]
+
+
+def features(blend: Blend, n_layers: int) -> tuple[float, ...]:
+    """What each figure of a FusedCost is multiplied by, in the order of its fields."""
+    rows, kind = sum(blend.rows(n_layers)) / n_layers, blend.kind
+    rows += blend.forced if kind == "looking" else 0
+    checked = blend.forced + blend.offered if kind == "checking" else 0
+    looked = blend.tokens if kind == "looking" else 0
+    placed = blend.tokens - blend.forced
+    return 1.0, rows, rows * blend.tokens, placed, float(checked > 0), checked, float(looked > 0), looked
+
+
+def fused_s(cost: FusedCost, blend: Blend, n_layers: int) -> float:
+    """A fused prefill whose cached KV is at hand."""
+    return float(sum(each * times for each, times in zip(astuple(cost), features(blend, n_layers), strict=True)))
+
+
+def layers_s(cost: FusedCost, blend: Blend, n_layers: int) -> tuple[list[float], list[float]]:
+    """The same layer by layer: the pass that looks ([] where none does), and the pass that computes."""
+    row_s = (cost.row_s + cost.score_s * blend.tokens) / n_layers
+    placed_s = cost.placed_s * (blend.tokens - blend.forced) / n_layers
+    passes = [row_s * rows + cost.fixed_s / n_layers for rows in blend.rows(n_layers)]
+    if blend.kind == "looking":
+        look_s = row_s * blend.forced + (cost.look_s + cost.look_token_s * blend.tokens) / n_layers
+        return [look_s + placed_s] * n_layers, passes
+    if blend.kind == "checking":
+        passes[min(1, n_layers - 1)] += cost.check_s + cost.check_row_s * (blend.forced + blend.offered)
+    return [], [each + placed_s for each in passes]
+
+
+def layers_a_read(nbytes: int, n_layers: int) -> int:
+    """Layers that are read together where the largest chunk has so many bytes."""
+    return max(1, min(n_layers, READ_NBYTES * n_layers // max(1, nbytes)))
+
+
+def pipelined_s(loads: Sequence[float], computes: Sequence[float], room: int) -> float:
+    """The end of `computes`, each of which needs the load of its step, while one thread loads ahead.
+
+    At most `room` loaded steps wait to be taken; the thread holds one more in its hands (CacheBlend 5.1).
+    """
+    put, taken, done = 0.0, [0.0] * len(loads), 0.0
+    for step, (load, compute) in enumerate(zip(loads, computes, strict=True)):
+        put = max(put + load, taken[step - room] if step >= room else 0.0)
+        taken[step] = max(put, done)
+        done = taken[step] + compute
+    return done
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a measured machine will take."""
+
+    machine: MachineProfile
+
+    def knows(self, fetches: Sequence[Fetch]) -> bool:
+        """Whether all tiers of these were measured."""
+        return all(fetch.tier in self.machine.tiers for fetch in fetches)
+
+    def prefill_s(self, tokens: int) -> float:
+        """Full prefill of so many tokens."""
+        fixed, linear, square = self.machine.prefill
+        return fixed + linear * tokens + square * tokens * tokens
+
+    def recompute_s(self, ratio: float, tokens: int) -> float:
+        """T_recompute of CacheBlend 5.1: that share of a full prefill."""
+        return ratio * self.prefill_s(tokens)
+
+    def fused_s(self, blend: Blend) -> float:
+        """A fused prefill whose cached KV is at hand."""
+        return fused_s(self.machine.fused, blend, self.machine.n_layers)
+
+    def load_s(self, tier: str, nbytes: int, n_reads: int | None = None) -> float:
+        """One entry of a measured tier, by so many reads; None: as many as a prompt of such entries takes."""
+        speed, layers = self.machine.tiers[tier], self.machine.n_layers
+        reads = -(-layers // layers_a_read(nbytes, layers)) if n_reads is None else n_reads
+        return speed.open_s + speed.read_s * reads + speed.byte_s * nbytes
+
+    def count(self, fetches: Sequence[Fetch], chosen: int = 0) -> int:
+        """Layers of each chunk that are read together: `chosen`, or what `load.layers` takes unless told."""
+        layers = self.machine.n_layers
+        return min(chosen, layers) or layers_a_read(max((fetch.nbytes for fetch in fetches), default=0), layers)
+
+    def steps_s(self, fetches: Sequence[Fetch], chosen: int = 0) -> list[float]:
+        """Loading, step by step: some layers of every chunk each."""
+        layers, tiers, count = self.machine.n_layers, self.machine.tiers, self.count(fetches, chosen)
+        per_read = sum(tiers[fetch.tier].read_s for fetch in fetches)
+        per_layer = sum(tiers[fetch.tier].byte_s * fetch.nbytes for fetch in fetches) / layers
+        steps = [per_read + per_layer * min(count, layers - first) for first in range(0, layers, count)]
+        steps[0] += sum(tiers[fetch.tier].open_s for fetch in fetches)
+        return steps
+
+    def ttft_s(self, blend: Blend, fetches: Sequence[Fetch], chosen: int = 0) -> float:
+        """Until the first logits, reading while fusing where `load.layers` does so.
+
+        Each read by a thread holds up the model a little. A policy that looks takes all layers as it looks, and finds
+        them at hand as it computes.
+        """
+        count, layers = self.count(fetches, chosen), self.machine.n_layers
+        loads = self.steps_s(fetches, chosen)
+        look, passes = layers_s(self.machine.fused, blend, layers)
+        if not self.is_ahead(fetches):
+            return sum(loads) + sum(look) + sum(passes)
+        waiting, then = (look, sum(passes)) if look else (passes, 0.0)
+        held_up_s = HELD_UP_S * len(fetches)
+        computes = [sum(waiting[first : first + count]) + held_up_s for first in range(0, layers, count)]
+        return pipelined_s(loads, computes, max(1, AHEAD // count)) + then
+
+    def is_ahead(self, fetches: Sequence[Fetch]) -> bool:
+        """Whether a thread reads these while others are fused: one of them is slow to read."""
+        return any(self.machine.tiers[fetch.tier].is_ahead for fetch in fetches)
+
+    def rows_s(self, blend: Blend, offered: int, forced: int) -> float:
+        """What a part of a blend's rows adds to its computing: these of the offered, and these of the forced."""
+        without = replace(blend, offered=blend.offered - offered, forced=blend.forced - forced)
+        return max(0.0, self.fused_s(blend) - self.fused_s(without))

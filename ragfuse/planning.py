@@ -1,0 +1,106 @@
+"""How one engine plans: by its model's verdict, by what was asked, and by this machine's timings where it has any.
+
+What is decided is told in `plan` and `gate`; the timings are kept in the store's book.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+
+import torch
+
+from ragfuse.asking import Ask
+from ragfuse.core import LoadPlan, Prompt, digest
+from ragfuse.gate import Booked, Hint, refusal_of
+from ragfuse.hf.model import HFModel
+from ragfuse.measure import Progress, measure
+from ragfuse.plan.controller import LoadingController, settle
+from ragfuse.plan.evict import lru
+from ragfuse.plan.tiers import choose_tier
+from ragfuse.profiles import MACHINE_VERSION, MachineProfile, ModelProfile
+from ragfuse.settings import Settings
+from ragfuse.store import KVStore, Tier
+from ragfuse.store.opening import open_tier
+
+UNASKED = "full prefill was asked for"
+
+
+class Planner:
+    """Plans an engine's prompts over its store. `booked` asks the store's book."""
+
+    def __init__(self, settings: Settings, store: KVStore, booked: Booked) -> None:
+        self._settings, self._store, self._booked = settings, store, booked
+        self._hint, self._lock = Hint(), threading.Lock()
+        self._machines: dict[str, MachineProfile | None] = {}
+
+    def plan(
+        self,
+        prompt: Prompt,
+        ask: Ask,
+        model: HFModel,
+        profile: ModelProfile,
+        lost: frozenset[int] = frozenset(),
+    ) -> LoadPlan:
+        """What to read and compute for a prompt; `lost` segments were there and could not be read."""
+        settings = self._settings
+        policy = ask.policy or settings.policy
+        ratio = settings.ratio if ask.ratio is None else ask.ratio
+        controller = LoadingController(self.machine(model), profile.choice)
+        refusal = refusal_of(profile, policy) if ask.reuse else UNASKED
+        if refusal:
+            return controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).refused(refusal)
+        keys = [key for segment in prompt.segments for key in segment.keys]
+        found = controller.plan(prompt, self._store.lookup(keys), policy, ratio, lost, ask.deadline_s)
+        if found.fetches or found.refusal:
+            self._hint.give(profile, policy, settings.model)
+            return found
+        return found.refused("nothing of it is in the store" if keys else "it holds no chunk that is long enough")
+
+    def home(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> str | None:
+        """The slow tier that a new chunk belongs in; None: this machine was not measured, so all of them."""
+        machine, slow = self.machine(model), [tier.name for tier in self._store.tiers if tier.slow]
+        if machine is None or len(slow) < 2:
+            return None
+        ratio = settle(self._settings.policy, self._settings.ratio, profile.choice)[1]
+        return choose_tier(n_tokens, nbytes, machine, slow, self._settings.prices.model_dump(), ratio)
+
+    def machine(self, model: HFModel) -> MachineProfile | None:
+        """This machine's timings with a model, on as many threads as torch has now; None where there are none."""
+        name = self._name(model.fingerprint, str(model.device), torch.get_num_threads())
+        with self._lock:
+            if name not in self._machines:
+                found = self._booked(lambda book: book.get(name), None)
+                self._machines[name] = MachineProfile.from_dict(found) if found is not None else None
+            return self._machines[name]
+
+    def learn(self, machine: MachineProfile) -> None:
+        """Plan by these timings from now on, here and in later processes on this store."""
+        name = self._name(machine.model, machine.device, machine.threads)
+        with self._lock:
+            self._machines[name] = machine
+        self._booked(lambda book: book.put(name, machine.as_dict()), None)
+
+    def measure(self, model: HFModel, stores: Sequence[str], progress: Progress) -> MachineProfile:
+        """New timings, of the store's own tiers and of those at the URLs; learned."""
+        with ExitStack() as opened:
+            tiers: list[Tier] = list(self._store.tiers)
+            for url in stores:
+                tiers.append(open_tier(url, self._settings, lru, [tier.name for tier in tiers]))
+                opened.callback(getattr(tiers[-1], "close", lambda: None))
+            machine = measure(model, tiers, progress)
+        self.learn(machine)
+        return machine
+
+    def _name(self, fingerprint: str, device: str, threads: int) -> str:
+        return _name(fingerprint, device, threads, self._settings.tiers)
+
+
+def _name(fingerprint: str, device: str, threads: int, tiers: Sequence[str]) -> str:
+    """Timings are only as good as the machine, the libraries and the further tiers that they were taken with."""
+    gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
+    around = digest(platform.node(), gpu, version("torch"), version("transformers"), *tiers)
+    return f"machine-{fingerprint}-{device}-{threads}-{MACHINE_VERSION}-{around[:12]}"

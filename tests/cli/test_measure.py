@@ -1,0 +1,84 @@
+"""`ragfuse measure` and `ragfuse explain` as a user runs them, on a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ragfuse import measure as measuring
+from ragfuse.cli.door import app
+from ragfuse.plan.words import UNMEASURED
+from ragfuse.profiles import MachineProfile
+
+
+@pytest.fixture
+def run(tiny_settings, tmp_path, monkeypatch):
+    """Runs a command over the tiny model in a home of its own; what is measured is short."""
+    short = {"longest": 128, "rounds": 1}
+    monkeypatch.setattr("ragfuse.planning.measure", lambda *given: measuring.measure(*given, **short))
+    for name, value in (("HOME", tmp_path / "user"), ("MODEL", tiny_settings.model), ("DTYPE", "float32")):
+        monkeypatch.setenv(f"RAGFUSE_{name}", str(value))
+    return lambda *arguments: CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def told(result):
+    assert result.exit_code == 0, result.output + result.stderr
+    return json.loads(result.stdout)
+
+
+def words_of(result):
+    return " ".join(result.output.split())
+
+
+def test_a_machine_is_measured_shown_and_kept(run, tmp_path):
+    result = run("measure", "--store", tmp_path / "store", "--json", tmp_path / "machine.json")
+    assert result.exit_code == 0, result.output
+    assert "Full prefill of" in result.output
+    assert "reading MB/s" in words_of(result)
+    assert f"Kept in {tmp_path / 'store'}" in result.output.replace("\n", "")
+    profile = MachineProfile.from_dict(json.loads((tmp_path / "machine.json").read_text()))
+    assert set(profile.tiers) == {"memory", "disk"}
+    assert not list(tmp_path.rglob("measure-*"))
+
+
+def test_a_question_is_explained_before_and_after_measuring(run, book, tmp_path):
+    assert run("ingest", book, "--store", tmp_path / "store").exit_code == 0
+    ask = ("explain", "What was counted in 1812?", "--top-k", 3, "--store", tmp_path / "store")
+    before = run(*ask)
+    assert before.exit_code == 0, before.output + before.stderr
+    assert UNMEASURED.split(":")[0] in before.output
+    assert run("measure", "--store", tmp_path / "store").exit_code == 0
+    after = told(run(*ask, "--policy", "hkvd", "--ratio", 0.2, "--json", "-"))
+    chunks = [segment for segment in after["segments"] if segment["kind"] == "chunk"]
+    assert [(chunk["hit"], chunk["why"]) for chunk in chunks] == [(True, "")] * 3
+    assert all(chunk["tier"] and chunk["nbytes"] and chunk["predicted_load_s"] >= 0 for chunk in chunks)
+    assert (after["ratio"], after["policy"], after["forecast"]["bound"]) == (0.2, "hkvd", "asked")
+    assert "Ratio 0.20 by hkvd: as asked for." in after["words"]
+    late = told(run(*ask, "--deadline", 0, "--json", "-"))
+    assert "cannot be met" in late["words"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("explain", " "), "InputError: The question is empty"),
+        (("explain", "Who?"), "is empty. Fill it first"),
+        (("measure", "--store", "://x"), "StoreError: Wanted a folder or a URL"),
+        (("measure", "--device", "abacus"), "ModelError: Wanted a device"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(run, arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert said in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+
+
+def test_a_store_that_is_a_file_is_refused(run, tmp_path):
+    (tmp_path / "file").write_text("x")
+    result = run("measure", "--store", tmp_path / "file")
+    assert result.exit_code == 1
+    assert "StoreError: " in result.stderr
+    assert Path(tmp_path / "file").read_text() == "x"

@@ -1,0 +1,49 @@
+"""Curves through timings are found again where they are known, and never go below zero."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.optimize import nnls
+
+from ragfuse.measure.fit import fitted, fitted_fused, fitted_prefill
+from ragfuse.plan.estimate import Blend, fused_s
+from ragfuse.profiles import FusedPoint
+from tests.plan.kit import COST, LAYERS
+
+TABLES = st.lists(st.tuples(*[st.floats(0, 10)] * 4, st.floats(0.1, 10)), min_size=4, max_size=10)
+
+
+@given(TABLES)
+def test_weights_are_those_of_the_classical_solver(rows):
+    table, seconds = [row[:4] for row in rows], [row[4] for row in rows]
+    found = fitted(table, seconds)
+    relative = [[value / row[4] for value in row[:4]] for row in rows]
+    best = nnls(relative, [1.0] * len(rows))[1] ** 2
+    error = sum((sum(w * v for w, v in zip(found, row, strict=True)) - 1) ** 2 for row in relative)
+    assert min(found) >= 0
+    assert error <= best + 1e-6 * len(rows)
+
+
+def test_a_known_prefill_curve_is_found_again():
+    points = [(n, 0.02 + 3e-4 * n + 5e-8 * n * n) for n in (96, 192, 384, 768, 1536)]
+    assert fitted_prefill(points) == pytest.approx((0.02, 3e-4, 5e-8))
+
+
+def test_a_curve_is_not_bent_below_zero():
+    assert fitted_prefill([(100, 0.1), (200, 0.3), (400, 0.5), (800, 0.9)])[0] >= 0
+
+
+def test_known_fused_prefills_are_foretold_also_where_none_was_measured():
+    def points(sizes):
+        blends = [
+            Blend(policy, size, question, size - question - size // 6, ratio)
+            for size in sizes
+            for question in (16, 96)
+            for policy, ratio in (("none", 0.0), ("lego", 0.3), ("hkvd", 0.1), ("hkvd", 0.4), ("query", 0.2))
+        ]
+        fields = [(b.policy, b.tokens, b.forced, b.offered, b.ratio, fused_s(COST, b, LAYERS)) for b in blends]
+        return [FusedPoint(*each) for each in fields]
+
+    cost = fitted_fused(points((384, 1024, 3072)), LAYERS)
+    for point in points((600, 2048, 4000)):
+        assert fused_s(cost, Blend.of(point), LAYERS) == pytest.approx(point.seconds, rel=0.01)

@@ -1,0 +1,104 @@
+"""Measuring on a tiny model and real tiers: a whole profile, nothing left behind, one sentence for what cannot be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ragfuse import Engine
+from ragfuse.errors import ModelError, StoreError
+from ragfuse.hf.model import HFModel
+from ragfuse.measure import measure
+from ragfuse.measure.tiers import speed_of
+from ragfuse.plan.evict import lru
+from ragfuse.profiles import MachineProfile
+from ragfuse.store import DiskTier, MemoryTier
+from tests.store.kit import encoded, key, kv
+
+
+@pytest.fixture
+def model(engine: Engine) -> HFModel:
+    return engine.model
+
+
+@pytest.fixture
+def disk(tmp_path):
+    tier = DiskTier(tmp_path / "tier", 1 << 30, lru)
+    yield tier
+    tier.close()
+
+
+def files(tier: DiskTier) -> list[Path]:
+    return [path for path in tier.path.rglob("*.kv") if path.is_file()] + list(tier.path.glob("measure-*"))
+
+
+def test_a_profile_holds_curve_points_and_every_tier_and_survives_json(model, disk):
+    told = []
+    profile = measure(model, [MemoryTier(1 << 30, lru), disk], lambda *each: told.append(each), 256, 1)
+    assert (profile.model, profile.device, profile.dtype) == (model.fingerprint, "cpu", "float32")
+    assert (profile.n_layers, set(profile.tiers)) == (3, {"memory", "disk"})
+    assert (profile.tiers["memory"].is_ahead, profile.tiers["disk"].is_ahead) == (False, True)
+    assert len(profile.prefill_points) >= 4
+    assert profile.prefill_points[-1][0] == 256
+    assert {point.policy for point in profile.fused_points} == {"none", "lego", "hkvd", "query"}
+    assert all(point.seconds > 0 for point in profile.fused_points)
+    assert len(profile.tiers["disk"].points) >= 4
+    assert profile.tiers["disk"].byte_s + profile.tiers["disk"].open_s + profile.tiers["disk"].read_s > 0
+    assert MachineProfile.from_dict(json.loads(json.dumps(profile.as_dict()))) == profile
+    shares = [done for _, done in told]
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] < shares[-1] <= 1
+    assert files(disk) == []
+
+
+def test_a_tier_s_own_entries_stay_even_where_it_is_full(model, tmp_path):
+    tier = DiskTier(tmp_path / "tier", 20_000, lru)
+    kept = key("mine")
+    assert tier.write(kept, *encoded(kv()))
+    speed_of(tier, model.encode([0]), 1, lambda *_: None)
+    assert list(tier.entries()) == [kept]
+    tier.close()
+
+
+def test_a_memory_tier_is_measured_in_the_room_it_has_or_says_that_it_has_none(model):
+    small, full = MemoryTier(10_000, lru), MemoryTier(100, lru)
+    assert small.write(key("mine"), *encoded(kv()))
+    speed_of(small, model.encode([0]), 1, lambda *_: None)
+    assert list(small.entries()) == [key("mine")]
+    with pytest.raises(StoreError, match=r"Tier memory has .* bytes left"):
+        speed_of(full, model.encode([0]), 1, lambda *_: None)
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_ctrl_c_leaves_nothing_behind(model, disk, after):
+    memory, seen = MemoryTier(1 << 30, lru), []
+
+    def stop(what, done):
+        seen.append(what)
+        if len(seen) > after:
+            raise KeyboardInterrupt
+
+    for tier in (memory, disk):
+        seen.clear()
+        with pytest.raises(KeyboardInterrupt):
+            speed_of(tier, model.encode([0]), 2, stop)
+    assert memory.entries() == {}
+    assert files(disk) == []
+
+
+class Forgetful(MemoryTier):
+    """Says that it kept what it did not."""
+
+    def write(self, key, meta, blobs):
+        return True
+
+
+def test_a_tier_that_keeps_nothing_is_named(model):
+    with pytest.raises(StoreError, match="Tier memory did not keep"):
+        speed_of(Forgetful(1 << 30, lru), model.encode([0]), 1, lambda *_: None)
+
+
+def test_a_model_that_is_never_fused_is_refused(engine, model, monkeypatch):
+    monkeypatch.setattr(model, "profile", type(model.profile)("m", refusal="no KV"))
+    with pytest.raises(ModelError, match="is not fused, so there is nothing to plan: no KV"):
+        measure(model, [])

@@ -1,0 +1,46 @@
+"""What the tests of planning by time share: a machine of round figures, and prompts whose chunks lie in tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ragfuse.core import ChunkKey, Entry, Prompt, Segment, token_digest
+from ragfuse.profiles import FusedCost, MachineProfile, TierSpeed
+
+LAYERS = 12
+COST = FusedCost(
+    fixed_s=0.01,
+    row_s=4e-4,
+    score_s=1e-7,
+    placed_s=1e-6,
+    check_s=0.002,
+    check_row_s=2e-5,
+    look_s=0.005,
+    look_token_s=1e-6,
+)
+MEMORY, DISK = TierSpeed(0.0, 1e-6, 0.0, is_ahead=False), TierSpeed(1e-4, 1e-4, 1e-9)
+NBYTES_PER_TOKEN = 24_000
+
+
+def machine(**byte_s: float) -> MachineProfile:
+    """Full prefill of 1,000 tokens takes half a second; memory, disk (1 GB/s), and tiers of so many seconds a byte."""
+    tiers = {name: TierSpeed(1e-4, 1e-4, seconds) for name, seconds in byte_s.items()}
+    speeds = {"memory": MEMORY, "disk": DISK, **tiers}
+    return MachineProfile("model", "cpu", 1, "bfloat16", LAYERS, (0.01, 3.9e-4, 1e-7), COST, speeds)
+
+
+def with_cost(profile: MachineProfile, **figures: float) -> MachineProfile:
+    return replace(profile, fused=replace(profile.fused, **figures))
+
+
+def prompt_of(tiers: Sequence[str], n_tokens: int = 200, question: int = 20) -> tuple[Prompt, dict[ChunkKey, Entry]]:
+    """A chunk for each tier ("": in none) and a question; the first chunk stands as it was encoded."""
+    segments, entries = [], {}
+    for index, tier in enumerate(tiers):
+        tokens = tuple(range(1000 * index, 1000 * index + n_tokens))
+        key = ChunkKey("model", token_digest(tokens))
+        segments.append(Segment(tokens, index * n_tokens, "chunk", (key,), f"book-{index}"))
+        if tier:
+            entries[key] = Entry(key, tier, n_tokens, LAYERS, {"raw": NBYTES_PER_TOKEN * n_tokens}, 0.0)
+    return Prompt((*segments, Segment(tuple(range(question)), len(tiers) * n_tokens))), entries

@@ -1,0 +1,195 @@
+"""The loading controller: no less than keeps answers close, as much more as loading hides, full prefill if sooner."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ragfuse.core import LoadPlan
+from ragfuse.plan.controller import MEASURED, TIE, LoadingController, Timed, plan, widest
+from ragfuse.plan.estimate import Estimate
+from ragfuse.saving import work_after
+from tests.plan.kit import machine, prompt_of, with_cost
+
+LEAST = MEASURED[1]
+SPEEDS = st.floats(-10.5, -5.5).map(lambda power: 10.0**power)
+TIERS = st.lists(st.sampled_from(["memory", "disk", "far", "farther", ""]), min_size=1, max_size=6)
+
+
+def planned(tiers, byte_s=1e-8, policy="auto", ratio=None, deadline_s=None, **others) -> LoadPlan:
+    prompt, entries = prompt_of(tiers)
+    controller = LoadingController(machine(far=byte_s, **others))
+    return controller.plan(prompt, entries, policy, ratio, deadline_s=deadline_s)
+
+
+def timed_at(found: LoadPlan, ratio: float, byte_s: float) -> float:
+    return Timed.of(Estimate(machine(far=byte_s)), replace(found, ratio=LEAST)).at(ratio).ttft_s
+
+
+@pytest.mark.parametrize("tiers", [["memory"] * 3, ["", "disk"], ["disk", "elsewhere"]])
+def test_without_timings_the_plan_is_as_it_was(tiers):
+    prompt, entries = prompt_of(tiers)
+    assert LoadingController(None).plan(prompt, entries) == plan(prompt, entries)
+    if "elsewhere" in tiers:
+        assert LoadingController(machine()).plan(prompt, entries) == plan(prompt, entries)
+
+
+def test_in_memory_the_ratio_is_the_least_that_is_safe():
+    found = planned(["memory"] * 6)
+    assert (found.ratio, found.policy, found.forecast.bound) == (LEAST, "hkvd", "floor")
+
+
+def test_a_slow_tier_hides_more_and_a_step_beyond_would_be_late():
+    found = planned(["far"] * 6, 2e-8, policy="hkvd")
+    assert found.ratio > LEAST + 0.1
+    assert found.forecast.bound == "loading"
+    base = timed_at(found, LEAST, 2e-8)
+    assert found.forecast.ttft_s <= base * (1 + TIE)
+    assert timed_at(found, found.ratio + 0.02, 2e-8) > base + TIE * min(base, found.forecast.load_s)
+
+
+@given(TIERS, SPEEDS, SPEEDS, st.sampled_from(["auto", "hkvd", "lego", "query", "lego-8", "none", "full"]))
+def test_the_ratio_is_never_below_the_least_and_never_above_one(tiers, far, farther, policy):
+    assert LEAST <= planned(tiers, far, policy, farther=farther).ratio <= 1
+
+
+@given(
+    SPEEDS,
+    SPEEDS,
+    st.sampled_from(["hkvd", "lego", "query", "hkvd-flat"]),
+    st.integers(1, 6),
+    st.sampled_from([1, 2, 5, 12]),
+)
+def test_slower_loading_hides_no_less_in_the_same_steps(one, other, policy, n_chunks, count):
+    def ratio(byte_s: float) -> float:
+        prompt, entries = prompt_of(["far"] * n_chunks)
+        timed = Timed.of(Estimate(machine(far=byte_s)), plan(prompt, entries, policy))
+        fetches = timed.found.fetches
+        ttft_s = timed.times.ttft_s(timed.blend, fetches, count)
+        load_s = sum(timed.times.steps_s(fetches, count))
+        found = replace(timed.found, layers_a_read=count)
+        return widest(replace(timed, found=found, ttft_s=ttft_s, load_s=load_s))[0]
+
+    faster, slower = sorted((one, other))
+    assert ratio(faster) <= ratio(slower) + 0.011
+
+
+@given(TIERS, SPEEDS, SPEEDS)
+def test_every_segment_is_a_hit_or_a_miss_with_a_reason(tiers, far, farther):
+    found = planned(tiers, far, farther=farther)
+    hits, misses = [fetch.segment for fetch in found.fetches], dict(found.misses)
+    assert sorted([*hits, *misses]) == list(range(len(tiers)))
+    assert all(misses.values())
+    assert {fetch.segment for fetch in found.unread} <= set(misses)
+    assert {fetch.segment for fetch in found.unread} | set(hits) == {at for at, tier in enumerate(tiers) if tier}
+    assert found.forecast is not None
+
+
+@given(TIERS, SPEEDS, SPEEDS)
+def test_full_prefill_is_planned_only_where_fusing_is_no_sooner(tiers, far, farther):
+    found, fused = (planned(tiers, far, *asked, farther=farther) for asked in (("auto",), ("hkvd", LEAST)))
+    assume(fused.fetches)
+    if found.refusal:
+        assert found.forecast.full_s <= fused.forecast.ttft_s
+        assert dict(found.misses).keys() == set(range(len(tiers)))
+        assert (found.fetches, found.forecast.ttft_s) == ((), found.forecast.full_s)
+    else:
+        assert found.forecast.ttft_s <= found.forecast.full_s * (1 + TIE)
+        assert found.forecast.ttft_s <= fused.forecast.ttft_s * (1 + TIE) + 1e-12
+
+
+def test_full_prefill_says_both_figures():
+    prompt, entries = prompt_of(["far"] * 3)
+    found = LoadingController(machine(far=1e-6)).plan(prompt, entries)
+    full_s = found.forecast.full_s
+    assert found.refusal.startswith(f"full prefill {full_s:.3f} s is predicted, fusing ")
+    assert dict(found.misses) == dict.fromkeys(range(3), "full prefill is sooner")
+    assert len(found.unread) == 3
+
+
+def test_a_short_prompt_that_fusing_would_hold_up_is_prefilled():
+    prompt, entries = prompt_of(["memory"], n_tokens=30)
+    assert LoadingController(with_cost(machine(), fixed_s=0.1)).plan(prompt, entries).refusal
+    assert not LoadingController(with_cost(machine(), fixed_s=0.001)).plan(prompt, entries).refusal
+
+
+def test_a_chunk_that_is_slower_to_load_than_to_compute_is_computed():
+    found = planned(["disk", "disk", "disk", "far", "disk"], 1e-7)
+    assert [fetch.segment for fetch in found.fetches] == [0, 1, 2, 4]
+    assert found.misses == ((3, "slower to load than to compute"),)
+    load_s, compute_s = {at: times for at, *times in found.forecast.segments}[3]
+    assert load_s > compute_s
+    assert [(fetch.segment, fetch.tier) for fetch in found.unread] == [(3, "far")]
+    assert found.forecast.ttft_s < planned(["disk", "disk", "disk", "far", "disk"], 1e-7, "hkvd").forecast.ttft_s
+
+
+def test_what_loads_sooner_than_it_computes_is_loaded_and_more_is_recomputed_instead():
+    found = planned(["far"] * 6, 1.5e-8)
+    assert len(found.fetches) == 6
+    assert found.ratio > LEAST
+
+
+def test_what_is_in_the_store_and_not_read_is_not_saved_again():
+    prompt, entries = prompt_of(["disk", "disk", "", "far", "disk"])
+    for byte_s in (1e-7, 1e-4):
+        found = LoadingController(machine(far=byte_s, disk=byte_s if byte_s > 1e-5 else 1e-9)).plan(prompt, entries)
+        assert found.unread
+        assert [work.source for work in work_after(found) if work.far is None] == ["book-2"]
+        assert [work.far for work in work_after(found) if work.far] == [fetch.key for fetch in found.unread]
+
+
+def test_what_was_asked_for_is_done_and_foretold():
+    found = planned(["far"] * 3, 1e-6, "hkvd", 0.3)
+    assert (found.policy, found.ratio, len(found.fetches), found.refusal) == ("hkvd", 0.3, 3, "")
+    assert found.forecast.bound == "asked"
+    assert found.forecast.ttft_s > found.forecast.full_s
+    assert planned(["far"] * 3, 1e-6, ratio=0.3).ratio == 0.3
+
+
+def test_a_deadline_bounds_the_ratio_and_never_below_the_least():
+    free = planned(["far"] * 6, 2e-8, "hkvd")
+    least_s = timed_at(free, LEAST, 2e-8)
+    between = planned(["far"] * 6, 2e-8, "hkvd", deadline_s=(least_s + free.forecast.ttft_s) / 2)
+    assert LEAST <= between.ratio < free.ratio
+    assert (between.forecast.bound, between.forecast.is_late) == ("deadline", False)
+    late = planned(["far"] * 6, 2e-8, "hkvd", deadline_s=least_s / 2)
+    assert (late.ratio, late.forecast.bound, late.forecast.is_late) == (LEAST, "deadline", True)
+    assert not planned(["far"] * 6, 2e-8, "hkvd", deadline_s=60.0).forecast.is_late
+
+
+def test_a_prompt_that_nothing_is_known_of_is_foretold_as_full_prefill():
+    found = planned(["", ""])
+    assert (found.fetches, found.forecast.ttft_s) == ((), found.forecast.full_s)
+    assert found.refused("nothing").forecast.ttft_s == found.forecast.full_s
+
+
+def test_a_slow_tier_is_read_in_smaller_steps_and_a_fast_one_is_not():
+    times = Estimate(machine(far=2e-8, near=1e-10))
+    default = times.count(planned(["far"] * 6).fetches)
+    slow, fast = (planned([tier] * 6, 2e-8, "hkvd", near=1e-10) for tier in ("far", "near"))
+    assert 0 < slow.layers_a_read < default
+    assert fast.layers_a_read == planned(["memory"] * 6).layers_a_read == default
+    assert slow.forecast.ttft_s < times.ttft_s(Timed.of(times, slow).blend, slow.fetches)
+
+
+@pytest.mark.parametrize("policy", ["lego-8", "none", "full"])
+def test_a_policy_that_takes_what_it_takes_keeps_its_ratio(policy):
+    assert planned(["far"] * 6, 2e-8, policy).ratio == LEAST
+
+
+def test_the_forecast_tells_every_segment_and_adds_up():
+    found = planned(["disk", "memory", "", "disk"], policy="hkvd", ratio=0.2)
+    segments = {at: (load, compute) for at, load, compute in found.forecast.segments}
+    assert set(segments) == {0, 1, 2, 3}
+    assert segments[0][1] == 0.0  # exact: nothing of it is computed
+    assert segments[2][0] == 0.0
+    assert segments[2][1] > segments[1][1] > 0
+    assert sum(load for load, _ in segments.values()) == pytest.approx(found.forecast.load_s, rel=0.2)
+    assert sum(compute for _, compute in segments.values()) < found.forecast.recompute_s
+
+
+def test_nothing_to_widen_where_nothing_is_on_offer():
+    prompt, entries = prompt_of(["disk"])
+    timed = Timed.of(Estimate(machine()), plan(prompt, entries))
+    assert widest(timed) == (LEAST, "floor")

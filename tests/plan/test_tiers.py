@@ -1,0 +1,77 @@
+"""Where a chunk should lie: the cheapest place that is fast enough, a faster one once it is hit often."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragfuse.core import ChunkKey, Entry
+from ragfuse.plan.estimate import Estimate
+from ragfuse.plan.tiers import OFTEN, choose_tier, price_of, promotions, store_cost
+from ragfuse.settings import Settings
+from tests.plan.kit import LAYERS, NBYTES_PER_TOKEN, machine
+
+PRICES = Settings().prices.model_dump()
+ALL = ("memory", "redis", "disk", "objects")
+N, NBYTES = 500, 500 * NBYTES_PER_TOKEN
+
+
+def chosen(ratio: float = 0.15, tiers: tuple[str, ...] = ALL, **byte_s: float) -> str | None:
+    return choose_tier(N, NBYTES, machine(**byte_s), tiers, PRICES, ratio)
+
+
+def entry(name: str, tier: str, hits: int = 0, nbytes: int = NBYTES) -> Entry:
+    return Entry(ChunkKey("model", name), tier, N, LAYERS, {"raw": nbytes}, 0.0, hits)
+
+
+def test_the_cheapest_tier_that_hides_behind_recomputing_is_taken():
+    assert chosen(redis=1e-9, objects=1e-9) == "objects"
+    assert chosen(redis=1e-9, objects=1e-7) == "disk"
+    assert chosen(redis=1e-9, objects=1e-7, disk=1e-7) == "memory"
+
+
+def test_where_none_hides_the_fastest_is_taken():
+    assert chosen(0.0, ("disk", "objects"), objects=1e-7) == "disk"
+
+
+def test_more_recomputing_lets_cheaper_tiers_in():
+    assert (chosen(0.1, objects=3e-9), chosen(0.5, objects=3e-9)) == ("disk", "objects")
+
+
+def test_tiers_that_were_not_measured_are_not_chosen():
+    assert chosen() == "disk"
+    assert chosen(tiers=("objects",)) is None
+
+
+@given(st.floats(0, 1), st.dictionaries(st.sampled_from(ALL), st.floats(1e-12, 1e-6), min_size=1))
+def test_what_is_chosen_hides_or_nothing_does(ratio, byte_s):
+    measured = machine(**byte_s)
+    tier = choose_tier(N, NBYTES, measured, ALL, PRICES, ratio)
+    times = Estimate(measured)
+    load_s = {name: times.load_s(name, NBYTES) for name in ALL if name in measured.tiers}
+    hidden = {name for name, seconds in load_s.items() if seconds <= times.recompute_s(ratio, N)}
+    assert tier in hidden or (not hidden and load_s[tier] == min(load_s.values()))
+    assert all(PRICES[tier] <= PRICES[name] for name in hidden)
+
+
+def test_a_tier_s_price_is_that_of_its_name_or_its_kind():
+    assert price_of("disk", PRICES) == PRICES["disk"]
+    assert price_of("objects-2", PRICES) == PRICES["objects"]
+    assert price_of("tape", PRICES) == float("inf")
+    assert store_cost(2_000_000_000, 0.5, 3) == 3.0
+
+
+def test_chunks_hit_often_come_to_the_faster_tier_while_there_is_room():
+    entries = [entry("hot", "far", 9), entry("warm", "far", OFTEN), entry("cold", "far", OFTEN - 1)]
+    speeds = machine(far=1e-7)
+    assert [(key.tokens, tier) for key, tier in promotions(entries, speeds, {"disk": 10 * NBYTES})] == [
+        ("hot", "disk"),
+        ("warm", "disk"),
+    ]
+    assert [key.tokens for key, _ in promotions(entries, speeds, {"disk": NBYTES})] == ["hot"]
+    assert list(promotions(entries, speeds, {"disk": NBYTES - 1})) == []
+    room = {"memory": NBYTES, "disk": NBYTES}
+    assert [tier for _, tier in promotions(entries, speeds, room)] == ["memory", "disk"]
+
+
+def test_what_lies_in_a_faster_tier_already_stays():
+    entries = [entry("both", "far", 9), entry("both", "memory", 1), entry("other", "disk", 9)]
+    assert list(promotions(entries, machine(far=1e-7), {"disk": 1 << 40})) == []

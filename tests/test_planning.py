@@ -1,0 +1,113 @@
+"""An engine plans by this machine's timings where there are any, in this process and in later ones."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ragfuse import Ask, Engine, Settings
+from ragfuse.core import LoadPlan
+from ragfuse.profiles import MachineProfile, TierSpeed
+from tests.plan.kit import machine, with_cost
+from tests.tiny import ingest, messages, on_disk_only
+
+
+def timings(engine: Engine, **speeds: float) -> MachineProfile:
+    """Round figures for the engine's own model: fusing is fast, and tiers take so many seconds a byte."""
+    tiers = {name: TierSpeed(1e-4, 0.0, byte_s, is_ahead=name != "memory") for name, byte_s in speeds.items()}
+    quick = with_cost(machine(), fixed_s=1e-4, row_s=1e-5, score_s=0.0, check_s=0.0)
+    known = {"model": engine.model.fingerprint, "device": str(engine.model.device), "n_layers": engine.model.n_layers}
+    return replace(quick, threads=torch.get_num_threads(), tiers=tiers, **known)
+
+
+def test_without_timings_nothing_is_foretold(engine):
+    ingest(engine)
+    assert engine.plan(messages()).forecast is None
+    trace = engine.answer(messages()).trace
+    assert (trace.predicted_ttft_s, trace.predicted_load_s) == (None, None)
+    assert 0 < trace.prefill_s <= trace.ttft_s
+
+
+def test_timings_are_kept_for_later_processes_and_stand_in_the_trace(tiny_settings: Settings):
+    with Engine(tiny_settings) as engine:
+        ingest(engine)
+        engine.learn(timings(engine, memory=0.0, disk=1e-9))
+        planned = engine.plan(messages())
+    with Engine(tiny_settings) as later:
+        trace = later.answer(messages()).trace
+        assert later.plan(messages()).forecast is not None
+    assert planned.forecast is not None
+    assert trace.predicted_ttft_s > 0
+    assert trace.predicted_load_s > 0
+
+
+def test_timings_of_other_threads_are_not_used(engine):
+    ingest(engine)
+    other = timings(engine, memory=0.0, disk=1e-9)
+    engine.learn(replace(other, threads=other.threads + 1))
+    assert engine.plan(messages()).forecast is None
+
+
+def test_a_plan_reads_and_computes_nothing(engine):
+    ingest(engine)
+    before = engine.store.stats()
+    assert isinstance(engine.plan(messages()), LoadPlan)
+    assert engine.store.stats().nbytes == before.nbytes
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_slow_disk_is_read_in_the_steps_that_the_plan_says_and_answers_the_same(tiny_settings, layers, monkeypatch):
+    with Engine(tiny_settings) as engine:
+        ingest(engine)
+    with on_disk_only(tiny_settings) as engine:
+        ask = Ask(policy="hkvd", ratio=0.2)
+        expected = engine.answer(messages(), ask).text
+        counts = []
+        read = engine.store.read_layers
+        monkeypatch.setattr(
+            engine.store, "read_layers", lambda key, at, count, tier: counts.append(count) or read(key, at, count, tier)
+        )
+        monkeypatch.setattr("ragfuse.plan.controller._layers_a_read", lambda *_: layers)
+        engine.learn(timings(engine, disk=1e-6))
+        answer = engine.answer(messages(), ask)
+    assert answer.text == expected
+    assert max(counts) == layers
+
+
+def test_chunks_that_load_too_slowly_are_computed_and_not_encoded_again(tiny_settings):
+    with Engine(tiny_settings) as engine:
+        ingest(engine)
+    with on_disk_only(tiny_settings) as engine:
+        expected = engine.answer(messages(), Ask(reuse=False)).text
+        engine.learn(timings(engine, disk=1.0))
+        kept = {entry.key for entry in engine.store.entries()}
+        answer = engine.answer(messages())
+        engine.flush()
+        assert {entry.key for entry in engine.store.entries()} == kept
+    assert answer.text == expected
+    assert answer.trace.refusal.startswith("full prefill ")
+    assert answer.trace.predicted_ttft_s == engine.plan(messages()).forecast.full_s
+
+
+def test_a_deadline_that_cannot_be_met_is_said(engine):
+    ingest(engine)
+    engine.learn(timings(engine, memory=0.0, disk=1e-9))
+    assert engine.plan(messages(), Ask(deadline_s=1e-9)).forecast.is_late
+    assert not engine.plan(messages(), Ask(deadline_s=60.0)).forecast.is_late
+
+
+def test_measuring_is_learned_with_a_further_folder(tiny_settings, tmp_path, monkeypatch):
+    monkeypatch.setattr("ragfuse.planning.measure", lambda model, tiers, progress: _all(model, tiers))
+    with Engine(tiny_settings) as engine:
+        ingest(engine)
+        found = engine.measure([str(tmp_path / "further")])
+        assert set(found.tiers) == {"memory", "disk", "disk-2"}
+        assert engine.plan(messages()).forecast is not None
+
+
+def _all(model, tiers):
+    speeds = {tier.name: TierSpeed(0.0, 0.0, 1e-9) for tier in tiers}
+    assert len(tiers) == 3
+    return replace(
+        machine(), model=model.fingerprint, n_layers=3, threads=torch.get_num_threads(), tiers=speeds, device="cpu"
+    )
