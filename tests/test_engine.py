@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, InputError, ModelError, Piece, SettingsError, StoreError
-from ragfuse.core import amid, token_digest
+from ragfuse.core import ChunkKV, LayerKV, amid, token_digest
 from ragfuse.hf.model import HFModel
 from ragfuse.saving import WAITING
 from ragfuse.sharing import shared
@@ -523,3 +523,15 @@ def test_a_process_that_ends_without_closing_keeps_what_it_can(tiny_settings):
 def test_pieces_pass_through_as_they_are(engine):
     given = [Piece("a"), "b", Piece("c", "chunk", "d")]
     assert list(engine.pieces(given)) == [Piece("a"), Piece("b"), Piece("c", "chunk", "d")]
+
+
+@pytest.mark.parametrize("which", [0, 1, "all"])
+def test_entries_of_another_shape_under_the_right_key_are_computed_anew(engine, which):
+    ingest(engine)
+    expected = engine.answer(messages(), Ask(reuse=False)).text
+    keys = sorted({entry.key for entry in engine.store.entries()}, key=str)
+    for key in keys if which == "all" else keys[which::2]:
+        whole = [engine.store.read_layers(key, layer)[0] for layer in range(engine.model.n_layers)]
+        wide = (LayerKV(kv.keys.repeat(2, 1, 1), kv.values.repeat(2, 1, 1)) for kv in whole)
+        engine.store.put(key, ChunkKV(tuple(wide)), wait=True)
+    assert engine.answer(messages(), Ask(ratio=1.0)).text == expected

@@ -71,7 +71,7 @@ class Buffers:
         return len(self._rope)
 
     def open(self, layer: int) -> None:
-        """Read and place the cached runs of a layer, once; LostRun if one is gone."""
+        """Read and place the cached runs of a layer, once; LostRun if one is gone, or of another shape."""
         if self.keys[layer] is not None or not self._runs:
             return
         found = self._source.read(layer)
@@ -79,7 +79,7 @@ class Buffers:
             kv = found.get(run.segment)
             if kv is None or kv.n_tokens != run.hi - run.lo:
                 raise LostRun(run.segment)
-            keys, values = self._allocated(layer, kv.keys, kv.values)
+            keys, values = self._allocated(layer, kv.keys, kv.values, run)
             keys[0].narrow(1, run.lo, kv.n_tokens).copy_(kv.keys, non_blocking=True)
             values[0].narrow(1, run.lo, kv.n_tokens).copy_(kv.values, non_blocking=True)
         self._turn(layer)
@@ -92,8 +92,11 @@ class Buffers:
         return keys[:, :, : self.n_tokens], values[:, :, : self.n_tokens]
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Scatter fresh keys [1, H, R, D] and values [1, H, R, Dv] to `rows` int64 [R]."""
-        self._allocated(layer, keys[0], values[0])
+        """Scatter fresh keys [1, H, R, D] and values [1, H, R, Dv] to `rows` int64 [R].
+
+        LostRun where what was read is of another shape than the model's own.
+        """
+        self._allocated(layer, keys[0], values[0], self._runs[0] if self._runs else None)
         all_keys, all_values = self.get(layer)
         if len(rows) == self.n_tokens:
             all_keys.copy_(keys)
@@ -102,8 +105,11 @@ class Buffers:
         all_keys[0].index_copy_(1, rows, keys[0])
         all_values[0].index_copy_(1, rows, values[0])
 
-    def _allocated(self, layer: int, like_keys: Tensor, like_values: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's whole buffers [1, H, T + room, D], made on first use to hold what is like [H, n, D]."""
+    def _allocated(self, layer: int, like_keys: Tensor, like_values: Tensor, run: Run | None) -> tuple[Tensor, Tensor]:
+        """The layer's whole buffers [1, H, T + room, D], made on first use to hold what is like [H, n, D].
+
+        LostRun of `run` where they hold what is of another shape: one of the two is no KV of this model.
+        """
         keys, values = self.keys[layer], self.values[layer]
         if keys is None or values is None:
             length, device = self.n_tokens + self._room, self._device
@@ -112,6 +118,8 @@ class Buffers:
                 for part in (like_keys, like_values)
             )
             self.keys[layer], self.values[layer] = keys, values
+        elif run is not None and not (_alike(keys, like_keys) and _alike(values, like_values)):
+            raise LostRun(run.segment)
         return keys, values
 
     def _turn(self, layer: int) -> None:
@@ -128,6 +136,11 @@ class Buffers:
             self._angles[layout] = angles(layout, deltas[:, None], self._device)
         part = self.get(layer)[0 if layout.part == "keys" else 1][0, :, lo:hi]
         place(part, part, self._angles[layout], layout)
+
+
+def _alike(buffer: Tensor, part: Tensor) -> bool:
+    """Whether a buffer [1, H, T, D] takes a part [H, n, D]."""
+    return buffer.shape[1] == part.shape[0] and buffer.shape[-1] == part.shape[-1]
 
 
 def offered(runs: Sequence[Run], n_tokens: int) -> Tensor:

@@ -50,4 +50,6 @@ def _key(name: str, folder: str, suffix: str) -> ChunkKey | None:
         key = ChunkKey.parse(unquote(name[len(folder) + 1 : -len(suffix)].replace("/", ".")))
     except ValueError:
         return None
+    if _name(key, folder, suffix) != name:  # another spelling of a name that is its own object
+        return None
     return ChunkKey(intern(key.model), key.tokens, intern(key.context), key.layout)  # few, and there may be a million

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from ragfuse.errors import StoreError
 from ragfuse.settings import Settings
@@ -16,6 +17,11 @@ REDIS = frozenset({"redis", "rediss", "unix"})
 
 def open_store(settings: Settings, evict: Evictor) -> KVStore:
     """Memory, then disk, then the further tiers in their order; one of 0 bytes is left out. StoreError if unusable."""
+    places = [str(settings.store_path.expanduser().resolve())] if settings.disk_bytes else []
+    places += [url.rstrip("/") if "://" in url else str(Path(url).expanduser().resolve()) for url in settings.tiers]
+    twice = next((shown(place) for place in places if places.count(place) > 1), None)
+    if twice is not None:
+        raise StoreError(f"Two tiers are at '{twice}', and would delete each other's entries. Leave one of them out.")
     opened: list[Tier] = []
     try:
         if settings.memory_bytes:

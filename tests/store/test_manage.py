@@ -90,6 +90,16 @@ def test_a_pin_goes_along_also_one_of_an_earlier_process(store, tmp_path, clock)
         assert opened.tiers[0].entries()[KEYS[0]].pinned
 
 
+def test_a_damaged_copy_in_the_target_is_no_reason_to_drop_the_good_one(store, tmp_path):
+    store.put(KEYS[0], kv(), wait=True)
+    (path,) = files(tmp_path)
+    whole = bytearray(path.read_bytes())
+    whole[-100] ^= 1
+    path.write_bytes(whole)
+    store.move(KEYS[0], "disk")
+    assert same(store.read_layers(KEYS[0], 2)[0], kv().layers[2])
+
+
 def test_a_move_that_is_stopped_has_lost_nothing(store):
     for i, one in enumerate(KEYS):
         store.put(one, kv(i), tier="disk", wait=True)

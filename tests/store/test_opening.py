@@ -26,6 +26,14 @@ def test_a_further_folder_keeps_what_it_has_where_the_own_disk_is_off(tmp_path):
             assert store.lookup([key("a")])
 
 
+@pytest.mark.parametrize("second", ["{home}/store", "{home}/b/../store"])
+def test_two_tiers_at_one_place_are_refused(tmp_path, second):
+    with pytest.raises(StoreError, match="Two tiers are at"):
+        open_store(Settings(home=tmp_path, tiers=(second.format(home=tmp_path),)), lru)
+    with pytest.raises(StoreError, match="Two tiers are at 'redis://h"):
+        open_store(Settings(home=tmp_path, tiers=("redis://u:p@h", "redis://u:p@h/")), lru)
+
+
 def test_a_tier_that_cannot_be_opened_lets_go_of_the_others(tmp_path):
     settings = Settings(home=tmp_path, tiers=("nonsense://x",))
     with pytest.raises(StoreError, match="nonsense"):
