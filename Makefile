@@ -12,6 +12,9 @@ READY := $(VENV)/.ready-$(shell { pwd; cat $(INPUTS); } | cksum | cut -d ' ' -f 
 # Tests run tiny models: one thread is faster there, and does not starve on a busy machine.
 ONE := OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1)
 
+# Processes that share the tests, file by file; each holds a model or two in memory. 0: all in one, as a debugger wants.
+WORKERS ?= 2
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-slow lint format results clean
 
@@ -20,6 +23,7 @@ help: ## this list
 	@echo
 	@echo "PYTHON=python3.12    the interpreter to build .venv from (3.11 or newer)"
 	@echo "TORCH_INDEX=URL      where else pip may find torch; on Linux its CPU builds are far smaller than the default"
+	@echo "WORKERS=2            processes that share the tests; 0 for none but one's own"
 	@echo "ARGS='...'           handed to pytest by test and test-slow, and to the demo"
 
 venv: $(READY) ## set up .venv; instant when nothing changed
@@ -41,7 +45,7 @@ demo: $(READY) ## real questions over real documents, full prefill and ragfuse s
 	@$(BIN)/ragfuse demo $(ARGS)
 
 test: lint ## lint, types and all tests that are not slow, with coverage
-	@$(ONE) $(BIN)/python -m pytest --cov=ragfuse --cov-report=term-missing $(ARGS)
+	@$(ONE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov=ragfuse --cov-report=term-missing $(ARGS)
 
 test-slow: $(READY) ## the longer tests
 	@$(ONE) $(BIN)/python -m pytest -m slow $(ARGS)
