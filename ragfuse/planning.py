@@ -96,11 +96,7 @@ class Planner:
         return machine
 
     def _name(self, fingerprint: str, device: str, threads: int) -> str:
-        return _name(fingerprint, device, threads, self._settings.tiers)
-
-
-def _name(fingerprint: str, device: str, threads: int, tiers: Sequence[str]) -> str:
-    """Timings are only as good as the machine, the libraries and the further tiers that they were taken with."""
-    gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-    around = digest(platform.node(), gpu, version("torch"), version("transformers"), *tiers)
-    return f"machine-{fingerprint}-{device}-{threads}-{MACHINE_VERSION}-{around[:12]}"
+        """Timings are only as good as the machine, the libraries and the further tiers that they were taken with."""
+        gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
+        around = digest(platform.node(), gpu, version("torch"), version("transformers"), *self._settings.tiers)
+        return f"machine-{fingerprint}-{device}-{threads}-{MACHINE_VERSION}-{around[:12]}"

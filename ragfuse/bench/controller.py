@@ -123,7 +123,9 @@ class _Bench:
             )
         self.engines: dict[float, Engine] = {}
         for mbps, tier in zip(options.mbps, tiers, strict=True):
-            engine = held.enter_context(Engine(Settings(), model, held.enter_context(KVStore([tier]))))
+            engine = held.enter_context(
+                Engine(Settings(model=options.model), model, held.enter_context(KVStore([tier])))
+            )
             engine.learn(machine)
             self.engines[mbps] = engine
         any_engine = self.engines[options.mbps[0]]

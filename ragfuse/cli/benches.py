@@ -14,6 +14,15 @@ from ragfuse.errors import InputError, SettingsError
 
 bench = typer.Typer(no_args_is_help=True, help="Measure. All subcommands share one runner: interleaved rounds.")
 
+# What the benchmarks of speed have in common: they name a shape, and have defaults of their own.
+Shape = Annotated[str, typer.Option(help="q05, l1b or l8b (random weights), an embedded name, id or folder.")]
+BenchDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+BenchDevice = Annotated[str, typer.Option(help="cpu or cuda.")]
+ChunkTokens = Annotated[int, typer.Option(help="Tokens of a chunk.")]
+Share = Annotated[float, typer.Option(help="Share of reused context rows computed again.")]
+PolicyName = Annotated[str, typer.Option(help="Selection policy.")]
+Threads = Annotated[int, typer.Option(help="Threads of torch.")]
+Rounds = Annotated[int, typer.Option(help="Interleaved rounds.")]
 
 BY_DEFAULT = "full,prefix,none,auto"
 DEMO_MEMORY = 3 << 30
@@ -56,20 +65,18 @@ def demo(
 
 @bench.command("ttft")
 def ttft(
-    model: Annotated[
-        str, typer.Option(help="q05, l1b or l8b (random weights), an embedded name, id or folder.")
-    ] = "q05",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    model: Shape = "q05",
+    dtype: BenchDtype = "bfloat16",
+    device: BenchDevice = "cpu",
     chunks: Annotated[str, typer.Option(help="Chunks of a prompt; several, as in 2,4,6, show growth.")] = "6",
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 512,
+    chunk_tokens: ChunkTokens = 512,
     question_tokens: Annotated[int, typer.Option(help="Tokens of the question.")] = 32,
-    ratio: Annotated[float, typer.Option(help="Share of reused context rows computed again.")] = 0.15,
-    policy: Annotated[str, typer.Option(help="Selection policy.")] = "hkvd",
+    ratio: Share = 0.15,
+    policy: PolicyName = "hkvd",
     lego_tokens: Annotated[int, typer.Option(help="First tokens of each chunk, for --policy lego.")] = 0,
     kv: Annotated[str, typer.Option(help="Where the KV lies: memory, pinned, gpu or disk.")] = "memory",
-    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 3,
+    threads: Threads = 1,
+    rounds: Rounds = 3,
     plot: Annotated[Path | None, typer.Option(help="Draw speedup against context tokens here (PNG).")] = None,
     json: Json = None,
 ) -> None:
@@ -88,18 +95,16 @@ def ttft(
 
 @bench.command("load")
 def load(
-    model: Annotated[
-        str, typer.Option(help="q05, l1b or l8b (random weights), an embedded name, id or folder.")
-    ] = "q05",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    model: Shape = "q05",
+    dtype: BenchDtype = "bfloat16",
+    device: BenchDevice = "cpu",
     chunks: Annotated[int, typer.Option(help="Chunks of the prompt.")] = 6,
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 512,
-    ratio: Annotated[float, typer.Option(help="Share of reused context rows computed again.")] = 0.15,
-    policy: Annotated[str, typer.Option(help="Selection policy.")] = "hkvd",
+    chunk_tokens: ChunkTokens = 512,
+    ratio: Share = 0.15,
+    policy: PolicyName = "hkvd",
     mbps: Annotated[str, typer.Option(help="Speeds of the slow tier, megabytes a second.")] = "50,100,200,500",
-    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 3,
+    threads: Threads = 1,
+    rounds: Rounds = 3,
     plot: Annotated[Path | None, typer.Option(help="Draw the time against the tier's speed here (PNG).")] = None,
     json: Json = None,
 ) -> None:
@@ -117,14 +122,12 @@ def load(
 
 @bench.command("controller")
 def controller(
-    model: Annotated[
-        str, typer.Option(help="q05, l1b or l8b (random weights), an embedded name, id or folder.")
-    ] = "q05",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    model: Shape = "q05",
+    dtype: BenchDtype = "bfloat16",
+    device: BenchDevice = "cpu",
     mbps: Annotated[str, typer.Option(help="Speeds of the tiers, megabytes a second.")] = "30,100,300",
     plans: Annotated[int, typer.Option(help="Plans whose time is predicted and measured.")] = 60,
-    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    threads: Threads = 1,
     rounds: Annotated[int, typer.Option(help="Times that each is measured; the median counts.")] = 3,
     plot: Annotated[Path | None, typer.Option(help="Draw predictions and ratios here (PNG).")] = None,
     json: Json = None,
@@ -144,9 +147,9 @@ def controller(
 def store(
     chunks: Annotated[int, typer.Option(help="Entries written to and read from each tier.")] = 48,
     rows: Annotated[int, typer.Option(help="Entries in the index among which is looked up.")] = 1_000_000,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 3,
+    rounds: Rounds = 3,
     requests: Annotated[int, typer.Option(help="Rounds of requests, with saving and without.")] = 8,
-    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    threads: Threads = 1,
     json: Json = None,
 ) -> None:
     """Bytes a second of each tier beside its device, look-ups among a million entries, what saving costs a request."""

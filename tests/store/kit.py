@@ -58,6 +58,16 @@ def ticks() -> Callable[[], float]:
     return lambda: float(next(counter))
 
 
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def files(path: Path) -> list[Path]:
     """Every file of a disk tier's chunks, whole or being written."""
     return sorted(found for found in (path / "chunks").rglob("*") if found.is_file())

@@ -7,15 +7,7 @@ import threading
 import pytest
 
 from ragfuse.store.breaker import Breaker, BreakerOpen
-
-
-class Clock:
-    """Stands still until it is moved."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.store.kit import Clock
 
 
 @pytest.fixture

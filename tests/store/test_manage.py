@@ -6,26 +6,16 @@ import pytest
 
 from ragfuse.plan.evict import expired, expired_first, lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
-from tests.store.kit import encoded, files, key, kv, same
+from tests.store.kit import Clock, encoded, files, key, kv, same
 
 MB = 1 << 20
 KEYS = [key(i) for i in range(6)]
 UNIT = encoded(kv())[0].nbytes
 
 
-class Clock:
-    """A time that goes on when it is told to."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture
