@@ -29,13 +29,12 @@ from ragfuse.engine import Ask, Engine
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import measure
-from ragfuse.measure.tiers import forget_pages
+from ragfuse.measure.tiers import UNLIMITED, forget_pages
 from ragfuse.plan.controller import settle
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore
 
-UNLIMITED = 1 << 60
 QUESTION = 32
 SIZES = (128, 256, 384, 512)
 """Tokens of a chunk; a prompt's chunks are alike."""

@@ -25,13 +25,12 @@ from ragfuse.engine import Ask, Engine
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.model import HFModel
-from ragfuse.measure.tiers import forget_pages
+from ragfuse.measure.tiers import UNLIMITED, forget_pages
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 
 HEADLINE_MBPS = 100.0
-UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True)

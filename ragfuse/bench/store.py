@@ -29,14 +29,13 @@ from ragfuse.codec import RAW
 from ragfuse.core import ChunkKey, ChunkKV, LayerKV, digest
 from ragfuse.engine import Ask, Engine
 from ragfuse.errors import SettingsError, StoreError
-from ragfuse.measure.tiers import forget_pages
+from ragfuse.measure.tiers import UNLIMITED, forget_pages
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, EntryMeta, KVStore, MemoryTier, Tier
 from ragfuse.store.index import Index
 from ragfuse.text.chunks import Piece
 
-UNLIMITED = 1 << 60
 BLOCK = 8 << 20
 """Bytes of one read of the plain file."""
 CHUNKS_A_PROMPT = 6

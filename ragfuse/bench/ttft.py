@@ -27,13 +27,13 @@ from ragfuse.errors import ModelError, SettingsError
 from ragfuse.fuse.fusor import Run
 from ragfuse.fuse.select import Policy, policy_named
 from ragfuse.hf.model import HFModel, KVSource
+from ragfuse.measure.tiers import UNLIMITED
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, Tier
 
 Place = Literal["memory", "pinned", "gpu", "disk"]
 HEADLINE_CHUNKS = 6
-UNLIMITED = 1 << 60
 RATIO_WORDS = (
     "r counts context rows that are not exact prefix: the first chunk stands where it was encoded and is never "
     "recomputed. mean_ratio is their share that was recomputed, as measured, over the layers from the check layer on."
