@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "plan": {*NOUNS, "profiles"},
     "store": {*NOUNS, "codec", "profiles"},
     "hf": {*NOUNS, "fuse", "profiles"},
-    "load": {*NOUNS, "store", "plan.adapt"},
+    "load": {*NOUNS, "store", "plan.steps", "plan.adapt"},
     "measure": {*NOUNS, "store", "hf", "fuse", "plan.estimate", "profiles"},
     "adapters": NOUNS,
     "models": {*NOUNS, "adapters"},

@@ -1,7 +1,7 @@
 """Reads layers ahead while earlier ones are fused (CacheBlend 5.1: loading pipelined with recomputing).
 
 Chunks in memory are read where they are used; a thread of its own, one per prompt, reads everything else ahead. Small
-layers are read several at a time: on small models, reading one by one takes as long as fusing.
+layers are read several at a time (`plan.steps`): on small models, reading one by one takes as long as fusing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from queue import Empty, Queue
 from types import TracebackType
 
 from ragfuse.core import Fetch, LayerKV
+from ragfuse.plan.steps import layers_a_read, room, spans, steps
 from ragfuse.store import KVStore
 
 log = logging.getLogger("ragfuse.load")
 
-AHEAD = 4
-"""Layers that may wait, read but not yet fused, or one read's if those are more."""
-READ_NBYTES = 4 << 20
-"""A read takes as many layers of a chunk as fit, at least one."""
 LOOK_S = 0.5
 """Seconds between two looks whether the reading thread is still alive."""
 
@@ -32,15 +29,16 @@ Layer = Mapping[int, LayerKV | None]
 class LayerReader:
     """The layers of the fetched segments, in order; a context manager that leaves no thread behind.
 
-    layers_a_read: how many of a segment are read together; 0: as many as `READ_NBYTES` allows.
+    most: how many layers of a segment are read together at most; 0: as many as `plan.steps` allows.
     load_s: seconds spent reading. wait_s: seconds that `read` had to wait for a layer. Both grow while it runs.
     """
 
-    def __init__(self, store: KVStore, fetches: Sequence[Fetch], n_layers: int, layers_a_read: int = 0) -> None:
+    def __init__(self, store: KVStore, fetches: Sequence[Fetch], n_layers: int, most: int = 0) -> None:
         self.load_s = self.wait_s = 0.0
-        self._store, self._fetches, self._n_layers = store, fetches, n_layers
-        self._count = layers_a_read or _layers_a_read(fetches, n_layers)
-        self._ready: Queue[list[Layer]] = Queue(max(1, AHEAD // self._count))
+        self._store, self._fetches = store, fetches
+        most = most or layers_a_read(max((fetch.nbytes for fetch in fetches), default=0), n_layers)
+        self._spans = deque(spans(steps(n_layers, most)))
+        self._ready: Queue[list[Layer]] = Queue(room(most))
         self._at_hand: deque[Layer] = deque()
         self._stop = threading.Event()
         slow = {tier.name for tier in store.tiers if tier.slow}
@@ -73,7 +71,7 @@ class LayerReader:
         self._next += 1
         if not self._at_hand:
             began = time.perf_counter()
-            self._at_hand.extend(self._load(layer) if self._thread is None else self._wait(self._thread))
+            self._at_hand.extend(self._load() if self._thread is None else self._wait(self._thread))
             self.wait_s += time.perf_counter() - began
         return self._at_hand.popleft()
 
@@ -88,15 +86,14 @@ class LayerReader:
                     return [dict.fromkeys(fetch.segment for fetch in self._fetches)]
 
     def _run(self) -> None:
-        for first in range(0, self._n_layers, self._count):
-            if self._stop.is_set():
-                return
-            self._ready.put(self._load(first))
+        while self._spans and not self._stop.is_set():
+            self._ready.put(self._load())
 
-    def _load(self, first: int) -> list[Layer]:
-        """The layers from `first` on that one read of each segment takes."""
+    def _load(self) -> list[Layer]:
+        """The next layers, by one read of each segment."""
         began = time.perf_counter()
-        count = min(self._count, self._n_layers - first)
+        first, end = self._spans.popleft()
+        count = end - first
         found = {fetch.segment: self._read(fetch, first, count) for fetch in self._fetches}
         self.load_s += time.perf_counter() - began
         return [{at: None if layers is None else layers[i] for at, layers in found.items()} for i in range(count)]
@@ -108,9 +105,3 @@ class LayerReader:
         except Exception as error:
             log.warning("Layer %d of %s could not be read from %s: %s", first, fetch.key, fetch.tier, error)
             return None
-
-
-def _layers_a_read(fetches: Sequence[Fetch], n_layers: int) -> int:
-    """How many layers of the largest segment fit into one read."""
-    largest = max((fetch.nbytes for fetch in fetches), default=0)
-    return max(1, min(n_layers, READ_NBYTES * n_layers // max(1, largest)))

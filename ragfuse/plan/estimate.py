@@ -11,12 +11,8 @@ from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
 from ragfuse.core import Fetch
+from ragfuse.plan.steps import layers_a_read, room, spans, steps
 from ragfuse.profiles import FusedCost, FusedPoint, MachineProfile
-
-AHEAD = 4
-"""Layers that may wait, read but not yet fused, or one read's if those are more (as `load.layers` has it)."""
-READ_NBYTES = 4 << 20
-"""A read takes as many layers of a chunk as fit, at least one (as `load.layers` has it)."""
 
 HELD_UP_S = 3e-4
 """About how long a read by the thread holds up the model: 210 small ones cost about as much as fusing (facts.md)."""
@@ -116,19 +112,14 @@ def layers_s(cost: FusedCost, blend: Blend, n_layers: int) -> tuple[list[float],
     return [], [each + placed_s for each in passes]
 
 
-def layers_a_read(nbytes: int, n_layers: int) -> int:
-    """Layers that are read together where the largest chunk has so many bytes."""
-    return max(1, min(n_layers, READ_NBYTES * n_layers // max(1, nbytes)))
-
-
-def pipelined_s(loads: Sequence[float], computes: Sequence[float], room: int) -> float:
+def pipelined_s(loads: Sequence[float], computes: Sequence[float], waiting: int) -> float:
     """The end of `computes`, each of which needs the load of its step, while one thread loads ahead.
 
-    At most `room` loaded steps wait to be taken; the thread holds one more in its hands (CacheBlend 5.1).
+    At most `waiting` loaded steps wait to be taken; the thread holds one more in its hands (CacheBlend 5.1).
     """
     put, taken, done = 0.0, [0.0] * len(loads), 0.0
     for step, (load, compute) in enumerate(zip(loads, computes, strict=True)):
-        put = max(put + load, taken[step - room] if step >= room else 0.0)
+        put = max(put + load, taken[step - waiting] if step >= waiting else 0.0)
         taken[step] = max(put, done)
         done = taken[step] + compute
     return done
@@ -160,11 +151,11 @@ class Estimate:
     def load_s(self, tier: str, nbytes: int, n_reads: int | None = None) -> float:
         """One entry of a measured tier, by so many reads; None: as many as a prompt of such entries takes."""
         speed, layers = self.machine.tiers[tier], self.machine.n_layers
-        reads = -(-layers // layers_a_read(nbytes, layers)) if n_reads is None else n_reads
+        reads = len(steps(layers, layers_a_read(nbytes, layers))) if n_reads is None else n_reads
         return speed.open_s + speed.read_s * reads + speed.byte_s * nbytes
 
     def count(self, fetches: Sequence[Fetch], chosen: int = 0) -> int:
-        """Layers of each chunk that are read together: `chosen`, or what `load.layers` takes unless told."""
+        """The most layers of each chunk that are read together: `chosen`, or what `load.layers` takes unless told."""
         layers = self.machine.n_layers
         return min(chosen, layers) or layers_a_read(max((fetch.nbytes for fetch in fetches), default=0), layers)
 
@@ -173,9 +164,9 @@ class Estimate:
         layers, tiers, count = self.machine.n_layers, self.machine.tiers, self.count(fetches, chosen)
         per_read = sum(tiers[fetch.tier].read_s for fetch in fetches)
         per_layer = sum(tiers[fetch.tier].byte_s * fetch.nbytes for fetch in fetches) / layers
-        steps = [per_read + per_layer * min(count, layers - first) for first in range(0, layers, count)]
-        steps[0] += sum(tiers[fetch.tier].open_s for fetch in fetches)
-        return steps
+        loads = [per_read + per_layer * size for size in steps(layers, count)]
+        loads[0] += sum(tiers[fetch.tier].open_s for fetch in fetches)
+        return loads
 
     def ttft_s(self, blend: Blend, fetches: Sequence[Fetch], chosen: int = 0) -> float:
         """Until the first logits, reading while fusing where `load.layers` does so.
@@ -190,8 +181,8 @@ class Estimate:
             return sum(loads) + sum(look) + sum(passes)
         waiting, then = (look, sum(passes)) if look else (passes, 0.0)
         held_up_s = HELD_UP_S * len(fetches)
-        computes = [sum(waiting[first : first + count]) + held_up_s for first in range(0, layers, count)]
-        return pipelined_s(loads, computes, max(1, AHEAD // count)) + then
+        computes = [sum(waiting[first:end]) + held_up_s for first, end in spans(steps(layers, count))]
+        return pipelined_s(loads, computes, room(count)) + then
 
     def is_ahead(self, fetches: Sequence[Fetch]) -> bool:
         """Whether a thread reads these while others are fused: one of them is slow to read."""
