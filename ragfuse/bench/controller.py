@@ -7,11 +7,9 @@ ratio for the largest one that adds no delay, beside the one that is chosen (Cac
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,21 +19,15 @@ from rich.table import Table
 
 from ragfuse.bench.plots import require_plotting, saved
 from ragfuse.bench.presets import bench_model
+from ragfuse.bench.rig import Rig, foreseen
 from ragfuse.bench.runner import Runner, circumstances, progress, thread_count
-from ragfuse.bench.throttle import ThrottledTier
-from ragfuse.bench.workload import Workload
-from ragfuse.core import Forecast, Prompt
+from ragfuse.core import Prompt
 from ragfuse.engine import Ask, Engine
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
-from ragfuse.measure import measure
-from ragfuse.measure.tiers import UNLIMITED, forget_pages
 from ragfuse.plan.controller import settle
-from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
-from ragfuse.store import DiskTier, KVStore
 
-QUESTION = 32
 SIZES = (128, 256, 384, 512)
 """Tokens of a chunk; a prompt's chunks are alike."""
 MOST = 8
@@ -102,39 +94,14 @@ def run_controller(options: ControllerOptions, console: Console) -> dict[str, An
 
 
 class _Bench:
-    """One folder of chunks behind lines of several speeds, an engine for each, all with this machine's timings."""
+    """The plans and the sweeps, on one rig."""
 
     def __init__(self, options: ControllerOptions, model: HFModel, console: Console, held: ExitStack) -> None:
         self.options, self.console = options, console
-        self.runner = Runner(options.rounds, model.device, console)
-        self.folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=options.home)))
-        disk = DiskTier(self.folder, UNLIMITED, lru)
-        held.callback(disk.close)
-        tiers = [ThrottledTier(disk, mbps, name=f"{mbps:g} MB/s") for mbps in options.mbps]
-        with progress(console) as bar:
-            task = bar.add_task("timing this machine", total=100)
-            machine = measure(
-                model,
-                tiers,
-                lambda what, done: bar.update(task, description=what, completed=round(100 * done)),
-                longest=MOST * max(SIZES) + QUESTION,
-                cool=self.chill,
-            )
-        self.engines: dict[float, Engine] = {}
-        for mbps, tier in zip(options.mbps, tiers, strict=True):
-            engine = held.enter_context(
-                Engine(Settings(model=options.model), model, held.enter_context(KVStore([tier])))
-            )
-            engine.learn(machine)
-            self.engines[mbps] = engine
-        any_engine = self.engines[options.mbps[0]]
-        self.works = {size: Workload(model, MOST, size, QUESTION) for size in SIZES}
-        for work in self.works.values():
-            work.encode([any_engine], console)
-
-    def chill(self) -> None:
-        """The next read of anything is a cold one."""
-        forget_pages(self.folder)
+        lines = {f"{mbps:g} MB/s": mbps for mbps in options.mbps}
+        runner = Runner(options.rounds, model.device, console)
+        self.rig = Rig(model, lines, SIZES, MOST, runner, options.home, held)
+        self.engines = dict(zip(options.mbps, self.rig.engines.values(), strict=True))
 
     def plans(self) -> list[dict[str, Any]]:
         """Every plan with its predicted and its measured seconds (the median of the rounds)."""
@@ -145,13 +112,13 @@ class _Bench:
                 policy, ratio = ASKED[index // len(self.options.mbps) % len(ASKED)]
                 size, chunks = drawn.choice(SIZES), drawn.randint(2, MOST)
                 engine, ask = self.engines[mbps], Ask(policy=policy, ratio=ratio)
-                prompt = self.works[size].prompt(engine, chunks)
+                prompt = self.rig.works[size].prompt(engine, chunks)
                 found.append({"mbps": mbps, "chunks": chunks, "chunk_tokens": size, **self._plan(engine, prompt, ask)})
         return found
 
     def _plan(self, engine: Engine, prompt: Prompt, ask: Ask) -> dict[str, Any]:
-        measured_s, ready = self._seconds(engine, prompt, ask), engine.prepare(prompt, ask)
-        forecast = _foreseen(ready.plan.forecast)
+        measured_s, ready = self.rig.seconds(engine, prompt, ask), engine.prepare(prompt, ask)
+        forecast = foreseen(ready.plan)
         return {
             "policy": ready.plan.policy,
             "asked": ask.policy,
@@ -169,14 +136,14 @@ class _Bench:
 
     def _sweep(self, mbps: float, engine: Engine) -> dict[str, Any]:
         chunks, size = SWEEP
-        prompt = self.works[size].prompt(engine, chunks)
+        prompt = self.rig.works[size].prompt(engine, chunks)
         chosen = engine.prepare(prompt, Ask()).plan
         policy, least = chosen.policy, settle(chosen.policy, None)[1]
         points, late = [(least, 1.0)], 0
         while late < PATIENCE and points[-1][0] + STEP <= 1:
             ratio = round(points[-1][0] + STEP, 4)
             asks = (Ask(policy=policy, ratio=each) for each in (least, ratio))
-            points.append((ratio, self._slower(engine, prompt, *asks)))
+            points.append((ratio, self.rig.slower(engine, prompt, *asks)))
             late = late + 1 if points[-1][1] > BEYOND else 0
         best = best_ratio(points)
         alike = not chosen.refusal and not chosen.unread  # else it did other things than what is swept
@@ -192,24 +159,6 @@ class _Bench:
             "sweep": [{"ratio": ratio, "over_least": over} for ratio, over in points],
         }
 
-    def _slower(self, engine: Engine, prompt: Prompt, one: Ask, other: Ask) -> float:
-        """How many times as long the other takes, in the same rounds."""
-        over = []
-        for _ in range(self.options.rounds):
-            walls = []
-            for ask in (one, other):
-                self.chill()
-                walls.append(self.runner.once(partial(engine.prepare, prompt, ask)).wall_s)
-            over.append(walls[1] / walls[0])
-        return median(over)
-
-    def _seconds(self, engine: Engine, prompt: Prompt, ask: Ask) -> float:
-        walls = []
-        for _ in range(self.options.rounds):
-            self.chill()
-            walls.append(self.runner.once(lambda: engine.prepare(prompt, ask)).wall_s)
-        return median(walls)
-
 
 def best_ratio(points: Sequence[tuple[float, float]]) -> float:
     """The largest ratio of a sweep, (ratio, time) from the least on, that takes no longer than the least but a tie.
@@ -222,12 +171,6 @@ def best_ratio(points: Sequence[tuple[float, float]]) -> float:
             break
         least = ratio
     return least
-
-
-def _foreseen(forecast: Forecast | None) -> Forecast:
-    if forecast is None:
-        raise ModelError("The plan foresees nothing, although this machine was timed; please report this.")
-    return forecast
 
 
 def _show(result: Mapping[str, Any], console: Console) -> None:

@@ -7,9 +7,10 @@ of a layer: L2 norm of the difference of the forward attention matrix, the rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,3 +64,33 @@ def _eager(model: HFModel) -> Iterator[None]:
         yield
     finally:
         model.model.set_attn_implementation(before)
+
+
+def draw_attention(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Deviation against ratio, a line for each way to choose (figure 6)."""
+    for policy, style in (("hkvd", "o-"), ("random", "s--")):
+        mine = [row for row in rows if row["method"] == policy]
+        axes.plot([100 * row["ratio"] for row in mine], [row["of_reuse"] for row in mine], style, label=policy)
+    axes.set_xlabel("recompute ratio (%)")
+    axes.set_ylabel("attention deviation, plain reuse = 1")
+    axes.legend()
+
+
+def draw_distribution(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Deviation against the share of tokens, a line for each layer (figure 7)."""
+    for layer in dict.fromkeys(row["layer"] for row in rows):
+        mine = [row for row in rows if row["layer"] == layer]
+        axes.plot(
+            [100 * row["share"] for row in mine], [row["deviation"] for row in mine], "o-", label=f"layer {layer}"
+        )
+    axes.set_xlabel("tokens, highest KV deviation first (%)")
+    axes.set_ylabel("KV deviation, mean = 1")
+    axes.legend()
+
+
+def draw_ranks(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Correlation with the next layer, layer by layer (figure 8)."""
+    axes.bar([row["layer"] for row in rows], [row["correlation"] for row in rows])
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("layer, with the next one")
+    axes.set_ylabel("Spearman's rank correlation")

@@ -1,4 +1,4 @@
-"""The figures of the CacheBlend paper, measured here: `ragfuse bench paper fig6|fig7|fig8|fig12|fig13|fig15|fig16`.
+"""The figures of the CacheBlend paper, measured here: `ragfuse bench paper fig6` and 7, 8, 10, 12, 13, 15, 16, 17.
 
 Each figure is a table beside what the paper says, a picture, and the settings that differ. Quality is measured on the
 model that is named, which is far smaller than the paper's; what should carry over are the shapes and the ratios.
@@ -17,14 +17,23 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.bench.deviation import attention_deviation, attention_of, kv_deviation, neighbours
+from ragfuse.bench.deviation import (
+    attention_deviation,
+    attention_of,
+    draw_attention,
+    draw_distribution,
+    draw_ranks,
+    kv_deviation,
+    neighbours,
+)
 from ragfuse.bench.plots import saved
 from ragfuse.bench.presets import bench_model
 from ragfuse.bench.quality.cases import Case, Packing, read_cases, set_name
 from ragfuse.bench.quality.methods import Lab, Method, methods_of
 from ragfuse.bench.quality.run import Plan, drawn, measure
 from ragfuse.bench.quality.table import results_of
-from ragfuse.bench.runner import circumstances, progress
+from ragfuse.bench.runner import Runner, circumstances, progress
+from ragfuse.bench.storage import by_device, draw_by_device, draw_pick, pick
 from ragfuse.bench.ttft import TtftOptions, run_ttft
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
@@ -77,7 +86,7 @@ def run_paper(name: str, wanted: Wanted, picture: Path | None) -> dict[str, Any]
     wanted.console.print(f"[bold]{name}: {figure.title}[/]", highlight=False, soft_wrap=True)
     table = Table(box=None)
     for column in figure.columns:
-        table.add_column(column, justify="left" if column in ("dataset", "method") else "right")
+        table.add_column(column, justify="left" if column in ("dataset", "method", "device", "taken") else "right")
     for row in rows:
         table.add_row(*(_shown(row.get(column)) for column in figure.columns))
     wanted.console.print(table)
@@ -221,7 +230,27 @@ def _sweep(wanted: Wanted) -> Rows:
     return _quality(wanted, ("full", "none", BLEND, "lexical"), SWEEP[::2] if wanted.quick else SWEEP)
 
 
-# figure 15: chunk number, chunk length
+# figures 10, 15 and 17: devices, chunk number, chunk length
+
+
+def _runner(wanted: Wanted) -> Runner:
+    return Runner(1 if wanted.quick else 3, torch.device(wanted.settings.device), wanted.console)
+
+
+def _picks(wanted: Wanted) -> Rows:
+    """Figure 10: the ratio and the device that the controller takes."""
+    return pick(_model(wanted), wanted.settings, _runner(wanted))
+
+
+def _devices(wanted: Wanted) -> Rows:
+    """Figure 17: every method's score, and its time from memory and from slower devices."""
+    rows = _overall(wanted)
+    of = {row["method"]: row for row in rows}
+    methods = [(name, name.partition("@")[0], row["ratio"]) for name, row in of.items()]
+    times = by_device(_model(wanted), wanted.settings, _runner(wanted), methods)
+    score = {(row["dataset"], row["method"]): row["score"] for row in rows}
+    sets = dict.fromkeys(row["dataset"] for row in rows)
+    return [{"dataset": name, **row, "score": score[name, row["method"]]} for name in sets for row in times]
 
 
 def _sizes(wanted: Wanted) -> Rows:
@@ -248,33 +277,6 @@ def _sizes(wanted: Wanted) -> Rows:
 
 
 # pictures
-
-
-def _draw_attention(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    for policy, style in (("hkvd", "o-"), ("random", "s--")):
-        mine = [row for row in rows if row["method"] == policy]
-        axes.plot([100 * row["ratio"] for row in mine], [row["of_reuse"] for row in mine], style, label=policy)
-    axes.set_xlabel("recompute ratio (%)")
-    axes.set_ylabel("attention deviation, plain reuse = 1")
-    axes.legend()
-
-
-def _draw_distribution(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    for layer in dict.fromkeys(row["layer"] for row in rows):
-        mine = [row for row in rows if row["layer"] == layer]
-        axes.plot(
-            [100 * row["share"] for row in mine], [row["deviation"] for row in mine], "o-", label=f"layer {layer}"
-        )
-    axes.set_xlabel("tokens, highest KV deviation first (%)")
-    axes.set_ylabel("KV deviation, mean = 1")
-    axes.legend()
-
-
-def _draw_ranks(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    axes.bar([row["layer"] for row in rows], [row["correlation"] for row in rows])
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("layer, with the next one")
-    axes.set_ylabel("Spearman's rank correlation")
 
 
 def _draw_quality(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -320,21 +322,30 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             "the biggest drops come from the first few tokens with the highest KV deviation (Musique, three models).",
             _attention,
             ("method", "ratio", "deviation", "of_reuse", "n"),
-            _draw_attention,
+            draw_attention,
         ),
         "fig7": Figure(
             "few tokens have much of the KV deviation",
             "about 10-15% of the tokens have a much higher KV deviation than the others.",
             _distribution,
             ("layer", "share", "deviation", "holds", "n"),
-            _draw_distribution,
+            draw_distribution,
         ),
         "fig8": Figure(
             "KV deviations of neighbouring layers rank alike",
             "consistently high between neighbouring layers, so that one layer tells where to look in the next.",
             _ranks,
             ("layer", "correlation", "n"),
-            _draw_ranks,
+            draw_ranks,
+        ),
+        "fig10": Figure(
+            "the ratio and the device that the controller takes",
+            "(a) a well chosen ratio adds no delay to loading; (b) the cheapest device whose loading hides behind "
+            "recomputing 15% costs no delay either.",
+            _picks,
+            ("device", "price", "ratio", "load_s", "compute_s", "predicted_s", "ttft_s", "taken"),
+            draw_pick,
+            asks=False,
         ),
         "fig12": Figure(
             "quality against time to first token",
@@ -365,6 +376,14 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             _sweep,
             _SCORES,
             _draw_quality,
+        ),
+        "fig17": Figure(
+            "every method on memory and on slower devices",
+            "less TTFT at about the same quality on RAM and on a slower disk; the slower the device, the closer full "
+            "reuse comes to CacheBlend, as loading hides what is recomputed.",
+            _devices,
+            ("dataset", "device", "method", "ratio", "score", "ttft_s", "ttft_x"),
+            draw_by_device,
         ),
     }
 )

@@ -224,7 +224,7 @@ def quality(
 
 @bench.command("paper")
 def paper(
-    figure: Annotated[str, typer.Argument(help="fig6, fig7, fig8, fig12, fig13, fig15 or fig16 of CacheBlend.")],
+    figure: Annotated[str, typer.Argument(help="fig6, 7, 8, 10, 12, 13, 15, 16 or 17 of CacheBlend, as in fig12.")],
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,

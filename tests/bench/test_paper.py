@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from ragfuse import Settings
-from ragfuse.bench import paper
+from ragfuse.bench import paper, storage
 from ragfuse.bench.paper import FIGURES, Wanted, run_paper
 from ragfuse.errors import SettingsError
 from tests.tiny import CHUNKS
@@ -93,6 +93,36 @@ def test_sizes_are_measured_by_number_and_by_length(wanted: Wanted, tmp_path: Pa
     rows = run("fig15", replace(wanted, quick=True), tmp_path)["rows"]
     assert len(rows) == len(asked) == 4
     assert all(rounds == 1 and chunks[0] * tokens <= 4000 for chunks, tokens, rounds in asked)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "TOKENS", 32)
+    monkeypatch.setattr(storage, "CHUNKS", 3)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_every_device_has_the_controller_s_ratio_and_one_is_taken(wanted: Wanted, tmp_path: Path) -> None:
+    rows = run("fig10", replace(wanted, quick=True), tmp_path)["rows"]
+    devices = list(dict.fromkeys(row["device"] for row in rows))
+    assert devices == ["memory", *storage.DEVICES]
+    for device in devices:
+        mine = [row for row in rows if row["device"] == device]
+        assert sum("ratio" in row["taken"] for row in mine) == 1
+        assert [row["ratio"] for row in mine] == sorted({0.15, 0.3, 0.5} | {row["ratio"] for row in mine})
+        assert all(row["ttft_s"] > 0 and row["predicted_s"] >= row["compute_s"] > 0 for row in mine)
+    assert sum("device" in row["taken"] for row in rows) == 1
+    loads = [next(row["load_s"] for row in rows if row["device"] == device) for device in devices]
+    assert loads[-1] > loads[-2] > loads[0]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_every_method_is_timed_on_every_device_beside_its_score(wanted: Wanted, tmp_path: Path) -> None:
+    rows = run("fig17", replace(wanted, quick=True), tmp_path)["rows"]
+    methods = ["full", "prefix", "none", "hkvd@alone", "hkvd"]
+    assert [(row["device"], row["method"]) for row in rows] == [(d, m) for d in storage.SLOWER for m in methods]
+    assert all(row["ttft_s"] > 0 and row["score"] is not None for row in rows)
+    assert all(row["ttft_x"] == 1.0 for row in rows if row["method"] == "full")
 
 
 def test_a_figure_that_there_is_not_is_named(wanted: Wanted) -> None:
