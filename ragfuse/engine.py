@@ -193,7 +193,8 @@ class Engine:
         room = room_behind(prompt.segments[-1].stop, self.model)
         while True:
             chosen = self._planner.plan(prompt, _hurried(ask, began), self.model, self.profile, lost)
-            reader = LayerReader(self.store, chosen.fetches, self.model.n_layers, chosen.layers_a_read)
+            device, n_layers = self.model.device, self.model.n_layers
+            reader = LayerReader(self.store, chosen.fetches, n_layers, chosen.layers_a_read, device)
             try:
                 with reader:
                     prefill = self._prefill(chosen, reader)

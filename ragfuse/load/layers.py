@@ -1,7 +1,8 @@
 """Reads layers ahead while earlier ones are fused (CacheBlend 5.1: loading pipelined with recomputing).
 
-Chunks in memory are read where they are used; a thread of its own, one per prompt, reads everything else ahead. Small
-layers are read several at a time (`plan.steps`): on small models, reading one by one takes as long as fusing.
+Chunks in the memory of the device that fuses are read where they are used; a thread of its own, one per prompt, reads
+everything else ahead and sends it there (`staging`). Small layers are read several at a time (`plan.steps`): on small
+models, reading one by one takes as long as fusing.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from queue import Empty, Queue
 from types import TracebackType
 
+import torch
+
 from ragfuse.core import Fetch, LayerKV
+from ragfuse.load.staging import Layer, Sent, Staging
 from ragfuse.plan.steps import layers_a_read, room, spans, steps
 from ragfuse.store import KVStore
 
@@ -23,26 +27,30 @@ log = logging.getLogger("ragfuse.load")
 LOOK_S = 0.5
 """Seconds between two looks whether the reading thread is still alive."""
 
-Layer = Mapping[int, LayerKV | None]
+CPU = torch.device("cpu")
 
 
 class LayerReader:
     """The layers of the fetched segments, in order; a context manager that leaves no thread behind.
 
-    most: how many layers of a segment are read together at most; 0: as many as `plan.steps` allows.
+    most: how many layers of a segment are read together at most; 0: as many as `plan.steps` allows. device: where the
+    layers are wanted.
     load_s: seconds spent reading. wait_s: seconds that `read` had to wait for a layer. Both grow while it runs.
     """
 
-    def __init__(self, store: KVStore, fetches: Sequence[Fetch], n_layers: int, most: int = 0) -> None:
+    def __init__(
+        self, store: KVStore, fetches: Sequence[Fetch], n_layers: int, most: int = 0, device: torch.device = CPU
+    ) -> None:
         self.load_s = self.wait_s = 0.0
         self._store, self._fetches = store, fetches
         most = most or layers_a_read(max((fetch.nbytes for fetch in fetches), default=0), n_layers)
         self._spans = deque(spans(steps(n_layers, most)))
-        self._ready: Queue[list[Layer]] = Queue(room(most))
+        self._ready: Queue[Sent] = Queue(room(most))
         self._at_hand: deque[Layer] = deque()
         self._stop = threading.Event()
-        slow = {tier.name for tier in store.tiers if tier.slow}
-        ahead = any(fetch.tier in slow for fetch in fetches)
+        far = {tier.name for tier in store.tiers if tier.slow or getattr(tier, "device", device).type != device.type}
+        ahead = any(fetch.tier in far for fetch in fetches)
+        self._staging = Staging(device)
         self._thread = threading.Thread(target=self._run, name="ragfuse-load", daemon=True) if ahead else None
         self._next = 0
 
@@ -71,11 +79,12 @@ class LayerReader:
         self._next += 1
         if not self._at_hand:
             began = time.perf_counter()
-            self._at_hand.extend(self._load() if self._thread is None else self._wait(self._thread))
+            sent = Sent(self._load()) if self._thread is None else self._wait(self._thread)
+            self._at_hand.extend(self._staging.landed(sent))
             self.wait_s += time.perf_counter() - began
         return self._at_hand.popleft()
 
-    def _wait(self, thread: threading.Thread) -> list[Layer]:
+    def _wait(self, thread: threading.Thread) -> Sent:
         """The next layers that were read ahead; every segment lost if the thread died without them."""
         while True:
             alive = thread.is_alive()  # asked first: what it put before it died is in the queue
@@ -83,11 +92,11 @@ class LayerReader:
                 return self._ready.get(timeout=LOOK_S if alive else 0)
             except Empty:
                 if not alive:
-                    return [dict.fromkeys(fetch.segment for fetch in self._fetches)]
+                    return Sent([dict.fromkeys(fetch.segment for fetch in self._fetches)])
 
     def _run(self) -> None:
         while self._spans and not self._stop.is_set():
-            self._ready.put(self._load())
+            self._ready.put(self._staging.send(self._load()))
 
     def _load(self) -> list[Layer]:
         """The next layers, by one read of each segment."""
