@@ -86,7 +86,8 @@ def run_paper(name: str, wanted: Wanted, picture: Path | None) -> dict[str, Any]
     wanted.console.print(f"[bold]{name}: {figure.title}[/]", highlight=False, soft_wrap=True)
     table = Table(box=None)
     for column in figure.columns:
-        table.add_column(column, justify="left" if column in ("dataset", "method", "device", "taken") else "right")
+        is_text = column in ("dataset", "method", "device", "taken")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(_shown(row.get(column)) for column in figure.columns))
     wanted.console.print(table)
@@ -343,7 +344,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             "(a) a well chosen ratio adds no delay to loading; (b) the cheapest device whose loading hides behind "
             "recomputing 15% costs no delay either.",
             _picks,
-            ("device", "price", "ratio", "load_s", "compute_s", "predicted_s", "ttft_s", "taken"),
+            ("device", "price", "ratio", "load_s", "fuse_s", "predicted_s", "ttft_s", "taken"),
             draw_pick,
             asks=False,
         ),

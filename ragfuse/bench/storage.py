@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from statistics import median
 from types import MappingProxyType
 from typing import Any
 
 from ragfuse.bench.rig import Rig, foreseen
-from ragfuse.bench.runner import Runner, progress
+from ragfuse.bench.runner import Runner
 from ragfuse.core import Prompt
 from ragfuse.engine import Ask, Engine
 from ragfuse.hf.model import HFModel
@@ -29,6 +30,8 @@ SLOWER = ("memory", DISK, "objects 100 MB/s")
 POLICY, LEAST = "hkvd", 0.15
 RATIOS = (0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
 CHUNKS, TOKENS = 6, 512
+TAKEN = MappingProxyType({(False, False): "", (True, False): "ratio", (False, True): "device", (True, True): "both"})
+"""What the controller takes of a row: its ratio on that device, and the device for new chunks."""
 
 
 def pick(model: HFModel, settings: Settings, runner: Runner) -> list[dict[str, Any]]:
@@ -38,33 +41,34 @@ def pick(model: HFModel, settings: Settings, runner: Runner) -> list[dict[str, A
         rig = Rig(model, DEVICES, (TOKENS,), CHUNKS, runner, settings.home, held, memory=True)
         nbytes = next(iter(rig.engines[DISK].store.entries())).nbytes
         home = choose_tier(TOKENS, nbytes, rig.machine, list(rig.engines), prices, LEAST)
-        cases = [
-            (name, engine, ratio) for name, engine in rig.engines.items() for ratio in _ratios(engine, rig, runner)
-        ]
-        with progress(runner.console) as bar:
-            for name, engine, (ratio, chosen) in bar.track(cases, description="devices and ratios"):
-                prompt, ask = rig.works[TOKENS].prompt(engine), Ask(policy=POLICY, ratio=ratio)
-                forecast = foreseen(engine.prepare(prompt, ask).plan)
+        tried = {name: _ratios(engine, rig, runner) for name, engine in rig.engines.items()}
+        cases = {f"{name}, {ratio:.0%}": _case(rig, name, POLICY, ratio) for name in tried for ratio in tried[name]}
+        times = runner.measure(cases, "devices and ratios", rig.chill)
+        for name, engine in rig.engines.items():
+            prompt = rig.works[TOKENS].prompt(engine)
+            for ratio, is_taken in tried[name].items():
+                forecast = foreseen(engine.prepare(prompt, Ask(policy=POLICY, ratio=ratio)).plan)
+                is_home = name == home and ratio == LEAST
                 rows.append(
                     {
                         "device": name,
                         "price": price_of(name, prices),
                         "ratio": ratio,
                         "load_s": forecast.load_s,
-                        "compute_s": forecast.recompute_s,
+                        "fuse_s": forecast.recompute_s,
                         "predicted_s": forecast.ttft_s,
-                        "ttft_s": rig.seconds(engine, prompt, ask),
-                        "taken": ", ".join(["ratio"] * chosen + ["device"] * (name == home and ratio == LEAST)),
+                        "ttft_s": median(times[f"{name}, {ratio:.0%}"].of("wall")),
+                        "taken": TAKEN[is_taken, is_home],
                     }
                 )
     return rows
 
 
-def _ratios(engine: Engine, rig: Rig, runner: Runner) -> list[tuple[float, bool]]:
+def _ratios(engine: Engine, rig: Rig, runner: Runner) -> dict[float, bool]:
     """The ratios to try, fewer in a single round, and whether each is the one that the controller takes."""
     taken = engine.prepare(rig.works[TOKENS].prompt(engine), Ask(policy=POLICY)).plan.ratio
     every = RATIOS[:: 1 if runner.rounds > 1 else 2]
-    return [(ratio, ratio == taken) for ratio in sorted({*every, taken})]
+    return {ratio: ratio == taken for ratio in sorted({*every, taken})}
 
 
 def by_device(
@@ -75,20 +79,21 @@ def by_device(
         lines = {name: mbps for name, mbps in DEVICES.items() if name in SLOWER}
         rig = Rig(model, lines, (TOKENS,), CHUNKS, runner, settings.home, held, memory=True)
         rows = []
-        for device, engine in rig.engines.items():
-            cases = {name: _case(engine, rig, policy, ratio) for name, policy, ratio in methods}
+        for device in rig.engines:
+            cases = {name: _case(rig, device, policy, ratio) for name, policy, ratio in methods}
             times = runner.measure(cases, device, rig.chill)
-            full_s = times["full"].as_dict()["wall_s"]["median"]
+            full_s = median(times["full"].of("wall"))
             for name, _, ratio in methods:
-                ttft_s = times[name].as_dict()["wall_s"]["median"]
+                ttft_s = median(times[name].of("wall"))
                 rows.append(
                     {"device": device, "method": name, "ratio": ratio, "ttft_s": ttft_s, "ttft_x": full_s / ttft_s}
                 )
     return rows
 
 
-def _case(engine: Engine, rig: Rig, policy: str, ratio: float | None) -> Callable[[], object]:
+def _case(rig: Rig, device: str, policy: str, ratio: float | None) -> Callable[[], object]:
     """One prefill by a method; prefix caching has the first chunk alone."""
+    engine = rig.engines[device]
     prompt = rig.works[TOKENS].prompt(engine)
     if policy == "full":
         return lambda: engine.prepare(prompt, Ask(reuse=False))
@@ -102,11 +107,11 @@ def draw_pick(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """Time against ratio, a line for each device; rings where the controller stands."""
     for index, device in enumerate(dict.fromkeys(row["device"] for row in rows)):
         mine = [row for row in rows if row["device"] == device]
-        home = ", taken for new chunks" if any("device" in row["taken"] for row in mine) else ""
+        home = ", taken for new chunks" if any(row["taken"] in ("device", "both") for row in mine) else ""
         label, color = f"{device}, ${mine[0]['price']:g} a GB and month{home}", f"C{index}"
         points = [(100 * row["ratio"], row["ttft_s"]) for row in mine]
         axes.plot(*zip(*points, strict=True), ".-", color=color, label=label)
-        taken = [point for row, point in zip(mine, points, strict=True) if "ratio" in row["taken"]]
+        taken = [point for row, point in zip(mine, points, strict=True) if row["taken"] in ("ratio", "both")]
         axes.plot(*zip(*taken, strict=True), "o", color=color, markersize=10, fillstyle="none")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("recompute ratio (%), ringed: the controller's")
