@@ -34,6 +34,7 @@ from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, EntryMeta, KVStore, MemoryTier, Tier
 from ragfuse.store.index import Index
+from ragfuse.store.opening import open_tier
 from ragfuse.text.chunks import Piece
 
 BLOCK = 8 << 20
@@ -43,8 +44,9 @@ CHUNKS_A_PROMPT = 6
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """What to measure. chunks: entries written to and read from each tier; index_rows: entries among which is looked
-    up. A chunk is of `layers` layers with keys and values of bfloat16 [heads, tokens, dims]: q05's by default.
+    """What to measure. chunks: entries written to and read from each tier; urls: further tiers than memory, a disk
+    folder and objects in files; index_rows: entries among which is looked up. A chunk is of `layers` layers with keys
+    and values of bfloat16 [heads, tokens, dims]: q05's by default.
     """
 
     chunks: int = 48
@@ -58,6 +60,7 @@ class StoreOptions:
     model: str = "smollm2-135m-reader"
     rounds: int = 3
     threads: int = 1
+    urls: tuple[str, ...] = ()
     home: Path = field(default_factory=lambda: Settings().home)
 
     def __post_init__(self) -> None:
@@ -99,7 +102,7 @@ def _chunk(options: StoreOptions) -> ChunkKV:
 
 
 def _tiers(options: StoreOptions, console: Console) -> list[dict[str, Any]]:
-    """A row for memory and one for a disk folder: MB/s and entries a second, written and read whole."""
+    """A row for memory, a disk folder, objects in files and each URL: entries written and read whole."""
     kv = _chunk(options)
     blobs = tuple(RAW.encode(layer) for layer in kv.layers)
     meta = EntryMeta.of(kv, RAW.name, blobs)
@@ -108,8 +111,14 @@ def _tiers(options: StoreOptions, console: Console) -> list[dict[str, Any]]:
     with _folder(options) as folder, ExitStack() as held:
         disk = DiskTier(folder / "tier", UNLIMITED, lru)
         held.callback(disk.close)
-        plain = _Plain(folder / "plain", blobs, options.chunks)
+        plain, names = _Plain(folder / "plain", blobs, options.chunks), ["memory", "disk"]
         rows = [_row(tier, keys, meta, blobs, runner, folder, plain) for tier in (MemoryTier(UNLIMITED, lru), disk)]
+        for url in (f"file://{folder / 'objects'}", *options.urls):
+            tier = open_tier(url, Settings(), lru, names)
+            held.callback(getattr(tier, "close", lambda: None))
+            held.callback(tier.delete, keys)
+            names.append(tier.name)
+            rows.append(_row(tier, keys, meta, blobs, runner, folder))
     return rows
 
 
@@ -150,9 +159,9 @@ def _row(
     blobs: Sequence[torch.Tensor],
     runner: Runner,
     folder: Path,
-    plain: _Plain,
+    plain: _Plain | None = None,
 ) -> dict[str, Any]:
-    """One tier's figures; a tier with files also beside the plain file, in the same rounds."""
+    """One tier's figures; the disk's also beside a plain file, in the same rounds."""
 
     def write() -> None:
         for key in keys:
@@ -166,16 +175,17 @@ def _row(
 
     def forget() -> None:
         forget_pages(folder)
-        plain.cool()
+        if plain is not None:
+            plain.cool()
 
     cases: dict[str, Callable[[], object]] = {"write": write, "read": read}
-    if tier.slow:
+    if tier.slow and plain is not None:
         cases |= {"raw write": plain.write, "raw read": plain.read}
     times = runner.measure(cases, tier.name, forget)
     mb = len(keys) * meta.nbytes / 1e6
     seconds = {name: median(each.of("wall")) for name, each in times.items()}
     raw: dict[str, float | None] = {"raw_read_mbps": None, "raw_write_mbps": None, "read_over_raw": None}
-    if tier.slow:
+    if tier.slow and plain is not None:
         raw = {f"raw_{way}_mbps": mb / seconds[f"raw {way}"] for way in ("read", "write")}
         raw["read_over_raw"] = speedup(times["raw read"].of("wall"), times["read"].of("wall"))
     return {

@@ -146,6 +146,9 @@ def controller(
 @bench.command("store")
 def store(
     chunks: Annotated[int, typer.Option(help="Entries written to and read from each tier.")] = 48,
+    tier: Annotated[
+        list[str] | None, typer.Option(help="A further tier, as in redis:// or s3://. Repeat for more.")
+    ] = None,
     rows: Annotated[int, typer.Option(help="Entries in the index among which is looked up.")] = 1_000_000,
     rounds: Rounds = 3,
     requests: Annotated[int, typer.Option(help="Rounds of requests, with saving and without.")] = 8,
@@ -157,7 +160,8 @@ def store(
     from ragfuse.bench.store import StoreOptions, run_store
 
     console = console_for(json)
-    chosen = StoreOptions(chunks=chunks, index_rows=rows, rounds=rounds, requests=requests, threads=threads)
+    sizes: dict[str, Any] = {"chunks": chunks, "index_rows": rows, "rounds": rounds, "requests": requests}
+    chosen = StoreOptions(**sizes, threads=threads, urls=tuple(tier or ()))
     tune_malloc(console)
     write_json(run_store(chosen, console), json)
 

@@ -16,15 +16,17 @@ from ragfuse.errors import SettingsError
 def found(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
     home, console = tmp_path_factory.mktemp("home"), Console(file=io.StringIO(), width=200)
     sizes = {"chunks": 3, "tokens": 16, "layers": 3, "index_rows": 500, "lookups": 20, "requests": 1, "rounds": 1}
-    result = run_store(StoreOptions(**sizes, model=str(varied_path), home=home), console)
+    urls = (f"file://{home / 'mine'}",)
+    result = run_store(StoreOptions(**sizes, model=str(varied_path), home=home, urls=urls), console)
     assert isinstance(console.file, io.StringIO)
     return json.loads(json.dumps(result)), console.file.getvalue(), home
 
 
 def test_each_tier_has_its_speeds_and_the_disk_its_device_beside_it(found: tuple[dict[str, Any], str, Path]):
     result, _, _ = found
-    assert [row["tier"] for row in result["tiers"]] == ["memory", "disk"]
-    memory, disk = result["tiers"]
+    assert [row["tier"] for row in result["tiers"]] == ["memory", "disk", "objects", "objects-2"]
+    memory, disk, *objects = result["tiers"]
+    assert all(row["read_mbps"] > 0 and row["write_mbps"] > 0 for row in objects)
     assert memory["read_mbps"] > 0
     assert memory["raw_read_mbps"] is None
     assert disk["raw_read_mbps"] > 0
@@ -42,6 +44,7 @@ def test_the_index_is_as_large_as_was_asked(found: tuple[dict[str, Any], str, Pa
 def test_nothing_is_left_behind(found: tuple[dict[str, Any], str, Path]):
     _, text, home = found
     assert not list(home.glob("bench-*"))
+    assert not [path for path in home.rglob("*") if path.suffix == ".kv"]
     assert "a plain file" in text
     assert "looked up among 500" in text
 
