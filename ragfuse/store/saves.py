@@ -6,7 +6,7 @@ Bytes only. What goes where is told by `store.py`; how work waits is `writer.py`
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Lock
@@ -16,7 +16,7 @@ from torch import Tensor
 from ragfuse.core import ChunkKey
 from ragfuse.store.partial import Partials
 from ragfuse.store.tier import EntryMeta, Tier
-from ragfuse.store.writer import Writer
+from ragfuse.store.writer import Writers
 
 log = logging.getLogger("ragfuse.store")
 
@@ -42,7 +42,7 @@ class Saves:
     """
 
     def __init__(self, tiers: Sequence[Tier], writer_queue: int) -> None:
-        self.writer = Writer(writer_queue)
+        self.writers = Writers([tier.name for tier in tiers], writer_queue)
         self._first = tiers[:1]
         self._lock = Lock()
         self._under_way: set[Save] = set()
@@ -85,15 +85,10 @@ class Saves:
                     tier.delete([save.key])
         return kept and not save.cancelled
 
-    def later(self, save: Save, tiers: Sequence[Tier]) -> bool:
-        """Write into `tiers` in the background; False if too much waits there."""
-        self._hold(save)
-        if not tiers or not self.writer.submit(self._job(save, tiers)):
-            self._let_go(save)
-            if tiers:
-                log.warning("Not saved, too much is waiting to be: %s", save.key)
-            return False
-        return True
+    def later(self, save: Save, tiers: Iterable[Tier]) -> bool:
+        """Write into `tiers` in the background, each by its own thread; False if too much waits at all of them."""
+        taken = [self._queue(save, tier) for tier in tiers]
+        return any(taken)
 
     def promote(self, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int) -> None:
         """Keep bytes just read; once a chunk is whole it enters the first tier, without a second read."""
@@ -123,14 +118,19 @@ class Saves:
         with self._lock:
             (self._pins.update if pinned else self._pins.difference_update)(keys)
 
-    def _job(self, save: Save, tiers: Sequence[Tier]) -> Callable[[], None]:
+    def _queue(self, save: Save, tier: Tier) -> bool:
         def job() -> None:
             try:
-                self.now(save, tiers)
+                self.now(save, [tier])
             finally:
                 self._let_go(save)
 
-        return job
+        self._hold(save)
+        if self.writers.submit(tier.name, job):
+            return True
+        self._let_go(save)
+        log.warning("Not saved, too much is waiting to enter tier %s: %s", tier.name, save.key)
+        return False
 
     def _hold(self, save: Save) -> None:
         with self._lock:

@@ -123,7 +123,7 @@ class KVStore:
             misses=self._counts["misses"],
             corrupt=self._counts["corrupt"] + sum(tier.counts["corrupt"] for tier in self.tiers),
             evicted=sum(tier.counts["evicted"] for tier in self.tiers),
-            dropped_writes=self._saves.writer.dropped + self._saves.writer.failed + refused,
+            dropped_writes=self._saves.writers.dropped + self._saves.writers.failed + refused,
             nbytes={tier.name: tier.nbytes for tier in self.tiers},
             capacity={tier.name: tier.capacity for tier in self.tiers},
             expired=self._counts["expired"],
@@ -231,12 +231,12 @@ class KVStore:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything put so far is written; False if that took too long."""
-        return self._saves.writer.flush(timeout_s)
+        return self._saves.writers.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what is queued and let go of files. Afterwards everything is a miss. Calling it again does nothing."""
         self._closed = True
-        self._saves.writer.close(timeout_s)
+        self._saves.writers.close(timeout_s)
         for tier in self.tiers:
             if hasattr(tier, "close"):
                 tier.close()
@@ -289,7 +289,7 @@ class KVStore:
         old = self.too_old(entries.values())
         if old:
             self._counts.add("expired", len(old))
-            self._saves.writer.submit(lambda: tier.delete(self.too_old(tier.entries(old).values())))
+            self._saves.writers.submit(tier.name, lambda: tier.delete(self.too_old(tier.entries(old).values())))
         return {key: entry for key, entry in entries.items() if key not in old}
 
     def _decoded(self, tier: Tier, key: ChunkKey, first: int, count: int) -> _Decoded | None:

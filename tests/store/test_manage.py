@@ -156,7 +156,7 @@ def test_an_entry_written_anew_meanwhile_is_not_dropped(store, clock):
     store.put(KEYS[0], kv(), tier="memory")
     clock.now += 200
     jobs = []
-    store._saves.writer.submit = lambda job: jobs.append(job) or True
+    store._saves.writers.submit = lambda name, job: jobs.append(job) or True
     assert store.lookup(KEYS) == {}
     store.put(KEYS[0], kv(1), tier="memory")
     assert len(jobs) == 1
