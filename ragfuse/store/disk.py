@@ -78,7 +78,7 @@ class DiskTier:
             return 0
 
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
-        """The entries kept under `keys`, or all of them: one query. A file may be gone all the same."""
+        """The entries kept under `keys`, or all of them. A file may be gone all the same."""
         if self._closed:
             return {}
         try:

@@ -49,6 +49,7 @@ ON CONFLICT(key) DO UPDATE SET level = excluded.level, n_tokens = excluded.n_tok
     nbytes = excluded.nbytes, last_used = excluded.last_used
 """
 _PAGE = "SELECT rowid, key, nbytes FROM entries WHERE rowid > ? ORDER BY rowid LIMIT 10000"
+_LISTED = _ENTRIES.replace("SELECT", "SELECT rowid,") + " WHERE rowid > ? ORDER BY rowid LIMIT 1000"
 _TOUCH = "UPDATE entries SET last_used = max(last_used, ?), hits = hits + ? WHERE key = ?"
 
 
@@ -92,11 +93,20 @@ class Index:
         return str(found[0][0]) if found else ""
 
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
-        """Entries under `keys`, or all, least recently used first: one query."""
-        return self._entries(self._database.query(*_select(keys)))
+        """Entries under `keys`, by one query, or all, page by page; least recently used first."""
+        if keys is not None:
+            return self._entries(self._database.query(*_select(keys)))
+        return {entry.key: entry for entry in sorted(self._all(), key=lambda entry: entry.last_used)}
 
-    def entries_in(self, transaction: sqlite3.Connection, keys: Iterable[ChunkKey] | None = None) -> list[Entry]:
-        """The same inside a transaction."""
+    def _all(self) -> Iterator[Entry]:
+        """Every entry; others look up, weigh and write between two pages."""
+        last = -1
+        while page := self._database.query(_LISTED, (last,)):
+            last = page[-1][0]
+            yield from (self._entry(row[1:]) for row in page)
+
+    def entries_in(self, transaction: sqlite3.Connection, keys: Iterable[ChunkKey]) -> list[Entry]:
+        """Entries under `keys` inside a transaction."""
         return list(self._entries(transaction.execute(*_select(keys)).fetchall()).values())
 
     def oldest(self, transaction: sqlite3.Connection) -> Iterator[Entry]:
@@ -165,6 +175,5 @@ def _json(keys: Iterable[ChunkKey]) -> str:
     return json.dumps([str(key) for key in keys])
 
 
-def _select(keys: Iterable[ChunkKey] | None) -> tuple[str, tuple[str, ...]]:
-    order = " ORDER BY last_used, rowid"
-    return (_ENTRIES + order, ()) if keys is None else (_ENTRIES + _AMONG + order, (_json(keys),))
+def _select(keys: Iterable[ChunkKey]) -> tuple[str, tuple[str, ...]]:
+    return f"{_ENTRIES}{_AMONG} ORDER BY last_used, rowid", (_json(keys),)
