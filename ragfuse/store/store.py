@@ -154,22 +154,16 @@ class KVStore:
         all if it is None. True if the chunk is kept or queued somewhere.
         """
         tiers = self.tiers if tier is None else (self.tier(tier),)
-        if home in {each.name for each in tiers} and tier is None and self.put(key, kv, home, wait):
-            for each in self.tiers if fast else ():
-                if not each.slow:
-                    self.put(key, kv, each.name)
-            return True
-        slow = tuple(each for each in tiers if each.slow)
-        if not fast and slow and self.put(key, kv, slow[0].name, wait):
-            return True
         if self._closed or not tiers:
             return False
         blobs = tuple(self.codec.encode(layer).cpu() for layer in kv.layers)
-        now = [target for target in tiers if wait or not target.slow]
-        later = [target for target in tiers if target not in now]
+        quick, slow = [each for each in tiers if not each.slow], [each for each in tiers if each.slow]
+        meant = [each for each in slow if each.name == home] or slow
         with self._saves.begun(key, EntryMeta.of(kv, self.codec.name, blobs), blobs) as save:
-            kept = self._saves.now(save, now)
-            return self._saves.later(save, later) or kept
+            write = self._saves.now if wait else self._saves.later
+            kept = fast and self._saves.now(save, quick)
+            taken = write(save, meant) or (meant != slow and write(save, [each for each in slow if each not in meant]))
+            return kept or taken or (not fast and self._saves.now(save, quick))
 
     def move(self, key: ChunkKey, tier: str) -> bool:
         """Keep the chunk in `tier` and in no other; False, and nothing changed, if it cannot be read or kept there."""
