@@ -45,6 +45,7 @@ def open_kept(settings: Settings, clock: Callable[[], float] = time.time) -> KVS
         return open_store(settings, lru)
     store = open_store(settings, expired_first(lru, settings.ttl_s, clock))
     store.expired = partial(expired, ttl_s=settings.ttl_s)
+    store.tell_every_s = min(store.tell_every_s, settings.ttl_s / 8)
     return store
 
 

@@ -145,6 +145,17 @@ class DiskTier:
         except sqlite3.Error as error:
             self._failed("pin entries in", self.path, error)
 
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Note a use now, without counting a hit, where other processes see it at once."""
+        if self._closed:
+            return
+        now = self._clock()
+        try:
+            with self._index.write() as transaction:
+                self._index.touch(transaction, dict.fromkeys(keys, (now, 0)))
+        except sqlite3.Error as error:
+            self._failed("note uses in", self.path, error)
+
     def tidy(self) -> Freed:
         """Free what writers that died have left behind, and look at every file: see `upkeep.py`."""
         if self._closed:

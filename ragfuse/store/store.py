@@ -23,6 +23,7 @@ from ragfuse.store.manage import Outcome, Progress
 from ragfuse.store.partial import Whole
 from ragfuse.store.saves import Saves
 from ragfuse.store.tier import Counts, EntryMeta, Expired, Freed, Tier
+from ragfuse.store.uses import Uses
 
 log = logging.getLogger("ragfuse.store")
 
@@ -55,7 +56,8 @@ class KVStore:
     """Chunks' KV in `tiers`. Threads may share it; no lock is held while a tier reads or writes.
 
     Nothing here raises for an entry: what cannot be read is a miss, what cannot be written is counted and logged.
-    `expired` tells which entries are too old; without it none ever is.
+    `expired` tells which entries are too old; without it none ever is. What is used in one tier grows old in no other:
+    they are told in the background, of a chunk once in `tell_every_s` seconds.
     """
 
     def __init__(
@@ -65,12 +67,14 @@ class KVStore:
         writer_queue: int = 64,
         *,
         expired: Expired | None = None,
+        tell_every_s: float = 600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tiers, self.codec, self.expired, self._clock = tuple(tiers), codec, expired, clock
         if len({tier.name for tier in self.tiers}) < len(self.tiers):
             raise StoreError(f"Tiers need different names; found: {self._names()}. Give each its own.")
         self._saves, self._counts, self._closed = Saves(self.tiers, writer_queue), Counts(), False
+        self.tell_every_s, self._uses = tell_every_s, Uses(self.tiers, self._later)
 
     # finding and reading
 
@@ -106,6 +110,8 @@ class KVStore:
                 continue
             if found is not None:
                 layers, meta, blobs = found
+                if first == 0:
+                    self._uses.note(key, source.name, self._clock(), self.tell_every_s)
                 if source is not self.tiers[0]:
                     self._saves.promote(key, first, meta, blobs, epoch)
                 return layers
@@ -283,8 +289,12 @@ class KVStore:
         old = self.too_old(entries.values())
         if old:
             self._counts.add("expired", len(old))
-            self._saves.writers.submit(tier.name, lambda: tier.delete(self.too_old(tier.entries(old).values())))
+            self._later(tier.name, lambda: tier.delete(self.too_old(tier.entries(old).values())))
         return {key: entry for key, entry in entries.items() if key not in old}
+
+    def _later(self, tier: str, job: Callable[[], object]) -> bool:
+        """Run what is no save behind a tier's saves; False if too much waits there, which is no loss."""
+        return self._saves.writers.submit(tier, job, counts=False)
 
     def _decoded(self, tier: Tier, key: ChunkKey, first: int, count: int) -> _Decoded | None:
         found = tier.read(key, first, count)

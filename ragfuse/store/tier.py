@@ -179,6 +179,17 @@ class Freed:
 
 
 @runtime_checkable
+class Touches(Protocol):
+    """What a tier may have beside `Tier`, where entries grow old: it hears, seldom, of uses in other tiers."""
+
+    name: str
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Note a use now, without counting a hit; of what is not kept here, nothing."""
+        ...
+
+
+@runtime_checkable
 class Tidies(Protocol):
     """What a tier may have beside `Tier`, where writes that never ended leave something behind."""
 

@@ -34,11 +34,11 @@ class Writer:
         self._thread: Thread | None = None
         self._busy = self._closed = False
 
-    def submit(self, job: Callable[[], object]) -> bool:
-        """Run `job` later; False at once if it is dropped. Never waits for a job."""
+    def submit(self, job: Callable[[], object], *, counts: bool = True) -> bool:
+        """Run `job` later; False at once if it is dropped, and counted if it `counts`. Never waits for a job."""
         with self._changed:
             if self._closed or len(self._jobs) >= self._limit or not self._started():
-                self.dropped += 1
+                self.dropped += counts
                 return False
             self._jobs.append(job)
             self._changed.notify_all()
@@ -107,7 +107,7 @@ class Writers:
 
     @property
     def dropped(self) -> int:
-        """Jobs that were not run."""
+        """Jobs that counted and were dropped."""
         return sum(writer.dropped for writer in self._each.values())
 
     @property
@@ -115,9 +115,9 @@ class Writers:
         """Jobs that raised."""
         return sum(writer.failed for writer in self._each.values())
 
-    def submit(self, name: str, job: Callable[[], object]) -> bool:
-        """Run `job` later, behind those of the same name; False at once if it is dropped."""
-        return self._each[name].submit(job)
+    def submit(self, name: str, job: Callable[[], object], *, counts: bool = True) -> bool:
+        """Run `job` later, behind those of the same name; False at once if it is dropped, and counted if so."""
+        return self._each[name].submit(job, counts=counts)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every job submitted so far is done; False if that took too long, all together."""

@@ -361,6 +361,7 @@ def test_the_settings_ttl_is_the_store_s(tmp_path):
         when = store.entries()[0].last_used
         assert list(store.expired(store.entries(), when + 49)) == []
         assert list(store.expired(store.entries(), when + 51)) == [OURS[0], OURS[0]]
+        assert store.tell_every_s < 50.0 / 4
     with open_kept(settings.model_copy(update={"ttl_s": None})) as store:
         assert store.expired is None
 
