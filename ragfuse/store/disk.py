@@ -1,8 +1,8 @@
 """Entries as files in one folder, shared by threads and processes. File layout: `chunkfile.py`; rows: `index.py`;
 how both are made to agree again after a crash: `upkeep.py`.
 
-Room is taken in the index before a byte is written, and a victim's file goes before its row, so the files never
-weigh more than `capacity`, whatever is killed when. An entry has a row only once its file is whole.
+Room is taken in the index before a byte is written, and a victim's file goes before its row, so no write brings the
+files over `capacity`, whatever is killed when. An entry has a row only once its file is whole.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _TOUCH_INTERVAL_S = 5.0
 class DiskTier:
     """A tier in a folder. Every layer that is read is checked against its checksum unless `verify` is False.
 
-    StoreError if the folder cannot be used at all. `open_files` is how many files stay open between reads.
+    StoreError if the folder cannot be used at all. Opening drops nothing: with a `capacity` below what is there, the
+    next write makes room. `open_files` is how many files stay open between reads.
     """
 
     slow = True
@@ -195,8 +196,6 @@ class DiskTier:
                 self._upkeep.bury(transaction)
             if self._upkeep.is_due():
                 self._upkeep.reconcile()
-            with self._index.write() as transaction:
-                self._make_room(transaction, 0)
             self._owner.sweep()
 
     # reading

@@ -141,6 +141,12 @@ def test_filters_choose_what_matches_all_of_them(told, filled, filters, wanted):
     assert {entry["key"] for entry in told("ls", *filters)["entries"]} == {str(one) for one in wanted}
 
 
+def test_looking_with_smaller_settings_drops_nothing(told, filled):
+    for command in (("ls",), ("stats",), ("gc",), ("pin", "--source", "ships")):
+        told(*command, DISK_BYTES=1)
+    assert len(told("ls")["entries"]) == 6
+
+
 def test_stats_sums_up_tiers_and_models(told, run, filled):
     found = told("stats")
     (tier,) = found["tiers"]

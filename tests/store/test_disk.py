@@ -271,13 +271,19 @@ def test_an_index_damaged_while_open_is_a_miss_and_not_an_error(tier):
     assert tier.counts["failed"] == 3
 
 
-def test_a_smaller_capacity_is_kept_from_opening_on(tier):
+def test_opening_with_a_smaller_capacity_drops_nothing_and_the_next_write_keeps_it(tier):
     unit = tier.nbytes
     for name in "bcd":
         tier.write(key(name), *encoded(kv()))
     with DiskTierContext(again(tier, capacity=2 * unit)) as opened:
-        assert set(opened.entries()) == {key("c"), key("d")}
-        assert sum(path.stat().st_size for path in files(tier.path)) == 2 * unit
+        assert set(opened.entries()) == {key(name) for name in "abcd"}
+        assert opened.read(A, 1) is not None
+        assert opened.tidy().nbytes == 0
+        assert not opened.write(key("big"), *encoded(kv(n=500)))
+        assert (opened.nbytes, opened.counts["evicted"]) == (4 * unit, 0)
+        assert opened.write(key("e"), *encoded(kv()))
+        assert set(opened.entries()) == {key("d"), key("e")}
+        assert sum(path.stat().st_size for path in files(tier.path)) == opened.nbytes == 2 * unit
 
 
 def test_nbytes_is_what_the_files_weigh(tier):
