@@ -91,6 +91,11 @@ class Book:
             for last, key, text, source in page:  # noqa: B007 - the last id begins the next page
                 yield KnownText(key, text, source)
 
+    def models(self) -> list[str]:
+        """Digests of the models that texts are known of, sorted."""
+        with self._trouble():
+            return [model for (model,) in self._database.query("SELECT DISTINCT model FROM texts ORDER BY model")]
+
     def delete_texts(
         self, model: str | None = None, *, source: str | None = None, keys: Iterable[str] | None = None
     ) -> int:

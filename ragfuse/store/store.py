@@ -22,7 +22,7 @@ from ragfuse.store.archive import Text
 from ragfuse.store.manage import Outcome, Progress
 from ragfuse.store.partial import Whole
 from ragfuse.store.saves import Saves
-from ragfuse.store.tier import Counts, EntryMeta, Expired, Freed, Tier
+from ragfuse.store.tier import Counts, EntryMeta, Expired, Freed, Tier, answers
 from ragfuse.store.uses import Uses
 
 log = logging.getLogger("ragfuse.store")
@@ -210,6 +210,14 @@ class KVStore:
     def forget(self, keys: Iterable[ChunkKey], tier: str | None = None) -> int:
         """Forget these everywhere, or in one tier alone; how many there were."""
         return self._delete(set(keys)) if tier is None else self.tier(tier).delete(keys)
+
+    def drop(self, keys: Iterable[ChunkKey], tier: str | None = None) -> dict[str, set[ChunkKey]]:
+        """The same; each tier that could not do so, with those that may still be in it."""
+        return manage.drop(self, keys, tier)
+
+    def silent(self) -> list[str]:
+        """Names of tiers that do not answer now: what they hold is not listed, and not known."""
+        return [tier.name for tier in self.tiers if not answers(tier)]
 
     def clear(self, model: str | None = None) -> int:
         """Forget every chunk of a model digest (a tenant's, if salted), or all; how many there were."""

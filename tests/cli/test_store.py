@@ -1,5 +1,6 @@
 """`ragfuse store` as an operator uses it, over a real store and without any model."""
 
+import errno
 import io
 import json
 import os
@@ -19,6 +20,7 @@ from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import Book, DiskTier, KVStore
 from tests.store.kit import ROOT, asked, files, key, kv
+from tests.store.redis_server import RedisServer
 
 MB = 1 << 20
 OURS, THEIRS = [key(i, "ours") for i in range(3)], [key(i, "theirs") for i in range(2)]
@@ -185,6 +187,71 @@ def test_clear_of_everything_drops_everything_and_all_texts(told, filled):
     assert told("clear", "--all", "--yes")["dropped"] == 6
     assert left(filled) == set()
     assert texts(filled, OURS[0].model) == texts(filled, THEIRS[0].model) == []
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A Redis server of the test's own."""
+    (tmp_path / "redis").mkdir()
+    server = RedisServer(tmp_path / "redis")
+    yield server
+    server.kill()
+
+
+def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(run, told, filled, server):
+    far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
+    assert told("move", "--source", "ships", "--to", "redis", **far)["entries"] == 1
+    server.kill()
+    assert "Tier redis does not answer" in run("ls", **far).output
+    result = run("clear", "--all", "--yes", **far)
+    assert result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert "Dropped 5 entries" in said
+    assert "Tier redis could not be cleared" in said
+    assert left(filled) == set()
+    assert (len(texts(filled, OURS[0].model)), len(texts(filled, THEIRS[0].model))) == (2, 1)
+    again = run("clear", "--all", "--yes", "--json", "-", **far)  # nothing is listed any more
+    assert again.exit_code == 1
+    assert json.loads(again.stdout) == {"dropped": 0, "nbytes": 0, "texts": 0, "stayed": 0, "silent": ["redis"]}
+    server.start()
+    assert told("clear", "--all", "--yes", **far)["texts"] == 3
+    assert texts(filled, OURS[0].model) == texts(filled, THEIRS[0].model) == []
+
+
+def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server):
+    settings = Settings(store=filled, home=filled.parent, tiers=(server.url(),), tier_timeout_s=0.5)
+    with Keeping(settings) as keeping:
+        assert keeping.move(keeping.lines(Wish(source="ships")), "redis").chunks == 1
+        lines = keeping.lines()
+        server.kill()
+        done = keeping.clear(lines, Wish())
+        assert ({line.entry.key for line in done.stayed}, done.silent, done.texts) == ({OURS[1]}, ["redis"], 0)
+        assert {line.entry.key for line in done.dropped} == {OURS[0], OURS[2], AMID, *THEIRS}
+        assert len(keeping.book.models()) == 2
+
+
+def test_clear_tells_of_a_folder_that_refuses(filled, monkeypatch):
+    def refused(self, missing_ok=False):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with Keeping(Settings(store=filled, home=filled.parent)) as keeping:
+        lines = keeping.lines(Wish(source="light"))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", refused)
+            done = keeping.clear(lines, Wish(source="light"))
+        assert (len(done.dropped), len(done.stayed), done.silent, done.texts) == (0, 2, ["disk"], 0)
+        assert {line.source for line in keeping.lines(Wish(source="light"))} == {"/docs/Lighthouse.md"}
+        done = keeping.clear(lines, Wish(source="light"))
+        assert (len(done.dropped), len(done.stayed), done.silent, done.texts) == (2, 0, [], 1)
+
+
+def test_clear_of_a_tenant_whose_entries_are_gone_drops_the_texts_that_are_left(run, told, filled):
+    with KVStore([DiskTier(filled, 10 * MB, lru)]) as store:
+        store.clear(OURS[0].model)
+    refused(run("clear", "--tenant", "acme"), "InputError", "Drop all texts of chunks that are kept nowhere", "--yes")
+    done = told("clear", "--tenant", "acme", "--yes")
+    assert (done["dropped"], done["texts"]) == (0, 2)
+    assert (texts(filled, OURS[0].model), texts(filled, THEIRS[0].model)) == ([], ["Theirs."])
 
 
 def test_clear_asks_and_without_a_terminal_wants_yes(run, filled, environment):

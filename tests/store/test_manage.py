@@ -7,6 +7,7 @@ import pytest
 
 from ragfuse.plan.evict import expired, expired_first, lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
+from ragfuse.store.tier import Freed
 from tests.store.kit import Clock, encoded, files, key, kv, same, ticks
 
 MB = 1 << 20
@@ -264,6 +265,31 @@ def test_gc_frees_what_is_too_old_and_keeps_what_another_tier_has_used_since(sto
     assert freed["disk"].nbytes > UNIT
     assert where(store, *KEYS[:3]) == ["", "memory+disk", "memory+disk"]
     assert [what.expired for what in store.gc().values()] == [0, 0]
+
+
+def test_gc_drops_nothing_that_is_used_while_it_lists(store, clock, tmp_path):
+    for one in KEYS[:2]:
+        store.put(one, kv(), tier="disk", wait=True)
+    clock.now += 200
+    disk, real = store.tiers[1], store.tiers[1].entries
+
+    def slow(keys=None):
+        found = real(keys)
+        if keys is None:
+            disk.read(KEYS[0], 0)
+        return found
+
+    disk.entries = slow
+    assert store.gc()["disk"].expired == 1
+    assert where(store, *KEYS[:2]) == ["disk", ""]
+
+
+def test_gc_tells_of_no_bytes_that_it_could_not_free(store, clock, monkeypatch):
+    for one in KEYS[:2]:
+        store.put(one, kv(), tier="disk", wait=True)
+    clock.now += 200
+    monkeypatch.setattr(store.tiers[1], "delete", lambda keys: 0)  # as a tier that is down answers
+    assert store.gc()["disk"] == Freed()
 
 
 def test_gc_frees_the_rest_of_writes_and_rows_without_files(store, tmp_path):
