@@ -191,7 +191,7 @@ class Keeping:
             return 0
         n = sum(self.book.delete_texts(model) for model in self.text_models(wish))
         for model in {model for model, _ in gone}:
-            keys = [known.key for known in self.book.texts(model) if _chunk(ChunkKey.parse(known.key)) in gone]
+            keys = [known.key for known in self.book.texts(model) if _chunk_named(known.key) in gone]
             n += self.book.delete_texts(model, keys=keys)
         return n
 
@@ -246,7 +246,7 @@ class Keeping:
         texts: dict[tuple[str, str], tuple[str, str]] = {}
         for model in {entry.key.model for entry, _ in found} if self.book is not None else ():
             for known in self.book.texts(model):  # type: ignore[union-attr]
-                texts.setdefault(_chunk(ChunkKey.parse(known.key)), (known.source, known.text[:_SHOWN]))
+                texts.setdefault(_chunk_named(known.key), (known.source, known.text[:_SHOWN]))
         for entry, tenant in found:
             yield Line(entry, tenant, *texts.get(_chunk(entry.key), ("", "")))
 
@@ -254,7 +254,7 @@ class Keeping:
         wanted = {_chunk(key) for key in keys}
         for model in sorted({model for model, _ in wanted}) if self.book is not None else ():
             for known in self.book.texts(model):  # type: ignore[union-attr]
-                if _chunk(ChunkKey.parse(known.key)) in wanted:
+                if _chunk_named(known.key) in wanted:
                     yield Text(model, *known)
 
     def _take_texts(self, texts: Sequence[Text]) -> None:
@@ -269,6 +269,14 @@ class Keeping:
 def _chunk(key: ChunkKey) -> tuple[str, str]:
     """What all entries of one tenant's chunk share, in whatever company it was encoded."""
     return key.model, key.tokens
+
+
+def _chunk_named(text: str) -> tuple[str, str]:
+    """The chunk of a key as the book has it; one that nobody has where a bad byte makes it none."""
+    try:
+        return _chunk(ChunkKey.parse(text))
+    except ValueError:
+        return "", ""
 
 
 def _matches(line: Line, wish: Wish) -> bool:

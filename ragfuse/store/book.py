@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ragfuse.core import FORMAT_VERSION
 from ragfuse.store.database import Database
-from ragfuse.store.folder import locked, open_folder, refusal
+from ragfuse.store.folder import locked, open_folder, refusal, trouble
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS profiles(name TEXT PRIMARY KEY, profile TEXT NOT NULL);
@@ -126,4 +126,4 @@ class Book:
         try:
             yield
         except (OSError, sqlite3.Error) as error:
-            raise refusal(self.path, f"an error in book.sqlite ({error})") from error
+            raise refusal(self.path, trouble(self.path, error, " in book.sqlite")) from error

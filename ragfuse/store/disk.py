@@ -23,7 +23,7 @@ from torch import Tensor
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write_chunk
 from ragfuse.store.filecache import FileCache
-from ragfuse.store.folder import Owner, fsync_folder, locked, open_folder, refusal
+from ragfuse.store.folder import Owner, fsync_folder, locked, open_folder, refusal, trouble
 from ragfuse.store.index import Index
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims
 from ragfuse.store.upkeep import Upkeep, chunk_path
@@ -65,7 +65,7 @@ class DiskTier:
         try:
             self._open()
         except (OSError, sqlite3.Error) as error:
-            raise refusal(self.path, f"an error ({error})") from error
+            raise refusal(self.path, trouble(self.path, error)) from error
 
     @property
     def nbytes(self) -> int:
@@ -267,7 +267,7 @@ class DiskTier:
                 self._index.end(transaction, name)
                 self._index.publish(transaction, key, meta, nbytes, self._clock())
         except BaseException:
-            self._abandon(temp, name)
+            self._abandon(temp, name, key)
             raise
         finally:
             self._under_way.discard(name)
@@ -275,10 +275,14 @@ class DiskTier:
         fsync_folder(path.parent)
         return True
 
-    def _abandon(self, temp: Path, name: str) -> None:
+    def _abandon(self, temp: Path, name: str, key: ChunkKey) -> None:
+        """Leave nothing of a write that failed, also where it was renamed and its row could not be written."""
         with suppress(OSError):
             temp.unlink(missing_ok=True)
-        with suppress(sqlite3.Error), self._index.write() as transaction:
+        with suppress(OSError, sqlite3.Error), self._index.write() as transaction:
+            told = sum(entry.nbytes for entry in self._index.entries_in(transaction, [key]))
+            if self._path(key).exists() and self._path(key).stat().st_size != told:
+                self._remove(transaction, [key])
             self._index.end(transaction, name)
 
     def _reserve(self, name: str, key: ChunkKey, nbytes: int) -> bool:

@@ -445,6 +445,16 @@ def test_the_store_of_the_commands_holds_no_memory(filled, environment):
         assert [tier.name for tier in keeping.store.tiers] == ["disk"]
 
 
+def test_a_bad_byte_in_the_book_costs_no_listing(filled):
+    with Book(filled) as book:
+        book.add_texts(OURS[0].model, [("no key at all", "A text.", "somewhere")])
+    with Keeping(Settings(store=filled, home=filled.parent)) as keeping:
+        lines = keeping.lines()
+        assert {line.entry.key for line in lines} == {*OURS, AMID, *THEIRS}
+        assert "somewhere" not in {line.source for line in lines}
+        assert keeping.clear(lines, Wish()).texts == 4
+
+
 def test_what_an_engine_has_kept_is_listed_with_source_and_text(engine, tiny_settings):
     passage = "The keeper of the lighthouse counted all ships, and wrote every name into a book. " * 2
     engine.ingest([(passage, "/docs/a.txt"), (passage.upper(), "/docs/b.txt")])

@@ -19,6 +19,7 @@ from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
 from ragfuse.store.chunkfile import _FIXED, MAGIC
+from ragfuse.store.index import Index
 from tests.store.kit import asked, encoded, files, key, kv, ticks
 
 A = key("a")
@@ -251,6 +252,81 @@ def test_a_damaged_index_is_set_aside_and_built_again(tier, content, caplog):
         assert opened.read(A, 0) is not None
     assert (tier.path / "index.sqlite.bad").read_bytes() == content
     assert "set aside" in caplog.text
+
+
+BAD_ROWS = {
+    "a key that is none": "key = 'no key at all'",
+    "another's key": "key = replace(key, substr(key, 1, 1), 'e')",
+    "a key of bytes": "key = x'00ff'",
+    "a size that is none": "nbytes = 'many'",
+    "a size below zero": "nbytes = -5",
+    "a time that is none": "last_used = 'yesterday'",
+    "hits that are none": "hits = x'00'",
+}
+
+
+@pytest.mark.parametrize("changed", BAD_ROWS.values(), ids=BAD_ROWS.keys())
+def test_a_row_with_a_bad_byte_costs_no_other_entry_and_is_mended_at_the_next_opening(tier, changed):
+    unit, others = tier.nbytes, {key("b"), key("c")}
+    for one in others:
+        tier.write(one, *encoded(kv()))
+    with sqlite3.connect(tier.path / "index.sqlite") as connection:
+        connection.execute(f"UPDATE entries SET {changed} WHERE key = ?", (str(A),))
+    connection.close()
+    assert others <= set(tier.entries())
+    assert tier.entries([A]).keys() <= {A}
+    with DiskTierContext(again(tier)) as opened:
+        assert set(opened.entries()) == {A, *others}  # its file is whole: it is adopted anew
+        assert opened.nbytes == 3 * unit == sum(path.stat().st_size for path in files(tier.path))
+        assert all(opened.read(one, 0, 3) is not None for one in (A, *others))
+
+
+def test_a_full_tier_with_a_bad_row_is_written_all_the_same(tier):
+    with sqlite3.connect(tier.path / "index.sqlite") as connection:
+        connection.execute("UPDATE entries SET key = 'no key at all'")
+    connection.close()
+    tier.capacity = 2 * tier.nbytes
+    for name in "bcd":
+        assert tier.write(key(name), *encoded(kv()))
+    assert set(tier.entries()) == {key("d")}
+
+
+def test_a_write_under_way_that_cannot_be_understood_is_no_reason_not_to_open(tier, tmp_path):
+    mine = tmp_path / "mine.tmp"
+    mine.write_bytes(b"mine")
+    with tier._index.write() as transaction:
+        tier._index.begin(transaction, str(mine), A, "dead", 5000)
+        tier._index.begin(transaction, "chunks/../mine.tmp", A, "dead", 5000)
+        transaction.execute("UPDATE writing SET key = 'no key at all'")
+    with DiskTierContext(again(tier)) as opened:
+        assert set(opened.entries()) == {A}
+        assert opened.nbytes == files(tier.path)[0].stat().st_size
+    assert mine.exists()
+
+
+def test_a_sum_with_a_bad_byte_is_right_again_at_the_next_opening(tier):
+    with sqlite3.connect(tier.path / "index.sqlite") as connection:
+        connection.execute("UPDATE total SET nbytes = nbytes + (1 << 40), entries = -3")
+    connection.close()
+    with DiskTierContext(again(tier)) as opened:
+        assert opened.nbytes == files(tier.path)[0].stat().st_size
+        assert len(opened._index) == 1
+
+
+@pytest.mark.parametrize("n", [5, 50])
+def test_a_write_whose_row_cannot_be_written_leaves_no_file_without_a_row(tier, monkeypatch, n):
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for one in (A, key("b")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, "publish", full)  # after the file was renamed
+            assert not tier.write(one, *encoded(kv(n=n)))
+        assert sum(path.stat().st_size for path in files(tier.path)) == tier.nbytes
+        assert len(files(tier.path)) == len(tier.entries())
+    assert tier.counts["failed"] == 2
+    assert tier.write(A, *encoded(kv()))
+    assert tier.read(A, 0) is not None
 
 
 def test_an_index_of_another_version_is_set_aside_and_built_again(tier):
