@@ -24,6 +24,7 @@ from ragfuse.store.manage import Outcome, Progress
 from ragfuse.store.tier import Freed
 
 __all__ = [
+    "Cleared",
     "Freed",
     "Keeping",
     "Line",
@@ -45,6 +46,7 @@ def open_kept(settings: Settings, clock: Callable[[], float] = time.time) -> KVS
         return open_store(settings, lru)
     store = open_store(settings, expired_first(lru, settings.ttl_s, clock))
     store.expired = partial(expired, ttl_s=settings.ttl_s)
+    store.tell_every_s = min(store.tell_every_s, settings.ttl_s / 8)
     return store
 
 
@@ -128,6 +130,19 @@ class Wish:
         return not self.keys and self.tier is None and self.source is None
 
 
+@dataclass(frozen=True)
+class Cleared:
+    """What clearing came to: entries that are gone, those that stayed, how many texts are gone.
+
+    silent: tiers that could not be cleared, or do not answer. What else they hold is not known, so all texts stay.
+    """
+
+    dropped: Sequence[Line]
+    stayed: Sequence[Line]
+    texts: int
+    silent: Sequence[str]
+
+
 class Keeping:
     """The store and the book of some settings, without memory: what lies there belongs to the process that fills it."""
 
@@ -154,20 +169,31 @@ class Keeping:
             lines = [line for line in lines if _chunk(line.entry.key) in meant]
         return sorted(lines, key=lambda line: -line.entry.last_used)
 
-    def clear(self, lines: Sequence[Line], wish: Wish) -> None:
+    def clear(self, lines: Sequence[Line], wish: Wish) -> Cleared:
         """Forget these entries, those that `wish` means, and the texts of chunks that are kept nowhere afterwards."""
-        self.store.forget([line.entry.key for line in lines], wish.tier)
+        left = self.store.drop([line.entry.key for line in lines], wish.tier)
+        stayed = [line for line in lines if line.entry.key in left.get(line.entry.tier, ())]
+        dropped = [line for line in lines if line.entry.key not in left.get(line.entry.tier, ())]
+        kept = {_chunk(entry.key) for entry in self.store.entries()}
+        silent = list(dict.fromkeys([*left, *self.store.silent()]))  # asked after the listing, which may lack theirs
+        texts = 0 if silent else self._forget_texts({_chunk(line.entry.key) for line in dropped} - kept, wish)
+        return Cleared(dropped, stayed, texts, silent)
+
+    def text_models(self, wish: Wish) -> list[str]:
+        """Digests of the tenants all of whose texts are meant."""
+        tenants = self._tenants()
+        known = self.book.models() if self.book is not None and wish.is_of_tenants else []
+        return [digest for digest in known if _is_of(tenants.get(digest, Tenant(digest)), wish)]
+
+    def _forget_texts(self, gone: set[tuple[str, str]], wish: Wish) -> int:
+        """Delete the texts of chunks that are gone, and all that the tenants have who are meant; how many."""
         if self.book is None:
-            return
-        if wish.is_anything:
-            self.book.delete_texts()
-        elif wish.is_of_tenants:
-            for model in {line.entry.key.model for line in lines}:
-                self.book.delete_texts(model)
-        gone = {_chunk(line.entry.key) for line in lines} - {_chunk(entry.key) for entry in self.store.entries()}
+            return 0
+        n = sum(self.book.delete_texts(model) for model in self.text_models(wish))
         for model in {model for model, _ in gone}:
-            keys = [known.key for known in self.book.texts(model) if _chunk(ChunkKey.parse(known.key)) in gone]
-            self.book.delete_texts(model, keys=keys)
+            keys = [known.key for known in self.book.texts(model) if _chunk_named(known.key) in gone]
+            n += self.book.delete_texts(model, keys=keys)
+        return n
 
     def move(self, lines: Sequence[Line], tier: str, progress: Progress | None = None) -> Outcome:
         """Keep these in another tier and nowhere else."""
@@ -220,7 +246,7 @@ class Keeping:
         texts: dict[tuple[str, str], tuple[str, str]] = {}
         for model in {entry.key.model for entry, _ in found} if self.book is not None else ():
             for known in self.book.texts(model):  # type: ignore[union-attr]
-                texts.setdefault(_chunk(ChunkKey.parse(known.key)), (known.source, known.text[:_SHOWN]))
+                texts.setdefault(_chunk_named(known.key), (known.source, known.text[:_SHOWN]))
         for entry, tenant in found:
             yield Line(entry, tenant, *texts.get(_chunk(entry.key), ("", "")))
 
@@ -228,7 +254,7 @@ class Keeping:
         wanted = {_chunk(key) for key in keys}
         for model in sorted({model for model, _ in wanted}) if self.book is not None else ():
             for known in self.book.texts(model):  # type: ignore[union-attr]
-                if _chunk(ChunkKey.parse(known.key)) in wanted:
+                if _chunk_named(known.key) in wanted:
                     yield Text(model, *known)
 
     def _take_texts(self, texts: Sequence[Text]) -> None:
@@ -245,13 +271,22 @@ def _chunk(key: ChunkKey) -> tuple[str, str]:
     return key.model, key.tokens
 
 
+def _chunk_named(text: str) -> tuple[str, str]:
+    """The chunk of a key as the book has it; one that nobody has where a bad byte makes it none."""
+    try:
+        return _chunk(ChunkKey.parse(text))
+    except ValueError:
+        return "", ""
+
+
 def _matches(line: Line, wish: Wish) -> bool:
-    tenant, source = line.tenant, wish.source
-    return (
-        (wish.model is None or wish.model == tenant.model or _begins(tenant.digest, wish.model))
-        and (wish.tenant is None or (hidden(wish.tenant) == tenant.tenant and bool(tenant.model)))
-        and (source is None or source.casefold() in line.source.casefold())
-    )
+    source = wish.source
+    return _is_of(line.tenant, wish) and (source is None or source.casefold() in line.source.casefold())
+
+
+def _is_of(tenant: Tenant, wish: Wish) -> bool:
+    named = wish.model is None or wish.model == tenant.model or _begins(tenant.digest, wish.model)
+    return named and (wish.tenant is None or (hidden(wish.tenant) == tenant.tenant and bool(tenant.model)))
 
 
 def _begins(digest: str, beginning: str) -> bool:

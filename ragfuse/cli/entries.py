@@ -15,7 +15,7 @@ from rich.text import Text
 from ragfuse.cli.show import short
 
 if TYPE_CHECKING:
-    from ragfuse.keeping import Line, Outcome, Tenant
+    from ragfuse.keeping import Cleared, Line, Outcome, Tenant
 
 
 def show_lines(console: Console, lines: Sequence[Line]) -> None:
@@ -78,6 +78,25 @@ def tell_outcome(console: Console, done: Outcome, where: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if done.failed > 5:
         console.print(f"left out: {done.failed - 5:,} more", highlight=False)
+
+
+def tell_cleared(console: Console, done: Cleared) -> None:
+    """What is gone, and what stayed and where."""
+    texts = f" and {done.texts:,} texts" if done.texts else ""
+    if done.dropped or done.texts:
+        said = described(done.dropped) if done.dropped else "0 entries"
+        console.print(f"Dropped {said}{texts}.", highlight=False, markup=False)
+    for name in done.silent:
+        n = sum(line.entry.tier == name for line in done.stayed)
+        here = f"{n:,} of these entries and whatever else" if n else "what"
+        said = f"Tier {name} could not be cleared: {here} it holds stays, and so do all texts."
+        console.print(f"{said} Clear again once it answers.", highlight=False, markup=False, soft_wrap=True)
+
+
+def cleared_dict(done: Cleared) -> dict[str, Any]:
+    """The same as plain JSON types."""
+    counts = {"dropped": len(done.dropped), "nbytes": sum(line.entry.nbytes for line in done.dropped)}
+    return {**counts, "texts": done.texts, "stayed": len(done.stayed), "silent": list(done.silent)}
 
 
 def outcome_dict(done: Outcome) -> dict[str, Any]:

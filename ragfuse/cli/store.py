@@ -14,7 +14,17 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.table import Table
 from rich.text import Text
 
-from ragfuse.cli.entries import by_tenant, described, outcome_dict, plain, show_lines, tell_outcome, tier_row
+from ragfuse.cli.entries import (
+    by_tenant,
+    cleared_dict,
+    described,
+    outcome_dict,
+    plain,
+    show_lines,
+    tell_cleared,
+    tell_outcome,
+    tier_row,
+)
 from ragfuse.cli.ingest import progress
 from ragfuse.cli.options import Json, Store, console_for, settings_of, write_json
 from ragfuse.errors import InputError
@@ -97,16 +107,20 @@ def clear(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Drop entries, and the texts of chunks that are kept nowhere afterwards. Others' stay."""
+    """Drop entries, and the texts of chunks that are kept nowhere afterwards. Others' stay.
+
+    Exit status 1 if a tier could not be cleared: then what it holds stays, and all texts.
+    """
     wish, console = _wish(keys, tier, source, model, tenant, all_, "clear"), console_for(json)
     with _opened(store, console) as keeping:
         lines = _lines(keeping, console, wish)
-        nbytes = sum(line.entry.nbytes for line in lines)
-        if lines:
-            _confirm(f"Drop {described(lines)}?", yes, "clear")
-            keeping.clear(lines, wish)
-            console.print(f"Dropped {described(lines)}.", highlight=False, markup=False)
-    write_json({"dropped": len(lines), "nbytes": nbytes}, json)
+        if lines or keeping.text_models(wish):
+            what = described(lines) if lines else "all texts of chunks that are kept nowhere"
+            _confirm(f"Drop {what}?", yes, "clear")
+        done = keeping.clear(lines, wish)
+    tell_cleared(console, done)
+    write_json(cleared_dict(done), json)
+    raise typer.Exit(1 if done.silent else 0)
 
 
 @store.command("pin")
@@ -274,6 +288,9 @@ def _lines(keeping: Keeping, console: Console, wish: Wish | None) -> list[Line]:
 
     with console.status("reading the store"):
         lines = keeping.lines(wish or Wish())
+        silent = keeping.store.silent()
+    for name in silent:
+        console.print(f"Tier {name} does not answer: what it holds is not listed.", highlight=False, markup=False)
     if not lines and wish is not None:
         others = "" if wish.is_anything else "Nothing in the store is like that; "
         empty = f"{others}`ragfuse store ls` lists all." if others else "The store is empty: ragfuse ingest PATH."

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ragfuse.core import FORMAT_VERSION
 from ragfuse.store.database import Database
-from ragfuse.store.folder import locked, open_folder, refusal
+from ragfuse.store.folder import locked, open_folder, refusal, trouble
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS profiles(name TEXT PRIMARY KEY, profile TEXT NOT NULL);
@@ -91,6 +91,11 @@ class Book:
             for last, key, text, source in page:  # noqa: B007 - the last id begins the next page
                 yield KnownText(key, text, source)
 
+    def models(self) -> list[str]:
+        """Digests of the models that texts are known of, sorted."""
+        with self._trouble():
+            return [model for (model,) in self._database.query("SELECT DISTINCT model FROM texts ORDER BY model")]
+
     def delete_texts(
         self, model: str | None = None, *, source: str | None = None, keys: Iterable[str] | None = None
     ) -> int:
@@ -121,4 +126,4 @@ class Book:
         try:
             yield
         except (OSError, sqlite3.Error) as error:
-            raise refusal(self.path, f"an error in book.sqlite ({error})") from error
+            raise refusal(self.path, trouble(self.path, error, " in book.sqlite")) from error

@@ -2,8 +2,9 @@
 
     magic 8 · version u32 · header length u32 · BLAKE3 of the header 32 · header JSON {key, meta} · layers
 
-Header and layers begin at multiples of 64 bytes, little-endian numbers. `Header` reads them from any bytes,
-`ChunkFile` from a file. Where files lie is `disk.py`'s business, where objects do `objects.py`'s.
+Header and layers begin at multiples of 64 bytes, zeros in between, little-endian numbers. Every byte is checked: by a
+checksum, or for being zero. `Header` reads them from any bytes, `ChunkFile` from a file. Where files lie is `disk.py`'s
+business, where objects do `objects.py`'s.
 """
 
 from __future__ import annotations
@@ -57,7 +58,12 @@ def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryvie
 
 
 def header_nbytes(begin: bytes | bytearray) -> int:
-    """How many bytes of an entry its header takes, unpadded, by its first bytes; ValueError if it is no entry."""
+    """How many bytes of an entry its header takes, padded, by its first bytes; ValueError if it is no entry."""
+    return _aligned(_text_end(begin))
+
+
+def _text_end(begin: bytes | bytearray) -> int:
+    """Where the header's JSON ends."""
     if len(begin) < _FIXED.size:
         raise ValueError("the file ends too early")
     magic, version, nbytes, _ = _FIXED.unpack_from(begin)
@@ -79,10 +85,12 @@ class Header:
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Header:
         """The header that `data` begins with; ValueError if it is not a whole one."""
-        end = header_nbytes(data)
+        end, nbytes = _text_end(data), header_nbytes(data)
         text = bytes(data[_FIXED.size : end])
-        if len(data) < end:
+        if len(data) < nbytes:
             raise ValueError("the file ends too early")
+        if any(data[end:nbytes]):
+            raise ValueError("the padding of the header is not zero")
         if blake3(text).digest() != _FIXED.unpack_from(data)[3]:
             raise ValueError("checksum of the header does not match")
         try:
@@ -90,7 +98,7 @@ class Header:
             key, meta = ChunkKey.parse(fields["key"]), EntryMeta.from_json(fields["meta"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"header not understood: {error!r}") from error
-        return cls(key, meta, layer_offsets(end, meta))
+        return cls(key, meta, layer_offsets(nbytes, meta))
 
     @property
     def nbytes(self) -> int:
@@ -98,20 +106,23 @@ class Header:
         return self.offsets[-1]
 
     def span(self, first: int, count: int) -> tuple[int, int]:
-        """Where `count` layers from `first` on begin and end."""
-        last = first + count - 1
-        return self.offsets[first], self.offsets[last] + self.meta.layers[last].nbytes
+        """Where `count` layers from `first` on begin, and where the padding of the last ends."""
+        return self.offsets[first], self.offsets[first + count]
 
     def cut(self, span: Tensor, first: int, count: int, *, verify: bool) -> list[Tensor]:
         """`count` layers from `first` on, uint8 [nbytes] each, as views of the bytes of their `span`.
 
-        ValueError if one is not what was written, unless told not to `verify`.
+        ValueError if one, or what is between them, is not what was written, unless told not to `verify`.
         """
-        chosen = range(first, first + count)
-        blobs = [span.narrow(0, self.offsets[i] - self.offsets[first], self.meta.layers[i].nbytes) for i in chosen]
-        for layer, blob in zip(chosen, blobs, strict=True):
-            if verify and checksum(blob) != self.meta.layers[layer].checksum:
+        blobs = []
+        for layer in range(first, first + count):
+            lo, hi = self.offsets[layer] - self.offsets[first], self.offsets[layer + 1] - self.offsets[first]
+            end = lo + self.meta.layers[layer].nbytes
+            blobs.append(span[lo:end])
+            if verify and checksum(blobs[-1]) != self.meta.layers[layer].checksum:
                 raise ValueError(f"checksum of layer {layer} does not match")
+            if verify and end < hi and span[end:hi].any():
+                raise ValueError(f"the padding of layer {layer} is not zero")
         return blobs
 
 

@@ -1,8 +1,8 @@
 """Entries as files in one folder, shared by threads and processes. File layout: `chunkfile.py`; rows: `index.py`;
 how both are made to agree again after a crash: `upkeep.py`.
 
-Room is taken in the index before a byte is written, and a victim's file goes before its row, so the files never
-weigh more than `capacity`, whatever is killed when. An entry has a row only once its file is whole.
+Room is taken in the index before a byte is written, and a victim's file goes before its row, so no write brings the
+files over `capacity`, whatever is killed when. An entry has a row only once its file is whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write_chunk
 from ragfuse.store.filecache import FileCache
-from ragfuse.store.folder import Owner, fsync_folder, locked, open_folder, refusal
+from ragfuse.store.folder import Owner, fsync_folder, locked, open_folder, refusal, trouble
 from ragfuse.store.index import Index
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims
 from ragfuse.store.upkeep import Upkeep, chunk_path
@@ -37,7 +37,8 @@ _TOUCH_INTERVAL_S = 5.0
 class DiskTier:
     """A tier in a folder. Every layer that is read is checked against its checksum unless `verify` is False.
 
-    StoreError if the folder cannot be used at all. `open_files` is how many files stay open between reads.
+    StoreError if the folder cannot be used at all. Opening drops nothing: with a `capacity` below what is there, the
+    next write makes room. `open_files` is how many files stay open between reads.
     """
 
     slow = True
@@ -64,7 +65,7 @@ class DiskTier:
         try:
             self._open()
         except (OSError, sqlite3.Error) as error:
-            raise refusal(self.path, f"an error ({error})") from error
+            raise refusal(self.path, trouble(self.path, error)) from error
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +79,7 @@ class DiskTier:
             return 0
 
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
-        """The entries kept under `keys`, or all of them: one query. A file may be gone all the same."""
+        """The entries kept under `keys`, or all of them. A file may be gone all the same."""
         if self._closed:
             return {}
         try:
@@ -145,6 +146,17 @@ class DiskTier:
         except sqlite3.Error as error:
             self._failed("pin entries in", self.path, error)
 
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Note a use now, without counting a hit, where other processes see it at once."""
+        if self._closed:
+            return
+        now = self._clock()
+        try:
+            with self._index.write() as transaction:
+                self._index.touch(transaction, dict.fromkeys(keys, (now, 0)))
+        except sqlite3.Error as error:
+            self._failed("note uses in", self.path, error)
+
     def tidy(self) -> Freed:
         """Free what writers that died have left behind, and look at every file: see `upkeep.py`."""
         if self._closed:
@@ -184,8 +196,6 @@ class DiskTier:
                 self._upkeep.bury(transaction)
             if self._upkeep.is_due():
                 self._upkeep.reconcile()
-            with self._index.write() as transaction:
-                self._make_room(transaction, 0)
             self._owner.sweep()
 
     # reading
@@ -257,7 +267,7 @@ class DiskTier:
                 self._index.end(transaction, name)
                 self._index.publish(transaction, key, meta, nbytes, self._clock())
         except BaseException:
-            self._abandon(temp, name)
+            self._abandon(temp, name, key)
             raise
         finally:
             self._under_way.discard(name)
@@ -265,10 +275,14 @@ class DiskTier:
         fsync_folder(path.parent)
         return True
 
-    def _abandon(self, temp: Path, name: str) -> None:
+    def _abandon(self, temp: Path, name: str, key: ChunkKey) -> None:
+        """Leave nothing of a write that failed, also where it was renamed and its row could not be written."""
         with suppress(OSError):
             temp.unlink(missing_ok=True)
-        with suppress(sqlite3.Error), self._index.write() as transaction:
+        with suppress(OSError, sqlite3.Error), self._index.write() as transaction:
+            told = sum(entry.nbytes for entry in self._index.entries_in(transaction, [key]))
+            if self._path(key).exists() and self._path(key).stat().st_size != told:
+                self._remove(transaction, [key])
             self._index.end(transaction, name)
 
     def _reserve(self, name: str, key: ChunkKey, nbytes: int) -> bool:

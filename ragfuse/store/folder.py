@@ -11,7 +11,7 @@ import fcntl
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ragfuse.errors import StoreError
@@ -21,8 +21,16 @@ def refusal(path: Path, found: str) -> StoreError:
     """The error for a folder that cannot be used: wanted, found, what to do."""
     return StoreError(
         f"The store at {path} cannot be opened: a folder that this user can write to was wanted, {found} was found. "
-        "Give another folder (setting `store`, environment RAGFUSE_STORE) or repair this one."
+        "Give another folder (setting `store`, environment RAGFUSE_STORE), or make room or repair this one."
     )
+
+
+def trouble(path: Path, error: Exception, where: str = "") -> str:
+    """What was found in `path` when an error was: sqlite calls a full disk an I/O error."""
+    with suppress(OSError):
+        if not os.statvfs(path).f_bavail:
+            return "a full disk"
+    return f"an error{where} ({error})"
 
 
 def open_folder(path: Path) -> Path:

@@ -49,6 +49,13 @@ ON CONFLICT(key) DO UPDATE SET level = excluded.level, n_tokens = excluded.n_tok
     nbytes = excluded.nbytes, last_used = excluded.last_used
 """
 _PAGE = "SELECT rowid, key, nbytes FROM entries WHERE rowid > ? ORDER BY rowid LIMIT 10000"
+_LISTED = _ENTRIES.replace("SELECT", "SELECT rowid,") + " WHERE rowid > ? ORDER BY rowid LIMIT 1000"
+_ODD = """
+DELETE FROM entries WHERE typeof(key) != 'text' OR typeof(level) != 'text' OR typeof(nbytes) != 'integer' OR nbytes < 0
+    OR typeof(n_tokens) != 'integer' OR typeof(n_layers) != 'integer' OR typeof(last_used) != 'real'
+    OR typeof(hits) != 'integer'
+"""
+_SUM = "INSERT OR REPLACE INTO total SELECT 0, count(*), coalesce(sum(nbytes), 0) FROM entries"
 _TOUCH = "UPDATE entries SET last_used = max(last_used, ?), hits = hits + ? WHERE key = ?"
 
 
@@ -77,7 +84,7 @@ class Index:
 
     def __len__(self) -> int:
         count: int = self._database.query("SELECT entries FROM total")[0][0]
-        return count
+        return max(0, count)  # a bad byte is mended later
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """(key, nbytes) of every entry, a page at a time; others may write meanwhile."""
@@ -92,26 +99,40 @@ class Index:
         return str(found[0][0]) if found else ""
 
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
-        """Entries under `keys`, or all, least recently used first: one query."""
-        return self._entries(self._database.query(*_select(keys)))
+        """Entries under `keys`, by one query, or all, page by page; least recently used first."""
+        if keys is not None:
+            return self._entries(self._database.query(*_select(keys)))
+        return {entry.key: entry for entry in sorted(self._all(), key=lambda entry: entry.last_used)}
 
-    def entries_in(self, transaction: sqlite3.Connection, keys: Iterable[ChunkKey] | None = None) -> list[Entry]:
-        """The same inside a transaction."""
+    def _all(self) -> Iterator[Entry]:
+        """Every entry; others look up, weigh and write between two pages."""
+        last = -1
+        while page := self._database.query(_LISTED, (last,)):
+            last = page[-1][0]
+            yield from self._understood(row[1:] for row in page)
+
+    def entries_in(self, transaction: sqlite3.Connection, keys: Iterable[ChunkKey]) -> list[Entry]:
+        """Entries under `keys` inside a transaction."""
         return list(self._entries(transaction.execute(*_select(keys)).fetchall()).values())
 
     def oldest(self, transaction: sqlite3.Connection) -> Iterator[Entry]:
         """Every entry that is not pinned, least recently used first, read as far as it is asked for."""
         with closing(transaction.execute(_ENTRIES + _OLDEST)) as rows:
-            for row in rows:
-                yield self._entry(row)
+            yield from self._understood(rows)
 
     def _entries(self, rows: Iterable[Row]) -> dict[ChunkKey, Entry]:
-        return {entry.key: entry for entry in map(self._entry, rows)}
+        return {entry.key: entry for entry in self._understood(rows)}
 
-    def _entry(self, row: Row) -> Entry:
-        text, level, n_tokens, n_layers, nbytes, last_used, hits, pinned = row
-        sizes = {level: nbytes}
-        return Entry(ChunkKey.parse(text), self._tier, n_tokens, n_layers, sizes, last_used, hits, bool(pinned))
+    def _understood(self, rows: Iterable[Row]) -> Iterator[Entry]:
+        """The entries that rows tell of. One with a bad byte tells of none, and is removed by `upkeep.py`."""
+        for text, level, n_tokens, n_layers, nbytes, last_used, hits, pinned in rows:
+            try:
+                key = ChunkKey.parse(text)
+                if not all(isinstance(number, int | float) for number in (n_tokens, n_layers, nbytes, last_used, hits)):
+                    raise ValueError("not numbers")
+            except (ValueError, TypeError, AttributeError):
+                continue
+            yield Entry(key, self._tier, n_tokens, n_layers, {level: nbytes}, last_used, hits, bool(pinned))
 
     @staticmethod
     def nbytes_in(transaction: sqlite3.Connection) -> int:
@@ -130,6 +151,18 @@ class Index:
         transaction.execute("DELETE FROM writing WHERE temp = ?", (temp,))
 
     @staticmethod
+    def has(transaction: sqlite3.Connection, text: str) -> bool:
+        """Whether there is an entry whose key is written so."""
+        return bool(transaction.execute("SELECT 1 FROM entries WHERE key = ?", (text,)).fetchone())
+
+    @staticmethod
+    def mend(transaction: sqlite3.Connection) -> int:
+        """Remove rows with bad bytes where numbers or words belong, and sum up anew; how many they were."""
+        odd = transaction.execute(_ODD).rowcount
+        transaction.execute(_SUM)
+        return odd
+
+    @staticmethod
     def under_way(transaction: sqlite3.Connection) -> list[tuple[str, str, str, int]]:
         """(temp, key, owner, nbytes) of every write that was begun and not ended."""
         return transaction.execute("SELECT temp, key, owner, nbytes FROM writing").fetchall()
@@ -146,7 +179,7 @@ class Index:
         transaction.execute(_PUBLISH, row)
 
     @staticmethod
-    def remove(transaction: sqlite3.Connection, keys: Iterable[ChunkKey]) -> int:
+    def remove(transaction: sqlite3.Connection, keys: Iterable[ChunkKey | str]) -> int:
         """Forget entries; how many there were."""
         return transaction.execute(f"DELETE FROM entries{_AMONG}", (_json(keys),)).rowcount
 
@@ -161,10 +194,9 @@ class Index:
         transaction.execute(f"UPDATE entries SET pinned = ?{_AMONG}", (int(pinned), _json(keys)))
 
 
-def _json(keys: Iterable[ChunkKey]) -> str:
+def _json(keys: Iterable[ChunkKey | str]) -> str:
     return json.dumps([str(key) for key in keys])
 
 
-def _select(keys: Iterable[ChunkKey] | None) -> tuple[str, tuple[str, ...]]:
-    order = " ORDER BY last_used, rowid"
-    return (_ENTRIES + order, ()) if keys is None else (_ENTRIES + _AMONG + order, (_json(keys),))
+def _select(keys: Iterable[ChunkKey]) -> tuple[str, tuple[str, ...]]:
+    return f"{_ENTRIES}{_AMONG} ORDER BY last_used, rowid", (_json(keys),)

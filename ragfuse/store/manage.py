@@ -1,4 +1,4 @@
-"""Many chunks at once: moved, exported, imported, and what is too old or of no use freed. Through tiers alone.
+"""Many chunks at once: moved, exported, imported, dropped, and what is too old or of no use freed. Through tiers alone.
 
 `KVStore` has these as methods; nothing here decides which chunks. Progress is told in bytes: done, and of how many.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.store.archive import ArchivedChunk, Text, Trouble, new_archive, read_archive
-from ragfuse.store.tier import Freed, Tidies, Tier
+from ragfuse.store.tier import Freed, Tidies, Tier, answers
 
 if TYPE_CHECKING:
     from ragfuse.store.store import KVStore
@@ -149,6 +149,25 @@ def import_(
     return tally.outcome()
 
 
+def drop(store: KVStore, keys: Iterable[ChunkKey], tier: str | None = None) -> dict[str, set[ChunkKey]]:
+    """Forget chunks, in every tier or in one. Each tier that could not do so, with those that may still be in it."""
+    meant = set(keys)
+    targets = store.tiers if tier is None else (store.tier(tier),)
+    failed = {target.name: target.counts["failed"] for target in targets}
+    store.forget(meant, tier)
+    return {
+        target.name: _still_in(target, meant)
+        for target in targets
+        if target.counts["failed"] > failed[target.name] or not answers(target)
+    }
+
+
+def _still_in(tier: Tier, keys: set[ChunkKey]) -> set[ChunkKey]:
+    """Those that a tier in trouble still has; all of them if it does not say."""
+    found = set(tier.entries(keys))
+    return found if answers(tier) else keys
+
+
 def gc(store: KVStore) -> dict[str, Freed]:
     """Free what is too old, and what no entry needs; what was given back, by tier.
 
@@ -168,7 +187,10 @@ def _old_freed(store: KVStore, tier: Tier) -> Freed:
         there = other.entries(old) if other is not tier else {}
         fresh = there.keys() - set(store.too_old(there.values()))
         old = [key for key in old if key not in fresh]
-    return Freed(expired=tier.delete(old) if old else 0, nbytes=sum(entries[key].nbytes for key in old))
+    old = store.too_old(tier.entries(old).values()) if old else old  # a listing takes its time: used meanwhile?
+    gone = tier.delete(old) if old else 0
+    left = tier.entries(old) if 0 < gone < len(old) else {}
+    return Freed(expired=gone, nbytes=sum(entries[key].nbytes for key in old if key not in left) if gone else 0)
 
 
 def _sources(tiers: Iterable[Tier], keys: Sequence[ChunkKey] | None) -> dict[ChunkKey, Entry]:

@@ -110,6 +110,15 @@ class MemoryTier:
             for key in known:
                 self._slots[key].entry = replace(self._slots[key].entry, pinned=pinned)
 
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Note a use now, without counting a hit."""
+        now = self._clock()
+        with self._lock:
+            for key in keys:
+                if key in self._slots:
+                    slot = self._slots[key] = self._slots.pop(key)
+                    slot.entry = replace(slot.entry, last_used=now)
+
     def _home(self, blob: Tensor) -> Tensor:
         """The bytes where this tier keeps them."""
         here = blob.to(self._device)

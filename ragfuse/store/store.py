@@ -8,10 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -22,9 +20,10 @@ from ragfuse.errors import StoreError
 from ragfuse.store import manage
 from ragfuse.store.archive import Text
 from ragfuse.store.manage import Outcome, Progress
-from ragfuse.store.partial import Partials, Whole
-from ragfuse.store.tier import Counts, EntryMeta, Expired, Freed, Tier
-from ragfuse.store.writer import Writer
+from ragfuse.store.partial import Whole
+from ragfuse.store.saves import Saves
+from ragfuse.store.tier import Counts, EntryMeta, Expired, Freed, Tier, answers
+from ragfuse.store.uses import Uses
 
 log = logging.getLogger("ragfuse.store")
 
@@ -53,21 +52,12 @@ class StoreStats:
         return asdict(self)
 
 
-@dataclass(eq=False, slots=True)
-class _Save:
-    """An entry on its way into tiers. Deleting its key meanwhile cancels it, whatever it has written."""
-
-    key: ChunkKey
-    meta: EntryMeta
-    blobs: tuple[Tensor, ...]
-    cancelled: bool = False
-
-
 class KVStore:
     """Chunks' KV in `tiers`. Threads may share it; no lock is held while a tier reads or writes.
 
     Nothing here raises for an entry: what cannot be read is a miss, what cannot be written is counted and logged.
-    `expired` tells which entries are too old; without it none ever is.
+    `expired` tells which entries are too old; without it none ever is. What is used in one tier grows old in no other:
+    they are told in the background, of a chunk once in `tell_every_s` seconds.
     """
 
     def __init__(
@@ -77,17 +67,14 @@ class KVStore:
         writer_queue: int = 64,
         *,
         expired: Expired | None = None,
+        tell_every_s: float = 600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tiers, self.codec, self.expired, self._clock = tuple(tiers), codec, expired, clock
         if len({tier.name for tier in self.tiers}) < len(self.tiers):
             raise StoreError(f"Tiers need different names; found: {self._names()}. Give each its own.")
-        self._writer, self._counts = Writer(writer_queue), Counts()
-        self._lock, self._closed = Lock(), False
-        self._saves: set[_Save] = set()
-        self._pins: set[ChunkKey] = set()
-        fast = bool(self.tiers) and not self.tiers[0].slow
-        self._partials = Partials(self.tiers[0].capacity // 4 if fast else 0)
+        self._saves, self._counts, self._closed = Saves(self.tiers, writer_queue), Counts(), False
+        self.tell_every_s, self._uses = tell_every_s, Uses(self.tiers, self._later)
 
     # finding and reading
 
@@ -113,8 +100,7 @@ class KVStore:
 
         The tensors are shared: they must not be written to. A chunk read whole from a slow tier is kept in the first.
         """
-        with self._lock:
-            epoch = self._partials.epoch
+        epoch = self._saves.epoch
         for source in () if self._closed else sorted(self.tiers, key=lambda candidate: candidate.name != tier):
             try:
                 found = self._decoded(source, key, first, count)
@@ -124,8 +110,10 @@ class KVStore:
                 continue
             if found is not None:
                 layers, meta, blobs = found
+                if first == 0:
+                    self._uses.note(key, source.name, self._clock(), self.tell_every_s)
                 if source is not self.tiers[0]:
-                    self._promote(key, first, meta, blobs, epoch)
+                    self._saves.promote(key, first, meta, blobs, epoch)
                 return layers
         return None
 
@@ -141,7 +129,7 @@ class KVStore:
             misses=self._counts["misses"],
             corrupt=self._counts["corrupt"] + sum(tier.counts["corrupt"] for tier in self.tiers),
             evicted=sum(tier.counts["evicted"] for tier in self.tiers),
-            dropped_writes=self._writer.dropped + self._writer.failed + refused,
+            dropped_writes=self._saves.writers.dropped + self._saves.writers.failed + refused,
             nbytes={tier.name: tier.nbytes for tier in self.tiers},
             capacity={tier.name: tier.capacity for tier in self.tiers},
             expired=self._counts["expired"],
@@ -172,31 +160,16 @@ class KVStore:
         all if it is None. True if the chunk is kept or queued somewhere.
         """
         tiers = self.tiers if tier is None else (self.tier(tier),)
-        if home in {each.name for each in tiers} and tier is None and self.put(key, kv, home, wait):
-            for each in self.tiers if fast else ():
-                if not each.slow:
-                    self.put(key, kv, each.name)
-            return True
-        slow = tuple(each for each in tiers if each.slow)
-        if not fast and slow and self.put(key, kv, slow[0].name, wait):
-            return True
         if self._closed or not tiers:
             return False
         blobs = tuple(self.codec.encode(layer).cpu() for layer in kv.layers)
-        save = _Save(key, EntryMeta.of(kv, self.codec.name, blobs), blobs)
-        with self._lock:
-            self._saves.add(save)
-        now = [target for target in tiers if wait or not target.slow]
-        later = [target for target in tiers if target not in now]
-        try:
-            kept = self._save(save, now)
-        except BaseException:
-            self._forget(save)
-            raise
-        if not later:
-            self._forget(save)
-            return kept
-        return self._queue(save, later) or kept
+        quick, slow = [each for each in tiers if not each.slow], [each for each in tiers if each.slow]
+        meant = [each for each in slow if each.name == home] or slow
+        with self._saves.begun(key, EntryMeta.of(kv, self.codec.name, blobs), blobs) as save:
+            write = self._saves.now if wait else self._saves.later
+            kept = fast and self._saves.now(save, quick)
+            taken = write(save, meant) or (meant != slow and write(save, [each for each in slow if each not in meant]))
+            return kept or taken or (not fast and self._saves.now(save, quick))
 
     def move(self, key: ChunkKey, tier: str) -> bool:
         """Keep the chunk in `tier` and in no other; False, and nothing changed, if it cannot be read or kept there."""
@@ -238,35 +211,40 @@ class KVStore:
         """Forget these everywhere, or in one tier alone; how many there were."""
         return self._delete(set(keys)) if tier is None else self.tier(tier).delete(keys)
 
+    def drop(self, keys: Iterable[ChunkKey], tier: str | None = None) -> dict[str, set[ChunkKey]]:
+        """The same; each tier that could not do so, with those that may still be in it."""
+        return manage.drop(self, keys, tier)
+
+    def silent(self) -> list[str]:
+        """Names of tiers that do not answer now: what they hold is not listed, and not known."""
+        return [tier.name for tier in self.tiers if not answers(tier)]
+
     def clear(self, model: str | None = None) -> int:
         """Forget every chunk of a model digest (a tenant's, if salted), or all; how many there were."""
-        with self._lock:
-            keys = {save.key for save in self._saves} | self._partials.keys()
+        keys = self._saves.keys()
         keys.update(entry.key for entry in self.entries())
         return self._delete({key for key in keys if model in (None, key.model)})
 
     def pin(self, *keys: ChunkKey) -> None:
         """Protect chunks from eviction, in every tier they are or come in; on disk until unpinned or deleted."""
-        with self._lock:
-            self._pins.update(keys)
+        self._saves.pin(keys, True)
         for tier in self.tiers:
             tier.pin(keys, True)
 
     def unpin(self, *keys: ChunkKey) -> None:
         """Let chunks be evicted again."""
-        with self._lock:
-            self._pins.difference_update(keys)
+        self._saves.pin(keys, False)
         for tier in self.tiers:
             tier.pin(keys, False)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until everything put so far is written; False if that took too long."""
-        return self._writer.flush(timeout_s)
+        return self._saves.writers.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what is queued and let go of files. Afterwards everything is a miss. Calling it again does nothing."""
         self._closed = True
-        self._writer.close(timeout_s)
+        self._saves.writers.close(timeout_s)
         for tier in self.tiers:
             if hasattr(tier, "close"):
                 tier.close()
@@ -298,13 +276,8 @@ class KVStore:
 
     def write_whole(self, key: ChunkKey, meta: EntryMeta, blobs: tuple[Tensor, ...], tier: Tier) -> bool:
         """Keep them in one tier, unless the chunk is deleted meanwhile."""
-        save = _Save(key, meta, blobs)
-        with self._lock:
-            self._saves.add(save)
-        try:
-            return self._save(save, [tier])
-        finally:
-            self._forget(save)
+        with self._saves.begun(key, meta, blobs) as save:
+            return self._saves.now(save, [tier])
 
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
         """Keys of those that are too old to be kept now."""
@@ -324,8 +297,12 @@ class KVStore:
         old = self.too_old(entries.values())
         if old:
             self._counts.add("expired", len(old))
-            self._writer.submit(lambda: tier.delete(self.too_old(tier.entries(old).values())))
+            self._later(tier.name, lambda: tier.delete(self.too_old(tier.entries(old).values())))
         return {key: entry for key, entry in entries.items() if key not in old}
+
+    def _later(self, tier: str, job: Callable[[], object]) -> bool:
+        """Run what is no save behind a tier's saves; False if too much waits there, which is no loss."""
+        return self._saves.writers.submit(tier, job, counts=False)
 
     def _decoded(self, tier: Tier, key: ChunkKey, first: int, count: int) -> _Decoded | None:
         found = tier.read(key, first, count)
@@ -342,58 +319,9 @@ class KVStore:
             tier.delete([key])
             return None
 
-    def _promote(self, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int) -> None:
-        """Keep the bytes just read; once a chunk is whole it enters the first tier, without a second read."""
-        with self._lock:
-            whole = self._partials.add(key, first, meta, blobs, epoch)
-            save = _Save(key, *whole) if whole else None
-            if save is None:
-                return
-            self._saves.add(save)
-        with suppress(Exception):
-            if key not in self.tiers[0].entries([key]):
-                self._save(save, self.tiers[:1])
-        self._forget(save)
-
-    def _save(self, save: _Save, tiers: Sequence[Tier]) -> bool:
-        """Write into `tiers`; what is cancelled is taken out again."""
-        kept = False
-        for tier in tiers:
-            if save.cancelled:
-                return False
-            if tier.write(save.key, save.meta, save.blobs):
-                kept = True
-                if save.key in self._pins:
-                    tier.pin([save.key], True)
-                if save.cancelled:
-                    tier.delete([save.key])
-        return kept and not save.cancelled
-
-    def _queue(self, save: _Save, tiers: Sequence[Tier]) -> bool:
-        def job() -> None:
-            try:
-                self._save(save, tiers)
-            finally:
-                self._forget(save)
-
-        if self._writer.submit(job):
-            return True
-        self._forget(save)
-        log.warning("Not saved, too much is waiting to be: %s", save.key)
-        return False
-
-    def _forget(self, save: _Save) -> None:
-        with self._lock:
-            self._saves.discard(save)
-
     def _delete(self, keys: Collection[ChunkKey]) -> int:
         """Cancel first, delete then: nothing that was under way comes back."""
-        with self._lock:
-            under_way = {save.key for save in self._saves if save.key in keys}
-            for save in self._saves:
-                save.cancelled = save.cancelled or save.key in keys
-            self._partials.discard(keys)
-            self._pins.difference_update(keys)
+        under_way = self._saves.cancel(keys)
         there = under_way.union(*(tier.entries(keys) for tier in self.tiers))
         for tier in self.tiers:
             tier.delete(keys)

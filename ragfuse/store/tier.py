@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ragfuse.codec import LayerMeta
 from ragfuse.core import FORMAT_VERSION, ChunkKey, ChunkKV, Entry
+from ragfuse.store.breaker import Breaker
 
 Evictor = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
 """Yields keys to drop, the first first; a tier stops asking once there is room, and never drops a pinned entry.
@@ -128,7 +129,8 @@ class Tier(Protocol):
     """A place for bytes with a limit. Trouble with an entry is counted and logged, never raised.
 
     `counts` holds corrupt (entries dropped because they could not be read), evicted, refused (no room could be made)
-    and failed (the medium said no). A `slow` tier is written in the background. `nbytes` never exceeds `capacity`.
+    and failed (the medium said no). A `slow` tier is written in the background. No write brings `nbytes` over
+    `capacity`; opening what holds more drops nothing.
     """
 
     name: str
@@ -176,6 +178,31 @@ class Freed:
     def plus(self, other: Freed) -> Freed:
         """Both together."""
         return Freed(self.expired + other.expired, self.orphans + other.orphans, self.nbytes + other.nbytes)
+
+
+@runtime_checkable
+class Touches(Protocol):
+    """What a tier may have beside `Tier`, where entries grow old: it hears, seldom, of uses in other tiers."""
+
+    name: str
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Note a use now, without counting a hit; of what is not kept here, nothing."""
+        ...
+
+
+@runtime_checkable
+class Breaks(Protocol):
+    """What a tier may have beside `Tier`, where its medium may be down for a while."""
+
+    breaker: Breaker
+
+
+def answers(tier: Tier) -> bool:
+    """Whether a tier's medium answers now: one that does not is said to hold nothing, which is not known."""
+    failed = tier.counts["failed"]
+    tier.nbytes  # noqa: B018 - asked for the sake of asking
+    return tier.counts["failed"] == failed and not (isinstance(tier, Breaks) and tier.breaker.is_open)
 
 
 @runtime_checkable

@@ -8,6 +8,7 @@ the index is not flushed with every transaction). Small stores are looked throug
 from __future__ import annotations
 
 import logging
+import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ log = logging.getLogger("ragfuse.store")
 
 SMALL = 4096
 """Entries up to which opening looks at every file: well under a second."""
+_TEMP = re.compile(r"chunks/[0-9a-f]{2}/[0-9a-zA-Z.]+\.tmp")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -49,10 +51,10 @@ class Upkeep:
         freed = Freed()
         for temp, text, owner, nbytes in self._index.under_way(transaction):
             if not self._is_written(temp, owner):
-                (self._root / temp).unlink(missing_ok=True)
-                key = ChunkKey.parse(text)
-                if not self._index.entries_in(transaction, [key]):  # renamed, then killed before the row was there
-                    chunk_path(self._root, key).unlink(missing_ok=True)
+                if _TEMP.fullmatch(temp):
+                    (self._root / temp).unlink(missing_ok=True)
+                if not self._index.has(transaction, text):  # renamed, then killed before the row was there
+                    chunk_path(self._root, text).unlink(missing_ok=True)
                 self._index.end(transaction, temp)
                 freed = freed.plus(Freed(orphans=1, nbytes=nbytes))
         return freed
@@ -62,6 +64,9 @@ class Upkeep:
 
         Others may write meanwhile: what looks odd is looked at again in a transaction.
         """
+        with self._index.write() as transaction:
+            for _ in range(self._index.mend(transaction)):
+                self._lost("an entry", "its row makes no sense")
         rows = {_known(text, nbytes) for text, nbytes in self._index.sizes()}
         freed, lost = Freed(), set[str]()
         for folder in sorted((self._root / "chunks").glob("*/")):
@@ -113,12 +118,12 @@ class Upkeep:
         freed = Freed()
         for some in _hundreds(gone):
             with self._index.write() as transaction:
-                for key in map(ChunkKey.parse, some):
-                    path = chunk_path(self._root, key)
+                for text in some:
+                    path = chunk_path(self._root, text)
                     if not path.exists():
-                        freed = freed.plus(Freed(orphans=self._index.remove(transaction, [key])))
+                        freed = freed.plus(Freed(orphans=self._index.remove(transaction, [text])))
                         if path.stem not in lost:
-                            self._lost(key, "its file is gone")
+                            self._lost(text, "its file is gone")
         return freed
 
 

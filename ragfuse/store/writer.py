@@ -1,15 +1,16 @@
-"""Saving in the background: one thread, a bounded queue, never in an answer's way.
+"""Saving in the background: a thread and a bounded queue for each tier, never in an answer's way.
 
-What a job does is its own business: nothing here knows chunks or tiers.
+What a job does is its own business: nothing here knows chunks, and of tiers only their names.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import Condition, Thread
 
 log = logging.getLogger("ragfuse.store")
@@ -20,8 +21,8 @@ _EXIT_FLUSH_S = 5.0
 class Writer:
     """Runs jobs in order. With `limit` of them waiting, further ones are dropped and counted.
 
-    The thread starts with the first job and does not keep the interpreter alive; at exit it gets a few seconds.
-    Ctrl-C reaches the main thread only, so a job under way is finished.
+    The thread starts with the first job and does not keep the interpreter alive. Ctrl-C reaches the main thread only,
+    so a job under way is finished.
     """
 
     def __init__(self, limit: int = 64) -> None:
@@ -33,11 +34,11 @@ class Writer:
         self._thread: Thread | None = None
         self._busy = self._closed = False
 
-    def submit(self, job: Callable[[], object]) -> bool:
-        """Run `job` later; False at once if it is dropped. Never waits for a job."""
+    def submit(self, job: Callable[[], object], *, counts: bool = True) -> bool:
+        """Run `job` later; False at once if it is dropped, and counted if it `counts`. Never waits for a job."""
         with self._changed:
             if self._closed or len(self._jobs) >= self._limit or not self._started():
-                self.dropped += 1
+                self.dropped += counts
                 return False
             self._jobs.append(job)
             self._changed.notify_all()
@@ -69,7 +70,6 @@ class Writer:
             except RuntimeError:  # the interpreter is going down
                 return False
             self._thread = thread
-            atexit.register(_at_exit, weakref.ref(self))
         return True
 
     def _run(self) -> None:
@@ -95,7 +95,50 @@ class Writer:
             self._changed.notify_all()
 
 
-def _at_exit(reference: weakref.ref[Writer]) -> None:
-    writer = reference()
-    if writer is not None:
-        writer.close(_EXIT_FLUSH_S)
+class Writers:
+    """A writer for each name, so that a tier that is slow, or hangs, holds up no other.
+
+    At exit they get a few seconds, together.
+    """
+
+    def __init__(self, names: Iterable[str], limit: int = 64) -> None:
+        self._each = {name: Writer(limit) for name in names}
+        atexit.register(_at_exit, weakref.ref(self))
+
+    @property
+    def dropped(self) -> int:
+        """Jobs that counted and were dropped."""
+        return sum(writer.dropped for writer in self._each.values())
+
+    @property
+    def failed(self) -> int:
+        """Jobs that raised."""
+        return sum(writer.failed for writer in self._each.values())
+
+    def submit(self, name: str, job: Callable[[], object], *, counts: bool = True) -> bool:
+        """Run `job` later, behind those of the same name; False at once if it is dropped, and counted if so."""
+        return self._each[name].submit(job, counts=counts)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until every job submitted so far is done; False if that took too long, all together."""
+        left = _countdown(timeout_s)
+        done = [writer.flush(left()) for writer in self._each.values()]
+        return all(done)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Take no more jobs, and wait for those taken; False if that took too long, and the rest is dropped."""
+        left = _countdown(timeout_s)
+        done = [writer.close(left()) for writer in self._each.values()]
+        return all(done)
+
+
+def _countdown(timeout_s: float | None) -> Callable[[], float | None]:
+    """What is left of a time from now on, None for ever."""
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    return lambda: None if end is None else max(0.0, end - time.monotonic())
+
+
+def _at_exit(reference: weakref.ref[Writers]) -> None:
+    writers = reference()
+    if writers is not None:
+        writers.close(_EXIT_FLUSH_S)

@@ -1,5 +1,6 @@
 """`ragfuse store` as an operator uses it, over a real store and without any model."""
 
+import errno
 import io
 import json
 import os
@@ -19,6 +20,7 @@ from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import Book, DiskTier, KVStore
 from tests.store.kit import ROOT, asked, files, key, kv
+from tests.store.redis_server import RedisServer
 
 MB = 1 << 20
 OURS, THEIRS = [key(i, "ours") for i in range(3)], [key(i, "theirs") for i in range(2)]
@@ -141,6 +143,12 @@ def test_filters_choose_what_matches_all_of_them(told, filled, filters, wanted):
     assert {entry["key"] for entry in told("ls", *filters)["entries"]} == {str(one) for one in wanted}
 
 
+def test_looking_with_smaller_settings_drops_nothing(told, filled):
+    for command in (("ls",), ("stats",), ("gc",), ("pin", "--source", "ships")):
+        told(*command, DISK_BYTES=1)
+    assert len(told("ls")["entries"]) == 6
+
+
 def test_stats_sums_up_tiers_and_models(told, run, filled):
     found = told("stats")
     (tier,) = found["tiers"]
@@ -179,6 +187,71 @@ def test_clear_of_everything_drops_everything_and_all_texts(told, filled):
     assert told("clear", "--all", "--yes")["dropped"] == 6
     assert left(filled) == set()
     assert texts(filled, OURS[0].model) == texts(filled, THEIRS[0].model) == []
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A Redis server of the test's own."""
+    (tmp_path / "redis").mkdir()
+    server = RedisServer(tmp_path / "redis")
+    yield server
+    server.kill()
+
+
+def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(run, told, filled, server):
+    far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
+    assert told("move", "--source", "ships", "--to", "redis", **far)["entries"] == 1
+    server.kill()
+    assert "Tier redis does not answer" in run("ls", **far).output
+    result = run("clear", "--all", "--yes", **far)
+    assert result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert "Dropped 5 entries" in said
+    assert "Tier redis could not be cleared" in said
+    assert left(filled) == set()
+    assert (len(texts(filled, OURS[0].model)), len(texts(filled, THEIRS[0].model))) == (2, 1)
+    again = run("clear", "--all", "--yes", "--json", "-", **far)  # nothing is listed any more
+    assert again.exit_code == 1
+    assert json.loads(again.stdout) == {"dropped": 0, "nbytes": 0, "texts": 0, "stayed": 0, "silent": ["redis"]}
+    server.start()
+    assert told("clear", "--all", "--yes", **far)["texts"] == 3
+    assert texts(filled, OURS[0].model) == texts(filled, THEIRS[0].model) == []
+
+
+def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server):
+    settings = Settings(store=filled, home=filled.parent, tiers=(server.url(),), tier_timeout_s=0.5)
+    with Keeping(settings) as keeping:
+        assert keeping.move(keeping.lines(Wish(source="ships")), "redis").chunks == 1
+        lines = keeping.lines()
+        server.kill()
+        done = keeping.clear(lines, Wish())
+        assert ({line.entry.key for line in done.stayed}, done.silent, done.texts) == ({OURS[1]}, ["redis"], 0)
+        assert {line.entry.key for line in done.dropped} == {OURS[0], OURS[2], AMID, *THEIRS}
+        assert len(keeping.book.models()) == 2
+
+
+def test_clear_tells_of_a_folder_that_refuses(filled, monkeypatch):
+    def refused(self, missing_ok=False):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with Keeping(Settings(store=filled, home=filled.parent)) as keeping:
+        lines = keeping.lines(Wish(source="light"))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", refused)
+            done = keeping.clear(lines, Wish(source="light"))
+        assert (len(done.dropped), len(done.stayed), done.silent, done.texts) == (0, 2, ["disk"], 0)
+        assert {line.source for line in keeping.lines(Wish(source="light"))} == {"/docs/Lighthouse.md"}
+        done = keeping.clear(lines, Wish(source="light"))
+        assert (len(done.dropped), len(done.stayed), done.silent, done.texts) == (2, 0, [], 1)
+
+
+def test_clear_of_a_tenant_whose_entries_are_gone_drops_the_texts_that_are_left(run, told, filled):
+    with KVStore([DiskTier(filled, 10 * MB, lru)]) as store:
+        store.clear(OURS[0].model)
+    refused(run("clear", "--tenant", "acme"), "InputError", "Drop all texts of chunks that are kept nowhere", "--yes")
+    done = told("clear", "--tenant", "acme", "--yes")
+    assert (done["dropped"], done["texts"]) == (0, 2)
+    assert (texts(filled, OURS[0].model), texts(filled, THEIRS[0].model)) == ([], ["Theirs."])
 
 
 def test_clear_asks_and_without_a_terminal_wants_yes(run, filled, environment):
@@ -361,6 +434,7 @@ def test_the_settings_ttl_is_the_store_s(tmp_path):
         when = store.entries()[0].last_used
         assert list(store.expired(store.entries(), when + 49)) == []
         assert list(store.expired(store.entries(), when + 51)) == [OURS[0], OURS[0]]
+        assert store.tell_every_s < 50.0 / 4
     with open_kept(settings.model_copy(update={"ttl_s": None})) as store:
         assert store.expired is None
 
@@ -369,6 +443,16 @@ def test_the_store_of_the_commands_holds_no_memory(filled, environment):
     settings = Settings(store=filled, home=filled.parent)
     with Keeping(settings) as keeping:
         assert [tier.name for tier in keeping.store.tiers] == ["disk"]
+
+
+def test_a_bad_byte_in_the_book_costs_no_listing(filled):
+    with Book(filled) as book:
+        book.add_texts(OURS[0].model, [("no key at all", "A text.", "somewhere")])
+    with Keeping(Settings(store=filled, home=filled.parent)) as keeping:
+        lines = keeping.lines()
+        assert {line.entry.key for line in lines} == {*OURS, AMID, *THEIRS}
+        assert "somewhere" not in {line.source for line in lines}
+        assert keeping.clear(lines, Wish()).texts == 4
 
 
 def test_what_an_engine_has_kept_is_listed_with_source_and_text(engine, tiny_settings):

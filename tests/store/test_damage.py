@@ -1,4 +1,4 @@
-"""Random damage to chunk files: every flip and every cut is a miss that is counted, or changes no byte that is read."""
+"""Random damage to chunk files: every flip and every cut, wherever it is, is a miss that is counted."""
 
 import os
 import random
@@ -36,23 +36,22 @@ def replaced(tier: DiskTier, data: bytes) -> None:
     os.replace(path.with_name("other"), path)
 
 
-def padding(data: bytes) -> set[int]:
-    """Where bytes stand that mean nothing."""
+def padding(data: bytes) -> list[list[int]]:
+    """Where bytes stand that mean nothing: behind the header, and behind each layer."""
     header = Header.parse(data)
-    meant = set(range(len(data[: header.offsets[0]].rstrip(b"\0"))))
-    for i in range(len(header.meta.layers)):
-        meant |= set(range(*header.span(i, 1)))
-    return set(range(len(data))) - meant
+    ends = [len(data[: header.offsets[0]].rstrip(b"\0"))]
+    ends += [offset + layer.nbytes for offset, layer in zip(header.offsets, header.meta.layers, strict=False)]
+    return [list(range(*gap)) for gap in zip(ends, header.offsets, strict=True)]
 
 
-def is_detected(tier: DiskTier, data: bytes) -> bool:
-    """Whether reading all layers of these bytes gives None somewhere, drops the entry, and counts it once."""
+def is_detected(tier: DiskTier, data: bytes, count: int = 1) -> bool:
+    """Whether reading all layers of these bytes, `count` at once, gives None, drops the entry, and counts it once."""
     assert tier.write(A, META, BLOBS)
     before = tier.counts["corrupt"]
     replaced(tier, data)
-    found = [tier.read(A, i) for i in range(len(BLOBS))]
-    for layer, wanted in zip(found, BLOBS, strict=True):
-        assert layer is None or torch.equal(layer[1], wanted)
+    found = [tier.read(A, i) for i in range(len(BLOBS))] if count == 1 else [tier.read(A, 0, count)]
+    for i, layers in enumerate(found):
+        assert layers is None or all(torch.equal(*pair) for pair in zip(layers[1:], BLOBS[i : i + count], strict=True))
     if None not in found:
         return False
     assert tier.counts["corrupt"] == before + 1
@@ -63,20 +62,29 @@ def is_detected(tier: DiskTier, data: bytes) -> bool:
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
-def test_random_damage_is_a_miss_or_changes_nothing_that_is_read(tmp_path, count):
+def test_random_damage_is_a_miss(tmp_path, count):
     tier = DiskTier(tmp_path, 1 << 20, lru)
     assert tier.write(A, META, BLOBS)
     whole, chance = files(tmp_path)[0].read_bytes(), random.Random(5)
-    nothing = padding(whole)
-    assert 0 < len(nothing) < len(whole) / 4
     done = 0
     while done < count:
         data = damaged(whole, chance)
-        changed = {at for at in range(len(data)) if data[at] != whole[at]}
-        if len(data) == len(whole) and not changed:
-            continue
-        assert is_detected(tier, data) == (len(data) < len(whole) or not changed <= nothing)
-        done += 1
+        if data != whole:
+            assert is_detected(tier, data, chance.choice([1, len(BLOBS)]))
+            done += 1
+    tier.close()
+
+
+def test_a_bit_that_is_turned_between_what_is_meant_is_a_miss_too(tmp_path):
+    tier = DiskTier(tmp_path, 1 << 20, lru)
+    assert tier.write(A, META, BLOBS)
+    whole, chance = files(tmp_path)[0].read_bytes(), random.Random(6)
+    gaps = [gap for gap in padding(whole) if gap]
+    assert len(gaps) == 3  # behind the header, and behind two of three layers
+    for gap in gaps:
+        for at in {gap[0], gap[-1], chance.choice(gap)}:
+            for count in (1, len(BLOBS)):
+                assert is_detected(tier, flipped(whole, at, chance.randrange(8)), count)
     tier.close()
 
 

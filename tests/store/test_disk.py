@@ -19,6 +19,7 @@ from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
 from ragfuse.store.chunkfile import _FIXED, MAGIC
+from ragfuse.store.index import Index
 from tests.store.kit import asked, encoded, files, key, kv, ticks
 
 A = key("a")
@@ -81,6 +82,7 @@ DAMAGE = {
     "a newer version": lambda data: data[:8] + (FORMAT_VERSION + 1).to_bytes(4, "little") + data[12:],
     "an absurd header length": lambda data: data[:12] + b"\xff\xff\xff\xff" + data[16:],
     "a flipped bit in the header": lambda data: flipped(data, 80),
+    "a flipped bit in the header's padding": lambda data: flipped(data, len(data) - len(header(data)[1]) - 1),
     "a flipped bit in layer 0": lambda data: flipped(data, len(data) - len(header(data)[1])),
     "a wrong shape": wrong_shape,
     "no shape": no_shape,
@@ -252,6 +254,81 @@ def test_a_damaged_index_is_set_aside_and_built_again(tier, content, caplog):
     assert "set aside" in caplog.text
 
 
+BAD_ROWS = {
+    "a key that is none": "key = 'no key at all'",
+    "another's key": "key = replace(key, substr(key, 1, 1), 'e')",
+    "a key of bytes": "key = x'00ff'",
+    "a size that is none": "nbytes = 'many'",
+    "a size below zero": "nbytes = -5",
+    "a time that is none": "last_used = 'yesterday'",
+    "hits that are none": "hits = x'00'",
+}
+
+
+@pytest.mark.parametrize("changed", BAD_ROWS.values(), ids=BAD_ROWS.keys())
+def test_a_row_with_a_bad_byte_costs_no_other_entry_and_is_mended_at_the_next_opening(tier, changed):
+    unit, others = tier.nbytes, {key("b"), key("c")}
+    for one in others:
+        tier.write(one, *encoded(kv()))
+    with sqlite3.connect(tier.path / "index.sqlite") as connection:
+        connection.execute(f"UPDATE entries SET {changed} WHERE key = ?", (str(A),))
+    connection.close()
+    assert others <= set(tier.entries())
+    assert tier.entries([A]).keys() <= {A}
+    with DiskTierContext(again(tier)) as opened:
+        assert set(opened.entries()) == {A, *others}  # its file is whole: it is adopted anew
+        assert opened.nbytes == 3 * unit == sum(path.stat().st_size for path in files(tier.path))
+        assert all(opened.read(one, 0, 3) is not None for one in (A, *others))
+
+
+def test_a_full_tier_with_a_bad_row_is_written_all_the_same(tier):
+    with sqlite3.connect(tier.path / "index.sqlite") as connection:
+        connection.execute("UPDATE entries SET key = 'no key at all'")
+    connection.close()
+    tier.capacity = 2 * tier.nbytes
+    for name in "bcd":
+        assert tier.write(key(name), *encoded(kv()))
+    assert set(tier.entries()) == {key("d")}
+
+
+def test_a_write_under_way_that_cannot_be_understood_is_no_reason_not_to_open(tier, tmp_path):
+    mine = tmp_path / "mine.tmp"
+    mine.write_bytes(b"mine")
+    with tier._index.write() as transaction:
+        tier._index.begin(transaction, str(mine), A, "dead", 5000)
+        tier._index.begin(transaction, "chunks/../mine.tmp", A, "dead", 5000)
+        transaction.execute("UPDATE writing SET key = 'no key at all'")
+    with DiskTierContext(again(tier)) as opened:
+        assert set(opened.entries()) == {A}
+        assert opened.nbytes == files(tier.path)[0].stat().st_size
+    assert mine.exists()
+
+
+def test_a_sum_with_a_bad_byte_is_right_again_at_the_next_opening(tier):
+    with sqlite3.connect(tier.path / "index.sqlite") as connection:
+        connection.execute("UPDATE total SET nbytes = nbytes + (1 << 40), entries = -3")
+    connection.close()
+    with DiskTierContext(again(tier)) as opened:
+        assert opened.nbytes == files(tier.path)[0].stat().st_size
+        assert len(opened._index) == 1
+
+
+@pytest.mark.parametrize("n", [5, 50])
+def test_a_write_whose_row_cannot_be_written_leaves_no_file_without_a_row(tier, monkeypatch, n):
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    for one in (A, key("b")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, "publish", full)  # after the file was renamed
+            assert not tier.write(one, *encoded(kv(n=n)))
+        assert sum(path.stat().st_size for path in files(tier.path)) == tier.nbytes
+        assert len(files(tier.path)) == len(tier.entries())
+    assert tier.counts["failed"] == 2
+    assert tier.write(A, *encoded(kv()))
+    assert tier.read(A, 0) is not None
+
+
 def test_an_index_of_another_version_is_set_aside_and_built_again(tier):
     tier.close()
     with sqlite3.connect(tier.path / "index.sqlite") as connection:
@@ -271,13 +348,19 @@ def test_an_index_damaged_while_open_is_a_miss_and_not_an_error(tier):
     assert tier.counts["failed"] == 3
 
 
-def test_a_smaller_capacity_is_kept_from_opening_on(tier):
+def test_opening_with_a_smaller_capacity_drops_nothing_and_the_next_write_keeps_it(tier):
     unit = tier.nbytes
     for name in "bcd":
         tier.write(key(name), *encoded(kv()))
     with DiskTierContext(again(tier, capacity=2 * unit)) as opened:
-        assert set(opened.entries()) == {key("c"), key("d")}
-        assert sum(path.stat().st_size for path in files(tier.path)) == 2 * unit
+        assert set(opened.entries()) == {key(name) for name in "abcd"}
+        assert opened.read(A, 1) is not None
+        assert opened.tidy().nbytes == 0
+        assert not opened.write(key("big"), *encoded(kv(n=500)))
+        assert (opened.nbytes, opened.counts["evicted"]) == (4 * unit, 0)
+        assert opened.write(key("e"), *encoded(kv()))
+        assert set(opened.entries()) == {key("d"), key("e")}
+        assert sum(path.stat().st_size for path in files(tier.path)) == opened.nbytes == 2 * unit
 
 
 def test_nbytes_is_what_the_files_weigh(tier):
@@ -300,9 +383,9 @@ def test_layers_begin_where_the_header_says_and_are_one_read(tier, monkeypatch):
     data = files(tier.path)[0].read_bytes()
     for i in range(3):
         tier.read(A, i)
-    assert [n for _, n in reads] == [blob.numel() for blob in wanted]
+    assert [n for _, n in reads] == [-(-blob.numel() // 64) * 64 for blob in wanted]
     for (offset, n), blob in zip(reads, wanted, strict=True):
-        assert data[offset : offset + n] == bytes(blob.tolist())
+        assert data[offset : offset + n] == bytes(blob.tolist()).ljust(n, b"\0")
 
 
 # full and broken media

@@ -10,7 +10,7 @@ import torch
 from ragfuse import Engine
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
-from ragfuse.store import DiskTier, KVStore, MemoryTier
+from ragfuse.store import Book, DiskTier, KVStore, MemoryTier
 from ragfuse.text import Piece
 from tests.store.kit import encoded, files, key, kv
 
@@ -82,6 +82,16 @@ def test_a_disk_that_others_have_filled_is_read_all_the_same_and_written_again_o
         assert store.put(key("c"), kv(3), wait=True)
         store.gc()
         assert len(files(path)) == len(store.tiers[1].entries()) == 2
+
+
+def test_a_store_that_cannot_be_opened_on_a_full_disk_says_so(mount):
+    path = mount(2 * MB)
+    DiskTier(path, 1 << 30, lru).close()
+    Book(path).close()
+    filled(path)
+    for opened in (lambda: DiskTier(path, 1 << 30, lru), lambda: Book(path)):
+        with pytest.raises(StoreError, match=r"a full disk was found.*make room"):
+            opened()
 
 
 def test_a_question_over_a_full_disk_is_answered_and_what_is_not_saved_is_counted(mount, tiny_settings):

@@ -1,12 +1,14 @@
 """Many chunks at once: moved without loss, pinned, and freed when they are too old."""
 
+import threading
 from functools import partial
 
 import pytest
 
 from ragfuse.plan.evict import expired, expired_first, lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
-from tests.store.kit import Clock, encoded, files, key, kv, same
+from ragfuse.store.tier import Freed
+from tests.store.kit import Clock, encoded, files, key, kv, same, ticks
 
 MB = 1 << 20
 KEYS = [key(i) for i in range(6)]
@@ -152,11 +154,98 @@ def test_what_is_used_does_not_grow_old_and_what_is_pinned_neither(store, clock)
     assert set(store.lookup(KEYS)) == {KEYS[0], KEYS[2]}
 
 
+def test_what_is_used_in_memory_does_not_grow_old_on_disk_for_other_processes(store, clock, tmp_path):
+    store.tell_every_s = 10.0
+    for one in KEYS[:2]:
+        store.put(one, kv(), wait=True)
+    for _ in range(5):
+        clock.now += 60
+        assert store.read_layers(KEYS[0], 0) is not None  # from memory
+        assert store.flush()
+    assert store.tiers[1].entries()[KEYS[0]].hits == 0
+    with KVStore([DiskTier(tmp_path, MB, lru, clock=clock)], expired=store.expired, clock=clock) as other:
+        assert other.gc()["disk"].expired == 1
+        assert set(other.lookup(KEYS)) == {KEYS[0]}
+
+
+def test_what_is_used_in_memory_is_not_the_first_to_be_pushed_off_the_disk(tmp_path):
+    nbytes = DiskTier(tmp_path / "unit", MB, lru)
+    assert nbytes.write(KEYS[0], *encoded(kv()))
+    ticking = ticks()
+    disk = DiskTier(tmp_path / "store", 3 * nbytes.nbytes, lru, clock=ticking)
+    nbytes.close()
+    with KVStore([MemoryTier(MB, lru), disk], clock=ticking) as store:
+        for i in range(3):
+            store.put(KEYS[i], kv(i), wait=True)
+        assert store.read_layers(KEYS[0], 0) is not None
+        assert store.flush()
+        store.put(KEYS[3], kv(3), wait=True)
+        assert set(disk.entries()) == {KEYS[0], KEYS[2], KEYS[3]}
+
+
+def test_tiers_hear_of_a_use_seldom_and_never_while_an_answer_waits(tmp_path, clock):
+    told, go = [], threading.Event()
+
+    class Hearing(MemoryTier):
+        slow = True
+
+        def touch(self, keys):
+            assert go.wait(20)
+            told.append(list(keys))
+
+    hearing = Hearing(MB, lru, name="hearing")
+    with KVStore([MemoryTier(MB, lru), hearing], tell_every_s=10.0, clock=clock) as store:
+        for one in KEYS:
+            store.put(one, kv(), wait=True)
+        for one in [*KEYS, *KEYS]:
+            assert store.read_layers(one, 0) is not None
+            assert store.read_layers(one, 1) is not None
+        assert told == []
+        go.set()
+        assert store.flush()
+        assert [one for some in told for one in some] == KEYS
+        assert len(told) <= 2
+        clock.now += 9
+        store.read_layers(KEYS[0], 0)
+        clock.now += 2
+        store.read_layers(KEYS[1], 0)
+        assert store.flush()
+        assert told[-1] == [KEYS[1]]
+        store.read_layers(KEYS[2], 0, tier="hearing")  # it knows
+        assert store.flush()
+        assert told[-1] == [KEYS[1]]
+
+
+def test_a_use_that_no_tier_could_be_told_of_is_told_at_the_next(tmp_path, clock):
+    told, started, go = [], threading.Event(), threading.Event()
+
+    class Hearing(MemoryTier):
+        slow = True
+
+        def touch(self, keys):
+            told.extend(keys)
+
+    hearing = Hearing(MB, lru, name="hearing")
+    with KVStore([MemoryTier(MB, lru), hearing], writer_queue=1, clock=clock) as store:
+        store.put(KEYS[0], kv(), wait=True)
+        store._saves.writers.submit("hearing", lambda: (started.set(), go.wait(20)))
+        assert started.wait(10)
+        store._saves.writers.submit("hearing", lambda: None)
+        assert store.read_layers(KEYS[0], 0) is not None
+        go.set()
+        assert store.flush()
+        assert told == []
+        assert store.read_layers(KEYS[0], 0) is not None
+        assert store.flush()
+        assert told == KEYS[:1]
+        assert store.stats().dropped_writes == 0
+
+
 def test_an_entry_written_anew_meanwhile_is_not_dropped(store, clock):
     store.put(KEYS[0], kv(), tier="memory")
     clock.now += 200
     jobs = []
-    store._writer.submit = lambda job: jobs.append(job) or True
+    store._saves.writers.submit = lambda name, job, counts: jobs.append(job) or True
     assert store.lookup(KEYS) == {}
     store.put(KEYS[0], kv(1), tier="memory")
     assert len(jobs) == 1
@@ -176,6 +265,31 @@ def test_gc_frees_what_is_too_old_and_keeps_what_another_tier_has_used_since(sto
     assert freed["disk"].nbytes > UNIT
     assert where(store, *KEYS[:3]) == ["", "memory+disk", "memory+disk"]
     assert [what.expired for what in store.gc().values()] == [0, 0]
+
+
+def test_gc_drops_nothing_that_is_used_while_it_lists(store, clock, tmp_path):
+    for one in KEYS[:2]:
+        store.put(one, kv(), tier="disk", wait=True)
+    clock.now += 200
+    disk, real = store.tiers[1], store.tiers[1].entries
+
+    def slow(keys=None):
+        found = real(keys)
+        if keys is None:
+            disk.read(KEYS[0], 0)
+        return found
+
+    disk.entries = slow
+    assert store.gc()["disk"].expired == 1
+    assert where(store, *KEYS[:2]) == ["disk", ""]
+
+
+def test_gc_tells_of_no_bytes_that_it_could_not_free(store, clock, monkeypatch):
+    for one in KEYS[:2]:
+        store.put(one, kv(), tier="disk", wait=True)
+    clock.now += 200
+    monkeypatch.setattr(store.tiers[1], "delete", lambda keys: 0)  # as a tier that is down answers
+    assert store.gc()["disk"] == Freed()
 
 
 def test_gc_frees_the_rest_of_writes_and_rows_without_files(store, tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from ragfuse.codec import RawCodec
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
@@ -67,6 +68,29 @@ def test_a_chunk_whose_home_does_not_take_it_goes_to_the_other_slow_tiers(tmp_pa
     with KVStore([MemoryTier(1 << 20, lru), disk, home]) as store:
         assert store.put(key("a"), kv(), wait=True, home="home")
         assert list(disk.entries()) == [key("a")]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("home", ["home", "disk", None])
+def test_a_chunk_is_encoded_once_for_all_tiers(tmp_path, fast, home):
+    encoded = []
+
+    class Counting(RawCodec):
+        def encode(self, layer):
+            encoded.append(layer)
+            return super().encode(layer)
+
+    disk, full = DiskTier(tmp_path / "a", 1 << 20, lru), Refusing(tmp_path / "b", 1 << 20, lru, name="home")
+    with KVStore([MemoryTier(1 << 20, lru), disk, full], Counting()) as store:
+        assert store.put(key("a"), kv(), wait=True, fast=fast, home=home)
+    assert len(encoded) == len(kv().layers)
+
+
+def test_a_chunk_without_a_home_goes_to_all_slow_tiers_also_where_it_need_not_be_fast(tmp_path):
+    slow = [DiskTier(tmp_path / name, 1 << 20, lru, name=name) for name in ("one", "two")]
+    with KVStore([MemoryTier(1 << 20, lru), *slow]) as store:
+        assert store.put(key("a"), kv(), wait=True, fast=False)
+        assert [entry.tier for entry in store.entries()] == ["one", "two"]
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -8,6 +8,7 @@ import pytest
 from ragfuse.core import ChunkKey, digest
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, index
+from ragfuse.store.database import Database
 from ragfuse.store.upkeep import SMALL
 from tests.store.kit import encoded, key, kv
 
@@ -65,6 +66,24 @@ def test_weighing_and_choosing_are_answered_from_what_is_kept_sorted(tmp_path):
         assert plan
         assert not [step for step in plan if step == "SCAN entries" or "TEMP B-TREE FOR ORDER" in step], plan
     connection.close()
+
+
+def test_a_listing_is_read_page_by_page_so_that_others_come_in_between(tmp_path, monkeypatch):
+    tier, pages = filled(tmp_path, MANY), []
+    query = Database.query
+
+    def noted(self, *arguments):
+        rows = query(self, *arguments)
+        pages.append(len(rows))
+        return rows
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Database, "query", noted)
+        listed = list(tier.entries())
+    assert listed == [nth(i) for i in range(MANY)]
+    assert sum(pages) == MANY
+    assert max(pages) <= 1000
+    tier.close()
 
 
 def test_bytes_are_counted_through_writing_replacing_and_deleting(tmp_path):

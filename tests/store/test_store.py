@@ -14,6 +14,7 @@ from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, open_store
 from tests.store.kit import encoded, files, key, kv, same
+from tests.store.redis_server import until
 
 A, B = key("a"), key("b")
 MB = 1 << 20
@@ -48,8 +49,8 @@ class SlowTier(MemoryTier):
 
     slow = True
 
-    def __init__(self) -> None:
-        super().__init__(MB, lru, name="slow")
+    def __init__(self, name: str = "slow") -> None:
+        super().__init__(MB, lru, name=name)
         self.started, self.go = threading.Event(), threading.Event()
 
     def write(self, *arguments):
@@ -173,6 +174,50 @@ def test_what_fits_nowhere_is_not_kept_and_counted(tmp_path):
         assert store.lookup([A]) == {}
 
 
+def test_a_tier_that_hangs_holds_up_no_other(tmp_path):
+    hung, disk = SlowTier(), DiskTier(tmp_path, MB, lru)
+    with KVStore([MemoryTier(MB, lru), hung, disk]) as store:
+        for i in range(3):
+            assert store.put(key(i), kv(i))
+        assert hung.started.wait(10)
+        until(lambda: set(disk.entries()) == {key(i) for i in range(3)})
+        assert hung.entries() == {}
+        assert not store.flush(0.01)
+        hung.go.set()
+        assert store.flush()
+        assert set(hung.entries()) == {key(i) for i in range(3)}
+
+
+def test_each_tier_has_a_queue_of_its_own_and_what_they_drop_is_counted_together(tmp_path):
+    hung, disk = SlowTier(), DiskTier(tmp_path, MB, lru)
+    with KVStore([hung, disk], writer_queue=1) as store:
+        assert store.put(key(0), kv())
+        assert hung.started.wait(10)
+        for i in (1, 2, 3):
+            until(lambda i=i: len(disk.entries()) == i)
+            assert store.put(key(i), kv())
+        until(lambda: len(disk.entries()) == 4)
+        assert store.stats().dropped_writes == 2
+        hung.go.set()
+        assert store.flush()
+        assert set(hung.entries()) == {key(0), key(1)}
+
+
+def test_closing_waits_for_all_tiers_together_no_longer_than_told(tmp_path):
+    hung = [SlowTier(f"slow {i}") for i in range(3)]
+    store = KVStore([*hung, DiskTier(tmp_path, MB, lru)])
+    assert store.put(A, kv())
+    assert store.put(B, kv())
+    assert all(tier.started.wait(10) for tier in hung)
+    store.close(0.05)
+    assert store.stats().dropped_writes == 3  # B, at each that hung
+    for tier in hung:
+        tier.go.set()
+    assert store.flush(20)
+    assert [set(tier.entries()) for tier in hung] == [{A}] * 3
+    assert len(files(tmp_path)) == 2
+
+
 # reading and promotion
 
 
@@ -221,7 +266,7 @@ def test_chunks_being_read_hold_no_more_than_a_quarter_of_memory(store, tmp_path
         for layer in range(3):
             for one in keys:
                 assert layer_of(opened, one, layer) is not None
-                assert opened._partials._nbytes <= 2 * nbytes
+                assert opened._saves._partials._nbytes <= 2 * nbytes
         assert set(opened.tiers[0].entries()) == set(keys[-2:])
 
 
@@ -311,6 +356,19 @@ def test_what_is_cleared_while_it_is_being_saved_does_not_come_back():
         assert set(store.lookup([A, B, others])) == {others}
         assert store.put(A, kv(), wait=True)
         assert set(slow.entries()) == {others, A}
+
+
+def test_what_is_cleared_while_two_tiers_save_it_comes_back_in_neither():
+    slow = [SlowTier("one"), SlowTier("two")]
+    with KVStore([MemoryTier(MB, lru), *slow]) as store:
+        store.put(A, kv())
+        assert all(tier.started.wait(10) for tier in slow)
+        slow[0].go.set()
+        until(lambda: A in slow[0].entries())
+        assert store.clear() == 1
+        slow[1].go.set()
+        assert store.flush()
+        assert store.entries() == []
 
 
 def test_what_is_cleared_while_it_is_being_read_is_not_promoted(store, tmp_path):

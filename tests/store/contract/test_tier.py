@@ -10,7 +10,7 @@ import torch
 from ragfuse.core import LayerKV
 from ragfuse.plan.evict import expired, lru
 from ragfuse.store import KVStore, MemoryTier
-from ragfuse.store.tier import Freed, Tidies
+from ragfuse.store.tier import Freed, Tidies, Touches
 from tests.store.kit import encoded, key, kv, same
 
 
@@ -68,6 +68,22 @@ def test_a_read_is_a_use_and_a_pass_over_all_layers_one_hit(make_tier):
     entry = tier.entries()[key("a")]
     assert entry.hits == 1
     assert entry.last_used > before
+
+
+def test_a_use_elsewhere_is_a_use_and_no_hit(make_tier, unit):
+    tier = make_tier(3 * unit)
+    if not isinstance(tier, Touches):
+        pytest.skip("this tier hears of no uses elsewhere")
+    put(tier, *"abc")
+    before = tier.entries()[key("a")]
+    tier.touch([key("a"), key("stranger")])
+    assert tier.entries()[key("a")].last_used > before.last_used
+    assert tier.entries()[key("a")].hits == 0
+    assert names(tier, "a", "stranger") == "a"
+    tier.touch([])
+    put(tier, "d")
+    assert names(tier, *"abcd") == "acd"
+    assert tier.counts["failed"] == 0
 
 
 def test_deleted_entries_are_gone_with_their_bytes(make_tier, unit):

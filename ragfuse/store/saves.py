@@ -1,0 +1,144 @@
+"""Entries on their way into tiers: put, moved or promoted, at once or in the background. Deleting them cancels them.
+
+Bytes only. What goes where is told by `store.py`; how work waits is `writer.py`'s, half-read chunks are `partial.py`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from threading import Lock
+
+from torch import Tensor
+
+from ragfuse.core import ChunkKey
+from ragfuse.store.partial import Partials
+from ragfuse.store.tier import EntryMeta, Tier
+from ragfuse.store.writer import Writers
+
+log = logging.getLogger("ragfuse.store")
+
+
+@dataclass(eq=False, slots=True)
+class Save:
+    """An entry on its way. Deleting its key meanwhile cancels it, whatever it has written.
+
+    holders: how many are not done with it.
+    """
+
+    key: ChunkKey
+    meta: EntryMeta
+    blobs: tuple[Tensor, ...]
+    cancelled: bool = False
+    holders: int = 0
+
+
+class Saves:
+    """What is on its way into `tiers`. Threads may share it; no lock is held while a tier reads or writes.
+
+    A chunk that is read whole from a slower tier enters the first. What is pinned is so in every tier it comes in.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], writer_queue: int) -> None:
+        self.writers = Writers([tier.name for tier in tiers], writer_queue)
+        self._first = tiers[:1]
+        self._lock = Lock()
+        self._under_way: set[Save] = set()
+        self._pins: set[ChunkKey] = set()
+        fast = bool(tiers) and not tiers[0].slow
+        self._partials = Partials(tiers[0].capacity // 4 if fast else 0)
+
+    @property
+    def epoch(self) -> int:
+        """A number that changes with every cancelling."""
+        with self._lock:
+            return self._partials.epoch
+
+    def keys(self) -> set[ChunkKey]:
+        """Chunks that are under way, and those that have begun to be read."""
+        with self._lock:
+            return {save.key for save in self._under_way} | self._partials.keys()
+
+    @contextmanager
+    def begun(self, key: ChunkKey, meta: EntryMeta, blobs: tuple[Tensor, ...]) -> Iterator[Save]:
+        """A save that can be cancelled from now on, until the block and all it has queued are done."""
+        save = Save(key, meta, blobs)
+        self._hold(save)
+        try:
+            yield save
+        finally:
+            self._let_go(save)
+
+    def now(self, save: Save, tiers: Iterable[Tier]) -> bool:
+        """Write into `tiers`, and take out again what is cancelled; whether one of them keeps it."""
+        kept = False
+        for tier in tiers:
+            if save.cancelled:
+                return False
+            if tier.write(save.key, save.meta, save.blobs):
+                kept = True
+                if save.key in self._pins:
+                    tier.pin([save.key], True)
+                if save.cancelled:
+                    tier.delete([save.key])
+        return kept and not save.cancelled
+
+    def later(self, save: Save, tiers: Iterable[Tier]) -> bool:
+        """Write into `tiers` in the background, each by its own thread; False if too much waits at all of them."""
+        taken = [self._queue(save, tier) for tier in tiers]
+        return any(taken)
+
+    def promote(self, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int) -> None:
+        """Keep bytes just read; once a chunk is whole it enters the first tier, without a second read."""
+        with self._lock:
+            whole = self._partials.add(key, first, meta, blobs, epoch)
+            if whole is None:
+                return
+            save = Save(key, *whole, holders=1)
+            self._under_way.add(save)
+        with suppress(Exception):
+            if key not in self._first[0].entries([key]):
+                self.now(save, self._first)
+        self._let_go(save)
+
+    def cancel(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
+        """Nothing of these that is under way comes in, and no pin of theirs is kept; those that were being saved."""
+        with self._lock:
+            found = [save for save in self._under_way if save.key in keys]
+            for save in found:
+                save.cancelled = True
+            self._partials.discard(keys)
+            self._pins.difference_update(keys)
+            return {save.key for save in found}
+
+    def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
+        """Whether these are protected from eviction wherever they come in from now on."""
+        with self._lock:
+            (self._pins.update if pinned else self._pins.difference_update)(keys)
+
+    def _queue(self, save: Save, tier: Tier) -> bool:
+        def job() -> None:
+            try:
+                self.now(save, [tier])
+            finally:
+                self._let_go(save)
+
+        self._hold(save)
+        if self.writers.submit(tier.name, job):
+            return True
+        self._let_go(save)
+        log.warning("Not saved, too much is waiting to enter tier %s: %s", tier.name, save.key)
+        return False
+
+    def _hold(self, save: Save) -> None:
+        with self._lock:
+            save.holders += 1
+            self._under_way.add(save)
+
+    def _let_go(self, save: Save) -> None:
+        with self._lock:
+            save.holders -= 1
+            if not save.holders:
+                self._under_way.discard(save)
