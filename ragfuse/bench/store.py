@@ -1,7 +1,7 @@
 """What a store gives: bytes a second of each tier beside its device, look-ups among a million, what saving costs.
 
-Reads are cold where the system can be told to forget files, checksums are on, and the device's own figure comes from a
-plain file of the same bytes, written and read in the same rounds.
+Reads are cold where the system can be told to forget files, checksums are on, entries are read as prompts read theirs:
+six at a time. The device's own figure comes from a plain file of the same bytes, written and read in the same rounds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ragfuse.bench.presets import bench_model
-from ragfuse.bench.runner import Runner, circumstances, progress, speedup, thread_count
+from ragfuse.bench.runner import Runner, Times, circumstances, progress, speedup, thread_count
 from ragfuse.codec import RAW
 from ragfuse.core import ChunkKey, ChunkKV, LayerKV, digest
 from ragfuse.engine import Ask, Engine
@@ -35,6 +35,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, EntryMeta, KVStore, MemoryTier, Tier
 from ragfuse.store.index import Index
 from ragfuse.store.opening import open_tier
+from ragfuse.store.tier import Expects
 from ragfuse.text.chunks import Piece
 
 BLOCK = 8 << 20
@@ -169,8 +170,11 @@ def _row(
                 raise StoreError(f"The tier {tier.name} keeps nothing; is there room in '{folder}'?")
 
     def read() -> None:
-        for key in keys:
-            if tier.read(key, 0, len(meta.layers)) is None:
+        for at in range(0, len(keys), CHUNKS_A_PROMPT):
+            prompt = keys[at : at + CHUNKS_A_PROMPT]
+            if isinstance(tier, Expects):
+                tier.expect(prompt, 0, len(meta.layers))
+            if not all(tier.read(key, 0, len(meta.layers)) for key in prompt):
                 raise StoreError(f"The tier {tier.name} has lost what was written; is somebody clearing it?")
 
     def forget() -> None:
@@ -178,10 +182,12 @@ def _row(
         if plain is not None:
             plain.cool()
 
-    cases: dict[str, Callable[[], object]] = {"write": write, "read": read}
-    if tier.slow and plain is not None:
-        cases |= {"raw write": plain.write, "raw read": plain.read}
-    times = runner.measure(cases, tier.name, forget)
+    times: dict[str, Times] = {}
+    for way, case in (("write", write), ("read", read)):  # apart: files just replaced slow down whoever reads next
+        cases: dict[str, Callable[[], object]] = {way: case}
+        if tier.slow and plain is not None:
+            cases[f"raw {way}"] = getattr(plain, way)
+        times |= runner.measure(cases, tier.name, forget)
     mb = len(keys) * meta.nbytes / 1e6
     seconds = {name: median(each.of("wall")) for name, each in times.items()}
     raw: dict[str, float | None] = {"raw_read_mbps": None, "raw_write_mbps": None, "read_over_raw": None}

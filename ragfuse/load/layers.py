@@ -95,6 +95,7 @@ class LayerReader:
                     return Sent([dict.fromkeys(fetch.segment for fetch in self._fetches)])
 
     def _run(self) -> None:
+        self._expect()
         while self._spans and not self._stop.is_set():
             self._ready.put(self._staging.send(self._load()))
 
@@ -103,9 +104,18 @@ class LayerReader:
         began = time.perf_counter()
         first, end = self._spans.popleft()
         count = end - first
+        self._expect()
         found = {fetch.segment: self._read(fetch, first, count) for fetch in self._fetches}
         self.load_s += time.perf_counter() - began
         return [{at: None if layers is None else layers[i] for at, layers in found.items()} for i in range(count)]
+
+    def _expect(self) -> None:
+        """Let every tier bring what the next read of each segment takes, all at once."""
+        if self._thread is None or not self._spans:
+            return
+        first, end = self._spans[0]
+        for tier in {fetch.tier for fetch in self._fetches}:
+            self._store.expect(tier, [fetch.key for fetch in self._fetches if fetch.tier == tier], first, end - first)
 
     def _read(self, fetch: Fetch, first: int, count: int) -> tuple[LayerKV, ...] | None:
         """Layers of one segment; whatever goes wrong, the segment is lost and nothing else."""

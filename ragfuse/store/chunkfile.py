@@ -26,6 +26,8 @@ from ragfuse.store.tier import EntryMeta
 
 MAGIC = b"RAGFUSE\0"
 ALIGNMENT = 64
+PIECE_NBYTES = 1 << 20
+"""A file's layers are read in pieces of about so many bytes."""
 _FIXED = Struct("<8sII32s")
 _MAX_HEADER_NBYTES = 1 << 24
 
@@ -172,12 +174,28 @@ class ChunkFile:
         """Whether the name is gone: deleted or replaced since it was opened."""
         return os.fstat(self._fd).st_nlink == 0
 
+    def expect(self, first: int, count: int) -> None:
+        """Let the system begin to bring these layers, where it can be told to."""
+        if hasattr(os, "posix_fadvise") and 0 <= first < first + count <= len(self.meta.layers):
+            begin, end = self._header.span(first, count)
+            os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+
     def read(self, first: int, count: int = 1, *, verify: bool = True) -> list[Tensor]:
-        """`count` layers from `first` on as uint8 [nbytes] each, newly allocated together, by one read."""
+        """`count` layers from `first` on as uint8 [nbytes] each, newly allocated together.
+
+        They come in pieces, each checked while the system brings the next.
+        """
+        self.expect(first, count)
         begin, end = self._header.span(first, count)
-        whole = torch.empty(end - begin, dtype=torch.uint8)
-        _read_all(self._fd, whole.numpy().data, begin)
-        return self._header.cut(whole, first, count, verify=verify)
+        whole, blobs = torch.empty(end - begin, dtype=torch.uint8), list[Tensor]()
+        a_piece = max(1, PIECE_NBYTES // max(layer.nbytes for layer in self.meta.layers[first : first + count]))
+        for at in range(first, first + count, a_piece):
+            some = min(a_piece, first + count - at)
+            lo, hi = self._header.span(at, some)
+            piece = whole[lo - begin : hi - begin]
+            _read_all(self._fd, piece.numpy().data, lo)
+            blobs += self._header.cut(piece, at, some, verify=verify)
+        return blobs
 
     def _parse(self) -> Header:
         fixed = bytearray(_FIXED.size)

@@ -95,7 +95,7 @@ class DiskTier:
         return found
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """The entry's description and `count` layers, by one read. What cannot be read is dropped and counted."""
+        """The entry's description and `count` layers. What cannot be read is dropped and counted."""
         if self._closed:
             return None
         try:
@@ -114,6 +114,12 @@ class DiskTier:
             return None
         self._touch(key, first=first == 0)
         return file.meta, *blobs
+
+    def expect(self, keys: Iterable[ChunkKey], first: int, count: int) -> None:
+        """Let the system begin to bring layers that will be read soon; trouble is the reading's business."""
+        for key in () if self._closed else keys:
+            with suppress(OSError, ValueError):
+                self._open_file(key, first=first == 0).expect(first, count)
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
         """Keep the layers as one file that appears whole or not at all."""

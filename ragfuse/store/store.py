@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ragfuse.store.archive import Text
 from ragfuse.store.manage import Outcome, Progress
 from ragfuse.store.partial import Whole
 from ragfuse.store.saves import Saves
-from ragfuse.store.tier import Counts, EntryMeta, Expired, Freed, Tier, answers
+from ragfuse.store.tier import Counts, EntryMeta, Expects, Expired, Freed, Tier, answers
 from ragfuse.store.uses import Uses
 
 log = logging.getLogger("ragfuse.store")
@@ -116,6 +117,13 @@ class KVStore:
                     self._saves.promote(key, first, meta, blobs, epoch)
                 return layers
         return None
+
+    def expect(self, tier: str, keys: Iterable[ChunkKey], first: int, count: int) -> None:
+        """Tell a tier which layers will be read soon, so that it may bring them."""
+        for each in self.tiers:
+            if each.name == tier and isinstance(each, Expects):
+                with suppress(Exception):  # a hint: what is wrong shows when it is read
+                    each.expect(keys, first, count)
 
     def entries(self) -> list[Entry]:
         """All entries of all tiers; a chunk kept in two tiers comes twice."""

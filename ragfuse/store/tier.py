@@ -192,6 +192,15 @@ class Touches(Protocol):
 
 
 @runtime_checkable
+class Expects(Protocol):
+    """What a tier may have beside `Tier`, where a medium can bring bytes before they are read."""
+
+    def expect(self, keys: Iterable[ChunkKey], first: int, count: int) -> None:
+        """`count` layers from `first` on of these will be read soon. Never waits for them, and promises nothing."""
+        ...
+
+
+@runtime_checkable
 class Breaks(Protocol):
     """What a tier may have beside `Tier`, where its medium may be down for a while."""
 

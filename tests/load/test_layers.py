@@ -125,6 +125,24 @@ def test_small_layers_are_read_together_after_a_first_one_alone(store):
     assert Counting.reads == [(0, 1), (1, 2), (3, 4), (7, 5)]
 
 
+def test_every_tier_is_told_of_the_next_layers_before_they_are_read(store, monkeypatch):
+    told = []
+    read, expect = store.read_layers, store.expect
+    monkeypatch.setattr(store, "read_layers", lambda *given: told.append(("read", *given[1:3])) or read(*given))
+    monkeypatch.setattr(
+        store,
+        "expect",
+        lambda tier, keys, *span: told.append((tier, len(list(keys)), *span)) or expect(tier, keys, *span),
+    )
+    with LayerReader(store, fetches("disk", "memory", "disk", a_read=5), LAYERS) as reader:
+        for layer in range(LAYERS):
+            assert all(reader.read(layer).values())
+    spans = [(0, 1), (1, 2), (3, 4), (7, 5)]
+    assert [each for each in told if each[0] == "disk"] == [("disk", 2, *span) for span in spans]
+    for span in spans:
+        assert told.index(("disk", 2, *span)) < told.index(("read", *span))
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("layer", [0, 1, AHEAD + 2])
 def test_a_thread_that_dies_loses_the_segments_and_nothing_hangs(store, layer):

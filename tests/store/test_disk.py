@@ -562,3 +562,32 @@ def test_closing_while_others_read_is_safe(tier):
     for reader in readers:
         reader.join()
     assert failed == []
+
+
+def test_layers_larger_than_a_piece_are_read_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("ragfuse.store.chunkfile.PIECE_NBYTES", 700)
+    wanted = kv(3, n=5, n_layers=7)
+    tier = DiskTier(tmp_path, 1 << 20, lru)
+    assert tier.write(A, *encoded(wanted))
+    for first in range(7):
+        for count in range(1, 8 - first):
+            _, *blobs = tier.read(A, first, count)
+            expected = encoded(wanted)[1][first : first + count]
+            assert [blob.tolist() for blob in blobs] == [blob.tolist() for blob in expected]
+    tier.close()
+
+
+def test_expecting_layers_changes_nothing_whatever_is_asked_for(tier):
+    n_layers, gone = len(encoded(kv())[0].layers), key("gone")
+    assert tier.write(gone, *encoded(kv(1)))
+    tier.delete([gone])
+    before, nbytes = tier.entries(), tier.nbytes
+    for span in ((0, 1), (0, n_layers), (n_layers, 3), (-1, 2), (0, 0)):
+        tier.expect([A, key("never written"), gone], *span)
+    assert (tier.entries(), tier.nbytes, before[A].hits) == (before, nbytes, 0)
+    fresh = again(tier)
+    files(tier.path)[0].write_bytes(b"no chunk")
+    fresh.expect([A], 0, 1)
+    assert A in fresh.entries()
+    assert not any(fresh.counts[name] for name in ("corrupt", "failed", "evicted"))
+    fresh.close()
