@@ -50,6 +50,7 @@ class Settings(BaseSettings):
         default_factory=lambda: user_cache_path("ragfuse"), description="Prepared models, stores, profiles."
     )
     store: Path | None = Field(default=None, description="Folder of the disk tier; default home/store.")
+    gpu_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the tier in the GPU's memory, on a GPU.")
     memory_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the memory tier.")
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
     tiers: tuple[str, ...] = Field(

@@ -46,8 +46,8 @@ class MemoryTier:
     ) -> None:
         self.name, self.capacity, self.counts = name, capacity, Counts()
         self._evict, self._clock = evict, clock
-        self._device = torch.device(device)
-        self._pin_memory = pin_memory and self._device.type == "cpu" and torch.cuda.is_available()
+        self.device = torch.device(device)
+        self._pin_memory = pin_memory and self.device.type == "cpu" and torch.cuda.is_available()
         self._lock = Lock()
         self._slots: dict[ChunkKey, _Slot] = {}  # least recently used first
         self._pinned: set[ChunkKey] = set()
@@ -121,7 +121,7 @@ class MemoryTier:
 
     def _home(self, blob: Tensor) -> Tensor:
         """The bytes where this tier keeps them."""
-        here = blob.to(self._device)
+        here = blob.to(self.device)
         return here.pin_memory() if self._pin_memory and not here.is_pinned() else here
 
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:

@@ -16,7 +16,10 @@ REDIS = frozenset({"redis", "rediss", "unix"})
 
 
 def open_store(settings: Settings, evict: Evictor) -> KVStore:
-    """Memory, then disk, then the further tiers in their order; one of 0 bytes is left out. StoreError if unusable."""
+    """Memory, then disk, then the further tiers in their order; one of 0 bytes is left out. StoreError if unusable.
+
+    For a model on a GPU its own memory comes first, and the host's is pinned.
+    """
     places = [str(settings.store_path.expanduser().resolve())] if settings.disk_bytes else []
     places += [url.rstrip("/") if "://" in url else str(Path(url).expanduser().resolve()) for url in settings.tiers]
     twice = next((shown(place) for place in places if places.count(place) > 1), None)
@@ -24,8 +27,11 @@ def open_store(settings: Settings, evict: Evictor) -> KVStore:
         raise StoreError(f"Two tiers are at '{twice}', and would delete each other's entries. Leave one of them out.")
     opened: list[Tier] = []
     try:
+        on_gpu = settings.device.startswith("cuda")
+        if on_gpu and settings.gpu_bytes:
+            opened.append(MemoryTier(settings.gpu_bytes, evict, device=settings.device, name="gpu"))
         if settings.memory_bytes:
-            opened.append(MemoryTier(settings.memory_bytes, evict))
+            opened.append(MemoryTier(settings.memory_bytes, evict, pin_memory=on_gpu))
         if settings.disk_bytes:
             opened.append(DiskTier(settings.store_path, settings.disk_bytes, evict))
         for url in settings.tiers:

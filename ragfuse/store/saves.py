@@ -38,17 +38,16 @@ class Save:
 class Saves:
     """What is on its way into `tiers`. Threads may share it; no lock is held while a tier reads or writes.
 
-    A chunk that is read whole from a slower tier enters the first. What is pinned is so in every tier it comes in.
+    A chunk that is read whole from a slower tier enters the fast ones. What is pinned is so in every tier it comes in.
     """
 
     def __init__(self, tiers: Sequence[Tier], writer_queue: int) -> None:
         self.writers = Writers([tier.name for tier in tiers], writer_queue)
-        self._first = tiers[:1]
+        self._fast = [tier for tier in tiers if not tier.slow]
         self._lock = Lock()
         self._under_way: set[Save] = set()
         self._pins: set[ChunkKey] = set()
-        fast = bool(tiers) and not tiers[0].slow
-        self._partials = Partials(tiers[0].capacity // 4 if fast else 0)
+        self._partials = Partials(max((tier.capacity for tier in self._fast), default=0) // 4)
 
     @property
     def epoch(self) -> int:
@@ -91,7 +90,7 @@ class Saves:
         return any(taken)
 
     def promote(self, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int) -> None:
-        """Keep bytes just read; once a chunk is whole it enters the first tier, without a second read."""
+        """Keep bytes just read; once a chunk is whole it enters the fast tiers, without a second read."""
         with self._lock:
             whole = self._partials.add(key, first, meta, blobs, epoch)
             if whole is None:
@@ -99,8 +98,7 @@ class Saves:
             save = Save(key, *whole, holders=1)
             self._under_way.add(save)
         with suppress(Exception):
-            if key not in self._first[0].entries([key]):
-                self.now(save, self._first)
+            self.now(save, [tier for tier in self._fast if key not in tier.entries([key])])
         self._let_go(save)
 
     def cancel(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:

@@ -99,7 +99,7 @@ class KVStore:
     ) -> tuple[LayerKV, ...] | None:
         """`count` layers from `first` on, from `tier` or else from the fastest that has them; None if none can.
 
-        The tensors are shared: they must not be written to. A chunk read whole from a slow tier is kept in the first.
+        The tensors are shared: they must not be written to. A chunk read whole from a slow tier enters the fast ones.
         """
         epoch = self._saves.epoch
         for source in () if self._closed else sorted(self.tiers, key=lambda candidate: candidate.name != tier):

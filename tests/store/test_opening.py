@@ -19,6 +19,15 @@ def test_tiers_are_opened_in_order_and_named_by_kind(tmp_path):
         assert [tier.capacity for tier in store.tiers[1:]] == [1 << 21, *[1 << 20] * 3]
 
 
+def test_for_a_model_on_a_gpu_its_memory_comes_first(tmp_path):
+    with open_store(Settings(home=tmp_path, device="cuda:1", gpu_bytes=1 << 20), lru) as store:
+        assert [tier.name for tier in store.tiers] == ["gpu", "memory", "disk"]
+        assert [str(tier.device) for tier in store.tiers[:2]] == ["cuda:1", "cpu"]
+        assert store.tiers[0].capacity == 1 << 20
+    with open_store(Settings(home=tmp_path, device="cuda", gpu_bytes=0), lru) as store:
+        assert [tier.name for tier in store.tiers] == ["memory", "disk"]
+
+
 def test_a_further_folder_keeps_what_it_has_where_the_own_disk_is_off(tmp_path):
     settings = Settings(home=tmp_path, tiers=(str(tmp_path / "kept"),), disk_bytes=0, memory_bytes=0)
     for _ in range(2):

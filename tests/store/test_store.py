@@ -541,3 +541,16 @@ def test_what_need_not_be_fast_is_kept_in_memory_where_the_disk_does_not_take_it
         for store in (full, only):
             assert store.put(A, kv(), wait=True, fast=False)
             assert [entry.tier for entry in store.entries()] == ["memory"]
+
+
+def test_what_is_read_from_a_slow_tier_enters_every_fast_one_that_takes_it(tmp_path):
+    tiny, first, second = (
+        MemoryTier(size, lru, name=name) for size, name in ((1, "tiny"), (MB, "gpu"), (MB, "memory"))
+    )
+    with KVStore([tiny, first, second, DiskTier(tmp_path, MB, lru)]) as store:
+        assert store.put(A, kv(), tier="disk", wait=True)
+        assert whole(store, A, kv())
+        assert [list(tier.entries()) for tier in store.tiers] == [[], [A], [A], [A]]
+        first.delete([A])
+        assert whole(store, A, kv())
+        assert A in first.entries()
