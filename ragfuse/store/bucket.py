@@ -12,7 +12,7 @@ import os
 import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from itertools import count
 from textwrap import shorten
@@ -56,11 +56,13 @@ class Bucket:
     """The folder at `url`. StoreError if it cannot be used as it is; `check` says whether somebody is there.
 
     `timeout_s` is how long there may be silence; data may take longer, by a second for each megabyte. Object stores
-    publish a put at once; elsewhere a file is written under a temporary name and renamed.
+    publish a put at once; elsewhere a file is written under a temporary name and renamed. Every call is made within
+    `guard`.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = re.sub(r"//.*@", "//", url)  # without user and password: this name is for people
+        self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
         self._given, self._timeout_s = url, timeout_s
         self._token, self._serial, self._pid = uuid4().hex, count(), 0
         with suppress(*NO_ANSWER):  # some drivers connect when they are made; `check` will tell
@@ -102,12 +104,11 @@ class Bucket:
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
         """The first bytes of each object, None where there is none: all asked for at once."""
-        found = self._run(
-            lambda: self._fs._cat_ranges([self._path(name) for name in names], 0, nbytes, batch_size=_AT_ONCE),
+        return self._run(
+            lambda: self._heads(names, nbytes),
             nbytes=nbytes * len(names),
             extra_s=len(names) // _AT_ONCE * self._timeout_s,
         )
-        return [_head(each) for each in found]
 
     def write(self, name: str, data: bytes) -> None:
         """The object, whole or not at all, in place of an earlier one."""
@@ -170,16 +171,21 @@ class Bucket:
     def _run(self, call: Callable[[], Awaitable[_Found]], *, nbytes: int = 0, extra_s: float = 0.0) -> _Found:
         """What the call gives, in time; called only once the file system is this process's own."""
         patience_s = self._timeout_s + extra_s + nbytes / _SLOWEST_NBYTES_PER_S
-        try:
-            if self._pid != os.getpid():
-                self._open()
-            found: _Found = sync(self._fs.loop, call, timeout=patience_s)
-            return found
-        except Exception as error:
-            told = _told(error, patience_s)
-            if told is error:
-                raise
-            raise told from error
+        with self.guard():
+            try:
+                if self._pid != os.getpid():
+                    self._open()
+                found: _Found = sync(self._fs.loop, call, timeout=patience_s)
+                return found
+            except Exception as error:
+                told = _told(error, patience_s)
+                if told is error:
+                    raise
+                raise told from error
+
+    async def _heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
+        found = await self._fs._cat_ranges([self._path(name) for name in names], 0, nbytes, batch_size=_AT_ONCE)
+        return [_head(each) for each in found]
 
     async def _publish(self, path: str, data: bytes) -> None:
         """Put at once, or write beside and rename; a missing folder is made."""

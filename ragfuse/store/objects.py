@@ -77,6 +77,7 @@ class ObjectTier:
         self._evict, self._verify, self._clock, self._ttl_s = evict, verify, clock, ttl_s
         self._bucket, self._catalogue, self._headers = Bucket(url, timeout_s), Catalogue(), Headers(_HEADERS)
         self.breaker = Breaker(f"Tier {name} ({self._bucket.url})", NO_ANSWER, cool_down_s=cool_down_s)
+        self._bucket.guard = self.breaker.guard
         self._head_nbytes, self._fresh_s, self._closed = _HEAD_NBYTES, fresh_s, False
         self._listing, self._room = Lock(), Lock()  # one listing, one who makes room at a time
         self._listed_at: float | None = None
@@ -132,12 +133,12 @@ class ObjectTier:
     # asking
 
     def _ask(self, doing: str, call: Callable[[], _Found], otherwise: _Found) -> _Found:
-        """What the store answers; `otherwise` where it does not, which is counted."""
+        """What the store answers, or is known of it; `otherwise` where it is left out or does not answer: counted."""
         if self._closed:
             return otherwise
         try:
-            with self.breaker.guard():
-                return call()
+            self.breaker.check()
+            return call()
         except BreakerOpen:
             self.counts.add("failed" if doing.startswith(_CHANGES) else "left out")
         except NO_ANSWER:  # the breaker has told

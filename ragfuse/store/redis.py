@@ -74,6 +74,7 @@ class RedisTier:
         self._evict, self._verify, self._lease_s, self._clock = evict, verify, lease_s, clock
         self._index = RedisIndex(url, timeout_s, ttl_s)
         self.breaker = Breaker(f"Tier {name} ({self._index.place})", self._index.trouble, cool_down_s=cool_down_s)
+        self._index.guard = self.breaker.guard
         self._described = lru_cache(64)(_described)
         self._closed, self._complaint = False, ""
         self._ask("be opened", lambda: self._reserve(_NOTHING), False)
@@ -158,8 +159,8 @@ class RedisTier:
         if self._closed:
             return otherwise
         try:
-            with self.breaker.guard():
-                return call()
+            self.breaker.check()
+            return call()
         except BreakerOpen:
             self.counts.add("failed", int(changes))
         except self._index.trouble:  # the breaker has told

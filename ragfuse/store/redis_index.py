@@ -5,7 +5,9 @@ Tensors, checksums and decisions are the business of `redis.py`. redis-py is imp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from hashlib import sha1
 from importlib.resources import files
 from itertools import islice
@@ -17,6 +19,7 @@ from ragfuse.errors import StoreError
 from ragfuse.store.tier import Freed
 
 _Item = TypeVar("_Item")
+_Page = TypeVar("_Page")
 _PREFIX = f"ragfuse:{FORMAT_VERSION}:"
 _MANY = 512
 _BATCH_NBYTES = 64 << 20
@@ -27,12 +30,13 @@ class RedisIndex:
     """The entries of one database of one server, shared by all who open it. Everything else in there is left alone.
 
     Nothing is asked twice, and every call waits at most `timeout_s` for a word; what is raised is in `errors`, and
-    also in `trouble` if the server itself is the reason. `place` names the server without user and password.
-    StoreError if the URL is not understood.
+    also in `trouble` if the server itself is the reason. Every call is made within `guard`. `place` names the server
+    without user and password. StoreError if the URL is not understood.
     """
 
     def __init__(self, url: str, timeout_s: float, ttl_s: float | None) -> None:
         self._client, self.errors, self.trouble = _connect(url, timeout_s)
+        self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
         self.place = _place(url, self._client.connection_pool.connection_kwargs)
         self._ttl = repr(float(ttl_s or 0))
         self._script = files("ragfuse.store").joinpath("redis.lua").read_bytes()
@@ -42,16 +46,18 @@ class RedisIndex:
         """What a command of the script gives."""
         from redis.exceptions import NoScriptError
 
-        try:
-            return self._client.evalsha(self._sha, 0, _PREFIX, command, *arguments)
-        except NoScriptError:
-            return self._client.eval(self._script, 0, _PREFIX, command, *arguments)
+        with self.guard():
+            try:
+                return self._client.evalsha(self._sha, 0, _PREFIX, command, *arguments)
+            except NoScriptError:
+                return self._client.eval(self._script, 0, _PREFIX, command, *arguments)
 
     def rows(self, names: Iterable[str] | None) -> Iterator[tuple[bytes, bytes]]:
         """(key, row) of the entries of these names, or of all: one round trip for a few names."""
         if names is None:
             self.run("expire")
-            yield from ((name, row) for name, row in self._client.hscan_iter(f"{_PREFIX}rows", count=_MANY) if name)
+            pages = self._pages(lambda cursor: self._client.hscan(f"{_PREFIX}rows", cursor, count=_MANY))
+            yield from ((name, row) for page in pages for name, row in page.items() if name)
             return
         for some in _batches(names, _MANY):
             found = self.run("look", *some)
@@ -73,7 +79,7 @@ class RedisIndex:
 
         names = ["head", *map(str, range(first, first + count))]
         touch = () if used is None else ("touch", key, repr(used), self._ttl)
-        with self._client.pipeline(transaction=False) as pipeline:
+        with self.guard(), self._client.pipeline(transaction=False) as pipeline:
             if touch:  # first: what is due vanishes before it is read
                 pipeline.evalsha(self._sha, 0, _PREFIX, *touch)
             pipeline.hmget(f"{_PREFIX}chunk:{key}", names)
@@ -96,7 +102,7 @@ class RedisIndex:
         """Bring the bytes, so that they vanish by themselves after `lease_s` whatever happens here."""
         key = f"{_PREFIX}new:{upload}"
         for batch in _by_weight([("head", memoryview(head)), *((str(i), layer) for i, layer in enumerate(layers))]):
-            with self._client.pipeline(transaction=True) as pipeline:
+            with self.guard(), self._client.pipeline(transaction=True) as pipeline:
                 for name, value in batch:
                     pipeline.hset(key, name, value)
                 pipeline.pexpire(key, int(1000 * lease_s))
@@ -125,12 +131,23 @@ class RedisIndex:
         expired, orphans, nbytes = self.run("expire")
         for kind in ("chunk", "new"):
             start = f"{_PREFIX}{kind}:"
-            names = (name[len(start) :] for name in self._client.scan_iter(f"{start}*", count=_MANY))
+            pages = self._pages(partial(self._client.scan, match=f"{start}*", count=_MANY))
+            names = (name[len(start) :] for page in pages for name in page)
             for some in _batches(names, _MANY):
                 n, more = self.run("sweep", kind, *some)
                 orphans, nbytes = orphans + n, nbytes + more
         self.run("recount")
         return Freed(expired, orphans, nbytes)
+
+    def _pages(self, scan: Callable[[int], tuple[int, _Page]]) -> Iterator[_Page]:
+        """What a scan gives, call by call."""
+        cursor = 0
+        while True:
+            with self.guard():
+                cursor, page = scan(cursor)
+            yield page
+            if not cursor:
+                return
 
     def close(self) -> None:
         """Let go of the connections."""

@@ -343,6 +343,34 @@ def test_a_server_that_comes_back_is_used_again(server):
     assert not tier.breaker.is_open
 
 
+def test_what_is_known_without_asking_says_nothing_of_a_server_that_is_down(server, caplog):
+    tier = server.tier(server.new_url(), cool_down_s=0.0)
+    assert tier.write(A, *encoded(kv()))
+    server.stop()
+    caplog.set_level(logging.INFO, "ragfuse.store")
+    caplog.clear()
+    for _ in range(3):
+        assert tier.read(A, 0) is None
+        attempts = tier.breaker.attempts
+        tier.entries([A])
+        assert (tier.breaker.is_open, tier.breaker.attempts) == (True, attempts)
+    assert [record.levelname for record in caplog.records if record.name == "ragfuse.store"] == ["WARNING"]
+    server.start()
+    assert tier.read(A, 0) is not None
+    assert not tier.breaker.is_open
+
+
+def test_headers_that_nobody_gives_are_a_failure_and_no_answer(server):
+    url = server.new_url()
+    tier = server.tier(url, cool_down_s=0.0)
+    server.stop()
+    assert tier.entries([A, B]) == {}
+    assert tier.breaker.is_open
+    assert tier.entries([A, B]) == {}
+    assert tier.breaker.is_open
+    server.start()
+
+
 def test_a_server_that_stands_still_is_a_miss_in_time(server):
     tier = server.tier(server.new_url(), timeout_s=0.2, cool_down_s=3600.0)
     assert tier.write(A, *encoded(kv()))
