@@ -5,7 +5,7 @@
 --   due        zset     key -> when the entry vanishes
 --   writing    zset     "nbytes:token" of an upload -> when its room is given back
 --   chunk:KEY  hash     an entry: head, 0, 1, ...
---   new:UPLOAD hash     one that is not whole yet; it expires by itself
+--   new:UPLOAD hash     one that is not whole yet; it expires by itself. A large layer comes as 7+0, 7+1, ..., to be joined
 --
 -- Times are the server's in seconds, but for last_used. When its memory is full, Redis refuses a script's first write if
 -- that may take memory, and lets pass all that follow a write: so what frees comes first, and only `reserve` is refused.
@@ -131,6 +131,34 @@ function commands.reserve(upload, capacity, lease)
     call('ZADD', writing, now + lease, upload)
   end
   return {1, #victims}
+end
+
+-- Keep the room and the bytes of an upload for longer; 0 if they are gone.
+function commands.renew(upload, lease)
+  if not call('ZSCORE', writing, upload) then
+    return 0
+  end
+  call('ZADD', writing, now + lease, upload)
+  return call('PEXPIRE', new .. upload, math.ceil(lease * 1000))
+end
+
+-- Make one field of its pieces; 0 if one of them is gone.
+function commands.join(upload, lease, field, n)
+  local name, names = new .. upload, {}
+  for i = 1, n do
+    names[i] = field .. '+' .. (i - 1)
+  end
+  local pieces = call('HMGET', name, unpack(names))
+  call('HDEL', name, unpack(names))
+  for i = 1, n do
+    if not pieces[i] then
+      return 0
+    end
+  end
+  call('HSET', name, field, table.concat(pieces))
+  pieces = nil
+  collectgarbage() -- of which the server would keep some megabytes
+  return call('PEXPIRE', name, math.ceil(lease * 1000))
 end
 
 -- The upload becomes the entry, if it is whole and still has its room; hits and pin of an earlier one stay.

@@ -48,10 +48,11 @@ class _Upload(NamedTuple):
 class RedisTier:
     """A tier on a server, by a URL as redis-py takes it: redis://, rediss:// (TLS) or unix://, with user and password.
 
-    A server that does not answer within `timeout_s` is left out for `cool_down_s` at a time; meanwhile everything is a
-    miss. With `ttl_s`, entries that are not pinned vanish so long after their last use. The room of a writer that was
-    killed is free again after `lease_s`, in which a chunk must be written. Layers are checked against their checksums
-    unless `verify` is False. StoreError if the URL cannot be used; a server that is down is no error.
+    A server that is silent for `timeout_s` is left out for `cool_down_s` at a time; meanwhile everything is a miss. A
+    large layer over a slow link may take as long as it takes. With `ttl_s`, entries that are not pinned vanish so long
+    after their last use. The room of a writer that was killed is free again `lease_s` after the last piece it brought.
+    Layers are checked against their checksums unless `verify` is False. StoreError if the URL cannot be used; a server
+    that is down is no error.
     """
 
     slow = True
@@ -215,7 +216,7 @@ class RedisTier:
         return bool(kept)
 
     def _bring(self, upload: _Upload) -> bool:
-        """Bring the bytes and make them an entry; False if that took longer than the room was kept."""
+        """Bring the bytes and make them an entry; False if their room was gone before."""
         self._index.upload(upload.name, self._lease_s, upload.head, upload.layers)
         meta, n_layers = upload.meta, len(upload.layers)
         about = f"{meta.n_tokens} {n_layers} {meta.level}"
@@ -223,7 +224,8 @@ class RedisTier:
             self._complaint = ""
             return True
         self.counts.add("failed")
-        log.warning("Did not write %s to tier %s within %g s", upload.key, self.name, self._lease_s)
+        what = (upload.key, self.name, self._lease_s)
+        log.warning("Did not write %s to tier %s: its room was gone, which is kept for %g s after each piece", *what)
         return False
 
     def _reserve(self, upload: str) -> bool:

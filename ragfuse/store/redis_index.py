@@ -5,6 +5,8 @@ Tensors, checksums and decisions are the business of `redis.py`. redis-py is imp
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,13 +18,13 @@ from urllib.parse import urlsplit
 
 from ragfuse.core import FORMAT_VERSION, ChunkKey, Entry
 from ragfuse.errors import StoreError
+from ragfuse.store.redis_pieces import Pace, Rest, take
 from ragfuse.store.tier import Freed
 
 _Item = TypeVar("_Item")
 _Page = TypeVar("_Page")
 _PREFIX = f"ragfuse:{FORMAT_VERSION}:"
 _MANY = 512
-_BATCH_NBYTES = 64 << 20
 _READ_NBYTES = 1 << 18
 
 
@@ -38,6 +40,7 @@ class RedisIndex:
         self._client, self.errors, self.trouble = _connect(url, timeout_s)
         self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
         self.place = _place(url, self._client.connection_pool.connection_kwargs)
+        self._pace = Pace(timeout_s)
         self._ttl = repr(float(ttl_s or 0))
         self._script = files("ragfuse.store").joinpath("redis.lua").read_bytes()
         self._sha = sha1(self._script, usedforsecurity=False).hexdigest()
@@ -99,14 +102,18 @@ class RedisIndex:
         return bool(done), n
 
     def upload(self, upload: str, lease_s: float, head: bytes, layers: Sequence[memoryview]) -> None:
-        """Bring the bytes, so that they vanish by themselves after `lease_s` whatever happens here."""
-        key = f"{_PREFIX}new:{upload}"
-        for batch in _by_weight([("head", memoryview(head)), *((str(i), layer) for i, layer in enumerate(layers))]):
-            with self.guard(), self._client.pipeline(transaction=True) as pipeline:
-                for name, value in batch:
-                    pipeline.hset(key, name, value)
-                pipeline.pexpire(key, int(1000 * lease_s))
-                pipeline.execute()
+        """Bring the bytes piece by piece; `lease_s` after the last one they vanish, whatever happens here.
+
+        Its room is kept as long. Where it was lost, what is missing is not brought.
+        """
+        left = deque([Rest("head", memoryview(head)), *(Rest(str(i), layer) for i, layer in enumerate(layers))])
+        there = True
+        while left and there:
+            batch, to_join = take(left, self._pace.nbytes)
+            self._bring(f"{_PREFIX}new:{upload}", lease_s, batch)
+            for name, _, pieces in to_join:
+                self.run("join", upload, repr(lease_s), name, pieces)
+            there = not left or bool(self.run("renew", upload, repr(lease_s)))
 
     def publish(self, upload: str, key: str, used: float, about: str, n_layers: int) -> bool:
         """Make an upload the entry under `key`; False if its time was over."""
@@ -138,6 +145,20 @@ class RedisIndex:
                 orphans, nbytes = orphans + n, nbytes + more
         self.run("recount")
         return Freed(expired, orphans, nbytes)
+
+    def _bring(self, key: str, lease_s: float, batch: Sequence[tuple[str, memoryview]]) -> None:
+        """Set these fields at once, and learn how long that takes."""
+        began = time.monotonic()
+        try:
+            with self.guard(), self._client.pipeline(transaction=True) as pipeline:
+                for name, value in batch:
+                    pipeline.hset(key, name, value)
+                pipeline.pexpire(key, int(1000 * lease_s))
+                pipeline.execute()
+        except self.trouble:
+            self._pace.failed()
+            raise
+        self._pace.took(sum(value.nbytes for _, value in batch), time.monotonic() - began)
 
     def _pages(self, scan: Callable[[int], tuple[int, _Page]]) -> Iterator[_Page]:
         """What a scan gives, call by call."""
@@ -213,18 +234,4 @@ def _place(url: str, options: dict[str, Any]) -> str:
 def _batches(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
-        yield batch
-
-
-def _by_weight(fields: Iterable[tuple[str, memoryview]]) -> Iterator[list[tuple[str, memoryview]]]:
-    """The fields in order, as many at once as the server's buffer for one client takes without question."""
-    batch: list[tuple[str, memoryview]] = []
-    weight = 0
-    for field in fields:
-        batch.append(field)
-        weight += field[1].nbytes
-        if weight >= _BATCH_NBYTES:
-            yield batch
-            batch, weight = [], 0
-    if batch:
         yield batch

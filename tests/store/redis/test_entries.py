@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from ragfuse.core import FORMAT_VERSION
 from ragfuse.plan.evict import lru
-from ragfuse.store import redis_index
+from ragfuse.store import redis_index, redis_pieces
 from tests.store.kit import encoded, key, kv, ticks
 from tests.store.redis_server import chunk_name, until
 
@@ -232,7 +232,7 @@ def test_who_is_used_while_victims_are_chosen_is_none(open_tier, unit):
 
 
 def test_layers_that_are_brought_in_several_batches_are_one_entry(open_tier, monkeypatch):
-    monkeypatch.setattr(redis_index, "_BATCH_NBYTES", 100)
+    monkeypatch.setattr(redis_pieces, "LEAST_NBYTES", 100)
     tier = open_tier()
     meta, blobs = encoded(kv(3))
     assert tier.write(A, meta, blobs)
