@@ -32,7 +32,7 @@ class S3Server:
         for package in ("moto.server", "s3fs"):
             pytest.importorskip(package, reason="S3 is tried with moto and s3fs: pip install 'moto[server]' s3fs")
         self.port, self.asked = 0, list[Asked]()
-        self._going = Event()
+        self._going, self._held = Event(), lambda _: True
         self._going.set()
         self.start()
 
@@ -45,8 +45,10 @@ class S3Server:
 
         def recorded(environ, respond):
             path = environ["PATH_INFO"] + "?" + environ.get("QUERY_STRING", "")
-            self.asked.append(Asked(environ["REQUEST_METHOD"], path, environ.get("HTTP_RANGE", "")))
-            self._going.wait()
+            asked = Asked(environ["REQUEST_METHOD"], path, environ.get("HTTP_RANGE", ""))
+            self.asked.append(asked)
+            if self._held(asked):
+                self._going.wait()
             return application(environ, respond)
 
         self._server = make_server("127.0.0.1", self.port, recorded, True, request_handler=MotoRequestHandler)
@@ -62,8 +64,9 @@ class S3Server:
         self._thread.join()
         self._server.server_close()
 
-    def stand_still(self) -> None:
-        """Take requests, and answer none."""
+    def stand_still(self, held: Callable[[Asked], bool] = lambda _: True) -> None:
+        """Take requests, and answer none of these."""
+        self._held = held
         self._going.clear()
 
     def go_on(self) -> None:
@@ -112,9 +115,11 @@ class S3Server:
         with self.reachable():
             return boto3.client("s3")
 
-    def tier(self, url: str, capacity: int = 1 << 20, evict=lru, **options) -> ObjectTier:
-        """A tier whose S3 server this is."""
-        with self.reachable():
+    def tier(self, url: str, capacity: int = 1 << 20, evict=lru, port: int = 0, **options) -> ObjectTier:
+        """A tier whose S3 server this is, or is behind another port."""
+        with self.reachable(), pytest.MonkeyPatch.context() as patch:
+            if port:
+                patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
             return ObjectTier(url, capacity, evict, **options)
 
 

@@ -1,4 +1,4 @@
-"""A slow link for tests: a TCP proxy on loopback that hands on bytes steadily, so many a second each way."""
+"""A slow link for tests, a TCP proxy that hands on so many bytes a second each way; and large entries to send."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import socket
 import time
 from contextlib import suppress
 from threading import Event, Thread
+
+import torch
+
+from ragfuse.codec import LayerMeta
+from ragfuse.store import EntryMeta
 
 _TICK_S = 0.01
 _WINDOW_NBYTES = 1 << 16
@@ -62,3 +67,11 @@ class SlowLink:
         for each in (here, there):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+
+def large(nbytes: int, n_layers: int = 2) -> tuple[EntryMeta, list[torch.Tensor]]:
+    """An entry of layers of so many bytes, all different."""
+    generator = torch.Generator().manual_seed(0)
+    blobs = [torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8) for _ in range(n_layers)]
+    shape = (1, nbytes // 64, 16)
+    return EntryMeta(nbytes // 64, "raw", tuple(LayerMeta(shape, shape, "bfloat16", nbytes) for _ in blobs)), blobs

@@ -11,19 +11,22 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import torch
 
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
+from ragfuse.store import s3
 from ragfuse.store.chunkfile import Header
-from ragfuse.store.names import chunk_name, pin_name
+from ragfuse.store.names import CHUNKS, chunk_name, pin_name
 from ragfuse.store.objects import ObjectTier
 from ragfuse.store.tier import Freed
 from tests.store.kit import asked, child, encoded, forked, key, kv, ticks
 from tests.store.redis_server import free_port, until
 from tests.store.s3_server import S3Server, shared
+from tests.store.slow_link import SlowLink, large
 from tests.store.test_disk import DAMAGE, flipped
 
 A, B = key("a"), key("b")
@@ -382,6 +385,16 @@ def test_a_server_that_stands_still_is_a_miss_in_time(server):
     server.go_on()
 
 
+def test_what_takes_longer_than_the_timeout_over_a_slow_link_is_written_and_read(server):
+    url, link = server.new_url(), SlowLink(server.port, 6e6)
+    tier = server.tier(url, 1 << 30, port=link.port, timeout_s=0.3)
+    meta, blobs = large(6 << 20, 1)
+    assert tier.write(A, meta, blobs)
+    assert torch.equal(tier.read(A, 0)[1], blobs[0])
+    assert (tier.counts["failed"], tier.breaker.is_open) == (0, False)
+    link.close()
+
+
 def test_a_server_that_is_not_there_at_opening_is_no_error(server, caplog):
     url = server.new_url()
     server.stop()
@@ -432,6 +445,86 @@ def test_tiers_that_list_before_writing_keep_one_capacity_together(folder):
         assert tiers[i % 2].write(key(i), *encoded(kv()))
         assert weight(folder) <= 3 * unit
     assert set(tiers[0].entries()) == set(tiers[1].entries()) == {key(5), key(6), key(7)}
+
+
+# listings
+
+
+def is_listing(asked) -> bool:
+    return "list-type=2" in asked.path and f"{CHUNKS}/" in unquote(asked.path)
+
+
+def test_a_listing_is_read_page_by_page(server, monkeypatch):
+    monkeypatch.setattr(s3, "_PAGE_OBJECTS", 3)
+    url = server.new_url()
+    tier = server.tier(url)
+    for i in range(10):
+        assert tier.write(key(i), *encoded(kv()))
+    other = server.tier(url)
+    server.asked.clear()
+    assert set(other.entries()) == {key(i) for i in range(10)}
+    assert len(list(filter(is_listing, server.asked))) == 4
+
+
+def test_what_lies_in_several_folders_and_beside_ours_is_listed(folder, tmp_path):
+    wanted = {key(i, model) for i in range(3) for model in ("x", "y")}
+    tier = opened(folder)
+    for each in wanted:
+        assert tier.write(each, *encoded(kv()))
+    (folder / "stranger").mkdir()
+    (folder / CHUNKS / "stranger").write_text("mine")
+    assert set(opened(folder).entries()) == wanted
+    shutil.rmtree(folder / Path(chunk_name(key(0, "x"))).parent)
+    assert set(tier.entries()) == {each for each in wanted if each.model == key(0, "y").model}
+
+
+def test_while_one_lists_others_look_up_read_weigh_and_write(server):
+    tier = server.tier(server.new_url(), timeout_s=30.0, fresh_s=0.0)
+    assert tier.write(A, *encoded(kv()))
+    unit, found = tier.nbytes, []
+    server.asked.clear()
+    server.stand_still(is_listing)
+    thread = threading.Thread(target=lambda: found.append(tier.entries()))
+    thread.start()
+    until(lambda: any(map(is_listing, server.asked)))
+    assert tier.nbytes == unit
+    assert set(tier.entries([A, key("x")])) == {A}
+    assert tier.read(A, 0) is not None
+    assert tier.write(B, *encoded(kv()))
+    assert tier.delete([A]) == 1
+    assert found == []
+    server.go_on()
+    thread.join()
+    assert set(found[0]) == {B}
+    assert tier.nbytes == unit
+
+
+def test_the_first_listing_keeps_nobody_from_asking_for_the_weight(server):
+    url = server.new_url()
+    assert server.tier(url).write(A, *encoded(kv()))
+    tier = server.tier(url, timeout_s=30.0)
+    server.asked.clear()
+    server.stand_still(is_listing)
+    thread = threading.Thread(target=tier.entries)
+    thread.start()
+    until(lambda: any(map(is_listing, server.asked)))
+    assert tier.nbytes == 0
+    assert tier.read(A, 0) is not None
+    server.go_on()
+    thread.join()
+    assert tier.nbytes > 0
+
+
+def test_a_listing_that_breaks_off_forgets_nothing(server, monkeypatch):
+    monkeypatch.setattr(s3, "_PAGE_OBJECTS", 1)
+    tier = server.tier(server.new_url(), timeout_s=0.3, cool_down_s=0.0, fresh_s=0.0)
+    for name in (A, B):
+        assert tier.write(name, *encoded(kv()))
+    server.stand_still(lambda asked: is_listing(asked) and "continuation-token" in asked.path)
+    assert tier.entries() == {}
+    server.go_on()
+    assert tier.read(A, 0) is not None
+    assert set(tier.entries([A, B])) == set(tier.entries()) == {A, B}
 
 
 def weight_of_one(folder: Path) -> int:

@@ -200,6 +200,21 @@ def test_more_entries_than_a_page_come_back_and_the_oldest_go_first(open_tier, m
     assert (tier.counts["evicted"], tier.nbytes) == (1, 0)
 
 
+def test_while_one_lists_others_look_up_read_weigh_and_write(tier, monkeypatch, unit):
+    monkeypatch.setattr(redis_index, "_MANY", 1)
+    wanted = {A, *map(key, range(40))}
+    for each in wanted:
+        assert tier.write(each, *encoded(kv()))
+    rows = tier._index.rows(None)
+    seen = {next(rows)[0]}
+    assert tier.nbytes == 41 * unit
+    assert set(tier.entries([A])) == {A}
+    assert tier.read(A, 0) is not None
+    assert tier.write(key(0), *encoded(kv()))
+    pages = list(rows)
+    assert seen | {name for name, _ in pages} == {str(each).encode() for each in wanted}
+
+
 def test_a_smaller_capacity_is_kept_from_opening_on(tier, open_tier, unit):
     assert tier.write(B, *encoded(kv()))
     smaller = open_tier(unit)

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from ragfuse.codec import LayerMeta
-from ragfuse.store import EntryMeta, redis_index, redis_pieces
+from ragfuse.store import redis_index, redis_pieces
 from tests.store.kit import encoded, key, kv
 from tests.store.redis_server import RedisServer
-from tests.store.slow_link import SlowLink
+from tests.store.slow_link import SlowLink, large
 
 A = key("a")
 
@@ -24,14 +23,6 @@ def link_to():
     yield make
     for link in made:
         link.close()
-
-
-def large(nbytes: int, n_layers: int = 2) -> tuple[EntryMeta, list[torch.Tensor]]:
-    """An entry of layers of so many bytes, all different."""
-    generator = torch.Generator().manual_seed(0)
-    blobs = [torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8) for _ in range(n_layers)]
-    shape = (1, nbytes // 64, 16)
-    return EntryMeta(nbytes // 64, "raw", tuple(LayerMeta(shape, shape, "bfloat16", nbytes) for _ in blobs)), blobs
 
 
 SLOW = [
