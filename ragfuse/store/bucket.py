@@ -128,6 +128,20 @@ class Bucket:
         if names:
             self._run(lambda: self._remove(names), extra_s=len(names) // _AT_ONCE * self._timeout_s)
 
+    def abort(self, folder: str, is_useless: Callable[[str, float], bool]) -> list[int]:
+        """End uploads of which (name, seconds since they began) is useless; the bytes that each had left here.
+
+        Only S3 keeps them, and lets them be paid for, until somebody does.
+        """
+        freed: list[int] = []
+        after: dict[str, str] | None = {}
+        while self._s3 is not None and after is not None:
+            uploads, more = self._run(partial(self._s3.uploads, self._path(folder), after))
+            useless = [each for each in uploads if is_useless(self._name({"name": each.path}), each.age_s)]
+            freed += [self._run(partial(self._s3.abort, each), extra_s=self._timeout_s) for each in useless]
+            after = more or None
+        return freed
+
     # inside
 
     def _open(self) -> None:

@@ -16,6 +16,7 @@ from ragfuse.store.bucket import TEMPORARY, Object
 
 CHUNKS, PINS = "chunks", "pins"
 _ABANDONED_S = 3600.0
+_CUT_OFF_S = 24 * 3600.0  # a put takes a second for each megabyte at most
 
 
 def chunk_name(key: ChunkKey) -> str:
@@ -49,6 +50,11 @@ def is_temporary(name: str) -> bool:
 def is_abandoned(written: Object, now_s: float) -> bool:
     """Whether what only a writer under way needs was left behind: written an hour ago or more."""
     return now_s - written.modified > _ABANDONED_S
+
+
+def is_cut_off(name: str, age_s: float) -> bool:
+    """Whether what was uploaded so long for the object of this name, one of ours, will never be whole."""
+    return chunk_key(name) is not None and age_s > _CUT_OFF_S
 
 
 def _name(key: ChunkKey, folder: str, suffix: str) -> str:

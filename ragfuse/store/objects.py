@@ -22,7 +22,7 @@ from ragfuse.store.bucket import NO_ANSWER, Bucket
 from ragfuse.store.catalogue import Catalogue, Facts, Headers, Held
 from ragfuse.store.chunkfile import Header, header_nbytes, layer_offsets, pack_header, pieces
 from ragfuse.store.listing import Listing
-from ragfuse.store.names import PINS, chunk_name, pin_key, pin_name
+from ragfuse.store.names import CHUNKS, PINS, chunk_name, is_cut_off, pin_key, pin_name
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims
 
 log = logging.getLogger("ragfuse.store")
@@ -124,7 +124,7 @@ class ObjectTier:
         self._ask("pin entries", lambda: self._pin(wanted, pinned), None)
 
     def tidy(self) -> Freed:
-        """Free what writers that died an hour ago and more have left behind, and what is too old."""
+        """Free what writers that died an hour ago and more have left behind (uploads: a day), and what is too old."""
         return self._ask("be tidied", self._tidied, None) or Freed()
 
     def close(self) -> None:
@@ -155,6 +155,9 @@ class ObjectTier:
 
     def _tidied(self) -> Freed:
         freed = self._listing.read(anew=True)
+        none = list[int]()
+        left = self._ask("look for uploads that were cut off", lambda: self._bucket.abort(CHUNKS, is_cut_off), none)
+        freed = freed.plus(Freed(orphans=len(left), nbytes=sum(left)))
         return freed if self._ttl_s is None else freed.plus(self._expire())
 
     def _expire(self) -> Freed:

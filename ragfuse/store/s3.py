@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple, TypeVar
 
 SCHEMES = ("s3", "s3a")
 
 _Found = TypeVar("_Found")
 _READ_NBYTES = 1 << 20
 _PAGE_OBJECTS = 1000
+
+
+class Upload(NamedTuple):
+    """An object that comes in parts: where to, the upload's name, and how long ago it was begun."""
+
+    path: str
+    id: str
+    age_s: float
 
 
 class S3:
@@ -34,6 +44,30 @@ class S3:
         infos = found.get("Contents", ())
         named = [{**info, "name": f"{bucket}/{info['Key']}", "size": info["Size"]} for info in infos]
         return named, found.get("NextContinuationToken", "")
+
+    async def uploads(self, path: str, after: Mapping[str, str]) -> tuple[list[Upload], dict[str, str]]:
+        """Some uploads in parts that were begun below a folder and not ended, and what to go on after."""
+        bucket, key, _ = self._fs.split_path(f"{path}/")
+        found = await self._heard(self._fs._call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **after))
+        sent = found["ResponseMetadata"]["HTTPHeaders"].get("date")
+        now = parsedate_to_datetime(sent) if sent else datetime.now(UTC)  # the server's own clock, where it tells
+        uploads = [
+            Upload(f"{bucket}/{each['Key']}", each["UploadId"], (now - each["Initiated"]).total_seconds())
+            for each in found.get("Uploads", ())
+        ]
+        marks = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        return uploads, {name: found[mark] for name, mark in marks.items()} if found.get("IsTruncated") else {}
+
+    async def abort(self, upload: Upload) -> int:
+        """End an upload that will never be whole; how many bytes were there."""
+        bucket, key, _ = self._fs.split_path(upload.path)
+        which = {"Bucket": bucket, "Key": key, "UploadId": upload.id}
+        try:
+            parts = await self._heard(self._fs._call_s3("list_parts", **which))
+            await self._heard(self._fs._call_s3("abort_multipart_upload", **which))
+        except FileNotFoundError:  # somebody else has ended it
+            return 0
+        return sum(part["Size"] for part in parts.get("Parts", ()))
 
     async def read(self, path: str, begin: int, end: int) -> bytes:
         """These bytes of an object; fewer where it ends before."""

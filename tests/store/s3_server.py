@@ -32,7 +32,7 @@ class S3Server:
         for package in ("moto.server", "s3fs"):
             pytest.importorskip(package, reason="S3 is tried with moto and s3fs: pip install 'moto[server]' s3fs")
         self.port, self.asked = 0, list[Asked]()
-        self._going, self._held = Event(), lambda _: True
+        self._going, self._held, self._lose = Event(), lambda _: True, False
         self._going.set()
         self.start()
 
@@ -48,7 +48,10 @@ class S3Server:
             asked = Asked(environ["REQUEST_METHOD"], path, environ.get("HTTP_RANGE", ""))
             self.asked.append(asked)
             if self._held(asked):
+                going = self._going.is_set()
                 self._going.wait()
+                if self._lose and not going:
+                    raise ConnectionAbortedError
             return application(environ, respond)
 
         self._server = make_server("127.0.0.1", self.port, recorded, True, request_handler=MotoRequestHandler)
@@ -64,9 +67,9 @@ class S3Server:
         self._thread.join()
         self._server.server_close()
 
-    def stand_still(self, held: Callable[[Asked], bool] = lambda _: True) -> None:
-        """Take requests, and answer none of these."""
-        self._held = held
+    def stand_still(self, held: Callable[[Asked], bool] = lambda _: True, lose: bool = False) -> None:
+        """Take requests, and answer none of these; `lose` them for good."""
+        self._held, self._lose = held, lose
         self._going.clear()
 
     def go_on(self) -> None:
