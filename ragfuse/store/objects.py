@@ -123,6 +123,12 @@ class ObjectTier:
         wanted = list(dict.fromkeys(keys))
         self._ask("pin entries", lambda: self._pin(wanted, pinned), None)
 
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Note a use now that is no hit, of what is known here: nobody is asked."""
+        for key in () if self._closed else keys:
+            if not self._is_old(key):
+                self._catalogue.use(key, self._clock(), hit=False)
+
     def tidy(self) -> Freed:
         """Free what writers that died an hour ago and more have left behind (uploads: a day), and what is too old."""
         return self._ask("be tidied", self._tidied, None) or Freed()

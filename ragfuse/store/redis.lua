@@ -180,15 +180,13 @@ function commands.abandon(upload)
   return abandon(upload)
 end
 
-function commands.touch(key, when, ttl)
-  local nbytes, pinned, hits, before, about = parts(call('HGET', rows, key))
-  if not nbytes then
-    return 0
-  end
-  if (tonumber(before) or 0) > tonumber(when) then
-    when = before
-  end
-  return keep(key, nbytes, pinned, hits + 1, when, about, ttl)
+-- Entries were used: so many hits each.
+function commands.touch(more, when, ttl)
+  return each(6, function(key)
+    local nbytes, pinned, hits, before, about = parts(call('HGET', rows, key))
+    local last = (tonumber(before) or 0) > tonumber(when) and before or when
+    return nbytes and keep(key, nbytes, pinned, hits + more, last, about, ttl) or 0
+  end)
 end
 
 function commands.pin(pinned, ttl)

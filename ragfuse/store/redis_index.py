@@ -81,7 +81,7 @@ class RedisIndex:
         from redis.exceptions import NoScriptError, ResponseError
 
         names = ["head", *map(str, range(first, first + count))]
-        touch = () if used is None else ("touch", key, repr(used), self._ttl)
+        touch = () if used is None else ("touch", 1, repr(used), self._ttl, key)
         with self.guard(), self._client.pipeline(transaction=False) as pipeline:
             if touch:  # first: what is due vanishes before it is read
                 pipeline.evalsha(self._sha, 0, _PREFIX, *touch)
@@ -92,6 +92,11 @@ class RedisIndex:
         if isinstance(found, ResponseError) and not str(found).startswith("WRONGTYPE"):
             raise found
         return [None] * len(names) if isinstance(found, ResponseError) else list(found)
+
+    def touch(self, names: Iterable[str], used: float) -> None:
+        """Write down a use of entries that is no hit; what vanishes does so later."""
+        for some in _batches(names, _MANY):
+            self.run("touch", 0, repr(used), self._ttl, *some)
 
     def reserve(
         self, upload: str, capacity: int, lease_s: float, doomed: Iterable[tuple[bytes, bytes]]

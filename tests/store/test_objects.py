@@ -706,6 +706,35 @@ def test_entries_unused_for_too_long_are_gone_unless_pinned(folder):
     assert tier.nbytes == 2 * unit
 
 
+def test_what_is_touched_is_used_without_a_hit_and_without_asking(folder):
+    now = [1000.0]
+    tier = opened(folder, ttl_s=60.0, clock=lambda: now[0])
+    for name in "abc":
+        assert tier.write(key(name), *encoded(kv()))
+    now[0] += 50
+    attempts = tier.breaker.attempts
+    tier.touch([A, key("stranger")])
+    tier.touch([])
+    assert tier.breaker.attempts == attempts
+    now[0] += 50
+    tier.touch([B])  # too late
+    assert set(tier.entries([A, B, key("c"), key("stranger")])) == {A}
+    assert (tier.entries([A])[A].hits, tier.entries([A])[A].last_used) == (0, 1050.0)
+    assert tier.tidy().expired == 2
+    tier.close()
+    tier.touch([A])
+
+
+def test_on_s3_what_is_touched_goes_last(server):
+    tier = server.tier(server.new_url(), clock=ticks())
+    for name in "abc":
+        assert tier.write(key(name), *encoded(kv()))
+    server.asked.clear()
+    tier.touch([A])
+    assert server.asked == []
+    assert list(tier.entries()) == [B, key("c"), A]
+
+
 # opening
 
 

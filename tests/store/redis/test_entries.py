@@ -313,6 +313,38 @@ def test_more_entries_due_than_one_call_clears_are_plain_misses(open_tier, raw):
     assert (tier.entries(), tier.nbytes, tier.counts["corrupt"]) == ({}, 0, 0)
 
 
+def test_what_is_touched_vanishes_later_and_goes_last_without_a_hit(open_tier, raw):
+    tier = open_tier(ttl_s=3600, clock=ticks())
+    for name in (A, B, C):
+        assert tier.write(name, *encoded(kv()))
+        raw.pexpire(chunk_name(name), 1000)
+    before = due(raw)
+    tier.pin([C], True)
+    tier.touch([A, key("stranger"), C, A])
+    assert due(raw) > before
+    assert raw.ttl(chunk_name(A)) > 3590 > raw.ttl(chunk_name(B))
+    assert (due(raw, C), raw.ttl(chunk_name(C))) == (None, -1)
+    assert {entry.key: entry.hits for entry in tier.entries().values()} == {A: 0, B: 0, C: 0}
+    assert [entry.key for entry in tier.entries().values() if not entry.pinned] == [B, A]
+    assert raw.exists(chunk_name(key("stranger"))) == 0
+    raw.zadd(f"{PREFIX}due", {str(B): 1})
+    tier.touch([B])  # too late
+    assert set(tier.entries()) == {A, C}
+
+
+def test_touching_many_is_few_round_trips(server, open_tier):
+    tier, raw = open_tier(url=server.url(), ttl_s=3600), server.raw()
+    assert tier.write(A, *encoded(kv()))
+    raw.config_resetstat()
+    tier.touch([A, *map(key, range(600))])
+    tier.touch([])
+    assert raw.info("commandstats")["cmdstat_evalsha"]["calls"] == 2
+    server.kill()
+    tier.touch([A])
+    tier.touch([A])
+    assert tier.breaker.is_open
+
+
 def test_a_pinned_entry_does_not_vanish_until_it_is_unpinned(open_tier, raw):
     tier = open_tier(ttl_s=3600)
     assert tier.write(A, *encoded(kv()))
