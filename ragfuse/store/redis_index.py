@@ -5,6 +5,7 @@ Tensors, checksums and decisions are the business of `redis.py`. redis-py is imp
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,16 @@ _Page = TypeVar("_Page")
 _PREFIX = f"ragfuse:{FORMAT_VERSION}:"
 _MANY = 512
 _READ_NBYTES = 1 << 18
+_WHERE = re.compile(r" script: [0-9a-f]{40}.*$")
+_REMEDIES = {
+    "DB index": "give the URL of a database that is there (redis://host/0)",
+    "WRONGTYPE": f"something else lies under the names {_PREFIX}*: delete it, or give the URL of another database",
+    "permission": f"give its user the right to all commands, scripts too, on the keys {_PREFIX}*",
+    "can't run this command": f"give its user the right to all commands on the keys {_PREFIX}*",
+    "No permissions": f"give its user the right to all commands on the keys {_PREFIX}*",
+    "read only replica": "give the URL of the primary",
+    "maxmemory": "give the server more memory or this tier less capacity",
+}
 
 
 class RedisIndex:
@@ -33,14 +44,15 @@ class RedisIndex:
 
     Nothing is asked twice, and every call waits at most `timeout_s` for a word; what is raised is in `errors`, and
     also in `trouble` if the server itself is the reason. Every call is made within `guard`. `place` names the server
-    without user and password. StoreError if the URL is not understood.
+    without user and password. Times are the server's; `ahead_s` is how far this machine's `clock` is before it.
+    StoreError if the URL is not understood.
     """
 
-    def __init__(self, url: str, timeout_s: float, ttl_s: float | None) -> None:
+    def __init__(self, url: str, timeout_s: float, ttl_s: float | None, clock: Callable[[], float] = time.time) -> None:
         self._client, self.errors, self.trouble = _connect(url, timeout_s)
         self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
         self.place = _place(url, self._client.connection_pool.connection_kwargs)
-        self._pace = Pace(timeout_s)
+        self._pace, self._clock, self.ahead_s = Pace(timeout_s), clock, 0.0
         self._ttl = repr(float(ttl_s or 0))
         self._script = files("ragfuse.store").joinpath("redis.lua").read_bytes()
         self._sha = sha1(self._script, usedforsecurity=False).hexdigest()
@@ -58,30 +70,32 @@ class RedisIndex:
     def rows(self, names: Iterable[str] | None) -> Iterator[tuple[bytes, bytes]]:
         """(key, row) of the entries of these names, or of all: one round trip for a few names."""
         if names is None:
-            self.run("expire")
+            self._compare(self.run("expire")[3])
             pages = self._pages(lambda cursor: self._client.hscan(f"{_PREFIX}rows", cursor, count=_MANY))
             yield from ((name, row) for page in pages for name, row in page.items() if name)
             return
         for some in _batches(names, _MANY):
-            found = self.run("look", *some)
+            stamp, found = self.run("look", *some)
+            self._compare(stamp)
             yield from ((name.encode(), row) for name, row in zip(some, found, strict=True) if row is not None)
 
     def oldest(self) -> Iterator[tuple[bytes, bytes]]:
         """(key, row) of what is not pinned, least recently used first, asked for as far as it is needed."""
         first = 0
         while True:
-            names, rows = self.run("oldest", first, first + _MANY - 1)
+            stamp, names, rows = self.run("oldest", first, first + _MANY - 1)
+            self._compare(stamp)
             yield from ((name, row) for name, row in zip(names, rows, strict=True) if row is not None)
             first += _MANY
             if len(names) < _MANY:
                 return
 
-    def fields(self, key: str, first: int, count: int, used: float | None) -> list[bytes | None]:
-        """The head and `count` layers, None where there is none: one round trip, which may note a use as well."""
+    def fields(self, key: str, first: int, count: int, *, hit: bool) -> list[bytes | None]:
+        """The head and `count` layers, None where there is none: one round trip, which may note a hit as well."""
         from redis.exceptions import NoScriptError, ResponseError
 
         names = ["head", *map(str, range(first, first + count))]
-        touch = () if used is None else ("touch", 1, repr(used), self._ttl, key)
+        touch = ("touch", 1, self._ttl, key) if hit else ()
         with self.guard(), self._client.pipeline(transaction=False) as pipeline:
             if touch:  # first: what is due vanishes before it is read
                 pipeline.evalsha(self._sha, 0, _PREFIX, *touch)
@@ -93,10 +107,10 @@ class RedisIndex:
             raise found
         return [None] * len(names) if isinstance(found, ResponseError) else list(found)
 
-    def touch(self, names: Iterable[str], used: float) -> None:
+    def touch(self, names: Iterable[str]) -> None:
         """Write down a use of entries that is no hit; what vanishes does so later."""
         for some in _batches(names, _MANY):
-            self.run("touch", 0, repr(used), self._ttl, *some)
+            self.run("touch", 0, self._ttl, *some)
 
     def reserve(
         self, upload: str, capacity: int, lease_s: float, doomed: Iterable[tuple[bytes, bytes]]
@@ -120,9 +134,9 @@ class RedisIndex:
                 self.run("join", upload, repr(lease_s), name, pieces)
             there = not left or bool(self.run("renew", upload, repr(lease_s)))
 
-    def publish(self, upload: str, key: str, used: float, about: str, n_layers: int) -> bool:
+    def publish(self, upload: str, key: str, about: str, n_layers: int) -> bool:
         """Make an upload the entry under `key`; False if its time was over."""
-        return bool(self.run("publish", upload, key, repr(used), about, n_layers + 1, self._ttl))
+        return bool(self.run("publish", upload, key, about, n_layers + 1, self._ttl))
 
     def pin(self, names: Iterable[str], pinned: bool) -> None:
         """Write down who is protected from eviction and from vanishing."""
@@ -140,7 +154,7 @@ class RedisIndex:
 
     def sweep(self) -> Freed:
         """Free what no row speaks of, and count the bytes anew. All keys of the database are gone through."""
-        expired, orphans, nbytes = self.run("expire")
+        expired, orphans, nbytes, _ = self.run("expire")
         for kind in ("chunk", "new"):
             start = f"{_PREFIX}{kind}:"
             pages = self._pages(partial(self._client.scan, match=f"{start}*", count=_MANY))
@@ -150,6 +164,10 @@ class RedisIndex:
                 orphans, nbytes = orphans + n, nbytes + more
         self.run("recount")
         return Freed(expired, orphans, nbytes)
+
+    def _compare(self, stamp: bytes) -> None:
+        """Look at both clocks."""
+        self.ahead_s = self._clock() - float(stamp)
 
     def _bring(self, key: str, lease_s: float, batch: Sequence[tuple[str, memoryview]]) -> None:
         """Set these fields at once, and learn how long that takes."""
@@ -181,11 +199,17 @@ class RedisIndex:
         self._client.connection_pool.disconnect()
 
 
-def entry_of(name: bytes, row: bytes, tier: str) -> Entry:
-    """The entry that a row tells of; ValueError if it tells of none."""
+def entry_of(name: bytes, row: bytes, tier: str, ahead_s: float) -> Entry:
+    """The entry that a row tells of, by a clock so far before the server's; ValueError if it tells of none."""
     nbytes, pinned, hits, used, n_tokens, n_layers, level = row.decode().split(" ", 6)
     key, sizes = ChunkKey.parse(name.decode()), {level: int(nbytes)}
-    return Entry(key, tier, int(n_tokens), int(n_layers), sizes, float(used), int(hits), pinned == "1")
+    return Entry(key, tier, int(n_tokens), int(n_layers), sizes, float(used) + ahead_s, int(hits), pinned == "1")
+
+
+def said(error: Exception) -> str:
+    """What the server answered, for people, and what to do about it."""
+    text = _WHERE.sub("", str(error)).rstrip(".")
+    return text + next((f"; {do}" for what, do in _REMEDIES.items() if what in text), "")
 
 
 def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ...], tuple[type[Exception], ...]]:
