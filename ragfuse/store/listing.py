@@ -5,14 +5,18 @@ One thread reads a listing at a time, and no lock that look-ups and reads need i
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Mapping
 from threading import Lock
 
 from ragfuse.core import ChunkKey
-from ragfuse.store.bucket import Bucket, Object
+from ragfuse.store.bucket import NO_ANSWER, Bucket, Object
 from ragfuse.store.catalogue import Catalogue
 from ragfuse.store.names import CHUNKS, PINS, chunk_key, is_abandoned, is_temporary, pin_key
 from ragfuse.store.tier import Freed
+
+log = logging.getLogger("ragfuse.store")
 
 
 class Listing:
@@ -51,10 +55,20 @@ class Listing:
             useless = self._learned()
             self._read_at = time.monotonic()
             self._took_s = self._read_at - began
-            self._bucket.delete(list(useless))
-            return Freed(orphans=len(useless), nbytes=sum(each.nbytes for each in useless.values()))
+            return self._freed(useless)
         finally:
             self._turn.release()
+
+    def _freed(self, useless: Mapping[str, Object]) -> Freed:
+        """Delete these. A listing is no worse where that is not allowed."""
+        try:
+            self._bucket.delete(list(useless))
+        except NO_ANSWER:
+            raise
+        except OSError as error:
+            log.warning("Could not delete what is left in %s: %s", self._bucket.url, error)
+            return Freed()
+        return Freed(orphans=len(useless), nbytes=sum(each.nbytes for each in useless.values()))
 
     def _learned(self) -> dict[str, Object]:
         """Learn of all objects, pins first; what nobody needs."""

@@ -84,6 +84,7 @@ class ObjectTier:
         self._listing = Listing(self._bucket, self._catalogue, fresh_s)
         self._head_nbytes, self._closed = _HEAD_NBYTES, False
         self._room = Lock()  # one who makes room at a time
+        self._complaints: set[tuple[object, ...]] = set()
         self._ask("be opened", self._open, None)
 
     @property
@@ -153,7 +154,10 @@ class ObjectTier:
             self.counts.add("failed")
         except OSError as error:
             self.counts.add("failed")
-            log.warning("Tier %s could not %s: %s", self.name, doing, error)
+            complaint = doing.split()[0], type(error), error.errno
+            if complaint not in self._complaints:  # what may not be written says so for every chunk
+                self._complaints.add(complaint)
+                log.warning("%s could not %s: %s", self.breaker.name, doing, error)
         return otherwise
 
     def _open(self) -> None:
@@ -288,7 +292,8 @@ class ObjectTier:
         """Delete an entry that cannot be read, unless it was deleted or written anew meanwhile."""
         with self._catalogue.claim([key], unless=changed) as mine:
             if mine:
-                self._remove(mine)
+                self._ask(f"delete {key}", lambda: self._remove(mine), 0)  # not to be read, whether it can be or not
+                self._gone(key, frozenset())
                 self.counts.add("corrupt")
                 log.warning("Dropped %s from tier %s: %s", key, self.name, why)
 
@@ -309,6 +314,7 @@ class ObjectTier:
                 raise
             self._catalogue.put(key, Held(offsets[-1], self._clock(), facts=_facts(meta)))
             self._headers.add(key, Header(key, meta, offsets))
+        self._complaints.clear()
         return True
 
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:

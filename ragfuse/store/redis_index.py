@@ -28,15 +28,15 @@ _PREFIX = f"ragfuse:{FORMAT_VERSION}:"
 _MANY = 512
 _READ_NBYTES = 1 << 18
 _WHERE = re.compile(r" script: [0-9a-f]{40}.*$")
-_REMEDIES = {
-    "DB index": "give the URL of a database that is there (redis://host/0)",
-    "WRONGTYPE": f"something else lies under the names {_PREFIX}*: delete it, or give the URL of another database",
-    "permission": f"give its user the right to all commands, scripts too, on the keys {_PREFIX}*",
-    "can't run this command": f"give its user the right to all commands on the keys {_PREFIX}*",
-    "No permissions": f"give its user the right to all commands on the keys {_PREFIX}*",
-    "read only replica": "give the URL of the primary",
-    "maxmemory": "give the server more memory or this tier less capacity",
-}
+_REMEDIES = (
+    ("DB index", "give the URL of a database that is there (redis://host/0)"),
+    ("WRONGTYPE", f"something else lies under the names {_PREFIX}*: delete it, or give the URL of another database"),
+    ("permission", f"give its user the right to all commands, scripts too, on the keys {_PREFIX}*"),
+    ("can't run this command", f"give its user the right to all commands on the keys {_PREFIX}*"),
+    ("No permissions", f"give its user the right to all commands on the keys {_PREFIX}*"),
+    ("read only replica", "give the URL of the primary"),
+    ("maxmemory", "give the server more memory or this tier less capacity"),
+)
 
 
 class RedisIndex:
@@ -209,7 +209,7 @@ def entry_of(name: bytes, row: bytes, tier: str, ahead_s: float) -> Entry:
 def said(error: Exception) -> str:
     """What the server answered, for people, and what to do about it."""
     text = _WHERE.sub("", str(error)).rstrip(".")
-    return text + next((f"; {do}" for what, do in _REMEDIES.items() if what in text), "")
+    return text + next((f"; {do}" for what, do in _REMEDIES if what in text), "")
 
 
 def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ...], tuple[type[Exception], ...]]:
