@@ -22,6 +22,9 @@ class BreakerOpen(Exception):
 class Breaker:
     """Lets calls through until one fails, then none for `cool_down_s`, then one at a time until one is answered.
 
+    A guarded block is one call of the medium, neither less (what was in memory says nothing of it) nor more (a listing
+    of many pages would keep the others waiting).
+
     `trouble` are the exceptions that say the medium itself is down; any other is an answer. `name` is for the log,
     which hears of the first failure and of the recovery, once each. `attempts` counts calls let through.
     """
@@ -45,6 +48,11 @@ class Breaker:
         """Whether the last that was heard of the medium is a failure."""
         return self._opened_at is not None
 
+    def check(self) -> None:
+        """BreakerOpen if no call is let through now: for what may be done without asking, and so tells nothing."""
+        with self._lock:
+            self._refuse()
+
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Runs the block, whose exceptions pass; BreakerOpen instead of it while no call is let through."""
@@ -65,12 +73,15 @@ class Breaker:
     def _enter(self) -> bool:
         """Whether this call is the trial of an open circuit."""
         with self._lock:
+            self._refuse()
             trial = self._opened_at is not None
-            if self._opened_at is not None and (self._trying or self._clock() - self._opened_at < self._cool_down_s):
-                raise BreakerOpen(self.name)
             self._trying = self._trying or trial
             self.attempts += 1
             return trial
+
+    def _refuse(self) -> None:
+        if self._opened_at is not None and (self._trying or self._clock() - self._opened_at < self._cool_down_s):
+            raise BreakerOpen(self.name)
 
     def _failed(self, trial: bool, error: Exception) -> None:
         with self._lock:

@@ -11,9 +11,10 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
+from functools import partial
 from itertools import count
 from textwrap import shorten
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +28,7 @@ from fsspec.registry import get_filesystem_class
 from fsspec.utils import get_protocol
 
 from ragfuse.errors import StoreError
+from ragfuse.store.s3 import S3, SCHEMES
 
 NO_ANSWER: tuple[type[Exception], ...] = (ConnectionError, TimeoutError)
 TEMPORARY = ".tmp"
@@ -36,6 +38,7 @@ _AT_ONCE = 32
 _SLOWEST_NBYTES_PER_S = 1e6
 _OPENING_S = 5.0  # finding credentials may mean asking the machine's own metadata service
 _LISTING_S = 600.0
+_LONGEST_S = 3600.0
 _UNREACHABLE = frozenset(
     {errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT}
     | {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
@@ -55,12 +58,15 @@ class Object(NamedTuple):
 class Bucket:
     """The folder at `url`. StoreError if it cannot be used as it is; `check` says whether somebody is there.
 
-    `timeout_s` is how long there may be silence; data may take longer, by a second for each megabyte. Object stores
-    publish a put at once; elsewhere a file is written under a temporary name and renamed.
+    `timeout_s` is how long there may be silence; data may take longer, by a second for each megabyte. What is written
+    goes to this machine's own buffers first, so that over a slow link all of that may be silence. Object stores publish
+    a put at once; elsewhere a file is written under a temporary name and renamed. Every call is made within `guard`.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = re.sub(r"//.*@", "//", url)  # without user and password: this name is for people
+        self._s3: S3 | None = None
+        self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
         self._given, self._timeout_s = url, timeout_s
         self._token, self._serial, self._pid = uuid4().hex, count(), 0
         with suppress(*NO_ANSWER):  # some drivers connect when they are made; `check` will tell
@@ -70,8 +76,12 @@ class Bucket:
 
     def check(self, folder: str) -> dict[str, Object]:
         """What is in `folder`. StoreError if nothing can ever be there; NO_ANSWER if nobody answers."""
+        found: dict[str, Object] = {}
         try:
-            found = self.listing(folder, _OPENING_S)
+            if self._s3 is not None:
+                self._run(self._s3.prepare, extra_s=_OPENING_S)
+            for page in self.listing(folder, _OPENING_S):
+                found |= page
         except FileNotFoundError as error:
             raise self._refusal("an existing bucket", "none", "Make it, or give the URL of another.") from error
         except OSError as error:
@@ -86,28 +96,28 @@ class Bucket:
             raise self._refusal("a folder", "a file", "Give the URL of another, or a name below this one's folder.")
         return found
 
-    def listing(self, folder: str = "", within_s: float = _LISTING_S) -> dict[str, Object]:
-        """Every object below `folder`, by its name in here. A thousand at a time, so it may take long as a whole."""
-        found = self._run(lambda: self._fs._find(self._path(folder), detail=True), extra_s=within_s)
-        begin = len(self._root) + 1
-        return {path[begin:]: _object(info) for path, info in found.items() if info["type"] == "file"}
+    def listing(self, folder: str, within_s: float = _LISTING_S) -> Iterator[dict[str, Object]]:
+        """Every object below `folder`, by its name in here: a thousand at a time, or what lies in one folder."""
+        left = [(folder, "")]
+        while left:
+            found, more = self._run(partial(self._page, *left.pop()), extra_s=within_s)
+            left += more
+            yield found
 
     def read(self, name: str, begin: int, end: int) -> bytes:
         """These bytes of an object, by one request; fewer where it ends before."""
         try:
-            data = self._run(lambda: self._fs._cat_file(self._path(name), start=begin, end=end), nbytes=end - begin)
+            return self._run(lambda: self._read(self._path(name), begin, end), nbytes=end - begin)
         except OSError as error:
             return _beyond(error)
-        return bytes(data)
 
     def heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
         """The first bytes of each object, None where there is none: all asked for at once."""
-        found = self._run(
-            lambda: self._fs._cat_ranges([self._path(name) for name in names], 0, nbytes, batch_size=_AT_ONCE),
+        return self._run(
+            lambda: self._heads(names, nbytes),
             nbytes=nbytes * len(names),
             extra_s=len(names) // _AT_ONCE * self._timeout_s,
         )
-        return [_head(each) for each in found]
 
     def write(self, name: str, data: bytes) -> None:
         """The object, whole or not at all, in place of an earlier one."""
@@ -117,6 +127,20 @@ class Bucket:
         """Remove objects; those that are not there are gone already."""
         if names:
             self._run(lambda: self._remove(names), extra_s=len(names) // _AT_ONCE * self._timeout_s)
+
+    def abort(self, folder: str, is_useless: Callable[[str, float], bool]) -> list[int]:
+        """End uploads of which (name, seconds since they began) is useless; the bytes that each had left here.
+
+        Only S3 keeps them, and lets them be paid for, until somebody does.
+        """
+        freed: list[int] = []
+        after: dict[str, str] | None = {}
+        while self._s3 is not None and after is not None:
+            uploads, more = self._run(partial(self._s3.uploads, self._path(folder), after))
+            useless = [each for each in uploads if is_useless(self._name({"name": each.path}), each.age_s)]
+            freed += [self._run(partial(self._s3.abort, each), extra_s=self._timeout_s) for each in useless]
+            after = more or None
+        return freed
 
     # inside
 
@@ -141,13 +165,14 @@ class Bucket:
         self._puts_whole = is_store or scheme == "memory"
         self._fs = plain if is_store else AsyncFileSystemWrapper(plain, asynchronous=False)
         self._fs.retries = 1  # s3fs has its own, around those of botocore
+        self._s3 = S3(self._fs, self._timeout_s) if scheme in SCHEMES else None
         self._pid = os.getpid()
 
     def _options(self, scheme: str) -> dict[str, Any]:
         """What this kind of file system must be told; where to find servers and credentials it knows itself."""
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-        if scheme in ("s3", "s3a"):
-            waits = {"connect_timeout": self._timeout_s, "read_timeout": self._timeout_s}
+        if scheme in SCHEMES:
+            waits = {"connect_timeout": self._timeout_s, "read_timeout": _LONGEST_S}  # each call has its own end
             tries = {"retries": {"total_max_attempts": 1}, "max_pool_connections": _AT_ONCE}
             options["config_kwargs"] = {**waits, **tries}
         return options
@@ -170,16 +195,44 @@ class Bucket:
     def _run(self, call: Callable[[], Awaitable[_Found]], *, nbytes: int = 0, extra_s: float = 0.0) -> _Found:
         """What the call gives, in time; called only once the file system is this process's own."""
         patience_s = self._timeout_s + extra_s + nbytes / _SLOWEST_NBYTES_PER_S
-        try:
-            if self._pid != os.getpid():
-                self._open()
-            found: _Found = sync(self._fs.loop, call, timeout=patience_s)
-            return found
-        except Exception as error:
-            told = _told(error, patience_s)
-            if told is error:
-                raise
-            raise told from error
+        with self.guard():
+            try:
+                if self._pid != os.getpid():
+                    self._open()
+                found: _Found = sync(self._fs.loop, call, timeout=patience_s)
+                return found
+            except Exception as error:
+                told = _told(error, patience_s)
+                if told is error:
+                    raise
+                raise told from error
+
+    async def _read(self, path: str, begin: int, end: int) -> bytes:
+        if self._s3 is not None:
+            return await self._s3.read(path, begin, end)
+        return bytes(await self._fs._cat_file(path, start=begin, end=end))
+
+    async def _page(self, folder: str, after: str) -> tuple[dict[str, Object], list[tuple[str, str]]]:
+        """Some objects of a folder, or what lies in it, and what is to be asked next: folders, after what in them."""
+        path, more = self._path(folder), list[tuple[str, str]]()
+        if self._s3 is not None:
+            infos, after = await self._s3.page(path, after)
+            more = [(folder, after)] if after else []
+        else:
+            try:
+                infos = await self._fs._ls(path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):  # nor are objects of a folder that was deleted meanwhile
+                infos = []
+            more = [(self._name(info), "") for info in infos if info["type"] == "directory"]
+            infos = [info for info in infos if info["type"] == "file" and info["name"] != path]
+        return {self._name(info): _object(info) for info in infos}, more
+
+    def _name(self, info: Mapping[str, Any]) -> str:
+        return str(info["name"])[len(self._root) + 1 :].rstrip("/")
+
+    async def _heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
+        found = await self._fs._cat_ranges([self._path(name) for name in names], 0, nbytes, batch_size=_AT_ONCE)
+        return [_head(each) for each in found]
 
     async def _publish(self, path: str, data: bytes) -> None:
         """Put at once, or write beside and rename; a missing folder is made."""

@@ -71,8 +71,14 @@ class Catalogue:
     def oldest(self) -> list[ChunkKey]:
         """All keys, least recently used first."""
         with self._turn:
-            uses = [(held.last_used, i, key) for i, (key, held) in enumerate(self._held.items())]
-        return [key for _, _, key in sorted(uses)]
+            known = list(self._held.items())
+        known.sort(key=lambda item: item[1].last_used)
+        return [key for key, _ in known]
+
+    def keys(self) -> set[ChunkKey]:
+        """All keys."""
+        with self._turn:
+            return set(self._held)
 
     def is_busy(self, key: ChunkKey) -> bool:
         """Whether somebody has claimed it."""
@@ -171,16 +177,21 @@ class Catalogue:
             self._nbytes += nbytes - held.nbytes
             self._held[key] = replace(held, nbytes=nbytes, facts=facts)
 
-    def merge(self, found: Mapping[ChunkKey, Object], pinned: Set[ChunkKey], changed: Set[ChunkKey]) -> None:
-        """A listing was read, whole, while `changed` were claimed."""
+    def merge(self, found: Mapping[ChunkKey, Object], changed: Set[ChunkKey]) -> None:
+        """A page of a listing was read, while `changed` were claimed."""
         with self._turn:
-            for key in self._held.keys() - found.keys() - changed:
-                self._nbytes -= self._held.pop(key).nbytes
             for key, (nbytes, modified) in found.items():
                 held = self._held.get(key)
                 if key not in changed and (held is None or held.nbytes != nbytes):
                     self._nbytes += nbytes - (held.nbytes if held else 0)
                     self._held[key] = Held(nbytes, modified, held.hits if held else 0)
+
+    def settle(self, missing: Set[ChunkKey], pinned: Set[ChunkKey], changed: Set[ChunkKey]) -> None:
+        """A listing was read to its end, without `missing`, while `changed` were claimed."""
+        with self._turn:
+            for key in missing - changed:
+                held = self._held.pop(key, None)
+                self._nbytes -= held.nbytes if held else 0
             self._pinned = {key for key in (pinned - changed) | (self._pinned & changed) if key in self._held}
 
 

@@ -8,7 +8,6 @@ What has another name is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from sys import intern
 from urllib.parse import quote, unquote
 
@@ -17,6 +16,7 @@ from ragfuse.store.bucket import TEMPORARY, Object
 
 CHUNKS, PINS = "chunks", "pins"
 _ABANDONED_S = 3600.0
+_CUT_OFF_S = 24 * 3600.0  # a put takes a second for each megabyte at most
 
 
 def chunk_name(key: ChunkKey) -> str:
@@ -29,13 +29,32 @@ def pin_name(key: ChunkKey) -> str:
     return _name(key, PINS, ".pin")
 
 
-def sort_names(found: Mapping[str, Object], now_s: float) -> tuple[dict[ChunkKey, Object], set[ChunkKey], list[str]]:
-    """A listing as objects by key, pinned keys, and names of what nobody needs: left behind an hour ago or more."""
-    objects = {key: each for name, each in found.items() if (key := _key(name, CHUNKS, ".kv"))}
-    pins = {name: key for name in found if (key := _key(name, PINS, ".pin"))}
-    left = [name for name in found if name.startswith(f"{CHUNKS}/") and name.endswith(TEMPORARY)]
-    left += [name for name, key in pins.items() if key not in objects]
-    return objects, set(pins.values()), [name for name in left if now_s - found[name].modified > _ABANDONED_S]
+def chunk_key(name: str) -> ChunkKey | None:
+    """Whose entry an object holds, None if it is none."""
+    return _key(name, CHUNKS, ".kv")
+
+
+def pin_key(name: str) -> ChunkKey | None:
+    """Whom an object protects, None if it is no pin."""
+    return _key(name, PINS, ".pin")
+
+
+def is_temporary(name: str) -> bool:
+    """Whether an object is what a writer of one of ours has begun with."""
+    if not name.endswith(TEMPORARY):
+        return False
+    whole = name.rsplit(".", 3)[0]  # NAME.TOKEN.SERIAL.tmp
+    return bool(chunk_key(whole) or pin_key(whole))
+
+
+def is_abandoned(written: Object, now_s: float) -> bool:
+    """Whether what only a writer under way needs was left behind: written an hour ago or more."""
+    return now_s - written.modified > _ABANDONED_S
+
+
+def is_cut_off(name: str, age_s: float) -> bool:
+    """Whether what was uploaded so long for the object of this name, one of ours, will never be whole."""
+    return chunk_key(name) is not None and age_s > _CUT_OFF_S
 
 
 def _name(key: ChunkKey, folder: str, suffix: str) -> str:

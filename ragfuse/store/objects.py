@@ -1,6 +1,7 @@
 """Entries as objects behind an fsspec URL: s3://, gs://, abfs://, a shared file:// folder. One object per entry.
 
-`chunkfile.py` tells how an object is laid out, `bucket.py` how it is reached, `catalogue.py` what is remembered.
+`chunkfile.py` tells how an object is laid out, `bucket.py` how it is reached, `catalogue.py` what is remembered,
+`listing.py` how that is brought up to date.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.bucket import NO_ANSWER, Bucket
 from ragfuse.store.catalogue import Catalogue, Facts, Headers, Held
 from ragfuse.store.chunkfile import Header, header_nbytes, layer_offsets, pack_header, pieces
-from ragfuse.store.names import PINS, chunk_name, pin_name, sort_names
+from ragfuse.store.listing import Listing
+from ragfuse.store.names import CHUNKS, PINS, chunk_name, is_cut_off, pin_key, pin_name
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims
 
 log = logging.getLogger("ragfuse.store")
@@ -42,7 +44,8 @@ class ObjectTier:
     What is known of objects is remembered here. An entry that is known is given without asking, also when another
     process has deleted it since: reading it is a miss then. Those not known are asked for, all at once. A listing is
     the truth: it is read before the first write, whenever all entries are asked for, and before writing, if the last
-    one is older than `fresh_s` (ten times as long as listing takes, where that is more than half a second).
+    one is older than `fresh_s` (twice that for every second that listing takes, where that is longer). Look-ups, reads
+    and the weight do not wait for one, nor do writes for any but the first.
 
     Capacity is kept to the byte among the threads of a process, as far as it knows the others' objects. An object
     store has no counters to share, so several processes may together exceed it by what they write within `fresh_s`;
@@ -77,17 +80,18 @@ class ObjectTier:
         self._evict, self._verify, self._clock, self._ttl_s = evict, verify, clock, ttl_s
         self._bucket, self._catalogue, self._headers = Bucket(url, timeout_s), Catalogue(), Headers(_HEADERS)
         self.breaker = Breaker(f"Tier {name} ({self._bucket.url})", NO_ANSWER, cool_down_s=cool_down_s)
-        self._head_nbytes, self._fresh_s, self._closed = _HEAD_NBYTES, fresh_s, False
-        self._listing, self._room = Lock(), Lock()  # one listing, one who makes room at a time
-        self._listed_at: float | None = None
-        self._listing_s = 0.0
+        self._bucket.guard = self.breaker.guard
+        self._listing = Listing(self._bucket, self._catalogue, fresh_s)
+        self._head_nbytes, self._closed = _HEAD_NBYTES, False
+        self._room = Lock()  # one who makes room at a time
+        self._complaints: set[tuple[object, ...]] = set()
         self._ask("be opened", self._open, None)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all objects as far as known here, with those being written; 0 until the store answers."""
-        if self._listed_at is None:
-            self._ask("be weighed", self._list, None)
+        if self._listing.is_due:
+            self._ask("be weighed", self._listing.read, None)
         return 0 if self._closed else self._catalogue.nbytes
 
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
@@ -120,8 +124,14 @@ class ObjectTier:
         wanted = list(dict.fromkeys(keys))
         self._ask("pin entries", lambda: self._pin(wanted, pinned), None)
 
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Note a use now that is no hit, of what is known here: nobody is asked."""
+        for key in () if self._closed else keys:
+            if not self._is_old(key):
+                self._catalogue.use(key, self._clock(), hit=False)
+
     def tidy(self) -> Freed:
-        """Free what writers that died an hour ago and more have left behind, and what is too old."""
+        """Free what writers that died an hour ago and more have left behind (uploads: a day), and what is too old."""
         return self._ask("be tidied", self._tidied, None) or Freed()
 
     def close(self) -> None:
@@ -132,43 +142,32 @@ class ObjectTier:
     # asking
 
     def _ask(self, doing: str, call: Callable[[], _Found], otherwise: _Found) -> _Found:
-        """What the store answers; `otherwise` where it does not, which is counted."""
+        """What the store answers, or is known of it; `otherwise` where it is left out or does not answer: counted."""
         if self._closed:
             return otherwise
         try:
-            with self.breaker.guard():
-                return call()
+            self.breaker.check()
+            return call()
         except BreakerOpen:
             self.counts.add("failed" if doing.startswith(_CHANGES) else "left out")
         except NO_ANSWER:  # the breaker has told
             self.counts.add("failed")
         except OSError as error:
             self.counts.add("failed")
-            log.warning("Tier %s could not %s: %s", self.name, doing, error)
+            complaint = doing.split()[0], type(error), error.errno
+            if complaint not in self._complaints:  # what may not be written says so for every chunk
+                self._complaints.add(complaint)
+                log.warning("%s could not %s: %s", self.breaker.name, doing, error)
         return otherwise
 
     def _open(self) -> None:
-        _, pinned, _ = sort_names(self._bucket.check(PINS), time.time())
-        self._catalogue.pin(pinned, True)
-
-    def _list(self, max_age_s: float | None = None) -> Freed:
-        """Read a listing, unless the last one is young enough; drop what is of no use."""
-        with self._listing:
-            began = time.monotonic()
-            age_s = self._fresh_s * max(1.0, 2 * self._listing_s) if max_age_s is None else max_age_s
-            if self._listed_at is not None and began - self._listed_at < age_s:
-                return Freed()
-            with self._catalogue.watch() as changed:
-                found = self._bucket.listing()
-                objects, pinned, useless = sort_names(found, time.time())
-                self._catalogue.merge(objects, pinned, changed)
-            self._listed_at = time.monotonic()
-            self._listing_s = self._listed_at - began
-            self._bucket.delete(useless)
-        return Freed(orphans=len(useless), nbytes=sum(found[name].nbytes for name in useless))
+        self._catalogue.pin(filter(None, map(pin_key, self._bucket.check(PINS))), True)
 
     def _tidied(self) -> Freed:
-        freed = self._list(max_age_s=0.0)
+        freed = self._listing.read(anew=True)
+        none = list[int]()
+        left = self._ask("look for uploads that were cut off", lambda: self._bucket.abort(CHUNKS, is_cut_off), none)
+        freed = freed.plus(Freed(orphans=len(left), nbytes=sum(left)))
         return freed if self._ttl_s is None else freed.plus(self._expire())
 
     def _expire(self) -> Freed:
@@ -186,7 +185,7 @@ class ObjectTier:
     # finding
 
     def _all(self) -> dict[ChunkKey, Entry]:
-        self._list()
+        self._listing.read()
         return {entry.key: entry for entry in self._oldest()}
 
     def _some(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Entry]:
@@ -293,7 +292,8 @@ class ObjectTier:
         """Delete an entry that cannot be read, unless it was deleted or written anew meanwhile."""
         with self._catalogue.claim([key], unless=changed) as mine:
             if mine:
-                self._remove(mine)
+                self._ask(f"delete {key}", lambda: self._remove(mine), 0)  # not to be read, whether it can be or not
+                self._gone(key, frozenset())
                 self.counts.add("corrupt")
                 log.warning("Dropped %s from tier %s: %s", key, self.name, why)
 
@@ -310,16 +310,17 @@ class ObjectTier:
                 self._bucket.write(chunk_name(key), b"".join(pieces(head, blobs)))
             except BaseException:
                 self._catalogue.release(offsets[-1])
-                self._listed_at = None  # it may be there all the same
+                self._listing.forget()  # it may be there all the same
                 raise
             self._catalogue.put(key, Held(offsets[-1], self._clock(), facts=_facts(meta)))
             self._headers.add(key, Header(key, meta, offsets))
+        self._complaints.clear()
         return True
 
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
         """Take room, dropping entries as the evictor says; False if that does not give enough."""
         with self._room:
-            self._list()
+            self._listing.read(wait=False)
             for _ in range(_TRIES if nbytes <= self.capacity else 0):
                 excess = self._catalogue.reserve(nbytes, self.capacity)
                 if not excess:

@@ -5,9 +5,9 @@
 --   due        zset     key -> when the entry vanishes
 --   writing    zset     "nbytes:token" of an upload -> when its room is given back
 --   chunk:KEY  hash     an entry: head, 0, 1, ...
---   new:UPLOAD hash     one that is not whole yet; it expires by itself
+--   new:UPLOAD hash     one that is not whole yet; it expires by itself. A large layer comes as 7+0, 7+1, ..., to be joined
 --
--- Times are the server's in seconds, but for last_used. When its memory is full, Redis refuses a script's first write if
+-- All times are the server's, in seconds: clocks of machines differ. When its memory is full, Redis refuses a script's first write if
 -- that may take memory, and lets pass all that follow a write: so what frees comes first, and only `reserve` is refused.
 
 local prefix = ARGV[1]
@@ -16,6 +16,7 @@ local chunk, new = prefix .. 'chunk:', prefix .. 'new:'
 local call = redis.call
 local time = call('TIME')
 local now = time[1] + time[2] / 1e6
+local stamp = string.format('%.6f', now)
 
 local function weight(text)
   return tonumber(text and string.match(text, '^%d+') or 0)
@@ -52,7 +53,7 @@ local function abandon(upload)
   return call('ZREM', writing, upload)
 end
 
--- Write down an entry that is used now. So long it stays; without a ttl, or pinned, for good.
+-- Write down an entry used at that time. It stays for ttl from now; without one, or pinned, for good.
 local function keep(key, nbytes, pinned, hits, when, about, ttl)
   local goes = tonumber(ttl) > 0 and pinned == '0'
   if goes then
@@ -93,21 +94,36 @@ end
 local commands = {}
 
 function commands.expire()
-  return {expired, orphans, freed}
+  return {expired, orphans, freed, stamp}
 end
 
 function commands.look()
-  return call('HMGET', rows, unpack(ARGV, 3))
+  return {stamp, call('HMGET', rows, unpack(ARGV, 3))}
 end
 
 function commands.weigh()
   return total()
 end
 
--- Entries by their last use, from the first to the last of these places: keys, rows.
+-- Order by last use anew, where the server has dropped that on its own.
+local function order()
+  if call('EXISTS', used) == 1 then
+    return
+  end
+  local all = call('HGETALL', rows)
+  for i = 1, #all, 2 do
+    local _, pinned, _, when = parts(all[i + 1])
+    if pinned == '0' and tonumber(when) then
+      call('ZADD', used, when, all[i])
+    end
+  end
+end
+
+-- Entries by their last use, from the first to the last of these places: the time, keys, rows.
 function commands.oldest(first, last)
+  order()
   local keys = call('ZRANGE', used, first, last)
-  return {keys, #keys > 0 and call('HMGET', rows, unpack(keys)) or {}}
+  return {stamp, keys, #keys > 0 and call('HMGET', rows, unpack(keys)) or {}}
 end
 
 -- Take room, dropping as many of the victims (key, row as it was seen) as it needs; {1, how many} or {0, bytes short}.
@@ -133,8 +149,36 @@ function commands.reserve(upload, capacity, lease)
   return {1, #victims}
 end
 
+-- Keep the room and the bytes of an upload for longer; 0 if they are gone.
+function commands.renew(upload, lease)
+  if not call('ZSCORE', writing, upload) then
+    return 0
+  end
+  call('ZADD', writing, now + lease, upload)
+  return call('PEXPIRE', new .. upload, math.ceil(lease * 1000))
+end
+
+-- Make one field of its pieces; 0 if one of them is gone.
+function commands.join(upload, lease, field, n)
+  local name, names = new .. upload, {}
+  for i = 1, n do
+    names[i] = field .. '+' .. (i - 1)
+  end
+  local pieces = call('HMGET', name, unpack(names))
+  call('HDEL', name, unpack(names))
+  for i = 1, n do
+    if not pieces[i] then
+      return 0
+    end
+  end
+  call('HSET', name, field, table.concat(pieces))
+  pieces = nil
+  collectgarbage() -- of which the server would keep some megabytes
+  return call('PEXPIRE', name, math.ceil(lease * 1000))
+end
+
 -- The upload becomes the entry, if it is whole and still has its room; hits and pin of an earlier one stay.
-function commands.publish(upload, key, when, about, n_fields, ttl)
+function commands.publish(upload, key, about, n_fields, ttl)
   local whole = call('HLEN', new .. upload) == tonumber(n_fields)
   if call('ZREM', writing, upload) == 0 or not whole then
     call('UNLINK', new .. upload)
@@ -145,22 +189,19 @@ function commands.publish(upload, key, when, about, n_fields, ttl)
   call('UNLINK', chunk .. key)
   call('RENAME', new .. upload, chunk .. key)
   call('HINCRBY', rows, '', weight(upload) - weight(old))
-  return keep(key, weight(upload), pinned or '0', hits or '0', when, about, ttl)
+  return keep(key, weight(upload), pinned or '0', hits or '0', stamp, about, ttl)
 end
 
 function commands.abandon(upload)
   return abandon(upload)
 end
 
-function commands.touch(key, when, ttl)
-  local nbytes, pinned, hits, before, about = parts(call('HGET', rows, key))
-  if not nbytes then
-    return 0
-  end
-  if (tonumber(before) or 0) > tonumber(when) then
-    when = before
-  end
-  return keep(key, nbytes, pinned, hits + 1, when, about, ttl)
+-- Entries were used: so many hits each.
+function commands.touch(more, ttl)
+  return each(5, function(key)
+    local nbytes, pinned, hits, _, about = parts(call('HGET', rows, key))
+    return nbytes and keep(key, nbytes, pinned, hits + more, stamp, about, ttl) or 0
+  end)
 end
 
 function commands.pin(pinned, ttl)
@@ -214,7 +255,7 @@ function commands.sweep(kind)
   return {n, nbytes}
 end
 
--- Count the bytes anew.
+-- Count the bytes anew, and order entries.
 function commands.recount()
   call('HDEL', rows, '')
   local sum = 0
@@ -222,6 +263,7 @@ function commands.recount()
     sum = sum + weight(row)
   end
   call('HINCRBY', rows, '', sum)
+  order()
   return sum
 end
 

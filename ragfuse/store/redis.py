@@ -22,7 +22,7 @@ from torch import Tensor
 from ragfuse.codec import checksum
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.store.breaker import Breaker, BreakerOpen
-from ragfuse.store.redis_index import RedisIndex, entry_of
+from ragfuse.store.redis_index import RedisIndex, entry_of, said
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims
 
 log = logging.getLogger("ragfuse.store")
@@ -48,10 +48,11 @@ class _Upload(NamedTuple):
 class RedisTier:
     """A tier on a server, by a URL as redis-py takes it: redis://, rediss:// (TLS) or unix://, with user and password.
 
-    A server that does not answer within `timeout_s` is left out for `cool_down_s` at a time; meanwhile everything is a
-    miss. With `ttl_s`, entries that are not pinned vanish so long after their last use. The room of a writer that was
-    killed is free again after `lease_s`, in which a chunk must be written. Layers are checked against their checksums
-    unless `verify` is False. StoreError if the URL cannot be used; a server that is down is no error.
+    A server that is silent for `timeout_s` is left out for `cool_down_s` at a time; meanwhile everything is a miss. A
+    large layer over a slow link may take as long as it takes. With `ttl_s`, entries that are not pinned vanish so long
+    after their last use. The room of a writer that was killed is free again `lease_s` after the last piece it brought.
+    Uses are ordered by the server's clock, and told by this machine's `clock`. Layers are checked against their
+    checksums unless `verify` is False. StoreError if the URL cannot be used; a server that is down is no error.
     """
 
     slow = True
@@ -71,9 +72,10 @@ class RedisTier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name, self.capacity, self.counts = name, capacity, Counts()
-        self._evict, self._verify, self._lease_s, self._clock = evict, verify, lease_s, clock
-        self._index = RedisIndex(url, timeout_s, ttl_s)
+        self._evict, self._verify, self._lease_s = evict, verify, lease_s
+        self._index = RedisIndex(url, timeout_s, ttl_s, clock)
         self.breaker = Breaker(f"Tier {name} ({self._index.place})", self._index.trouble, cool_down_s=cool_down_s)
+        self._index.guard = self.breaker.guard
         self._described = lru_cache(64)(_described)
         self._closed, self._complaint = False, ""
         self._ask("be opened", lambda: self._reserve(_NOTHING), False)
@@ -96,8 +98,8 @@ class RedisTier:
         """The entry's description and `count` layers, by one round trip. What cannot be read is dropped and counted."""
         if first < 0 or count < 1:
             return None
-        name, used = str(key), self._clock() if first == 0 else None
-        fields = self._ask(f"read {key}", lambda: self._index.fields(name, first, count, used), None)
+        name = str(key)
+        fields = self._ask(f"read {key}", lambda: self._index.fields(name, first, count, hit=first == 0), None)
         if fields is None:
             return None
         head, *values = fields
@@ -128,7 +130,7 @@ class RedisTier:
         names = [str(key) for key in keys]
         done = self._ask("delete entries", lambda: self._index.delete(names), None, changes=True) if names else 0
         if done is None and not self._closed:
-            log.warning("Did not delete %d entries of tier %s, which does not answer", len(names), self.name)
+            log.warning("Did not delete %d entries of tier %s: it is left out or refuses", len(names), self.name)
         return done or 0
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
@@ -136,6 +138,12 @@ class RedisTier:
         names = [str(key) for key in keys]
         if names:
             self._ask("pin entries", lambda: self._index.pin(names, pinned), None, changes=True)
+
+    def touch(self, keys: Iterable[ChunkKey]) -> None:
+        """Note a use now that is no hit, by one round trip for some hundreds; with a time to live, it begins anew."""
+        names = list(dict.fromkeys(map(str, keys)))
+        if names:
+            self._ask("note uses", lambda: self._index.touch(names), None)
 
     def tidy(self) -> Freed:
         """Free what no entry needs, going through all keys of the database, and drop entries whose bytes are gone."""
@@ -158,17 +166,17 @@ class RedisTier:
         if self._closed:
             return otherwise
         try:
-            with self.breaker.guard():
-                return call()
+            self.breaker.check()
+            return call()
         except BreakerOpen:
             self.counts.add("failed", int(changes))
         except self._index.trouble:  # the breaker has told
             self.counts.add("failed")
         except self._index.errors as error:
             self.counts.add("failed")
-            if str(error) != self._complaint:  # a server whose memory is full says so for every chunk
-                self._complaint = str(error)
-                log.warning("Tier %s could not %s: %s", self.name, doing, error)
+            if said(error) != self._complaint:  # a server whose memory is full says so for every chunk
+                self._complaint = said(error)
+                log.warning("%s could not %s: %s", self.breaker.name, doing, self._complaint)
         return otherwise
 
     def _drop(self, name: str, head: bytes, why: str) -> None:
@@ -183,7 +191,7 @@ class RedisTier:
         """The entries that rows tell of; what tells of none is dropped."""
         for name, row in rows:
             try:
-                yield entry_of(name, row, self.name)
+                yield entry_of(name, row, self.name, self._index.ahead_s)
             except ValueError:
                 if self._ask("drop an entry", partial(self._index.run, "delete", name), 0):
                     self.counts.add("corrupt")
@@ -214,15 +222,16 @@ class RedisTier:
         return bool(kept)
 
     def _bring(self, upload: _Upload) -> bool:
-        """Bring the bytes and make them an entry; False if that took longer than the room was kept."""
+        """Bring the bytes and make them an entry; False if their room was gone before."""
         self._index.upload(upload.name, self._lease_s, upload.head, upload.layers)
         meta, n_layers = upload.meta, len(upload.layers)
         about = f"{meta.n_tokens} {n_layers} {meta.level}"
-        if self._index.publish(upload.name, str(upload.key), self._clock(), about, n_layers):
+        if self._index.publish(upload.name, str(upload.key), about, n_layers):
             self._complaint = ""
             return True
         self.counts.add("failed")
-        log.warning("Did not write %s to tier %s within %g s", upload.key, self.name, self._lease_s)
+        what = (upload.key, self.name, self._lease_s)
+        log.warning("Did not write %s to tier %s: its room was gone, which is kept for %g s after each piece", *what)
         return False
 
     def _reserve(self, upload: str) -> bool:

@@ -5,7 +5,12 @@ Tensors, checksums and decisions are the business of `redis.py`. redis-py is imp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from hashlib import sha1
 from importlib.resources import files
 from itertools import islice
@@ -14,26 +19,40 @@ from urllib.parse import urlsplit
 
 from ragfuse.core import FORMAT_VERSION, ChunkKey, Entry
 from ragfuse.errors import StoreError
+from ragfuse.store.redis_pieces import Pace, Rest, take
 from ragfuse.store.tier import Freed
 
 _Item = TypeVar("_Item")
+_Page = TypeVar("_Page")
 _PREFIX = f"ragfuse:{FORMAT_VERSION}:"
 _MANY = 512
-_BATCH_NBYTES = 64 << 20
 _READ_NBYTES = 1 << 18
+_WHERE = re.compile(r" script: [0-9a-f]{40}.*$")
+_REMEDIES = (
+    ("DB index", "give the URL of a database that is there (redis://host/0)"),
+    ("WRONGTYPE", f"something else lies under the names {_PREFIX}*: delete it, or give the URL of another database"),
+    ("permission", f"give its user the right to all commands, scripts too, on the keys {_PREFIX}*"),
+    ("can't run this command", f"give its user the right to all commands on the keys {_PREFIX}*"),
+    ("No permissions", f"give its user the right to all commands on the keys {_PREFIX}*"),
+    ("read only replica", "give the URL of the primary"),
+    ("maxmemory", "give the server more memory or this tier less capacity"),
+)
 
 
 class RedisIndex:
     """The entries of one database of one server, shared by all who open it. Everything else in there is left alone.
 
     Nothing is asked twice, and every call waits at most `timeout_s` for a word; what is raised is in `errors`, and
-    also in `trouble` if the server itself is the reason. `place` names the server without user and password.
+    also in `trouble` if the server itself is the reason. Every call is made within `guard`. `place` names the server
+    without user and password. Times are the server's; `ahead_s` is how far this machine's `clock` is before it.
     StoreError if the URL is not understood.
     """
 
-    def __init__(self, url: str, timeout_s: float, ttl_s: float | None) -> None:
+    def __init__(self, url: str, timeout_s: float, ttl_s: float | None, clock: Callable[[], float] = time.time) -> None:
         self._client, self.errors, self.trouble = _connect(url, timeout_s)
+        self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
         self.place = _place(url, self._client.connection_pool.connection_kwargs)
+        self._pace, self._clock, self.ahead_s = Pace(timeout_s), clock, 0.0
         self._ttl = repr(float(ttl_s or 0))
         self._script = files("ragfuse.store").joinpath("redis.lua").read_bytes()
         self._sha = sha1(self._script, usedforsecurity=False).hexdigest()
@@ -42,38 +61,42 @@ class RedisIndex:
         """What a command of the script gives."""
         from redis.exceptions import NoScriptError
 
-        try:
-            return self._client.evalsha(self._sha, 0, _PREFIX, command, *arguments)
-        except NoScriptError:
-            return self._client.eval(self._script, 0, _PREFIX, command, *arguments)
+        with self.guard():
+            try:
+                return self._client.evalsha(self._sha, 0, _PREFIX, command, *arguments)
+            except NoScriptError:
+                return self._client.eval(self._script, 0, _PREFIX, command, *arguments)
 
     def rows(self, names: Iterable[str] | None) -> Iterator[tuple[bytes, bytes]]:
         """(key, row) of the entries of these names, or of all: one round trip for a few names."""
         if names is None:
-            self.run("expire")
-            yield from ((name, row) for name, row in self._client.hscan_iter(f"{_PREFIX}rows", count=_MANY) if name)
+            self._compare(self.run("expire")[3])
+            pages = self._pages(lambda cursor: self._client.hscan(f"{_PREFIX}rows", cursor, count=_MANY))
+            yield from ((name, row) for page in pages for name, row in page.items() if name)
             return
         for some in _batches(names, _MANY):
-            found = self.run("look", *some)
+            stamp, found = self.run("look", *some)
+            self._compare(stamp)
             yield from ((name.encode(), row) for name, row in zip(some, found, strict=True) if row is not None)
 
     def oldest(self) -> Iterator[tuple[bytes, bytes]]:
         """(key, row) of what is not pinned, least recently used first, asked for as far as it is needed."""
         first = 0
         while True:
-            names, rows = self.run("oldest", first, first + _MANY - 1)
+            stamp, names, rows = self.run("oldest", first, first + _MANY - 1)
+            self._compare(stamp)
             yield from ((name, row) for name, row in zip(names, rows, strict=True) if row is not None)
             first += _MANY
             if len(names) < _MANY:
                 return
 
-    def fields(self, key: str, first: int, count: int, used: float | None) -> list[bytes | None]:
-        """The head and `count` layers, None where there is none: one round trip, which may note a use as well."""
+    def fields(self, key: str, first: int, count: int, *, hit: bool) -> list[bytes | None]:
+        """The head and `count` layers, None where there is none: one round trip, which may note a hit as well."""
         from redis.exceptions import NoScriptError, ResponseError
 
         names = ["head", *map(str, range(first, first + count))]
-        touch = () if used is None else ("touch", key, repr(used), self._ttl)
-        with self._client.pipeline(transaction=False) as pipeline:
+        touch = ("touch", 1, self._ttl, key) if hit else ()
+        with self.guard(), self._client.pipeline(transaction=False) as pipeline:
             if touch:  # first: what is due vanishes before it is read
                 pipeline.evalsha(self._sha, 0, _PREFIX, *touch)
             pipeline.hmget(f"{_PREFIX}chunk:{key}", names)
@@ -84,6 +107,11 @@ class RedisIndex:
             raise found
         return [None] * len(names) if isinstance(found, ResponseError) else list(found)
 
+    def touch(self, names: Iterable[str]) -> None:
+        """Write down a use of entries that is no hit; what vanishes does so later."""
+        for some in _batches(names, _MANY):
+            self.run("touch", 0, self._ttl, *some)
+
     def reserve(
         self, upload: str, capacity: int, lease_s: float, doomed: Iterable[tuple[bytes, bytes]]
     ) -> tuple[bool, int]:
@@ -93,18 +121,22 @@ class RedisIndex:
         return bool(done), n
 
     def upload(self, upload: str, lease_s: float, head: bytes, layers: Sequence[memoryview]) -> None:
-        """Bring the bytes, so that they vanish by themselves after `lease_s` whatever happens here."""
-        key = f"{_PREFIX}new:{upload}"
-        for batch in _by_weight([("head", memoryview(head)), *((str(i), layer) for i, layer in enumerate(layers))]):
-            with self._client.pipeline(transaction=True) as pipeline:
-                for name, value in batch:
-                    pipeline.hset(key, name, value)
-                pipeline.pexpire(key, int(1000 * lease_s))
-                pipeline.execute()
+        """Bring the bytes piece by piece; `lease_s` after the last one they vanish, whatever happens here.
 
-    def publish(self, upload: str, key: str, used: float, about: str, n_layers: int) -> bool:
+        Its room is kept as long. Where it was lost, what is missing is not brought.
+        """
+        left = deque([Rest("head", memoryview(head)), *(Rest(str(i), layer) for i, layer in enumerate(layers))])
+        there = True
+        while left and there:
+            batch, to_join = take(left, self._pace.nbytes)
+            self._bring(f"{_PREFIX}new:{upload}", lease_s, batch)
+            for name, _, pieces in to_join:
+                self.run("join", upload, repr(lease_s), name, pieces)
+            there = not left or bool(self.run("renew", upload, repr(lease_s)))
+
+    def publish(self, upload: str, key: str, about: str, n_layers: int) -> bool:
         """Make an upload the entry under `key`; False if its time was over."""
-        return bool(self.run("publish", upload, key, repr(used), about, n_layers + 1, self._ttl))
+        return bool(self.run("publish", upload, key, about, n_layers + 1, self._ttl))
 
     def pin(self, names: Iterable[str], pinned: bool) -> None:
         """Write down who is protected from eviction and from vanishing."""
@@ -122,15 +154,44 @@ class RedisIndex:
 
     def sweep(self) -> Freed:
         """Free what no row speaks of, and count the bytes anew. All keys of the database are gone through."""
-        expired, orphans, nbytes = self.run("expire")
+        expired, orphans, nbytes, _ = self.run("expire")
         for kind in ("chunk", "new"):
             start = f"{_PREFIX}{kind}:"
-            names = (name[len(start) :] for name in self._client.scan_iter(f"{start}*", count=_MANY))
+            pages = self._pages(partial(self._client.scan, match=f"{start}*", count=_MANY))
+            names = (name[len(start) :] for page in pages for name in page)
             for some in _batches(names, _MANY):
                 n, more = self.run("sweep", kind, *some)
                 orphans, nbytes = orphans + n, nbytes + more
         self.run("recount")
         return Freed(expired, orphans, nbytes)
+
+    def _compare(self, stamp: bytes) -> None:
+        """Look at both clocks."""
+        self.ahead_s = self._clock() - float(stamp)
+
+    def _bring(self, key: str, lease_s: float, batch: Sequence[tuple[str, memoryview]]) -> None:
+        """Set these fields at once, and learn how long that takes."""
+        began = time.monotonic()
+        try:
+            with self.guard(), self._client.pipeline(transaction=True) as pipeline:
+                for name, value in batch:
+                    pipeline.hset(key, name, value)
+                pipeline.pexpire(key, int(1000 * lease_s))
+                pipeline.execute()
+        except self.trouble:
+            self._pace.failed()
+            raise
+        self._pace.took(sum(value.nbytes for _, value in batch), time.monotonic() - began)
+
+    def _pages(self, scan: Callable[[int], tuple[int, _Page]]) -> Iterator[_Page]:
+        """What a scan gives, call by call."""
+        cursor = 0
+        while True:
+            with self.guard():
+                cursor, page = scan(cursor)
+            yield page
+            if not cursor:
+                return
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -138,11 +199,17 @@ class RedisIndex:
         self._client.connection_pool.disconnect()
 
 
-def entry_of(name: bytes, row: bytes, tier: str) -> Entry:
-    """The entry that a row tells of; ValueError if it tells of none."""
+def entry_of(name: bytes, row: bytes, tier: str, ahead_s: float) -> Entry:
+    """The entry that a row tells of, by a clock so far before the server's; ValueError if it tells of none."""
     nbytes, pinned, hits, used, n_tokens, n_layers, level = row.decode().split(" ", 6)
     key, sizes = ChunkKey.parse(name.decode()), {level: int(nbytes)}
-    return Entry(key, tier, int(n_tokens), int(n_layers), sizes, float(used), int(hits), pinned == "1")
+    return Entry(key, tier, int(n_tokens), int(n_layers), sizes, float(used) + ahead_s, int(hits), pinned == "1")
+
+
+def said(error: Exception) -> str:
+    """What the server answered, for people, and what to do about it."""
+    text = _WHERE.sub("", str(error)).rstrip(".")
+    return text + next((f"; {do}" for what, do in _REMEDIES if what in text), "")
 
 
 def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ...], tuple[type[Exception], ...]]:
@@ -196,18 +263,4 @@ def _place(url: str, options: dict[str, Any]) -> str:
 def _batches(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
     iterator = iter(items)
     while batch := list(islice(iterator, size)):
-        yield batch
-
-
-def _by_weight(fields: Iterable[tuple[str, memoryview]]) -> Iterator[list[tuple[str, memoryview]]]:
-    """The fields in order, as many at once as the server's buffer for one client takes without question."""
-    batch: list[tuple[str, memoryview]] = []
-    weight = 0
-    for field in fields:
-        batch.append(field)
-        weight += field[1].nbytes
-        if weight >= _BATCH_NBYTES:
-            yield batch
-            batch, weight = [], 0
-    if batch:
         yield batch

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property
 from threading import Event, Thread
@@ -32,7 +33,7 @@ class S3Server:
         for package in ("moto.server", "s3fs"):
             pytest.importorskip(package, reason="S3 is tried with moto and s3fs: pip install 'moto[server]' s3fs")
         self.port, self.asked = 0, list[Asked]()
-        self._going = Event()
+        self._going, self._held, self._lose = Event(), lambda _: True, False
         self._going.set()
         self.start()
 
@@ -45,8 +46,13 @@ class S3Server:
 
         def recorded(environ, respond):
             path = environ["PATH_INFO"] + "?" + environ.get("QUERY_STRING", "")
-            self.asked.append(Asked(environ["REQUEST_METHOD"], path, environ.get("HTTP_RANGE", "")))
-            self._going.wait()
+            asked = Asked(environ["REQUEST_METHOD"], path, environ.get("HTTP_RANGE", ""))
+            self.asked.append(asked)
+            if self._held(asked):
+                going = self._going.is_set()
+                self._going.wait()
+                if self._lose and not going:
+                    raise ConnectionAbortedError
             return application(environ, respond)
 
         self._server = make_server("127.0.0.1", self.port, recorded, True, request_handler=MotoRequestHandler)
@@ -62,8 +68,9 @@ class S3Server:
         self._thread.join()
         self._server.server_close()
 
-    def stand_still(self) -> None:
-        """Take requests, and answer none."""
+    def stand_still(self, held: Callable[[Asked], bool] = lambda _: True, lose: bool = False) -> None:
+        """Take requests, and answer none of these; `lose` them for good."""
+        self._held, self._lose = held, lose
         self._going.clear()
 
     def go_on(self) -> None:
@@ -112,9 +119,35 @@ class S3Server:
         with self.reachable():
             return boto3.client("s3")
 
-    def tier(self, url: str, capacity: int = 1 << 20, evict=lru, **options) -> ObjectTier:
-        """A tier whose S3 server this is."""
+    def user(self, *actions: str) -> dict[str, str]:
+        """The environment of a user who may do these alone, once `strict`."""
+        import boto3
+
         with self.reachable():
+            iam, name = boto3.client("iam"), f"user{next(_folder)}"
+            iam.create_user(UserName=name)
+            rights = {"Effect": "Allow", "Action": list(actions), "Resource": "*"}
+            policy = json.dumps({"Version": "2012-10-17", "Statement": [rights]})
+            iam.put_user_policy(UserName=name, PolicyName="rights", PolicyDocument=policy)
+            made = iam.create_access_key(UserName=name)["AccessKey"]
+        return {"AWS_ACCESS_KEY_ID": made["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": made["SecretAccessKey"]}
+
+    @contextmanager
+    def strict(self) -> Iterator[None]:
+        """Users may do what they have a right to, and nothing else."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("moto.settings.INITIAL_NO_AUTH_ACTION_COUNT", 0)
+            yield
+
+    def tier(
+        self, url: str, capacity: int = 1 << 20, evict=lru, port: int = 0, user: Mapping[str, str] = {}, **options
+    ) -> ObjectTier:
+        """A tier whose S3 server this is, or is behind another port; of another user."""
+        with self.reachable(), pytest.MonkeyPatch.context() as patch:
+            if port:
+                patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+            for name, value in user.items():
+                patch.setenv(name, value)
             return ObjectTier(url, capacity, evict, **options)
 
 

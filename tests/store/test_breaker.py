@@ -130,3 +130,18 @@ def test_the_log_hears_of_the_first_failure_and_of_the_recovery_once_each(breake
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "Tier x" in caplog.records[0].message
     assert "no route" in caplog.records[0].message
+
+
+def test_what_asks_nobody_may_only_ask_whether_it_would_be_let_through(breaker, clock):
+    breaker.check()
+    fail(breaker)
+    with pytest.raises(BreakerOpen):
+        breaker.check()
+    clock.now = 10.0
+    breaker.check()
+    assert breaker.is_open
+    assert breaker.attempts == 1
+    with breaker.guard(), pytest.raises(BreakerOpen):
+        breaker.check()  # somebody else is trying
+    breaker.check()
+    assert not breaker.is_open

@@ -11,19 +11,22 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import torch
 
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
+from ragfuse.store import names, s3
 from ragfuse.store.chunkfile import Header
-from ragfuse.store.names import chunk_name, pin_name
+from ragfuse.store.names import CHUNKS, chunk_name, pin_name
 from ragfuse.store.objects import ObjectTier
 from ragfuse.store.tier import Freed
 from tests.store.kit import asked, child, encoded, forked, key, kv, ticks
 from tests.store.redis_server import free_port, until
 from tests.store.s3_server import S3Server, shared
+from tests.store.slow_link import SlowLink, large
 from tests.store.test_disk import DAMAGE, flipped
 
 A, B = key("a"), key("b")
@@ -231,6 +234,103 @@ def test_what_is_known_is_what_is_there_after_threads_wrote_deleted_evicted_and_
     assert (tier.counts["corrupt"], tier.counts["failed"]) == (0, 0)
 
 
+# little is allowed
+
+
+def test_a_bucket_that_may_only_be_read_is_read_and_says_once_what_it_does_not_take(server, caplog):
+    url = server.new_url()
+    for i in range(3):
+        assert server.tier(url).write(key(i), *encoded(kv(i)))
+    user = server.user("s3:Get*", "s3:List*")
+    with server.strict(), caplog.at_level(logging.WARNING, "ragfuse.store"):
+        tier = server.tier(url, user=user, cool_down_s=3600.0)
+        assert [tier.write(key(i), *encoded(kv())) for i in range(2, 7)] == [False] * 5
+        tier.pin([key(0)], True)
+        assert tier.delete([key(1)]) == 0
+        assert set(tier.entries()) == {key(i) for i in range(3)}
+        for i in range(3):
+            assert all(hits(layers(tier, key(i)), encoded(kv(i))[1]))
+        assert not tier.breaker.is_open
+    assert [text.split("could not ")[1].split()[0] for text in warnings(caplog)] == ["write", "pin", "delete"]
+    assert "Denied" in caplog.text
+    assert tier.counts["failed"] == 7
+    assert tier.nbytes == server.tier(url).nbytes
+
+
+def test_one_bad_object_that_cannot_be_deleted_hides_no_good_one(server, caplog):
+    url = server.new_url()
+    for name in (A, B):
+        assert server.tier(url).write(name, *encoded(kv()))
+    path = url.removeprefix(f"s3://{server.bucket}/") + "/" + chunk_name(A)
+    user = server.user("s3:Get*", "s3:List*")
+    for body in (b"", b"nonsense" * 200):
+        server.client.put_object(Bucket=server.bucket, Key=path, Body=body)
+        with server.strict():
+            tier = server.tier(url, user=user)
+            assert set(tier.entries([A, B])) == {B}
+            assert tier.read(A, 0) is None
+            assert tier.read(B, 0) is not None
+            assert tier.counts["corrupt"] > 0
+            assert set(tier.entries()) == {B}
+
+
+def test_what_is_left_lying_about_and_cannot_be_deleted_spoils_no_listing(server, caplog):
+    url = server.new_url()
+    assert server.tier(url).write(A, *encoded(kv()))
+    path = url.removeprefix(f"s3://{server.bucket}/") + "/" + pin_name(B)
+    server.client.put_object(Bucket=server.bucket, Key=path, Body=b"")
+    user = server.user("s3:Get*", "s3:List*")
+    with server.strict(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(names, "_ABANDONED_S", -60.0)
+        tier = server.tier(url, user=user)
+        assert set(tier.entries()) == {A}
+        assert tier.tidy() == Freed()
+    assert "Could not delete what is left" in caplog.text
+
+
+def test_a_bucket_deleted_behind_our_back_is_misses_until_it_is_there_again(server, caplog):
+    url = server.new_url()
+    tier = server.tier(url, fresh_s=0.0)
+    assert tier.write(A, *encoded(kv()))
+    for each in server.client.list_objects_v2(Bucket=server.bucket)["Contents"]:
+        server.client.delete_object(Bucket=server.bucket, Key=each["Key"])
+    server.client.delete_bucket(Bucket=server.bucket)
+    assert tier.read(A, 0) is None
+    assert (tier.entries([A, B]), tier.entries()) == ({}, {})
+    assert not tier.write(B, *encoded(kv()))
+    assert not tier.breaker.is_open
+    assert "bucket does not exist" in caplog.text
+    server.client.create_bucket(Bucket=server.bucket)
+    assert tier.write(B, *encoded(kv()))
+    assert tier.read(B, 0) is not None
+
+
+def test_two_processes_that_write_one_chunk_at_once_leave_one_of_both_whole(folder):
+    wanted = [encoded(kv(i)) for i in range(2)]
+
+    def work(pipe, i):
+        tier = opened(folder)
+        pipe.recv()
+        for _ in range(60):
+            tier.write(A, *wanted[i])
+        pipe.send(tier.counts["failed"])
+
+    pairs = [forked(lambda pipe, i=i: work(pipe, i)) for i in range(2)]
+    for _, pipe in pairs:
+        pipe.send("go")
+    tier, seen = opened(folder), set()
+    while any(process.is_alive() for process, _ in pairs):
+        found = tier.read(A, 0, 3)
+        if found is not None:
+            (which,) = [i for i in range(2) if all(map(torch.equal, found[1:], wanted[i][1]))]
+            seen.add(which)
+    assert [pipe.recv() for _, pipe in pairs] == [0, 0]
+    assert seen
+    assert tier.counts["corrupt"] == 0
+    assert set(opened(folder).entries()) == {A}
+    assert len(objects(folder)) == 1
+
+
 # requests
 
 
@@ -339,6 +439,34 @@ def test_a_server_that_comes_back_is_used_again(server):
     assert not tier.breaker.is_open
 
 
+def test_what_is_known_without_asking_says_nothing_of_a_server_that_is_down(server, caplog):
+    tier = server.tier(server.new_url(), cool_down_s=0.0)
+    assert tier.write(A, *encoded(kv()))
+    server.stop()
+    caplog.set_level(logging.INFO, "ragfuse.store")
+    caplog.clear()
+    for _ in range(3):
+        assert tier.read(A, 0) is None
+        attempts = tier.breaker.attempts
+        tier.entries([A])
+        assert (tier.breaker.is_open, tier.breaker.attempts) == (True, attempts)
+    assert [record.levelname for record in caplog.records if record.name == "ragfuse.store"] == ["WARNING"]
+    server.start()
+    assert tier.read(A, 0) is not None
+    assert not tier.breaker.is_open
+
+
+def test_headers_that_nobody_gives_are_a_failure_and_no_answer(server):
+    url = server.new_url()
+    tier = server.tier(url, cool_down_s=0.0)
+    server.stop()
+    assert tier.entries([A, B]) == {}
+    assert tier.breaker.is_open
+    assert tier.entries([A, B]) == {}
+    assert tier.breaker.is_open
+    server.start()
+
+
 def test_a_server_that_stands_still_is_a_miss_in_time(server):
     tier = server.tier(server.new_url(), timeout_s=0.2, cool_down_s=3600.0)
     assert tier.write(A, *encoded(kv()))
@@ -348,6 +476,16 @@ def test_a_server_that_stands_still_is_a_miss_in_time(server):
     assert len(server.asked) == before + 1
     assert tier.breaker.is_open
     server.go_on()
+
+
+def test_what_takes_longer_than_the_timeout_over_a_slow_link_is_written_and_read(server):
+    url, link = server.new_url(), SlowLink(server.port, 6e6)
+    tier = server.tier(url, 1 << 30, port=link.port, timeout_s=0.3)
+    meta, blobs = large(6 << 20, 1)
+    assert tier.write(A, meta, blobs)
+    assert torch.equal(tier.read(A, 0)[1], blobs[0])
+    assert (tier.counts["failed"], tier.breaker.is_open) == (0, False)
+    link.close()
 
 
 def test_a_server_that_is_not_there_at_opening_is_no_error(server, caplog):
@@ -400,6 +538,86 @@ def test_tiers_that_list_before_writing_keep_one_capacity_together(folder):
         assert tiers[i % 2].write(key(i), *encoded(kv()))
         assert weight(folder) <= 3 * unit
     assert set(tiers[0].entries()) == set(tiers[1].entries()) == {key(5), key(6), key(7)}
+
+
+# listings
+
+
+def is_listing(asked) -> bool:
+    return "list-type=2" in asked.path and f"{CHUNKS}/" in unquote(asked.path)
+
+
+def test_a_listing_is_read_page_by_page(server, monkeypatch):
+    monkeypatch.setattr(s3, "_PAGE_OBJECTS", 3)
+    url = server.new_url()
+    tier = server.tier(url)
+    for i in range(10):
+        assert tier.write(key(i), *encoded(kv()))
+    other = server.tier(url)
+    server.asked.clear()
+    assert set(other.entries()) == {key(i) for i in range(10)}
+    assert len(list(filter(is_listing, server.asked))) == 4
+
+
+def test_what_lies_in_several_folders_and_beside_ours_is_listed(folder, tmp_path):
+    wanted = {key(i, model) for i in range(3) for model in ("x", "y")}
+    tier = opened(folder)
+    for each in wanted:
+        assert tier.write(each, *encoded(kv()))
+    (folder / "stranger").mkdir()
+    (folder / CHUNKS / "stranger").write_text("mine")
+    assert set(opened(folder).entries()) == wanted
+    shutil.rmtree(folder / Path(chunk_name(key(0, "x"))).parent)
+    assert set(tier.entries()) == {each for each in wanted if each.model == key(0, "y").model}
+
+
+def test_while_one_lists_others_look_up_read_weigh_and_write(server):
+    tier = server.tier(server.new_url(), timeout_s=30.0, fresh_s=0.0)
+    assert tier.write(A, *encoded(kv()))
+    unit, found = tier.nbytes, []
+    server.asked.clear()
+    server.stand_still(is_listing)
+    thread = threading.Thread(target=lambda: found.append(tier.entries()))
+    thread.start()
+    until(lambda: any(map(is_listing, server.asked)))
+    assert tier.nbytes == unit
+    assert set(tier.entries([A, key("x")])) == {A}
+    assert tier.read(A, 0) is not None
+    assert tier.write(B, *encoded(kv()))
+    assert tier.delete([A]) == 1
+    assert found == []
+    server.go_on()
+    thread.join()
+    assert set(found[0]) == {B}
+    assert tier.nbytes == unit
+
+
+def test_the_first_listing_keeps_nobody_from_asking_for_the_weight(server):
+    url = server.new_url()
+    assert server.tier(url).write(A, *encoded(kv()))
+    tier = server.tier(url, timeout_s=30.0)
+    server.asked.clear()
+    server.stand_still(is_listing)
+    thread = threading.Thread(target=tier.entries)
+    thread.start()
+    until(lambda: any(map(is_listing, server.asked)))
+    assert tier.nbytes == 0
+    assert tier.read(A, 0) is not None
+    server.go_on()
+    thread.join()
+    assert tier.nbytes > 0
+
+
+def test_a_listing_that_breaks_off_forgets_nothing(server, monkeypatch):
+    monkeypatch.setattr(s3, "_PAGE_OBJECTS", 1)
+    tier = server.tier(server.new_url(), timeout_s=0.3, cool_down_s=0.0, fresh_s=0.0)
+    for name in (A, B):
+        assert tier.write(name, *encoded(kv()))
+    server.stand_still(lambda asked: is_listing(asked) and "continuation-token" in asked.path)
+    assert tier.entries() == {}
+    server.go_on()
+    assert tier.read(A, 0) is not None
+    assert set(tier.entries([A, B])) == set(tier.entries()) == {A, B}
 
 
 def weight_of_one(folder: Path) -> int:
@@ -507,16 +725,61 @@ def test_a_process_killed_while_it_writes_leaves_no_bad_entry(folder, n):
 def test_what_dead_writers_left_long_ago_is_freed_and_the_rest_stays(tier, folder):
     (path,) = objects(folder)
     old, young = path.with_name(path.name + ".x.1.tmp"), path.with_name(path.name + ".x.2.tmp")
-    notes, orphan = path.with_name("notes.txt"), folder / pin_name(B)
+    notes, orphan = path.with_name("notes.x.1.tmp"), folder / pin_name(B)
+    pin = orphan.with_name(orphan.name + ".x.3.tmp")
     orphan.parent.mkdir(parents=True)
-    for left in (old, young, notes, orphan):
+    for left in (old, young, notes, orphan, pin):
         left.write_bytes(b"half")
-    for left in (old, notes, orphan):
+    for left in (old, notes, orphan, pin):
         os.utime(left, (0, 1e9))
-    assert tier.tidy() == Freed(orphans=2, nbytes=8)
+    assert tier.tidy() == Freed(orphans=3, nbytes=12)
     assert objects(folder) == sorted([path, young, notes])
     assert tier.tidy() == Freed()
     assert set(tier.entries()) == {A}
+
+
+def uploads(server) -> list[str]:
+    return sorted(each["Key"] for each in server.client.list_multipart_uploads(Bucket=server.bucket).get("Uploads", []))
+
+
+def cut_off(server, url) -> int:
+    """A process that is killed when all parts of an object are there, and it only has to be said; their bytes."""
+    before = len(server.asked)
+
+    def work(pipe):
+        from s3fs import S3FileSystem
+
+        S3FileSystem._pipe_file.__defaults__ = (5 << 20, *S3FileSystem._pipe_file.__defaults__[1:])  # parts of 5 MiB
+        server.tier(url, 1 << 30, timeout_s=60.0).write(A, *large(6 << 20))
+
+    server.stand_still(lambda asked: asked.method == "POST" and "uploadId" in asked.path, lose=True)
+    process, _ = forked(work)
+    until(lambda: any("uploadId" in asked.path and asked.method == "POST" for asked in server.asked[before:]))
+    process.kill()
+    process.join()
+    server.go_on()
+    (upload,) = server.client.list_multipart_uploads(Bucket=server.bucket)["Uploads"]
+    which = {"Bucket": server.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+    return sum(part["Size"] for part in server.client.list_parts(**which)["Parts"])
+
+
+def test_an_upload_that_was_cut_off_is_ended_once_it_is_old_and_others_are_left_alone(server, monkeypatch):
+    url = server.new_url()
+    nbytes = cut_off(server, url)
+    assert nbytes > 12 << 20
+    ours = uploads(server)
+    others = [f"{Path(ours[0]).parent}/notes", ours[0].replace("folder", "other"), "loose"]
+    for name in others:
+        server.client.create_multipart_upload(Bucket=server.bucket, Key=name)
+    tier = server.tier(url)
+    assert tier.read(A, 0) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(names, "_CUT_OFF_S", 1e10)  # moto says of every upload that it is of 2010
+        assert tier.tidy() == Freed()
+        assert uploads(server) == sorted([*ours, *others])
+    assert tier.tidy() == Freed(orphans=1, nbytes=nbytes)
+    assert uploads(server) == sorted(others)
+    assert tier.tidy() == Freed()
 
 
 def test_entries_unused_for_too_long_are_gone_unless_pinned(folder):
@@ -534,6 +797,35 @@ def test_entries_unused_for_too_long_are_gone_unless_pinned(folder):
     assert tier.tidy() == Freed(expired=1, nbytes=unit)
     assert not (folder / chunk_name(A)).exists()
     assert tier.nbytes == 2 * unit
+
+
+def test_what_is_touched_is_used_without_a_hit_and_without_asking(folder):
+    now = [1000.0]
+    tier = opened(folder, ttl_s=60.0, clock=lambda: now[0])
+    for name in "abc":
+        assert tier.write(key(name), *encoded(kv()))
+    now[0] += 50
+    attempts = tier.breaker.attempts
+    tier.touch([A, key("stranger")])
+    tier.touch([])
+    assert tier.breaker.attempts == attempts
+    now[0] += 50
+    tier.touch([B])  # too late
+    assert set(tier.entries([A, B, key("c"), key("stranger")])) == {A}
+    assert (tier.entries([A])[A].hits, tier.entries([A])[A].last_used) == (0, 1050.0)
+    assert tier.tidy().expired == 2
+    tier.close()
+    tier.touch([A])
+
+
+def test_on_s3_what_is_touched_goes_last(server):
+    tier = server.tier(server.new_url(), clock=ticks())
+    for name in "abc":
+        assert tier.write(key(name), *encoded(kv()))
+    server.asked.clear()
+    tier.touch([A])
+    assert server.asked == []
+    assert list(tier.entries()) == [B, key("c"), A]
 
 
 # opening

@@ -73,6 +73,21 @@ def test_what_asks_the_server_nothing_does_not_bring_it_back(server, open_tier):
     assert tier.counts["refused"] == 1
 
 
+def test_one_page_of_a_listing_that_is_answered_is_enough_to_use_a_server_again(server, open_tier):
+    tier, other = open_tier(url=server.url(), cool_down_s=0), open_tier(url=server.url())
+    for i in range(3):
+        assert other.write(key(i), *encoded(kv()))
+    server.kill()
+    assert tier.entries() == {}
+    server.start()
+    for i in range(3):
+        assert other.write(key(i), *encoded(kv()))
+    rows = tier._index.rows(None)
+    next(rows)
+    assert not tier.breaker.is_open  # though the listing is not read to its end
+    assert len(list(rows)) == 2
+
+
 def test_a_server_that_goes_on_is_used_again(server, open_tier, caplog):
     caplog.set_level(logging.INFO, "ragfuse.store")
     tier = open_tier(url=server.url(), timeout_s=0.1, cool_down_s=0)

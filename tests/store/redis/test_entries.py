@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from ragfuse.core import FORMAT_VERSION
 from ragfuse.plan.evict import lru
-from ragfuse.store import redis_index
+from ragfuse.store import redis_index, redis_pieces
 from tests.store.kit import encoded, key, kv, ticks
 from tests.store.redis_server import chunk_name, until
 
@@ -200,6 +200,21 @@ def test_more_entries_than_a_page_come_back_and_the_oldest_go_first(open_tier, m
     assert (tier.counts["evicted"], tier.nbytes) == (1, 0)
 
 
+def test_while_one_lists_others_look_up_read_weigh_and_write(tier, monkeypatch, unit):
+    monkeypatch.setattr(redis_index, "_MANY", 1)
+    wanted = {A, *map(key, range(40))}
+    for each in wanted:
+        assert tier.write(each, *encoded(kv()))
+    rows = tier._index.rows(None)
+    seen = {next(rows)[0]}
+    assert tier.nbytes == 41 * unit
+    assert set(tier.entries([A])) == {A}
+    assert tier.read(A, 0) is not None
+    assert tier.write(key(0), *encoded(kv()))
+    pages = list(rows)
+    assert seen | {name for name, _ in pages} == {str(each).encode() for each in wanted}
+
+
 def test_a_smaller_capacity_is_kept_from_opening_on(tier, open_tier, unit):
     assert tier.write(B, *encoded(kv()))
     smaller = open_tier(unit)
@@ -232,7 +247,7 @@ def test_who_is_used_while_victims_are_chosen_is_none(open_tier, unit):
 
 
 def test_layers_that_are_brought_in_several_batches_are_one_entry(open_tier, monkeypatch):
-    monkeypatch.setattr(redis_index, "_BATCH_NBYTES", 100)
+    monkeypatch.setattr(redis_pieces, "LEAST_NBYTES", 100)
     tier = open_tier()
     meta, blobs = encoded(kv(3))
     assert tier.write(A, meta, blobs)
@@ -296,6 +311,38 @@ def test_more_entries_due_than_one_call_clears_are_plain_misses(open_tier, raw):
     raw.delete(chunk_name(A))
     assert tier.read(A, 1) is None
     assert (tier.entries(), tier.nbytes, tier.counts["corrupt"]) == ({}, 0, 0)
+
+
+def test_what_is_touched_vanishes_later_and_goes_last_without_a_hit(open_tier, raw):
+    tier = open_tier(ttl_s=3600, clock=ticks())
+    for name in (A, B, C):
+        assert tier.write(name, *encoded(kv()))
+        raw.pexpire(chunk_name(name), 1000)
+    before = due(raw)
+    tier.pin([C], True)
+    tier.touch([A, key("stranger"), C, A])
+    assert due(raw) > before
+    assert raw.ttl(chunk_name(A)) > 3590 > raw.ttl(chunk_name(B))
+    assert (due(raw, C), raw.ttl(chunk_name(C))) == (None, -1)
+    assert {entry.key: entry.hits for entry in tier.entries().values()} == {A: 0, B: 0, C: 0}
+    assert [entry.key for entry in tier.entries().values() if not entry.pinned] == [B, A]
+    assert raw.exists(chunk_name(key("stranger"))) == 0
+    raw.zadd(f"{PREFIX}due", {str(B): 1})
+    tier.touch([B])  # too late
+    assert set(tier.entries()) == {A, C}
+
+
+def test_touching_many_is_few_round_trips(server, open_tier):
+    tier, raw = open_tier(url=server.url(), ttl_s=3600), server.raw()
+    assert tier.write(A, *encoded(kv()))
+    raw.config_resetstat()
+    tier.touch([A, *map(key, range(600))])
+    tier.touch([])
+    assert raw.info("commandstats")["cmdstat_evalsha"]["calls"] == 2
+    server.kill()
+    tier.touch([A])
+    tier.touch([A])
+    assert tier.breaker.is_open
 
 
 def test_a_pinned_entry_does_not_vanish_until_it_is_unpinned(open_tier, raw):

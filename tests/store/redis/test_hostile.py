@@ -1,0 +1,212 @@
+"""The redis tier where the server, those who share it or their clocks do it harm: misses and one sentence, no more."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+from ragfuse.core import FORMAT_VERSION
+from ragfuse.plan.evict import expired
+from ragfuse.store.redis import RedisTier
+from tests.store.kit import encoded, forked, key, kv
+from tests.store.redis_server import RedisServer, chunk_name, free_port
+
+A, B, C = key("a"), key("b"), key("c")
+PREFIX = f"ragfuse:{FORMAT_VERSION}:"
+
+
+def use(tier):
+    """All that can be asked of a tier; what it gave."""
+    written = tier.write(A, *encoded(kv()))
+    found = tier.read(A, 0, 3)
+    assert found is None or all(map(torch.equal, found[1:], encoded(kv())[1]))
+    tier.pin([A], True)
+    tier.touch([A])
+    tier.tidy()
+    return written, found is not None, tier.entries([A]), tier.entries(), tier.nbytes, tier.delete([A])
+
+
+NOTHING = (False, False, {}, {}, 0, 0)
+
+
+def told(caplog) -> str:
+    """The one sentence about the server, beside that of the delete."""
+    first, *others = [record.getMessage() for record in caplog.records]
+    assert [other.startswith("Did not delete 1 entries") for other in others] == [True]
+    assert "script:" not in first
+    return first
+
+
+def test_a_database_that_does_not_exist_is_told_once_with_what_to_do(tmp_path, open_tier, caplog):
+    server = RedisServer(tmp_path, "--databases", 16)
+    assert use(open_tier(url=server.url(16))) == NOTHING
+    assert "DB index is out of range; give the URL of a database" in told(caplog)
+    assert f"127.0.0.1:{server.port}/16" in caplog.text
+    server.kill()
+
+
+def test_tls_to_a_server_without_is_left_out(server, open_tier, caplog):
+    tier = open_tier(url=f"rediss://127.0.0.1:{server.port}/0", timeout_s=0.3, cool_down_s=3600)
+    assert use(tier) == NOTHING
+    assert tier.breaker.is_open
+    assert f"rediss://127.0.0.1:{server.port}/0" in told(caplog)
+
+
+RIGHTS = {
+    "no writing": ["+@read", "+@connection", "+@scripting"],
+    "no scripts": ["+@all", "-@scripting"],
+    "no transactions": ["+@all", "-multi", "-exec"],
+}
+
+
+@pytest.mark.parametrize("rights", RIGHTS.values(), ids=RIGHTS.keys())
+def test_a_user_without_enough_rights_is_told_which(server, open_tier, rights, caplog):
+    server.raw().execute_command("ACL", "SETUSER", "me", "on", ">pw", "~*", *rights)
+    tier = open_tier(url=server.url(auth="me:pw@"))
+    assert not any(use(tier))
+    assert "give its user the right to" in caplog.text
+    assert server.raw().keys("*chunk:*") == []
+
+
+@pytest.mark.parametrize("name", ["rows", "used", "due", "writing"])
+def test_a_strangers_key_under_a_name_of_ours_is_named_and_left_alone(url, raw, open_tier, name, caplog):
+    raw.set(PREFIX + name, b"mine")
+    tier = open_tier(ttl_s=60)
+    assert not use(tier)[0]
+    assert f"something else lies under the names {PREFIX}*" in caplog.text
+    assert len(caplog.records) == 2
+    assert raw.get(PREFIX + name) == b"mine"
+    raw.delete(PREFIX + name)
+    assert tier.write(B, *encoded(kv()))
+    assert tier.read(B, 0, 3) is not None
+
+
+def test_a_replica_gives_what_it_has_and_takes_nothing(server, open_tier, caplog):
+    tier = open_tier(url=server.url())
+    assert tier.write(A, *encoded(kv()))
+    server.raw().replicaof("127.0.0.1", free_port())
+    assert tier.read(A, 0, 3) is not None
+    assert set(tier.entries()) == {A}
+    assert not tier.write(B, *encoded(kv()))
+    assert "give the URL of the primary" in caplog.text
+
+
+# a server that forgets
+
+
+@pytest.mark.parametrize("name", ["rows", "used", "due", "writing"])
+def test_an_index_that_the_server_evicts_comes_back_by_use(raw, open_tier, name, unit):
+    tier = open_tier(2 * unit, ttl_s=3600)
+    for each in (A, B):
+        assert tier.write(each, *encoded(kv()))
+    raw.delete(PREFIX + name)
+    assert all(tier.write(key(i), *encoded(kv(i))) for i in range(4))
+    tier.tidy()
+    assert set(tier.entries()) == {key(2), key(3)}
+    assert tier.nbytes == 2 * unit
+    assert len(raw.keys(f"{PREFIX}chunk:*")) == 2
+    assert tier.counts["failed"] == 0
+
+
+def test_a_server_that_evicts_what_it_likes_never_gives_a_wrong_byte(server, open_tier):
+    tier, raw = open_tier(1 << 30, url=server.url(), ttl_s=3600), server.raw()
+    raw.config_set("maxmemory-policy", "allkeys-random")
+    raw.config_set("maxmemory", raw.info("memory")["used_memory"] + (1 << 20))
+    wanted = [encoded(kv(i, n=300)) for i in range(20)]
+    kept = read = 0
+    for i in range(200):
+        kept += tier.write(key(i % 20), *wanted[i % 20])
+        for j in range(20):
+            found = tier.read(key(j), j % 2, 2)
+            read += found is not None
+            assert found is None or all(map(torch.equal, found[1:], wanted[j][1][j % 2 :]))
+    assert kept > 100
+    assert read > 100
+    assert raw.info("stats")["evicted_keys"] > 20
+    raw.config_set("maxmemory", 0)
+    tier.tidy()
+    assert tier.nbytes == sum(entry.nbytes for entry in tier.entries().values())
+    assert {str(name) for name in tier.entries()} == {
+        name.decode().removeprefix(chunk_name("")) for name in raw.keys(chunk_name("*"))
+    }
+
+
+def test_a_server_flushed_at_any_moment_never_gives_a_wrong_byte(raw, open_tier):
+    tier, done, chance = open_tier(), threading.Event(), random.Random(0)
+    wanted = [encoded(kv(i, n=100)) for i in range(4)]
+
+    def flush():
+        while not done.wait(0.002 * chance.random()):
+            raw.flushdb()
+
+    thread = threading.Thread(target=flush)
+    thread.start()
+    read = 0
+    for i in range(400):
+        tier.write(key(i % 4), *wanted[i % 4])
+        found = tier.read(key(i % 4), 0, 3)
+        read += found is not None
+        assert found is None or all(map(torch.equal, found[1:], wanted[i % 4][1]))
+    done.set()
+    thread.join()
+    assert read > 0
+    assert tier.counts["corrupt"] == 0
+    assert tier.write(A, *encoded(kv()))
+    tier.tidy()
+    assert tier.nbytes == sum(entry.nbytes for entry in tier.entries().values())
+
+
+def test_data_lost_between_look_up_and_read_are_a_plain_miss(server, open_tier):
+    tier = open_tier(url=server.url(), cool_down_s=0)
+    assert tier.write(A, *encoded(kv()))
+    assert A in tier.entries([A])
+    server.kill()
+    server.start()
+    assert [tier.read(A, layer) for layer in range(3)] == [None] * 3
+    assert tier.counts["corrupt"] == 0
+
+
+# others
+
+
+def test_two_processes_that_write_one_chunk_at_once_leave_one_of_both_whole(url, raw, open_tier, unit):
+    wanted = [encoded(kv(i)) for i in range(2)]
+
+    def work(pipe, i):
+        tier = RedisTier(url, 1 << 20, list)
+        pipe.recv()
+        for _ in range(150):
+            tier.write(A, *wanted[i])
+        pipe.send(tier.counts["failed"])
+
+    pairs = [forked(lambda pipe, i=i: work(pipe, i)) for i in range(2)]
+    tier, seen = open_tier(), set()
+    for _, pipe in pairs:
+        pipe.send("go")
+    while any(process.is_alive() for process, _ in pairs):
+        found = tier.read(A, 0, 3)
+        if found is not None:
+            (which,) = [i for i in range(2) if all(map(torch.equal, found[1:], wanted[i][1]))]
+            seen.add(which)
+    assert [pipe.recv() for _, pipe in pairs] == [0, 0]
+    assert seen
+    assert tier.counts["corrupt"] == 0
+    assert (tier.nbytes, raw.keys(f"{PREFIX}new:*")) == (unit, [])
+
+
+def test_machines_whose_clocks_differ_by_hours_agree_on_who_was_used_last(open_tier, unit):
+    ahead = open_tier(2 * unit, clock=lambda: time.time() + 7200)
+    behind = open_tier(2 * unit, clock=lambda: time.time() - 7200)
+    assert ahead.write(A, *encoded(kv()))
+    assert behind.write(B, *encoded(kv()))
+    for tier, hours in ((ahead, 2), (behind, -2)):
+        entries = tier.entries([A, B])
+        assert all(abs(entry.last_used - time.time() - 3600 * hours) < 60 for entry in entries.values())
+        assert list(expired(entries.values(), time.time() + 3600 * hours, ttl_s=600)) == []
+    assert behind.write(C, *encoded(kv()))
+    assert set(ahead.entries()) == {B, C}
+    assert behind.read(B, 0) is not None
+    assert ahead.write(A, *encoded(kv()))
+    assert set(behind.entries()) == {A, B}
