@@ -31,7 +31,6 @@ _Answer = TypeVar("_Answer")
 _Row = tuple[bytes, bytes]
 _MAX_LAYER_NBYTES = 512 << 20
 _TRIES = 20
-_NOTHING = "0:"
 
 
 class _Upload(NamedTuple):
@@ -78,7 +77,7 @@ class RedisTier:
         self._index.guard = self.breaker.guard
         self._described = lru_cache(64)(_described)
         self._closed, self._complaint = False, ""
-        self._ask("be opened", lambda: self._reserve(_NOTHING), False)
+        self._ask("be opened", lambda: self._index.run("weigh"), None)
 
     @property
     def nbytes(self) -> int:

@@ -215,10 +215,12 @@ def test_while_one_lists_others_look_up_read_weigh_and_write(tier, monkeypatch, 
     assert seen | {name for name, _ in pages} == {str(each).encode() for each in wanted}
 
 
-def test_a_smaller_capacity_is_kept_from_opening_on(tier, open_tier, unit):
+def test_a_smaller_capacity_drops_nothing_before_it_writes(tier, open_tier, unit):
     assert tier.write(B, *encoded(kv()))
     smaller = open_tier(unit)
-    assert set(smaller.entries()) == {B}
+    assert set(smaller.entries()) == {A, B}
+    assert smaller.write(C, *encoded(kv()))
+    assert set(smaller.entries()) == {C}
     assert smaller.nbytes == unit
 
 
