@@ -120,7 +120,7 @@ class LoadingController:
             timed = _without_slow(timed, lambda left: plan(prompt, entries, policy, ratio, lost, self.choice, left))
         base_s = timed.ttft_s
         chosen: tuple[float, Bound] = (ratio, "asked") if ratio is not None else widest(timed, deadline_s)
-        timed = timed.at(chosen[0])
+        timed = timed.at(chosen[0]).in_best_steps()
         foretold = replace(timed.found, forecast=_forecast(timed, chosen[1], deadline_s))
         return foretold if asked or not found.fetches or base_s < timed.full_s else _in_full(foretold, base_s)
 
@@ -145,12 +145,19 @@ class Timed:
         blend = Blend(found.policy, len(prompt), len(prompt) - sum(sizes), sum(chunks), share)
         if not found.fetches:
             return cls(times, found, blend, times.prefill_s(len(prompt)), 0.0)
-        count = _layers_a_read(times, blend, found.fetches)
-        ttft_s, load_s = times.ttft_s(blend, found.fetches, count), sum(times.steps_s(found.fetches, count))
-        return cls(times, replace(found, layers_a_read=count), blend, ttft_s, load_s)
+        return cls(times, found, blend, 0.0, 0.0).in_best_steps()
+
+    def in_best_steps(self) -> Timed:
+        """The same, read by as many layers together as bring the first token soonest at its ratio."""
+        times, fetches = self.times, self.found.fetches
+        if not fetches:
+            return self
+        count = _layers_a_read(times, self.blend, fetches)
+        ttft_s, load_s = times.ttft_s(self.blend, fetches, count), sum(times.steps_s(fetches, count))
+        return replace(self, found=replace(self.found, layers_a_read=count), ttft_s=ttft_s, load_s=load_s)
 
     def at(self, ratio: float) -> Timed:
-        """The same at another ratio."""
+        """The same at another ratio, read in the same steps."""
         if ratio == self.found.ratio:
             return self
         blend = replace(self.blend, ratio=ratio)
