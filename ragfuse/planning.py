@@ -5,16 +5,20 @@ What is decided is told in `plan` and `gate`; the timings are kept in the store'
 
 from __future__ import annotations
 
+import logging
 import platform
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import torch
 
 from ragfuse.asking import Ask
 from ragfuse.core import LoadPlan, Prompt, digest
+from ragfuse.errors import StoreError
 from ragfuse.gate import Booked, Hint, refusal_of
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import Progress, measure
@@ -26,16 +30,30 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.opening import open_tier
 
+log = logging.getLogger("ragfuse.engine")
+
 UNASKED = "full prefill was asked for"
+ASK_AGAIN_S = 60.0
+"""Seconds after which the book is asked again for timings: another process may have measured meanwhile."""
+
+
+@dataclass
+class _Known:
+    """Timings under one name, None if there are none, and when the book was last asked for them."""
+
+    machine: MachineProfile | None
+    asked_s: float
 
 
 class Planner:
-    """Plans an engine's prompts over its store. `booked` asks the store's book."""
+    """Plans an engine's prompts over its store. `booked` asks the store's book; `clock` gives seconds."""
 
-    def __init__(self, settings: Settings, store: KVStore, booked: Booked) -> None:
-        self._settings, self._store, self._booked = settings, store, booked
+    def __init__(
+        self, settings: Settings, store: KVStore, booked: Booked, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings, self._store, self._booked, self._clock = settings, store, booked, clock
         self._hint, self._lock = Hint(), threading.Lock()
-        self._machines: dict[str, MachineProfile | None] = {}
+        self._known: dict[str, _Known] = {}
 
     def plan(
         self,
@@ -69,19 +87,25 @@ class Planner:
         return choose_tier(n_tokens, nbytes, machine, slow, self._settings.prices.model_dump(), ratio)
 
     def machine(self, model: HFModel) -> MachineProfile | None:
-        """This machine's timings with a model, on as many threads as torch has now; None where there are none."""
+        """This machine's timings with a model, on as many threads as torch has now; None where there are none.
+
+        The book is asked once a minute at most, so that what another process measures counts here too.
+        """
         name = self._name(model.fingerprint, str(model.device), torch.get_num_threads())
         with self._lock:
-            if name not in self._machines:
-                found = self._booked(lambda book: book.get(name), None)
-                self._machines[name] = MachineProfile.from_dict(found) if found is not None else None
-            return self._machines[name]
+            known, now = self._known.get(name), self._clock()
+            if known is None or now - known.asked_s >= ASK_AGAIN_S:
+                found = self._asked(name)
+                if known is None or found not in (None, known.machine):
+                    known = self._known[name] = _Known(found, now)
+                known.asked_s = now
+            return known.machine
 
     def learn(self, machine: MachineProfile) -> None:
         """Plan by these timings from now on, here and in later processes on this store."""
         name = self._name(machine.model, machine.device, machine.threads)
         with self._lock:
-            self._machines[name] = machine
+            self._known[name] = _Known(machine, self._clock())
         self._booked(lambda book: book.put(name, machine.as_dict()), None)
 
     def measure(self, model: HFModel, stores: Sequence[str], progress: Progress) -> MachineProfile:
@@ -94,6 +118,14 @@ class Planner:
             machine = measure(model, tiers, progress)
         self.learn(machine)
         return machine
+
+    def _asked(self, name: str) -> MachineProfile | None:
+        """What the book says; a book that cannot be read is no reason not to answer."""
+        try:
+            return MachineProfile.from_dict(self._booked(lambda book: book.get(name), None))
+        except (StoreError, ValueError) as error:
+            log.warning("The timings of this machine could not be read: %s", error)
+            return None
 
     def _name(self, fingerprint: str, device: str, threads: int) -> str:
         """Timings are only as good as the machine, the libraries and the further tiers that they were taken with."""

@@ -7,8 +7,10 @@ import torch
 
 from ragfuse import Ask, Engine, Settings
 from ragfuse.core import LoadPlan
+from ragfuse.planning import ASK_AGAIN_S, Planner
 from ragfuse.profiles import MachineProfile, TierSpeed
 from tests.plan.kit import machine, with_cost
+from tests.store.kit import Clock
 from tests.tiny import ingest, messages, on_disk_only
 
 
@@ -39,6 +41,45 @@ def test_timings_are_kept_for_later_processes_and_stand_in_the_trace(tiny_settin
     assert planned.forecast is not None
     assert trace.predicted_ttft_s > 0
     assert trace.predicted_load_s > 0
+
+
+@pytest.fixture
+def server(engine):
+    """A planner over an engine's store that has run for a while, its clock, and the names it asked the book for."""
+    clock, asked = Clock(1000.0), []
+
+    def booked(use, otherwise):
+        asked.append(use)
+        return engine._booked(use, otherwise)
+
+    planner = Planner(engine.settings, engine.store, booked, clock)
+    assert planner.machine(engine.model) is None
+    return planner, clock, asked
+
+
+def test_what_another_process_measures_counts_after_a_minute(engine, tiny_settings, server):
+    planner, clock, asked = server
+    for byte_s in (1e-9, 2e-9):
+        with Engine(tiny_settings) as other:
+            other.learn(timings(other, memory=0.0, disk=byte_s))
+        before, asked[:] = planner.machine(engine.model), []
+        assert planner.machine(engine.model) == before
+        assert asked == []
+        clock.now += ASK_AGAIN_S
+        assert planner.machine(engine.model).tiers["disk"].byte_s == byte_s
+        assert len(asked) == 1
+
+
+def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine, server, caplog):
+    planner, clock, _ = server
+    planner.learn(known := timings(engine, memory=0.0, disk=1e-9))
+    engine.book.put(planner._name(known.model, known.device, known.threads), {"version": 0})
+    clock.now += ASK_AGAIN_S
+    assert planner.machine(engine.model) == known
+    engine.book.close()
+    clock.now += ASK_AGAIN_S
+    assert planner.machine(engine.model) == known
+    assert "timings of this machine could not be read" in caplog.text
 
 
 def test_timings_of_other_threads_are_not_used(engine):
