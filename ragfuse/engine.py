@@ -201,6 +201,7 @@ class Engine:
                 lost |= {gone.segment}
                 continue
             compute = time.perf_counter() - began
+            self._planner.saw(self.model, chosen, reader.load_s)
             timing = Timing(began, reader.load_s, reader.wait_s, compute - reader.wait_s)
             return Ready(chosen, prefill, timing, room)
 

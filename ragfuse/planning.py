@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
 import torch
@@ -24,6 +24,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.measure import Progress, measure
 from ragfuse.plan.controller import LoadingController, settle
 from ragfuse.plan.evict import lru
+from ragfuse.plan.seen import Seen, corrected, factors, forgotten_after, seen_after
 from ragfuse.plan.tiers import choose_tier
 from ragfuse.profiles import MACHINE_VERSION, MachineProfile, ModelProfile
 from ragfuse.settings import Settings
@@ -39,10 +40,11 @@ ASK_AGAIN_S = 60.0
 
 @dataclass
 class _Known:
-    """Timings under one name, None if there are none, and when the book was last asked for them."""
+    """Timings under one name, None if there are none, when the book was last asked for them, what was seen since."""
 
     machine: MachineProfile | None
     asked_s: float
+    seen: Seen = field(default_factory=dict)
 
 
 class Planner:
@@ -54,6 +56,7 @@ class Planner:
         self._settings, self._store, self._booked, self._clock = settings, store, booked, clock
         self._hint, self._lock = Hint(), threading.Lock()
         self._known: dict[str, _Known] = {}
+        self._around = version("torch"), version("transformers"), *settings.tiers
 
     def plan(
         self,
@@ -67,7 +70,8 @@ class Planner:
         settings = self._settings
         policy = ask.policy or settings.policy
         ratio = settings.ratio if ask.ratio is None else ask.ratio
-        controller = LoadingController(self.machine(model), profile.choice)
+        machine, corrections = self._seen(model)
+        controller = LoadingController(machine, profile.choice, corrections)
         refusal = refusal_of(profile, policy) if ask.reuse else UNASKED
         if refusal:
             return controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).refused(refusal)
@@ -80,26 +84,30 @@ class Planner:
 
     def home(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> str | None:
         """The slow tier that a new chunk belongs in; None: this machine was not measured, so all of them."""
-        machine, slow = self.machine(model), [tier.name for tier in self._store.tiers if tier.slow]
+        (machine, corrections), slow = self._seen(model), [tier.name for tier in self._store.tiers if tier.slow]
         if machine is None or len(slow) < 2:
             return None
+        machine, prices = corrected(machine, corrections), self._settings.prices.model_dump()
         ratio = settle(self._settings.policy, self._settings.ratio, profile.choice)[1]
-        return choose_tier(n_tokens, nbytes, machine, slow, self._settings.prices.model_dump(), ratio)
+        return choose_tier(n_tokens, nbytes, machine, slow, prices, ratio)
 
     def machine(self, model: HFModel) -> MachineProfile | None:
         """This machine's timings with a model, on as many threads as torch has now; None where there are none.
 
         The book is asked once a minute at most, so that what another process measures counts here too.
         """
-        name = self._name(model.fingerprint, str(model.device), torch.get_num_threads())
         with self._lock:
-            known, now = self._known.get(name), self._clock()
-            if known is None or now - known.asked_s >= ASK_AGAIN_S:
-                found = self._asked(name)
-                if known is None or found not in (None, known.machine):
-                    known = self._known[name] = _Known(found, now)
-                known.asked_s = now
-            return known.machine
+            return self._of(model).machine
+
+    def saw(self, model: HFModel, plan: LoadPlan, load_s: float) -> None:
+        """Go on from what reading took, in seconds, for a plan that was carried out."""
+        if plan.forecast is None:
+            return
+        with self._lock:
+            known, read = self._of(model), {fetch.tier for fetch in plan.fetches}
+            if known.machine is not None and known.machine.tiers.keys() >= read:
+                known.seen = seen_after(known.seen, known.machine, plan.fetches, plan.layers_a_read, load_s)
+                known.seen = forgotten_after(known.seen, [f.tier for f in plan.unread if f.tier not in read])
 
     def learn(self, machine: MachineProfile) -> None:
         """Plan by these timings from now on, here and in later processes on this store."""
@@ -119,6 +127,23 @@ class Planner:
         self.learn(machine)
         return machine
 
+    def _seen(self, model: HFModel) -> tuple[MachineProfile | None, dict[str, float]]:
+        """This machine's timings, and how many times as long tiers take by what answers took."""
+        with self._lock:
+            known = self._of(model)
+            return known.machine, factors(known.seen)
+
+    def _of(self, model: HFModel) -> _Known:
+        """What is known of a model on this machine; the lock is held."""
+        name = self._name(model.fingerprint, str(model.device), torch.get_num_threads())
+        known, now = self._known.get(name), self._clock()
+        if known is None or now - known.asked_s >= ASK_AGAIN_S:
+            found = self._asked(name)
+            if known is None or found not in (None, known.machine):
+                known = self._known[name] = _Known(found, now)
+            known.asked_s = now
+        return known
+
     def _asked(self, name: str) -> MachineProfile | None:
         """What the book says; a book that cannot be read is no reason not to answer."""
         try:
@@ -130,5 +155,5 @@ class Planner:
     def _name(self, fingerprint: str, device: str, threads: int) -> str:
         """Timings are only as good as the machine, the libraries and the further tiers that they were taken with."""
         gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-        around = digest(platform.node(), gpu, version("torch"), version("transformers"), *self._settings.tiers)
+        around = digest(platform.node(), gpu, *self._around)
         return f"machine-{fingerprint}-{device}-{threads}-{MACHINE_VERSION}-{around[:12]}"

@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from ragfuse import Ask, Engine, Settings
+from ragfuse.bench.throttle import ThrottledTier
 from ragfuse.core import LoadPlan
+from ragfuse.plan.evict import lru
+from ragfuse.plan.words import in_words
 from ragfuse.planning import ASK_AGAIN_S, Planner
 from ragfuse.profiles import MachineProfile, TierSpeed
+from ragfuse.store import DiskTier, KVStore
 from tests.plan.kit import machine, with_cost
 from tests.store.kit import Clock
 from tests.tiny import ingest, messages, on_disk_only
@@ -128,6 +132,41 @@ def test_chunks_that_load_too_slowly_are_computed_and_not_encoded_again(tiny_set
     assert answer.text == expected
     assert answer.trace.refusal.startswith("full prefill ")
     assert answer.trace.predicted_ttft_s == engine.plan(messages()).forecast.full_s
+
+
+@pytest.fixture
+def throttled(tiny_settings, tmp_path):
+    """An engine over one tier whose speed can be changed, and the seconds that one prompt takes to read at 1 MB/s."""
+    disk = DiskTier(tmp_path / "slow", 1 << 30, lru)
+    tier = ThrottledTier(disk, 1.0, name="line")
+    with Engine(tiny_settings, store=KVStore([tier])) as engine:
+        ingest(engine)
+        nbytes = sum(fetch.nbytes for fetch in engine.plan(messages()).fetches)
+        yield engine, tier, nbytes / 1e6
+    disk.close()
+
+
+@pytest.mark.parametrize("slower", [0.1, 10.0])
+def test_a_tier_of_another_speed_than_measured_is_planned_as_it_is_after_three_answers(throttled, slower):
+    engine, tier, at_1_s = throttled
+    ask = Ask(policy="hkvd", ratio=0.2, max_tokens=1)
+    tier.mbps = at_1_s / 0.1  # a prompt is read in a tenth of a second
+    engine.learn(timings(engine, line=1e-6 / tier.mbps / slower))
+    wrong = engine.plan(messages(), ask).forecast
+    assert wrong.load_s == pytest.approx(0.1 / slower, rel=0.2)
+    traces = [engine.answer(messages(), ask).trace for _ in range(3)]
+    assert (traces[0].corrections, wrong.corrections) == ((), ())
+    assert all(trace.load_s >= 0.1 for trace in traces)
+    planned = engine.plan(messages(), ask)
+    ((name, times),) = planned.forecast.corrections
+    assert name == "line"
+    assert (times < 0.5) if slower < 1 else (times > 5)
+    assert planned.forecast.load_s == pytest.approx(times * wrong.load_s)
+    assert planned.forecast.load_s >= 0.09
+    assert "Reading line is counted as " in in_words(planned)
+    assert engine.answer(messages(), ask).trace.corrections
+    engine.learn(timings(engine, line=1e-6 / tier.mbps))
+    assert engine.plan(messages(), ask).forecast.corrections == ()
 
 
 def test_a_deadline_that_cannot_be_met_is_said(engine):

@@ -7,12 +7,13 @@ where that was measured (CacheBlend 5.1).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import floor
 from types import MappingProxyType
 
 from ragfuse.core import Bound, ChunkKey, Entry, Fetch, Forecast, LoadPlan, Prompt, token_digest
 from ragfuse.plan.estimate import Blend, Estimate, is_adjustable, share_of
+from ragfuse.plan.seen import corrected
 from ragfuse.profiles import MachineProfile
 
 AUTO = "auto"
@@ -90,12 +91,14 @@ def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
 class LoadingController:
     """Plans by how long things take where `machine` was measured, and as `plan` does where it was not.
 
-    choice: as for `plan`. What was asked for by name is done, and only foretold: time is no reason then to leave a
-    chunk unread or to prefill in full, and a ratio that was given stays.
+    choice: as for `plan`. corrections: how many times as long as measured tiers take, see `plan.seen`. What was asked
+    for by name is done, and only foretold: time is no reason then to leave a chunk unread or to prefill in full, and a
+    ratio that was given stays.
     """
 
     machine: MachineProfile | None = None
     choice: tuple[str, float] | None = None
+    corrections: Mapping[str, float] = field(default_factory=dict)
 
     def plan(
         self,
@@ -114,14 +117,17 @@ class LoadingController:
         found = plan(prompt, entries, policy, ratio, lost, self.choice)
         if self.machine is None or not Estimate(self.machine).knows(found.fetches):
             return found
-        timed = Timed.of(Estimate(self.machine), found)
+        timed = Timed.of(Estimate(corrected(self.machine, self.corrections)), found)
         asked = policy != AUTO or ratio is not None
         if not asked and timed.is_loading:
             timed = _without_slow(timed, lambda left: plan(prompt, entries, policy, ratio, lost, self.choice, left))
         base_s = timed.ttft_s
         chosen: tuple[float, Bound] = (ratio, "asked") if ratio is not None else widest(timed, deadline_s)
         timed = timed.at(chosen[0]).in_best_steps()
-        foretold = replace(timed.found, forecast=_forecast(timed, chosen[1], deadline_s))
+        forecast = _forecast(timed, chosen[1], deadline_s)
+        tiers = {fetch.tier for fetch in (*timed.found.fetches, *timed.found.unread)}
+        there = tuple((tier, times) for tier, times in sorted(self.corrections.items()) if tier in tiers)
+        foretold = replace(timed.found, forecast=replace(forecast, corrections=there))
         return foretold if asked or not found.fetches or base_s < timed.full_s else _in_full(foretold, base_s)
 
 
