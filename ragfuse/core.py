@@ -327,7 +327,8 @@ class Trace:
     reused + recomputed + fresh = tokens. `recomputed_rows` are the prompt rows of cached chunks that were computed
     again in the layers after the check; `refusal` is why nothing was fused ("" when the prompt was). prefill_s is the
     time from the prompt to its first logits, predicted_ttft_s and predicted_load_s what the plan foresaw (None: it was
-    made without timings of this machine); corrections as in its `Forecast`.
+    made without timings of this machine); corrections as in its `Forecast`. promoted: chunks that were copied to a
+    faster tier in the background since the trace before this one, because they are used often.
     """
 
     model: str = ""
@@ -350,6 +351,7 @@ class Trace:
     predicted_ttft_s: float | None = None
     predicted_load_s: float | None = None
     corrections: tuple[tuple[str, float], ...] = ()
+    promoted: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

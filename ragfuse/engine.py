@@ -29,7 +29,7 @@ from ragfuse.models import quietly, resolve_llm
 from ragfuse.plan.controller import is_exact, settle
 from ragfuse.planning import Planner
 from ragfuse.profiles import MachineProfile, ModelProfile
-from ragfuse.saving import EXIT_S, Saver, Work, work_after
+from ragfuse.saving import EXIT_S, Saver, Work
 from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KnownText, KVStore
@@ -329,14 +329,17 @@ class Engine:
         end = written(ids, ask, options, self.model)
         timing = replace(ready.timing, began_s=began)
         trace = trace_of(ready.plan, ready.prefill, timing, first_s, time.perf_counter(), self.model.name)
+        trace = replace(trace, promoted=self._planner.take_promoted())
         return Answer(end.text, end.token_ids, end.reason, trace)
 
     def _save_later(self, ready: Sequence[Ready], ask: Ask) -> None:
         if ask.reuse and not self.model.profile.refusal:
-            for work in (work for each in ready for work in work_after(each.plan)):
+            for work in (work for each in ready for work in self._planner.work_after(each.plan)):
                 self._saver.submit(work)
 
     def _save(self, work: Work) -> None:
+        if work.used:
+            return self._planner.promote(self.model, work.used)
         if work.far is not None:
             self.store.promote(work.far)
             return

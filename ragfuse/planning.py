@@ -9,15 +9,16 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import islice
 
 import torch
 
 from ragfuse.asking import Ask
-from ragfuse.core import LoadPlan, Prompt, digest
+from ragfuse.core import ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.errors import StoreError
 from ragfuse.gate import Booked, Hint, refusal_of
 from ragfuse.hf.model import HFModel
@@ -25,8 +26,9 @@ from ragfuse.measure import Progress, measure
 from ragfuse.plan.controller import LoadingController, settle
 from ragfuse.plan.evict import lru
 from ragfuse.plan.seen import Seen, corrected, factors, forgotten_after, seen_after
-from ragfuse.plan.tiers import choose_tier
+from ragfuse.plan.tiers import choose_tier, promotions
 from ragfuse.profiles import MACHINE_VERSION, MachineProfile, ModelProfile
+from ragfuse.saving import Work, work_after
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.opening import open_tier
@@ -34,6 +36,8 @@ from ragfuse.store.opening import open_tier
 log = logging.getLogger("ragfuse.engine")
 
 UNASKED = "full prefill was asked for"
+PROMOTED = 2
+"""Chunks that are copied to a faster tier after one answer, at most."""
 ASK_AGAIN_S = 60.0
 """Seconds after which the book is asked again for timings: another process may have measured meanwhile."""
 
@@ -56,6 +60,7 @@ class Planner:
         self._settings, self._store, self._booked, self._clock = settings, store, booked, clock
         self._hint, self._lock = Hint(), threading.Lock()
         self._known: dict[str, _Known] = {}
+        self._promoted = 0
         self._around = version("torch"), version("transformers"), *settings.tiers
 
     def plan(
@@ -84,7 +89,7 @@ class Planner:
 
     def home(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> str | None:
         """The slow tier that a new chunk belongs in; None: this machine was not measured, so all of them."""
-        (machine, corrections), slow = self._seen(model), [tier.name for tier in self._store.tiers if tier.slow]
+        (machine, corrections), slow = self._seen(model), [tier.name for tier in self._slow]
         if machine is None or len(slow) < 2:
             return None
         machine, prices = corrected(machine, corrections), self._settings.prices.model_dump()
@@ -116,6 +121,30 @@ class Planner:
             self._known[name] = _Known(machine, self._clock())
         self._booked(lambda book: book.put(name, machine.as_dict()), None)
 
+    def work_after(self, plan: LoadPlan) -> Iterator[Work]:
+        """What is to be done in the background once a prompt is answered."""
+        yield from work_after(plan)
+        used = tuple(fetch.key for fetch in (*plan.fetches, *plan.unread))
+        if used and plan.forecast is not None and len(self._slow) > 1:
+            yield Work((), (), used=used)
+
+    def promote(self, model: HFModel, keys: Sequence[ChunkKey]) -> None:
+        """Copy those of these chunks that are hit often to a faster tier that has room, a few; see `plan.tiers`."""
+        machine, corrections = self._seen(model)
+        if machine is None:
+            return
+        entries = [entry for tier in self._store.tiers for entry in tier.entries(keys).values()]
+        room = {tier.name: tier.capacity - tier.nbytes for tier in self._slow}
+        pinned = {entry.key for entry in entries if entry.pinned}
+        for key, tier in islice(promotions(entries, corrected(machine, corrections), room), PROMOTED):
+            self._copy(key, self._store.tier(tier), key in pinned)
+
+    def take_promoted(self) -> int:
+        """Chunks that were copied to a faster tier since this was last asked."""
+        with self._lock:
+            taken, self._promoted = self._promoted, 0
+            return taken
+
     def measure(self, model: HFModel, stores: Sequence[str], progress: Progress) -> MachineProfile:
         """New timings, of the store's own tiers and of those at the URLs; learned."""
         with ExitStack() as opened:
@@ -126,6 +155,22 @@ class Planner:
             machine = measure(model, tiers, progress)
         self.learn(machine)
         return machine
+
+    @property
+    def _slow(self) -> list[Tier]:
+        return [tier for tier in self._store.tiers if tier.slow]
+
+    def _copy(self, key: ChunkKey, tier: Tier, pinned: bool) -> None:
+        """Keep a chunk in a faster tier too; what cannot be read or kept stays as it is."""
+        whole = self._store.read_whole(key)
+        if whole is None or not self._store.write_whole(key, *whole, tier):
+            return
+        if pinned:
+            tier.pin([key], True)
+        tier.counts.add("promoted")
+        log.info("Promoted %s to tier %s, as it is used often", key, tier.name)
+        with self._lock:
+            self._promoted += 1
 
     def _seen(self, model: HFModel) -> tuple[MachineProfile | None, dict[str, float]]:
         """This machine's timings, and how many times as long tiers take by what answers took."""

@@ -9,8 +9,9 @@ from ragfuse import Ask, Engine, Settings
 from ragfuse.bench.throttle import ThrottledTier
 from ragfuse.core import LoadPlan
 from ragfuse.plan.evict import lru
+from ragfuse.plan.tiers import OFTEN
 from ragfuse.plan.words import in_words
-from ragfuse.planning import ASK_AGAIN_S, Planner
+from ragfuse.planning import ASK_AGAIN_S, PROMOTED, Planner
 from ragfuse.profiles import MachineProfile, TierSpeed
 from ragfuse.store import DiskTier, KVStore
 from tests.plan.kit import machine, with_cost
@@ -167,6 +168,70 @@ def test_a_tier_of_another_speed_than_measured_is_planned_as_it_is_after_three_a
     assert engine.answer(messages(), ask).trace.corrections
     engine.learn(timings(engine, line=1e-6 / tier.mbps))
     assert engine.plan(messages(), ask).forecast.corrections == ()
+
+
+@pytest.fixture
+def bucket(tiny_settings, tmp_path) -> Settings:
+    """Settings of an engine whose chunks all lie in an object tier behind the disk, and in no other."""
+    settings = tiny_settings.model_copy(update={"tiers": (f"file://{tmp_path}/bucket",)})
+    with Engine(settings) as engine:
+        ingest(engine)
+        engine.flush()
+        assert engine.store.move_all({entry.key for entry in engine.store.entries()}, "objects").failed == 0
+    return settings
+
+
+SLOW_OBJECTS = {"memory": 0.0, "disk": 1e-9, "objects": 1e-5}
+QUICKLY = Ask(policy="hkvd", ratio=0.2, max_tokens=1)
+
+
+def tiers_of(engine: Engine) -> list[str]:
+    return [fetch.tier for fetch in engine.plan(messages(), QUICKLY).fetches]
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1 << 24])
+def test_chunks_that_are_used_often_come_from_objects_to_disk_in_the_background(bucket, memory_bytes):
+    with Engine(bucket.model_copy(update={"memory_bytes": memory_bytes})) as engine:
+        engine.learn(timings(engine, **SLOW_OBJECTS))
+        assert set(tiers_of(engine)) == {"objects"}
+        promoted = []
+        for hits in range(1, OFTEN + 5):
+            answer = engine.answer(messages(), QUICKLY)
+            engine.flush()
+            promoted.append(answer.trace.promoted)
+            copied = engine.store.tier("disk").counts["promoted"]
+            assert copied == min(len(answer.trace.segments), PROMOTED * max(0, hits - OFTEN + 1))
+        promoted.append(engine.answer(messages(), QUICKLY).trace.promoted)
+        assert promoted[: OFTEN - 1] == [0] * (OFTEN - 1)
+        assert sum(promoted) == len(answer.trace.segments)
+    with on_disk_only(bucket) as later:
+        later.learn(timings(later, **SLOW_OBJECTS))
+        assert set(tiers_of(later)) == {"disk"}
+        trace = later.answer(messages(), QUICKLY).trace
+        assert {segment.tier for segment in trace.segments if segment.hit} == {"disk"}
+        assert later.store.tier("disk").entries().keys() < later.store.tier("objects").entries().keys()
+
+
+def test_a_pinned_chunk_is_pinned_where_it_comes_to(bucket):
+    with on_disk_only(bucket) as engine:
+        engine.learn(timings(engine, **SLOW_OBJECTS))
+        keys = [fetch.key for fetch in engine.plan(messages(), QUICKLY).fetches]
+        engine.store.tier("objects").pin(keys, True)
+        for _ in range(OFTEN):
+            engine.answer(messages(), QUICKLY)
+        engine.flush()
+        assert [entry.pinned for entry in engine.store.tier("disk").entries(keys).values()] == [True] * PROMOTED
+
+
+@pytest.mark.parametrize("speeds", [{}, {"memory": 0.0, "disk": 1e-5, "objects": 1e-9}])
+def test_nothing_is_promoted_unmeasured_or_to_a_tier_that_is_no_sooner(bucket, speeds):
+    with on_disk_only(bucket) as engine:
+        if speeds:
+            engine.learn(timings(engine, **speeds))
+        for _ in range(OFTEN + 1):
+            engine.answer(messages(), QUICKLY)
+        engine.flush()
+        assert set(tiers_of(engine)) == {"objects"}
 
 
 def test_a_deadline_that_cannot_be_met_is_said(engine):
