@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import islice
 
@@ -85,7 +85,8 @@ class Planner:
         if found.fetches or found.refusal:
             self._hint.give(profile, policy, settings.model)
             return found
-        return found.refused("nothing of it is in the store" if keys else "it holds no chunk that is long enough")
+        why = "nothing of it is in the store" if keys else "it holds no chunk that is long enough"
+        return replace(found.refused(why), misses=found.misses)
 
     def home(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> str | None:
         """The slow tier that a new chunk belongs in; None: this machine was not measured, so all of them."""

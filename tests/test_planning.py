@@ -16,7 +16,7 @@ from ragfuse.profiles import MachineProfile, TierSpeed
 from ragfuse.store import DiskTier, KVStore
 from tests.plan.kit import machine, with_cost
 from tests.store.kit import Clock
-from tests.tiny import ingest, messages, on_disk_only
+from tests.tiny import CHUNKS, ingest, messages, on_disk_only
 
 
 def timings(engine: Engine, **speeds: float) -> MachineProfile:
@@ -92,6 +92,13 @@ def test_timings_of_other_threads_are_not_used(engine):
     other = timings(engine, memory=0.0, disk=1e-9)
     engine.learn(replace(other, threads=other.threads + 1))
     assert engine.plan(messages()).forecast is None
+
+
+def test_every_chunk_that_is_missed_is_told_also_where_all_are(engine):
+    found = engine.plan(messages())
+    assert found.refusal == "nothing of it is in the store"
+    assert in_words(found).count("miss (not in the store)") == len(found.misses) == len(CHUNKS) + 1
+    assert not in_words(engine.plan(messages(), Ask(reuse=False))).count("miss")
 
 
 def test_a_plan_reads_and_computes_nothing(engine):

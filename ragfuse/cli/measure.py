@@ -28,6 +28,7 @@ from ragfuse.cli.options import (
     write_json,
 )
 from ragfuse.errors import InputError
+from ragfuse.plan.words import in_words, needs
 
 if TYPE_CHECKING:
     from ragfuse.core import LoadPlan
@@ -88,7 +89,6 @@ def explain(
     with console.status("loading the model"):
         from ragfuse.cli.library import Library
         from ragfuse.engine import Ask, Engine
-        from ragfuse.plan.words import in_words
 
         library, engine = Library(settings, index), Engine(settings)
     with engine:
@@ -139,9 +139,10 @@ def _as_dict(plan: LoadPlan) -> dict[str, Any]:
             row: dict[str, Any] = {"source": segment.source, "kind": segment.kind, "n_tokens": len(segment.tokens)}
             row |= {"hit": any(f.segment == at for f in plan.fetches), "why": misses.get(at, "")}
             row |= {"tier": fetch.tier if fetch else "", "nbytes": fetch.nbytes if fetch else 0}
+            row |= {"level": fetch.level if fetch else "", "encoded": fetch.key.encoded if fetch else ""}
             rows.append({**row, "predicted_load_s": load_s, "predicted_compute_s": compute_s})
     forecast = asdict(plan.forecast) if plan.forecast is not None else None
     if forecast is not None:
         del forecast["segments"]
-    told = {"policy": plan.policy, "ratio": plan.ratio, "refusal": plan.refusal}
+    told = {"policy": plan.policy, "needs": needs(plan), "ratio": plan.ratio, "refusal": plan.refusal}
     return {**told, "tokens": len(plan.prompt), "segments": rows, "forecast": forecast}
