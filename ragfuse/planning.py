@@ -18,7 +18,7 @@ from itertools import islice
 import torch
 
 from ragfuse.asking import Ask
-from ragfuse.core import ChunkKey, LoadPlan, Prompt, digest
+from ragfuse.core import ChunkKey, Entry, LoadPlan, Prompt, digest
 from ragfuse.errors import StoreError
 from ragfuse.gate import Booked, Hint, refusal_of
 from ragfuse.hf.model import HFModel
@@ -81,7 +81,7 @@ class Planner:
         if refusal:
             return controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).refused(refusal)
         keys = [key for segment in prompt.segments for key in segment.keys]
-        found = controller.plan(prompt, self._store.lookup(keys), policy, ratio, lost, ask.deadline_s)
+        found = controller.plan(prompt, self._entries(keys), policy, ratio, lost, ask.deadline_s)
         if found.fetches or found.refusal:
             self._hint.give(profile, policy, settings.model)
             return found
@@ -157,6 +157,11 @@ class Planner:
         self.learn(machine)
         return machine
 
+    def _entries(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Entry]:
+        """What the store has of these, at the level that it reads: others' bytes are not counted."""
+        level, found = self._store.codec.name, self._store.lookup(keys)
+        return {key: _at(entry, level) if level in entry.sizes else entry for key, entry in found.items()}
+
     @property
     def _slow(self) -> list[Tier]:
         return [tier for tier in self._store.tiers if tier.slow]
@@ -203,3 +208,8 @@ class Planner:
         gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
         around = digest(platform.node(), gpu, *self._around)
         return f"machine-{fingerprint}-{device}-{threads}-{MACHINE_VERSION}-{around[:12]}"
+
+
+def _at(entry: Entry, level: str) -> Entry:
+    """The entry with what one level takes."""
+    return replace(entry, sizes={level: entry.sizes[level]}) if len(entry.sizes) > 1 else entry

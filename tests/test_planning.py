@@ -101,6 +101,17 @@ def test_every_chunk_that_is_missed_is_told_also_where_all_are(engine):
     assert not in_words(engine.plan(messages(), Ask(reuse=False))).count("miss")
 
 
+def test_of_an_entry_in_several_levels_the_one_that_is_read_counts(engine, monkeypatch):
+    ingest(engine)
+    fetches, lookup = engine.plan(messages()).fetches, engine.store.lookup
+
+    def several(keys):
+        return {key: replace(entry, sizes={"small": 1, **entry.sizes}) for key, entry in lookup(keys).items()}
+
+    monkeypatch.setattr(engine.store, "lookup", several)
+    assert engine.plan(messages()).fetches == fetches
+
+
 def test_a_plan_reads_and_computes_nothing(engine):
     ingest(engine)
     before = engine.store.stats()

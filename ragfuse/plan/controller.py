@@ -54,6 +54,8 @@ def plan(
             misses.append((index, "not in the store"))
         elif entry.n_tokens != len(segment.tokens):
             misses.append((index, f"its entry holds {entry.n_tokens} tokens"))
+        elif not entry.nbytes:
+            misses.append((index, "its entry holds nothing"))
         else:
             level, nbytes = next(iter(entry.sizes.items()))
             fetch = Fetch(index, entry.key, entry.tier, level, nbytes)
