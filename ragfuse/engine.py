@@ -36,6 +36,7 @@ from ragfuse.store import Book, KnownText, KVStore
 from ragfuse.streaming import AnswerStream
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, pieces
+from ragfuse.timings import Timings
 from ragfuse.tracing import Timing, trace_of
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
@@ -85,7 +86,8 @@ class Engine:
         self.store = store if store is not None else open_kept(self.settings)
         self._model, self._lock = model, threading.Lock()
         self._known: KnownChunks | None = None
-        self._profiles, self._planner = Profiles(self._booked), Planner(self.settings, self.store, self._booked)
+        self._profiles, self._timings = Profiles(self._booked), Timings(self.settings.tiers, self._booked)
+        self._planner = Planner(self.settings, self.store, self._timings)
         self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
         self.marker = Marker(self._secret())
@@ -201,7 +203,7 @@ class Engine:
                 lost |= {gone.segment}
                 continue
             compute = time.perf_counter() - began
-            self._planner.saw(self.model, chosen, reader.load_s)
+            self._timings.saw(self.model, chosen, reader.load_s)
             timing = Timing(began, reader.load_s, reader.wait_s, compute - reader.wait_s)
             return Ready(chosen, prefill, timing, room)
 
@@ -247,7 +249,7 @@ class Engine:
     def learn(self, profile: ModelProfile | MachineProfile) -> None:
         """Go on with what was found out about the model or this machine, here and in later processes on this store."""
         if isinstance(profile, MachineProfile):
-            self._planner.learn(profile)
+            self._timings.learn(profile)
             return
         self._learned = profile
         self._profiles.put(profile)

@@ -22,7 +22,7 @@ NOUNS = {"core", "errors", "settings"}
 BELOW_ENGINE = {"text", "codec", "plan", "fuse", "sessions", "jobs", "profiles", "store", "hf", "load", "measure"}
 # floor 4
 ENGINE = {"adapters", "asking", "encoding", "engine", "gate", "models", "planning", "saving", "sharing", "streaming"}
-ENGINE |= {"keeping", "tracing"}
+ENGINE |= {"keeping", "timings", "tracing"}
 EVERYTHING = {*NOUNS, *BELOW_ENGINE, *ENGINE}
 
 # Room -> what it may import of ragfuse besides itself; "plan.adapt" is one file of a room.

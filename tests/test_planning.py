@@ -11,20 +11,11 @@ from ragfuse.core import LoadPlan
 from ragfuse.plan.evict import lru
 from ragfuse.plan.tiers import OFTEN
 from ragfuse.plan.words import in_words
-from ragfuse.planning import ASK_AGAIN_S, PROMOTED, Planner
-from ragfuse.profiles import MachineProfile, TierSpeed
+from ragfuse.planning import PROMOTED
+from ragfuse.profiles import TierSpeed
 from ragfuse.store import DiskTier, KVStore
-from tests.plan.kit import machine, with_cost
-from tests.store.kit import Clock
+from tests.plan.kit import machine, timings
 from tests.tiny import CHUNKS, ingest, messages, on_disk_only
-
-
-def timings(engine: Engine, **speeds: float) -> MachineProfile:
-    """Round figures for the engine's own model: fusing is fast, and tiers take so many seconds a byte."""
-    tiers = {name: TierSpeed(1e-4, 0.0, byte_s, is_ahead=name != "memory") for name, byte_s in speeds.items()}
-    quick = with_cost(machine(), fixed_s=1e-4, row_s=1e-5, score_s=0.0, check_s=0.0)
-    known = {"model": engine.model.fingerprint, "device": str(engine.model.device), "n_layers": engine.model.n_layers}
-    return replace(quick, threads=torch.get_num_threads(), tiers=tiers, **known)
 
 
 def test_without_timings_nothing_is_foretold(engine):
@@ -46,45 +37,6 @@ def test_timings_are_kept_for_later_processes_and_stand_in_the_trace(tiny_settin
     assert planned.forecast is not None
     assert trace.predicted_ttft_s > 0
     assert trace.predicted_load_s > 0
-
-
-@pytest.fixture
-def server(engine):
-    """A planner over an engine's store that has run for a while, its clock, and the names it asked the book for."""
-    clock, asked = Clock(1000.0), []
-
-    def booked(use, otherwise):
-        asked.append(use)
-        return engine._booked(use, otherwise)
-
-    planner = Planner(engine.settings, engine.store, booked, clock)
-    assert planner.machine(engine.model) is None
-    return planner, clock, asked
-
-
-def test_what_another_process_measures_counts_after_a_minute(engine, tiny_settings, server):
-    planner, clock, asked = server
-    for byte_s in (1e-9, 2e-9):
-        with Engine(tiny_settings) as other:
-            other.learn(timings(other, memory=0.0, disk=byte_s))
-        before, asked[:] = planner.machine(engine.model), []
-        assert planner.machine(engine.model) == before
-        assert asked == []
-        clock.now += ASK_AGAIN_S
-        assert planner.machine(engine.model).tiers["disk"].byte_s == byte_s
-        assert len(asked) == 1
-
-
-def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine, server, caplog):
-    planner, clock, _ = server
-    planner.learn(known := timings(engine, memory=0.0, disk=1e-9))
-    engine.book.put(planner._name(known.model, known.device, known.threads), {"version": 0})
-    clock.now += ASK_AGAIN_S
-    assert planner.machine(engine.model) == known
-    engine.book.close()
-    clock.now += ASK_AGAIN_S
-    assert planner.machine(engine.model) == known
-    assert "timings of this machine could not be read" in caplog.text
 
 
 def test_timings_of_other_threads_are_not_used(engine):
