@@ -242,6 +242,7 @@ class Forecast:
     load_s: all that is read, one after the other. recompute_s: all that is computed, were every byte at hand. ttft_s:
     until the first logits, one behind the other. full_s: full prefill. segments: (segment, seconds to read it, seconds
     to compute its rows) of all that could be reused; those that are left unread say what reading would take.
+    corrections: (tier, times) of tiers that lately took so many times as long as measured; all of this counts with it.
     """
 
     load_s: float
@@ -251,6 +252,7 @@ class Forecast:
     bound: Bound = "floor"
     deadline_s: float | None = None
     segments: tuple[tuple[int, float, float], ...] = ()
+    corrections: tuple[tuple[str, float], ...] = ()
 
     @property
     def is_late(self) -> bool:
@@ -325,7 +327,8 @@ class Trace:
     reused + recomputed + fresh = tokens. `recomputed_rows` are the prompt rows of cached chunks that were computed
     again in the layers after the check; `refusal` is why nothing was fused ("" when the prompt was). prefill_s is the
     time from the prompt to its first logits, predicted_ttft_s and predicted_load_s what the plan foresaw (None: it was
-    made without timings of this machine).
+    made without timings of this machine); corrections as in its `Forecast`. promoted: chunks that were copied to a
+    faster tier in the background since the trace before this one, because they are used often.
     """
 
     model: str = ""
@@ -347,6 +350,8 @@ class Trace:
     recomputed_rows: tuple[int, ...] = field(default=(), repr=False)
     predicted_ttft_s: float | None = None
     predicted_load_s: float | None = None
+    corrections: tuple[tuple[str, float], ...] = ()
+    promoted: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -29,13 +29,14 @@ from ragfuse.models import quietly, resolve_llm
 from ragfuse.plan.controller import is_exact, settle
 from ragfuse.planning import Planner
 from ragfuse.profiles import MachineProfile, ModelProfile
-from ragfuse.saving import EXIT_S, Saver, Work, work_after
+from ragfuse.saving import EXIT_S, Saver, Work
 from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KnownText, KVStore
 from ragfuse.streaming import AnswerStream
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, pieces
+from ragfuse.timings import Timings
 from ragfuse.tracing import Timing, trace_of
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
@@ -85,7 +86,8 @@ class Engine:
         self.store = store if store is not None else open_kept(self.settings)
         self._model, self._lock = model, threading.Lock()
         self._known: KnownChunks | None = None
-        self._profiles, self._planner = Profiles(self._booked), Planner(self.settings, self.store, self._booked)
+        self._profiles, self._timings = Profiles(self._booked), Timings(self.settings.tiers, self._booked)
+        self._planner = Planner(self.settings, self.store, self._timings)
         self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
         self.marker = Marker(self._secret())
@@ -202,6 +204,7 @@ class Engine:
                 lost |= {gone.segment}
                 continue
             compute = time.perf_counter() - began
+            self._timings.saw(self.model, chosen, reader.load_s)
             timing = Timing(began, reader.load_s, reader.wait_s, compute - reader.wait_s)
             return Ready(chosen, prefill, timing, room)
 
@@ -247,7 +250,7 @@ class Engine:
     def learn(self, profile: ModelProfile | MachineProfile) -> None:
         """Go on with what was found out about the model or this machine, here and in later processes on this store."""
         if isinstance(profile, MachineProfile):
-            self._planner.learn(profile)
+            self._timings.learn(profile)
             return
         self._learned = profile
         self._profiles.put(profile)
@@ -329,14 +332,17 @@ class Engine:
         end = written(ids, ask, options, self.model)
         timing = replace(ready.timing, began_s=began)
         trace = trace_of(ready.plan, ready.prefill, timing, first_s, time.perf_counter(), self.model.name)
+        trace = replace(trace, promoted=self._planner.take_promoted())
         return Answer(end.text, end.token_ids, end.reason, trace)
 
     def _save_later(self, ready: Sequence[Ready], ask: Ask) -> None:
         if ask.reuse and not self.model.profile.refusal:
-            for work in (work for each in ready for work in work_after(each.plan)):
+            for work in (work for each in ready for work in self._planner.work_after(each.plan)):
                 self._saver.submit(work)
 
     def _save(self, work: Work) -> None:
+        if work.used:
+            return self._planner.promote(self.model, work.used)
         if work.far is not None:
             self.store.promote(work.far)
             return

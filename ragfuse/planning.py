@@ -1,41 +1,47 @@
 """How one engine plans: by its model's verdict, by what was asked, and by this machine's timings where it has any.
 
-What is decided is told in `plan` and `gate`; the timings are kept in the store's book.
+What is decided is told in `plan` and `gate`, how timings are kept in `timings.py`.
 """
 
 from __future__ import annotations
 
-import platform
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from importlib.metadata import version
-
-import torch
+from dataclasses import replace
+from itertools import islice
 
 from ragfuse.asking import Ask
-from ragfuse.core import LoadPlan, Prompt, digest
-from ragfuse.gate import Booked, Hint, refusal_of
+from ragfuse.core import ChunkKey, Entry, LoadPlan, Prompt
+from ragfuse.gate import Hint, refusal_of
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import Progress, measure
 from ragfuse.plan.controller import LoadingController, settle
 from ragfuse.plan.evict import lru
-from ragfuse.plan.tiers import choose_tier
-from ragfuse.profiles import MACHINE_VERSION, MachineProfile, ModelProfile
+from ragfuse.plan.tiers import choose_tier, promotions
+from ragfuse.profiles import MachineProfile, ModelProfile
+from ragfuse.saving import Work, work_after
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.opening import open_tier
+from ragfuse.timings import Timings
+
+log = logging.getLogger("ragfuse.engine")
 
 UNASKED = "full prefill was asked for"
+PROMOTED = 2
+"""Chunks that are copied to a faster tier after one answer, at most."""
 
 
 class Planner:
-    """Plans an engine's prompts over its store. `booked` asks the store's book."""
+    """Plans an engine's prompts over its store, by `timings` where this machine was measured."""
 
-    def __init__(self, settings: Settings, store: KVStore, booked: Booked) -> None:
-        self._settings, self._store, self._booked = settings, store, booked
+    def __init__(self, settings: Settings, store: KVStore, timings: Timings) -> None:
+        self.timings = timings
+        self._settings, self._store = settings, store
         self._hint, self._lock = Hint(), threading.Lock()
-        self._machines: dict[str, MachineProfile | None] = {}
+        self._promoted = 0
 
     def plan(
         self,
@@ -49,40 +55,51 @@ class Planner:
         settings = self._settings
         policy = ask.policy or settings.policy
         ratio = settings.ratio if ask.ratio is None else ask.ratio
-        controller = LoadingController(self.machine(model), profile.choice)
+        machine, corrections = self.timings.now(model)
+        controller = LoadingController(machine, profile.choice, corrections)
         refusal = refusal_of(profile, policy) if ask.reuse else UNASKED
         if refusal:
             return controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).refused(refusal)
         keys = [key for segment in prompt.segments for key in segment.keys]
-        found = controller.plan(prompt, self._store.lookup(keys), policy, ratio, lost, ask.deadline_s)
+        found = controller.plan(prompt, self._entries(keys), policy, ratio, lost, ask.deadline_s)
         if found.fetches or found.refusal:
             self._hint.give(profile, policy, settings.model)
             return found
-        return found.refused("nothing of it is in the store" if keys else "it holds no chunk that is long enough")
+        why = "nothing of it is in the store" if keys else "it holds no chunk that is long enough"
+        return replace(found.refused(why), misses=found.misses)
 
     def home(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> str | None:
         """The slow tier that a new chunk belongs in; None: this machine was not measured, so all of them."""
-        machine, slow = self.machine(model), [tier.name for tier in self._store.tiers if tier.slow]
+        machine, slow = self.timings.corrected(model), [tier.name for tier in self._slow]
         if machine is None or len(slow) < 2:
             return None
+        prices = self._settings.prices.model_dump()
         ratio = settle(self._settings.policy, self._settings.ratio, profile.choice)[1]
-        return choose_tier(n_tokens, nbytes, machine, slow, self._settings.prices.model_dump(), ratio)
+        return choose_tier(n_tokens, nbytes, machine, slow, prices, ratio)
 
-    def machine(self, model: HFModel) -> MachineProfile | None:
-        """This machine's timings with a model, on as many threads as torch has now; None where there are none."""
-        name = self._name(model.fingerprint, str(model.device), torch.get_num_threads())
-        with self._lock:
-            if name not in self._machines:
-                found = self._booked(lambda book: book.get(name), None)
-                self._machines[name] = MachineProfile.from_dict(found) if found is not None else None
-            return self._machines[name]
+    def work_after(self, plan: LoadPlan) -> Iterator[Work]:
+        """What is to be done in the background once a prompt is answered."""
+        yield from work_after(plan)
+        used = tuple(fetch.key for fetch in (*plan.fetches, *plan.unread))
+        if used and plan.forecast is not None and len(self._slow) > 1:
+            yield Work((), (), used=used)
 
-    def learn(self, machine: MachineProfile) -> None:
-        """Plan by these timings from now on, here and in later processes on this store."""
-        name = self._name(machine.model, machine.device, machine.threads)
+    def promote(self, model: HFModel, keys: Sequence[ChunkKey]) -> None:
+        """Copy those of these chunks that are hit often to a faster tier that has room, a few; see `plan.tiers`."""
+        machine = self.timings.corrected(model)
+        if machine is None:
+            return
+        entries = [entry for tier in self._store.tiers for entry in tier.entries(keys).values()]
+        room = {tier.name: tier.capacity - tier.nbytes for tier in self._slow}
+        pinned = {entry.key for entry in entries if entry.pinned}
+        for key, tier in islice(promotions(entries, machine, room), PROMOTED):
+            self._copy(key, self._store.tier(tier), key in pinned)
+
+    def take_promoted(self) -> int:
+        """Chunks that were copied to a faster tier since this was last asked."""
         with self._lock:
-            self._machines[name] = machine
-        self._booked(lambda book: book.put(name, machine.as_dict()), None)
+            taken, self._promoted = self._promoted, 0
+            return taken
 
     def measure(self, model: HFModel, stores: Sequence[str], progress: Progress) -> MachineProfile:
         """New timings, of the store's own tiers and of those at the URLs; learned."""
@@ -92,11 +109,31 @@ class Planner:
                 tiers.append(open_tier(url, self._settings, lru, [tier.name for tier in tiers]))
                 opened.callback(getattr(tiers[-1], "close", lambda: None))
             machine = measure(model, tiers, progress)
-        self.learn(machine)
+        self.timings.learn(machine)
         return machine
 
-    def _name(self, fingerprint: str, device: str, threads: int) -> str:
-        """Timings are only as good as the machine, the libraries and the further tiers that they were taken with."""
-        gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
-        around = digest(platform.node(), gpu, version("torch"), version("transformers"), *self._settings.tiers)
-        return f"machine-{fingerprint}-{device}-{threads}-{MACHINE_VERSION}-{around[:12]}"
+    def _entries(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Entry]:
+        """What the store has of these, at the level that it reads: others' bytes are not counted."""
+        level, found = self._store.codec.name, self._store.lookup(keys)
+        return {key: _at(entry, level) if level in entry.sizes else entry for key, entry in found.items()}
+
+    @property
+    def _slow(self) -> list[Tier]:
+        return [tier for tier in self._store.tiers if tier.slow]
+
+    def _copy(self, key: ChunkKey, tier: Tier, pinned: bool) -> None:
+        """Keep a chunk in a faster tier too; what cannot be read or kept stays as it is."""
+        whole = self._store.read_whole(key)
+        if whole is None or not self._store.write_whole(key, *whole, tier):
+            return
+        if pinned:
+            tier.pin([key], True)
+        tier.counts.add("promoted")
+        log.info("Promoted %s to tier %s, as it is used often", key, tier.name)
+        with self._lock:
+            self._promoted += 1
+
+
+def _at(entry: Entry, level: str) -> Entry:
+    """The entry with what one level takes."""
+    return replace(entry, sizes={level: entry.sizes[level]}) if len(entry.sizes) > 1 else entry

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -15,7 +15,7 @@ from ragfuse.core import RopeLayout
 
 PROFILE_VERSION = 2
 """Version of ModelProfile."""
-MACHINE_VERSION = 3
+MACHINE_VERSION = 4
 """Version of MachineProfile."""
 
 
@@ -70,8 +70,13 @@ class ModelProfile:
         return cls(**{**data, "rope": tuple(specs), "windows": tuple(data["windows"])})
 
 
+HELD_UP_S = 3e-4
+"""By how much a read of a thread holds up the model, where it was not measured: 70 to 300 us were seen on CPUs. With
+6 chunks in 7 steps 200 us more are 8 ms."""
+
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
+Warmth = Literal["cold", "warm", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class TierSpeed:
     """How long one tier takes, in seconds: to open an entry, for each read of it, for each byte; and to write.
 
     is_ahead: whether a thread reads it ahead of fusing. points: (reads, bytes, seconds) of the entries that were read.
+    reads: whether the medium gave them (cold) or this machine's memory did (warm).
     """
 
     open_s: Seconds
@@ -88,6 +94,7 @@ class TierSpeed:
     write_byte_s: Seconds = 0.0
     is_ahead: bool = True
     points: tuple[tuple[Count, Count, Seconds], ...] = ()
+    reads: Warmth = "unknown"
 
 
 @dataclass(frozen=True)
@@ -95,8 +102,9 @@ class FusedCost:
     """What a fused prefill takes whose cached KV is at hand, in seconds; `plan.estimate` says what each is counted in.
 
     fixed_s: any prefill. row_s: a row computed in every layer. score_s: such a row and one token of the prompt, for its
-    attention. placed_s: a cached row put in place. check_s, check_row_s: policies that check, and each row that they
-    look at. look_s, look_token_s: policies that look at attention first, and each token of the prompt.
+    attention. placed_s: a cached row put in place, from memory; an accelerator's is copied to it in that time, too.
+    check_s, check_row_s: policies that check, and each row that they look at. look_s, look_token_s: policies that look
+    at attention first, and each token of the prompt.
     """
 
     fixed_s: Seconds
@@ -126,7 +134,7 @@ class MachineProfile:
     """Timings of one model on one machine: full prefill, fused prefills, tiers by name.
 
     model: its fingerprint. prefill: seconds of full prefill of L tokens, as a + b L + c L^2. Points are what was
-    measured, curves what was fitted to them.
+    measured, curves what was fitted to them. held_up_s: by how much each read of a thread holds up the model.
     """
 
     model: str
@@ -139,6 +147,7 @@ class MachineProfile:
     tiers: Mapping[str, TierSpeed] = field(default_factory=dict)
     prefill_points: tuple[tuple[Count, Seconds], ...] = ()
     fused_points: tuple[FusedPoint, ...] = ()
+    held_up_s: Seconds = HELD_UP_S
     version: int = MACHINE_VERSION
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Chunks that a question met and the store lacked, or had too far away: seen to after the answer, in the background.
 
-What to encode and behind which prefix is told here; how, by the engine.
+What to encode and behind which prefix is told here; how, by the engine; what is promoted, by `planning.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Work:
     """A run to encode behind `prefix`, the text it was made from ("": a prompt's own beginning), and its source.
 
     far: the run is in the store under this key and was computed all the same, as it loads too slowly from where it is.
+    used: nothing is to be encoded; these chunks were used, and may have come to deserve a faster tier.
     """
 
     tokens: tuple[int, ...]
@@ -35,6 +36,7 @@ class Work:
     text: str = ""
     source: str = ""
     far: ChunkKey | None = None
+    used: tuple[ChunkKey, ...] = ()
 
 
 def work_after(plan: LoadPlan) -> Iterator[Work]:

@@ -51,6 +51,7 @@ def trace_of(
         recomputed_rows=rows,
         predicted_ttft_s=foreseen.ttft_s if foreseen is not None else None,
         predicted_load_s=foreseen.load_s if foreseen is not None else None,
+        corrections=foreseen.corrections if foreseen is not None else (),
     )
 
 

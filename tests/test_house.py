@@ -22,7 +22,7 @@ NOUNS = {"core", "errors", "settings"}
 BELOW_ENGINE = {"text", "codec", "plan", "fuse", "sessions", "jobs", "profiles", "store", "hf", "load", "measure"}
 # floor 4
 ENGINE = {"adapters", "asking", "encoding", "engine", "gate", "models", "planning", "saving", "sharing", "streaming"}
-ENGINE |= {"keeping", "tracing"}
+ENGINE |= {"keeping", "timings", "tracing"}
 EVERYTHING = {*NOUNS, *BELOW_ENGINE, *ENGINE}
 
 # Room -> what it may import of ragfuse besides itself; "plan.adapt" is one file of a room.
@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "store": {*NOUNS, "codec", "profiles"},
     "hf": {*NOUNS, "fuse", "profiles"},
     "load": {*NOUNS, "store", "plan.steps", "plan.adapt"},
-    "measure": {*NOUNS, "store", "hf", "fuse", "plan.estimate", "profiles"},
+    "measure": {*NOUNS, "store", "hf", "fuse", "load", "plan.estimate", "plan.steps", "profiles"},
     "adapters": NOUNS,
     "models": {*NOUNS, "adapters"},
     "engine": EVERYTHING,

@@ -6,18 +6,16 @@ import pytest
 import torch
 
 from ragfuse import Ask, Engine, Settings
+from ragfuse.bench.throttle import ThrottledTier
 from ragfuse.core import LoadPlan
-from ragfuse.profiles import MachineProfile, TierSpeed
-from tests.plan.kit import machine, with_cost
-from tests.tiny import ingest, messages, on_disk_only
-
-
-def timings(engine: Engine, **speeds: float) -> MachineProfile:
-    """Round figures for the engine's own model: fusing is fast, and tiers take so many seconds a byte."""
-    tiers = {name: TierSpeed(1e-4, 0.0, byte_s, is_ahead=name != "memory") for name, byte_s in speeds.items()}
-    quick = with_cost(machine(), fixed_s=1e-4, row_s=1e-5, score_s=0.0, check_s=0.0)
-    known = {"model": engine.model.fingerprint, "device": str(engine.model.device), "n_layers": engine.model.n_layers}
-    return replace(quick, threads=torch.get_num_threads(), tiers=tiers, **known)
+from ragfuse.plan.evict import lru
+from ragfuse.plan.tiers import OFTEN
+from ragfuse.plan.words import in_words
+from ragfuse.planning import PROMOTED
+from ragfuse.profiles import TierSpeed
+from ragfuse.store import DiskTier, KVStore
+from tests.plan.kit import machine, timings
+from tests.tiny import CHUNKS, ingest, messages, on_disk_only
 
 
 def test_without_timings_nothing_is_foretold(engine):
@@ -46,6 +44,24 @@ def test_timings_of_other_threads_are_not_used(engine):
     other = timings(engine, memory=0.0, disk=1e-9)
     engine.learn(replace(other, threads=other.threads + 1))
     assert engine.plan(messages()).forecast is None
+
+
+def test_every_chunk_that_is_missed_is_told_also_where_all_are(engine):
+    found = engine.plan(messages())
+    assert found.refusal == "nothing of it is in the store"
+    assert in_words(found).count("miss (not in the store)") == len(found.misses) == len(CHUNKS) + 1
+    assert not in_words(engine.plan(messages(), Ask(reuse=False))).count("miss")
+
+
+def test_of_an_entry_in_several_levels_the_one_that_is_read_counts(engine, monkeypatch):
+    ingest(engine)
+    fetches, lookup = engine.plan(messages()).fetches, engine.store.lookup
+
+    def several(keys):
+        return {key: replace(entry, sizes={"small": 1, **entry.sizes}) for key, entry in lookup(keys).items()}
+
+    monkeypatch.setattr(engine.store, "lookup", several)
+    assert engine.plan(messages()).fetches == fetches
 
 
 def test_a_plan_reads_and_computes_nothing(engine):
@@ -87,6 +103,105 @@ def test_chunks_that_load_too_slowly_are_computed_and_not_encoded_again(tiny_set
     assert answer.text == expected
     assert answer.trace.refusal.startswith("full prefill ")
     assert answer.trace.predicted_ttft_s == engine.plan(messages()).forecast.full_s
+
+
+@pytest.fixture
+def throttled(tiny_settings, tmp_path):
+    """An engine over one tier whose speed can be changed, and the seconds that one prompt takes to read at 1 MB/s."""
+    disk = DiskTier(tmp_path / "slow", 1 << 30, lru)
+    tier = ThrottledTier(disk, 1.0, name="line")
+    with Engine(tiny_settings, store=KVStore([tier])) as engine:
+        ingest(engine)
+        nbytes = sum(fetch.nbytes for fetch in engine.plan(messages()).fetches)
+        yield engine, tier, nbytes / 1e6
+    disk.close()
+
+
+@pytest.mark.parametrize("slower", [0.1, 10.0])
+def test_a_tier_of_another_speed_than_measured_is_planned_as_it_is_after_three_answers(throttled, slower):
+    engine, tier, at_1_s = throttled
+    ask = Ask(policy="hkvd", ratio=0.2, max_tokens=1)
+    tier.mbps = at_1_s / 0.1  # a prompt is read in a tenth of a second
+    engine.learn(timings(engine, line=1e-6 / tier.mbps / slower))
+    wrong = engine.plan(messages(), ask).forecast
+    assert wrong.load_s == pytest.approx(0.1 / slower, rel=0.2)
+    traces = [engine.answer(messages(), ask).trace for _ in range(3)]
+    assert (traces[0].corrections, wrong.corrections) == ((), ())
+    assert all(trace.load_s >= 0.1 for trace in traces)
+    planned = engine.plan(messages(), ask)
+    ((name, times),) = planned.forecast.corrections
+    assert name == "line"
+    assert (times < 0.5) if slower < 1 else (times > 5)
+    assert planned.forecast.load_s == pytest.approx(times * wrong.load_s)
+    assert planned.forecast.load_s >= 0.09
+    assert "Reading line is counted as " in in_words(planned)
+    assert engine.answer(messages(), ask).trace.corrections
+    engine.learn(timings(engine, line=1e-6 / tier.mbps))
+    assert engine.plan(messages(), ask).forecast.corrections == ()
+
+
+@pytest.fixture
+def bucket(tiny_settings, tmp_path) -> Settings:
+    """Settings of an engine whose chunks all lie in an object tier behind the disk, and in no other."""
+    settings = tiny_settings.model_copy(update={"tiers": (f"file://{tmp_path}/bucket",)})
+    with Engine(settings) as engine:
+        ingest(engine)
+        engine.flush()
+        assert engine.store.move_all({entry.key for entry in engine.store.entries()}, "objects").failed == 0
+    return settings
+
+
+SLOW_OBJECTS = {"memory": 0.0, "disk": 1e-9, "objects": 1e-5}
+QUICKLY = Ask(policy="hkvd", ratio=0.2, max_tokens=1)
+
+
+def tiers_of(engine: Engine) -> list[str]:
+    return [fetch.tier for fetch in engine.plan(messages(), QUICKLY).fetches]
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1 << 24])
+def test_chunks_that_are_used_often_come_from_objects_to_disk_in_the_background(bucket, memory_bytes):
+    with Engine(bucket.model_copy(update={"memory_bytes": memory_bytes})) as engine:
+        engine.learn(timings(engine, **SLOW_OBJECTS))
+        assert set(tiers_of(engine)) == {"objects"}
+        promoted = []
+        for hits in range(1, OFTEN + 5):
+            answer = engine.answer(messages(), QUICKLY)
+            engine.flush()
+            promoted.append(answer.trace.promoted)
+            copied = engine.store.tier("disk").counts["promoted"]
+            assert copied == min(len(answer.trace.segments), PROMOTED * max(0, hits - OFTEN + 1))
+        promoted.append(engine.answer(messages(), QUICKLY).trace.promoted)
+        assert promoted[: OFTEN - 1] == [0] * (OFTEN - 1)
+        assert sum(promoted) == len(answer.trace.segments)
+    with on_disk_only(bucket) as later:
+        later.learn(timings(later, **SLOW_OBJECTS))
+        assert set(tiers_of(later)) == {"disk"}
+        trace = later.answer(messages(), QUICKLY).trace
+        assert {segment.tier for segment in trace.segments if segment.hit} == {"disk"}
+        assert later.store.tier("disk").entries().keys() < later.store.tier("objects").entries().keys()
+
+
+def test_a_pinned_chunk_is_pinned_where_it_comes_to(bucket):
+    with on_disk_only(bucket) as engine:
+        engine.learn(timings(engine, **SLOW_OBJECTS))
+        keys = [fetch.key for fetch in engine.plan(messages(), QUICKLY).fetches]
+        engine.store.tier("objects").pin(keys, True)
+        for _ in range(OFTEN):
+            engine.answer(messages(), QUICKLY)
+        engine.flush()
+        assert [entry.pinned for entry in engine.store.tier("disk").entries(keys).values()] == [True] * PROMOTED
+
+
+@pytest.mark.parametrize("speeds", [{}, {"memory": 0.0, "disk": 1e-5, "objects": 1e-9}])
+def test_nothing_is_promoted_unmeasured_or_to_a_tier_that_is_no_sooner(bucket, speeds):
+    with on_disk_only(bucket) as engine:
+        if speeds:
+            engine.learn(timings(engine, **speeds))
+        for _ in range(OFTEN + 1):
+            engine.answer(messages(), QUICKLY)
+        engine.flush()
+        assert set(tiers_of(engine)) == {"objects"}
 
 
 def test_a_deadline_that_cannot_be_met_is_said(engine):

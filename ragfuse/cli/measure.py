@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +29,16 @@ from ragfuse.cli.options import (
     write_json,
 )
 from ragfuse.errors import InputError
+from ragfuse.plan.words import in_words, needs
+
+READS = MappingProxyType(
+    {
+        "cold": "from the medium. What this machine's memory still holds comes sooner",
+        "warm": "from this machine's memory, which could not be made to forget. A first read may take longer",
+        "unknown": "nothing says whether from the medium or from some machine's memory",
+    }
+)
+"""What the figures of slow tiers are, by how they were read."""
 
 if TYPE_CHECKING:
     from ragfuse.core import LoadPlan
@@ -88,7 +99,6 @@ def explain(
     with console.status("loading the model"):
         from ragfuse.cli.library import Library
         from ragfuse.engine import Ask, Engine
-        from ragfuse.plan.words import in_words
 
         library, engine = Library(settings, index), Engine(settings)
     with engine:
@@ -107,7 +117,8 @@ def _folder_first(stores: Sequence[str]) -> tuple[Path | None, list[str]]:
 def _show(machine: MachineProfile, name: str, console: Console) -> None:
     """The figures as tables."""
     fixed, linear, square = machine.prefill
-    table = Table(title=f"Full prefill of {name}, {machine.threads} threads")
+    threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
+    table = Table(title=f"Full prefill of {Path(name).name}, {threads}")
     for column in ("tokens", "measured s", "by the curve s"):
         table.add_column(column, justify="right")
     for tokens, seconds in machine.prefill_points:
@@ -115,17 +126,24 @@ def _show(machine: MachineProfile, name: str, console: Console) -> None:
         table.add_row(f"{tokens:,}", f"{seconds:.3f}", f"{fitted:.3f}")
     console.print(table)
     table = Table(title="Tiers")
-    for column in ("tier", "opening ms", "a read ms", "reading MB/s", "writing MB/s"):
-        table.add_column(column, justify="left" if column == "tier" else "right")
+    for column in ("tier", "opening ms", "a read ms", "reading MB/s", "writing MB/s", "was read"):
+        table.add_column(column, justify="left" if column in ("tier", "was read") else "right")
     for tier, speed in machine.tiers.items():
         times = (f"{1000 * speed.open_s:.2f}", f"{1000 * speed.read_s:.2f}")
-        table.add_row(tier, *times, _mbps(speed.byte_s), _mbps(speed.write_byte_s))
+        read = speed.reads if speed.is_ahead else ""
+        table.add_row(tier, *times, _mbps(speed.byte_s), _mbps(speed.write_byte_s), read)
     console.print(table)
+    for reads, meaning in READS.items():
+        if tiers := [tier for tier, speed in machine.tiers.items() if speed.is_ahead and speed.reads == reads]:
+            said = f"Read {reads} ({', '.join(tiers)}): {meaning}; plans follow what answers take."
+            console.print(said, highlight=False, markup=False)
+    held_up = f"{1e6 * machine.held_up_s:,.0f} us"
+    console.print(f"A read by a thread holds up the model beside it by {held_up}.", highlight=False)
 
 
 def _mbps(byte_s: float) -> str:
     """Megabytes (10^6 bytes) a second, or that bytes cost nothing."""
-    return f"{1e-6 / byte_s:,.0f}" if byte_s > 1e-12 else "shared, not copied"
+    return f"{1e-6 / byte_s:,.0f}" if byte_s > 1e-11 else "shared, not copied"
 
 
 def _as_dict(plan: LoadPlan) -> dict[str, Any]:
@@ -139,9 +157,10 @@ def _as_dict(plan: LoadPlan) -> dict[str, Any]:
             row: dict[str, Any] = {"source": segment.source, "kind": segment.kind, "n_tokens": len(segment.tokens)}
             row |= {"hit": any(f.segment == at for f in plan.fetches), "why": misses.get(at, "")}
             row |= {"tier": fetch.tier if fetch else "", "nbytes": fetch.nbytes if fetch else 0}
+            row |= {"level": fetch.level if fetch else "", "encoded": fetch.key.encoded if fetch else ""}
             rows.append({**row, "predicted_load_s": load_s, "predicted_compute_s": compute_s})
     forecast = asdict(plan.forecast) if plan.forecast is not None else None
     if forecast is not None:
         del forecast["segments"]
-    told = {"policy": plan.policy, "ratio": plan.ratio, "refusal": plan.refusal}
+    told = {"policy": plan.policy, "needs": needs(plan), "ratio": plan.ratio, "refusal": plan.refusal}
     return {**told, "tokens": len(plan.prompt), "segments": rows, "forecast": forecast}

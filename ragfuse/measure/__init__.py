@@ -14,10 +14,10 @@ import torch
 from ragfuse.errors import ModelError, StoreError
 from ragfuse.hf.model import HFModel
 from ragfuse.measure.fit import fitted_fused, fitted_prefill
-from ragfuse.measure.passes import fused_points, prefill_points
+from ragfuse.measure.passes import fused_points, prefill_points, reading_s
 from ragfuse.measure.tiers import speed_of
 from ragfuse.profiles import MachineProfile
-from ragfuse.store import Tier
+from ragfuse.store import DiskTier, Tier
 
 __all__ = ["LONGEST", "Progress", "measure"]
 
@@ -49,6 +49,8 @@ def measure(
     top = min(longest, window) if isinstance(window, int) and window > 0 else longest
     prefill = prefill_points(model, top, rounds, _part(progress, 0.0, _PREFILL))
     fused = fused_points(model, prefill[-1][0], rounds, _part(progress, _PREFILL, _FUSED))
+    folder = next((tier.path for tier in tiers if isinstance(tier, DiskTier)), None)
+    held_up_s = reading_s(model, prefill[-1][0], rounds, folder, _part(progress, _PREFILL + _FUSED, 0.0))
     speeds, share = {}, (1 - _PREFILL - _FUSED) / max(1, len(tiers))
     sample = model.encode([0])
     for index, tier in enumerate(tiers):
@@ -68,6 +70,7 @@ def measure(
         tiers=speeds,
         prefill_points=prefill,
         fused_points=fused,
+        held_up_s=held_up_s,
     )
 
 

@@ -10,22 +10,28 @@ import torch
 from ragfuse.plan.estimate import Blend, features
 from ragfuse.profiles import FusedCost, FusedPoint
 
+LEAST_S = 1e-9
+"""What takes less is taken for this: a clock that stood still is no reason to divide by zero."""
+_NOTHING = 1e-50
+
 
 def fitted(table: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
     """Non-negative weights of the columns whose sums come closest to `seconds`, relative to each.
 
     All sets of columns are tried; the best solution without negative weights is the least-squares one of its set. So it
-    is exact, and columns that say the same share one weight.
+    is exact, and columns that say the same share one weight. A column of hardly anything gets none.
     """
-    rows = torch.tensor(table, dtype=torch.float64) / torch.tensor(seconds, dtype=torch.float64)[:, None]
-    scale = rows.abs().amax(0).clamp_min(1e-300)
+    rows = torch.tensor(table, dtype=torch.float64)
+    rows = rows / torch.tensor(seconds, dtype=torch.float64).clamp_min(LEAST_S)[:, None]
+    scale = rows.abs().amax(0)
+    rows, scale = torch.where(scale > _NOTHING, rows, 0.0), scale.clamp_min(_NOTHING)
     wanted, n = torch.ones(len(rows), 1, dtype=torch.float64), rows.shape[1]
     best, weights = float(len(rows)), torch.zeros(n, dtype=torch.float64)
     for chosen in (list(each) for size in range(1, n + 1) for each in combinations(range(n), size)):
         columns = rows[:, chosen] / scale[chosen]
         found = torch.linalg.lstsq(columns, wanted, driver="gelsd").solution
         error = float((columns @ found - wanted).square().sum())
-        if bool((found >= 0).all()) and error < best * (1 - 1e-9):
+        if bool(((found >= 0) & found.isfinite()).all()) and error < best * (1 - 1e-9):
             best, weights = error, torch.zeros(n, dtype=torch.float64)
             weights[chosen] = found[:, 0] / scale[chosen]
     return tuple(float(weight) for weight in weights)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 
 import torch
 
-from ragfuse.fuse.fusor import Run
+from ragfuse.core import ChunkKey, ChunkKV, digest
+from ragfuse.fuse.fusor import Run, Source
 from ragfuse.hf.model import HFModel, KVSource
+from ragfuse.measure.held import held_up_s
+from ragfuse.measure.tiers import UNLIMITED
 from ragfuse.profiles import FusedPoint
+from ragfuse.store import KVStore, MemoryTier
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 """Lengths that full prefill is timed at, of the longest."""
@@ -19,6 +24,8 @@ ENOUGH_S, LEAST = 12.0, 4
 CHUNKS = 6
 SIZES, QUESTIONS = (1 / 8, 1 / 3, 1), (16, 96)
 """Prompts that fused prefills are timed with, of the longest, and tokens of their questions in turn."""
+HELD_UP = 96, 4
+"""Tokens of the prompt that tells what reads in a thread cost, and how many times as many rounds it takes."""
 BLENDS = (
     ("none", 0.0),
     ("lego", 0.15),
@@ -48,7 +55,7 @@ def prefill_points(model: HFModel, top: int, rounds: int, progress: Progress) ->
 
 
 def fused_points(model: HFModel, top: int, rounds: int, progress: Progress) -> tuple[FusedPoint, ...]:
-    """Fused prefills of each kind, size and ratio, their KV at hand."""
+    """Fused prefills of each kind, size and ratio, their KV in memory: on an accelerator, it is copied there."""
     cases, points = dict[str, Callable[[], object]](), list[FusedPoint]()
     for share in SIZES:
         for number, (policy, ratio) in enumerate(BLENDS):
@@ -64,6 +71,34 @@ def fused_points(model: HFModel, top: int, rounds: int, progress: Progress) -> t
     )
 
 
+def reading_s(model: HFModel, top: int, rounds: int, folder: Path | None, progress: Progress) -> float:
+    """Seconds by which each read of a thread holds up the model; see `held.py`."""
+    progress("reading while fusing", 0.0)
+    tokens, more = min(HELD_UP[0], top), HELD_UP[1]
+    ids, runs, chunk = _prompt(model, max(CHUNKS + 2, tokens), 1)
+    positions = torch.arange(len(ids))
+
+    def fuse(source: Source) -> float:
+        return _seconds(model, lambda: model.fuse(ids, positions, runs, source, "none", 0.0))
+
+    return held_up_s(fuse, KVSource([chunk] * CHUNKS), [chunk] * CHUNKS, folder, more * rounds)
+
+
+def at_hand(kv: ChunkKV) -> ChunkKV:
+    """KV as a store gives it back from memory: the host's, whatever device it was computed on."""
+    store, key = KVStore([MemoryTier(UNLIMITED, lambda entries: ())]), ChunkKey(digest("measure"), digest("at hand"))
+    store.put(key, kv)
+    layers = store.read_layers(key, 0, len(kv.layers))
+    return ChunkKV(layers) if layers is not None else kv
+
+
+def _prompt(model: HFModel, tokens: int, question: int) -> tuple[list[int], list[Run], ChunkKV]:
+    """Ids of a prompt of so many tokens, its chunks, of which the first is exact as in a real one, and their KV."""
+    size, ids = (tokens - question) // CHUNKS, _ids(model, tokens)
+    runs = [Run(at, at * size, (at + 1) * size, at * size, blend=at > 0) for at in range(CHUNKS)]
+    return ids, runs, at_hand(model.encode(ids[:size]))
+
+
 def _ids(model: HFModel, count: int) -> list[int]:
     """Random ids, always the same ones."""
     vocabulary, drawn = model.model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
@@ -77,11 +112,9 @@ def _prefill(model: HFModel, ids: Sequence[int]) -> Callable[[], object]:
 def _fused(
     model: HFModel, tokens: int, question: int, policy: str, ratio: float
 ) -> tuple[Callable[[], object], FusedPoint]:
-    """One fused prefill, run once now to warm up, and what it computes; its first chunk is exact, as in a real one."""
-    size = (tokens - question) // CHUNKS
-    ids, positions = _ids(model, tokens), torch.arange(tokens)
-    source = KVSource([model.encode(ids[:size])] * CHUNKS)
-    runs = [Run(at, at * size, (at + 1) * size, at * size, blend=at > 0) for at in range(CHUNKS)]
+    """One fused prefill, run once now to warm up, and what it computes."""
+    (ids, runs, chunk), positions = _prompt(model, tokens, question), torch.arange(tokens)
+    source, size = KVSource([chunk] * CHUNKS), chunk.n_tokens
 
     def case() -> float:
         return model.fuse(ids, positions, runs, source, policy, ratio).mean_ratio

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from ragfuse.core import ChunkKey, ChunkKV, LayerKV, digest
 from ragfuse.errors import StoreError
 from ragfuse.measure.fit import fitted
-from ragfuse.profiles import TierSpeed
+from ragfuse.profiles import TierSpeed, Warmth
 from ragfuse.store import DiskTier, KVStore, Tier
 
 NBYTES, TOKENS = 16 << 20, 1024
@@ -35,12 +35,16 @@ Progress = Callable[[str, float], object]
 
 @dataclass(frozen=True)
 class Point:
-    """One entry: reads it took, its bytes, seconds to write and to read it."""
+    """One entry: reads it took, its bytes, seconds to write and to read it, bytes that a medium gave for that.
+
+    fetched: None where the system does not say.
+    """
 
     reads: int
     nbytes: int
     write_s: float
     read_s: float
+    fetched: int | None = None
 
 
 def speed_of(
@@ -52,7 +56,31 @@ def speed_of(
     open_s, read_s, byte_s = fitted([(1, p.reads, p.nbytes) for p in points], [p.read_s for p in points])
     write_s, write_byte_s = fitted([(1, p.nbytes) for p in points], [p.write_s for p in points])
     kept = tuple((p.reads, p.nbytes, p.read_s) for p in points)
-    return TierSpeed(open_s, read_s, byte_s, write_s, write_byte_s, tier.slow, kept)
+    reads = warmth(points, is_local=isinstance(tier, DiskTier) or cool is not None) if tier.slow else "warm"
+    return TierSpeed(open_s, read_s, byte_s, write_s, write_byte_s, tier.slow, kept, reads)
+
+
+def warmth(points: Sequence[Point], is_local: bool) -> Warmth:
+    """Whether entries came from the medium: by the bytes it gave to this process, where the system counts them.
+
+    Where pages cannot be dropped at all, what was just written is read from memory. Nothing is known of what another
+    machine keeps in its own.
+    """
+    if not is_local:
+        return "unknown"
+    counted = [(point.fetched, point.nbytes) for point in points if point.fetched is not None]
+    if not counted:
+        return "unknown" if hasattr(os, "posix_fadvise") else "warm"
+    return "cold" if 2 * sum(fetched for fetched, _ in counted) >= sum(nbytes for _, nbytes in counted) else "warm"
+
+
+def fetched_nbytes() -> int | None:
+    """Bytes that disks have given to this process so far; None where the system does not say, or counts nothing."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:")) or None
+    except (OSError, ValueError, StopIteration):
+        return None
 
 
 def forget_pages(folder: Path) -> None:
@@ -101,7 +129,8 @@ def _points(
 def _median(points: list[Point]) -> Point:
     """The same entry's points as one."""
     write_s, read_s = (median(times) for times in zip(*((p.write_s, p.read_s) for p in points), strict=True))
-    return replace(points[0], write_s=write_s, read_s=read_s)
+    counted = [point.fetched for point in points if point.fetched is not None]
+    return replace(points[0], write_s=write_s, read_s=read_s, fetched=int(median(counted)) if counted else None)
 
 
 def _largest(tier: Tier, sample: ChunkKV) -> int:
@@ -124,19 +153,20 @@ def _random(sample: ChunkKV, n: int) -> ChunkKV:
 
 
 def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> Point:
-    """Write an entry, read it cold by `count` layers at a time, and delete it, whatever happens."""
+    """Write an entry, read it by `count` layers at a time, cold if that can be, and delete it, whatever happens."""
     store, key = KVStore([tier]), ChunkKey(digest("measure"), secrets.token_hex(16))
     try:
         began = time.perf_counter()
         kept = store.put(key, kv, wait=True)
         write_s = time.perf_counter() - began
         cool()
-        firsts = range(0, len(kv.layers), count)
+        firsts, before = range(0, len(kv.layers), count), fetched_nbytes()
         began = time.perf_counter()
         whole = all(store.read_layers(key, at, min(count, len(kv.layers) - at)) is not None for at in firsts)
-        read_s = time.perf_counter() - began
+        read_s, after = time.perf_counter() - began, fetched_nbytes()
     finally:
         tier.delete([key])
     if not (kept and whole):
         raise StoreError(f"Tier {tier.name} did not keep {kv.nbytes:,} bytes that were written. Is it full, or down?")
-    return Point(len(firsts), kv.nbytes, write_s, read_s)
+    fetched = after - (before or 0) if after is not None else None
+    return Point(len(firsts), kv.nbytes, write_s, read_s, fetched)

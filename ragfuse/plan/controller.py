@@ -7,12 +7,13 @@ where that was measured (CacheBlend 5.1).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import floor
 from types import MappingProxyType
 
 from ragfuse.core import Bound, ChunkKey, Entry, Fetch, Forecast, LoadPlan, Prompt, token_digest
 from ragfuse.plan.estimate import Blend, Estimate, is_adjustable, share_of
+from ragfuse.plan.seen import corrected
 from ragfuse.profiles import MachineProfile
 
 AUTO = "auto"
@@ -53,6 +54,8 @@ def plan(
             misses.append((index, "not in the store"))
         elif entry.n_tokens != len(segment.tokens):
             misses.append((index, f"its entry holds {entry.n_tokens} tokens"))
+        elif not entry.nbytes:
+            misses.append((index, "its entry holds nothing"))
         else:
             level, nbytes = next(iter(entry.sizes.items()))
             fetch = Fetch(index, entry.key, entry.tier, level, nbytes)
@@ -90,12 +93,14 @@ def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
 class LoadingController:
     """Plans by how long things take where `machine` was measured, and as `plan` does where it was not.
 
-    choice: as for `plan`. What was asked for by name is done, and only foretold: time is no reason then to leave a
-    chunk unread or to prefill in full, and a ratio that was given stays.
+    choice: as for `plan`. corrections: how many times as long as measured tiers take, see `plan.seen`. What was asked
+    for by name is done, and only foretold: time is no reason then to leave a chunk unread or to prefill in full, and a
+    ratio that was given stays.
     """
 
     machine: MachineProfile | None = None
     choice: tuple[str, float] | None = None
+    corrections: Mapping[str, float] = field(default_factory=dict)
 
     def plan(
         self,
@@ -114,14 +119,17 @@ class LoadingController:
         found = plan(prompt, entries, policy, ratio, lost, self.choice)
         if self.machine is None or not Estimate(self.machine).knows(found.fetches):
             return found
-        timed = Timed.of(Estimate(self.machine), found)
+        timed = Timed.of(Estimate(corrected(self.machine, self.corrections)), found)
         asked = policy != AUTO or ratio is not None
         if not asked and timed.is_loading:
             timed = _without_slow(timed, lambda left: plan(prompt, entries, policy, ratio, lost, self.choice, left))
         base_s = timed.ttft_s
         chosen: tuple[float, Bound] = (ratio, "asked") if ratio is not None else widest(timed, deadline_s)
-        timed = timed.at(chosen[0])
-        foretold = replace(timed.found, forecast=_forecast(timed, chosen[1], deadline_s))
+        timed = timed.at(chosen[0]).in_best_steps()
+        forecast = _forecast(timed, chosen[1], deadline_s)
+        tiers = {fetch.tier for fetch in (*timed.found.fetches, *timed.found.unread)}
+        there = tuple((tier, times) for tier, times in sorted(self.corrections.items()) if tier in tiers)
+        foretold = replace(timed.found, forecast=replace(forecast, corrections=there))
         return foretold if asked or not found.fetches or base_s < timed.full_s else _in_full(foretold, base_s)
 
 
@@ -145,12 +153,19 @@ class Timed:
         blend = Blend(found.policy, len(prompt), len(prompt) - sum(sizes), sum(chunks), share)
         if not found.fetches:
             return cls(times, found, blend, times.prefill_s(len(prompt)), 0.0)
-        count = _layers_a_read(times, blend, found.fetches)
-        ttft_s, load_s = times.ttft_s(blend, found.fetches, count), sum(times.steps_s(found.fetches, count))
-        return cls(times, replace(found, layers_a_read=count), blend, ttft_s, load_s)
+        return cls(times, found, blend, 0.0, 0.0).in_best_steps()
+
+    def in_best_steps(self) -> Timed:
+        """The same, read by as many layers together as bring the first token soonest at its ratio."""
+        times, fetches = self.times, self.found.fetches
+        if not fetches:
+            return self
+        count = _layers_a_read(times, self.blend, fetches)
+        ttft_s, load_s = times.ttft_s(self.blend, fetches, count), sum(times.steps_s(fetches, count))
+        return replace(self, found=replace(self.found, layers_a_read=count), ttft_s=ttft_s, load_s=load_s)
 
     def at(self, ratio: float) -> Timed:
-        """The same at another ratio."""
+        """The same at another ratio, read in the same steps."""
         if ratio == self.found.ratio:
             return self
         blend = replace(self.blend, ratio=ratio)

@@ -14,9 +14,6 @@ from ragfuse.core import Fetch
 from ragfuse.plan.steps import layers_a_read, room, spans, steps
 from ragfuse.profiles import FusedCost, FusedPoint, MachineProfile
 
-HELD_UP_S = 3e-4
-"""About how long a read by the thread holds up the model: 210 small ones cost about as much as fusing (facts.md)."""
-
 Kind = Literal["static", "checking", "looking"]
 """What a policy needs before it knows its rows: nothing, all rows of the first layer, attention over all layers."""
 
@@ -180,7 +177,7 @@ class Estimate:
         if not self.is_ahead(fetches):
             return sum(loads) + sum(look) + sum(passes)
         waiting, then = (look, sum(passes)) if look else (passes, 0.0)
-        held_up_s = HELD_UP_S * len(fetches)
+        held_up_s = self.machine.held_up_s * len(fetches)
         computes = [sum(waiting[first:end]) + held_up_s for first, end in spans(steps(layers, count))]
         return pipelined_s(loads, computes, room(count)) + then
 

@@ -44,21 +44,31 @@ def promotions(
 ) -> Iterator[tuple[ChunkKey, str]]:
     """Chunks hit `often` or more and the faster tier that each should come to; those that cost most loading first.
 
-    room: free bytes of the tiers that may take some; what is promoted is counted against it. A chunk goes where it
-    loads soonest, if that is sooner than from the fastest tier that has it.
+    room: free bytes of the tiers that keep chunks, in the order in which they are asked; what is promoted is counted
+    against it. A chunk is read from the first that has it, so it goes to one before that, where it loads soonest and is
+    loaded sooner. Its entries in all tiers, also in others such as memory, count their hits together.
     """
-    times, free = Estimate(machine), {tier: nbytes for tier, nbytes in room.items() if tier in machine.tiers}
-    copies: dict[ChunkKey, list[Entry]] = {}
-    for entry in (entry for entry in entries if entry.tier in machine.tiers):
+    free, copies = dict(room), dict[ChunkKey, list[Entry]]()
+    for entry in entries:
         copies.setdefault(entry.key, []).append(entry)
-    hot = []
-    for key, kept in copies.items():
-        hits, load_s = max(e.hits for e in kept), min(times.load_s(e.tier, e.nbytes) for e in kept)
-        if hits >= often:
-            hot.append((hits * load_s, load_s, kept[0].nbytes, key))
-    for _, load_s, nbytes, key in sorted(hot, key=lambda each: each[0], reverse=True):
-        there = {tier: times.load_s(tier, nbytes) for tier in free if nbytes <= free[tier]}
-        tier = min(there, key=lambda name: there[name], default=None)
-        if tier is not None and there[tier] < load_s:
-            free[tier] -= nbytes
-            yield key, tier
+    moves = [move for kept in copies.values() if (move := _gain(kept, machine, list(room), often)) is not None]
+    for _, entry, load_s in sorted(moves, key=lambda move: move[0], reverse=True):
+        fits = [tier for tier in load_s if entry.nbytes <= free[tier]]
+        if fits:
+            tier = min(fits, key=lambda name: load_s[name])
+            free[tier] -= entry.nbytes
+            yield entry.key, tier
+
+
+def _gain(
+    kept: Sequence[Entry], machine: MachineProfile, order: Sequence[str], often: int
+) -> tuple[float, Entry, dict[str, float]] | None:
+    """What a chunk's hits cost, the entry that they read, and seconds from each tier that loads it sooner; or None."""
+    times, hits = Estimate(machine), sum(entry.hits for entry in kept)
+    entry = min((e for e in kept if e.tier in order), key=lambda e: order.index(e.tier), default=None)
+    if entry is None or entry.tier not in machine.tiers or hits < often:
+        return None
+    now_s = times.load_s(entry.tier, entry.nbytes)
+    before = [tier for tier in order[: order.index(entry.tier)] if tier in machine.tiers]
+    load_s = {tier: seconds for tier in before if (seconds := times.load_s(tier, entry.nbytes)) < now_s}
+    return (hits * now_s, entry, load_s) if load_s else None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from ragfuse.core import LoadPlan
+from ragfuse.core import Encoded, Fetch, Forecast, Kind, LoadPlan
+from ragfuse.plan.controller import is_blended, is_exact
+from ragfuse.plan.estimate import Kind as Needs
+from ragfuse.plan.estimate import is_adjustable, kind_of
 
 BOUNDS = MappingProxyType(
     {
@@ -16,12 +19,36 @@ BOUNDS = MappingProxyType(
     }
 )
 """What a ratio stopped at, in words."""
-UNMEASURED = "Times are not predicted: this model, machine and store were not measured (ragfuse measure)."
+FIXED = "what this policy always takes"
+LATE = "the least that keeps answers close, although the deadline asks for less"
+NEEDS: Mapping[Needs, str] = MappingProxyType(
+    {
+        "static": "layer after layer: each is computed once it is read, and the next are read meanwhile",
+        "checking": "layer after layer: the first is computed whole, to see which rows differ most, the others as "
+        "they are read",
+        "looking": "all layers first: the question's attention to them tells which rows to compute, so nothing is "
+        "computed before the last one is read",
+    }
+)
+"""What a policy needs before it computes, by its kind."""
+ENCODED: Mapping[Encoded, str] = MappingProxyType(
+    {"alone": "encoded alone", "prefix": "encoded behind the prompt's beginning", "amid": "encoded amid other text"}
+)
+NAMES: Mapping[Kind, str] = MappingProxyType(
+    {"module": "the prompt's beginning", "history": "earlier turns", "chunk": "a chunk", "fresh": "new text"}
+)
+UNMEASURED = "Times are not predicted: this model, this machine or one of the tiers was not measured (ragfuse measure)."
 
 
 def in_words(plan: LoadPlan) -> str:
     """Every segment that could be reused, hit or miss and why; the ratio and why not more; the time it will take."""
-    return "\n".join((f"{plan.explain()}.", *_segments(plan), *_expected(plan)))
+    return "\n".join((f"{plan.explain()}.", *_segments(plan), *_chosen(plan), *_expected(plan)))
+
+
+def needs(plan: LoadPlan) -> str:
+    """What the plan's policy needs first, "" where it has nothing to choose."""
+    chooses = plan.ratio > 0 and plan.policy != "none" and any(is_blended(plan.prompt, fetch) for fetch in plan.fetches)
+    return NEEDS[kind_of(plan.policy)] if chooses else ""
 
 
 def _segments(plan: LoadPlan) -> Iterator[str]:
@@ -31,30 +58,55 @@ def _segments(plan: LoadPlan) -> Iterator[str]:
     for index, segment in enumerate(plan.prompt.segments):
         if index not in kept and index not in misses:
             continue
-        fetch, (load_s, compute_s) = kept.get(index), times.get(index, (0.0, 0.0))
-        said = f"miss ({misses[index]})" if index in misses else "hit"
-        said += f" in {fetch.tier}, {fetch.nbytes / 1e6:.1f} MB" if fetch is not None else ""
+        fetch, told = kept.get(index), [f"miss ({misses[index]})" if index in misses else "hit"]
+        if fetch is not None:
+            told[0] += f" in {fetch.tier}, {fetch.nbytes / 1e6:.1f} MB, {ENCODED[fetch.key.encoded]}"
         if index in times:
-            said += f"; {load_s:.3f} s to load" if fetch is not None else ""
-            said += f"{',' if fetch is not None else ';'} {compute_s:.3f} s to {_doing(index in misses)}"
-        yield f"- {segment.source or segment.kind}, {len(segment.tokens)} tokens: {said}"
+            told.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
+        yield f"- {segment.source or NAMES[segment.kind]}, {len(segment.tokens)} tokens: {'; '.join(told)}"
 
 
-def _doing(missing: bool) -> str:
-    return "compute" if missing else "recompute"
+def _seconds(plan: LoadPlan, read: Fetch | None, there: bool, load_s: float, compute_s: float) -> str:
+    """How long a segment takes: to load, where it is there, and to compute, where any of it is."""
+    loading = f"{load_s:.3f} s to load, " if there else ""
+    if read is None:
+        return f"{loading}{compute_s:.3f} s to compute"
+    if is_blended(plan.prompt, read):
+        return f"{loading}{compute_s:.3f} s to recompute"
+    exact = plan.prompt.segments[read.segment].kind == "chunk" and is_exact(plan.prompt, read)
+    return f"{loading}{'exact here, so ' if exact else ''}nothing to recompute"
+
+
+def _chosen(plan: LoadPlan) -> Iterator[str]:
+    """The ratio and what bound it, and what the policy needs first."""
+    if plan.refusal:
+        return
+    if plan.forecast is not None:
+        what = f"Ratio {plan.ratio:.2f}" if is_adjustable(plan.policy) else "Rows"
+        yield f"{what} by {plan.policy}: {_bound(plan, plan.forecast)}."
+    if said := needs(plan):
+        yield f"Needed by {plan.policy}: {said}."
+
+
+def _bound(plan: LoadPlan, found: Forecast) -> str:
+    if not is_adjustable(plan.policy):
+        return FIXED
+    return LATE if found.bound == "deadline" and found.is_late else BOUNDS[found.bound]
 
 
 def _expected(plan: LoadPlan) -> Iterator[str]:
-    """The ratio and the times, a line each."""
+    """The times, a line each."""
     found = plan.forecast
     if found is None:
         yield UNMEASURED
         return
-    if not plan.refusal:
-        yield f"Ratio {plan.ratio:.2f} by {plan.policy}: {BOUNDS[found.bound]}."
+    both = ", partly at the same time" if found.ttft_s < 0.999 * (found.load_s + found.recompute_s) else ""
     yield (
         f"First token after {found.ttft_s:.3f} s: {found.load_s:.3f} s of loading, {found.recompute_s:.3f} s of "
-        f"computing. Full prefill: {found.full_s:.3f} s."
+        f"computing{both}. Full prefill: {found.full_s:.3f} s."
     )
+    for tier, times in found.corrections:
+        said = f"{times:.1f} times as long" if times > 1 else f"{times:.2f} of the time"
+        yield f"Reading {tier} is counted as {said} that was measured: so it was in the last answers."
     if found.is_late:
         yield f"The deadline of {found.deadline_s:.3f} s cannot be met."

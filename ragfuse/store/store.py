@@ -36,7 +36,8 @@ class StoreStats:
     """What a store did since it was opened, and what each tier holds now, in bytes.
 
     `corrupt` entries were dropped because they could not be read; `dropped_writes` were skipped because the queue was
-    full, no room could be made, or the medium refused; `expired` ones were found too old when they were looked up.
+    full, no room could be made, or the medium refused; `expired` ones were found too old when they were looked up;
+    `promoted` ones were copied to a faster slow tier because they are hit often.
     """
 
     hits: int
@@ -47,6 +48,7 @@ class StoreStats:
     nbytes: Mapping[str, int]
     capacity: Mapping[str, int]
     expired: int = 0
+    promoted: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -141,6 +143,7 @@ class KVStore:
             nbytes={tier.name: tier.nbytes for tier in self.tiers},
             capacity={tier.name: tier.capacity for tier in self.tiers},
             expired=self._counts["expired"],
+            promoted=sum(tier.counts["promoted"] for tier in self.tiers),
         )
 
     def tier(self, name: str) -> Tier:

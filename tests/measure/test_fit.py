@@ -1,5 +1,7 @@
 """Curves through timings are found again where they are known, and never go below zero."""
 
+from math import isfinite
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,9 @@ from ragfuse.plan.estimate import Blend, fused_s
 from ragfuse.profiles import FusedPoint
 from tests.plan.kit import COST, LAYERS
 
-TABLES = st.lists(st.tuples(*[st.floats(0, 10)] * 4, st.floats(0.1, 10)), min_size=4, max_size=10)
+VALUES = st.just(0.0) | st.floats(1e-6, 10)
+TABLES = st.lists(st.tuples(*[VALUES] * 4, st.floats(0.1, 10)), min_size=4, max_size=10)
+NOISY = st.lists(st.tuples(*[st.floats(0, 1e9)] * 3, st.floats(0, 1e6)), min_size=1, max_size=8)
 
 
 @given(TABLES)
@@ -22,6 +26,18 @@ def test_weights_are_those_of_the_classical_solver(rows):
     error = sum((sum(w * v for w, v in zip(found, row, strict=True)) - 1) ** 2 for row in relative)
     assert min(found) >= 0
     assert error <= best + 1e-6 * len(rows)
+
+
+@given(NOISY)
+def test_no_noise_makes_a_weight_that_is_no_number_or_below_zero(rows):
+    found = fitted([row[:3] for row in rows], [row[3] for row in rows])
+    assert all(isfinite(weight) and weight >= 0 for weight in found)
+
+
+@pytest.mark.parametrize("table", [[(1, 5e-324)], [(5e-324, 0.0)], [(1e-310, 1.0), (0.0, 1.0)]])
+def test_a_column_of_hardly_anything_and_a_clock_that_stood_still_break_no_fit(table):
+    for seconds in (0.0, 5e-324, 1.0):
+        assert all(isfinite(weight) and weight >= 0 for weight in fitted(table, [seconds] * len(table)))
 
 
 def test_a_known_prefill_curve_is_found_again():

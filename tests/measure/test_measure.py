@@ -1,18 +1,21 @@
 """Measuring on a tiny model and real tiers: a whole profile, nothing left behind, one sentence for what cannot be."""
 
 import json
+import os
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
-from ragfuse import Engine
+from ragfuse import Engine, Settings
 from ragfuse.errors import ModelError, StoreError
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import measure
-from ragfuse.measure.tiers import speed_of
+from ragfuse.measure.tiers import Point, fetched_nbytes, forget_pages, speed_of, warmth
 from ragfuse.plan.evict import lru
 from ragfuse.profiles import MachineProfile
 from ragfuse.store import DiskTier, MemoryTier
+from ragfuse.store.opening import open_tier
 from tests.store.kit import encoded, key, kv
 
 
@@ -102,3 +105,53 @@ def test_a_model_that_is_never_fused_is_refused(engine, model, monkeypatch):
     monkeypatch.setattr(model, "profile", type(model.profile)("m", refusal="no KV"))
     with pytest.raises(ModelError, match="is not fused, so there is nothing to plan: no KV"):
         measure(model, [])
+
+
+def at(fetched: int | None) -> Point:
+    return Point(3, 1000, 0.1, 0.1, fetched)
+
+
+def test_reads_are_cold_only_where_the_medium_gave_the_bytes(monkeypatch):
+    assert warmth([at(1000), at(900)], is_local=True) == "cold"
+    assert warmth([at(0), at(0), at(1000)], is_local=True) == "warm"
+    assert warmth([at(1000), at(None)], is_local=True) == "cold"
+    assert warmth([at(1000)], is_local=False) == "unknown"
+    assert warmth([at(None)], is_local=True) == ("unknown" if hasattr(os, "posix_fadvise") else "warm")
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    assert warmth([at(None)], is_local=True) == "warm"
+
+
+def has_cold_reads(folder: Path) -> bool:
+    """Whether a file here can be made to come from the medium, and the system says that it does."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    path = folder / "some.kv"
+    path.write_bytes(os.urandom(1 << 20))
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    forget_pages(folder)
+    before = fetched_nbytes() or 0
+    path.read_bytes()
+    path.unlink()
+    return (fetched_nbytes() or 0) - before >= 1 << 19
+
+
+def test_a_disk_s_figures_say_whether_they_are_cold(model, disk, tmp_path):
+    expected = {"cold"} if has_cold_reads(tmp_path) else {"warm", "unknown"}
+    assert speed_of(disk, model.encode([0]), 1, lambda *_: None).reads in expected
+    assert speed_of(MemoryTier(1 << 30, lru), model.encode([0]), 1, lambda *_: None).reads == "warm"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no folder in memory here")
+def test_a_folder_in_memory_is_never_called_cold(model):
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        tier = DiskTier(folder, 1 << 30, lru)
+        assert speed_of(tier, model.encode([0]), 1, lambda *_: None).reads != "cold"
+        tier.close()
+
+
+def test_a_bucket_s_figures_say_that_nothing_is_known(model, tmp_path):
+    tier = open_tier(f"file://{tmp_path}/bucket", Settings(), lru)
+    assert speed_of(tier, model.encode([0]), 1, lambda *_: None).reads == "unknown"
+    tier.close()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
+from ragfuse import Engine
 from ragfuse.core import ChunkKey, Entry, Prompt, Segment, token_digest
 from ragfuse.profiles import FusedCost, MachineProfile, TierSpeed
 
@@ -32,6 +35,14 @@ def machine(**byte_s: float) -> MachineProfile:
 
 def with_cost(profile: MachineProfile, **figures: float) -> MachineProfile:
     return replace(profile, fused=replace(profile.fused, **figures))
+
+
+def timings(engine: Engine, **speeds: float) -> MachineProfile:
+    """Round figures for the engine's own model: fusing is fast, and tiers take so many seconds a byte."""
+    tiers = {name: TierSpeed(1e-4, 0.0, byte_s, is_ahead=name != "memory") for name, byte_s in speeds.items()}
+    quick = with_cost(machine(), fixed_s=1e-4, row_s=1e-5, score_s=0.0, check_s=0.0)
+    known = {"model": engine.model.fingerprint, "device": str(engine.model.device), "n_layers": engine.model.n_layers}
+    return replace(quick, threads=torch.get_num_threads(), tiers=tiers, **known)
 
 
 def prompt_of(tiers: Sequence[str], n_tokens: int = 200, question: int = 20) -> tuple[Prompt, dict[ChunkKey, Entry]]:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from ragfuse.core import ChunkKey, Fetch
 from ragfuse.fuse.select import POLICIES, schedule
 from ragfuse.plan.estimate import (
-    HELD_UP_S,
     Blend,
     Estimate,
     fused_s,
@@ -104,7 +103,7 @@ def test_the_first_token_waits_for_the_longer_one_and_never_for_more_than_both(b
     times, fetches = Estimate(machine(far=byte_s)), [fetch("far", segment=at) for at in range(3)]
     load_s, compute_s = sum(times.steps_s(fetches)), times.fused_s(blend)
     assert max(load_s, compute_s) <= times.ttft_s(blend, fetches) * (1 + 1e-9)
-    held_up_s = HELD_UP_S * len(fetches) * len(times.steps_s(fetches))
+    held_up_s = times.machine.held_up_s * len(fetches) * len(times.steps_s(fetches))
     assert times.ttft_s(blend, fetches) <= (load_s + compute_s + held_up_s) * (1 + 1e-9)
 
 

@@ -173,6 +173,23 @@ def test_a_slow_tier_is_read_in_smaller_steps_and_a_fast_one_is_not():
     assert slow.forecast.ttft_s < times.ttft_s(Timed.of(times, slow).blend, slow.fetches)
 
 
+@given(SPEEDS, st.integers(1, 6), st.sampled_from(["hkvd", "lego", "query"]), st.sampled_from([1e-5, 1e-4, 1e-3]))
+def test_reads_take_as_many_layers_as_suit_the_ratio_that_was_chosen(byte_s, n_chunks, policy, read_s):
+    prompt, entries = prompt_of(["far"] * n_chunks)
+    speeds = machine(far=byte_s)
+    speeds = replace(speeds, tiers={**speeds.tiers, "far": replace(speeds.tiers["far"], read_s=read_s)})
+    found = LoadingController(speeds).plan(prompt, entries, policy)
+    assume(found.fetches)
+    times = Estimate(speeds)
+    blend = Timed.of(times, found).blend
+    best = min(times.ttft_s(blend, found.fetches, count) for count in _counts(times.count(found.fetches)))
+    assert found.forecast.ttft_s == best == times.ttft_s(blend, found.fetches, found.layers_a_read)
+
+
+def _counts(most: int) -> list[int]:
+    return [most >> halvings for halvings in range(most.bit_length())]
+
+
 @pytest.mark.parametrize("policy", ["lego-8", "none", "full"])
 def test_a_policy_that_takes_what_it_takes_keeps_its_ratio(policy):
     assert planned(["far"] * 6, 2e-8, policy).ratio == LEAST

@@ -59,19 +59,34 @@ def test_a_tier_s_price_is_that_of_its_name_or_its_kind():
     assert store_cost(2_000_000_000, 0.5, 3) == 3.0
 
 
+def promoted(entries: list[Entry], room: dict[str, int], **byte_s: float) -> list[tuple[str, str]]:
+    return [(key.tokens, tier) for key, tier in promotions(entries, machine(**{"far": 1e-7, **byte_s}), room)]
+
+
 def test_chunks_hit_often_come_to_the_faster_tier_while_there_is_room():
-    entries = [entry("hot", "far", 9), entry("warm", "far", OFTEN), entry("cold", "far", OFTEN - 1)]
-    speeds = machine(far=1e-7)
-    assert [(key.tokens, tier) for key, tier in promotions(entries, speeds, {"disk": 10 * NBYTES})] == [
-        ("hot", "disk"),
-        ("warm", "disk"),
-    ]
-    assert [key.tokens for key, _ in promotions(entries, speeds, {"disk": NBYTES})] == ["hot"]
-    assert list(promotions(entries, speeds, {"disk": NBYTES - 1})) == []
-    room = {"memory": NBYTES, "disk": NBYTES}
-    assert [tier for _, tier in promotions(entries, speeds, room)] == ["memory", "disk"]
+    entries = [entry("warm", "far", OFTEN), entry("hot", "far", 9), entry("cold", "far", OFTEN - 1)]
+    assert promoted(entries, {"disk": 10 * NBYTES, "far": 0}) == [("hot", "disk"), ("warm", "disk")]
+    assert promoted(entries, {"disk": NBYTES, "far": 0}) == [("hot", "disk")]
+    assert promoted(entries, {"disk": NBYTES - 1, "far": 0}) == []
+    room = {"near": NBYTES, "disk": NBYTES, "far": 0}
+    assert promoted(entries, room, near=1e-10) == [("hot", "near"), ("warm", "disk")]
 
 
-def test_what_lies_in_a_faster_tier_already_stays():
-    entries = [entry("both", "far", 9), entry("both", "memory", 1), entry("other", "disk", 9)]
-    assert list(promotions(entries, machine(far=1e-7), {"disk": 1 << 40})) == []
+def test_hits_count_across_the_tiers_and_memory_keeps_nothing():
+    entries = [entry("both", "far", 1), entry("both", "memory", OFTEN - 1)]
+    assert promoted(entries, {"disk": 1 << 40, "far": 0}) == [("both", "disk")]
+    assert promoted(entries[:1], {"disk": 1 << 40, "far": 0}) == []
+    assert promoted(entries[1:], {"disk": 1 << 40, "far": 0}) == []
+
+
+def test_what_a_faster_tier_has_stays():
+    entries = [entry("both", "far", 9), entry("both", "disk", 1), entry("other", "disk", 9)]
+    assert promoted(entries, {"disk": 1 << 40, "far": 1 << 40}) == []
+
+
+def test_a_chunk_goes_only_where_it_is_read_from_then_and_sooner():
+    hot = [entry("hot", "disk", 9)]
+    assert promoted(hot, {"disk": 1 << 40, "near": 1 << 40}, near=1e-12) == []  # disk would be asked first
+    assert promoted(hot, {"far": 1 << 40, "disk": 1 << 40}) == []
+    assert promoted([entry("hot", "far", 9)], {"tape": 1 << 40, "far": 0}) == []
+    assert promoted([entry("hot", "tape", 9)], {"disk": 1 << 40, "tape": 0}) == []

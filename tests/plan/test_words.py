@@ -1,5 +1,11 @@
 """A plan as people read it."""
 
+from dataclasses import replace
+
+import pytest
+
+from ragfuse.core import Prompt
+from ragfuse.fuse.select import POLICIES
 from ragfuse.plan.controller import LoadingController, plan
 from ragfuse.plan.words import UNMEASURED, in_words
 from tests.plan.kit import machine, prompt_of
@@ -14,27 +20,54 @@ def told(tiers, policy="auto", ratio=None, deadline_s=None, **byte_s) -> list[st
 def test_every_chunk_has_a_line_with_tier_bytes_and_times():
     first, one, two, three, *rest = told(["disk", "memory", ""], "hkvd", 0.2)
     assert first == "2 segments from the store (9.6 MB), 1 missing, ratio 0.20 by hkvd."
-    assert one.startswith("- book-0, 200 tokens: hit in disk, 4.8 MB; 0.005 s to load, 0.000 s to recompute")
-    assert two.startswith("- book-1, 200 tokens: hit in memory, 4.8 MB; 0.000 s to load, 0.")
+    assert one == (
+        "- book-0, 200 tokens: hit in disk, 4.8 MB, encoded alone; 0.005 s to load, exact here, so nothing to recompute"
+    )
+    assert two.startswith("- book-1, 200 tokens: hit in memory, 4.8 MB, encoded alone; 0.000 s to load, 0.")
+    assert two.endswith(" s to recompute")
     assert three.startswith("- book-2, 200 tokens: miss (not in the store); 0.")
     assert three.endswith(" s to compute")
     assert rest[0] == "Ratio 0.20 by hkvd: as asked for."
-    assert rest[1].startswith("First token after ")
-    assert "Full prefill: " in rest[1]
+    assert rest[1].startswith("Needed by hkvd: layer after layer: ")
+    assert rest[2].startswith("First token after ")
+    assert "Full prefill: " in rest[2]
 
 
 def test_what_the_ratio_stopped_at_is_said():
-    assert "Ratio 0.15 by hkvd: the least that keeps answers close" in "\n".join(told(["memory"] * 4))
+    assert "Ratio 0.15 by hkvd: the least that keeps answers close, and" in "\n".join(told(["memory"] * 4))
     assert "as much as is computed in the time of loading" in "\n".join(told(["far"] * 6, "hkvd", far=2e-8))
+    in_time = "\n".join(told(["far"] * 6, "hkvd", deadline_s=0.593, far=2e-8))
+    assert "as much as the deadline leaves time for" in in_time
+    assert "cannot be met" not in in_time
     late = "\n".join(told(["far"] * 6, "hkvd", deadline_s=0.001, far=2e-8))
-    assert "as much as the deadline leaves time for" in late
+    assert "the least that keeps answers close, although the deadline asks for less" in late
     assert "The deadline of 0.001 s cannot be met." in late
+    assert "Rows by lego-16: what this policy always" in "\n".join(told(["memory"] * 4, "lego-16", deadline_s=0.001))
+
+
+@pytest.mark.parametrize("policy", [policy.name for policy in POLICIES])
+def test_what_a_policy_needs_first_is_said(policy):
+    needed = [line for line in told(["memory"] * 3, policy, 0.2) if line.startswith(f"Needed by {policy}: ")]
+    assert bool(needed) == (policy != "none")
+    all_first = policy in ("query", "query-gradual")
+    assert ["all layers first" in line for line in needed] == [all_first] * len(needed)
+    assert ["layer after layer" in line for line in needed] == [not all_first] * len(needed)
+
+
+def test_where_nothing_is_to_choose_nothing_is_said_of_it():
+    for lines in (told(["disk"]), told(["", ""]), told(["memory"] * 3, "hkvd", 0.0)):
+        assert not [line for line in lines if line.startswith("Needed")]
+
+
+def test_loading_and_computing_at_the_same_time_is_said():
+    assert "computing, partly at the same time. Full" in told(["far"] * 6, "hkvd", far=2e-8)[-1]
+    assert " of computing. Full" in told(["memory"] * 6, "hkvd")[-1]
 
 
 def test_a_chunk_that_is_there_and_not_read_says_where_and_why():
     lines = told(["disk", "disk", "disk", "far", "disk"], far=1e-7)
     (line,) = [line for line in lines if "book-3" in line]
-    assert "book-3, 200 tokens: miss (slower to load than to compute) in far, 4.8 MB; 0.480 s to load, 0." in line
+    assert "book-3, 200 tokens: miss (slower to load than to compute) in far, 4.8 MB, encoded alone; 0.480 s" in line
     assert line.endswith(" s to compute")
 
 
@@ -45,11 +78,29 @@ def test_full_prefill_says_why_and_when():
     assert lines[-1].startswith("First token after 0.")
 
 
+def test_a_tier_of_another_speed_than_measured_is_said():
+    prompt, entries = prompt_of(["disk", "far", "disk"])
+    for times, said in (
+        (4.0, "Reading far is counted as 4.0 times as long"),
+        (0.25, "far is counted as 0.25 of the time"),
+    ):
+        plan = LoadingController(machine(far=1e-9), corrections={"far": times}).plan(prompt, entries, "hkvd", 0.2)
+        assert said in in_words(plan)
+
+
+def test_what_has_no_source_is_called_by_what_it_is():
+    prompt, entries = prompt_of(["disk", "disk"])
+    head = replace(prompt.segments[0], kind="module", source="")
+    found = LoadingController(machine()).plan(Prompt((head, *prompt.segments[1:])), entries, "hkvd", 0.2)
+    assert "- the prompt's beginning, 200 tokens: hit in disk" in in_words(found)
+    assert "to load, nothing to recompute" in in_words(found)
+
+
 def test_without_timings_the_plan_says_how_to_get_them():
     prompt, entries = prompt_of(["disk", ""])
     lines = in_words(plan(prompt, entries)).splitlines()
     assert lines[1:] == [
-        "- book-0, 200 tokens: hit in disk, 4.8 MB",
+        "- book-0, 200 tokens: hit in disk, 4.8 MB, encoded alone",
         "- book-1, 200 tokens: miss (not in the store)",
         UNMEASURED,
     ]

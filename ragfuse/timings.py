@@ -1,0 +1,110 @@
+"""This machine's timings with a model: as the store's book keeps them, and corrected by what answers took.
+
+Nothing here measures or plans; how readings correct what was measured is told in `plan/seen.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+import torch
+
+from ragfuse.core import LoadPlan, digest
+from ragfuse.errors import StoreError
+from ragfuse.gate import Booked
+from ragfuse.hf.model import HFModel
+from ragfuse.plan.seen import Seen, corrected, factors, forgotten_after, seen_after
+from ragfuse.profiles import MACHINE_VERSION, MachineProfile
+
+log = logging.getLogger("ragfuse.engine")
+
+ASK_AGAIN_S = 60.0
+"""Seconds after which the book is asked again for timings: another process may have measured meanwhile."""
+
+
+@dataclass
+class _Known:
+    """Timings under one name, None if there are none, when the book was last asked for them, what was seen since."""
+
+    machine: MachineProfile | None
+    asked_s: float
+    seen: Seen = field(default_factory=dict)
+
+
+class Timings:
+    """Timings by model, device and threads. `booked` asks the store's book, `clock` gives seconds.
+
+    tiers: the URLs of further tiers, which timings belong to. Threads may share it.
+    """
+
+    def __init__(self, tiers: Sequence[str], booked: Booked, clock: Callable[[], float] = time.monotonic) -> None:
+        self._booked, self._clock, self._lock = booked, clock, threading.Lock()
+        self._known: dict[str, _Known] = {}
+        self._around = version("torch"), version("transformers"), *tiers
+
+    def machine(self, model: HFModel) -> MachineProfile | None:
+        """As measured, on as many threads as torch has now; None where nothing was.
+
+        The book is asked once a minute at most, so that what another process measures counts here too.
+        """
+        with self._lock:
+            return self._of(model).machine
+
+    def now(self, model: HFModel) -> tuple[MachineProfile | None, dict[str, float]]:
+        """As measured, and how many times as long tiers take by what answers took."""
+        with self._lock:
+            known = self._of(model)
+            return known.machine, factors(known.seen)
+
+    def corrected(self, model: HFModel) -> MachineProfile | None:
+        """Both in one."""
+        machine, times = self.now(model)
+        return corrected(machine, times) if machine is not None else None
+
+    def learn(self, machine: MachineProfile) -> None:
+        """Go by these from now on, here and in later processes on this store."""
+        name = self.name(machine.model, machine.device, machine.threads)
+        with self._lock:
+            self._known[name] = _Known(machine, self._clock())
+        self._booked(lambda book: book.put(name, machine.as_dict()), None)
+
+    def saw(self, model: HFModel, plan: LoadPlan, load_s: float) -> None:
+        """Go on from what reading took, in seconds, for a plan that was carried out."""
+        if plan.forecast is None:
+            return
+        with self._lock:
+            known, read = self._of(model), {fetch.tier for fetch in plan.fetches}
+            if known.machine is not None and known.machine.tiers.keys() >= read:
+                known.seen = seen_after(known.seen, known.machine, plan.fetches, plan.layers_a_read, load_s)
+                known.seen = forgotten_after(known.seen, [f.tier for f in plan.unread if f.tier not in read])
+
+    def name(self, fingerprint: str, device: str, threads: int) -> str:
+        """Timings are only as good as the machine, the libraries and the further tiers that they were taken with."""
+        gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
+        around = digest(platform.node(), gpu, *self._around)
+        return f"machine-{fingerprint}-{device}-{threads}-{MACHINE_VERSION}-{around[:12]}"
+
+    def _of(self, model: HFModel) -> _Known:
+        """What is known of a model on this machine; the lock is held."""
+        name = self.name(model.fingerprint, str(model.device), torch.get_num_threads())
+        known, now = self._known.get(name), self._clock()
+        if known is None or now - known.asked_s >= ASK_AGAIN_S:
+            found = self._asked(name)
+            if known is None or found not in (None, known.machine):
+                known = self._known[name] = _Known(found, now)
+            known.asked_s = now
+        return known
+
+    def _asked(self, name: str) -> MachineProfile | None:
+        """What the book says; a book that cannot be read is no reason not to answer."""
+        try:
+            return MachineProfile.from_dict(self._booked(lambda book: book.get(name), None))
+        except (StoreError, ValueError) as error:
+            log.warning("The timings of this machine could not be read: %s", error)
+            return None
