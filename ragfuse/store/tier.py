@@ -129,8 +129,8 @@ class Tier(Protocol):
     """A place for bytes with a limit. Trouble with an entry is counted and logged, never raised.
 
     `counts` holds corrupt (entries dropped because they could not be read), evicted, refused (no room could be made),
-    failed (the medium said no) and promoted (copied in by whoever plans, being hit often). A `slow` tier is written in the background. No write brings `nbytes` over
-    `capacity`; opening what holds more drops nothing.
+    failed (the medium said no) and promoted (copied in by whoever plans, being hit often). A `slow` tier is written in
+    the background. No write brings `nbytes` over `capacity`; opening what holds more drops nothing.
     """
 
     name: str
