@@ -20,7 +20,7 @@ import torch
 from ragfuse.core import Fetch, LayerKV
 from ragfuse.load.staging import Layer, Sent, Staging
 from ragfuse.plan.steps import layers_a_read, room, spans, steps
-from ragfuse.store import KVStore
+from ragfuse.store import KVStore, Tier
 
 log = logging.getLogger("ragfuse.load")
 
@@ -28,6 +28,13 @@ LOOK_S = 0.5
 """Seconds between two looks whether the reading thread is still alive."""
 
 CPU = torch.device("cpu")
+SPARE_NBYTES = 1 << 16
+"""Room in the buffers for what lies between the layers of a step."""
+
+
+def is_far(tier: Tier, device: torch.device) -> bool:
+    """Whether a thread reads this tier ahead for a model on `device`: it is slow, or its memory is another's."""
+    return tier.slow or getattr(tier, "device", device) != device
 
 
 class LayerReader:
@@ -48,9 +55,9 @@ class LayerReader:
         self._ready: Queue[Sent] = Queue(room(most))
         self._at_hand: deque[Layer] = deque()
         self._stop = threading.Event()
-        far = {tier.name for tier in store.tiers if tier.slow or getattr(tier, "device", device).type != device.type}
+        far = {tier.name for tier in store.tiers if is_far(tier, device)}
         ahead = any(fetch.tier in far for fetch in fetches)
-        self._staging = Staging(device)
+        self._staging = Staging(device, sum(fetch.nbytes for fetch in fetches) * most // n_layers + SPARE_NBYTES)
         self._thread = threading.Thread(target=self._run, name="ragfuse-load", daemon=True) if ahead else None
         self._next = 0
 

@@ -1,8 +1,8 @@
 """The way of layers that were read to the device that fuses them.
 
 On a CPU they are where they must be: the bytes read are used as they are, and become the memory tier's entry. To a GPU
-they go on a stream of their own, through pinned buffers that are allocated once, while the model computes (CacheBlend
-5.1). What is read when is `layers.py`'s.
+they go on a stream of their own, through pinned buffers, while the model computes (CacheBlend 5.1). What is read when
+is `layers.py`'s.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ class Sent:
 
 
 class Staging:
-    """Sends layers to `device`: `send` on the thread that reads, `landed` on the one that fuses."""
+    """Sends layers to `device`: `send` on the thread that reads, `landed` on the one that fuses.
 
-    def __init__(self, device: torch.device) -> None:
+    nbytes: about what the largest step takes, which the buffers are made for when the first is sent.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int = 0) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._buffers = deque(_Buffer() for _ in range(BUFFERS))
+        self._buffers = deque(_Buffer(nbytes) for _ in range(BUFFERS))
 
     def send(self, layers: Sequence[Layer]) -> Sent:
         """Begin to send; where there is no memory for that, the layers as they are, to be copied when they are used."""
@@ -83,10 +86,10 @@ class Staging:
 
 
 class _Buffer:
-    """Pinned host memory that grows to the largest step; not used again before what it held was `sent`."""
+    """Pinned host memory for a step of `nbytes`, more if need be; not used again before what it held was `sent`."""
 
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, nbytes: int = 0) -> None:
+        self._least, self._bytes = nbytes, torch.empty(0, dtype=torch.uint8)
         self.sent: torch.cuda.Event | None = None
 
     def room(self, sizes: Sequence[int]) -> list[Tensor]:
@@ -95,7 +98,8 @@ class _Buffer:
         if self.sent is not None:
             self.sent.synchronize()
         if ends and ends[-1] > self._bytes.numel():
-            self._bytes = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            nbytes = max(ends[-1], self._least)
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         return [self._bytes[at : at + size] for at, size in zip([0, *ends], sizes, strict=False)]
 
 

@@ -56,7 +56,7 @@ def measure(
     for index, tier in enumerate(tiers):
         part = _part(progress, _PREFILL + _FUSED + index * share, share)
         try:
-            speeds[tier.name] = speed_of(tier, sample, rounds, part, cool)
+            speeds[tier.name] = speed_of(tier, sample, rounds, part, cool, model.device)
         except StoreError as error:
             log.warning("Tier %s is left out of the timings: %s", tier.name, error)
     return MachineProfile(

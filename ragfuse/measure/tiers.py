@@ -16,6 +16,7 @@ import torch
 
 from ragfuse.core import ChunkKey, ChunkKV, LayerKV, digest
 from ragfuse.errors import StoreError
+from ragfuse.load.layers import CPU, is_far
 from ragfuse.measure.fit import fitted
 from ragfuse.profiles import TierSpeed, Warmth
 from ragfuse.store import DiskTier, KVStore, Tier
@@ -48,7 +49,12 @@ class Point:
 
 
 def speed_of(
-    tier: Tier, sample: ChunkKV, rounds: int, progress: Progress, cool: Callable[[], object] | None = None
+    tier: Tier,
+    sample: ChunkKV,
+    rounds: int,
+    progress: Progress,
+    cool: Callable[[], object] | None = None,
+    device: torch.device = CPU,
 ) -> TierSpeed:
     """The tier's speed for KV like `sample`, which is one token's; StoreError if it does not keep what it is given."""
     with _scratch(tier) as (used, chill):
@@ -57,7 +63,7 @@ def speed_of(
     write_s, write_byte_s = fitted([(1, p.nbytes) for p in points], [p.write_s for p in points])
     kept = tuple((p.reads, p.nbytes, p.read_s) for p in points)
     reads = warmth(points, is_local=isinstance(tier, DiskTier) or cool is not None) if tier.slow else "warm"
-    return TierSpeed(open_s, read_s, byte_s, write_s, write_byte_s, tier.slow, kept, reads)
+    return TierSpeed(open_s, read_s, byte_s, write_s, write_byte_s, is_far(tier, device), kept, reads)
 
 
 def warmth(points: Sequence[Point], is_local: bool) -> Warmth:

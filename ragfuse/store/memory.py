@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from threading import Lock
 
 import torch
@@ -16,20 +17,25 @@ from ragfuse.store.tier import Counts, EntryMeta, Evictor, victims
 
 log = logging.getLogger("ragfuse.store")
 
+ALIGNMENT = 64
+"""Layers that are copied into one block begin at multiples of so many bytes."""
+
 
 @dataclass(slots=True)
 class _Slot:
-    """One entry: what is said of it, its description and layers, uint8 [nbytes] each."""
+    """One entry: what is said of it, its description and layers, uint8 [nbytes] each; nbytes: what it takes here."""
 
     entry: Entry
     meta: EntryMeta
     blobs: tuple[Tensor, ...]
+    nbytes: int
 
 
 class MemoryTier:
     """A tier in memory: host by default, pinned host with `pin_memory`, a GPU's with `device`.
 
-    Room is taken before bytes are copied and given back if they cannot be, so `nbytes` never exceeds `capacity`.
+    Room is taken before bytes are copied and given back if they cannot be, so `nbytes` never exceeds `capacity`. Pinned
+    memory comes in powers of two, which is what an entry counts there. `copies`: what is written is copied.
     """
 
     slow = False
@@ -46,8 +52,12 @@ class MemoryTier:
     ) -> None:
         self.name, self.capacity, self.counts = name, capacity, Counts()
         self._evict, self._clock = evict, clock
-        self.device = torch.device(device)
-        self._pin_memory = pin_memory and self.device.type == "cpu" and torch.cuda.is_available()
+        self.device, has_gpu = torch.device(device), torch.cuda.is_available()
+        if self.device.type == "cuda" and self.device.index is None and has_gpu:  # each thread has its own otherwise
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._pin_memory = pin_memory and self.device.type == "cpu" and has_gpu
+        self.copies = self._pin_memory or self.device.type != "cpu"
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and has_gpu else None  # type: ignore[no-untyped-call]
         self._lock = Lock()
         self._slots: dict[ChunkKey, _Slot] = {}  # least recently used first
         self._pinned: set[ChunkKey] = set()
@@ -77,13 +87,16 @@ class MemoryTier:
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
         """Keep the layers; tensors that already live here are shared, so do not write to them afterwards."""
         meta.check(blobs)
-        if not self._reserve(key, meta.nbytes):
+        nbytes = self._size(blobs)
+        if not self._reserve(key, nbytes):
             self.counts.add("refused")
             return False
         try:
-            blobs = tuple(self._home(blob) for blob in blobs)
-        except RuntimeError as error:  # out of memory
-            self._nbytes_back(meta.nbytes)
+            blobs = self._home(blobs)
+        except BaseException as error:
+            self._nbytes_back(nbytes)
+            if not isinstance(error, (RuntimeError, AssertionError)):  # out of memory, no such device
+                raise
             self.counts.add("failed")
             log.warning("Could not keep %s in tier %s: %s", key, self.name, error)
             return False
@@ -92,7 +105,7 @@ class MemoryTier:
             self._drop(key)  # written by another thread meanwhile: the same KV
             pinned = key in self._pinned
             entry = Entry(key, self.name, meta.n_tokens, len(meta.layers), sizes, self._clock(), 0, pinned)
-            self._slots[key] = _Slot(entry, meta, blobs)
+            self._slots[key] = _Slot(entry, meta, blobs, nbytes)
         return True
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
@@ -119,16 +132,31 @@ class MemoryTier:
                     slot = self._slots[key] = self._slots.pop(key)
                     slot.entry = replace(slot.entry, last_used=now)
 
-    def _home(self, blob: Tensor) -> Tensor:
-        """The bytes where this tier keeps them."""
-        here = blob.to(self.device)
-        return here.pin_memory() if self._pin_memory and not here.is_pinned() else here
+    def _size(self, blobs: Sequence[Tensor]) -> int:
+        """Bytes that the layers take here."""
+        nbytes = _ends(blobs)[-1] if self.copies else sum(blob.numel() for blob in blobs)
+        return 1 << (nbytes - 1).bit_length() if self._pin_memory else nbytes
+
+    def _home(self, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The layers where this tier keeps them: as they are, or copied into one block."""
+        if self._pin_memory:
+            return _into(torch.empty(_ends(blobs)[-1], dtype=torch.uint8, pin_memory=True), blobs)
+        if self._stream is None:
+            return tuple(blob.to(self.device) for blob in blobs)
+        # The block belongs to the model's stream, on which it is read and freed; it is filled on another, so that the
+        # model does not wait for it.
+        block = torch.empty(_ends(blobs)[-1], dtype=torch.uint8, device=self.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            layers = _into(block, blobs)
+        self._stream.synchronize()
+        return layers
 
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
         """Take `nbytes`, dropping entries as the evictor says; False, and nothing dropped, if that is not enough."""
         with self._lock:
             old = self._slots.get(key)
-            free = self.capacity - self._nbytes + (old.meta.nbytes if old else 0)
+            free = self.capacity - self._nbytes + (old.nbytes if old else 0)
             others = (slot.entry for other, slot in self._slots.items() if other != key)
             doomed = victims(self._evict, others, nbytes - free) if nbytes <= self.capacity else None
             if doomed is None:
@@ -140,9 +168,20 @@ class MemoryTier:
 
     def _drop(self, key: ChunkKey) -> bool:
         slot = self._slots.pop(key, None)
-        self._nbytes -= slot.meta.nbytes if slot else 0
+        self._nbytes -= slot.nbytes if slot else 0
         return slot is not None
 
     def _nbytes_back(self, nbytes: int) -> None:
         with self._lock:
             self._nbytes -= nbytes
+
+
+def _ends(blobs: Sequence[Tensor]) -> list[int]:
+    """Where each layer ends in one block, if all begin at multiples of `ALIGNMENT`."""
+    return list(accumulate(-(-blob.numel() // ALIGNMENT) * ALIGNMENT for blob in blobs))
+
+
+def _into(block: Tensor, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The layers copied into a block of uint8, as views of it."""
+    parts = [block[at : at + blob.numel()] for at, blob in zip([0, *_ends(blobs)], blobs, strict=False)]
+    return tuple(part.copy_(blob) for part, blob in zip(parts, blobs, strict=True))

@@ -98,7 +98,10 @@ class Saves:
             save = Save(key, *whole, holders=1)
             self._under_way.add(save)
         with suppress(Exception):
-            self.now(save, [tier for tier in self._fast if key not in tier.entries([key])])
+            lacking = [tier for tier in self._fast if key not in tier.entries([key])]
+            copying = [tier for tier in lacking if getattr(tier, "copies", False)]  # which the reader need not wait for
+            self.now(save, [tier for tier in lacking if tier not in copying])
+            self.later(save, copying)
         self._let_go(save)
 
     def cancel(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:

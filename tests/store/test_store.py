@@ -543,6 +543,13 @@ def test_what_need_not_be_fast_is_kept_in_memory_where_the_disk_does_not_take_it
             assert [entry.tier for entry in store.entries()] == ["memory"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_takes_nothing_and_gives_the_room_back():
+    tier = MemoryTier(MB, lru, device="cuda:7", name="gpu")
+    assert not tier.write(A, *encoded(kv()))
+    assert (tier.nbytes, tier.counts["failed"], tier.entries()) == (0, 1, {})
+
+
 def test_what_is_read_from_a_slow_tier_enters_every_fast_one_that_takes_it(tmp_path):
     tiny, first, second = (
         MemoryTier(size, lru, name=name) for size, name in ((1, "tiny"), (MB, "gpu"), (MB, "memory"))
