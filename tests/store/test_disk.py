@@ -258,6 +258,9 @@ BAD_ROWS = {
     "a key that is none": "key = 'no key at all'",
     "another's key": "key = replace(key, substr(key, 1, 1), 'e')",
     "a key of bytes": "key = x'00ff'",
+    "a key that is no text": "key = CAST(x'ff' || key AS TEXT)",
+    "a level that is no text": "level = CAST(x'f2' || substr(level, 2) AS TEXT)",
+    "a pin that is none": "pinned = x'00'",
     "a size that is none": "nbytes = 'many'",
     "a size below zero": "nbytes = -5",
     "a time that is none": "last_used = 'yesterday'",
@@ -279,6 +282,32 @@ def test_a_row_with_a_bad_byte_costs_no_other_entry_and_is_mended_at_the_next_op
         assert set(opened.entries()) == {A, *others}  # its file is whole: it is adopted anew
         assert opened.nbytes == 3 * unit == sum(path.stat().st_size for path in files(tier.path))
         assert all(opened.read(one, 0, 3) is not None for one in (A, *others))
+
+
+@pytest.mark.parametrize("word", ["raw", *(f"{key(name)}" for name in "abc")])
+def test_a_bit_turned_in_the_file_of_the_index_costs_one_entry_at_most_and_is_mended(tier, word):
+    """Wherever the word stands: in a row, or in what finds rows."""
+    others = {key("b"), key("c")}
+    for one in others:
+        tier.write(one, *encoded(kv()))
+    tier.pin([A, *others], True)
+    tier.close()
+    path, places = tier.path / "index.sqlite", []
+    whole = path.read_bytes()
+    while (at := whole.find(word.encode(), places[-1] + 1 if places else 0)) >= 0:
+        places.append(at)
+    assert len(places) >= (1 if word == "raw" else 2)
+    for at in places:
+        for bit in (0x80, 0x01):
+            path.write_bytes(whole[: at + 1] + bytes([whole[at + 1] ^ bit]) + whole[at + 2 :])
+            with DiskTierContext(again(tier)) as opened:
+                assert set(opened.entries()) == {A, *others}
+                assert [one for one in (A, *others) if not opened.entries([one])] == []
+                assert sum(entry.pinned for entry in opened.entries().values()) >= 2
+                assert opened.nbytes == sum(found.stat().st_size for found in files(tier.path))
+                assert opened.delete([A, *others]) == 3
+                assert opened.nbytes == 0
+                assert all(opened.write(one, *encoded(kv())) for one in (A, *others))
 
 
 def test_a_full_tier_with_a_bad_row_is_written_all_the_same(tier):
