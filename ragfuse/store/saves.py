@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 
 from torch import Tensor
@@ -25,13 +25,14 @@ log = logging.getLogger("ragfuse.store")
 class Save:
     """An entry on its way. Deleting its key meanwhile cancels it, whatever it has written.
 
-    holders: how many are not done with it.
+    barred: tiers that it may not enter, or stay in, as it was deleted there since it began. holders: how many are not
+    done with it.
     """
 
     key: ChunkKey
     meta: EntryMeta
     blobs: tuple[Tensor, ...]
-    cancelled: bool = False
+    barred: set[str] = field(default_factory=set)
     holders: int = 0
 
 
@@ -42,7 +43,8 @@ class Saves:
     """
 
     def __init__(self, tiers: Sequence[Tier], writer_queue: int) -> None:
-        self.writers = Writers([tier.name for tier in tiers], writer_queue)
+        self._names = [tier.name for tier in tiers]
+        self.writers = Writers(self._names, writer_queue)
         self._fast = [tier for tier in tiers if not tier.slow]
         self._lock = Lock()
         self._under_way: set[Save] = set()
@@ -72,17 +74,9 @@ class Saves:
 
     def now(self, save: Save, tiers: Iterable[Tier]) -> bool:
         """Write into `tiers`, and take out again what is cancelled; whether one of them keeps it."""
-        kept = False
-        for tier in tiers:
-            if save.cancelled:
-                return False
-            if tier.write(save.key, save.meta, save.blobs):
-                kept = True
-                if save.key in self._pins:
-                    tier.pin([save.key], True)
-                if save.cancelled:
-                    tier.delete([save.key])
-        return kept and not save.cancelled
+        kept = {tier.name for tier in tiers if self._enters(save, tier) and self._write(save, tier)}
+        with self._lock:
+            return bool(kept - save.barred)
 
     def later(self, save: Save, tiers: Iterable[Tier]) -> bool:
         """Write into `tiers` in the background, each by its own thread; False if too much waits at all of them."""
@@ -101,20 +95,48 @@ class Saves:
             self.now(save, [tier for tier in self._fast if key not in tier.entries([key])])
         self._let_go(save)
 
-    def cancel(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Nothing of these that is under way comes in, and no pin of theirs is kept; those that were being saved."""
+    def cancel(self, keys: Collection[ChunkKey], tier: str | None = None) -> set[ChunkKey]:
+        """Nothing of these that is under way comes in, or into one tier; those that were being saved.
+
+        No pin of theirs is kept, unless it is for one tier alone.
+        """
         with self._lock:
             found = [save for save in self._under_way if save.key in keys]
             for save in found:
-                save.cancelled = True
+                save.barred.update(self._names if tier is None else [tier])
             self._partials.discard(keys)
-            self._pins.difference_update(keys)
+            if tier is None:
+                self._pins.difference_update(keys)
             return {save.key for save in found}
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Whether these are protected from eviction wherever they come in from now on."""
         with self._lock:
             (self._pins.update if pinned else self._pins.difference_update)(keys)
+
+    def _enters(self, save: Save, tier: Tier) -> bool:
+        """Whether it may be written there now. Then older saves of the key may stay too: they bring the same KV."""
+        with self._lock:
+            if tier.name in save.barred:
+                return False
+            for other in self._under_way:
+                if other.key == save.key:
+                    other.barred.discard(tier.name)
+            return True
+
+    def _write(self, save: Save, tier: Tier) -> bool:
+        """Write, and take out again what was deleted meanwhile; but not what a younger save has brought since."""
+        kept = tier.write(save.key, save.meta, save.blobs)
+        if kept and save.key in self._pins:
+            tier.pin([save.key], True)
+        while kept and self._is_barred(save, tier):
+            tier.delete([save.key])
+            kept = not self._is_barred(save, tier) and tier.write(save.key, save.meta, save.blobs)
+        return kept
+
+    def _is_barred(self, save: Save, tier: Tier) -> bool:
+        with self._lock:
+            return tier.name in save.barred
 
     def _queue(self, save: Save, tier: Tier) -> bool:
         def job() -> None:

@@ -219,8 +219,13 @@ class KVStore:
         return self._delete({key}) > 0
 
     def forget(self, keys: Iterable[ChunkKey], tier: str | None = None) -> int:
-        """Forget these everywhere, or in one tier alone; how many there were."""
-        return self._delete(set(keys)) if tier is None else self.tier(tier).delete(keys)
+        """Forget these everywhere, or in one tier alone, also those still being saved; how many there were."""
+        keys = set(keys)
+        if tier is None:
+            return self._delete(keys)
+        target = self.tier(tier)
+        self._saves.cancel(keys, tier)
+        return target.delete(keys)
 
     def drop(self, keys: Iterable[ChunkKey], tier: str | None = None) -> dict[str, set[ChunkKey]]:
         """The same; each tier that could not do so, with those that may still be in it."""

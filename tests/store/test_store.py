@@ -371,6 +371,86 @@ def test_what_is_cleared_while_two_tiers_save_it_comes_back_in_neither():
         assert store.entries() == []
 
 
+class OneLateWrite(SlowTier):
+    """Whose first write is done, but not over, until `go`; with `early`, not begun."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early, self.writes = early, 0
+
+    def write(self, *arguments):
+        self.writes += 1
+        if self.writes > 1:
+            return MemoryTier.write(self, *arguments)
+        return super().write(*arguments) if self.early else MemoryTier.write(self, *arguments) and self.waited()
+
+    def waited(self) -> bool:
+        self.started.set()
+        return self.go.wait(20)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("tier", [None, "slow"])
+def test_what_is_put_again_after_a_clear_stays_when_the_old_saving_ends(early, tier):
+    slow = OneLateWrite(early)
+    with KVStore([MemoryTier(MB, lru), slow]) as store:
+        store.put(A, kv())
+        assert slow.started.wait(20)
+        store.forget([A], tier)
+        assert store.put(A, kv(), wait=True)  # comes past the one that hangs
+        slow.go.set()
+        store.flush()
+        assert [entry.tier for entry in store.entries() if entry.key == A] == ["memory", "slow"]
+        assert whole(store, A, kv(), tier="slow")
+
+
+def test_what_is_put_again_and_cleared_again_is_gone():
+    slow = OneLateWrite(early=True)
+    with KVStore([MemoryTier(MB, lru), slow]) as store:
+        store.put(A, kv())
+        assert slow.started.wait(20)
+        for _ in range(2):
+            store.delete(A)
+            assert store.put(A, kv(), wait=True)
+        store.delete(A)
+        slow.go.set()
+        store.flush()
+        assert store.entries() == []
+
+
+def test_what_is_put_again_while_the_old_saving_takes_itself_out_stays():
+    class Crossed(OneLateWrite):
+        def delete(self, keys):
+            if self.go.is_set():
+                self.go.clear()  # the old saving is about to take its entry out
+                with ThreadPoolExecutor(1) as pool:
+                    assert pool.submit(store.put, A, kv(), wait=True).result(20)
+            return super().delete(keys)
+
+    slow = Crossed(early=True)
+    with KVStore([slow]) as store:
+        store.put(A, kv())
+        assert slow.started.wait(20)
+        store.delete(A)
+        slow.go.set()
+        store.flush()
+        assert A in slow.entries()
+
+
+def test_what_is_dropped_from_one_tier_while_it_is_being_saved_comes_back_there_in_no_way():
+    slow, other = SlowTier(), SlowTier("other")
+    with KVStore([MemoryTier(MB, lru), slow, other]) as store:
+        store.pin(A)
+        store.put(A, kv())
+        assert slow.started.wait(20)
+        assert other.started.wait(20)
+        assert store.drop([A], "slow") == {}
+        slow.go.set()
+        other.go.set()
+        store.flush()
+        assert [(entry.tier, entry.pinned) for entry in store.entries()] == [("memory", True), ("other", True)]
+
+
 def test_what_is_cleared_while_it_is_being_read_is_not_promoted(store, tmp_path):
     store.put(A, kv(), wait=True)
     with reopened(store, tmp_path) as opened:
