@@ -346,7 +346,7 @@ class Engine:
         if work.far is not None:
             self.store.promote(work.far)
             return
-        encoder = self._encoder
+        encoder = self._encoder.in_background()
         encoder.keep(work.tokens, work.prefix)
         if work.text:
             encoder.keep_amid(work.tokens, work.prefix)

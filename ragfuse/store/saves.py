@@ -6,10 +6,10 @@ Bytes only. What goes where is told by `store.py`; how work waits is `writer.py`
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Condition
 
 from torch import Tensor
 
@@ -25,14 +25,16 @@ log = logging.getLogger("ragfuse.store")
 class Save:
     """An entry on its way. Deleting its key meanwhile cancels it, whatever it has written.
 
-    barred: tiers that it may not enter, or stay in, as it was deleted there since it began. holders: how many are not
-    done with it.
+    barred: tiers that it may not enter, or stay in, as it was deleted there since it began. waiting: tiers that it is
+    queued for; kept: those of them that took it. holders: how many are not done with it.
     """
 
     key: ChunkKey
     meta: EntryMeta
     blobs: tuple[Tensor, ...]
     barred: set[str] = field(default_factory=set)
+    waiting: set[str] = field(default_factory=set)
+    kept: set[str] = field(default_factory=set)
     holders: int = 0
 
 
@@ -46,7 +48,7 @@ class Saves:
         self._names = [tier.name for tier in tiers]
         self.writers = Writers(self._names, writer_queue)
         self._fast = [tier for tier in tiers if not tier.slow]
-        self._lock = Lock()
+        self._lock, self._closed = Condition(), False
         self._under_way: set[Save] = set()
         self._pins: set[ChunkKey] = set()
         self._partials = Partials(max((tier.capacity for tier in self._fast), default=0) // 4)
@@ -78,10 +80,32 @@ class Saves:
         with self._lock:
             return bool(kept - save.barred)
 
-    def later(self, save: Save, tiers: Iterable[Tier]) -> bool:
-        """Write into `tiers` in the background, each by its own thread; False if too much waits at all of them."""
-        taken = [self._queue(save, tier) for tier in tiers]
-        return any(taken)
+    def together(self, save: Save, tiers: Sequence[Tier]) -> bool:
+        """Write into all `tiers` at the same time, and wait for them; whether one of them keeps it."""
+        for tier in tiers[1:]:
+            self._queue(save, tier, is_awaited=True)
+        kept = self.now(save, tiers[:1])
+        with self._lock:
+            self._lock.wait_for(lambda: not save.waiting or self._closed)
+            return kept or bool(save.kept - save.barred)
+
+    def later(self, save: Save, tiers: Iterable[Tier], pace_s: float = 0.0) -> bool:
+        """Write into `tiers` in the background, each by its own thread; False if none takes it.
+
+        Returns when the first of them has it, or none has, after `pace_s` at the latest.
+        """
+        for tier in tiers:
+            self._queue(save, tier)
+        with self._lock:
+            self._lock.wait_for(lambda: save.kept or not save.waiting or self._closed, pace_s)
+            return bool(save.waiting or save.kept - save.barred)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish what is queued, or as much of it as `timeout_s` allows. Afterwards nobody waits for anything."""
+        self.writers.close(timeout_s)
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
 
     def promote(self, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int) -> None:
         """Keep bytes just read; once a chunk is whole it enters the fast tiers, without a second read."""
@@ -138,27 +162,30 @@ class Saves:
         with self._lock:
             return tier.name in save.barred
 
-    def _queue(self, save: Save, tier: Tier) -> bool:
+    def _queue(self, save: Save, tier: Tier, is_awaited: bool = False) -> None:
         def job() -> None:
+            kept = set[str]()
             try:
-                self.now(save, [tier])
+                kept.update([tier.name] if self.now(save, [tier]) else [])
             finally:
-                self._let_go(save)
+                self._let_go(save, {tier.name}, kept)
 
-        self._hold(save)
-        if self.writers.submit(tier.name, job):
-            return True
-        self._let_go(save)
-        log.warning("Not saved, too much is waiting to enter tier %s: %s", tier.name, save.key)
-        return False
+        self._hold(save, {tier.name})
+        if not self.writers.submit(tier.name, job, is_awaited=is_awaited):
+            self._let_go(save, {tier.name})
+            log.warning("Not saved, too much is waiting to enter tier %s: %s", tier.name, save.key)
 
-    def _hold(self, save: Save) -> None:
+    def _hold(self, save: Save, waiting: Set[str] = frozenset()) -> None:
         with self._lock:
             save.holders += 1
+            save.waiting |= waiting
             self._under_way.add(save)
 
-    def _let_go(self, save: Save) -> None:
+    def _let_go(self, save: Save, waiting: Set[str] = frozenset(), kept: Set[str] = frozenset()) -> None:
         with self._lock:
+            save.waiting -= waiting
+            save.kept |= kept
+            self._lock.notify_all()
             save.holders -= 1
             if not save.holders:
                 self._under_way.discard(save)
