@@ -154,7 +154,7 @@ class Keeping:
             )
         self.path = settings.store_path.expanduser()
         self.book = Book(settings.store_path) if settings.disk_bytes else None
-        self.store = open_kept(settings.model_copy(update={"memory_bytes": 0}))
+        self.store = open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}))
 
     def lines(self, wish: Wish = Wish()) -> list[Line]:
         """Entries that are meant, used last first. InputError for a key that means none, or several chunks."""
@@ -227,9 +227,9 @@ class Keeping:
 
     def _check_tier(self, name: str) -> None:
         names = [tier.name for tier in self.store.tiers]
-        if name == "memory" and name not in names:
+        if name in ("gpu", "memory") and name not in names:
             raise InputError(
-                "The tier 'memory' belongs to the process that fills it and ends with it; from here it cannot be "
+                f"The tier '{name}' belongs to the process that fills it and ends with it; from here it cannot be "
                 f"reached. Name one of: {', '.join(names)}."
             )
         self.store.tier(name)

@@ -369,10 +369,16 @@ def test_gc_frees_rests_and_what_is_too_old_and_keeps_pins(told, filled):
 # one readable line
 
 
+def test_with_a_gpu_in_the_settings_nothing_is_moved_into_a_tier_that_ends_with_the_command(run, told, filled):
+    assert [tier["tier"] for tier in told("stats", DEVICE="cuda")["tiers"]] == ["disk"]
+    refused(run("move", "--all", "--to", "gpu", DEVICE="cuda"), "InputError", "'gpu'", "ends with it", "disk")
+    assert left(filled) == {*OURS, AMID, *THEIRS}
+
 def test_tiers_and_keys_that_are_none_are_named_with_those_there_are(run, filled):
     refused(run("ls", "--tier", "tape"), "StoreError", "no tier 'tape'", "it has: disk")
     refused(run("ls", "--tier", "memory"), "InputError", "'memory'", "process", "disk")
     refused(run("move", "--all", "--to", "memory"), "InputError", "'memory'")
+    refused(run("ls", "--tier", "gpu"), "InputError", "'gpu'", "process", "disk")
     refused(run("ls", "zzzz"), "InputError", "begins with 'zzzz'", "ragfuse store ls")
     refused(run("pin", ""), "InputError", "begins with ''")
     assert OURS[0].tokens == THEIRS[0].tokens
