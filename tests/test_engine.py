@@ -569,6 +569,19 @@ def test_a_tier_that_hangs_keeps_no_missed_chunk_from_the_disk(tiny_settings, tm
         assert hung.entries().keys() == disk.entries().keys()
 
 
+def test_closing_an_engine_waits_for_a_tier_that_hangs_no_longer_than_told(tiny_settings):
+    hung = HungTier()
+    engine = Engine(tiny_settings, store=KVStore([MemoryTier(1 << 30, lru), hung]))
+    engine.answer(messages(), Ask(max_tokens=2))
+    until(lambda: len(engine.store.tiers[0].entries()) >= 1)
+    closing = threading.Thread(target=engine.close, args=(0.0,), daemon=True)
+    closing.start()
+    closing.join(30)
+    ended = not closing.is_alive()
+    hung.go.set()
+    assert ended
+
+
 def test_ingest_ends_when_every_slow_tier_has_everything(tiny_settings, tmp_path):
     tiers = [DiskTier(tmp_path / name, 1 << 30, lru, name=name) for name in ("one", "two")]
     with Engine(tiny_settings, store=KVStore(tiers, writer_queue=1)) as engine:

@@ -17,6 +17,7 @@ from typing import Any
 log = logging.getLogger("ragfuse.store")
 
 Row = tuple[Any, ...]
+_CLOSE_S = 1.0
 
 
 class Database:
@@ -50,16 +51,16 @@ class Database:
             return self._reader.execute(sql, arguments).fetchall()
 
     @contextmanager
-    def write(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
+    def write(self, *, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
         """One transaction, alone among all processes; undone if the block raises.
 
-        Without `wait`, sqlite3.OperationalError at once when another writer is at work.
+        sqlite3.OperationalError when another writer is at work, after `wait_s` for threads and again for processes.
         """
-        if not self._write_lock.acquire(blocking=wait):
+        if not self._write_lock.acquire(timeout=-1 if wait_s is None else wait_s):
             raise sqlite3.OperationalError("another thread is writing")
         try:
             connection = self._writer
-            connection.execute(f"PRAGMA busy_timeout={int(1000 * self._timeout_s) if wait else 0}")
+            connection.execute(f"PRAGMA busy_timeout={int(1000 * (self._timeout_s if wait_s is None else wait_s))}")
             connection.execute("BEGIN IMMEDIATE")
             try:
                 yield connection
@@ -97,10 +98,15 @@ class Database:
         connection.execute("DROP TABLE temp.kept")
 
     def close(self) -> None:
-        """Let go of the file."""
-        with self._write_lock, self._read_lock:
-            self._reader.close()
-            self._writer.close()
+        """Let go of the file; where a writer is still at work after a second, it does so at its end."""
+        if not self._write_lock.acquire(timeout=_CLOSE_S):
+            return
+        try:
+            with self._read_lock:
+                self._reader.close()
+                self._writer.close()
+        finally:
+            self._write_lock.release()
 
     def _create(self, connection: sqlite3.Connection) -> None:
         for statement in self._schema:

@@ -71,9 +71,9 @@ class Index:
         with self.write() as transaction:
             self._prepare(transaction)
 
-    def write(self, *, wait: bool = True) -> AbstractContextManager[sqlite3.Connection]:
-        """A transaction, alone among all processes."""
-        return self._database.write(wait=wait)
+    def write(self, *, wait_s: float | None = None) -> AbstractContextManager[sqlite3.Connection]:
+        """A transaction, alone among all processes; None: waits for others as long as it takes, within reason."""
+        return self._database.write(wait_s=wait_s)
 
     def close(self) -> None:
         """Let go of the file."""

@@ -125,18 +125,18 @@ class Writers:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every job submitted so far is done; False if that took too long, all together."""
-        left = _countdown(timeout_s)
+        left = countdown(timeout_s)
         done = [writer.flush(left()) for writer in self._each.values()]
         return all(done)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Take no more jobs, and wait for those taken; False if that took too long, and the rest is dropped."""
-        left = _countdown(timeout_s)
+        left = countdown(timeout_s)
         done = [writer.close(left()) for writer in self._each.values()]
         return all(done)
 
 
-def _countdown(timeout_s: float | None) -> Callable[[], float | None]:
+def countdown(timeout_s: float | None) -> Callable[[], float | None]:
     """What is left of a time from now on, None for ever."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     return lambda: None if end is None else max(0.0, end - time.monotonic())

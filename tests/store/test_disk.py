@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from ragfuse.store import DiskTier
 from ragfuse.store.chunkfile import _FIXED, MAGIC
 from ragfuse.store.index import Index
 from tests.store.kit import asked, encoded, files, key, kv, ticks
+from tests.store.redis_server import until
 
 A = key("a")
 
@@ -550,6 +552,34 @@ def test_temp_files_of_the_dead_go_on_opening_and_those_of_the_living_stay(tier)
     other = DiskTier(tier.path, tier.capacity, lru)
     assert [path for path in files(tier.path) if path.suffix == ".tmp"] == [mine]
     other.close()
+
+
+def test_a_use_is_noted_and_the_tier_closed_while_another_process_writes_and_writes(tier):
+    other = sqlite3.connect(tier.path / "index.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(tier.touch, [A]).result(10)
+        writing = pool.submit(tier.write, key("b"), *encoded(kv()))  # waits for the other
+        until(lambda: tier._index._database._write_lock.locked())
+        pool.submit(tier.close).result(15)
+        assert not writing.done()
+        other.execute("COMMIT")
+        writing.result(20)
+    other.close()
+    with DiskTierContext(again(tier)) as opened:
+        assert A in opened.entries()
+
+
+def test_a_use_that_could_not_be_written_down_is_with_the_next_write(tier):
+    other = sqlite3.connect(tier.path / "index.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    tier.touch([A])
+    noted = tier.entries()[A].last_used
+    other.execute("COMMIT")
+    assert tier.write(key("b"), *encoded(kv()))
+    found = other.execute("SELECT last_used, hits FROM entries WHERE key = ?", (str(A),)).fetchone()
+    other.close()
+    assert found == (noted, 0)
 
 
 def test_two_tiers_on_one_folder_see_each_other(tier):
