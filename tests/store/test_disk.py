@@ -19,7 +19,7 @@ from ragfuse.core import FORMAT_VERSION
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
-from ragfuse.store.chunkfile import _FIXED, MAGIC
+from ragfuse.store.chunkfile import _FIXED, MAGIC, Header
 from ragfuse.store.index import Index
 from tests.store.kit import asked, encoded, files, key, kv, ticks
 from tests.store.redis_server import until
@@ -634,6 +634,38 @@ def test_layers_larger_than_a_piece_are_read_whole(tmp_path, monkeypatch):
             expected = encoded(wanted)[1][first : first + count]
             assert [blob.tolist() for blob in blobs] == [blob.tolist() for blob in expected]
     tier.close()
+
+
+def told_layers(tier, monkeypatch) -> list[tuple[int, int, int]]:
+    """What the system is told of the file from now on: offset, bytes, advice."""
+    told, really = [], os.posix_fadvise
+
+    def tell(fd, *what):
+        told.append(what)
+        return really(fd, *what)
+
+    monkeypatch.setattr(os, "posix_fadvise", tell)
+    return told
+
+
+def test_the_system_is_told_which_layers_will_be_read(tier, monkeypatch):
+    told, data = told_layers(tier, monkeypatch), files(tier.path)[0].read_bytes()
+    offsets = Header.parse(data).offsets
+    tier.expect([A], 1, 2)
+    assert told == [(offsets[1], offsets[3] - offsets[1], os.POSIX_FADV_WILLNEED)]
+    assert tier.read(A, 0) is not None
+    assert told[1:] == [(offsets[0], offsets[1] - offsets[0], os.POSIX_FADV_WILLNEED)]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EINVAL])
+def test_where_the_system_will_not_be_told_layers_are_read_all_the_same(tier, monkeypatch, number):
+    def refused(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fadvise", refused)
+    tier.expect([A], 0, 3)
+    assert tier.read(A, 0, 3) is not None
+    assert tier.counts["failed"] == 0
 
 
 def test_expecting_layers_changes_nothing_whatever_is_asked_for(tier):
