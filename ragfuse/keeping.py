@@ -134,13 +134,15 @@ class Wish:
 class Cleared:
     """What clearing came to: entries that are gone, those that stayed, how many texts are gone.
 
-    silent: tiers that could not be cleared, or do not answer. What else they hold is not known, so all texts stay.
+    silent: tiers that were meant and could not be cleared, or do not answer; unknown: others that do not answer. What
+    else either hold is not known, so all texts stay.
     """
 
     dropped: Sequence[Line]
     stayed: Sequence[Line]
     texts: int
     silent: Sequence[str]
+    unknown: Sequence[str] = ()
 
 
 class Keeping:
@@ -175,9 +177,13 @@ class Keeping:
         stayed = [line for line in lines if line.entry.key in left.get(line.entry.tier, ())]
         dropped = [line for line in lines if line.entry.key not in left.get(line.entry.tier, ())]
         kept = {_chunk(entry.key) for entry in self.store.entries()}
-        silent = list(dict.fromkeys([*left, *self.store.silent()]))  # asked after the listing, which may lack theirs
-        texts = 0 if silent else self._forget_texts({_chunk(line.entry.key) for line in dropped} - kept, wish)
-        return Cleared(dropped, stayed, texts, silent)
+        quiet = self.store.silent()  # asked after the listing, which may lack theirs
+        silent = list(dict.fromkeys([*left, *(name for name in quiet if wish.tier in (None, name))]))
+        unknown = [name for name in quiet if name not in silent]
+        texts = (
+            0 if silent or unknown else self._forget_texts({_chunk(line.entry.key) for line in dropped} - kept, wish)
+        )
+        return Cleared(dropped, stayed, texts, silent, unknown)
 
     def text_models(self, wish: Wish) -> list[str]:
         """Digests of the tenants all of whose texts are meant."""
