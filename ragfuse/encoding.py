@@ -8,7 +8,7 @@ comes several times closer to full prefill.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragfuse.asking import room_behind
 from ragfuse.core import ChunkKey, ChunkKV, amid, token_digest
@@ -18,6 +18,8 @@ from ragfuse.text import stand_in
 
 GAP = "\n\n"
 """What stands between the other text and a chunk."""
+PACE_S = 2.0
+"""Seconds that the next run waits for the first slow tier to have this one, in the background."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Encoder:
     """Encodes for one model and tenant (`digest`) what `store` does not hold yet.
 
     shortest: tokens of the shortest run that is kept. other_tokens: tokens of other text that a chunk's second entry
-    is encoded behind, 0: no second entries.
+    is encoded behind, 0: no second entries. pace_s: seconds that saving one is waited for, None: until all tiers have
+    it.
     """
 
     model: HFModel
@@ -34,6 +37,11 @@ class Encoder:
     shortest: int
     other_tokens: int
     home: Callable[[int, int], str | None] = lambda n_tokens, nbytes: None
+    pace_s: float | None = None
+
+    def in_background(self) -> Encoder:
+        """The same, held up by no tier that is slow or hangs while another takes what it saves."""
+        return replace(self, pace_s=PACE_S)
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
         """The key of a run of tokens with this context."""
@@ -64,7 +72,8 @@ class Encoder:
             return 0
         kv = encoded()
         home = self.home(len(tokens), kv.nbytes)
-        return kv.nbytes if self.store.put(key, kv, wait=True, fast=fast, home=home) else 0
+        wait, pace_s = self.pace_s is None, self.pace_s or 0.0
+        return kv.nbytes if self.store.put(key, kv, wait=wait, fast=fast, home=home, pace_s=pace_s) else 0
 
     def _context(self, prefix: Sequence[int]) -> str:
         return token_digest(prefix) if len(prefix) >= self.shortest else ""

@@ -32,7 +32,7 @@ from ragfuse.profiles import MachineProfile, ModelProfile
 from ragfuse.saving import EXIT_S, Saver, Work
 from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
-from ragfuse.store import Book, KnownText, KVStore
+from ragfuse.store import Book, KnownText, KVStore, countdown
 from ragfuse.streaming import AnswerStream
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, pieces
@@ -267,8 +267,9 @@ class Engine:
     def close(self, timeout_s: float | None = None) -> None:
         """Finish saving, or as much of it as `timeout_s` allows, and let go of the store."""
         forget(self)
-        self._saver.close(timeout_s)
-        self.store.close()
+        left = countdown(timeout_s)
+        self._saver.close(left())
+        self.store.close(left())
         book, self.book = self.book, None
         if book is not None:
             book.close()
@@ -346,7 +347,7 @@ class Engine:
         if work.far is not None:
             self.store.promote(work.far)
             return
-        encoder = self._encoder
+        encoder = self._encoder.in_background()
         encoder.keep(work.tokens, work.prefix)
         if work.text:
             encoder.keep_amid(work.tokens, work.prefix)

@@ -134,13 +134,15 @@ class Wish:
 class Cleared:
     """What clearing came to: entries that are gone, those that stayed, how many texts are gone.
 
-    silent: tiers that could not be cleared, or do not answer. What else they hold is not known, so all texts stay.
+    silent: tiers that were meant and could not be cleared, or do not answer; unknown: others that do not answer. What
+    else either hold is not known, so all texts stay.
     """
 
     dropped: Sequence[Line]
     stayed: Sequence[Line]
     texts: int
     silent: Sequence[str]
+    unknown: Sequence[str] = ()
 
 
 class Keeping:
@@ -154,7 +156,7 @@ class Keeping:
             )
         self.path = settings.store_path.expanduser()
         self.book = Book(settings.store_path) if settings.disk_bytes else None
-        self.store = open_kept(settings.model_copy(update={"memory_bytes": 0}))
+        self.store = open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}))
 
     def lines(self, wish: Wish = Wish()) -> list[Line]:
         """Entries that are meant, used last first. InputError for a key that means none, or several chunks."""
@@ -175,9 +177,13 @@ class Keeping:
         stayed = [line for line in lines if line.entry.key in left.get(line.entry.tier, ())]
         dropped = [line for line in lines if line.entry.key not in left.get(line.entry.tier, ())]
         kept = {_chunk(entry.key) for entry in self.store.entries()}
-        silent = list(dict.fromkeys([*left, *self.store.silent()]))  # asked after the listing, which may lack theirs
-        texts = 0 if silent else self._forget_texts({_chunk(line.entry.key) for line in dropped} - kept, wish)
-        return Cleared(dropped, stayed, texts, silent)
+        quiet = self.store.silent()  # asked after the listing, which may lack theirs
+        silent = list(dict.fromkeys([*left, *(name for name in quiet if wish.tier in (None, name))]))
+        unknown = [name for name in quiet if name not in silent]
+        texts = (
+            0 if silent or unknown else self._forget_texts({_chunk(line.entry.key) for line in dropped} - kept, wish)
+        )
+        return Cleared(dropped, stayed, texts, silent, unknown)
 
     def text_models(self, wish: Wish) -> list[str]:
         """Digests of the tenants all of whose texts are meant."""
@@ -227,9 +233,9 @@ class Keeping:
 
     def _check_tier(self, name: str) -> None:
         names = [tier.name for tier in self.store.tiers]
-        if name == "memory" and name not in names:
+        if name in ("gpu", "memory") and name not in names:
             raise InputError(
-                "The tier 'memory' belongs to the process that fills it and ends with it; from here it cannot be "
+                f"The tier '{name}' belongs to the process that fills it and ends with it; from here it cannot be "
                 f"reached. Name one of: {', '.join(names)}."
             )
         self.store.tier(name)

@@ -13,8 +13,11 @@ from transformers import GenerationConfig
 from ragfuse import Ask, Engine, InputError, ModelError, Piece, SettingsError, StoreError
 from ragfuse.core import ChunkKV, LayerKV, amid, token_digest
 from ragfuse.hf.model import HFModel
+from ragfuse.plan.evict import lru
 from ragfuse.saving import WAITING
 from ragfuse.sharing import shared
+from ragfuse.store import DiskTier, KVStore, MemoryTier
+from tests.store.redis_server import until
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, ingest, messages, python
 
 
@@ -535,3 +538,54 @@ def test_entries_of_another_shape_under_the_right_key_are_computed_anew(engine, 
         wide = (LayerKV(kv.keys.repeat(2, 1, 1), kv.values.repeat(2, 1, 1)) for kv in whole)
         engine.store.put(key, ChunkKV(tuple(wide)), wait=True)
     assert engine.answer(messages(), Ask(ratio=1.0)).text == expected
+
+
+class HungTier(MemoryTier):
+    """A slow tier whose writes wait for `go`."""
+
+    slow = True
+
+    def __init__(self) -> None:
+        super().__init__(1 << 30, lru, name="hung")
+        self.go = threading.Event()
+
+    def write(self, *arguments):
+        assert self.go.wait(60)
+        return super().write(*arguments)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_tier_that_hangs_keeps_no_missed_chunk_from_the_disk(tiny_settings, tmp_path, order):
+    hung, disk = HungTier(), DiskTier(tmp_path / "kv", 1 << 30, lru)
+    with Engine(tiny_settings, store=KVStore([hung, disk][::order])) as engine:
+        try:
+            engine.answer(messages(), Ask(max_tokens=2))
+            assert engine._saver.flush(60)
+            until(lambda: len(disk.entries()) >= len(CHUNKS))
+            assert hung.entries() == {}
+        finally:
+            hung.go.set()
+        engine.flush()
+        assert hung.entries().keys() == disk.entries().keys()
+
+
+def test_closing_an_engine_waits_for_a_tier_that_hangs_no_longer_than_told(tiny_settings):
+    hung = HungTier()
+    engine = Engine(tiny_settings, store=KVStore([MemoryTier(1 << 30, lru), hung]))
+    engine.answer(messages(), Ask(max_tokens=2))
+    until(lambda: len(engine.store.tiers[0].entries()) >= 1)
+    closing = threading.Thread(target=engine.close, args=(0.0,), daemon=True)
+    closing.start()
+    closing.join(30)
+    ended = not closing.is_alive()
+    hung.go.set()
+    assert ended
+
+
+def test_ingest_ends_when_every_slow_tier_has_everything(tiny_settings, tmp_path):
+    tiers = [DiskTier(tmp_path / name, 1 << 30, lru, name=name) for name in ("one", "two")]
+    with Engine(tiny_settings, store=KVStore(tiers, writer_queue=1)) as engine:
+        ingest(engine)
+        assert len(tiers[0].entries()) >= 2 * len(CHUNKS)
+        assert tiers[0].entries().keys() == tiers[1].entries().keys()
+        assert engine.store.stats().dropped_writes == 0

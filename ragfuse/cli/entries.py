@@ -91,12 +91,21 @@ def tell_cleared(console: Console, done: Cleared) -> None:
         here = f"{n:,} of these entries and whatever else" if n else "what"
         said = f"Tier {name} could not be cleared: {here} it holds stays, and so do all texts."
         console.print(f"{said} Clear again once it answers.", highlight=False, markup=False, soft_wrap=True)
+    for name in done.unknown:
+        said = f"Tier {name} does not answer: what it holds is not known, so all texts stay."
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
 
 
 def cleared_dict(done: Cleared) -> dict[str, Any]:
     """The same as plain JSON types."""
     counts = {"dropped": len(done.dropped), "nbytes": sum(line.entry.nbytes for line in done.dropped)}
-    return {**counts, "texts": done.texts, "stayed": len(done.stayed), "silent": list(done.silent)}
+    return {
+        **counts,
+        "texts": done.texts,
+        "stayed": len(done.stayed),
+        "silent": list(done.silent),
+        "unknown": list(done.unknown),
+    }
 
 
 def outcome_dict(done: Outcome) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def clear(
 ) -> None:
     """Drop entries, and the texts of chunks that are kept nowhere afterwards. Others' stay.
 
-    Exit status 1 if a tier could not be cleared: then what it holds stays, and all texts.
+    Exit status 1 if a tier that was meant could not be cleared: then what it holds stays, and all texts.
     """
     wish, console = _wish(keys, tier, source, model, tenant, all_, "clear"), console_for(json)
     with _opened(store, console) as keeping:

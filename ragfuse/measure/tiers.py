@@ -90,10 +90,14 @@ def fetched_nbytes() -> int | None:
 
 
 def forget_pages(folder: Path) -> None:
-    """Let the system drop what it holds in memory of the entries below `folder`, where it can be told to."""
+    """Let the system drop what it holds in memory of the entries below `folder`, where it can be told to.
+
+    What is not on the medium yet is brought there: until then it cannot be dropped.
+    """
     for path in folder.rglob("*.kv") if hasattr(os, "posix_fadvise") else ():
         fd = os.open(path, os.O_RDONLY)
         try:
+            os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)

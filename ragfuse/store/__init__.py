@@ -6,7 +6,7 @@ from ragfuse.store.memory import MemoryTier
 from ragfuse.store.opening import open_store, open_tier
 from ragfuse.store.store import KVStore, StoreStats
 from ragfuse.store.tier import EntryMeta, Evictor, Tier
-from ragfuse.store.writer import Writer
+from ragfuse.store.writer import Writer, countdown
 
 __all__ = [
     "Book",
@@ -19,6 +19,7 @@ __all__ = [
     "StoreStats",
     "Tier",
     "Writer",
+    "countdown",
     "open_store",
     "open_tier",
 ]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragfuse.core import FORMAT_VERSION
-from ragfuse.store.database import Database
+from ragfuse.store.database import Database, Row
 from ragfuse.store.folder import locked, open_folder, refusal, trouble
 
 _SCHEMA = """
@@ -49,13 +49,16 @@ class Book:
         self.path = open_folder(Path(path).expanduser())
         with self._trouble(), locked(self.path / "lock"):
             self._database = Database(self.path / "book.sqlite", _SCHEMA, FORMAT_VERSION)
+            for table in ("profiles", "texts"):
+                if not self._database.is_sound(table):
+                    with self._database.write() as transaction:
+                        self._database.rebuild(transaction, table)
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """The profile of that name, None if there is none."""
+        """The profile of that name, None if there is none, or a bad byte has made it none."""
         with self._trouble():
             rows = self._database.query("SELECT profile FROM profiles WHERE name = ?", (name,))
-        profile: dict[str, Any] | None = json.loads(rows[0][0]) if rows else None
-        return profile
+        return _parsed(rows[0][0]) if rows else None
 
     def put(self, name: str, profile: Mapping[str, Any]) -> None:
         """Remember a profile, plain JSON types, in place of an earlier one."""
@@ -66,13 +69,16 @@ class Book:
     def settle(self, name: str, profile: Mapping[str, Any]) -> dict[str, Any]:
         """The profile of that name; `profile` becomes it if there is none. All who ask at once get the same."""
         with self._trouble(), self._database.write() as transaction:
-            transaction.execute("INSERT OR IGNORE INTO profiles VALUES (?, ?)", (name, json.dumps(dict(profile))))
-        return self.get(name) or {}
+            row = transaction.execute("SELECT profile FROM profiles WHERE name = ?", (name,)).fetchone()
+            found = _parsed(row[0]) if row else None
+            if found is None:
+                transaction.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?)", (name, json.dumps(dict(profile))))
+        return dict(profile) if found is None else found
 
     def names(self) -> list[str]:
         """Names of all profiles, sorted."""
         with self._trouble():
-            return [name for (name,) in self._database.query("SELECT name FROM profiles ORDER BY name")]
+            return _words(self._database.query("SELECT name FROM profiles ORDER BY name"))
 
     def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
         """Remember (key, text, source) of chunks encoded for `model`. Adding one again changes nothing."""
@@ -89,12 +95,13 @@ class Book:
             if not page:
                 return
             for last, key, text, source in page:  # noqa: B007 - the last id begins the next page
-                yield KnownText(key, text, source)
+                if all(isinstance(word, str) for word in (key, text, source)):  # a bad byte costs one text
+                    yield KnownText(key, text, source)
 
     def models(self) -> list[str]:
         """Digests of the models that texts are known of, sorted."""
         with self._trouble():
-            return [model for (model,) in self._database.query("SELECT DISTINCT model FROM texts ORDER BY model")]
+            return _words(self._database.query("SELECT DISTINCT model FROM texts ORDER BY model"))
 
     def delete_texts(
         self, model: str | None = None, *, source: str | None = None, keys: Iterable[str] | None = None
@@ -127,3 +134,15 @@ class Book:
             yield
         except (OSError, sqlite3.Error) as error:
             raise refusal(self.path, trouble(self.path, error, " in book.sqlite")) from error
+
+
+def _parsed(text: str | bytes) -> dict[str, Any] | None:
+    try:
+        profile = json.loads(text)
+    except ValueError:
+        return None
+    return profile if isinstance(profile, dict) else None
+
+
+def _words(rows: Iterable[Row]) -> list[str]:
+    return [word for (word,) in rows if isinstance(word, str)]

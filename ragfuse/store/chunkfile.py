@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -175,10 +176,11 @@ class ChunkFile:
         return os.fstat(self._fd).st_nlink == 0
 
     def expect(self, first: int, count: int) -> None:
-        """Let the system begin to bring these layers, where it can be told to."""
+        """Let the system begin to bring these layers, where it can be told to; one that refuses is no trouble."""
         if hasattr(os, "posix_fadvise") and 0 <= first < first + count <= len(self.meta.layers):
             begin, end = self._header.span(first, count)
-            os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+            with suppress(OSError):
+                os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def read(self, first: int, count: int = 1, *, verify: bool = True) -> list[Tensor]:
         """`count` layers from `first` on as uint8 [nbytes] each, newly allocated together.

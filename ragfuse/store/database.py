@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -17,12 +17,14 @@ from typing import Any
 log = logging.getLogger("ragfuse.store")
 
 Row = tuple[Any, ...]
+_CLOSE_S = 1.0
 
 
 class Database:
     """`schema` (CREATE TABLE statements) in the file at `path`. Open it under the folder's lock.
 
-    A file that is damaged or of another `version` is set aside under the name + ".bad", and a new one begun.
+    A file that is damaged or of another `version` is set aside under the name + ".bad", and a new one begun. Text in
+    which a bad byte makes no sense comes as bytes: its row is there, and others are read.
     """
 
     def __init__(self, path: Path, schema: str, version: int, timeout_s: float = 30.0) -> None:
@@ -38,9 +40,9 @@ class Database:
         if found not in (0, version):
             self._set_aside(found if isinstance(found, str) else f"has version {found}, not {version}")
             self._connect()
+        self._schema = tuple(filter(str.strip, schema.split(";")))
         with self.write() as connection:
-            for statement in filter(str.strip, schema.split(";")):
-                connection.execute(statement)
+            self._create(connection)
             connection.execute(f"PRAGMA user_version={version}")
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
@@ -49,16 +51,16 @@ class Database:
             return self._reader.execute(sql, arguments).fetchall()
 
     @contextmanager
-    def write(self, *, wait: bool = True) -> Iterator[sqlite3.Connection]:
+    def write(self, *, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
         """One transaction, alone among all processes; undone if the block raises.
 
-        Without `wait`, sqlite3.OperationalError at once when another writer is at work.
+        sqlite3.OperationalError when another writer is at work, after `wait_s` for threads and again for processes.
         """
-        if not self._write_lock.acquire(blocking=wait):
+        if not self._write_lock.acquire(timeout=-1 if wait_s is None else wait_s):
             raise sqlite3.OperationalError("another thread is writing")
         try:
             connection = self._writer
-            connection.execute(f"PRAGMA busy_timeout={int(1000 * self._timeout_s) if wait else 0}")
+            connection.execute(f"PRAGMA busy_timeout={int(1000 * (self._timeout_s if wait_s is None else wait_s))}")
             connection.execute("BEGIN IMMEDIATE")
             try:
                 yield connection
@@ -70,11 +72,45 @@ class Database:
         finally:
             self._write_lock.release()
 
+    def is_sound(self, table: str) -> bool:
+        """Whether a table's rows and its indexes agree: opening looks at neither. Others read and write meanwhile."""
+        with closing(self._connection()) as connection:
+            try:
+                return bool(connection.execute(f"PRAGMA integrity_check({table})").fetchone() == ("ok",))
+            except sqlite3.OperationalError:  # locked, not damaged
+                raise
+            except sqlite3.DatabaseError:
+                return False
+
+    def rebuild(self, connection: sqlite3.Connection, table: str, without: Iterable[int] = ()) -> None:
+        """Make a table and its indexes anew from its rows, but those `without`; of two with one key, the first stays.
+
+        A row that an index does not know of cannot be deleted one by one. Triggers on the table go.
+        """
+        columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
+        connection.execute(f"CREATE TEMP TABLE kept AS SELECT rowid AS row, * FROM {table} NOT INDEXED")
+        connection.executemany("DELETE FROM temp.kept WHERE row = ?", ((rowid,) for rowid in without))
+        connection.execute(f"DROP TABLE main.{table}")
+        self._create(connection)
+        connection.execute(
+            f"INSERT OR IGNORE INTO main.{table}(rowid, {', '.join(columns)}) SELECT * FROM temp.kept ORDER BY row"
+        )
+        connection.execute("DROP TABLE temp.kept")
+
     def close(self) -> None:
-        """Let go of the file."""
-        with self._write_lock, self._read_lock:
-            self._reader.close()
-            self._writer.close()
+        """Let go of the file; where a writer is still at work after a second, it does so at its end."""
+        if not self._write_lock.acquire(timeout=_CLOSE_S):
+            return
+        try:
+            with self._read_lock:
+                self._reader.close()
+                self._writer.close()
+        finally:
+            self._write_lock.release()
+
+    def _create(self, connection: sqlite3.Connection) -> None:
+        for statement in self._schema:
+            connection.execute(statement)
 
     def _connect(self) -> int:
         """Open both connections; the version found, 0 in a new file."""
@@ -88,7 +124,9 @@ class Database:
         return version
 
     def _connection(self) -> sqlite3.Connection:
-        return sqlite3.connect(self._path, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(self._path, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
+        connection.text_factory = _text
+        return connection
 
     def _set_aside(self, why: str) -> None:
         self.close()
@@ -96,3 +134,11 @@ class Database:
         os.replace(self._path, self._path.with_name(self._path.name + ".bad"))
         for suffix in ("-wal", "-shm"):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+
+
+def _text(data: bytes) -> str | bytes:
+    """Text as it was written; the bytes themselves where they are none."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data

@@ -32,6 +32,7 @@ log = logging.getLogger("ragfuse.store")
 
 _TOUCHES = 256
 _TOUCH_INTERVAL_S = 5.0
+_CLOSE_S = 1.0
 
 
 class DiskTier:
@@ -153,15 +154,14 @@ class DiskTier:
             self._failed("pin entries in", self.path, error)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Note a use now, without counting a hit, where other processes see it at once."""
+        """Note a use now, without counting a hit. Other processes see it at once, or after the next write or read."""
         if self._closed:
             return
         now = self._clock()
-        try:
-            with self._index.write() as transaction:
-                self._index.touch(transaction, dict.fromkeys(keys, (now, 0)))
-        except sqlite3.Error as error:
-            self._failed("note uses in", self.path, error)
+        with self._touch_lock:
+            for key in keys:
+                self._touched[key] = (now, self._touched.get(key, (now, 0))[1])
+        self._flush_touches(wait_s=0.0)
 
     def tidy(self) -> Freed:
         """Free what writers that died have left behind, and look at every file: see `upkeep.py`."""
@@ -182,7 +182,7 @@ class DiskTier:
         """Write down what was used, and let go of all files. Calling it again does nothing."""
         if self._closed:
             return
-        self._flush_touches(wait=True)
+        self._flush_touches(wait_s=_CLOSE_S)
         self._closed = True
         self._files.clear()
         self._index.close()
@@ -243,10 +243,10 @@ class DiskTier:
             if due:
                 self._touched_at = now
         if due:
-            self._flush_touches(wait=False)
+            self._flush_touches(wait_s=0.0)
 
-    def _flush_touches(self, *, wait: bool) -> None:
-        with suppress(sqlite3.Error), self._index.write(wait=wait) as transaction:
+    def _flush_touches(self, *, wait_s: float) -> None:
+        with suppress(sqlite3.Error), self._index.write(wait_s=wait_s) as transaction:
             self._touch_in(transaction)
 
     def _touch_in(self, transaction: sqlite3.Connection) -> None:

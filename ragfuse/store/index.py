@@ -51,10 +51,13 @@ ON CONFLICT(key) DO UPDATE SET level = excluded.level, n_tokens = excluded.n_tok
 _PAGE = "SELECT rowid, key, nbytes FROM entries WHERE rowid > ? ORDER BY rowid LIMIT 10000"
 _LISTED = _ENTRIES.replace("SELECT", "SELECT rowid,") + " WHERE rowid > ? ORDER BY rowid LIMIT 1000"
 _ODD = """
-DELETE FROM entries WHERE typeof(key) != 'text' OR typeof(level) != 'text' OR typeof(nbytes) != 'integer' OR nbytes < 0
+SELECT rowid FROM entries NOT INDEXED
+WHERE typeof(key) != 'text' OR typeof(level) != 'text' OR typeof(nbytes) != 'integer' OR nbytes < 0
     OR typeof(n_tokens) != 'integer' OR typeof(n_layers) != 'integer' OR typeof(last_used) != 'real'
-    OR typeof(hits) != 'integer'
+    OR typeof(hits) != 'integer' OR typeof(pinned) != 'integer'
 """
+_NOT_PLAIN = "SELECT rowid, key, level FROM entries NOT INDEXED WHERE key || level GLOB '*[^ -~]*'"
+_NO_WRITE = "DELETE FROM writing WHERE temp || owner GLOB '*[^ -~]*' OR typeof(nbytes) != 'integer'"
 _SUM = "INSERT OR REPLACE INTO total SELECT 0, count(*), coalesce(sum(nbytes), 0) FROM entries"
 _TOUCH = "UPDATE entries SET last_used = max(last_used, ?), hits = hits + ? WHERE key = ?"
 
@@ -66,12 +69,11 @@ class Index:
         self._database = Database(path, _SCHEMA, FORMAT_VERSION)
         self._tier = tier
         with self.write() as transaction:
-            for statement in _UPKEEP:
-                transaction.execute(statement)
+            self._prepare(transaction)
 
-    def write(self, *, wait: bool = True) -> AbstractContextManager[sqlite3.Connection]:
-        """A transaction, alone among all processes."""
-        return self._database.write(wait=wait)
+    def write(self, *, wait_s: float | None = None) -> AbstractContextManager[sqlite3.Connection]:
+        """A transaction, alone among all processes; None: waits for others as long as it takes, within reason."""
+        return self._database.write(wait_s=wait_s)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -91,7 +93,7 @@ class Index:
         last = -1
         while page := self._database.query(_PAGE, (last,)):
             last = page[-1][0]
-            yield from ((key, nbytes) for _, key, nbytes in page)
+            yield from ((key, nbytes) for _, key, nbytes in page if _are_words([key]))
 
     def note(self, name: str) -> str:
         """What was noted under a name, "" if nothing was."""
@@ -128,6 +130,8 @@ class Index:
         for text, level, n_tokens, n_layers, nbytes, last_used, hits, pinned in rows:
             try:
                 key = ChunkKey.parse(text)
+                if not isinstance(level, str):
+                    raise ValueError("not a level")
                 if not all(isinstance(number, int | float) for number in (n_tokens, n_layers, nbytes, last_used, hits)):
                     raise ValueError("not numbers")
             except (ValueError, TypeError, AttributeError):
@@ -155,17 +159,31 @@ class Index:
         """Whether there is an entry whose key is written so."""
         return bool(transaction.execute("SELECT 1 FROM entries WHERE key = ?", (text,)).fetchone())
 
-    @staticmethod
-    def mend(transaction: sqlite3.Connection) -> int:
+    def is_sound(self) -> bool:
+        """Whether entries are found by their keys and their use as they are written down; takes a while for many."""
+        return self._database.is_sound("entries")
+
+    def mend(self, transaction: sqlite3.Connection, is_sound: bool) -> int:
         """Remove rows with bad bytes where numbers or words belong, and sum up anew; how many they were."""
-        odd = transaction.execute(_ODD).rowcount
+        odd = [rowid for (rowid,) in transaction.execute(_ODD)]
+        odd += [rowid for rowid, *words in transaction.execute(_NOT_PLAIN) if not _are_words(words)]
+        if odd or not is_sound:
+            self._database.rebuild(transaction, "entries", odd)
+            self._prepare(transaction)
+        transaction.execute(_NO_WRITE)
         transaction.execute(_SUM)
-        return odd
+        return len(set(odd))
+
+    @staticmethod
+    def _prepare(transaction: sqlite3.Connection) -> None:
+        for statement in _UPKEEP:
+            transaction.execute(statement)
 
     @staticmethod
     def under_way(transaction: sqlite3.Connection) -> list[tuple[str, str, str, int]]:
         """(temp, key, owner, nbytes) of every write that was begun and not ended."""
-        return transaction.execute("SELECT temp, key, owner, nbytes FROM writing").fetchall()
+        rows = transaction.execute("SELECT temp, key, owner, nbytes FROM writing").fetchall()
+        return [row for row in rows if _are_words((row[0], row[2]))]
 
     @staticmethod
     def take_note(transaction: sqlite3.Connection, name: str, note: str) -> None:
@@ -196,6 +214,10 @@ class Index:
 
 def _json(keys: Iterable[ChunkKey | str]) -> str:
     return json.dumps([str(key) for key in keys])
+
+
+def _are_words(values: Iterable[object]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _select(keys: Iterable[ChunkKey]) -> tuple[str, tuple[str, ...]]:

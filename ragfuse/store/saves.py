@@ -6,10 +6,10 @@ Bytes only. What goes where is told by `store.py`; how work waits is `writer.py`
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from threading import Lock
+from dataclasses import dataclass, field
+from threading import Condition
 
 from torch import Tensor
 
@@ -25,13 +25,16 @@ log = logging.getLogger("ragfuse.store")
 class Save:
     """An entry on its way. Deleting its key meanwhile cancels it, whatever it has written.
 
-    holders: how many are not done with it.
+    barred: tiers that it may not enter, or stay in, as it was deleted there since it began. waiting: tiers that it is
+    queued for; kept: those of them that took it. holders: how many are not done with it.
     """
 
     key: ChunkKey
     meta: EntryMeta
     blobs: tuple[Tensor, ...]
-    cancelled: bool = False
+    barred: set[str] = field(default_factory=set)
+    waiting: set[str] = field(default_factory=set)
+    kept: set[str] = field(default_factory=set)
     holders: int = 0
 
 
@@ -42,9 +45,10 @@ class Saves:
     """
 
     def __init__(self, tiers: Sequence[Tier], writer_queue: int) -> None:
-        self.writers = Writers([tier.name for tier in tiers], writer_queue)
+        self._names = [tier.name for tier in tiers]
+        self.writers = Writers(self._names, writer_queue)
         self._fast = [tier for tier in tiers if not tier.slow]
-        self._lock = Lock()
+        self._lock, self._closed = Condition(), False
         self._under_way: set[Save] = set()
         self._pins: set[ChunkKey] = set()
         self._partials = Partials(max((tier.capacity for tier in self._fast), default=0) // 4)
@@ -72,22 +76,36 @@ class Saves:
 
     def now(self, save: Save, tiers: Iterable[Tier]) -> bool:
         """Write into `tiers`, and take out again what is cancelled; whether one of them keeps it."""
-        kept = False
-        for tier in tiers:
-            if save.cancelled:
-                return False
-            if tier.write(save.key, save.meta, save.blobs):
-                kept = True
-                if save.key in self._pins:
-                    tier.pin([save.key], True)
-                if save.cancelled:
-                    tier.delete([save.key])
-        return kept and not save.cancelled
+        kept = {tier.name for tier in tiers if self._enters(save, tier) and self._write(save, tier)}
+        with self._lock:
+            return bool(kept - save.barred)
 
-    def later(self, save: Save, tiers: Iterable[Tier]) -> bool:
-        """Write into `tiers` in the background, each by its own thread; False if too much waits at all of them."""
-        taken = [self._queue(save, tier) for tier in tiers]
-        return any(taken)
+    def together(self, save: Save, tiers: Sequence[Tier]) -> bool:
+        """Write into all `tiers` at the same time, and wait for them; whether one of them keeps it."""
+        for tier in tiers[1:]:
+            self._queue(save, tier, is_awaited=True)
+        kept = self.now(save, tiers[:1])
+        with self._lock:
+            self._lock.wait_for(lambda: not save.waiting or self._closed)
+            return kept or bool(save.kept - save.barred)
+
+    def later(self, save: Save, tiers: Iterable[Tier], pace_s: float = 0.0) -> bool:
+        """Write into `tiers` in the background, each by its own thread; False if none takes it.
+
+        Returns when the first of them has it, or none has, after `pace_s` at the latest.
+        """
+        for tier in tiers:
+            self._queue(save, tier)
+        with self._lock:
+            self._lock.wait_for(lambda: save.kept or not save.waiting or self._closed, pace_s)
+            return bool(save.waiting or save.kept - save.barred)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish what is queued, or as much of it as `timeout_s` allows. Afterwards nobody waits for anything."""
+        self.writers.close(timeout_s)
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
 
     def promote(self, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int) -> None:
         """Keep bytes just read; once a chunk is whole it enters the fast tiers, without a second read."""
@@ -104,14 +122,18 @@ class Saves:
             self.later(save, copying)
         self._let_go(save)
 
-    def cancel(self, keys: Collection[ChunkKey]) -> set[ChunkKey]:
-        """Nothing of these that is under way comes in, and no pin of theirs is kept; those that were being saved."""
+    def cancel(self, keys: Collection[ChunkKey], tier: str | None = None) -> set[ChunkKey]:
+        """Nothing of these that is under way comes in, or into one tier; those that were being saved.
+
+        No pin of theirs is kept, unless it is for one tier alone.
+        """
         with self._lock:
             found = [save for save in self._under_way if save.key in keys]
             for save in found:
-                save.cancelled = True
+                save.barred.update(self._names if tier is None else [tier])
             self._partials.discard(keys)
-            self._pins.difference_update(keys)
+            if tier is None:
+                self._pins.difference_update(keys)
             return {save.key for save in found}
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
@@ -119,27 +141,54 @@ class Saves:
         with self._lock:
             (self._pins.update if pinned else self._pins.difference_update)(keys)
 
-    def _queue(self, save: Save, tier: Tier) -> bool:
-        def job() -> None:
-            try:
-                self.now(save, [tier])
-            finally:
-                self._let_go(save)
-
-        self._hold(save)
-        if self.writers.submit(tier.name, job):
+    def _enters(self, save: Save, tier: Tier) -> bool:
+        """Whether it may be written there now. Then older saves of the key may stay too: they bring the same KV."""
+        with self._lock:
+            if tier.name in save.barred:
+                return False
+            for other in self._under_way:
+                if other.key == save.key:
+                    other.barred.discard(tier.name)
             return True
-        self._let_go(save)
-        log.warning("Not saved, too much is waiting to enter tier %s: %s", tier.name, save.key)
-        return False
 
-    def _hold(self, save: Save) -> None:
+    def _write(self, save: Save, tier: Tier) -> bool:
+        """Write, and take out again what was deleted meanwhile; but not what a younger save has brought since."""
+        kept = tier.write(save.key, save.meta, save.blobs)
+        if kept and save.key in self._pins:
+            tier.pin([save.key], True)
+        while kept and self._is_barred(save, tier):
+            tier.delete([save.key])
+            kept = not self._is_barred(save, tier) and tier.write(save.key, save.meta, save.blobs)
+        return kept
+
+    def _is_barred(self, save: Save, tier: Tier) -> bool:
+        with self._lock:
+            return tier.name in save.barred
+
+    def _queue(self, save: Save, tier: Tier, is_awaited: bool = False) -> None:
+        def job() -> None:
+            kept = set[str]()
+            try:
+                kept.update([tier.name] if self.now(save, [tier]) else [])
+            finally:
+                self._let_go(save, {tier.name}, kept)
+
+        self._hold(save, {tier.name})
+        if not self.writers.submit(tier.name, job, is_awaited=is_awaited):
+            self._let_go(save, {tier.name})
+            log.warning("Not saved, too much is waiting to enter tier %s: %s", tier.name, save.key)
+
+    def _hold(self, save: Save, waiting: Set[str] = frozenset()) -> None:
         with self._lock:
             save.holders += 1
+            save.waiting |= waiting
             self._under_way.add(save)
 
-    def _let_go(self, save: Save) -> None:
+    def _let_go(self, save: Save, waiting: Set[str] = frozenset(), kept: Set[str] = frozenset()) -> None:
         with self._lock:
+            save.waiting -= waiting
+            save.kept |= kept
+            self._lock.notify_all()
             save.holders -= 1
             if not save.holders:
                 self._under_way.discard(save)

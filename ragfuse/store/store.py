@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,14 @@ class KVStore:
         wait: bool = False,
         fast: bool = True,
         home: str | None = None,
+        pace_s: float = 0.0,
     ) -> bool:
         """Keep `kv`, in every tier or in one: in fast ones at once, in slow ones in the background.
 
-        With `wait`, slow tiers are written before it returns. Unless `fast`, fast tiers get it only when it is read,
-        or where no slow one takes it. home: the one slow tier that gets it; the others do if it does not take it, and
-        all if it is None. True if the chunk is kept or queued somewhere.
+        With `wait`, slow tiers are written before it returns, all at the same time; else it returns when the first of
+        them has it, or after `pace_s`, so that who saves much does not run ahead of all of them. Unless `fast`, fast
+        tiers get it only when it is read, or where no slow one takes it. home: the one slow tier that gets it; the
+        others do if it does not take it, and all if it is None. True if the chunk is kept or queued somewhere.
         """
         tiers = self.tiers if tier is None else (self.tier(tier),)
         if self._closed or not tiers:
@@ -177,7 +180,7 @@ class KVStore:
         quick, slow = [each for each in tiers if not each.slow], [each for each in tiers if each.slow]
         meant = [each for each in slow if each.name == home] or slow
         with self._saves.begun(key, EntryMeta.of(kv, self.codec.name, blobs), blobs) as save:
-            write = self._saves.now if wait else self._saves.later
+            write = self._saves.together if wait else partial(self._saves.later, pace_s=pace_s)
             kept = fast and self._saves.now(save, quick)
             taken = write(save, meant) or (meant != slow and write(save, [each for each in slow if each not in meant]))
             return kept or taken or (not fast and self._saves.now(save, quick))
@@ -219,8 +222,13 @@ class KVStore:
         return self._delete({key}) > 0
 
     def forget(self, keys: Iterable[ChunkKey], tier: str | None = None) -> int:
-        """Forget these everywhere, or in one tier alone; how many there were."""
-        return self._delete(set(keys)) if tier is None else self.tier(tier).delete(keys)
+        """Forget these everywhere, or in one tier alone, also those still being saved; how many there were."""
+        keys = set(keys)
+        if tier is None:
+            return self._delete(keys)
+        target = self.tier(tier)
+        self._saves.cancel(keys, tier)
+        return target.delete(keys)
 
     def drop(self, keys: Iterable[ChunkKey], tier: str | None = None) -> dict[str, set[ChunkKey]]:
         """The same; each tier that could not do so, with those that may still be in it."""
@@ -255,7 +263,7 @@ class KVStore:
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what is queued and let go of files. Afterwards everything is a miss. Calling it again does nothing."""
         self._closed = True
-        self._saves.writers.close(timeout_s)
+        self._saves.close(timeout_s)
         for tier in self.tiers:
             if hasattr(tier, "close"):
                 tier.close()

@@ -64,8 +64,9 @@ class Upkeep:
 
         Others may write meanwhile: what looks odd is looked at again in a transaction.
         """
+        is_sound = self._index.is_sound()
         with self._index.write() as transaction:
-            for _ in range(self._index.mend(transaction)):
+            for _ in range(self._index.mend(transaction, is_sound)):
                 self._lost("an entry", "its row makes no sense")
         rows = {_known(text, nbytes) for text, nbytes in self._index.sizes()}
         freed, lost = Freed(), set[str]()

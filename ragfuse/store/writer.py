@@ -34,10 +34,14 @@ class Writer:
         self._thread: Thread | None = None
         self._busy = self._closed = False
 
-    def submit(self, job: Callable[[], object], *, counts: bool = True) -> bool:
-        """Run `job` later; False at once if it is dropped, and counted if it `counts`. Never waits for a job."""
+    def submit(self, job: Callable[[], object], *, counts: bool = True, is_awaited: bool = False) -> bool:
+        """Run `job` later; False at once if it is dropped, and counted if it `counts`. Never waits for a job.
+
+        No limit holds for one whose submitter waits for it: there are no more of these than threads that wait.
+        """
         with self._changed:
-            if self._closed or len(self._jobs) >= self._limit or not self._started():
+            full = len(self._jobs) >= self._limit and not is_awaited
+            if self._closed or full or not self._started():
                 self.dropped += counts
                 return False
             self._jobs.append(job)
@@ -115,24 +119,24 @@ class Writers:
         """Jobs that raised."""
         return sum(writer.failed for writer in self._each.values())
 
-    def submit(self, name: str, job: Callable[[], object], *, counts: bool = True) -> bool:
+    def submit(self, name: str, job: Callable[[], object], *, counts: bool = True, is_awaited: bool = False) -> bool:
         """Run `job` later, behind those of the same name; False at once if it is dropped, and counted if so."""
-        return self._each[name].submit(job, counts=counts)
+        return self._each[name].submit(job, counts=counts, is_awaited=is_awaited)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every job submitted so far is done; False if that took too long, all together."""
-        left = _countdown(timeout_s)
+        left = countdown(timeout_s)
         done = [writer.flush(left()) for writer in self._each.values()]
         return all(done)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Take no more jobs, and wait for those taken; False if that took too long, and the rest is dropped."""
-        left = _countdown(timeout_s)
+        left = countdown(timeout_s)
         done = [writer.close(left()) for writer in self._each.values()]
         return all(done)
 
 
-def _countdown(timeout_s: float | None) -> Callable[[], float | None]:
+def countdown(timeout_s: float | None) -> Callable[[], float | None]:
     """What is left of a time from now on, None for ever."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     return lambda: None if end is None else max(0.0, end - time.monotonic())

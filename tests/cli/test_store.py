@@ -212,10 +212,29 @@ def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(run, 
     assert (len(texts(filled, OURS[0].model)), len(texts(filled, THEIRS[0].model))) == (2, 1)
     again = run("clear", "--all", "--yes", "--json", "-", **far)  # nothing is listed any more
     assert again.exit_code == 1
-    assert json.loads(again.stdout) == {"dropped": 0, "nbytes": 0, "texts": 0, "stayed": 0, "silent": ["redis"]}
+    counts = {"dropped": 0, "nbytes": 0, "texts": 0, "stayed": 0}
+    assert json.loads(again.stdout) == {**counts, "silent": ["redis"], "unknown": []}
     server.start()
     assert told("clear", "--all", "--yes", **far)["texts"] == 3
     assert texts(filled, OURS[0].model) == texts(filled, THEIRS[0].model) == []
+
+
+def test_clear_of_one_tier_is_done_whatever_another_does_and_keeps_the_texts_of_what_that_may_hold(
+    run, told, filled, server
+):
+    far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
+    server.kill()
+    result = run("clear", "--tier", "disk", "--yes", **far)
+    said = " ".join(result.output.split())
+    assert result.exit_code == 0, said
+    assert "Dropped 6 entries" in said
+    assert "could not be cleared" not in said
+    assert "Tier redis does not answer: what it holds is not known, so all texts stay" in said
+    assert left(filled) == set()
+    assert len(texts(filled, OURS[0].model)) == 2
+    again = told("clear", "--tier", "disk", "--yes", **far)
+    assert (again["silent"], again["unknown"], again["texts"]) == ([], ["redis"], 0)
+    assert run("clear", "--tier", "redis", "--yes", **far).exit_code == 1
 
 
 def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server):
@@ -369,10 +388,17 @@ def test_gc_frees_rests_and_what_is_too_old_and_keeps_pins(told, filled):
 # one readable line
 
 
+def test_with_a_gpu_in_the_settings_nothing_is_moved_into_a_tier_that_ends_with_the_command(run, told, filled):
+    assert [tier["tier"] for tier in told("stats", DEVICE="cuda")["tiers"]] == ["disk"]
+    refused(run("move", "--all", "--to", "gpu", DEVICE="cuda"), "InputError", "'gpu'", "ends with it", "disk")
+    assert left(filled) == {*OURS, AMID, *THEIRS}
+
+
 def test_tiers_and_keys_that_are_none_are_named_with_those_there_are(run, filled):
     refused(run("ls", "--tier", "tape"), "StoreError", "no tier 'tape'", "it has: disk")
     refused(run("ls", "--tier", "memory"), "InputError", "'memory'", "process", "disk")
     refused(run("move", "--all", "--to", "memory"), "InputError", "'memory'")
+    refused(run("ls", "--tier", "gpu"), "InputError", "'gpu'", "process", "disk")
     refused(run("ls", "zzzz"), "InputError", "begins with 'zzzz'", "ragfuse store ls")
     refused(run("pin", ""), "InputError", "begins with ''")
     assert OURS[0].tokens == THEIRS[0].tokens

@@ -143,6 +143,19 @@ def test_a_disk_s_figures_say_whether_they_are_cold(model, disk, tmp_path):
     assert speed_of(MemoryTier(1 << 30, lru), model.encode([0]), 1, lambda *_: None).reads == "warm"
 
 
+def test_what_was_never_flushed_is_brought_to_the_medium_before_its_pages_are_dropped(tmp_path, monkeypatch):
+    is_cold, path, told = has_cold_reads(tmp_path), tmp_path / "some.kv", []
+    path.write_bytes(os.urandom(1 << 20))
+    really = {name: getattr(os, name) for name in ("fsync", "posix_fadvise")}
+    for name in really:
+        monkeypatch.setattr(os, name, lambda *what, name=name: (told.append(name), really[name](*what)))
+    forget_pages(tmp_path)
+    assert told == ["fsync", "posix_fadvise"]
+    before = fetched_nbytes() or 0
+    path.read_bytes()
+    assert ((fetched_nbytes() or 0) - before >= 1 << 19) == is_cold
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no folder in memory here")
 def test_a_folder_in_memory_is_never_called_cold(model):
     with TemporaryDirectory(dir="/dev/shm") as folder:

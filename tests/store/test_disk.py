@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from ragfuse.core import FORMAT_VERSION
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
-from ragfuse.store.chunkfile import _FIXED, MAGIC
+from ragfuse.store.chunkfile import _FIXED, MAGIC, Header
 from ragfuse.store.index import Index
 from tests.store.kit import asked, encoded, files, key, kv, ticks
+from tests.store.redis_server import until
 
 A = key("a")
 
@@ -258,6 +260,9 @@ BAD_ROWS = {
     "a key that is none": "key = 'no key at all'",
     "another's key": "key = replace(key, substr(key, 1, 1), 'e')",
     "a key of bytes": "key = x'00ff'",
+    "a key that is no text": "key = CAST(x'ff' || key AS TEXT)",
+    "a level that is no text": "level = CAST(x'f2' || substr(level, 2) AS TEXT)",
+    "a pin that is none": "pinned = x'00'",
     "a size that is none": "nbytes = 'many'",
     "a size below zero": "nbytes = -5",
     "a time that is none": "last_used = 'yesterday'",
@@ -279,6 +284,32 @@ def test_a_row_with_a_bad_byte_costs_no_other_entry_and_is_mended_at_the_next_op
         assert set(opened.entries()) == {A, *others}  # its file is whole: it is adopted anew
         assert opened.nbytes == 3 * unit == sum(path.stat().st_size for path in files(tier.path))
         assert all(opened.read(one, 0, 3) is not None for one in (A, *others))
+
+
+@pytest.mark.parametrize("word", ["raw", *(f"{key(name)}" for name in "abc")])
+def test_a_bit_turned_in_the_file_of_the_index_costs_one_entry_at_most_and_is_mended(tier, word):
+    """Wherever the word stands: in a row, or in what finds rows."""
+    others = {key("b"), key("c")}
+    for one in others:
+        tier.write(one, *encoded(kv()))
+    tier.pin([A, *others], True)
+    tier.close()
+    path, places = tier.path / "index.sqlite", []
+    whole = path.read_bytes()
+    while (at := whole.find(word.encode(), places[-1] + 1 if places else 0)) >= 0:
+        places.append(at)
+    assert len(places) >= (1 if word == "raw" else 2)
+    for at in places:
+        for bit in (0x80, 0x01):
+            path.write_bytes(whole[: at + 1] + bytes([whole[at + 1] ^ bit]) + whole[at + 2 :])
+            with DiskTierContext(again(tier)) as opened:
+                assert set(opened.entries()) == {A, *others}
+                assert [one for one in (A, *others) if not opened.entries([one])] == []
+                assert sum(entry.pinned for entry in opened.entries().values()) >= 2
+                assert opened.nbytes == sum(found.stat().st_size for found in files(tier.path))
+                assert opened.delete([A, *others]) == 3
+                assert opened.nbytes == 0
+                assert all(opened.write(one, *encoded(kv())) for one in (A, *others))
 
 
 def test_a_full_tier_with_a_bad_row_is_written_all_the_same(tier):
@@ -523,6 +554,34 @@ def test_temp_files_of_the_dead_go_on_opening_and_those_of_the_living_stay(tier)
     other.close()
 
 
+def test_a_use_is_noted_and_the_tier_closed_while_another_process_writes_and_writes(tier):
+    other = sqlite3.connect(tier.path / "index.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(tier.touch, [A]).result(10)
+        writing = pool.submit(tier.write, key("b"), *encoded(kv()))  # waits for the other
+        until(lambda: tier._index._database._write_lock.locked())
+        pool.submit(tier.close).result(15)
+        assert not writing.done()
+        other.execute("COMMIT")
+        writing.result(20)
+    other.close()
+    with DiskTierContext(again(tier)) as opened:
+        assert A in opened.entries()
+
+
+def test_a_use_that_could_not_be_written_down_is_with_the_next_write(tier):
+    other = sqlite3.connect(tier.path / "index.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    tier.touch([A])
+    noted = tier.entries()[A].last_used
+    other.execute("COMMIT")
+    assert tier.write(key("b"), *encoded(kv()))
+    found = other.execute("SELECT last_used, hits FROM entries WHERE key = ?", (str(A),)).fetchone()
+    other.close()
+    assert found == (noted, 0)
+
+
 def test_two_tiers_on_one_folder_see_each_other(tier):
     other = DiskTier(tier.path, tier.capacity, lru)
     assert other.read(A, 0) is not None
@@ -575,6 +634,38 @@ def test_layers_larger_than_a_piece_are_read_whole(tmp_path, monkeypatch):
             expected = encoded(wanted)[1][first : first + count]
             assert [blob.tolist() for blob in blobs] == [blob.tolist() for blob in expected]
     tier.close()
+
+
+def told_layers(tier, monkeypatch) -> list[tuple[int, int, int]]:
+    """What the system is told of the file from now on: offset, bytes, advice."""
+    told, really = [], os.posix_fadvise
+
+    def tell(fd, *what):
+        told.append(what)
+        return really(fd, *what)
+
+    monkeypatch.setattr(os, "posix_fadvise", tell)
+    return told
+
+
+def test_the_system_is_told_which_layers_will_be_read(tier, monkeypatch):
+    told, data = told_layers(tier, monkeypatch), files(tier.path)[0].read_bytes()
+    offsets = Header.parse(data).offsets
+    tier.expect([A], 1, 2)
+    assert told == [(offsets[1], offsets[3] - offsets[1], os.POSIX_FADV_WILLNEED)]
+    assert tier.read(A, 0) is not None
+    assert told[1:] == [(offsets[0], offsets[1] - offsets[0], os.POSIX_FADV_WILLNEED)]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM, errno.EINVAL])
+def test_where_the_system_will_not_be_told_layers_are_read_all_the_same(tier, monkeypatch, number):
+    def refused(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fadvise", refused)
+    tier.expect([A], 0, 3)
+    assert tier.read(A, 0, 3) is not None
+    assert tier.counts["failed"] == 0
 
 
 def test_expecting_layers_changes_nothing_whatever_is_asked_for(tier):

@@ -188,6 +188,62 @@ def test_a_tier_that_hangs_holds_up_no_other(tmp_path):
         assert set(hung.entries()) == {key(i) for i in range(3)}
 
 
+def test_who_waits_has_all_slow_tiers_write_at_the_same_time(tmp_path):
+    hung, disk, last = SlowTier(), DiskTier(tmp_path, MB, lru), SlowTier("last")
+    with KVStore([hung, disk, last], writer_queue=1) as store, ThreadPoolExecutor(3) as pool:
+        kept = [pool.submit(store.put, key(i), kv(i), wait=True) for i in range(3)]
+        until(lambda: set(disk.entries()) == {key(i) for i in range(3)})
+        assert last.started.wait(20)
+        assert not any(each.done() for each in kept)
+        hung.go.set()
+        last.go.set()
+        assert [each.result(20) for each in kept] == [True] * 3
+        assert set(hung.entries()) == set(last.entries()) == set(disk.entries())
+        assert store.stats().dropped_writes == 0
+
+
+def test_who_waits_is_told_whether_a_tier_took_it(tmp_path):
+    with KVStore([DiskTier(tmp_path / str(i), 1, lru, name=str(i)) for i in range(2)]) as store:
+        assert not store.put(A, kv(), wait=True)
+        assert not store.put(A, kv(), pace_s=20.0)
+    with KVStore([DiskTier(tmp_path / str(i), (1, MB)[i], lru, name=str(i)) for i in range(2)]) as store:
+        assert store.put(A, kv(), wait=True)
+        assert store.put(B, kv(), pace_s=20.0)
+
+
+def test_who_waits_for_a_tier_that_hangs_is_let_go_when_the_store_closes(tmp_path):
+    hung = SlowTier()
+    store = KVStore([DiskTier(tmp_path, MB, lru), hung])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.put, A, kv(), wait=True)
+        assert hung.started.wait(20)
+        until(lambda: len(files(tmp_path)) == 1 and A in store.lookup([A]))
+        store.close(0.0)
+        assert waiting.result(20)
+        hung.go.set()
+
+
+def test_who_saves_at_a_pace_runs_ahead_of_the_slow_but_not_of_all(tmp_path):
+    hung, disk = SlowTier(), SlowTier("disk")
+    with KVStore([hung, disk]) as store, ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(store.put, A, kv(), pace_s=20.0)
+        assert hung.started.wait(20)
+        assert disk.started.wait(20)
+        assert not saving.done()
+        disk.go.set()
+        assert saving.result(20)
+        assert [store.put(key(i), kv(), pace_s=20.0) for i in range(5)] == [True] * 5
+        assert len(disk.entries()) == 6
+        assert hung.entries() == {}
+        hung.go.set()
+
+
+def test_what_need_not_be_fast_is_kept_in_memory_where_no_tier_took_it_in_the_background(tmp_path):
+    with KVStore([MemoryTier(MB, lru), DiskTier(tmp_path, 1, lru)]) as store:
+        assert store.put(A, kv(), fast=False, pace_s=20.0)
+        assert [entry.tier for entry in store.entries()] == ["memory"]
+
+
 def test_each_tier_has_a_queue_of_its_own_and_what_they_drop_is_counted_together(tmp_path):
     hung, disk = SlowTier(), DiskTier(tmp_path, MB, lru)
     with KVStore([hung, disk], writer_queue=1) as store:
@@ -369,6 +425,86 @@ def test_what_is_cleared_while_two_tiers_save_it_comes_back_in_neither():
         slow[1].go.set()
         assert store.flush()
         assert store.entries() == []
+
+
+class OneLateWrite(SlowTier):
+    """Whose first write is done, but not over, until `go`; with `early`, not begun."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early, self.writes = early, 0
+
+    def write(self, *arguments):
+        self.writes += 1
+        if self.writes > 1:
+            return MemoryTier.write(self, *arguments)
+        return super().write(*arguments) if self.early else MemoryTier.write(self, *arguments) and self.waited()
+
+    def waited(self) -> bool:
+        self.started.set()
+        return self.go.wait(20)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("tier", [None, "slow"])
+def test_what_is_put_again_after_a_clear_stays_when_the_old_saving_ends(early, tier):
+    slow = OneLateWrite(early)
+    with KVStore([MemoryTier(MB, lru), slow]) as store:
+        store.put(A, kv())
+        assert slow.started.wait(20)
+        store.forget([A], tier)
+        assert store.put(A, kv(), wait=True)  # comes past the one that hangs
+        slow.go.set()
+        store.flush()
+        assert [entry.tier for entry in store.entries() if entry.key == A] == ["memory", "slow"]
+        assert whole(store, A, kv(), tier="slow")
+
+
+def test_what_is_put_again_and_cleared_again_is_gone():
+    slow = OneLateWrite(early=True)
+    with KVStore([MemoryTier(MB, lru), slow]) as store:
+        store.put(A, kv())
+        assert slow.started.wait(20)
+        for _ in range(2):
+            store.delete(A)
+            assert store.put(A, kv(), wait=True)
+        store.delete(A)
+        slow.go.set()
+        store.flush()
+        assert store.entries() == []
+
+
+def test_what_is_put_again_while_the_old_saving_takes_itself_out_stays():
+    class Crossed(OneLateWrite):
+        def delete(self, keys):
+            if self.go.is_set():
+                self.go.clear()  # the old saving is about to take its entry out
+                with ThreadPoolExecutor(1) as pool:
+                    assert pool.submit(store.put, A, kv(), wait=True).result(20)
+            return super().delete(keys)
+
+    slow = Crossed(early=True)
+    with KVStore([slow]) as store:
+        store.put(A, kv())
+        assert slow.started.wait(20)
+        store.delete(A)
+        slow.go.set()
+        store.flush()
+        assert A in slow.entries()
+
+
+def test_what_is_dropped_from_one_tier_while_it_is_being_saved_comes_back_there_in_no_way():
+    slow, other = SlowTier(), SlowTier("other")
+    with KVStore([MemoryTier(MB, lru), slow, other]) as store:
+        store.pin(A)
+        store.put(A, kv())
+        assert slow.started.wait(20)
+        assert other.started.wait(20)
+        assert store.drop([A], "slow") == {}
+        slow.go.set()
+        other.go.set()
+        store.flush()
+        assert [(entry.tier, entry.pinned) for entry in store.entries()] == [("memory", True), ("other", True)]
 
 
 def test_what_is_cleared_while_it_is_being_read_is_not_promoted(store, tmp_path):

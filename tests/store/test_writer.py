@@ -28,6 +28,17 @@ def test_a_full_queue_drops_and_counts_without_waiting():
     writer.close()
 
 
+def test_what_somebody_waits_for_is_not_dropped():
+    writer, started, go, ran = Writer(limit=1), threading.Event(), threading.Event(), []
+    writer.submit(lambda: (started.set(), go.wait(10)))
+    assert started.wait(10)
+    assert [writer.submit(lambda i=i: ran.append(i), is_awaited=True) for i in range(3)] == [True] * 3
+    assert not writer.submit(lambda: ran.append(9))
+    go.set()
+    writer.close()
+    assert (ran, writer.dropped) == ([0, 1, 2], 1)
+
+
 def test_a_job_that_fails_is_counted_and_the_next_one_runs(caplog):
     writer, ran = Writer(), []
     writer.submit(lambda: 1 / 0)
