@@ -31,7 +31,14 @@ _RECOUNT_S = 60.0
 _SUMS = frozenset({b"", b"#", b"~"})
 _READ_NBYTES = 1 << 18
 _WHERE = re.compile(r" script: [0-9a-f]{40}.*$")
+_NO_TLS = "its URL asks for TLS (rediss://), which most likely is not spoken there: give redis://, or the TLS port"
 _REMEDIES = (
+    ("handshake operation timed out", _NO_TLS),
+    ("WRONG_VERSION_NUMBER", _NO_TLS),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "add ?ssl_ca_certs=FILE to its URL, with the certificate of whoever signed the server's",
+    ),
     ("DB index", "give the URL of a database that is there (redis://host/0)"),
     ("WRONGTYPE", f"something else lies under the names {_PREFIX}*: delete it, or give the URL of another database"),
     ("permission", f"give its user the right to all commands, scripts too, on the keys {_PREFIX}*"),
@@ -225,9 +232,12 @@ def entry_of(name: bytes, row: bytes, tier: str, ahead_s: float) -> Entry:
 
 
 def said(error: Exception) -> str:
-    """What the server answered, for people, and what to do about it."""
+    """What the server answered, or why it did not, for people, and what to do about it."""
     text = _WHERE.sub("", str(error)).rstrip(".")
-    return text + next((f"; {do}" for what, do in _REMEDIES if what in text), "")
+    cause = (
+        f"{text} {error.__context__}"  # redis-py says of a handshake that nobody answers no more than that time is over
+    )
+    return text + next((f"; {do}" for what, do in _REMEDIES if what in cause), "")
 
 
 def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ...], tuple[type[Exception], ...]]:

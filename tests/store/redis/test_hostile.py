@@ -1,6 +1,7 @@
 """The redis tier where the server, those who share it or their clocks do it harm: misses and one sentence, no more."""
 
 import random
+import socket
 import threading
 import time
 
@@ -52,7 +53,30 @@ def test_tls_to_a_server_without_is_left_out(server, open_tier, caplog):
     tier = open_tier(url=f"rediss://127.0.0.1:{server.port}/0", timeout_s=0.3, cool_down_s=3600)
     assert use(tier) == NOTHING
     assert tier.breaker.is_open
-    assert f"rediss://127.0.0.1:{server.port}/0" in told(caplog)
+    first = told(caplog)
+    assert f"rediss://127.0.0.1:{server.port}/0" in first
+    assert "asks for TLS (rediss://), which most likely is not spoken there: give redis://" in first
+
+
+def test_a_server_that_answers_tls_in_plain_words_is_told_as_one_without(open_tier, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as plain:
+
+        def answer():
+            with plain.accept()[0] as connection:
+                connection.recv(1000)
+                connection.sendall(b"-ERR unknown command\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        open_tier(url=f"rediss://127.0.0.1:{plain.getsockname()[1]}/0", cool_down_s=3600)
+        thread.join()
+    assert "asks for TLS (rediss://), which most likely" in caplog.text
+
+
+def test_a_server_that_is_not_there_is_not_said_to_lack_tls(open_tier, caplog):
+    open_tier(url=f"rediss://127.0.0.1:{free_port()}/0", cool_down_s=3600)
+    assert "refused" in caplog.text
+    assert "asks for TLS" not in caplog.text
 
 
 RIGHTS = {
