@@ -25,8 +25,8 @@ class Breaker:
     A guarded block is one call of the medium, neither less (what was in memory says nothing of it) nor more (a listing
     of many pages would keep the others waiting).
 
-    `trouble` are the exceptions that say the medium itself is down; any other is an answer. `name` is for the log, which
-    hears of the first failure, as `said` puts it, and of the recovery, once each. `attempts` counts calls let through.
+    `trouble` are the exceptions that say the medium itself is down; any other is an answer. `name` is for the log,
+    which hears of the first failure, as `said` puts it, and of the recovery. `attempts` counts calls let through.
     """
 
     def __init__(
