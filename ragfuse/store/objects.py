@@ -204,21 +204,25 @@ class ObjectTier:
 
     def _all(self) -> dict[ChunkKey, Entry]:
         self._listing.read()
-        return {entry.key: entry for entry in self._oldest()}
+        return {entry.key: entry for entry in self._oldest() if not self._is_old(entry.key)}
 
     def _some(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Entry]:
+        """Entries under `keys` that are not too old."""
+        return {entry.key: entry for entry in self._known(keys) if not self._is_old(entry.key)}
+
+    def _known(self, keys: Sequence[ChunkKey]) -> Iterator[Entry]:
         """Entries under `keys`; those whose header was never seen are asked for together."""
         unknown = [key for key in keys if (held := self._catalogue.get(key)) is None or held.facts is None]
         for lo in range(0, len(unknown), _BATCH):
             self._learn(unknown[lo : lo + _BATCH])
-        found = {key: self._catalogue.entry(key, self.name) for key in keys if not self._is_old(key)}
-        return {key: entry for key, entry in found.items() if entry is not None}
+        found = (self._catalogue.entry(key, self.name) for key in keys)
+        return (entry for entry in found if entry is not None)
 
     def _oldest(self) -> Iterator[Entry]:
         """All entries, least recently used first; headers never seen are read only as far as entries are asked for."""
         keys = iter(self._catalogue.oldest())
         while some := list(islice(keys, _BATCH)):
-            yield from self._some(some).values()
+            yield from self._known(some)
 
     def _learn(self, keys: Sequence[ChunkKey]) -> None:
         with self._catalogue.watch() as changed:

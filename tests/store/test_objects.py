@@ -799,6 +799,17 @@ def test_entries_unused_for_too_long_are_gone_unless_pinned(folder):
     assert tier.nbytes == 2 * unit
 
 
+def test_entries_that_are_too_old_make_room(folder):
+    unit, now = weight_of_one(folder.with_name("one")), [1000.0]
+    tier = opened(folder, 2 * unit, ttl_s=60.0, clock=lambda: now[0])
+    for name in (A, B):
+        assert tier.write(name, *encoded(kv()))
+    now[0] += 100
+    assert tier.write(key("c"), *encoded(kv()))
+    assert set(tier.entries()) == {key("c")}
+    assert weight(folder) == 2 * unit
+
+
 def test_what_is_touched_is_used_without_a_hit(folder):
     now = [1000.0]
     tier = opened(folder, ttl_s=60.0, clock=lambda: now[0])
