@@ -148,7 +148,7 @@ end
 -- Entries by their last use, from the first to the last of these places: the time, whether that is all of them (or the
 -- server has dropped their order on its own), keys, rows.
 function commands.oldest(first, last)
-  local keys, n = call('ZRANGE', used, first, last), tonumber(call('HGET', rows, '#') or 0)
+  local keys, n = call('ZRANGE', used, first, last), tonumber(call('HGET', rows, '#') or -1)
   return {stamp, call('ZCARD', used) == n and 1 or 0, keys, #keys > 0 and call('HMGET', rows, unpack(keys)) or {}}
 end
 

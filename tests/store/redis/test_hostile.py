@@ -162,6 +162,17 @@ def test_tidying_mends_the_order(raw, open_tier, unit):
     assert raw.zrange(f"{PREFIX}used", 0, -1) == [str(each).encode() for each in (A, B, C)]
 
 
+def test_an_index_that_nobody_has_counted_is_counted_before_room_is_made(raw, open_tier, unit):
+    tier = open_tier(2 * unit)
+    for each in (A, B):
+        assert tier.write(each, *encoded(kv()))
+    raw.hdel(f"{PREFIX}rows", "#")
+    raw.delete(f"{PREFIX}used")
+    assert tier.write(C, *encoded(kv()))
+    assert set(tier.entries()) == {B, C}
+    assert int(raw.hget(f"{PREFIX}rows", "#")) == 2
+
+
 def test_where_all_is_pinned_nothing_is_looked_for(server, open_tier):
     tier, raw = open_tier(url=server.url()), server.raw()
     for each in (A, B):
