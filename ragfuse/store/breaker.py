@@ -26,7 +26,7 @@ class Breaker:
     of many pages would keep the others waiting).
 
     `trouble` are the exceptions that say the medium itself is down; any other is an answer. `name` is for the log,
-    which hears of the first failure and of the recovery, once each. `attempts` counts calls let through.
+    which hears of the first failure, as `said` puts it, and of the recovery. `attempts` counts calls let through.
     """
 
     def __init__(
@@ -35,10 +35,12 @@ class Breaker:
         trouble: tuple[type[Exception], ...] = (OSError,),
         *,
         cool_down_s: float = 10.0,
+        said: Callable[[Exception], str] = str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.attempts = name, 0
         self._trouble, self._cool_down_s, self._clock = trouble, cool_down_s, clock
+        self._said = said
         self._lock = Lock()
         self._opened_at: float | None = None
         self._trying = False
@@ -90,7 +92,7 @@ class Breaker:
                 self._opened_at = self._clock()
             self._trying = self._trying and not trial
         if first:
-            what = (self.name, type(error).__name__, error, self._cool_down_s)
+            what = (self.name, type(error).__name__, self._said(error), self._cool_down_s)
             log.warning("%s is left out, it cannot be used (%s: %s); it is tried again every %g s", *what)
 
     def _answered(self, trial: bool) -> None:

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from functools import partial
@@ -122,6 +122,10 @@ class Bucket:
     def write(self, name: str, data: bytes) -> None:
         """The object, whole or not at all, in place of an earlier one."""
         self._run(lambda: self._publish(self._path(name), data), nbytes=len(data))
+
+    def mark(self, names: Sequence[str]) -> None:
+        """Empty objects of these names, written now: all at once."""
+        self._run(lambda: self._mark(names), extra_s=len(names) // _AT_ONCE * self._timeout_s)
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects; those that are not there are gone already."""
@@ -251,12 +255,14 @@ class Bucket:
             await asyncio.gather(self._fs._rm_file(temp), return_exceptions=True)
             raise
 
+    async def _mark(self, names: Sequence[str]) -> None:
+        for lo in range(0, len(names), _AT_ONCE):
+            await _all(self._publish(self._path(name), b"") for name in names[lo : lo + _AT_ONCE])
+
     async def _remove(self, names: Sequence[str]) -> None:
         for lo in range(0, len(names), _AT_ONCE):
-            some = [self._fs._rm_file(self._path(name)) for name in names[lo : lo + _AT_ONCE]]
-            for done in await asyncio.gather(*some, return_exceptions=True):
-                if isinstance(done, BaseException) and not isinstance(done, FileNotFoundError):
-                    raise done
+            some = (self._fs._rm_file(self._path(name)) for name in names[lo : lo + _AT_ONCE])
+            await _all(some, unless=FileNotFoundError)
 
     def _no_driver(self, scheme: str, error: ImportError) -> StoreError:
         cause = error.__cause__
@@ -278,6 +284,13 @@ class Bucket:
 
     def _refusal(self, wanted: str, found: str, do: str) -> StoreError:
         return StoreError(f"The tier at {self.url} cannot be opened: {wanted} was wanted, {found} was found. {do}")
+
+
+async def _all(calls: Iterable[Awaitable[object]], unless: type[Exception] | tuple[()] = ()) -> None:
+    """Make these calls at once; what one of them raises, when all have ended."""
+    for done in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(done, BaseException) and not isinstance(done, unless):
+            raise done
 
 
 def _object(info: Mapping[str, Any]) -> Object:

@@ -27,12 +27,13 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """One object: its bytes, when it was used last, hits here, and the facts once its header was read."""
+    """One object: its bytes, last use, hits here, facts once its header was read, and the last use that others know."""
 
     nbytes: int
     last_used: float
     hits: int = 0
     facts: Facts | None = None
+    told: float = 0.0
 
 
 class Catalogue:
@@ -168,6 +169,15 @@ class Catalogue:
             if held is not None:
                 self._held[key] = replace(held, last_used=when, hits=held.hits + hit)
 
+    def tell(self, key: ChunkKey, when: float, every_s: float) -> bool:
+        """Whether others are to hear of this use, who heard of none for so long; from now on they have."""
+        with self._turn:
+            held = self._held.get(key)
+            if held is None or 0 <= when - held.told < every_s:
+                return False
+            self._held[key] = replace(held, told=when)
+            return True
+
     def describe(self, key: ChunkKey, nbytes: int, facts: Facts, when: float, changed: Set[ChunkKey]) -> None:
         """A header was read: `when` counts as the last use of an object that nothing was known of."""
         with self._turn:
@@ -177,14 +187,19 @@ class Catalogue:
             self._nbytes += nbytes - held.nbytes
             self._held[key] = replace(held, nbytes=nbytes, facts=facts)
 
-    def merge(self, found: Mapping[ChunkKey, Object], changed: Set[ChunkKey]) -> None:
-        """A page of a listing was read, while `changed` were claimed."""
+    def merge(self, found: Mapping[ChunkKey, Object], used: Mapping[ChunkKey, Object], changed: Set[ChunkKey]) -> None:
+        """A page of a listing was read, while `changed` were claimed; others have `used` entries at these times."""
         with self._turn:
             for key, (nbytes, modified) in found.items():
-                held = self._held.get(key)
-                if key not in changed and (held is None or held.nbytes != nbytes):
+                held, when = self._held.get(key), used[key].modified if key in used else 0.0
+                if key in changed:
+                    continue
+                if held is None or held.nbytes != nbytes:
                     self._nbytes += nbytes - (held.nbytes if held else 0)
-                    self._held[key] = Held(nbytes, modified, held.hits if held else 0)
+                    when = max(modified, when)
+                    self._held[key] = Held(nbytes, when, held.hits if held else 0, told=when)
+                elif when > held.told:
+                    self._held[key] = replace(held, last_used=max(held.last_used, when), told=when)
 
     def settle(self, missing: Set[ChunkKey], pinned: Set[ChunkKey], changed: Set[ChunkKey]) -> None:
         """A listing was read to its end, without `missing`, while `changed` were claimed."""

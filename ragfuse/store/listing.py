@@ -13,7 +13,7 @@ from threading import Lock
 from ragfuse.core import ChunkKey
 from ragfuse.store.bucket import NO_ANSWER, Bucket, Object
 from ragfuse.store.catalogue import Catalogue
-from ragfuse.store.names import CHUNKS, PINS, chunk_key, is_abandoned, is_temporary, pin_key
+from ragfuse.store.names import CHUNKS, PINS, USES, chunk_key, is_abandoned, is_temporary, pin_key, use_key, use_name
 from ragfuse.store.tier import Freed
 
 log = logging.getLogger("ragfuse.store")
@@ -22,11 +22,12 @@ log = logging.getLogger("ragfuse.store")
 class Listing:
     """Tells a catalogue what is in a bucket. What nobody needs there is deleted when it is seen.
 
-    A listing stays good for `fresh_s`, or twice that for every second that it takes where that is longer.
+    A listing stays good for `fresh_s`, or twice that for every second that it takes where that is longer. Without
+    `uses`, those that others have noted are of no interest.
     """
 
-    def __init__(self, bucket: Bucket, catalogue: Catalogue, fresh_s: float) -> None:
-        self._bucket, self._catalogue, self._fresh_s = bucket, catalogue, fresh_s
+    def __init__(self, bucket: Bucket, catalogue: Catalogue, fresh_s: float, *, uses: bool = False) -> None:
+        self._bucket, self._catalogue, self._fresh_s, self._uses = bucket, catalogue, fresh_s, uses
         self._turn = Lock()
         self._read_at: float | None = None
         self._took_s = 0.0
@@ -52,7 +53,7 @@ class Listing:
             good_s = 0.0 if anew else self._fresh_s * max(1.0, 2 * self._took_s)
             if self._read_at is not None and began - self._read_at < good_s:
                 return Freed()
-            useless = self._learned()
+            useless = self._learned(uses=self._uses or anew)
             self._read_at = time.monotonic()
             self._took_s = self._read_at - began
             return self._freed(useless)
@@ -70,21 +71,26 @@ class Listing:
             return Freed()
         return Freed(orphans=len(useless), nbytes=sum(each.nbytes for each in useless.values()))
 
-    def _learned(self) -> dict[str, Object]:
-        """Learn of all objects, pins first; what nobody needs."""
+    def _learned(self, *, uses: bool) -> dict[str, Object]:
+        """Learn of all objects, pins and uses first; what nobody needs."""
         left: dict[str, Object] = {}
+        used: dict[ChunkKey, Object] = {}
         pins: dict[ChunkKey, tuple[str, Object]] = {}
         with self._catalogue.watch() as changed:
             for page in self._bucket.listing(PINS):
                 pins |= {key: (name, each) for name, each in page.items() if (key := pin_key(name))}
                 left |= {name: each for name, each in page.items() if is_temporary(name)}
             self._catalogue.pin(pins.keys() - changed, True)
+            for page in self._bucket.listing(USES) if uses else ():
+                used |= {key: each for name, each in page.items() if (key := use_key(name))}
+                left |= {name: each for name, each in page.items() if is_temporary(name)}
             missing = self._catalogue.keys()
             for page in self._bucket.listing(CHUNKS):
                 found = {key: each for name, each in page.items() if (key := chunk_key(name))}
-                self._catalogue.merge(found, changed)
+                self._catalogue.merge(found, used, changed)
                 missing -= found.keys()
                 left |= {name: each for name, each in page.items() if is_temporary(name)}
             self._catalogue.settle(missing, pins.keys(), changed)
         left |= dict(pin for key, pin in pins.items() if self._catalogue.get(key) is None)
+        left |= {use_name(key): each for key, each in used.items() if self._catalogue.get(key) is None}
         return {name: each for name, each in left.items() if is_abandoned(each, time.time())}

@@ -2,6 +2,7 @@
 
     chunks/MODEL/TOKENS.CONTEXT.LAYOUT.kv    an entry: a folder for each model, to tell tenants apart by prefix
     pins/MODEL/TOKENS.CONTEXT.LAYOUT.pin     an empty object that protects one
+    uses/MODEL/TOKENS.CONTEXT.LAYOUT.use     an empty object, written when one was used
 
 What has another name is left alone.
 """
@@ -14,7 +15,7 @@ from urllib.parse import quote, unquote
 from ragfuse.core import ChunkKey
 from ragfuse.store.bucket import TEMPORARY, Object
 
-CHUNKS, PINS = "chunks", "pins"
+CHUNKS, PINS, USES = "chunks", "pins", "uses"
 _ABANDONED_S = 3600.0
 _CUT_OFF_S = 24 * 3600.0  # a put takes a second for each megabyte at most
 
@@ -29,6 +30,11 @@ def pin_name(key: ChunkKey) -> str:
     return _name(key, PINS, ".pin")
 
 
+def use_name(key: ChunkKey) -> str:
+    """The object whose age tells how long ago it was used."""
+    return _name(key, USES, ".use")
+
+
 def chunk_key(name: str) -> ChunkKey | None:
     """Whose entry an object holds, None if it is none."""
     return _key(name, CHUNKS, ".kv")
@@ -39,12 +45,17 @@ def pin_key(name: str) -> ChunkKey | None:
     return _key(name, PINS, ".pin")
 
 
+def use_key(name: str) -> ChunkKey | None:
+    """Whose use an object tells of, None if of none."""
+    return _key(name, USES, ".use")
+
+
 def is_temporary(name: str) -> bool:
     """Whether an object is what a writer of one of ours has begun with."""
     if not name.endswith(TEMPORARY):
         return False
     whole = name.rsplit(".", 3)[0]  # NAME.TOKEN.SERIAL.tmp
-    return bool(chunk_key(whole) or pin_key(whole))
+    return bool(chunk_key(whole) or pin_key(whole) or use_key(whole))
 
 
 def is_abandoned(written: Object, now_s: float) -> bool:

@@ -22,7 +22,8 @@ from ragfuse.store.bucket import NO_ANSWER, Bucket
 from ragfuse.store.catalogue import Catalogue, Facts, Headers, Held
 from ragfuse.store.chunkfile import Header, header_nbytes, layer_offsets, pack_header, pieces
 from ragfuse.store.listing import Listing
-from ragfuse.store.names import CHUNKS, PINS, chunk_name, is_cut_off, pin_key, pin_name
+from ragfuse.store.names import CHUNKS, PINS, chunk_name, is_cut_off, pin_key, pin_name, use_name
+from ragfuse.store.notes import Notes
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims
 
 log = logging.getLogger("ragfuse.store")
@@ -33,6 +34,7 @@ _HEADERS = 1024
 _CHANGES = ("write", "delete", "pin")
 _BATCH = 256
 _TRIES = 3
+_NOTES_IN_TTL = 8
 
 
 class ObjectTier:
@@ -51,8 +53,13 @@ class ObjectTier:
     store has no counters to share, so several processes may together exceed it by what they write within `fresh_s`;
     the next write that lists makes room again. Nor has it a place for uses: `last_used` is when this process read or
     wrote an entry, else when it was written; hits are this process's own. Pins are objects of their own and outlive
-    it; those of others bind once they are listed. With `ttl_s`, entries that are not pinned and were, as far as known
-    here, not used for so long are dropped.
+    it; those of others bind once they are listed.
+
+    With `ttl_s`, entries that are not pinned and were not used for so long are misses, and dropped by `tidy`. For that
+    uses are noted in the store, in the background: by an empty object for each entry, written anew eight times in
+    `ttl_s` at most. `last_used` is then what any process has noted, as of the last listing; one that has not listed
+    for long may take an entry for too old that others use, and misses it, but drops none before it has looked. Who
+    opens a store without `ttl_s` notes nothing: all who share one should say the same.
 
     Reading and look-ups wait no longer than `timeout_s` for an answer (data: a second more for each megabyte), and a
     store that gives none is left out for `cool_down_s`. Opening raises StoreError for a URL that cannot be used; a
@@ -81,7 +88,8 @@ class ObjectTier:
         self._bucket, self._catalogue, self._headers = Bucket(url, timeout_s), Catalogue(), Headers(_HEADERS)
         self.breaker = Breaker(f"Tier {name} ({self._bucket.url})", NO_ANSWER, cool_down_s=cool_down_s)
         self._bucket.guard = self.breaker.guard
-        self._listing = Listing(self._bucket, self._catalogue, fresh_s)
+        self._listing = Listing(self._bucket, self._catalogue, fresh_s, uses=ttl_s is not None)
+        self._notes, self._timeout_s = Notes(self._note), timeout_s
         self._head_nbytes, self._closed = _HEAD_NBYTES, False
         self._room = Lock()  # one who makes room at a time
         self._complaints: set[tuple[object, ...]] = set()
@@ -125,17 +133,18 @@ class ObjectTier:
         self._ask("pin entries", lambda: self._pin(wanted, pinned), None)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Note a use now that is no hit, of what is known here: nobody is asked."""
+        """Note a use now that is no hit, of what is known here: nobody is waited for."""
         for key in () if self._closed else keys:
             if not self._is_old(key):
-                self._catalogue.use(key, self._clock(), hit=False)
+                self._use(key, hit=False)
 
     def tidy(self) -> Freed:
         """Free what writers that died an hour ago and more have left behind (uploads: a day), and what is too old."""
         return self._ask("be tidied", self._tidied, None) or Freed()
 
     def close(self) -> None:
-        """Afterwards everything is a miss. Calling it again does nothing."""
+        """Afterwards everything is a miss; uses are noted before, if that is soon done. Again, it does nothing."""
+        self._notes.wait(self._timeout_s)
         self._closed = True
         self._headers.clear()
 
@@ -176,6 +185,15 @@ class ObjectTier:
             nbytes = sum(held.nbytes for held in map(self._catalogue.get, mine) if held)
             return Freed(expired=self._remove(mine), nbytes=nbytes)
 
+    def _use(self, key: ChunkKey, *, hit: bool) -> None:
+        now = self._clock()
+        self._catalogue.use(key, now, hit=hit)
+        if self._ttl_s is not None and self._catalogue.tell(key, now, self._ttl_s / _NOTES_IN_TTL):
+            self._notes.add(key)
+
+    def _note(self, keys: Sequence[ChunkKey]) -> None:
+        self._ask("note uses", lambda: self._bucket.mark([use_name(key) for key in keys]), None)
+
     def _is_old(self, key: ChunkKey) -> bool:
         held = self._catalogue.get(key)
         if held is None or self._ttl_s is None or self._clock() - held.last_used <= self._ttl_s:
@@ -186,21 +204,25 @@ class ObjectTier:
 
     def _all(self) -> dict[ChunkKey, Entry]:
         self._listing.read()
-        return {entry.key: entry for entry in self._oldest()}
+        return {entry.key: entry for entry in self._oldest() if not self._is_old(entry.key)}
 
     def _some(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Entry]:
+        """Entries under `keys` that are not too old."""
+        return {entry.key: entry for entry in self._known(keys) if not self._is_old(entry.key)}
+
+    def _known(self, keys: Sequence[ChunkKey]) -> Iterator[Entry]:
         """Entries under `keys`; those whose header was never seen are asked for together."""
         unknown = [key for key in keys if (held := self._catalogue.get(key)) is None or held.facts is None]
         for lo in range(0, len(unknown), _BATCH):
             self._learn(unknown[lo : lo + _BATCH])
-        found = {key: self._catalogue.entry(key, self.name) for key in keys if not self._is_old(key)}
-        return {key: entry for key, entry in found.items() if entry is not None}
+        found = (self._catalogue.entry(key, self.name) for key in keys)
+        return (entry for entry in found if entry is not None)
 
     def _oldest(self) -> Iterator[Entry]:
         """All entries, least recently used first; headers never seen are read only as far as entries are asked for."""
         keys = iter(self._catalogue.oldest())
         while some := list(islice(keys, _BATCH)):
-            yield from self._some(some).values()
+            yield from self._known(some)
 
     def _learn(self, keys: Sequence[ChunkKey]) -> None:
         with self._catalogue.watch() as changed:
@@ -253,7 +275,7 @@ class ObjectTier:
                     continue
                 if known is None:
                     self._remember(key, header, changed)
-                self._catalogue.use(key, self._clock(), hit=first == 0)
+                self._use(key, hit=first == 0)
                 return (header.meta, *layers) if layers else None
             self._drop(key, why, changed)
         return None
@@ -312,7 +334,8 @@ class ObjectTier:
                 self._catalogue.release(offsets[-1])
                 self._listing.forget()  # it may be there all the same
                 raise
-            self._catalogue.put(key, Held(offsets[-1], self._clock(), facts=_facts(meta)))
+            now = self._clock()
+            self._catalogue.put(key, Held(offsets[-1], now, facts=_facts(meta), told=now))
             self._headers.add(key, Header(key, meta, offsets))
         self._complaints.clear()
         return True
@@ -340,7 +363,8 @@ class ObjectTier:
         self._some(keys)
         with self._catalogue.claim(keys) as mine:
             there = [key for key in mine if self._catalogue.get(key)]
-            self._bucket.delete([pin_name(key) for key in there])  # whoever set it
+            names = (pin_name, use_name) if self._ttl_s is not None else (pin_name,)
+            self._bucket.delete([name(key) for key in there for name in names])  # whoever wrote it
             return self._remove(there)
 
     def _remove(self, keys: Iterable[ChunkKey]) -> int:

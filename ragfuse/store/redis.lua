@@ -1,10 +1,12 @@
 -- The index of a redis tier: whatever must happen at once. ARGV: prefix, command, its arguments.
 --
---   rows       hash     key -> "nbytes pinned hits last_used n_tokens n_layers level", "" -> bytes of all entries
---   used       zset     key -> last_used, of those that are not pinned
+--   rows       hash     key -> "nbytes pinned hits last_used n_tokens n_layers level", "" -> bytes of all entries,
+--                       "#" -> how many are not pinned, "~" -> the name of the recount under way
+--   used       zset     key -> last_used, of those that are not pinned: as many as "#" says, or it is to be made anew
 --   due        zset     key -> when the entry vanishes
 --   writing    zset     "nbytes:token" of an upload -> when its room is given back
 --   chunk:KEY  hash     an entry: head, 0, 1, ...
+--   sum:NAME   hash     a recount: key -> "" of those counted so far, "" and "#" of these alone; it expires by itself
 --   new:UPLOAD hash     one that is not whole yet; it expires by itself. A large layer comes as 7+0, 7+1, ..., to be joined
 --
 -- All times are the server's, in seconds: clocks of machines differ. When its memory is full, Redis refuses a script's first write if
@@ -12,7 +14,7 @@
 
 local prefix = ARGV[1]
 local rows, used, due, writing = prefix .. 'rows', prefix .. 'used', prefix .. 'due', prefix .. 'writing'
-local chunk, new = prefix .. 'chunk:', prefix .. 'new:'
+local chunk, new, sum = prefix .. 'chunk:', prefix .. 'new:', prefix .. 'sum:'
 local call = redis.call
 local time = call('TIME')
 local now = time[1] + time[2] / 1e6
@@ -23,15 +25,51 @@ local function weight(text)
 end
 
 local function parts(row)
-  return string.match(row or '', '^(%d+) ([01]) (%d+) (%S+) (.*)$')
+  return string.match(row or '', '^(%d+) ([01]) (%d+) (%d+%.?%d*) (.*)$')
+end
+
+-- When an entry was used last, if it is not pinned.
+local function place(row)
+  local _, pinned, _, when = parts(row)
+  return pinned == '0' and when or nil
 end
 
 local function total()
-  local sum = tonumber(call('HGET', rows, '') or 0)
+  local nbytes = tonumber(call('HGET', rows, '') or 0)
   for _, upload in ipairs(call('ZRANGE', writing, 0, -1)) do
-    sum = sum + weight(upload)
+    nbytes = nbytes + weight(upload)
   end
-  return sum
+  return nbytes
+end
+
+local function add(name, nbytes, n)
+  if nbytes ~= 0 then
+    call('HINCRBY', name, '', nbytes)
+  end
+  if n ~= 0 then
+    call('HINCRBY', name, '#', n)
+  end
+end
+
+-- The recount under way, none if what it has counted is gone.
+local function recount_under_way()
+  local name = call('HGET', rows, '~')
+  return name and call('EXISTS', sum .. name) == 1 and name or nil
+end
+
+-- A row becomes another, or none. A recount learns of it if it has counted the old one, or if there was none to count.
+local function count(key, old, row)
+  local nbytes, n = weight(row) - weight(old), (place(row) and 1 or 0) - (place(old) and 1 or 0)
+  add(rows, nbytes, n)
+  local name = recount_under_way()
+  if name and (not old or call('HEXISTS', sum .. name, key) == 1) then
+    add(sum .. name, nbytes, n)
+    if row then
+      call('HSET', sum .. name, key, '')
+    else
+      call('HDEL', sum .. name, key)
+    end
+  end
 end
 
 -- Forget an entry; 1 if there was one, and its bytes.
@@ -44,7 +82,7 @@ local function drop(key)
     return there, 0
   end
   call('HDEL', rows, key)
-  call('HINCRBY', rows, '', 0 - weight(row))
+  count(key, row, nil)
   return 1, weight(row)
 end
 
@@ -63,7 +101,9 @@ local function keep(key, nbytes, pinned, hits, when, about, ttl)
     call('PERSIST', chunk .. key)
     call('ZREM', due, key)
   end
-  call('HSET', rows, key, table.concat({nbytes, pinned, hits, when, about}, ' '))
+  local old, row = call('HGET', rows, key), table.concat({nbytes, pinned, hits, when, about}, ' ')
+  call('HSET', rows, key, row)
+  count(key, old, row)
   if pinned == '0' then
     call('ZADD', used, when, key)
   else
@@ -105,25 +145,11 @@ function commands.weigh()
   return total()
 end
 
--- Order by last use anew, where the server has dropped that on its own.
-local function order()
-  if call('EXISTS', used) == 1 then
-    return
-  end
-  local all = call('HGETALL', rows)
-  for i = 1, #all, 2 do
-    local _, pinned, _, when = parts(all[i + 1])
-    if pinned == '0' and tonumber(when) then
-      call('ZADD', used, when, all[i])
-    end
-  end
-end
-
--- Entries by their last use, from the first to the last of these places: the time, keys, rows.
+-- Entries by their last use, from the first to the last of these places: the time, whether that is all of them (or the
+-- server has dropped their order on its own), keys, rows.
 function commands.oldest(first, last)
-  order()
-  local keys = call('ZRANGE', used, first, last)
-  return {stamp, keys, #keys > 0 and call('HMGET', rows, unpack(keys)) or {}}
+  local keys, n = call('ZRANGE', used, first, last), tonumber(call('HGET', rows, '#') or -1)
+  return {stamp, call('ZCARD', used) == n and 1 or 0, keys, #keys > 0 and call('HMGET', rows, unpack(keys)) or {}}
 end
 
 -- Take room, dropping as many of the victims (key, row as it was seen) as it needs; {1, how many} or {0, bytes short}.
@@ -188,7 +214,6 @@ function commands.publish(upload, key, about, n_fields, ttl)
   local _, pinned, hits = parts(old)
   call('UNLINK', chunk .. key)
   call('RENAME', new .. upload, chunk .. key)
-  call('HINCRBY', rows, '', weight(upload) - weight(old))
   return keep(key, weight(upload), pinned or '0', hits or '0', stamp, about, ttl)
 end
 
@@ -255,16 +280,45 @@ function commands.sweep(kind)
   return {n, nbytes}
 end
 
--- Count the bytes anew, and order entries.
-function commands.recount()
-  call('HDEL', rows, '')
-  local sum = 0
-  for _, row in ipairs(call('HVALS', rows)) do
-    sum = sum + weight(row)
+-- Take out of the order what has no place there.
+function commands.prune()
+  return each(3, function(key)
+    return place(call('HGET', rows, key)) and 0 or call('ZREM', used, key)
+  end)
+end
+
+-- Count a page of the rows anew and order it: {where the next page begins, the recount's name}, "0" after the last.
+-- The first page is asked for under a name of one's own; one that is under way goes on, and whoever has seen all rows
+-- since they came to it ends it: what is written meanwhile is counted as it is written.
+function commands.recount(name, cursor, n, lease)
+  call('HDEL', rows, '-') -- so that nothing below is refused where memory is full
+  local going = recount_under_way()
+  if cursor ~= '0' and going ~= name then
+    return {'0', name} -- another has ended it, or the server has dropped it
   end
-  call('HINCRBY', rows, '', sum)
-  order()
-  return sum
+  if not going then
+    call('HSET', rows, '~', name)
+    call('HSET', sum .. name, '', 0, '#', 0)
+  end
+  local counted = sum .. (going or name)
+  call('PEXPIRE', counted, math.ceil(lease * 1000))
+  local page = call('HSCAN', rows, cursor, 'COUNT', n)
+  for i = 1, #page[2], 2 do
+    local key, row = page[2][i], page[2][i + 1]
+    if #key > 1 and call('HSETNX', counted, key, '') == 1 then
+      add(counted, weight(row), place(row) and 1 or 0)
+      if place(row) then
+        call('ZADD', used, place(row), key)
+      end
+    end
+  end
+  if page[1] == '0' then
+    local sums = call('HMGET', counted, '', '#')
+    call('HSET', rows, '', sums[1], '#', sums[2])
+    call('HDEL', rows, '~')
+    call('UNLINK', counted)
+  end
+  return {page[1], going or name}
 end
 
 return commands[ARGV[2]](unpack(ARGV, 3, 8))

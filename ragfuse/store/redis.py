@@ -73,7 +73,8 @@ class RedisTier:
         self.name, self.capacity, self.counts = name, capacity, Counts()
         self._evict, self._verify, self._lease_s = evict, verify, lease_s
         self._index = RedisIndex(url, timeout_s, ttl_s, clock)
-        self.breaker = Breaker(f"Tier {name} ({self._index.place})", self._index.trouble, cool_down_s=cool_down_s)
+        called = f"Tier {name} ({self._index.place})"
+        self.breaker = Breaker(called, self._index.trouble, cool_down_s=cool_down_s, said=said)
         self._index.guard = self.breaker.guard
         self._described = lru_cache(64)(_described)
         self._closed, self._complaint = False, ""

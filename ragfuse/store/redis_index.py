@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,9 +27,18 @@ _Item = TypeVar("_Item")
 _Page = TypeVar("_Page")
 _PREFIX = f"ragfuse:{FORMAT_VERSION}:"
 _MANY = 512
+_RECOUNT_S = 60.0
+_SUMS = frozenset({b"", b"#", b"~"})
 _READ_NBYTES = 1 << 18
 _WHERE = re.compile(r" script: [0-9a-f]{40}.*$")
+_NO_TLS = "its URL asks for TLS (rediss://), which most likely is not spoken there: give redis://, or the TLS port"
 _REMEDIES = (
+    ("handshake operation timed out", _NO_TLS),
+    ("WRONG_VERSION_NUMBER", _NO_TLS),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "add ?ssl_ca_certs=FILE to its URL, with the certificate of whoever signed the server's",
+    ),
     ("DB index", "give the URL of a database that is there (redis://host/0)"),
     ("WRONGTYPE", f"something else lies under the names {_PREFIX}*: delete it, or give the URL of another database"),
     ("permission", f"give its user the right to all commands, scripts too, on the keys {_PREFIX}*"),
@@ -72,7 +82,7 @@ class RedisIndex:
         if names is None:
             self._compare(self.run("expire")[3])
             pages = self._pages(lambda cursor: self._client.hscan(f"{_PREFIX}rows", cursor, count=_MANY))
-            yield from ((name, row) for page in pages for name, row in page.items() if name)
+            yield from ((name, row) for page in pages for name, row in page.items() if name not in _SUMS)
             return
         for some in _batches(names, _MANY):
             stamp, found = self.run("look", *some)
@@ -81,13 +91,28 @@ class RedisIndex:
 
     def oldest(self) -> Iterator[tuple[bytes, bytes]]:
         """(key, row) of what is not pinned, least recently used first, asked for as far as it is needed."""
-        first = 0
+        first, told = 0, False
         while True:
-            stamp, names, rows = self.run("oldest", first, first + _MANY - 1)
+            stamp, whole, names, rows = self.run("oldest", first, first + _MANY - 1)
+            if not (whole or told):
+                told = True
+                self.recount()
+                continue
             self._compare(stamp)
             yield from ((name, row) for name, row in zip(names, rows, strict=True) if row is not None)
             first += _MANY
             if len(names) < _MANY:
+                return
+
+    def recount(self) -> None:
+        """Count bytes and entries anew, and order these by their last use: page by page, while others go on."""
+        pages = self._pages(lambda cursor: self._client.zscan(f"{_PREFIX}used", cursor, count=_MANY))
+        for some in _batches((name for page in pages for name, _ in page), _MANY):
+            self.run("prune", *some)
+        name, cursor = uuid.uuid4().hex, "0"
+        while True:
+            cursor, name = (part.decode() for part in self.run("recount", name, cursor, _MANY, _RECOUNT_S))
+            if cursor == "0":
                 return
 
     def fields(self, key: str, first: int, count: int, *, hit: bool) -> list[bytes | None]:
@@ -153,7 +178,7 @@ class RedisIndex:
         return [found.decode() for some in _batches(names, _MANY) for found in self.run("hollow", *some)]
 
     def sweep(self) -> Freed:
-        """Free what no row speaks of, and count the bytes anew. All keys of the database are gone through."""
+        """Free what no row speaks of, and recount. All keys of the database are gone through."""
         expired, orphans, nbytes, _ = self.run("expire")
         for kind in ("chunk", "new"):
             start = f"{_PREFIX}{kind}:"
@@ -162,7 +187,7 @@ class RedisIndex:
             for some in _batches(names, _MANY):
                 n, more = self.run("sweep", kind, *some)
                 orphans, nbytes = orphans + n, nbytes + more
-        self.run("recount")
+        self.recount()
         return Freed(expired, orphans, nbytes)
 
     def _compare(self, stamp: bytes) -> None:
@@ -207,9 +232,12 @@ def entry_of(name: bytes, row: bytes, tier: str, ahead_s: float) -> Entry:
 
 
 def said(error: Exception) -> str:
-    """What the server answered, for people, and what to do about it."""
+    """What the server answered, or why it did not, for people, and what to do about it."""
     text = _WHERE.sub("", str(error)).rstrip(".")
-    return text + next((f"; {do}" for what, do in _REMEDIES if what in text), "")
+    cause = (
+        f"{text} {error.__context__}"  # redis-py says of a handshake that nobody answers no more than that time is over
+    )
+    return text + next((f"; {do}" for what, do in _REMEDIES if what in cause), "")
 
 
 def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ...], tuple[type[Exception], ...]]:

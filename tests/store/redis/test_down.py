@@ -248,7 +248,7 @@ def test_a_unix_socket_will_do(server, open_tier):
     assert server.raw(3).exists(chunk_name(A))
 
 
-def test_tls_checks_the_servers_certificate(tmp_path, open_tier):
+def test_tls_checks_the_servers_certificate(tmp_path, open_tier, caplog):
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed: apt-get install openssl")
     cert, secret = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -262,8 +262,10 @@ def test_tls_checks_the_servers_certificate(tmp_path, open_tier):
         trusting = open_tier(url=f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={cert}")
         assert trusting.write(A, *encoded(kv()))
         assert trusting.read(A, 0) is not None
+        assert caplog.records == []
         wary = open_tier(url=f"rediss://127.0.0.1:{port}/0")
         assert wary.breaker.is_open
+        assert "add ?ssl_ca_certs=FILE to its URL" in caplog.text
         assert wary.entries() == {}
     finally:
         server.kill()

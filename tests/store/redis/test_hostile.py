@@ -1,6 +1,7 @@
 """The redis tier where the server, those who share it or their clocks do it harm: misses and one sentence, no more."""
 
 import random
+import socket
 import threading
 import time
 
@@ -9,6 +10,7 @@ import torch
 
 from ragfuse.core import FORMAT_VERSION
 from ragfuse.plan.evict import expired
+from ragfuse.store import redis_index
 from ragfuse.store.redis import RedisTier
 from tests.store.kit import encoded, forked, key, kv
 from tests.store.redis_server import RedisServer, chunk_name, free_port
@@ -51,7 +53,30 @@ def test_tls_to_a_server_without_is_left_out(server, open_tier, caplog):
     tier = open_tier(url=f"rediss://127.0.0.1:{server.port}/0", timeout_s=0.3, cool_down_s=3600)
     assert use(tier) == NOTHING
     assert tier.breaker.is_open
-    assert f"rediss://127.0.0.1:{server.port}/0" in told(caplog)
+    first = told(caplog)
+    assert f"rediss://127.0.0.1:{server.port}/0" in first
+    assert "asks for TLS (rediss://), which most likely is not spoken there: give redis://" in first
+
+
+def test_a_server_that_answers_tls_in_plain_words_is_told_as_one_without(open_tier, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as plain:
+
+        def answer():
+            with plain.accept()[0] as connection:
+                connection.recv(1000)
+                connection.sendall(b"-ERR unknown command\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        open_tier(url=f"rediss://127.0.0.1:{plain.getsockname()[1]}/0", cool_down_s=3600)
+        thread.join()
+    assert "asks for TLS (rediss://), which most likely" in caplog.text
+
+
+def test_a_server_that_is_not_there_is_not_said_to_lack_tls(open_tier, caplog):
+    open_tier(url=f"rediss://127.0.0.1:{free_port()}/0", cool_down_s=3600)
+    assert "refused" in caplog.text
+    assert "asks for TLS" not in caplog.text
 
 
 RIGHTS = {
@@ -108,6 +133,135 @@ def test_an_index_that_the_server_evicts_comes_back_by_use(raw, open_tier, name,
     assert tier.nbytes == 2 * unit
     assert len(raw.keys(f"{PREFIX}chunk:*")) == 2
     assert tier.counts["failed"] == 0
+
+
+def test_an_order_that_the_server_evicts_is_made_anew_though_it_came_back_by_a_use(raw, open_tier, unit):
+    tier = open_tier(3 * unit)
+    for each in (A, B, C):
+        assert tier.write(each, *encoded(kv()))
+    raw.delete(f"{PREFIX}used")
+    assert tier.read(B, 0) is not None
+    assert tier.write(key("d"), *encoded(kv()))
+    assert set(tier.entries()) == {B, C, key("d")}  # not the one used last, though it alone was in order
+    raw.delete(f"{PREFIX}used")
+    tier.pin([B], True)
+    assert tier.read(C, 0) is not None
+    large = encoded(kv(n=10))
+    assert tier.write(A, *large)  # which takes the room of both that are not pinned
+    assert set(tier.entries()) == {A, B}
+    assert tier.nbytes <= 3 * unit
+
+
+def test_tidying_mends_the_order(raw, open_tier, unit):
+    tier = open_tier(3 * unit)
+    for each in (A, B, C):
+        assert tier.write(each, *encoded(kv()))
+    raw.delete(f"{PREFIX}used")
+    raw.zadd(f"{PREFIX}used", {str(C): 1, "stranger": 2, str(key("gone")): 3})
+    tier.tidy()
+    assert raw.zrange(f"{PREFIX}used", 0, -1) == [str(each).encode() for each in (A, B, C)]
+
+
+def test_an_index_that_nobody_has_counted_is_counted_before_room_is_made(raw, open_tier, unit):
+    tier = open_tier(2 * unit)
+    for each in (A, B):
+        assert tier.write(each, *encoded(kv()))
+    raw.hdel(f"{PREFIX}rows", "#")
+    raw.delete(f"{PREFIX}used")
+    assert tier.write(C, *encoded(kv()))
+    assert set(tier.entries()) == {B, C}
+    assert int(raw.hget(f"{PREFIX}rows", "#")) == 2
+
+
+def test_where_all_is_pinned_nothing_is_looked_for(server, open_tier):
+    tier, raw = open_tier(url=server.url()), server.raw()
+    for each in (A, B):
+        assert tier.write(each, *encoded(kv()))
+    tier.pin([A, B], True)
+    raw.config_resetstat()
+    assert list(tier._index.oldest()) == []
+    calls = raw.info("commandstats")
+    assert calls["cmdstat_evalsha"]["calls"] == 1
+    assert not calls.keys() & {"cmdstat_hgetall", "cmdstat_hvals", "cmdstat_hscan"}
+
+
+@pytest.mark.parametrize("n", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_recount_page_by_page_is_right_whatever_others_do_between_pages(server, open_tier, monkeypatch, n):
+    raw, chance = server.raw(), random.Random(n)
+    raw.config_set("hash-max-listpack-entries", 0)  # else a small index is one page
+    monkeypatch.setattr(redis_index, "_MANY", 8)
+    tier, other = open_tier(1 << 30, url=server.url()), open_tier(1 << 30, url=server.url())
+    wanted = [encoded(kv(n=length)) for length in (3, 5)]
+    for i in range(n):
+        assert tier.write(key(i), *chance.choice(wanted))
+    raw.hincrby(f"{PREFIX}rows", "", 12345)
+    raw.hincrby(f"{PREFIX}rows", "#", -7)
+    raw.delete(f"{PREFIX}used")
+    changes = [
+        lambda name: other.write(name, *chance.choice(wanted)),
+        lambda name: other.delete([name]),
+        lambda name: other.read(name, 0),
+        lambda name: other.pin([name], chance.random() < 0.5),
+    ]
+    real, pages = tier._index.run, []
+
+    def run(command, *arguments):
+        result = real(command, *arguments)
+        if command == "recount":
+            pages.append(result)
+            for _ in range(6):
+                chance.choice(changes)(key(chance.randrange(2 * n)))
+            if len(pages) == 4:
+                other._index.recount()  # begins later, and ends it for both
+        return result
+
+    monkeypatch.setattr(tier._index, "run", run)
+    tier._index.recount()
+    assert len(pages) > 4
+    entries = tier.entries()
+    free = {str(entry.key).encode() for entry in entries.values() if not entry.pinned}
+    assert tier.nbytes == sum(entry.nbytes for entry in entries.values())
+    assert int(raw.hget(f"{PREFIX}rows", "#")) == len(free)
+    assert set(raw.zrange(f"{PREFIX}used", 0, -1)) == free
+    assert raw.keys(f"{PREFIX}sum:*") == []
+    assert raw.hget(f"{PREFIX}rows", "~") is None
+
+
+@pytest.mark.parametrize("lost", ["rows", "sum:*"])
+def test_a_recount_of_which_the_server_drops_something_ends_and_the_next_one_is_right(
+    server, open_tier, monkeypatch, lost
+):
+    raw = server.raw()
+    raw.config_set("hash-max-listpack-entries", 0)
+    monkeypatch.setattr(redis_index, "_MANY", 2)
+    tier = open_tier(url=server.url())
+    for i in range(20):
+        assert tier.write(key(i), *encoded(kv()))
+    real, dropped = tier._index.run, []
+
+    def run(command, *arguments):
+        result = real(command, *arguments)
+        if command == "recount" and not dropped:
+            dropped.append(raw.delete(*raw.keys(PREFIX + lost)))
+            assert tier.write(key(20), *encoded(kv()))
+        return result
+
+    monkeypatch.setattr(tier._index, "run", run)
+    tier._index.recount()
+    assert dropped == [1]
+    for _ in range(2):
+        assert tier.nbytes == sum(entry.nbytes for entry in tier.entries().values()) > 0
+        tier.tidy()
+
+
+def test_a_server_without_memory_is_recounted_all_the_same(server, open_tier):
+    tier, raw = open_tier(url=server.url()), server.raw()
+    assert tier.write(A, *encoded(kv()))
+    nbytes = tier.nbytes
+    raw.hincrby(f"{PREFIX}rows", "", 1000)
+    raw.config_set("maxmemory", 1)
+    tier.tidy()
+    assert (tier.nbytes, tier.counts["failed"]) == (nbytes, 0)
 
 
 def test_a_server_that_evicts_what_it_likes_never_gives_a_wrong_byte(server, open_tier):
