@@ -57,6 +57,11 @@ class Settings(BaseSettings):
         default=(), description="Slower tiers behind memory and disk, fastest first: redis://, s3://, file:// ... URLs."
     )
     tier_bytes: int = Field(default=100 << 30, ge=1, description="Capacity of each of these.")
+    placement: Literal["cheapest", "all"] = Field(
+        default="cheapest",
+        description="Slow tiers, the disk too, that a new chunk goes to on a measured machine: the cheapest that is "
+        "fast enough, or all of them, as where tiers are shared. Unmeasured: all.",
+    )
     tier_timeout_s: float = Field(default=2.0, gt=0, description="How long one of them may take to say anything.")
     ttl_s: float | None = Field(default=None, gt=0, description="Entries unused for so long are dropped; none: never.")
     prices: Prices = Field(default=Prices(), description="What keeping a gigabyte costs; only the order matters.")

@@ -204,6 +204,16 @@ def test_nothing_is_promoted_unmeasured_or_to_a_tier_that_is_no_sooner(bucket, s
         assert set(tiers_of(engine)) == {"objects"}
 
 
+@pytest.mark.parametrize(("placement", "homes"), [("cheapest", {"objects"}), ("all", {"disk", "objects"})])
+def test_a_new_chunk_goes_to_the_cheapest_tier_that_is_fast_enough_or_to_all(tiny_settings, tmp_path, placement, homes):
+    further = {"tiers": (f"file://{tmp_path}/bucket",), "placement": placement}
+    with Engine(tiny_settings.model_copy(update=further)) as engine:
+        engine.learn(timings(engine, memory=0.0, disk=1e-12, objects=1e-12))
+        ingest(engine)
+        entries = engine.store.entries()
+        assert {entry.tier for entry in entries} - {"memory"} == homes
+
+
 def test_a_deadline_that_cannot_be_met_is_said(engine):
     ingest(engine)
     engine.learn(timings(engine, memory=0.0, disk=1e-9))

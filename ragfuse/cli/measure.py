@@ -42,6 +42,7 @@ READS = MappingProxyType(
 
 if TYPE_CHECKING:
     from ragfuse.core import LoadPlan
+    from ragfuse.engine import Engine
     from ragfuse.profiles import MachineProfile
 
 
@@ -69,12 +70,14 @@ def measure(
         with progress(console, *columns) as bar:
             task = bar.add_task("measuring", total=1.0)
             machine = engine.measure(others, lambda what, done: bar.update(task, description=what, completed=done))
-        is_kept = engine.book is not None
+        is_kept, placed = engine.book is not None, _placed(engine, machine)
     _show(machine, name, console)
     if is_kept:
         console.print(f"Kept in {settings.store_path}; prompts are planned by it from now on.", highlight=False)
     else:
         console.print("[yellow]Not kept[/]: without a disk tier there is no place for it (disk_bytes is 0).")
+    if placed:
+        console.print(placed, highlight=False, markup=False)
     write_json(machine.as_dict(), json)
 
 
@@ -112,6 +115,25 @@ def _folder_first(stores: Sequence[str]) -> tuple[Path | None, list[str]]:
     folder = next((store for store in stores if "://" not in store), None)
     others = [store for store in stores if store != folder]
     return Path(folder) if folder is not None else None, others
+
+
+def _placed(engine: Engine, machine: MachineProfile) -> str:
+    """Which slow tiers get new chunks from now on, where there are several."""
+    from ragfuse.planning import home_of
+
+    n_tokens, slow = engine.settings.chunk_tokens, [tier.name for tier in engine.store.tiers if tier.slow]
+    nbytes = n_tokens * engine.model.nbytes_per_token
+    home = home_of(engine.settings, engine.store, machine, engine.profile, n_tokens, nbytes)
+    if len(slow) < 2:
+        return ""
+    if home is None:
+        return f"New chunks go to every slow tier: {', '.join(slow)}."
+    others = ", ".join(tier for tier in slow if tier != home)
+    return (
+        f"New chunks of {n_tokens} tokens go to {home} alone, and no longer to {others}: it is the cheapest that is "
+        "fast enough, or the fastest where none is. Machines that share a tier need it filled: RAGFUSE_PLACEMENT=all gives "
+        "new chunks to every slow tier."
+    )
 
 
 def _show(machine: MachineProfile, name: str, console: Console) -> None:

@@ -45,6 +45,17 @@ def test_a_machine_is_measured_shown_and_kept(run, tmp_path):
     assert not list(tmp_path.rglob("measure-*"))
 
 
+def test_measuring_says_which_slow_tiers_get_new_chunks(run, tmp_path, monkeypatch):
+    measured = ("measure", "--store", tmp_path / "store")
+    assert "New chunks" not in words_of(run(*measured))
+    monkeypatch.setenv("RAGFUSE_TIERS", json.dumps([f"file://{tmp_path}/bucket"]))
+    assert re.search(
+        r"160 tokens go to (disk alone, and no longer to objects|objects alone, .* to disk):", words_of(run(*measured))
+    )
+    monkeypatch.setenv("RAGFUSE_PLACEMENT", "all")
+    assert "New chunks go to every slow tier: disk, objects." in words_of(run(*measured))
+
+
 def test_a_question_is_explained_before_and_after_measuring(run, book, tmp_path):
     assert run("ingest", book, "--store", tmp_path / "store").exit_code == 0
     ask = ("explain", "What was counted in 1812?", "--top-k", 3, "--store", tmp_path / "store")
