@@ -69,9 +69,13 @@ class Planner:
         return replace(found.refused(why), misses=found.misses)
 
     def home(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> str | None:
-        """The one slow tier that a new chunk goes to, see `home_of`; None: all of them."""
-        machine = self.timings.corrected(model)
-        return home_of(self._settings, self._store, machine, profile, n_tokens, nbytes)
+        """The slow tier that a new chunk belongs in; None: all, as asked for or as this machine was not measured."""
+        machine, slow = self.timings.corrected(model), [tier.name for tier in self._slow]
+        if machine is None or len(slow) < 2 or self._settings.placement == "all":
+            return None
+        prices = self._settings.prices.model_dump()
+        ratio = settle(self._settings.policy, self._settings.ratio, profile.choice)[1]
+        return choose_tier(n_tokens, nbytes, machine, slow, prices, ratio)
 
     def work_after(self, plan: LoadPlan) -> Iterator[Work]:
         """What is to be done in the background once a prompt is answered."""
@@ -128,22 +132,6 @@ class Planner:
         log.info("Promoted %s to tier %s, as it is used often", key, tier.name)
         with self._lock:
             self._promoted += 1
-
-
-def home_of(
-    settings: Settings,
-    store: KVStore,
-    machine: MachineProfile | None,
-    profile: ModelProfile,
-    n_tokens: int,
-    nbytes: int,
-) -> str | None:
-    """The slow tier that a new chunk belongs in; None: all, as the settings say so or this machine was not measured."""
-    slow = [tier.name for tier in store.tiers if tier.slow]
-    if machine is None or len(slow) < 2 or settings.placement == "all":
-        return None
-    ratio = settle(settings.policy, settings.ratio, profile.choice)[1]
-    return choose_tier(n_tokens, nbytes, machine, slow, settings.prices.model_dump(), ratio)
 
 
 def _at(entry: Entry, level: str) -> Entry:

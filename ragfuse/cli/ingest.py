@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +29,9 @@ from ragfuse.errors import InputError
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.engine import Engine, Ingested
+
+OWN = MappingProxyType({"disk": "RAGFUSE_DISK_BYTES", "memory": "RAGFUSE_MEMORY_BYTES", "gpu": "RAGFUSE_GPU_BYTES"})
+"""What gives a tier more room, where it is no further one."""
 
 Chunks = Sequence[tuple[str, str]]
 """(text, source) each."""
@@ -100,7 +104,8 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
     if refusal:
         console.print(f"[yellow]No KV is kept[/] of this model, it is answered by full prefill: {escape(refusal)}")
         return Ingested()
-    chunks, dropped = _what_fits(engine, chunks, console), engine.store.stats().dropped_writes
+    chunks, prefix = _what_fits(engine, chunks, console), prefix_of(engine)
+    before = _refused(engine)
     columns = (
         TextColumn("encoding"),
         BarColumn(20),
@@ -115,9 +120,8 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
             rate = f"{done.tokens / max(done.seconds, 1e-9):,.0f} tokens/s {done.nbytes / 1e6:,.0f} MB"
             bar.update(task, completed=done.chunks, rate=rate)
 
-        done = engine.ingest(chunks, prefix_of(engine), show)
-    if lost := engine.store.stats().dropped_writes - dropped:
-        console.print(f"[yellow]{lost} writes to the store failed[/]; is the disk full? Those chunks are not kept.")
+        done = engine.ingest(chunks, prefix, show)
+    _tell_refused(engine, before, chunks, prefix, console)
     return done
 
 
@@ -135,30 +139,82 @@ def tell_skipped(console: Console, found: Found) -> None:
         console.print(f"[yellow]passed over[/] {_counted(len(found.skipped) - 5, 'more file')}")
 
 
+def _refused(engine: Engine) -> dict[str, int]:
+    """How often each tier did not do what it was told to, so far."""
+    return {tier.name: tier.counts["refused"] + tier.counts["failed"] for tier in engine.store.tiers}
+
+
+def _tell_refused(
+    engine: Engine, before: Mapping[str, int], chunks: Chunks, prefix: Sequence[int], console: Console
+) -> None:
+    """Which tiers did not take what they were given since `before`, and how many chunks no tier that lasts has."""
+    most, silent = 2 * len(chunks) + 1, engine.store.silent()  # two entries of each chunk, and the prefix
+    refused = {name: min(most, n - before[name]) for name, n in _refused(engine).items() if n > before[name]}
+    if not refused:
+        return
+    named = [
+        f"{name}{' (does not answer)' if name in silent else ''} {_counted(n, 'write')}" for name, n in refused.items()
+    ]
+    lost = _n_lost(engine, chunks, prefix)
+    kept = (
+        f"{_counted(lost, 'chunk')} {'is' if lost == 1 else 'are'} not kept"
+        if lost
+        else "all chunks are kept all the same"
+    )
+    console.print(f"[yellow]Refused by {', by '.join(named)}[/]: {kept}.", highlight=False)
+
+
+def _n_lost(engine: Engine, chunks: Chunks, prefix: Sequence[int]) -> int:
+    """Chunks that are long enough to be kept, and have no entry in a slow tier; without such, in any."""
+    from ragfuse.core import amid, token_digest
+
+    shortest, tiers = engine.settings.min_chunk_tokens, engine.store.tiers
+    context = token_digest(prefix) if len(prefix) >= shortest else ""
+    runs = {tuple(ids) for text, _ in chunks if len(ids := engine.tokens(text.strip())) >= shortest}
+    keys = [{engine.key(run, context), engine.key(run, amid(context))} for run in runs]
+    wanted = set().union(*keys)
+    kept = {key for tier in [each for each in tiers if each.slow] or tiers for key in tier.entries(wanted)}
+    return sum(not each & kept for each in keys)
+
+
+def homes_of(engine: Engine, n_tokens: int) -> list[str]:
+    """Names of the tiers that new chunks of so many tokens are kept in: slow ones, or where there are none all."""
+    slow = [tier.name for tier in engine.store.tiers if tier.slow]
+    home = engine._encoder.home(n_tokens, n_tokens * engine.model.nbytes_per_token)
+    return [home] if home is not None else slow or [tier.name for tier in engine.store.tiers]
+
+
 def _what_fits(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
     """The chunks whose KV the store has room for, from the first on: more would push the first out again."""
     sample = chunks[:: max(1, len(chunks) // 50)]
-    per_chunk = sum(len(engine.tokens(text)) for text, _ in sample) / len(sample) * engine.model.nbytes_per_token
-    per_chunk *= 2 if engine.settings.amid_tokens else 1
-    room = _room_nbytes(engine)
-    if per_chunk * len(chunks) <= room:
+    n_tokens = sum(len(engine.tokens(text)) for text, _ in sample) / len(sample)
+    per_chunk = n_tokens * engine.model.nbytes_per_token * (2 if engine.settings.amid_tokens else 1)
+    silent = engine.store.silent()
+    rooms = {name: _room_nbytes(engine, name) for name in homes_of(engine, int(n_tokens)) if name not in silent}
+    widest = max(rooms, key=lambda name: rooms[name], default="")  # each of them gets all chunks
+    if not widest or per_chunk * len(chunks) <= rooms[widest]:
         return chunks
-    fitting = int(room / per_chunk * 0.95)
+    fitting = int(rooms[widest] / per_chunk * 0.95)
+    setting = OWN.get(widest, "RAGFUSE_TIER_BYTES")
     console.print(
-        f"[yellow]The KV of all {len(chunks):,} chunks takes about {per_chunk * len(chunks) / 1e9:.1f} GB, the store "
-        f"has room for {room / 1e9:.1f} GB[/]: the first {fitting:,} are encoded now, the others when a question needs "
-        "them. RAGFUSE_DISK_BYTES gives the store more; --no-kv encodes none."
+        f"[yellow]The KV of all {len(chunks):,} chunks takes about {_size(per_chunk * len(chunks))}, {widest} has room "
+        f"for {_size(rooms[widest])}[/]: the first {fitting:,} {'is' if fitting == 1 else 'are'} encoded now, the "
+        f"others when a question needs them. {setting} gives it more; --no-kv encodes none."
     )
     return chunks[:fitting]
 
 
-def _room_nbytes(engine: Engine) -> float:
-    """Bytes of KV that the store can take, the disk's free space considered."""
-    settings = engine.settings
-    if not settings.disk_bytes:
-        return settings.memory_bytes
-    kept = engine.store.stats().nbytes.get("disk", 0)
-    return min(settings.disk_bytes, kept + 0.95 * shutil.disk_usage(settings.store_path.expanduser()).free)
+def _room_nbytes(engine: Engine, name: str) -> float:
+    """Bytes of KV that a tier can take, a disk's free space considered."""
+    tier = engine.store.tier(name)
+    folder = getattr(tier, "path", None)
+    if not isinstance(folder, Path):
+        return tier.capacity
+    return min(tier.capacity, tier.nbytes + 0.95 * shutil.disk_usage(folder).free)
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
 def _share(bar: Progress, task: Any, before: float, size: int) -> Any:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from ragfuse.cli.ask import prompt_for
-from ragfuse.cli.ingest import progress
+from ragfuse.cli.ingest import homes_of, progress
 from ragfuse.cli.options import (
     Device,
     Dtype,
@@ -70,7 +70,7 @@ def measure(
         with progress(console, *columns) as bar:
             task = bar.add_task("measuring", total=1.0)
             machine = engine.measure(others, lambda what, done: bar.update(task, description=what, completed=done))
-        is_kept, placed = engine.book is not None, _placed(engine, machine)
+        is_kept, placed = engine.book is not None, _placed(engine)
     _show(machine, name, console)
     if is_kept:
         console.print(f"Kept in {settings.store_path}; prompts are planned by it from now on.", highlight=False)
@@ -117,22 +117,19 @@ def _folder_first(stores: Sequence[str]) -> tuple[Path | None, list[str]]:
     return Path(folder) if folder is not None else None, others
 
 
-def _placed(engine: Engine, machine: MachineProfile) -> str:
+def _placed(engine: Engine) -> str:
     """Which slow tiers get new chunks from now on, where there are several."""
-    from ragfuse.planning import home_of
-
     n_tokens, slow = engine.settings.chunk_tokens, [tier.name for tier in engine.store.tiers if tier.slow]
-    nbytes = n_tokens * engine.model.nbytes_per_token
-    home = home_of(engine.settings, engine.store, machine, engine.profile, n_tokens, nbytes)
+    homes = homes_of(engine, n_tokens)
     if len(slow) < 2:
         return ""
-    if home is None:
+    if homes == slow:
         return f"New chunks go to every slow tier: {', '.join(slow)}."
-    others = ", ".join(tier for tier in slow if tier != home)
+    others = ", ".join(tier for tier in slow if tier not in homes)
     return (
-        f"New chunks of {n_tokens} tokens go to {home} alone, and no longer to {others}: it is the cheapest that is "
-        "fast enough, or the fastest where none is. Machines that share a tier need it filled: RAGFUSE_PLACEMENT=all gives "
-        "new chunks to every slow tier."
+        f"New chunks of {n_tokens} tokens go to {homes[0]} alone, and no longer to {others}: it is the cheapest "
+        "that is fast enough, or the fastest where none is. Machines that share a tier need it filled: "
+        "RAGFUSE_PLACEMENT=all gives new chunks to every slow tier."
     )
 
 

@@ -125,9 +125,27 @@ def test_what_does_not_fit_the_store_is_told_and_left_for_later(run, book):
     result = run("ingest", book, RAGFUSE_DISK_BYTES="1000000")
     assert result.exit_code == 0, result.output
     said = " ".join(result.stdout.split())
-    assert "the store has room for 0.0 GB" in said
+    assert "disk has room for 1.0 MB: the first" in said
     encoded = int(re.search(r"(\d+) encoded now", said)[1])
     assert 0 < encoded < 20
+
+
+def test_what_does_not_fit_the_disk_and_fits_a_tier_behind_it_is_encoded(run, book, tmp_path):
+    tiers = json.dumps([f"file://{tmp_path}/bucket"])
+    done = run("ingest", book, "--json", "-", RAGFUSE_DISK_BYTES="1000000", RAGFUSE_TIERS=tiers)
+    assert "has room" not in done.stderr
+    assert asked(done)["encoded"] >= 20
+
+
+@pytest.mark.parametrize(
+    ("disk_bytes", "said"), [("100000000", "all chunks are kept all the same."), ("0", r"\d+ chunks are not kept.")]
+)
+def test_a_tier_that_refuses_is_named_and_only_what_no_tier_has_is_not_kept(run, book, disk_bytes, said):
+    pytest.importorskip("redis", reason="the package redis is not installed: pip install redis")
+    tiers = json.dumps(["redis://127.0.0.1:1/0"])
+    result = run("ingest", book, RAGFUSE_TIERS=tiers, RAGFUSE_DISK_BYTES=disk_bytes)
+    assert result.exit_code == 0, result.output
+    assert re.search(rf"Refused by redis \(does not answer\) \d+ writes: {said}", " ".join(result.stdout.split()))
 
 
 def test_an_index_of_another_name_is_another_index(run, book):
