@@ -6,12 +6,27 @@ over the defaults below.
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from platformdirs import user_cache_path
-from pydantic import BaseModel, ConfigDict, Field
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+log = logging.getLogger("ragfuse.settings")
+
+PREFIX = "RAGFUSE_"
 
 
 class Prices(BaseModel):
@@ -29,7 +44,7 @@ class Settings(BaseSettings):
     """All settings, typed and checked. Sizes in bytes, times in seconds, shares 0..1."""
 
     model_config = SettingsConfigDict(
-        env_prefix="RAGFUSE_",
+        env_prefix=PREFIX,
         toml_file="ragfuse.toml",
         extra="forbid",
         frozen=True,
@@ -53,7 +68,7 @@ class Settings(BaseSettings):
     gpu_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the tier in the GPU's memory, on a GPU.")
     memory_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the memory tier.")
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
-    tiers: tuple[str, ...] = Field(
+    tiers: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(), description="Slower tiers behind memory and disk, fastest first: redis://, s3://, file:// ... URLs."
     )
     tier_bytes: int = Field(default=100 << 30, ge=1, description="Capacity of each of these.")
@@ -89,6 +104,22 @@ class Settings(BaseSettings):
     top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")
     max_tokens: int = Field(default=256, ge=1, description="New tokens of an answer.")
 
+    @field_validator("tiers", mode="before")
+    @classmethod
+    def _urls(cls, given: Any) -> Any:
+        """A list in JSON, one URL alone, or nothing."""
+        if isinstance(given, str):
+            text = given.strip()
+            try:
+                given = json.loads(text) if text.startswith(("[", "{")) else [text] if text else []
+            except ValueError:
+                given = None
+        if not isinstance(given, list | tuple):
+            raise ValueError(
+                "wanted URLs, found something else; write them so: RAGFUSE_TIERS='[\"redis://cache:6379/0\"]'"
+            )
+        return given
+
     @property
     def store_path(self) -> Path:
         """The disk tier's folder."""
@@ -104,4 +135,16 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, environment, ragfuse.toml."""
+        fields = tuple(settings_cls.model_fields)
+        for name in os.environ:
+            if name.upper().startswith(PREFIX) and name[len(PREFIX) :].lower() not in fields:
+                _tell_unknown(name, fields)
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+@lru_cache
+def _tell_unknown(name: str, fields: tuple[str, ...]) -> None:
+    """Say once that a variable is no setting's; it may be another program's, so it is no error."""
+    near = get_close_matches(name[len(PREFIX) :].lower(), fields, 1)
+    meant = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
+    log.warning("%s is ignored, there is no such setting%s", name, meant)

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from pydantic_settings import SettingsError as Unread
 from rich.console import Console
 
 from ragfuse.errors import InputError, SettingsError
@@ -38,7 +39,12 @@ def settings_of(**given: Any) -> Settings:
                 f"There is no setting '{name}'. It is one of: {', '.join(Settings.model_fields)}."
             ) from error
         found = "" if name.partition(".")[0] in ("tiers", "salt") else f", found {first['input']!r}"
-        raise SettingsError(f"{name}: {first['msg']}{found}.") from None
+        raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}{found}.") from None
+    except Unread as error:
+        name = next((name for name in Settings.model_fields if f'"{name}"' in str(error)), "a setting")
+        raise SettingsError(
+            f"Wanted JSON in RAGFUSE_{name.upper()}, found something else. Mend the variable or remove it."
+        ) from None
     except (ValueError, OSError) as error:  # ragfuse.toml itself
         raise SettingsError(f"ragfuse.toml in this folder cannot be read: {error}. Mend it or remove it.") from error
 

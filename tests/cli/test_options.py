@@ -1,12 +1,13 @@
-"""Results where `--json` points."""
+"""Settings as the environment gives them, and results where `--json` points."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
 
-from ragfuse import InputError
-from ragfuse.cli.options import write_json
+from ragfuse import InputError, SettingsError
+from ragfuse.cli.options import settings_of, write_json
 
 
 def test_a_result_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -28,3 +29,43 @@ def test_a_result_goes_to_standard_output_or_nowhere(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == ""
     write_json({"a": "ä"}, Path("-"))
     assert json.loads(capsys.readouterr().out) == {"a": "ä"}
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ('["redis://a", "s3://b"]', ("redis://a", "s3://b")),
+        (" redis://a ", ("redis://a",)),
+        ("s3://b", ("s3://b",)),
+        ("", ()),
+        ("[]", ()),
+    ],
+)
+def test_tiers_may_be_a_list_one_url_or_nothing(given, found, monkeypatch):
+    monkeypatch.setenv("RAGFUSE_TIERS", given)
+    assert settings_of().tiers == found
+
+
+@pytest.mark.parametrize("given", ['{"a": 1}', '["redis://:secret@a"', "{"])
+def test_tiers_that_cannot_be_read_are_told_with_their_form_and_no_password(given, monkeypatch):
+    monkeypatch.setenv("RAGFUSE_TIERS", given)
+    with pytest.raises(SettingsError) as told:
+        settings_of()
+    assert "RAGFUSE_TIERS='[\"redis://" in str(told.value)
+    assert "secret" not in str(told.value)
+    assert "toml" not in str(told.value)
+
+
+def test_a_variable_that_is_no_json_is_named(monkeypatch):
+    monkeypatch.setenv("RAGFUSE_PRICES", "cheap")
+    with pytest.raises(SettingsError, match="Wanted JSON in RAGFUSE_PRICES"):
+        settings_of()
+
+
+def test_a_variable_that_is_no_setting_is_told_once_with_the_nearest(monkeypatch, caplog):
+    monkeypatch.setenv("RAGFUSE_DISK_BYTE", "7")
+    with caplog.at_level(logging.WARNING, "ragfuse"):
+        settings_of()
+        settings_of()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "RAGFUSE_DISK_BYTE is ignored, there is no such setting; did you mean RAGFUSE_DISK_BYTES?"
