@@ -65,7 +65,7 @@ class Planner:
         if found.fetches or found.refusal:
             self._hint.give(profile, policy, settings.model)
             return found
-        why = "nothing of it is in the store" if keys else "it holds no chunk that is long enough"
+        why = self._nothing() if keys else "it holds no chunk that is long enough"
         return replace(found.refused(why), misses=found.misses)
 
     def home(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> str | None:
@@ -111,6 +111,12 @@ class Planner:
             machine = measure(model, tiers, progress)
         self.timings.learn(machine)
         return machine
+
+    def _nothing(self) -> str:
+        """Why a prompt was found nowhere: of tiers that do not answer, nobody knows."""
+        silent = self._store.silent()
+        there = f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
+        return f"nothing of it is in the store{there if silent else ''}"
 
     def _entries(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Entry]:
         """What the store has of these, at the level that it reads: others' bytes are not counted."""

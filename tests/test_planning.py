@@ -53,6 +53,13 @@ def test_every_chunk_that_is_missed_is_told_also_where_all_are(engine):
     assert not in_words(engine.plan(messages(), Ask(reuse=False))).count("miss")
 
 
+def test_where_nothing_is_found_tiers_that_do_not_answer_are_named(tiny_settings):
+    pytest.importorskip("redis", reason="the package redis is not installed: pip install redis")
+    with Engine(tiny_settings.model_copy(update={"tiers": ("redis://127.0.0.1:1/0",)})) as engine:
+        found = engine.plan(messages())
+    assert found.refusal == "nothing of it is in the store, as far as is known: redis does not answer"
+
+
 def test_of_an_entry_in_several_levels_the_one_that_is_read_counts(engine, monkeypatch):
     ingest(engine)
     fetches, lookup = engine.plan(messages()).fetches, engine.store.lookup

@@ -112,7 +112,7 @@ def _full(engine: Engine, prompt: Any, console: Console) -> Answer:
             engine.answer(prompt, Ask(reuse=reuse, max_tokens=1))
         engine.flush()
         full = engine.answer(prompt, Ask(reuse=False))
-    console.print(Text.assemble(("full prefill ", "bold"), full.text, _after(full)))
+    console.print(Text.assemble(("full prefill: ", "bold"), full.text, _after(full)))
     return full
 
 
@@ -120,8 +120,8 @@ def _stream(engine: Engine, prompt: Any, console: Console, heading: bool) -> Ans
     from ragfuse.cli.show import Flow
 
     if heading:
-        console.print("[bold]ragfuse[/] ", end="")
-    flow = Flow(console, len("ragfuse ") if heading else 0)
+        console.print("[bold]ragfuse:[/] ", end="")
+    flow = Flow(console, len("ragfuse: ") if heading else 0)
     with engine.stream(prompt) as stream:
         for text in stream:
             flow.say(text)
