@@ -33,6 +33,8 @@ log = logging.getLogger("ragfuse.store")
 _TOUCHES = 256
 _TOUCH_INTERVAL_S = 5.0
 _CLOSE_S = 1.0
+TELL_AGAIN_S = 60.0
+"""Seconds for which one kind of trouble is told once."""
 
 
 class DiskTier:
@@ -62,6 +64,7 @@ class DiskTier:
         self._touched: dict[ChunkKey, tuple[float, int]] = {}
         self._touched_at, self._touch_lock = clock(), Lock()
         self._serial, self._closed = count(), False
+        self._told: dict[object, float] = {}  # kinds of trouble, and when they were last told
         self._under_way: set[str] = set()  # temp files of this object's writes
         try:
             self._open()
@@ -329,4 +332,16 @@ class DiskTier:
 
     def _failed(self, doing: str, what: object, error: Exception) -> None:
         self.counts.add("failed")
-        log.warning("Could not %s %s (tier %s): %s", doing, what, self.name, error)
+        log.debug("Could not %s %s (tier %s): %s", doing, what, self.name, error)
+        kind, now = (doing, type(error), getattr(error, "errno", None)), time.monotonic()
+        with self._touch_lock:
+            is_new = now - self._told.get(kind, -TELL_AGAIN_S) >= TELL_AGAIN_S
+            self._told[kind] = now if is_new else self._told[kind]
+        if is_new:
+            told = doing, "chunks" if isinstance(what, ChunkKey) else what, self.name, _reason(error), TELL_AGAIN_S
+            log.warning("Could not %s %s (tier %s): %s; more of this is told after %g s", *told)
+
+
+def _reason(error: Exception) -> str:
+    """What the system says, without its number and the file of the one chunk."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ _Answer = TypeVar("_Answer")
 _Row = tuple[bytes, bytes]
 _MAX_LAYER_NBYTES = 512 << 20
 _TRIES = 20
+_COMMAND = re.compile(r"Command # \d+ \(.*?\) of pipeline caused error: ", re.DOTALL)
 
 
 class _Upload(NamedTuple):
@@ -174,8 +176,8 @@ class RedisTier:
             self.counts.add("failed")
         except self._index.errors as error:
             self.counts.add("failed")
-            if said(error) != self._complaint:  # a server whose memory is full says so for every chunk
-                self._complaint = said(error)
+            if _complaint(error) != self._complaint:  # a server whose memory is full says so for every chunk
+                self._complaint = _complaint(error)
                 log.warning("%s could not %s: %s", self.breaker.name, doing, self._complaint)
         return otherwise
 
@@ -254,6 +256,11 @@ class RedisTier:
             for entry in self._understood([(name, row)]):
                 seen[entry.key] = name, row
                 yield entry
+
+
+def _complaint(error: Exception) -> str:
+    """What the server answered, without the command: that holds a chunk's bytes, and reads differently each time."""
+    return _COMMAND.sub("", said(error))
 
 
 def _upload(key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> _Upload:

@@ -153,7 +153,7 @@ def test_a_server_without_memory_keeps_what_it_has_and_says_so_once(server, open
     assert tier.write(B, *encoded(kv()))
 
 
-def test_memory_that_ends_in_the_middle_of_an_upload_leaves_nothing(server, open_tier):
+def test_memory_that_ends_in_the_middle_of_an_upload_leaves_nothing(server, open_tier, caplog):
     tier = open_tier(1 << 30, url=server.url())
     raw = server.raw()
     raw.config_set("maxmemory", raw.info("memory")["used_memory"] + (1 << 20))
@@ -164,6 +164,10 @@ def test_memory_that_ends_in_the_middle_of_an_upload_leaves_nothing(server, open
     assert tier.nbytes == sum(entry.nbytes for entry in tier.entries().values())
     assert len(tier.entries()) == kept.count(True)
     assert raw.keys(f"{PREFIX}new:*") == []
+    assert "maxmemory" in caplog.text
+    assert "<memory at" not in caplog.text
+    texts = [record.getMessage().partition("could not")[2].partition(": ")[2] for record in caplog.records]
+    assert len(texts) == len(set(texts))
 
 
 # reaching it
