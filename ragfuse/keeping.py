@@ -15,12 +15,12 @@ from typing import Any
 
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.core import digest as digest_of
-from ragfuse.errors import InputError, SettingsError
+from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.plan.evict import expired, expired_first, lru
 from ragfuse.settings import Settings
 from ragfuse.store import Book, KVStore, open_store
 from ragfuse.store.archive import Text, Trouble
-from ragfuse.store.manage import Outcome, Progress
+from ragfuse.store.manage import Outcome, Progress, unanswered
 from ragfuse.store.tier import Freed
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "Wish",
     "open_kept",
     "remember_tenant",
+    "unanswered",
 ]
 
 _SHOWN = 200
@@ -171,6 +172,10 @@ class Keeping:
             lines = [line for line in lines if _chunk(line.entry.key) in meant]
         return sorted(lines, key=lambda line: -line.entry.last_used)
 
+    def silent(self, wish: Wish = Wish()) -> list[str]:
+        """Tiers that are meant and do not answer now: a listing made before lacks what they hold."""
+        return [name for name in self.store.silent() if wish.tier in (None, name)]
+
     def clear(self, lines: Sequence[Line], wish: Wish) -> Cleared:
         """Forget these entries, those that `wish` means, and the texts of chunks that are kept nowhere afterwards."""
         left = self.store.drop([line.entry.key for line in lines], wish.tier)
@@ -202,12 +207,14 @@ class Keeping:
         return n
 
     def move(self, lines: Sequence[Line], tier: str, progress: Progress | None = None) -> Outcome:
-        """Keep these in another tier and nowhere else."""
+        """Keep these in another tier and nowhere else. StoreError if that does not answer."""
         self._check_tier(tier)
+        if tier in self.store.silent():
+            raise StoreError(unanswered([tier], "nothing was moved"))
         return self.store.move_all([line.entry.key for line in lines], tier, progress)
 
     def export(self, lines: Sequence[Line], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
-        """Write these, with their texts if wanted, into one file."""
+        """Write these, with their texts if wanted, into one file; it replaces none if it would lack one of them."""
         keys = list(dict.fromkeys(line.entry.key for line in lines))
         return self.store.export(path, keys, self._texts(keys) if texts else (), progress)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -27,7 +27,7 @@ from ragfuse.cli.entries import (
 )
 from ragfuse.cli.ingest import progress
 from ragfuse.cli.options import Json, Store, console_for, settings_of, write_json
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, StoreError
 
 if TYPE_CHECKING:
     from ragfuse.keeping import Keeping, Line, Wish
@@ -134,7 +134,10 @@ def pin(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Protect chunks: they are not pushed out by others, and never grow too old."""
+    """Protect chunks: they are not pushed out by others, and never grow too old.
+
+    Exit status 1 if a tier that was meant does not answer.
+    """
     _pin(True, _wish(keys, tier, source, model, tenant, all_, "pin"), store, json)
 
 
@@ -149,7 +152,7 @@ def unpin(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Let chunks be pushed out again."""
+    """Let chunks be pushed out again. Exit status 1 if a tier that was meant does not answer."""
     _pin(False, _wish(keys, tier, source, model, tenant, all_, "unpin"), store, json)
 
 
@@ -165,14 +168,19 @@ def move(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Keep chunks in one tier and nowhere else. What it has no room for stays where it is."""
+    """Keep chunks in one tier and nowhere else. What it has no room for stays where it is.
+
+    Exit status 1 if something that was meant stays, or may do so in a tier that does not answer.
+    """
     wish, console = _wish(keys, tier, source, model, tenant, all_, "move"), console_for(json)
     with _opened(store, console) as keeping:
-        lines = _lines(keeping, console, wish)
+        lines = _lines(keeping, console, wish, "moved")
         with _bar(console, "moving") as told:
             done = keeping.move(lines, to, told)
+        silent = keeping.silent(wish)
     tell_outcome(console, done, f"in tier {to} now")
-    write_json(outcome_dict(done), json)
+    write_json({**outcome_dict(done), "silent": silent}, json)
+    raise typer.Exit(1 if done.failed or silent else 0)
 
 
 @store.command("export")
@@ -188,16 +196,27 @@ def export(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Write chunks, all unless some are named, into one file. Who has the file can read the texts from it."""
-    console = console_for(json)
+    """Write chunks, all unless some are named, into one file. Who has the file can read the texts from it.
+
+    Exit status 1 if something that was meant is not in it, or may not be; a file that is there is then kept as it is.
+    """
+    wish, console = _wish(keys, tier, source, model, tenant), console_for(json)
     with _opened(store, console) as keeping:
-        lines = _lines(keeping, console, _wish(keys, tier, source, model, tenant))
-        if file.exists() and not file.is_dir():
+        lines = _lines(keeping, console, wish, f"written to '{file}'")
+        silent = keeping.silent(wish)
+        is_there = file.exists() and not file.is_dir()
+        if silent and is_there:
+            _refuse(silent, f"nothing was written, and '{file}' is as it was")
+        if is_there:
             _confirm(f"'{file}' is there already. Write another in its place?", yes, "export")
         with _bar(console, "exporting") as told:
             done = keeping.export(lines, file, texts, told)
     tell_outcome(console, done, f"written to {file}")
-    write_json({**outcome_dict(done), "file": str(file)}, json)
+    for name in silent:
+        said = f"Tier {name} does not answer: what it holds is not in {file}. Export again once it answers."
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    write_json({**outcome_dict(done), "file": str(file), "silent": silent}, json)
+    raise typer.Exit(1 if done.failed or silent else 0)
 
 
 @store.command("import")
@@ -228,15 +247,22 @@ def import_(
 
 @store.command("gc")
 def gc(store: Store = None, json: Json = None) -> None:
-    """Free what is of no use: rests of writes that were killed, rows without files, entries older than ttl_s."""
+    """Free what is of no use: rests of writes that were killed, rows without files, entries older than ttl_s.
+
+    Exit status 1 if a tier does not answer.
+    """
     console = console_for(json)
     with _opened(store, console) as keeping, console.status("looking at every file"):
         freed = keeping.store.gc()
+        silent = [tier.name for tier in keeping.store.tiers if tier.name not in freed]
     for name, what in freed.items():
         said = f"{name}: {what.expired} too old, {what.orphans} rests, {what.nbytes / 1e6:,.1f} MB freed"
         console.print(said, highlight=False)
     rows = {name: {"expired": f.expired, "orphans": f.orphans, "nbytes": f.nbytes} for name, f in freed.items()}
-    write_json({"tiers": rows}, json)
+    for name in silent:
+        console.print(f"{name}: does not answer, nothing is known of it", highlight=False, markup=False)
+    write_json({"tiers": rows, "silent": silent}, json)
+    raise typer.Exit(1 if silent else 0)
 
 
 @contextmanager
@@ -283,30 +309,41 @@ def _wish(
     return wish
 
 
-def _lines(keeping: Keeping, console: Console, wish: Wish | None) -> list[Line]:
+def _lines(keeping: Keeping, console: Console, wish: Wish | None, done: str = "") -> list[Line]:
+    """Those that are meant. Silent tiers are told; they end what is to be `done` where nothing else is found."""
     from ragfuse.keeping import Wish
 
     with console.status("reading the store"):
         lines = keeping.lines(wish or Wish())
-        silent = keeping.store.silent()
+        silent, meant = keeping.silent(), keeping.silent(wish or Wish())
+    if done and meant and not lines:
+        _refuse(meant, f"what it holds is not known, and nothing was {done}")
     for name in silent:
         console.print(f"Tier {name} does not answer: what it holds is not listed.", highlight=False, markup=False)
-    if not lines and wish is not None:
+    if not lines and wish is not None and not meant:
         others = "" if wish.is_anything else "Nothing in the store is like that; "
         empty = f"{others}`ragfuse store ls` lists all." if others else "The store is empty: ragfuse ingest PATH."
         console.print(empty, highlight=False)
     return lines
 
 
+def _refuse(silent: Sequence[str], so: str) -> NoReturn:
+    from ragfuse.keeping import unanswered
+
+    raise StoreError(unanswered(silent, so))
+
+
 def _pin(pinned: bool, wish: Wish, store: Path | None, json: Path | None) -> None:
-    console = console_for(json)
+    console, word = console_for(json), "pinned" if pinned else "unpinned"
     with _opened(store, console) as keeping:
-        lines = _lines(keeping, console, wish)
+        lines = _lines(keeping, console, wish, word)
         keys = list(dict.fromkeys(line.entry.key for line in lines))
         (keeping.store.pin if pinned else keeping.store.unpin)(*keys)
+        silent = keeping.silent(wish)
     if lines:
-        console.print(f"{'Pinned' if pinned else 'Unpinned'} {described(lines)}.", highlight=False, markup=False)
-    write_json({"pinned" if pinned else "unpinned": len(keys)}, json)
+        console.print(f"{word.capitalize()} {described(lines)}.", highlight=False, markup=False)
+    write_json({word: len(keys), "silent": silent}, json)
+    raise typer.Exit(1 if silent else 0)
 
 
 def _confirm(question: str, yes: bool, command: str) -> None:

@@ -87,7 +87,7 @@ def refused(result, kind, *words):
     lines = result.stderr.strip().splitlines()
     assert result.exit_code == 1, result.output
     assert lines[-1].startswith(f"{kind}: ")
-    assert len([line for line in lines if "Error" in line]) == 1
+    assert len([line for line in lines if "Error" in line and not line.startswith("warning: ")]) == 1
     for word in words:
         assert word in lines[-1]
 
@@ -196,6 +196,91 @@ def server(tmp_path):
     server = RedisServer(tmp_path / "redis")
     yield server
     server.kill()
+
+
+@pytest.fixture
+def far(told, filled, server):
+    """Settings with a Redis that holds everything, and is down."""
+    far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
+    assert told("move", "--all", "--to", "redis", **far)["entries"] == 6
+    assert told("export", "keep.tar", **far)["entries"] == 6
+    server.kill()
+    return far
+
+
+@pytest.fixture
+def half_far(told, filled, server):
+    """Settings with a Redis that holds one chunk of six, and is down."""
+    far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
+    assert told("move", "--source", "ships", "--to", "redis", **far)["entries"] == 1
+    server.kill()
+    return far
+
+
+def test_an_export_of_what_a_silent_tier_holds_writes_nothing_and_keeps_the_file_that_is_there(run, far):
+    good = Path("keep.tar").read_bytes()
+    for wish in ((), ("--tier", "redis"), ("--source", "ships")):
+        for name in ("keep.tar", "new.tar"):
+            result = run("export", name, "--yes", *wish, **far)
+            refused(result, "StoreError", "Tier redis does not answer", f"nothing was written to '{name}'")
+            assert "empty" not in result.output
+    assert Path("keep.tar").read_bytes() == good
+    assert not Path("new.tar").exists()
+
+
+def test_an_export_that_would_lack_what_a_silent_tier_holds_goes_to_a_new_file_alone(run, half_far):
+    Path("old.tar").write_bytes(b"old")
+    refused(run("export", "old.tar", "--yes", **half_far), "StoreError", "does not answer", "'old.tar' is as it was")
+    assert Path("old.tar").read_bytes() == b"old"
+    result = run("export", "new.tar", "--json", "-", **half_far)
+    assert result.exit_code == 1
+    assert (json.loads(result.stdout)["entries"], json.loads(result.stdout)["silent"]) == (5, ["redis"])
+    assert "Tier redis does not answer: what it holds is not in new.tar" in " ".join(result.stderr.split())
+    assert run("export", "old.tar", "--tier", "disk", "--yes", **half_far).exit_code == 0  # nothing that is meant lacks
+
+
+def test_what_cannot_be_read_is_left_out_of_a_new_export_alone_and_gives_a_status(run, told, filled):
+    def damage():
+        path = next(path for path in files(filled) if path.suffix == ".kv")
+        path.write_bytes(path.read_bytes()[:-100] + bytes(100))
+
+    assert told("export", "keep.tar")["entries"] == 6
+    good = Path("keep.tar").read_bytes()
+    damage()
+    refused(run("export", "keep.tar", "--yes"), "StoreError", "stays as it was", "lack 1 of 6", "cannot be read")
+    assert Path("keep.tar").read_bytes() == good
+    damage()
+    result = run("export", "new.tar")
+    assert result.exit_code == 1
+    assert "left out" in result.output
+    assert told("export", "keep.tar", "--yes")["entries"] == 4  # what was damaged is gone: nothing lacks
+
+
+def test_what_a_silent_tier_holds_is_never_said_to_be_nothing(run, far):
+    for command in (("move", "--all", "--to", "disk"), ("pin", "--all"), ("unpin", "--tier", "redis")):
+        result = run(*command, **far)
+        refused(result, "StoreError", "Tier redis does not answer", "nothing was")
+        assert "empty" not in result.output
+    assert "empty" not in run("ls", **far).output
+    assert "empty" not in run("clear", "--all", "--yes", **far).output
+
+
+def test_moving_into_a_silent_tier_is_refused_and_pinning_beside_one_gives_a_status(run, half_far, filled):
+    refused(run("move", "--all", "--to", "redis", **half_far), "StoreError", "Tier redis does not", "nothing was moved")
+    result = run("pin", "--all", **half_far)
+    assert result.exit_code == 1
+    assert "Pinned 5 entries" in result.output
+    assert run("unpin", "--tier", "disk", **half_far).exit_code == 0
+    assert run("move", "--all", "--to", "disk", **half_far).exit_code == 1
+    assert len(left(filled)) == 5
+
+
+def test_gc_says_which_tier_it_has_not_looked_at(run, half_far):
+    result = run("gc", "--json", "-", **half_far)
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert (list(found["tiers"]), found["silent"]) == (["disk"], ["redis"])
+    assert "redis: does not answer" in result.stderr
 
 
 def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(run, told, filled, server):
