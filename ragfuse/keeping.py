@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,9 +155,13 @@ class Keeping:
                 "The settings leave a store no place but memory (disk_bytes is 0, tiers is empty), which ends with its "
                 "process. Give disk_bytes or tiers to have something to look after."
             )
-        self.path = settings.store_path.expanduser()
+        self.path, self._salt = settings.store_path.expanduser(), settings.salt
         self.book = Book(settings.store_path) if settings.disk_bytes else None
         self.store = open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}))
+
+    def mine(self, wish: Wish) -> Wish:
+        """The same of the tenant alone whose salt is set, unless a tenant is named; without a salt, of all."""
+        return replace(wish, tenant=self._salt) if self._salt and wish.tenant is None else wish
 
     def lines(self, wish: Wish = Wish()) -> list[Line]:
         """Entries that are meant, used last first. InputError for a key that means none, or several chunks."""

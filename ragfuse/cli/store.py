@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -35,15 +36,19 @@ if TYPE_CHECKING:
 store = typer.Typer(
     no_args_is_help=True,
     help="Look after the stored KV. A process that is running keeps what it holds in memory until it ends; all else "
-    "is seen by every process at once.",
+    "is seen by every process at once. While a salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export mean "
+    "its tenant alone unless --tenant names another; without one they mean all tenants. stats, gc and import are about "
+    "the whole store.",
 )
 
 Keys = Annotated[list[str] | None, typer.Argument(help="Beginnings of chunks' keys, as `ragfuse store ls` shows them.")]
 Tier = Annotated[str | None, typer.Option("--tier", help="Only what is in this tier.")]
 Source = Annotated[str | None, typer.Option("--source", help="Only texts whose source has this in its name.")]
 Model = Annotated[str | None, typer.Option("--model", help="Only this model's: its name, or its digest's beginning.")]
-Tenant_ = Annotated[str | None, typer.Option("--tenant", help="Only the tenant of this salt ('': of none).")]
-All = Annotated[bool, typer.Option("--all", help="Everything in the store.")]
+Tenant_ = Annotated[
+    str | None, typer.Option("--tenant", help="Only the tenant of this salt ('': of none); the salt that is set.")
+]
+All = Annotated[bool, typer.Option("--all", help="Everything of the salt that is set; without a salt, of all tenants.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
@@ -61,7 +66,7 @@ def ls(
     """List entries: of which text, where, how large, how often used. --json has all of them."""
     console = console_for(json)
     with _opened(store, console) as keeping:
-        lines = _lines(keeping, console, _wish(keys, tier, source, model, tenant))
+        lines = _lines(keeping, console, keeping.mine(_wish(keys, tier, source, model, tenant)))
     shown = lines[: limit or None]
     if lines:
         show_lines(console, shown)
@@ -107,12 +112,16 @@ def clear(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Drop entries, and the texts of chunks that are kept nowhere afterwards. Others' stay.
+    """Drop entries, and the texts of chunks that are kept nowhere afterwards.
+
+    While a salt is set (RAGFUSE_SALT), other tenants' stay unless --tenant names one; without a salt, --all drops what
+    all tenants have.
 
     Exit status 1 if a tier that was meant could not be cleared: then what it holds stays, and all texts.
     """
     wish, console = _wish(keys, tier, source, model, tenant, all_, "clear"), console_for(json)
     with _opened(store, console) as keeping:
+        wish = keeping.mine(wish)
         lines = _lines(keeping, console, wish)
         if lines or keeping.text_models(wish):
             what = described(lines) if lines else "all texts of chunks that are kept nowhere"
@@ -174,6 +183,7 @@ def move(
     """
     wish, console = _wish(keys, tier, source, model, tenant, all_, "move"), console_for(json)
     with _opened(store, console) as keeping:
+        wish = keeping.mine(wish)
         lines = _lines(keeping, console, wish, "moved")
         with _bar(console, "moving") as told:
             done = keeping.move(lines, to, told)
@@ -196,12 +206,15 @@ def export(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Write chunks, all unless some are named, into one file. Who has the file can read the texts from it.
+    """Write chunks into one file: all (of the salt that is set, if one is) unless some are named.
+
+    Who has the file can read the texts from it.
 
     Exit status 1 if something that was meant is not in it, or may not be; a file that is there is then kept as it is.
     """
     wish, console = _wish(keys, tier, source, model, tenant), console_for(json)
     with _opened(store, console) as keeping:
+        wish = keeping.mine(wish)
         lines = _lines(keeping, console, wish, f"written to '{file}'")
         silent = keeping.silent(wish)
         is_there = file.exists() and not file.is_dir()
@@ -321,8 +334,12 @@ def _lines(keeping: Keeping, console: Console, wish: Wish | None, done: str = ""
     for name in silent:
         console.print(f"Tier {name} does not answer: what it holds is not listed.", highlight=False, markup=False)
     if not lines and wish is not None and not meant:
-        others = "" if wish.is_anything else "Nothing in the store is like that; "
-        empty = f"{others}`ragfuse store ls` lists all." if others else "The store is empty: ragfuse ingest PATH."
+        none = "Nothing in the store is like that"
+        empty = "The store is empty: ragfuse ingest PATH."
+        if wish.tenant is not None and wish == keeping.mine(replace(wish, tenant=None)):
+            empty = f"{none} and of the salt that is set; --tenant SALT names another tenant, no salt means all."
+        elif not wish.is_anything:
+            empty = f"{none}; `ragfuse store ls` lists all."
         console.print(empty, highlight=False)
     return lines
 
@@ -336,6 +353,7 @@ def _refuse(silent: Sequence[str], so: str) -> NoReturn:
 def _pin(pinned: bool, wish: Wish, store: Path | None, json: Path | None) -> None:
     console, word = console_for(json), "pinned" if pinned else "unpinned"
     with _opened(store, console) as keeping:
+        wish = keeping.mine(wish)
         lines = _lines(keeping, console, wish, word)
         keys = list(dict.fromkeys(line.entry.key for line in lines))
         (keeping.store.pin if pinned else keeping.store.unpin)(*keys)

@@ -168,6 +168,43 @@ def test_a_store_that_is_empty_or_not_there_says_so_and_is_not_made(run, told, t
     assert "is empty" in run("clear", "--all").output or "Nothing" in run("clear", "--all").output
 
 
+# tenants
+
+
+@pytest.fixture
+def shared(filled):
+    """The store, with the others known by their salt as well."""
+    with Book(filled) as book:
+        remember_tenant(book, THEIRS[0].model, Settings(model="smol", salt="other"))
+    return filled
+
+
+@pytest.mark.parametrize("filters", [("--all",), ("--source", "s.md"), ("--tier", "disk"), ("--model", "smol")])
+def test_a_salt_limits_clear_to_its_tenant(told, shared, filters):
+    told("clear", *filters, "--yes", SALT="other")
+    assert {one for one in left(shared) if one.model == OURS[0].model} == {*OURS, AMID}
+    assert not set(THEIRS[:1]) & left(shared)
+    assert len(texts(shared, OURS[0].model)) == 2
+    assert texts(shared, THEIRS[0].model) == []
+
+
+def test_a_salt_limits_all_that_takes_filters_to_its_tenant_unless_another_is_named(run, told, shared, two_tiers):
+    assert {entry["digest"] for entry in told("ls", SALT="acme")["entries"]} == {OURS[0].model}
+    assert told("pin", "--all", SALT="acme")["pinned"] == 4
+    assert told("unpin", "--tier", "disk", SALT="other")["unpinned"] == 2
+    assert told("export", "a.tar", SALT="other")["texts"] == 1
+    assert told("move", "--all", "--to", "cold", SALT="acme")["entries"] == 4
+    assert told("move", "--all", "--to", "cold", SALT="nobody")["entries"] == 0
+    assert "of the salt that is set" in " ".join(run("clear", "--all", "--yes", SALT="nobody").output.split())
+    assert told("clear", "--tenant", "other", "--yes", SALT="acme")["dropped"] == 2
+    assert told("stats", SALT="nobody")["tiers"][1]["entries"] == 4
+
+
+def test_without_a_salt_all_is_all(told, shared):
+    assert told("clear", "--all", "--yes", SALT="")["dropped"] == 6
+    assert left(shared) == set()
+
+
 # changing
 
 
