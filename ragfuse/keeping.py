@@ -21,6 +21,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import Book, KVStore, open_store
 from ragfuse.store.archive import Text, Trouble
 from ragfuse.store.manage import Outcome, Progress, unanswered
+from ragfuse.store.opening import free_name, open_tier, shown
 from ragfuse.store.tier import Freed
 
 __all__ = [
@@ -29,10 +30,12 @@ __all__ = [
     "Keeping",
     "Line",
     "Outcome",
+    "Place",
     "Progress",
     "Tenant",
     "Trouble",
     "Wish",
+    "look",
     "open_kept",
     "remember_tenant",
     "unanswered",
@@ -144,6 +147,49 @@ class Cleared:
     texts: int
     silent: Sequence[str]
     unknown: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tier as it is found: what it is called, where it is, whether it answers, and what it holds then.
+
+    wrong: why it cannot be used at all, "" where it can.
+    """
+
+    name: str
+    where: str
+    answers: bool = True
+    entries: int = 0
+    nbytes: int = 0
+    capacity: int = 0
+    wrong: str = ""
+
+
+def look(settings: Settings) -> Iterator[Place]:
+    """Each tier of the settings that outlives a process, looked at by itself; no folder is made."""
+    places = [(str(settings.store_path.expanduser()), settings.disk_bytes)] if settings.disk_bytes else []
+    places += [(url, settings.tier_bytes) for url in settings.tiers]
+    taken: list[str] = []
+    for url, capacity in places:
+        where = shown(url)
+        here = url.removeprefix("file://")
+        if "://" not in here and not Path(here).expanduser().exists():
+            place = Place(free_name("disk" if here == url else "objects", taken), where, capacity=capacity)
+        else:
+            place = _looked(url, where, settings.model_copy(update={"tier_bytes": capacity}), taken)
+        taken.append(place.name)
+        yield place
+
+
+def _looked(url: str, where: str, settings: Settings, taken: list[str]) -> Place:
+    try:
+        tier = open_tier(url, settings, lru, taken)
+    except StoreError as error:
+        return Place(where, where, answers=False, wrong=str(error))
+    with KVStore([tier]) as store:
+        entries = store.entries()
+        nbytes = sum(entry.nbytes for entry in entries)
+        return Place(tier.name, where, not store.silent(), len(entries), nbytes, tier.capacity)
 
 
 class Keeping:
