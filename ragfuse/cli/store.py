@@ -51,6 +51,10 @@ Tenant_ = Annotated[
 All = Annotated[bool, typer.Option("--all", help="Everything of the salt that is set; without a salt, of all tenants.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
+_MOVED = "Nothing is lost: what was copied stays in both tiers, and the same command goes on from there."
+_EXPORTED = "Nothing was written; a file that was there is as it was."
+_IMPORTED = "What was kept so far stays, and the same command goes on from there."
+
 
 @store.command("ls")
 def ls(
@@ -185,7 +189,7 @@ def move(
     with _opened(store, console) as keeping:
         wish = keeping.mine(wish)
         lines = _lines(keeping, console, wish, "moved")
-        with _bar(console, "moving") as told:
+        with _bar(console, "moving", _MOVED) as told:
             done = keeping.move(lines, to, told)
         silent = keeping.silent(wish)
     tell_outcome(console, done, f"in tier {to} now")
@@ -222,7 +226,7 @@ def export(
             _refuse(silent, f"nothing was written, and '{file}' is as it was")
         if is_there:
             _confirm(f"'{file}' is there already. Write another in its place?", yes, "export")
-        with _bar(console, "exporting") as told:
+        with _bar(console, "exporting", _EXPORTED) as told:
             done = keeping.export(lines, file, texts, told)
     tell_outcome(console, done, f"written to {file}")
     for name in silent:
@@ -247,7 +251,7 @@ def import_(
     console = console_for(json)
     with _opened(store, console, is_new=True) as keeping:
         before = {line.tenant.digest for line in keeping.lines()}
-        with _bar(console, "importing") as told:
+        with _bar(console, "importing", _IMPORTED) as told:
             done = keeping.import_(file, tier, told)
         strangers = {line.tenant.digest: line.tenant for line in keeping.lines() if line.tenant.digest not in before}
     tell_outcome(console, done, f"kept, {done.known} were there")
@@ -376,8 +380,12 @@ def _confirm(question: str, yes: bool, command: str) -> None:
 
 
 @contextmanager
-def _bar(console: Console, doing: str) -> Iterator[Callable[[int, int], object]]:
+def _bar(console: Console, doing: str, stopped: str) -> Iterator[Callable[[int, int], object]]:
+    """Takes progress. stopped: what is true where it ends by Ctrl-C."""
     columns = (TextColumn(doing), BarColumn(20), DownloadColumn(), TimeRemainingColumn())
     with progress(console, *columns) as bar:
         task = bar.add_task(doing, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        try:
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(stopped) from stop
