@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from ragfuse.cli.entries import counted
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import tell_skipped
 from ragfuse.cli.options import Device, Dtype, Json, Model, Policy, Ratio, Store, console_for, settings_of, write_json
@@ -150,9 +151,7 @@ def _state(place: Place) -> str:
         return place.wrong
     if not place.answers:
         return f"{place.where} does not answer: start it or mend the way to it, or take it out of the setting tiers"
-    entries = (
-        "no entries yet" if not place.entries else "1 entry" if place.entries == 1 else f"{place.entries:,} entries"
-    )
+    entries = counted(place.entries, "entry", "entries") if place.entries else "no entries yet"
     return f"answers: {entries}, {place.nbytes / 1e6:,.1f} of {place.capacity / 1e6:,.0f} MB ({place.where})"
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 from ragfuse.cli.entries import (
     by_tenant,
     cleared_dict,
+    counted,
     described,
     outcome_dict,
     plain,
@@ -96,7 +97,7 @@ def stats(store: Store = None, json: Json = None) -> None:
         table.add_row(row["tier"], f"{row['entries']:,}", *sizes, str(row["pinned"]), f"{row['hits']:,}")
     console.print(table)
     for who, entries, nbytes in models:
-        console.print(Text(f"{plain(who.name)}: {entries:,} entries, {nbytes / 1e6:,.1f} MB"))
+        console.print(Text(f"{plain(who.name)}: {counted(entries, 'entry', 'entries')}, {nbytes / 1e6:,.1f} MB"))
     named = [
         {"model": who.model, "tenant": who.tenant, "digest": who.digest, "entries": entries, "nbytes": nbytes}
         for who, entries, nbytes in models
@@ -273,7 +274,7 @@ def gc(store: Store = None, json: Json = None) -> None:
         freed = keeping.store.gc()
         silent = [tier.name for tier in keeping.store.tiers if tier.name not in freed]
     for name, what in freed.items():
-        said = f"{name}: {what.expired} too old, {what.orphans} rests, {what.nbytes / 1e6:,.1f} MB freed"
+        said = f"{name}: {what.expired:,} too old, {counted(what.orphans, 'rest')}, {what.nbytes / 1e6:,.1f} MB freed"
         console.print(said, highlight=False)
     rows = {name: {"expired": f.expired, "orphans": f.orphans, "nbytes": f.nbytes} for name, f in freed.items()}
     for name in silent:

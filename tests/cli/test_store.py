@@ -7,15 +7,18 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ragfuse.cli.door import app
-from ragfuse.core import ChunkKey, amid
-from ragfuse.keeping import Keeping, Wish, hidden, open_kept, remember_tenant
+from ragfuse.cli.entries import show_lines
+from ragfuse.core import ChunkKey, Entry, amid
+from ragfuse.keeping import Keeping, Line, Tenant, Wish, hidden, open_kept, remember_tenant
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import Book, DiskTier, KVStore
@@ -119,6 +122,33 @@ def test_ls_for_people_is_a_table_without_anything_a_terminal_would_obey(run, fi
             assert word in said
         assert ("All about" in said) == (width > 100)
     assert "4 more" in run("ls", "--limit", "2").output
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 130])
+def test_ls_never_cuts_a_number_or_a_tier_and_shortens_texts(width):
+    def line(i, tier):
+        used = time.time() - 24.2 * 60 - 3600 * i
+        entry = Entry(key(i), tier, 12_345, 30, {"raw": 1_234_567_890}, used, 12_345 + i, pinned=not i)
+        tenant = Tenant("0123456789abcdef", "HuggingFaceTB/SmolLM2-135M-Instruct", hidden("acme"))
+        return Line(entry, tenant, "/docs/a rather long name of a file.md", "All that the keeper wrote down. " * 9)
+
+    said = io.StringIO()
+    lines = [line(i, tier) for i, tier in enumerate(("objects-2", "redis"))]
+    show_lines(Console(file=said, width=width), lines)
+    heading, first, second, *_ = said.getvalue().splitlines()
+    assert first.split()[-5:] == ["12,345", "1,234.6", "12,345", "24", "min"]
+    assert second.split()[-5:] == ["12,345", "1,234.6", "12,346", "1", "h"]
+    assert f"{lines[0].short}* " in first
+    assert " objects-2 alone " in first
+    assert "Huggi" in first
+    assert "…" in first
+    assert width < 80 or max(map(len, (heading, first, second))) <= width
+
+
+def test_one_is_said_as_one(run, filled):
+    assert "(0.0 MB) written" in run("export", "a.tar", "--source", "ships").output
+    assert "1 entry and 1 text (" in " ".join(run("export", "b.tar", "--source", "ships").output.split())
+    assert " and 1 text." in " ".join(run("clear", "--source", "ships", "--yes").output.split())
 
 
 @pytest.mark.parametrize(
