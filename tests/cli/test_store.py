@@ -24,6 +24,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import Book, DiskTier, KVStore
 from tests.store.kit import ROOT, asked, files, key, kv
 from tests.store.redis_server import RedisServer
+from tests.store.s3_server import S3Server
 
 MB = 1 << 20
 OURS, THEIRS = [key(i, "ours") for i in range(3)], [key(i, "theirs") for i in range(2)]
@@ -340,6 +341,26 @@ def test_moving_into_a_silent_tier_is_refused_and_pinning_beside_one_gives_a_sta
     assert run("unpin", "--tier", "disk", **half_far).exit_code == 0
     assert run("move", "--all", "--to", "disk", **half_far).exit_code == 1
     assert len(left(filled)) == 5
+
+
+def test_a_bucket_that_does_not_answer_is_no_empty_one(run, told, filled):
+    server = S3Server()
+    try:
+        far = {"TIERS": json.dumps([server.new_url()]), "TIER_TIMEOUT_S": 2.0}
+        with server.reachable():
+            assert told("move", "--all", "--to", "objects", **far)["entries"] == 6
+            assert told("export", "keep.tar", "--tier", "objects", **far)["entries"] == 6
+            good = Path("keep.tar").read_bytes()
+            server.stop()
+            result = run("export", "keep.tar", "--tier", "objects", "--yes", **far)
+            refused(result, "StoreError", "Tier objects does not answer", "nothing was written")
+            gc = run("gc", **far)
+        assert Path("keep.tar").read_bytes() == good
+        assert gc.exit_code == 1
+        assert "objects: does not answer" in gc.output
+        assert "objects: 0" not in gc.output
+    finally:
+        server.stop()
 
 
 def test_gc_says_which_tier_it_has_not_looked_at(run, half_far):
