@@ -129,7 +129,7 @@ class Engine:
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
         """The key of a run of tokens with this context ("": alone)."""
-        return self._encoder.key(tokens, context)
+        return self.encoder.key(tokens, context)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Ids of a text; unless `special`, what looks like a special token in it stays text."""
@@ -171,7 +171,7 @@ class Engine:
         Each chunk is encoded a second time amid other text, see `encoding.py`. Interrupted, it loses at most the chunk
         at hand; called again, it goes on where it stopped.
         """
-        began, done, encoder = time.perf_counter(), Ingested(), self._encoder
+        began, done, encoder = time.perf_counter(), Ingested(), self.encoder
         room_behind(len(prefix), self.model, "What stands before the first chunk")
         encoder.keep(prefix)
         for text, source in texts:
@@ -283,7 +283,8 @@ class Engine:
     # inside
 
     @property
-    def _encoder(self) -> Encoder:
+    def encoder(self) -> Encoder:
+        """How runs of tokens come into the store."""
         settings = self.settings
         shortest, other, model = settings.min_chunk_tokens, settings.amid_tokens, self.model
         return Encoder(
@@ -347,7 +348,7 @@ class Engine:
         if work.far is not None:
             self.store.promote(work.far)
             return
-        encoder = self._encoder.in_background()
+        encoder = self.encoder.in_background()
         encoder.keep(work.tokens, work.prefix)
         if work.text:
             encoder.keep_amid(work.tokens, work.prefix)

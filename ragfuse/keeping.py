@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.core import digest as digest_of
-from ragfuse.errors import InputError, SettingsError
+from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.plan.evict import expired, expired_first, lru
 from ragfuse.settings import Settings
 from ragfuse.store import Book, KVStore, open_store
 from ragfuse.store.archive import Text, Trouble
-from ragfuse.store.manage import Outcome, Progress
+from ragfuse.store.manage import Outcome, Progress, unanswered
+from ragfuse.store.opening import free_name, open_tier, shown
 from ragfuse.store.tier import Freed
 
 __all__ = [
@@ -29,12 +30,15 @@ __all__ = [
     "Keeping",
     "Line",
     "Outcome",
+    "Place",
     "Progress",
     "Tenant",
     "Trouble",
     "Wish",
+    "look",
     "open_kept",
     "remember_tenant",
+    "unanswered",
 ]
 
 _SHOWN = 200
@@ -145,6 +149,49 @@ class Cleared:
     unknown: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
+class Place:
+    """A tier as it is found: what it is called, where it is, whether it answers, and what it holds then.
+
+    wrong: why it cannot be used at all, "" where it can.
+    """
+
+    name: str
+    where: str
+    answers: bool = True
+    entries: int = 0
+    nbytes: int = 0
+    capacity: int = 0
+    wrong: str = ""
+
+
+def look(settings: Settings) -> Iterator[Place]:
+    """Each tier of the settings that outlives a process, looked at by itself; no folder is made."""
+    places = [(str(settings.store_path.expanduser()), settings.disk_bytes)] if settings.disk_bytes else []
+    places += [(url, settings.tier_bytes) for url in settings.tiers]
+    taken: list[str] = []
+    for url, capacity in places:
+        where = shown(url)
+        here = url.removeprefix("file://")
+        if "://" not in here and not Path(here).expanduser().exists():
+            place = Place(free_name("disk" if here == url else "objects", taken), where, capacity=capacity)
+        else:
+            place = _looked(url, where, settings.model_copy(update={"tier_bytes": capacity}), taken)
+        taken.append(place.name)
+        yield place
+
+
+def _looked(url: str, where: str, settings: Settings, taken: list[str]) -> Place:
+    try:
+        tier = open_tier(url, settings, lru, taken)
+    except StoreError as error:
+        return Place(where, where, answers=False, wrong=str(error))
+    with KVStore([tier]) as store:
+        entries = store.entries()
+        nbytes = sum(entry.nbytes for entry in entries)
+        return Place(tier.name, where, not store.silent(), len(entries), nbytes, tier.capacity)
+
+
 class Keeping:
     """The store and the book of some settings, without memory: what lies there belongs to the process that fills it."""
 
@@ -154,9 +201,13 @@ class Keeping:
                 "The settings leave a store no place but memory (disk_bytes is 0, tiers is empty), which ends with its "
                 "process. Give disk_bytes or tiers to have something to look after."
             )
-        self.path = settings.store_path.expanduser()
+        self.path, self._salt = settings.store_path.expanduser(), settings.salt
         self.book = Book(settings.store_path) if settings.disk_bytes else None
         self.store = open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}))
+
+    def mine(self, wish: Wish) -> Wish:
+        """The same of the tenant alone whose salt is set, unless a tenant is named; without a salt, of all."""
+        return replace(wish, tenant=self._salt) if self._salt and wish.tenant is None else wish
 
     def lines(self, wish: Wish = Wish()) -> list[Line]:
         """Entries that are meant, used last first. InputError for a key that means none, or several chunks."""
@@ -170,6 +221,10 @@ class Keeping:
             meant = {chunk for beginning in wish.keys for chunk in _chunk_of(lines, beginning)}
             lines = [line for line in lines if _chunk(line.entry.key) in meant]
         return sorted(lines, key=lambda line: -line.entry.last_used)
+
+    def silent(self, wish: Wish = Wish()) -> list[str]:
+        """Tiers that are meant and do not answer now: a listing made before lacks what they hold."""
+        return [name for name in self.store.silent() if wish.tier in (None, name)]
 
     def clear(self, lines: Sequence[Line], wish: Wish) -> Cleared:
         """Forget these entries, those that `wish` means, and the texts of chunks that are kept nowhere afterwards."""
@@ -202,12 +257,14 @@ class Keeping:
         return n
 
     def move(self, lines: Sequence[Line], tier: str, progress: Progress | None = None) -> Outcome:
-        """Keep these in another tier and nowhere else."""
+        """Keep these in another tier and nowhere else. StoreError if that does not answer."""
         self._check_tier(tier)
+        if tier in self.store.silent():
+            raise StoreError(unanswered([tier], "nothing was moved"))
         return self.store.move_all([line.entry.key for line in lines], tier, progress)
 
     def export(self, lines: Sequence[Line], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
-        """Write these, with their texts if wanted, into one file."""
+        """Write these, with their texts if wanted, into one file; it replaces none if it would lack one of them."""
         keys = list(dict.fromkeys(line.entry.key for line in lines))
         return self.store.export(path, keys, self._texts(keys) if texts else (), progress)
 

@@ -61,7 +61,7 @@ class Rig:
         self.engines: dict[str, Engine] = {}
         for tier in tiers:
             store = held.enter_context(KVStore([tier]))
-            self.engines[tier.name] = held.enter_context(Engine(Settings(home=home), model, store))
+            self.engines[tier.name] = held.enter_context(Engine(Settings(home=home, model=model.name), model, store))
             self.engines[tier.name].learn(self.machine)
         self.works = {size: Workload(model, most, size, QUESTION) for size in sizes}
         for work in self.works.values():

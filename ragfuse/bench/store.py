@@ -36,7 +36,6 @@ from ragfuse.store import DiskTier, EntryMeta, KVStore, MemoryTier, Tier
 from ragfuse.store.index import Index
 from ragfuse.store.opening import open_tier
 from ragfuse.store.tier import Expects
-from ragfuse.text.chunks import Piece
 
 BLOCK = 8 << 20
 """Bytes of one read of the plain file."""
@@ -263,7 +262,7 @@ def _slowdown(options: StoreOptions, console: Console) -> dict[str, Any]:
         none = held.enter_context(Engine(Settings(min_chunk_tokens=1 << 20), model, KVStore([])))
 
         def ask(engine: Engine) -> object:
-            return engine.answer(_new_prompt(next(serial)), Ask(max_tokens=8))
+            return engine.answer(_new_prompt(next(serial), engine), Ask(max_tokens=8))
 
         with progress(console) as bar:
             for index in bar.track(range(options.requests + 1), description="requests"):
@@ -287,15 +286,15 @@ def _slowdown(options: StoreOptions, console: Console) -> dict[str, Any]:
     }
 
 
-def _new_prompt(serial: int) -> list[tuple[str, list[str | Piece]]]:
-    """Messages with six chunks that were never seen before."""
-    chunks: list[str | Piece] = []
+def _new_prompt(serial: int, engine: Engine) -> str:
+    """A text with six chunks that were never seen before, behind a beginning that was not either."""
+    chunks = []
     for index in range(CHUNKS_A_PROMPT):
         text = " ".join(
             f"Report {serial}.{index}.{line} says {(serial + 7 * index) * line % 997}." for line in range(12)
         )
-        chunks += [Piece(text, "chunk", f"report {serial}.{index}"), "\n\n"]
-    return [("user", [f"These are the reports of round {serial}.\n\n", *chunks, "Which report says the most?"])]
+        chunks.append(engine.marker.mark(text, f"report {serial}.{index}"))
+    return "\n\n".join([f"These are the reports of round {serial}.", *chunks, "Which report says the most?"])
 
 
 @contextmanager

@@ -7,19 +7,22 @@ import os
 import platform
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import psutil
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from ragfuse.cli.entries import counted
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import tell_skipped
 from ragfuse.cli.options import Device, Dtype, Json, Model, Policy, Ratio, Store, console_for, settings_of, write_json
-from ragfuse.errors import StoreError
 from ragfuse.models import list_models
 from ragfuse.settings import Settings
+
+if TYPE_CHECKING:
+    from ragfuse.keeping import Place
 
 EXTRAS = ("langchain-core", "langchain-community", "llama-index-core", "faiss-cpu", "sentence-transformers")
 
@@ -98,9 +101,9 @@ def calibrate_model(
 
 
 def doctor(json: Json = None) -> None:
-    """Look at this machine, the store and the embedded models; exit status 1 if something needs mending."""
+    """Look at this machine, each tier of the store and the models; exit status 1 if something needs mending."""
     settings, console = settings_of(), console_for(json)
-    rows = [*_machine(), *_folders(settings), *_packages(), *_models(settings)]
+    rows = [*_machine(), *_folders(settings), *_tiers(settings), *_packages(), *_models(settings)]
     table = Table("", "what", "found", box=None)
     for good, what, found in rows:
         table.add_row("[green]ok[/]" if good else "[red]!![/]", what, Text(found))
@@ -133,21 +136,23 @@ def _folders(settings: Settings) -> list[Row]:
         free = shutil.disk_usage(there).free
         state = f"{folder} ({free / 1e9:.0f} GB free)" if writable else f"{folder} cannot be written; set RAGFUSE_HOME"
         rows.append((writable, what, state))
-    return [*rows, _entries(settings)]
+    return rows
 
 
-def _entries(settings: Settings) -> Row:
-    what = "entries in the store"
-    if not settings.store_path.expanduser().exists():
-        return True, what, "none yet"
-    from ragfuse.engine import Engine
+def _tiers(settings: Settings) -> list[Row]:
+    """A row for each tier that outlives a process: whether it answers, what it holds, and what to do where not."""
+    from ragfuse.keeping import look
 
-    try:
-        with Engine(settings) as engine:
-            stats = engine.store.stats()
-            return True, what, f"{len(engine.store.entries())}, {sum(stats.nbytes.values()) / 1e6:,.0f} MB"
-    except StoreError as error:
-        return False, what, str(error)
+    return [(place.answers, f"tier {place.name}", _state(place)) for place in look(settings)]
+
+
+def _state(place: Place) -> str:
+    if place.wrong:
+        return place.wrong
+    if not place.answers:
+        return f"{place.where} does not answer: start it or mend the way to it, or take it out of the setting tiers"
+    entries = counted(place.entries, "entry", "entries") if place.entries else "no entries yet"
+    return f"answers: {entries}, {place.nbytes / 1e6:,.1f} of {place.capacity / 1e6:,.0f} MB ({place.where})"
 
 
 def _packages() -> list[Row]:

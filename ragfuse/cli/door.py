@@ -17,7 +17,10 @@ from ragfuse.errors import RagFuseError
 
 
 class Door(TyperGroup):
-    """Turns what ragfuse raises on purpose into a line on standard error, and Ctrl-C into exit status 130."""
+    """Turns what ragfuse raises on purpose into a line on standard error, and Ctrl-C into exit status 130.
+
+    A KeyboardInterrupt may say what became of what was stopped.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -35,7 +38,8 @@ class Door(TyperGroup):
             where = f" ({error.filename})" if error.filename else ""
             self._end("InputError", f"The system refused: {error.strerror or error}{where}.", error)
         except KeyboardInterrupt as stop:
-            Console(stderr=True).print("\nStopped. ingest, and bench with --json, go on from there when asked again.")
+            then = " ".join(map(str, stop.args)) or _onwards(ctx.invoked_subcommand)
+            Console(stderr=True).print(f"\nStopped. {then}".rstrip(), highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(130) from stop
 
     @staticmethod
@@ -43,6 +47,12 @@ class Door(TyperGroup):
         line = f"[bold red]{kind}[/]: {escape(message)}"
         Console(stderr=True).print(line, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
+
+
+def _onwards(command: str | None) -> str:
+    """What may be done where this command was stopped."""
+    with_json = "With --json, the" if command == "bench" else "The"
+    return f"{with_json} same command goes on from there." if command in ("ingest", "bench") else ""
 
 
 class _OneLine(logging.Formatter):

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Column, Table
+from rich.segment import Segments
+from rich.table import Table
 from rich.text import Text
 
 from ragfuse.cli.show import short
@@ -19,30 +21,60 @@ if TYPE_CHECKING:
 
 
 def show_lines(console: Console, lines: Sequence[Line]) -> None:
-    """A table that fits eighty columns; wider ones have the texts' beginnings too."""
+    """A table whose keys, tiers and numbers are whole; texts shrink to the console, wider ones have the chunks' too."""
     has_text = console.width >= 100
-    table = Table(Column("key", min_width=13, no_wrap=True), box=None, pad_edge=False)
-    for heading, width in (
-        ("model", 24 if has_text else 9),
-        ("tier", 8),
-        ("encoded", 7),
-        ("source", 22 if has_text else 14),
-    ):
-        table.add_column(heading, no_wrap=True, max_width=width)
-    if has_text:
-        table.add_column("text", no_wrap=True, max_width=40)
-    for heading in ("tokens", "MB", "hits", "used"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for line in lines:
-        entry = line.entry
-        key = line.short + ("*" if entry.pinned else "")
-        place = (Text(plain(line.tenant.name)), entry.tier, entry.key.encoded)
-        texts = (Text(short(plain(Path(line.source).name))), Text(plain(line.text)))[: 1 + has_text]
-        numbers = (str(entry.n_tokens), f"{entry.nbytes / 1e6:,.1f}", str(entry.hits), _ago(entry.last_used))
-        table.add_row(Text(plain(key)), *place, *texts, *numbers)
-    console.print(table)
+    rows = [_row(line, has_text) for line in lines]
+    texts = {"model": 24, "source": 22, "text": 40}
+    headings = ["key", "model", "tier", "encoded", "source", *(["text"] if has_text else ())]
+    numbers = ["tokens", "MB", "hits", "used"]
+    wanted = [
+        min(texts.get(name, _WHOLE), max(map(cell_len, (name, *column))))
+        for name, *column in zip([*headings, *numbers], *rows, strict=True)
+    ]
+    shrinking = [i for i, name in enumerate(headings) if name in texts]
+    rest = console.width - (len(wanted) - 1) - sum(width for i, width in enumerate(wanted) if i not in shrinking)
+    for i, width in zip(shrinking, _shares(rest, [wanted[i] for i in shrinking]), strict=True):
+        wanted[i] = width
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name, width in zip([*headings, *numbers], wanted, strict=True):
+        table.add_column(
+            name, width=width, no_wrap=True, overflow="ellipsis", justify="right" if name in numbers else "left"
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    as_wide = console.options.update(width=max(console.width, sum(wanted) + len(wanted) - 1))
+    console.print(Segments(console.render(table, as_wide)), end="", crop=False)
     if any(line.entry.pinned for line in lines):
         console.print("* pinned", highlight=False)
+
+
+_WHOLE = 1 << 20
+_LEAST = 6
+
+
+def _row(line: Line, has_text: bool) -> tuple[str, ...]:
+    entry = line.entry
+    place = line.short + ("*" if entry.pinned else ""), plain(line.tenant.name), entry.tier, entry.key.encoded
+    texts = (short(plain(Path(line.source).name)), plain(line.text))[: 1 + has_text]
+    return (
+        *(*map(plain, place), *texts),
+        *(f"{entry.n_tokens:,}", f"{entry.nbytes / 1e6:,.1f}", f"{entry.hits:,}", _ago(entry.last_used)),
+    )
+
+
+def _shares(rest: int, wanted: Sequence[int]) -> list[int]:
+    """Widths of as much as is wanted, the narrowest served first; six at least, if so many are wanted."""
+    shares = [min(width, _LEAST) for width in wanted]
+    for _ in range(rest - sum(shares)):
+        growing = [i for i, width in enumerate(wanted) if shares[i] < width]
+        if growing:
+            shares[min(growing, key=lambda i: shares[i])] += 1
+    return shares
+
+
+def counted(n: int, noun: str, nouns: str = "") -> str:
+    """1 text, 2 texts."""
+    return f"{n:,} {noun if n == 1 else nouns or noun + 's'}"
 
 
 def plain(text: str) -> str:
@@ -63,14 +95,13 @@ def described(lines: Sequence[Line]) -> str:
     tenants = dict.fromkeys(line.tenant.name for line in lines)
     whose = ", ".join(list(tenants)[:4]) + (", ..." if len(tenants) > 4 else "")
     nbytes = sum(line.entry.nbytes for line in lines)
-    entries = "1 entry" if len(lines) == 1 else f"{len(lines):,} entries"
-    return f"{entries} ({nbytes / 1e6:,.1f} MB) of {plain(whose)}"
+    return f"{counted(len(lines), 'entry', 'entries')} ({nbytes / 1e6:,.1f} MB) of {plain(whose)}"
 
 
 def tell_outcome(console: Console, done: Outcome, where: str) -> None:
     """What was done, and what was left out and why."""
-    chunks = "1 entry" if done.chunks == 1 else f"{done.chunks:,} entries"
-    texts = f" and {done.texts:,} texts" if done.texts else ""
+    chunks = counted(done.chunks, "entry", "entries")
+    texts = f" and {counted(done.texts, 'text')}" if done.texts else ""
     said = f"{chunks}{texts} ({done.nbytes / 1e6:,.1f} MB) {where}."
     console.print(said, highlight=False, markup=False, soft_wrap=True)
     for trouble in done.troubles[:5]:
@@ -82,7 +113,7 @@ def tell_outcome(console: Console, done: Outcome, where: str) -> None:
 
 def tell_cleared(console: Console, done: Cleared) -> None:
     """What is gone, and what stayed and where."""
-    texts = f" and {done.texts:,} texts" if done.texts else ""
+    texts = f" and {counted(done.texts, 'text')}" if done.texts else ""
     if done.dropped or done.texts:
         said = described(done.dropped) if done.dropped else "0 entries"
         console.print(f"Dropped {said}{texts}.", highlight=False, markup=False)

@@ -180,7 +180,7 @@ def _n_lost(engine: Engine, chunks: Chunks, prefix: Sequence[int]) -> int:
 def homes_of(engine: Engine, n_tokens: int) -> list[str]:
     """Names of the tiers that new chunks of so many tokens are kept in: slow ones, or where there are none all."""
     slow = [tier.name for tier in engine.store.tiers if tier.slow]
-    home = engine._encoder.home(n_tokens, n_tokens * engine.model.nbytes_per_token)
+    home = engine.encoder.home(n_tokens, n_tokens * engine.model.nbytes_per_token)
     return [home] if home is not None else slow or [tier.name for tier in engine.store.tiers]
 
 

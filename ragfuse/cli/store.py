@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -17,6 +18,7 @@ from rich.text import Text
 from ragfuse.cli.entries import (
     by_tenant,
     cleared_dict,
+    counted,
     described,
     outcome_dict,
     plain,
@@ -27,7 +29,7 @@ from ragfuse.cli.entries import (
 )
 from ragfuse.cli.ingest import progress
 from ragfuse.cli.options import Json, Store, console_for, settings_of, write_json
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, StoreError
 
 if TYPE_CHECKING:
     from ragfuse.keeping import Keeping, Line, Wish
@@ -35,16 +37,24 @@ if TYPE_CHECKING:
 store = typer.Typer(
     no_args_is_help=True,
     help="Look after the stored KV. A process that is running keeps what it holds in memory until it ends; all else "
-    "is seen by every process at once.",
+    "is seen by every process at once. While a salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export mean "
+    "its tenant alone unless --tenant names another; without one they mean all tenants. stats, gc and import are about "
+    "the whole store.",
 )
 
 Keys = Annotated[list[str] | None, typer.Argument(help="Beginnings of chunks' keys, as `ragfuse store ls` shows them.")]
 Tier = Annotated[str | None, typer.Option("--tier", help="Only what is in this tier.")]
 Source = Annotated[str | None, typer.Option("--source", help="Only texts whose source has this in its name.")]
 Model = Annotated[str | None, typer.Option("--model", help="Only this model's: its name, or its digest's beginning.")]
-Tenant_ = Annotated[str | None, typer.Option("--tenant", help="Only the tenant of this salt ('': of none).")]
-All = Annotated[bool, typer.Option("--all", help="Everything in the store.")]
+Tenant_ = Annotated[
+    str | None, typer.Option("--tenant", help="Only the tenant of this salt ('': of none); the salt that is set.")
+]
+All = Annotated[bool, typer.Option("--all", help="Everything of the salt that is set; without a salt, of all tenants.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+_MOVED = "Nothing is lost: what was copied stays in both tiers, and the same command goes on from there."
+_EXPORTED = "Nothing was written; a file that was there is as it was."
+_IMPORTED = "What was kept so far stays, and the same command goes on from there."
 
 
 @store.command("ls")
@@ -61,7 +71,7 @@ def ls(
     """List entries: of which text, where, how large, how often used. --json has all of them."""
     console = console_for(json)
     with _opened(store, console) as keeping:
-        lines = _lines(keeping, console, _wish(keys, tier, source, model, tenant))
+        lines = _lines(keeping, console, keeping.mine(_wish(keys, tier, source, model, tenant)))
     shown = lines[: limit or None]
     if lines:
         show_lines(console, shown)
@@ -87,7 +97,7 @@ def stats(store: Store = None, json: Json = None) -> None:
         table.add_row(row["tier"], f"{row['entries']:,}", *sizes, str(row["pinned"]), f"{row['hits']:,}")
     console.print(table)
     for who, entries, nbytes in models:
-        console.print(Text(f"{plain(who.name)}: {entries:,} entries, {nbytes / 1e6:,.1f} MB"))
+        console.print(Text(f"{plain(who.name)}: {counted(entries, 'entry', 'entries')}, {nbytes / 1e6:,.1f} MB"))
     named = [
         {"model": who.model, "tenant": who.tenant, "digest": who.digest, "entries": entries, "nbytes": nbytes}
         for who, entries, nbytes in models
@@ -107,12 +117,16 @@ def clear(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Drop entries, and the texts of chunks that are kept nowhere afterwards. Others' stay.
+    """Drop entries, and the texts of chunks that are kept nowhere afterwards.
+
+    While a salt is set (RAGFUSE_SALT), other tenants' stay unless --tenant names one; without a salt, --all drops what
+    all tenants have.
 
     Exit status 1 if a tier that was meant could not be cleared: then what it holds stays, and all texts.
     """
     wish, console = _wish(keys, tier, source, model, tenant, all_, "clear"), console_for(json)
     with _opened(store, console) as keeping:
+        wish = keeping.mine(wish)
         lines = _lines(keeping, console, wish)
         if lines or keeping.text_models(wish):
             what = described(lines) if lines else "all texts of chunks that are kept nowhere"
@@ -134,7 +148,10 @@ def pin(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Protect chunks: they are not pushed out by others, and never grow too old."""
+    """Protect chunks: they are not pushed out by others, and never grow too old.
+
+    Exit status 1 if a tier that was meant does not answer.
+    """
     _pin(True, _wish(keys, tier, source, model, tenant, all_, "pin"), store, json)
 
 
@@ -149,7 +166,7 @@ def unpin(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Let chunks be pushed out again."""
+    """Let chunks be pushed out again. Exit status 1 if a tier that was meant does not answer."""
     _pin(False, _wish(keys, tier, source, model, tenant, all_, "unpin"), store, json)
 
 
@@ -165,14 +182,20 @@ def move(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Keep chunks in one tier and nowhere else. What it has no room for stays where it is."""
+    """Keep chunks in one tier and nowhere else. What it has no room for stays where it is.
+
+    Exit status 1 if something that was meant stays, or may do so in a tier that does not answer.
+    """
     wish, console = _wish(keys, tier, source, model, tenant, all_, "move"), console_for(json)
     with _opened(store, console) as keeping:
-        lines = _lines(keeping, console, wish)
-        with _bar(console, "moving") as told:
+        wish = keeping.mine(wish)
+        lines = _lines(keeping, console, wish, "moved")
+        with _bar(console, "moving", _MOVED) as told:
             done = keeping.move(lines, to, told)
+        silent = keeping.silent(wish)
     tell_outcome(console, done, f"in tier {to} now")
-    write_json(outcome_dict(done), json)
+    write_json({**outcome_dict(done), "silent": silent}, json)
+    raise typer.Exit(1 if done.failed or silent else 0)
 
 
 @store.command("export")
@@ -188,16 +211,30 @@ def export(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Write chunks, all unless some are named, into one file. Who has the file can read the texts from it."""
-    console = console_for(json)
+    """Write chunks into one file: all (of the salt that is set, if one is) unless some are named.
+
+    Who has the file can read the texts from it.
+
+    Exit status 1 if something that was meant is not in it, or may not be; a file that is there is then kept as it is.
+    """
+    wish, console = _wish(keys, tier, source, model, tenant), console_for(json)
     with _opened(store, console) as keeping:
-        lines = _lines(keeping, console, _wish(keys, tier, source, model, tenant))
-        if file.exists() and not file.is_dir():
+        wish = keeping.mine(wish)
+        lines = _lines(keeping, console, wish, f"written to '{file}'")
+        silent = keeping.silent(wish)
+        is_there = file.exists() and not file.is_dir()
+        if silent and is_there:
+            _refuse(silent, f"nothing was written, and '{file}' is as it was")
+        if is_there:
             _confirm(f"'{file}' is there already. Write another in its place?", yes, "export")
-        with _bar(console, "exporting") as told:
+        with _bar(console, "exporting", _EXPORTED) as told:
             done = keeping.export(lines, file, texts, told)
     tell_outcome(console, done, f"written to {file}")
-    write_json({**outcome_dict(done), "file": str(file)}, json)
+    for name in silent:
+        said = f"Tier {name} does not answer: what it holds is not in {file}. Export again once it answers."
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+    write_json({**outcome_dict(done), "file": str(file), "silent": silent}, json)
+    raise typer.Exit(1 if done.failed or silent else 0)
 
 
 @store.command("import")
@@ -215,7 +252,7 @@ def import_(
     console = console_for(json)
     with _opened(store, console, is_new=True) as keeping:
         before = {line.tenant.digest for line in keeping.lines()}
-        with _bar(console, "importing") as told:
+        with _bar(console, "importing", _IMPORTED) as told:
             done = keeping.import_(file, tier, told)
         strangers = {line.tenant.digest: line.tenant for line in keeping.lines() if line.tenant.digest not in before}
     tell_outcome(console, done, f"kept, {done.known} were there")
@@ -228,15 +265,22 @@ def import_(
 
 @store.command("gc")
 def gc(store: Store = None, json: Json = None) -> None:
-    """Free what is of no use: rests of writes that were killed, rows without files, entries older than ttl_s."""
+    """Free what is of no use: rests of writes that were killed, rows without files, entries older than ttl_s.
+
+    Exit status 1 if a tier does not answer.
+    """
     console = console_for(json)
     with _opened(store, console) as keeping, console.status("looking at every file"):
         freed = keeping.store.gc()
+        silent = [tier.name for tier in keeping.store.tiers if tier.name not in freed]
     for name, what in freed.items():
-        said = f"{name}: {what.expired} too old, {what.orphans} rests, {what.nbytes / 1e6:,.1f} MB freed"
+        said = f"{name}: {what.expired:,} too old, {counted(what.orphans, 'rest')}, {what.nbytes / 1e6:,.1f} MB freed"
         console.print(said, highlight=False)
     rows = {name: {"expired": f.expired, "orphans": f.orphans, "nbytes": f.nbytes} for name, f in freed.items()}
-    write_json({"tiers": rows}, json)
+    for name in silent:
+        console.print(f"{name}: does not answer, nothing is known of it", highlight=False, markup=False)
+    write_json({"tiers": rows, "silent": silent}, json)
+    raise typer.Exit(1 if silent else 0)
 
 
 @contextmanager
@@ -283,30 +327,46 @@ def _wish(
     return wish
 
 
-def _lines(keeping: Keeping, console: Console, wish: Wish | None) -> list[Line]:
+def _lines(keeping: Keeping, console: Console, wish: Wish | None, done: str = "") -> list[Line]:
+    """Those that are meant. Silent tiers are told; they end what is to be `done` where nothing else is found."""
     from ragfuse.keeping import Wish
 
     with console.status("reading the store"):
         lines = keeping.lines(wish or Wish())
-        silent = keeping.store.silent()
+        silent, meant = keeping.silent(), keeping.silent(wish or Wish())
+    if done and meant and not lines:
+        _refuse(meant, f"what it holds is not known, and nothing was {done}")
     for name in silent:
         console.print(f"Tier {name} does not answer: what it holds is not listed.", highlight=False, markup=False)
-    if not lines and wish is not None:
-        others = "" if wish.is_anything else "Nothing in the store is like that; "
-        empty = f"{others}`ragfuse store ls` lists all." if others else "The store is empty: ragfuse ingest PATH."
+    if not lines and wish is not None and not meant:
+        none = "Nothing in the store is like that"
+        empty = "The store is empty: ragfuse ingest PATH."
+        if wish.tenant is not None and wish == keeping.mine(replace(wish, tenant=None)):
+            empty = f"{none} and of the salt that is set; --tenant SALT names another tenant, no salt means all."
+        elif not wish.is_anything:
+            empty = f"{none}; `ragfuse store ls` lists all."
         console.print(empty, highlight=False)
     return lines
 
 
+def _refuse(silent: Sequence[str], so: str) -> NoReturn:
+    from ragfuse.keeping import unanswered
+
+    raise StoreError(unanswered(silent, so))
+
+
 def _pin(pinned: bool, wish: Wish, store: Path | None, json: Path | None) -> None:
-    console = console_for(json)
+    console, word = console_for(json), "pinned" if pinned else "unpinned"
     with _opened(store, console) as keeping:
-        lines = _lines(keeping, console, wish)
+        wish = keeping.mine(wish)
+        lines = _lines(keeping, console, wish, word)
         keys = list(dict.fromkeys(line.entry.key for line in lines))
         (keeping.store.pin if pinned else keeping.store.unpin)(*keys)
+        silent = keeping.silent(wish)
     if lines:
-        console.print(f"{'Pinned' if pinned else 'Unpinned'} {described(lines)}.", highlight=False, markup=False)
-    write_json({"pinned" if pinned else "unpinned": len(keys)}, json)
+        console.print(f"{word.capitalize()} {described(lines)}.", highlight=False, markup=False)
+    write_json({word: len(keys), "silent": silent}, json)
+    raise typer.Exit(1 if silent else 0)
 
 
 def _confirm(question: str, yes: bool, command: str) -> None:
@@ -321,8 +381,12 @@ def _confirm(question: str, yes: bool, command: str) -> None:
 
 
 @contextmanager
-def _bar(console: Console, doing: str) -> Iterator[Callable[[int, int], object]]:
+def _bar(console: Console, doing: str, stopped: str) -> Iterator[Callable[[int, int], object]]:
+    """Takes progress. stopped: what is true where it ends by Ctrl-C."""
     columns = (TextColumn(doing), BarColumn(20), DownloadColumn(), TimeRemainingColumn())
     with progress(console, *columns) as bar:
         task = bar.add_task(doing, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        try:
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(stopped) from stop

@@ -10,12 +10,13 @@ not malice: who made an archive decides what a model will have read, so take arc
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
@@ -33,6 +34,7 @@ from ragfuse.store.upkeep import chunk_path
 _FIRST = "ragfuse-archive.json"
 _BLOCK = tarfile.BLOCKSIZE
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
+_PARTIAL = re.compile(r"\..+\.[0-9]+\.tmp", re.DOTALL)
 _FIRST_LOOK = 64
 _MAX_TEXTS_NBYTES = 1 << 26
 _KEY = re.compile(r"[0-9a-f]{1,64}\.[0-9a-f]{1,64}\.(-|~?[0-9a-f]{0,64})\.[0-9A-Za-z_-]{1,64}")
@@ -86,6 +88,7 @@ class ArchiveWriter:
     def __init__(self, file: BufferedWriter) -> None:
         self._file, self._texts = file, 0
         self._member(_FIRST, [json.dumps({"version": FORMAT_VERSION}).encode()])
+        file.flush()  # from now on it is known for an archive, whatever becomes of it
 
     def chunk(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> int:
         """One entry; how many bytes it takes."""
@@ -114,24 +117,42 @@ class ArchiveWriter:
 
 @contextmanager
 def new_archive(path: Path) -> Iterator[ArchiveWriter]:
-    """An archive that appears at `path` whole or not at all. StoreError if it cannot be written."""
+    """An archive that appears at `path` whole or not at all. StoreError if it cannot be written.
+
+    Ones that were begun in the same folder by processes that are gone are removed.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        _bury(path.parent)
         fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(fd, "wb") as file:
+                with suppress(OSError):  # a medium without locks: then none is ever taken for abandoned
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 writer = ArchiveWriter(file)
                 yield writer
                 writer.end()
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(partial, path)
+                os.replace(partial, path)  # while the lock is held
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(
             f"The archive cannot be written to '{path}': {error.strerror or error}. Name another file, or make room."
         ) from error
+
+
+def _bury(folder: Path) -> None:
+    """Remove archives that were begun here by processes that are gone: nobody holds their lock."""
+    for path in folder.glob(".*.tmp"):
+        with suppress(OSError):
+            if not _PARTIAL.fullmatch(path.name) or not path.is_file() or path.is_symlink():
+                continue
+            with path.open("r+b") as file:
+                if file.read(len(_FIRST) + 1) == _FIRST.encode() + b"\0":
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
 
 Found = ArchivedChunk | list[Text] | Trouble

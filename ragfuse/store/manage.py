@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ragfuse.core import ChunkKey, Entry
+from ragfuse.errors import StoreError
 from ragfuse.store.archive import ArchivedChunk, Text, Trouble, new_archive, read_archive
 from ragfuse.store.tier import Freed, Tidies, Tier, answers
 
@@ -98,13 +99,22 @@ def export(
     texts: Iterable[Text] = (),
     progress: Progress | None = None,
 ) -> Outcome:
-    """Write chunks (None: all) and known texts into one file. What cannot be read is left out and told."""
+    """Write chunks (None: all) and known texts into one file. What cannot be read is left out and told.
+
+    StoreError, and the file as it was, where one is there already and this one would lack something; and where nothing
+    is found while a tier does not answer.
+    """
     tally = _Tally()
     sources = _sources(store.tiers, None if keys is None else (keys := list(dict.fromkeys(keys))))
+    quiet = store.silent() if keys is None or any(key not in sources for key in keys) else []
+    if quiet and (not sources or path.exists()):
+        raise StoreError(unanswered(quiet, f"nothing was written to '{path}'"))
     done, total = 0, sum(entry.nbytes for entry in sources.values())
     for key in keys or ():
         if key not in sources:
             tally.fail(key, "it is not in the store")
+    for name in quiet if keys is None else ():
+        tally.fail(f"tier {name}", "it does not answer")
     with new_archive(path) as archive:
         for key, entry in sources.items():
             whole = store.read_whole(key)
@@ -117,7 +127,23 @@ def export(
         for some in _some(texts):
             archive.texts(some)
             tally.texts += len(some)
+        if tally.failed and path.exists():
+            raise StoreError(_lacking(path, tally.outcome()))
     return tally.outcome()
+
+
+def unanswered(names: Sequence[str], so: str) -> str:
+    """That these tiers do not answer, what follows from it, and what to do."""
+    whose = f"Tier {names[0]} does" if len(names) == 1 else f"Tiers {' and '.join(names)} do"
+    return f"{whose} not answer: {so}. Try again once {'it answers' if len(names) == 1 else 'they answer'}."
+
+
+def _lacking(path: Path, done: Outcome) -> str:
+    first = done.troubles[0]
+    return (
+        f"'{path}' stays as it was: what was to take its place would lack {done.failed:,} of "
+        f"{done.failed + done.chunks:,} entries (the first: {first.what}, {first.why}). Export again, or name another."
+    )
 
 
 def import_(
@@ -169,11 +195,13 @@ def _still_in(tier: Tier, keys: set[ChunkKey]) -> set[ChunkKey]:
 
 
 def gc(store: KVStore) -> dict[str, Freed]:
-    """Free what is too old, and what no entry needs; what was given back, by tier.
+    """Free what is too old, and what no entry needs; what was given back, by tier. One that is silent is left out.
 
     An entry that is too old in one tier is kept while another tier of this store has used it since.
     """
-    return {tier.name: _old_freed(store, tier).plus(_tidied(tier)) for tier in store.tiers}
+    freed = {tier.name: _old_freed(store, tier).plus(_tidied(tier)) for tier in store.tiers}
+    silent = store.silent()
+    return {name: found for name, found in freed.items() if name not in silent}
 
 
 def _tidied(tier: Tier) -> Freed:

@@ -52,15 +52,15 @@ def open_tier(url: str, settings: Settings, evict: Evictor, taken: list[str] | N
     if not url.strip() or (scheme is None and "://" in url):
         raise StoreError(f"Wanted a folder or a URL such as redis://, s3:// or file://, found '{shown(url)}'.")
     if scheme is None:
-        return DiskTier(url, settings.tier_bytes, evict, name=_free("disk", taken))
+        return DiskTier(url, settings.tier_bytes, evict, name=free_name("disk", taken))
     nbytes, patience, ttl_s = settings.tier_bytes, settings.tier_timeout_s, settings.ttl_s
     if scheme.group(1).lower() in REDIS:
         from ragfuse.store.redis import RedisTier
 
-        return RedisTier(url, nbytes, evict, timeout_s=patience, ttl_s=ttl_s, name=_free("redis", taken))
+        return RedisTier(url, nbytes, evict, timeout_s=patience, ttl_s=ttl_s, name=free_name("redis", taken))
     from ragfuse.store.objects import ObjectTier
 
-    return ObjectTier(url, nbytes, evict, timeout_s=patience, ttl_s=ttl_s, name=_free("objects", taken))
+    return ObjectTier(url, nbytes, evict, timeout_s=patience, ttl_s=ttl_s, name=free_name("objects", taken))
 
 
 def shown(url: str) -> str:
@@ -68,7 +68,7 @@ def shown(url: str) -> str:
     return re.sub(r"//.*@", "//", url.strip())
 
 
-def _free(kind: str, taken: list[str] | None) -> str:
+def free_name(kind: str, taken: list[str] | None) -> str:
     """redis, redis-2, redis-3, ..."""
     names = (kind, *(f"{kind}-{number}" for number in range(2, len(taken or ()) + 3)))
     return next(name for name in names if name not in (taken or ()))

@@ -11,6 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ragfuse.cli.door import app
+from ragfuse.plan.evict import lru
+from ragfuse.store import DiskTier, KVStore
+from tests.store.kit import key, kv
 from tests.tiny import ROOT
 
 COMMAND = [sys.executable, "-c", "from ragfuse.cli import app; app()"]
@@ -89,6 +92,7 @@ def interrupted(process):
     assert process.returncode == 130
     assert "Traceback" not in out + err
     assert "Stopped." in err
+    return err
 
 
 def debris(tmp_path):
@@ -105,7 +109,7 @@ def test_ctrl_c_while_indexing_and_while_encoding_leaves_no_debris_and_the_comma
 ):
     process = start("ingest", long_book)
     wait_for(lambda: parts(tmp_path), process)
-    interrupted(process)
+    assert "The same command goes on from there" in interrupted(process)
     indexed = parts(tmp_path)
     assert debris(tmp_path) == []
     assert chunks(tmp_path) == []
@@ -131,4 +135,57 @@ def test_ctrl_c_while_indexing_and_while_encoding_leaves_no_debris_and_the_comma
 def test_ctrl_c_while_it_starts_is_as_clean(start):
     process = start("ask", "Who?", command=[sys.executable, "-c", TELLING])
     assert process.stdout.readline() == "importing torch\n"
-    interrupted(process)
+    assert interrupted(process).strip().endswith("Stopped.")
+
+
+SLOW = """
+import time
+from ragfuse.cli import app
+from ragfuse.store.disk import DiskTier
+
+def slowly(real):
+    def call(*arguments):
+        print("at work", flush=True)
+        time.sleep(0.3)
+        return real(*arguments)
+    return call
+
+DiskTier.{method} = slowly(DiskTier.{method})
+app()
+"""
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A store of ten entries."""
+    with KVStore([DiskTier(tmp_path / "user" / "store", 1 << 20, lru)]) as store:
+        for i in range(10):
+            store.put(key(i), kv(i), wait=True)
+
+
+def slowed(method):
+    return [sys.executable, "-c", SLOW.format(method=method)]
+
+
+def test_ctrl_c_in_an_export_says_that_nothing_was_written_and_it_is_so(start, stored, tmp_path):
+    (tmp_path / "old.tar").write_bytes(b"old")
+    process = start("store", "export", tmp_path / "old.tar", "--yes", command=slowed("read"))
+    assert process.stdout.readline() == "at work\n"
+    said = interrupted(process)
+    assert "Nothing was written; a file that was there is as it was." in said
+    assert "ingest" not in said
+    assert [path.name for path in tmp_path.glob("*old.tar*")] == ["old.tar"]
+    assert (tmp_path / "old.tar").read_bytes() == b"old"
+
+
+def test_ctrl_c_in_a_move_says_that_what_was_copied_stays_and_the_next_one_goes_on(
+    start, told, stored, tmp_path, environment
+):
+    environment["RAGFUSE_TIERS"] = json.dumps([str(tmp_path / "cold")])
+    process = start("store", "move", "--all", "--to", "disk-2", command=slowed("write"))
+    assert [process.stdout.readline() for _ in range(3)] == ["at work\n"] * 3
+    assert "what was copied stays in both tiers, and the same command goes on" in interrupted(process)
+    rows = {row["tier"]: row["entries"] for row in told("store", "stats")["tiers"]}
+    assert (rows["disk"], rows["disk-2"] > 1) == (10, True)
+    assert told("store", "move", "--all", "--to", "disk-2")["entries"] == 10
+    assert {row["tier"]: row["entries"] for row in told("store", "stats")["tiers"]} == {"disk": 0, "disk-2": 10}

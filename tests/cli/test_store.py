@@ -7,20 +7,24 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ragfuse.cli.door import app
-from ragfuse.core import ChunkKey, amid
-from ragfuse.keeping import Keeping, Wish, hidden, open_kept, remember_tenant
+from ragfuse.cli.entries import show_lines
+from ragfuse.core import ChunkKey, Entry, amid
+from ragfuse.keeping import Keeping, Line, Tenant, Wish, hidden, open_kept, remember_tenant
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import Book, DiskTier, KVStore
 from tests.store.kit import ROOT, asked, files, key, kv
 from tests.store.redis_server import RedisServer
+from tests.store.s3_server import S3Server
 
 MB = 1 << 20
 OURS, THEIRS = [key(i, "ours") for i in range(3)], [key(i, "theirs") for i in range(2)]
@@ -87,7 +91,7 @@ def refused(result, kind, *words):
     lines = result.stderr.strip().splitlines()
     assert result.exit_code == 1, result.output
     assert lines[-1].startswith(f"{kind}: ")
-    assert len([line for line in lines if "Error" in line]) == 1
+    assert len([line for line in lines if "Error" in line and not line.startswith("warning: ")]) == 1
     for word in words:
         assert word in lines[-1]
 
@@ -119,6 +123,33 @@ def test_ls_for_people_is_a_table_without_anything_a_terminal_would_obey(run, fi
             assert word in said
         assert ("All about" in said) == (width > 100)
     assert "4 more" in run("ls", "--limit", "2").output
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 130])
+def test_ls_never_cuts_a_number_or_a_tier_and_shortens_texts(width):
+    def line(i, tier):
+        used = time.time() - 24.2 * 60 - 3600 * i
+        entry = Entry(key(i), tier, 12_345, 30, {"raw": 1_234_567_890}, used, 12_345 + i, pinned=not i)
+        tenant = Tenant("0123456789abcdef", "HuggingFaceTB/SmolLM2-135M-Instruct", hidden("acme"))
+        return Line(entry, tenant, "/docs/a rather long name of a file.md", "All that the keeper wrote down. " * 9)
+
+    said = io.StringIO()
+    lines = [line(i, tier) for i, tier in enumerate(("objects-2", "redis"))]
+    show_lines(Console(file=said, width=width), lines)
+    heading, first, second, *_ = said.getvalue().splitlines()
+    assert first.split()[-5:] == ["12,345", "1,234.6", "12,345", "24", "min"]
+    assert second.split()[-5:] == ["12,345", "1,234.6", "12,346", "1", "h"]
+    assert f"{lines[0].short}* " in first
+    assert " objects-2 alone " in first
+    assert "Huggi" in first
+    assert "…" in first
+    assert width < 80 or max(map(len, (heading, first, second))) <= width
+
+
+def test_one_is_said_as_one(run, filled):
+    assert "(0.0 MB) written" in run("export", "a.tar", "--source", "ships").output
+    assert "1 entry and 1 text (" in " ".join(run("export", "b.tar", "--source", "ships").output.split())
+    assert " and 1 text." in " ".join(run("clear", "--source", "ships", "--yes").output.split())
 
 
 @pytest.mark.parametrize(
@@ -168,6 +199,43 @@ def test_a_store_that_is_empty_or_not_there_says_so_and_is_not_made(run, told, t
     assert "is empty" in run("clear", "--all").output or "Nothing" in run("clear", "--all").output
 
 
+# tenants
+
+
+@pytest.fixture
+def shared(filled):
+    """The store, with the others known by their salt as well."""
+    with Book(filled) as book:
+        remember_tenant(book, THEIRS[0].model, Settings(model="smol", salt="other"))
+    return filled
+
+
+@pytest.mark.parametrize("filters", [("--all",), ("--source", "s.md"), ("--tier", "disk"), ("--model", "smol")])
+def test_a_salt_limits_clear_to_its_tenant(told, shared, filters):
+    told("clear", *filters, "--yes", SALT="other")
+    assert {one for one in left(shared) if one.model == OURS[0].model} == {*OURS, AMID}
+    assert not set(THEIRS[:1]) & left(shared)
+    assert len(texts(shared, OURS[0].model)) == 2
+    assert texts(shared, THEIRS[0].model) == []
+
+
+def test_a_salt_limits_all_that_takes_filters_to_its_tenant_unless_another_is_named(run, told, shared, two_tiers):
+    assert {entry["digest"] for entry in told("ls", SALT="acme")["entries"]} == {OURS[0].model}
+    assert told("pin", "--all", SALT="acme")["pinned"] == 4
+    assert told("unpin", "--tier", "disk", SALT="other")["unpinned"] == 2
+    assert told("export", "a.tar", SALT="other")["texts"] == 1
+    assert told("move", "--all", "--to", "cold", SALT="acme")["entries"] == 4
+    assert told("move", "--all", "--to", "cold", SALT="nobody")["entries"] == 0
+    assert "of the salt that is set" in " ".join(run("clear", "--all", "--yes", SALT="nobody").output.split())
+    assert told("clear", "--tenant", "other", "--yes", SALT="acme")["dropped"] == 2
+    assert told("stats", SALT="nobody")["tiers"][1]["entries"] == 4
+
+
+def test_without_a_salt_all_is_all(told, shared):
+    assert told("clear", "--all", "--yes", SALT="")["dropped"] == 6
+    assert left(shared) == set()
+
+
 # changing
 
 
@@ -196,6 +264,111 @@ def server(tmp_path):
     server = RedisServer(tmp_path / "redis")
     yield server
     server.kill()
+
+
+@pytest.fixture
+def far(told, filled, server):
+    """Settings with a Redis that holds everything, and is down."""
+    far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
+    assert told("move", "--all", "--to", "redis", **far)["entries"] == 6
+    assert told("export", "keep.tar", **far)["entries"] == 6
+    server.kill()
+    return far
+
+
+@pytest.fixture
+def half_far(told, filled, server):
+    """Settings with a Redis that holds one chunk of six, and is down."""
+    far = {"TIERS": json.dumps([server.url()]), "TIER_TIMEOUT_S": 0.5}
+    assert told("move", "--source", "ships", "--to", "redis", **far)["entries"] == 1
+    server.kill()
+    return far
+
+
+def test_an_export_of_what_a_silent_tier_holds_writes_nothing_and_keeps_the_file_that_is_there(run, far):
+    good = Path("keep.tar").read_bytes()
+    for wish in ((), ("--tier", "redis"), ("--source", "ships")):
+        for name in ("keep.tar", "new.tar"):
+            result = run("export", name, "--yes", *wish, **far)
+            refused(result, "StoreError", "Tier redis does not answer", f"nothing was written to '{name}'")
+            assert "empty" not in result.output
+    assert Path("keep.tar").read_bytes() == good
+    assert not Path("new.tar").exists()
+
+
+def test_an_export_that_would_lack_what_a_silent_tier_holds_goes_to_a_new_file_alone(run, half_far):
+    Path("old.tar").write_bytes(b"old")
+    refused(run("export", "old.tar", "--yes", **half_far), "StoreError", "does not answer", "'old.tar' is as it was")
+    assert Path("old.tar").read_bytes() == b"old"
+    result = run("export", "new.tar", "--json", "-", **half_far)
+    assert result.exit_code == 1
+    assert (json.loads(result.stdout)["entries"], json.loads(result.stdout)["silent"]) == (5, ["redis"])
+    assert "Tier redis does not answer: what it holds is not in new.tar" in " ".join(result.stderr.split())
+    assert run("export", "old.tar", "--tier", "disk", "--yes", **half_far).exit_code == 0  # nothing that is meant lacks
+
+
+def test_what_cannot_be_read_is_left_out_of_a_new_export_alone_and_gives_a_status(run, told, filled):
+    def damage():
+        path = next(path for path in files(filled) if path.suffix == ".kv")
+        path.write_bytes(path.read_bytes()[:-100] + bytes(100))
+
+    assert told("export", "keep.tar")["entries"] == 6
+    good = Path("keep.tar").read_bytes()
+    damage()
+    refused(run("export", "keep.tar", "--yes"), "StoreError", "stays as it was", "lack 1 of 6", "cannot be read")
+    assert Path("keep.tar").read_bytes() == good
+    damage()
+    result = run("export", "new.tar")
+    assert result.exit_code == 1
+    assert "left out" in result.output
+    assert told("export", "keep.tar", "--yes")["entries"] == 4  # what was damaged is gone: nothing lacks
+
+
+def test_what_a_silent_tier_holds_is_never_said_to_be_nothing(run, far):
+    for command in (("move", "--all", "--to", "disk"), ("pin", "--all"), ("unpin", "--tier", "redis")):
+        result = run(*command, **far)
+        refused(result, "StoreError", "Tier redis does not answer", "nothing was")
+        assert "empty" not in result.output
+    assert "empty" not in run("ls", **far).output
+    assert "empty" not in run("clear", "--all", "--yes", **far).output
+
+
+def test_moving_into_a_silent_tier_is_refused_and_pinning_beside_one_gives_a_status(run, half_far, filled):
+    refused(run("move", "--all", "--to", "redis", **half_far), "StoreError", "Tier redis does not", "nothing was moved")
+    result = run("pin", "--all", **half_far)
+    assert result.exit_code == 1
+    assert "Pinned 5 entries" in result.output
+    assert run("unpin", "--tier", "disk", **half_far).exit_code == 0
+    assert run("move", "--all", "--to", "disk", **half_far).exit_code == 1
+    assert len(left(filled)) == 5
+
+
+def test_a_bucket_that_does_not_answer_is_no_empty_one(run, told, filled):
+    server = S3Server()
+    try:
+        far = {"TIERS": json.dumps([server.new_url()]), "TIER_TIMEOUT_S": 2.0}
+        with server.reachable():
+            assert told("move", "--all", "--to", "objects", **far)["entries"] == 6
+            assert told("export", "keep.tar", "--tier", "objects", **far)["entries"] == 6
+            good = Path("keep.tar").read_bytes()
+            server.stop()
+            result = run("export", "keep.tar", "--tier", "objects", "--yes", **far)
+            refused(result, "StoreError", "Tier objects does not answer", "nothing was written")
+            gc = run("gc", **far)
+        assert Path("keep.tar").read_bytes() == good
+        assert gc.exit_code == 1
+        assert "objects: does not answer" in gc.output
+        assert "objects: 0" not in gc.output
+    finally:
+        server.stop()
+
+
+def test_gc_says_which_tier_it_has_not_looked_at(run, half_far):
+    result = run("gc", "--json", "-", **half_far)
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert (list(found["tiers"]), found["silent"]) == (["disk"], ["redis"])
+    assert "redis: does not answer" in result.stderr
 
 
 def test_clear_tells_what_stays_in_a_tier_that_is_down_and_keeps_all_texts(run, told, filled, server):

@@ -369,3 +369,31 @@ def test_an_export_ended_by_ctrl_c_leaves_nothing(tmp_path):
     _, err = process.communicate(timeout=60)
     assert "KeyboardInterrupt" in err
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_an_export_removes_what_killed_ones_have_left_in_its_folder_and_nothing_else(store, tmp_path):
+    code = """
+        import sys, time
+        from pathlib import Path
+        from ragfuse.store.archive import new_archive
+
+        with new_archive(Path(sys.argv[1])):
+            print("begun", flush=True)
+            time.sleep(60)
+    """
+    away = tmp_path / "away"
+    away.mkdir()
+    others = {away / ".notes.123.tmp": b"mine", away / ".a.tar.tmp": b"ragfuse-archive.json\0", away / ".b.1.tmp": b""}
+    for path, data in others.items():
+        path.write_bytes(data)
+    killed, alive = child(code, away / "x.tar"), child(code, away / "y.tar")
+    try:
+        assert [each.stdout.readline() for each in (killed, alive)] == ["begun\n"] * 2
+        killed.kill()
+        killed.communicate()
+        assert (away / f".x.tar.{killed.pid}.tmp").exists()
+        store.export(away / "z.tar")
+        assert set(away.iterdir()) == {*others, away / "z.tar", away / f".y.tar.{alive.pid}.tmp"}
+    finally:
+        alive.kill()
+        alive.communicate()
