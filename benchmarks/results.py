@@ -49,7 +49,7 @@ def _where(name: str, run: Result) -> str:
     versions = run.get("versions", {})
     device = where.get("gpu") or where.get("cpu", "")
     said = [
-        f"`{given.get('model', '')}`{dtype}",
+        f"`{given['model']}`{dtype}" if given.get("model") else "",
         f"chunks of up to {given['chunk_tokens']} tokens" if given.get("chunk_tokens") else "",
         f"{device}, {run['threads']} thread{'s' * (run['threads'] > 1)}" if "threads" in run else device,
         f"torch {versions['torch']}, transformers {versions['transformers']}" if versions else "",

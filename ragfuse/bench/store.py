@@ -267,7 +267,7 @@ def _slowdown(options: StoreOptions, console: Console) -> dict[str, Any]:
         with progress(console) as bar:
             for index in bar.track(range(options.requests + 1), description="requests"):
                 for name, engine in (("kept", kept), ("none", none)):
-                    engine.flush()
+                    kept.flush()  # what it saves is in nobody's way but its own next request's
                     for place in (0, 1):
                         sample = runner.once(partial(ask, engine))
                         if index:
