@@ -99,6 +99,7 @@ def test_sizes_are_measured_by_number_and_by_length(wanted: Wanted, tmp_path: Pa
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "TOKENS", 32)
     monkeypatch.setattr(storage, "CHUNKS", 3)
+    monkeypatch.setattr(storage, "DEVICES", {"disk": 0.0, "objects 100 MB/s": 100.0, "objects 1 MB/s": 1.0})
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -113,7 +114,7 @@ def test_every_device_has_the_controller_s_ratio_and_one_is_taken(wanted: Wanted
         assert all(row["ttft_s"] > 0 and row["predicted_s"] >= row["fuse_s"] > 0 for row in mine)
     assert sum(row["taken"] in ("device", "both") for row in rows) == 1
     loads = [next(row["load_s"] for row in rows if row["device"] == device) for device in devices]
-    assert loads[-1] > loads[-2] > loads[0]
+    assert loads[-1] > max(loads[:-1])
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -61,7 +61,7 @@ def test_no_password_is_told(url):
 
 def test_settings_do_not_tell_what_they_were_given(tmp_path):
     with pytest.raises(ValidationError) as caught:
-        Settings(tiers="redis://:hunter2@h")
+        Settings(tiers={"redis://:hunter2@h": 1})
     assert "hunter2" not in str(caught.value)
 
 
