@@ -25,6 +25,7 @@ from ragfuse.saving import Work, work_after
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.opening import open_tier
+from ragfuse.store.tier import Breaks
 from ragfuse.timings import Timings
 
 log = logging.getLogger("ragfuse.engine")
@@ -114,7 +115,8 @@ class Planner:
 
     def _nothing(self) -> str:
         """Why a prompt was found nowhere: of tiers that do not answer, nobody knows."""
-        silent = self._store.silent()
+        tiers = self._store.tiers  # what the look-up just met: an answer does not wait for being asked again
+        silent = [tier.name for tier in tiers if isinstance(tier, Breaks) and tier.breaker.is_open]
         there = f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
         return f"nothing of it is in the store{there if silent else ''}"
 

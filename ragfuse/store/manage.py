@@ -101,14 +101,16 @@ def export(
 ) -> Outcome:
     """Write chunks (None: all) and known texts into one file. What cannot be read is left out and told.
 
-    StoreError, and the file as it was, where one is there already and this one would lack something; and where nothing
-    is found while a tier does not answer.
+    StoreError, and the file as it was, where one is there already and this one would lack something, or have nothing;
+    and where nothing is found while a tier does not answer.
     """
     tally = _Tally()
     sources = _sources(store.tiers, None if keys is None else (keys := list(dict.fromkeys(keys))))
     quiet = store.silent() if keys is None or any(key not in sources for key in keys) else []
     if quiet and (not sources or path.exists()):
         raise StoreError(unanswered(quiet, f"nothing was written to '{path}'"))
+    if not sources and path.exists():
+        raise StoreError(f"Nothing that is meant is in the store, so '{path}' stays as it was. See: ragfuse store ls")
     done, total = 0, sum(entry.nbytes for entry in sources.values())
     for key in keys or ():
         if key not in sources:

@@ -21,8 +21,16 @@ class Notes:
         with self._lock:
             self._waiting[key] = None
             if self._thread is None or not self._thread.is_alive():  # nor does it live in a process that was forked
-                self._thread = Thread(target=self._run, name="ragfuse-notes", daemon=True)
-                self._thread.start()
+                self._thread = self._started()
+
+    def _started(self) -> Thread | None:
+        """A thread that writes; None where there is none to be had now: the next note tries again."""
+        thread = Thread(target=self._run, name="ragfuse-notes", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return None
+        return thread
 
     def wait(self, timeout_s: float) -> None:
         """Until all are written, or it takes too long."""

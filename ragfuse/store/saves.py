@@ -153,12 +153,16 @@ class Saves:
 
     def _write(self, save: Save, tier: Tier) -> bool:
         """Write, and take out again what was deleted meanwhile; but not what a younger save has brought since."""
+        kept = self._written(save, tier)
+        while kept and self._is_barred(save, tier):
+            tier.delete([save.key])
+            kept = not self._is_barred(save, tier) and self._written(save, tier)
+        return kept
+
+    def _written(self, save: Save, tier: Tier) -> bool:
         kept = tier.write(save.key, save.meta, save.blobs)
         if kept and save.key in self._pins:
             tier.pin([save.key], True)
-        while kept and self._is_barred(save, tier):
-            tier.delete([save.key])
-            kept = not self._is_barred(save, tier) and tier.write(save.key, save.meta, save.blobs)
         return kept
 
     def _is_barred(self, save: Save, tier: Tier) -> bool:

@@ -397,3 +397,11 @@ def test_an_export_removes_what_killed_ones_have_left_in_its_folder_and_nothing_
     finally:
         alive.kill()
         alive.communicate()
+
+
+def test_an_export_of_nothing_replaces_no_archive(store, archive):
+    before = archive.read_bytes()
+    store.clear()
+    with pytest.raises(StoreError, match="stays as it was"):
+        store.export(archive)
+    assert archive.read_bytes() == before
