@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ragfuse.store.names import chunk_name
-from tests.store.kit import asked, child, encoded, forked, key, kv
+from tests.store.kit import asked, child, encoded, forked, key, kv, seen_whole
 from tests.store.objects.kit import A, B, hits, layers, objects, opened, weight, weight_of_one
 from tests.store.s3_server import shared
 
@@ -62,12 +62,8 @@ def test_two_processes_that_write_one_chunk_at_once_leave_one_of_both_whole(fold
     pairs = [forked(lambda pipe, i=i: work(pipe, i)) for i in range(2)]
     for _, pipe in pairs:
         pipe.send("go")
-    tier, seen = opened(folder), set()
-    while any(process.is_alive() for process, _ in pairs):
-        found = tier.read(A, 0, 3)
-        if found is not None:
-            (which,) = [i for i in range(2) if all(map(torch.equal, found[1:], wanted[i][1]))]
-            seen.add(which)
+    tier = opened(folder)
+    seen = seen_whole(tier, A, wanted, lambda: any(process.is_alive() for process, _ in pairs))
     assert [pipe.recv() for _, pipe in pairs] == [0, 0]
     assert seen
     assert tier.counts["corrupt"] == 0

@@ -12,7 +12,7 @@ from ragfuse.core import FORMAT_VERSION
 from ragfuse.plan.evict import expired
 from ragfuse.store import redis_index
 from ragfuse.store.redis import RedisTier
-from tests.store.kit import encoded, forked, key, kv
+from tests.store.kit import encoded, forked, key, kv, seen_whole
 from tests.store.redis_server import RedisServer, chunk_name, free_port
 
 A, B, C = key("a"), key("b"), key("c")
@@ -336,14 +336,10 @@ def test_two_processes_that_write_one_chunk_at_once_leave_one_of_both_whole(url,
         pipe.send(tier.counts["failed"])
 
     pairs = [forked(lambda pipe, i=i: work(pipe, i)) for i in range(2)]
-    tier, seen = open_tier(), set()
+    tier = open_tier()
     for _, pipe in pairs:
         pipe.send("go")
-    while any(process.is_alive() for process, _ in pairs):
-        found = tier.read(A, 0, 3)
-        if found is not None:
-            (which,) = [i for i in range(2) if all(map(torch.equal, found[1:], wanted[i][1]))]
-            seen.add(which)
+    seen = seen_whole(tier, A, wanted, lambda: any(process.is_alive() for process, _ in pairs))
     assert [pipe.recv() for _, pipe in pairs] == [0, 0]
     assert seen
     assert tier.counts["corrupt"] == 0
