@@ -4,7 +4,6 @@ is told by `text`, `plan` and `fuse`."""
 from __future__ import annotations
 
 import atexit
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,19 +28,18 @@ from ragfuse.models import quietly, resolve_llm
 from ragfuse.plan.controller import is_exact, settle
 from ragfuse.planning import Planner
 from ragfuse.profiles import MachineProfile, ModelProfile
+from ragfuse.prompting import Content, Prompter, Question
 from ragfuse.saving import EXIT_S, Saver, Work
 from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
-from ragfuse.store import Book, KnownText, KVStore, countdown
+from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
-from ragfuse.text.assemble import Assembler, Message
-from ragfuse.text.chunks import KnownChunks, Marker, Piece, pieces
+from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.timings import Timings
 from ragfuse.tracing import Timing, trace_of
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
 
-Content = str | Sequence[str | Piece]
 T = TypeVar("T")
 
 
@@ -85,12 +83,12 @@ class Engine:
         self.book = Book(self.settings.store_path) if store is None and self.settings.disk_bytes else None
         self.store = store if store is not None else open_kept(self.settings)
         self._model, self._lock = model, threading.Lock()
-        self._known: KnownChunks | None = None
         self._profiles, self._timings = Profiles(self._booked), Timings(self.settings.tiers, self._booked)
         self._planner = Planner(self.settings, self.store, self._timings)
         self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
-        self.marker = Marker(self._secret())
+        self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
+        self.marker = self._prompter.marker
 
     @staticmethod
     def shared(settings: Settings | None = None) -> Engine:
@@ -118,14 +116,7 @@ class Engine:
     @property
     def known(self) -> KnownChunks:
         """The texts of chunks that a prompt is searched for."""
-        digest = self.digest
-        with self._lock:
-            if self._known is None:
-                self._known = KnownChunks()
-                texts: list[KnownText] = self._booked(lambda book: list(book.texts(digest)), [])
-                for text in texts:
-                    self._known.add([text.text], text.source)
-            return self._known
+        return self._prompter.known(self.digest)
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
         """The key of a run of tokens with this context ("": alone)."""
@@ -135,27 +126,18 @@ class Engine:
         """Ids of a text; unless `special`, what looks like a special token in it stays text."""
         return self.model.tokens(text, special)
 
-    def prompt(self, prompt: str | Sequence[tuple[str, Content]]) -> Prompt:
+    def prompt(self, prompt: Question) -> Prompt:
         """Tokens, chunks and positions of a prompt: one text, or (role, content) messages by the chat template.
 
         Chunks are what carries this engine's marks, and every known chunk that stands in the text.
         """
-        tokenizer = self.model.words
-        shortest, has_amid = self.settings.min_chunk_tokens, self.settings.amid_tokens > 0
-        if isinstance(prompt, str):
-            plain = Assembler(self.tokens, self.key, None, shortest, shortest, has_amid)
-            return plain.text(self.pieces(prompt), self.model.bos)
-        messages: list[Message] = [(role, self.pieces(content)) for role, content in prompt]
-        render = self._render if getattr(tokenizer, "chat_template", None) else None
-        return Assembler(self.tokens, self.key, render, shortest, shortest, has_amid).chat(messages)
+        return self._prompter.prompt(prompt, self.digest)
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
-        if isinstance(content, str):
-            return pieces(content, self.marker, self.known)
-        return [each for part in content for each in (self.pieces(part) if isinstance(part, str) else (part,))]
+        return self._prompter.pieces(content, self.digest)
 
-    def prefix(self, prompt: str | Sequence[tuple[str, Content]]) -> tuple[int, ...]:
+    def prefix(self, prompt: Question) -> tuple[int, ...]:
         """The ids before the first chunk of a prompt, () if there is none: what `ingest` may encode chunks behind."""
         first = self.prompt(prompt).segments[0]
         return first.tokens if first.kind == "module" else ()
@@ -179,13 +161,13 @@ class Engine:
             room_behind(len(prefix) + len(ids), self.model, f"A chunk of '{source}'")
             nbytes = encoder.keep_amid(ids, prefix) + encoder.keep(ids, prefix)
             if len(ids) >= self.settings.min_chunk_tokens:
-                self._note(text, source, ids)
+                self._prompter.note(self.digest, text, source, ids)
             done = done.plus(len(ids), nbytes, time.perf_counter() - began)
             if progress is not None:
                 progress(done)
         return done
 
-    def plan(self, prompt: str | Sequence[tuple[str, Content]], ask: Ask | None = None) -> LoadPlan:
+    def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""
         return self._planner.plan(self.prompt(prompt), ask or Ask(), self.model, self.profile)
 
@@ -208,15 +190,15 @@ class Engine:
             timing = Timing(began, reader.load_s, reader.wait_s, compute - reader.wait_s)
             return Ready(chosen, prefill, timing, room)
 
-    def answer(self, prompt: str | Sequence[tuple[str, Content]], ask: Ask | None = None) -> Answer:
+    def answer(self, prompt: Question, ask: Ask | None = None) -> Answer:
         """The answer to a prompt, with the trace of what was reused."""
         return self._answer(prompt, ask or Ask(), None, threading.Event())
 
-    def stream(self, prompt: str | Sequence[tuple[str, Content]], ask: Ask | None = None) -> AnswerStream:
+    def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
         """The answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
         return AnswerStream(lambda say, gone: self._answer(prompt, ask or Ask(), say, gone))
 
-    def batch(self, prompts: Sequence[str | Sequence[tuple[str, Content]]], ask: Ask | None = None) -> list[Answer]:
+    def batch(self, prompts: Sequence[Question], ask: Ask | None = None) -> list[Answer]:
         """Answers to several prompts: each fused by itself, all decoded together."""
         ask, began, first = ask or Ask(), time.perf_counter(), FirstToken()
         assembled = [self.prompt(prompt) for prompt in prompts]
@@ -307,7 +289,7 @@ class Engine:
 
     def _answer(
         self,
-        prompt: str | Sequence[tuple[str, Content]],
+        prompt: Question,
         ask: Ask,
         say: Callable[[str], None] | None,
         gone: threading.Event,
@@ -352,20 +334,7 @@ class Engine:
         encoder.keep(work.tokens, work.prefix)
         if work.text:
             encoder.keep_amid(work.tokens, work.prefix)
-            self._note(work.text, work.source, work.tokens)
-
-    def _note(self, text: str, source: str, tokens: Sequence[int]) -> None:
-        if text not in self.known:
-            self.known.add([text], source)
-        self._booked(lambda book: book.add_texts(self.digest, [(str(self.key(tokens)), text, source)]), None)
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        return str(self.model.words.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-    def _secret(self) -> bytes:
-        """What signs marks: the same in every process on one store."""
-        new = {"secret": secrets.token_hex(32)}
-        return bytes.fromhex(self._booked(lambda book: book.settle("marker", new), new)["secret"])
+            self._prompter.note(self.digest, work.text, work.source, work.tokens)
 
     def _load(self) -> HFModel:
         source = resolve_llm(self.settings.model, self.settings.home)

@@ -21,7 +21,19 @@ ROOT = Path(__file__).resolve().parent.parent
 NOUNS = {"core", "errors", "settings"}
 BELOW_ENGINE = {"text", "codec", "plan", "fuse", "sessions", "jobs", "profiles", "store", "hf", "load", "measure"}
 # floor 4
-ENGINE = {"adapters", "asking", "encoding", "engine", "gate", "models", "planning", "saving", "sharing", "streaming"}
+ENGINE = {
+    "adapters",
+    "asking",
+    "encoding",
+    "engine",
+    "gate",
+    "models",
+    "planning",
+    "prompting",
+    "saving",
+    "sharing",
+    "streaming",
+}
 ENGINE |= {"keeping", "timings", "tracing"}
 EVERYTHING = {*NOUNS, *BELOW_ENGINE, *ENGINE}
 

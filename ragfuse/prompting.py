@@ -1,0 +1,80 @@
+"""One engine's prompts: which texts are known as chunks, and messages or a text as tokens with chunks and positions.
+
+What is a chunk is told in `text.chunks`, where it is placed in `text.assemble`; this brings them the model's tokenizer
+and template, the tenant's keys, and the texts that the store's book keeps.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+
+from ragfuse.core import ChunkKey, Prompt
+from ragfuse.gate import Booked
+from ragfuse.hf.model import HFModel
+from ragfuse.settings import Settings
+from ragfuse.store import KnownText
+from ragfuse.text.assemble import Assembler, Message
+from ragfuse.text.chunks import KnownChunks, Marker, Piece, pieces
+
+Content = str | Sequence[str | Piece]
+"""Of a message: text in which marked and known chunks are found, or a list of texts and pieces."""
+
+Question = str | Sequence[tuple[str, Content]]
+"""What is asked: one text, or (role, content) messages for the chat template."""
+
+
+class Prompter:
+    """Makes prompts for one model and tenant. Thread-safe; `model` may load it when it is first called."""
+
+    def __init__(
+        self, settings: Settings, booked: Booked, model: Callable[[], HFModel], key: Callable[..., ChunkKey]
+    ) -> None:
+        self._settings, self._booked, self._model, self._key = settings, booked, model, key
+        self._lock = threading.Lock()
+        self._known: KnownChunks | None = None
+        self.marker = Marker(self._secret())
+
+    def known(self, digest: str) -> KnownChunks:
+        """The texts of a tenant's chunks that a prompt is searched for; read from the book once."""
+        with self._lock:
+            if self._known is None:
+                self._known = KnownChunks()
+                texts: list[KnownText] = self._booked(lambda book: list(book.texts(digest)), [])
+                for text in texts:
+                    self._known.add([text.text], text.source)
+            return self._known
+
+    def note(self, digest: str, text: str, source: str, tokens: Sequence[int]) -> None:
+        """From now on this text is a known chunk, here and in later processes."""
+        known = self.known(digest)
+        if text not in known:
+            known.add([text], source)
+        self._booked(lambda book: book.add_texts(digest, [(str(self._key(tokens)), text, source)]), None)
+
+    def prompt(self, question: Question, digest: str) -> Prompt:
+        """Tokens, chunks and positions. Chunks are what carries marks, and every known chunk that stands in a text."""
+        model, settings = self._model(), self._settings
+        shortest, has_amid = settings.min_chunk_tokens, settings.amid_tokens > 0
+        if isinstance(question, str):
+            plain = Assembler(model.tokens, self._key, None, shortest, shortest, has_amid)
+            return plain.text(self.pieces(question, digest), model.bos)
+        messages: list[Message] = [(role, self.pieces(content, digest)) for role, content in question]
+        render = self._render if getattr(model.words, "chat_template", None) else None
+        return Assembler(model.tokens, self._key, render, shortest, shortest, has_amid).chat(messages)
+
+    def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
+        """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
+        if isinstance(content, str):
+            return pieces(content, self.marker, self.known(digest))
+        parts = ((part,) if isinstance(part, Piece) else self.pieces(part, digest) for part in content)
+        return [piece for part in parts for piece in part]
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        return str(self._model().words.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def _secret(self) -> bytes:
+        """What signs marks: the same in every process on one store."""
+        new = {"secret": secrets.token_hex(32)}
+        return bytes.fromhex(self._booked(lambda book: book.settle("marker", new), new)["secret"])
