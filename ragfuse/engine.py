@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt, written
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
-from ragfuse.encoding import Encoder
+from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
 from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.gate import Profiles, as_shipped
@@ -27,6 +27,7 @@ from ragfuse.measure import Progress
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.plan.controller import is_exact, settle
 from ragfuse.planning import Planner
+from ragfuse.prefetching import Prefetcher
 from ragfuse.profiles import MachineProfile, ModelProfile
 from ragfuse.prompting import Content, Prompter, Question
 from ragfuse.saving import EXIT_S, Saver, Work
@@ -41,22 +42,6 @@ from ragfuse.tracing import Timing, trace_of
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Ingested:
-    """What an ingest did: chunks given, those encoded and kept now, their tokens, bytes of KV, seconds."""
-
-    chunks: int = 0
-    encoded: int = 0
-    tokens: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-
-    def plus(self, tokens: int, nbytes: int, seconds: float) -> Ingested:
-        """After one more chunk, of which so many bytes were new, at `seconds`."""
-        new = bool(nbytes)
-        return Ingested(self.chunks + 1, self.encoded + new, self.tokens + new * tokens, self.nbytes + nbytes, seconds)
 
 
 @dataclass(frozen=True)
@@ -88,6 +73,7 @@ class Engine:
         self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
+        self._prefetcher = Prefetcher(self.store, lambda: self.encoder)
         self.marker = self._prompter.marker
 
     @staticmethod
@@ -131,7 +117,7 @@ class Engine:
 
         Chunks are what carries this engine's marks, and every known chunk that stands in the text.
         """
-        return self._prompter.prompt(prompt, self.digest)
+        return self._prefetcher.note(self._prompter.prompt(prompt, self.digest))
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
@@ -167,6 +153,14 @@ class Engine:
                 progress(done)
         return done
 
+    def prefetch(self, texts: Iterable[str]) -> None:
+        """Begin to bring what the store holds of these chunks to memory, for the next prompt; returns at once.
+
+        It helps prompts that begin like one of the latest four. It fills half of the memory tier at most, reads nothing
+        that a question reads for itself, and encodes nothing; the model is loaded if it was not.
+        """
+        self._prefetcher.submit(texts)
+
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""
         return self._planner.plan(self.prompt(prompt), ask or Ask(), self.model, self.profile)
@@ -177,6 +171,7 @@ class Engine:
         room = room_behind(prompt.segments[-1].stop, self.model)
         while True:
             chosen = self._planner.plan(prompt, _hurried(ask, began), self.model, self.profile, lost)
+            self._prefetcher.leave([fetch.key for fetch in chosen.fetches])
             device, n_layers = self.model.device, self.model.n_layers
             reader = LayerReader(self.store, chosen.fetches, n_layers, chosen.layers_a_read, device)
             try:
@@ -242,7 +237,8 @@ class Engine:
         return self._planner.measure(self.model, stores, progress)
 
     def flush(self) -> None:
-        """Wait until every chunk met so far is encoded and written."""
+        """Wait until every chunk met so far is encoded and written, and all that is prefetched is there."""
+        self._prefetcher.flush()
         self._saver.flush()
         self.store.flush()
 
@@ -250,6 +246,7 @@ class Engine:
         """Finish saving, or as much of it as `timeout_s` allows, and let go of the store."""
         forget(self)
         left = countdown(timeout_s)
+        self._prefetcher.close(left())
         self._saver.close(left())
         self.store.close(left())
         book, self.book = self.book, None

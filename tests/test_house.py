@@ -29,6 +29,7 @@ ENGINE = {
     "gate",
     "models",
     "planning",
+    "prefetching",
     "prompting",
     "saving",
     "sharing",

@@ -82,10 +82,10 @@ class KVStore:
 
     # finding and reading
 
-    def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
+    def lookup(self, keys: Iterable[ChunkKey], counts: bool = True) -> dict[ChunkKey, Entry]:
         """Those of `keys` that are kept, each from the fastest tier that has it; one query per tier.
 
-        What is too old is a miss, and dropped in the background.
+        What is too old is a miss, and dropped in the background. Unless it `counts`, no hit or miss is told in `stats`.
         """
         wanted = dict.fromkeys(keys)
         found: dict[ChunkKey, Entry] = {}
@@ -93,8 +93,8 @@ class KVStore:
             missing = [key for key in wanted if key not in found]
             if missing:
                 found.update(self._fresh(tier, dict(self._readable(tier.entries(missing)))))
-        self._counts.add("hits", len(found))
-        self._counts.add("misses", len(wanted) - len(found))
+        self._counts.add("hits", counts * len(found))
+        self._counts.add("misses", counts * (len(wanted) - len(found)))
         return {key: found[key] for key in wanted if key in found}
 
     def read_layers(

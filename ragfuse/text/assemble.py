@@ -86,13 +86,18 @@ class Assembler:
         module = bool(prefix) and len(prefix) >= self.min_tokens
         if prefix:
             yield Segment(prefix, 0, "module", (self.key_of(prefix, ""),)) if module else Segment(prefix, 0)
-        first = (token_digest(prefix), "") if module else ("",)
-        later = (*map(amid, first), *first) if self.has_amid else first
+        first, later = contexts_behind(token_digest(prefix) if module else "", self.has_amid)
         for at, (run, keep) in enumerate(zip(runs[n_prefix:], reused[n_prefix:], strict=True)):
             contexts = later if at else first
             alone = self.key_of(run.tokens, "") if keep else None
             keys = tuple(replace(alone, context=context) for context in contexts) if alone else ()
             yield Segment(run.tokens, 0, "chunk", keys, run.source, run.text) if keep else Segment(run.tokens, 0)
+
+
+def contexts_behind(prefix: str, has_amid: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Contexts to look for behind a prefix (its digest, "": none), best first: of its first chunk, of all others."""
+    first = (prefix, "") if prefix else ("",)
+    return first, (*map(amid, first), *first) if has_amid else first
 
 
 def _placed(segments: Iterable[Segment]) -> tuple[Segment, ...]:
