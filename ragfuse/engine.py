@@ -15,6 +15,7 @@ from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_be
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
+from ragfuse.forgetting import chunk_of, forget_chunks
 from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.gate import Profiles, as_shipped
 from ragfuse.hf.handover import generate
@@ -160,6 +161,21 @@ class Engine:
         that a question reads for itself, and encodes nothing; the model is loaded if it was not.
         """
         self._prefetcher.submit(texts)
+
+    def forget(self, texts: Iterable[str]) -> int:
+        """Drop the KV of these chunks, encoded in whatever company, pinned or not, from every tier; bytes freed.
+
+        They are no known chunks any more. Another tenant's entries stay, and what other processes hold in memory.
+        """
+        texts = [text.strip() for text in ((texts,) if isinstance(texts, str) else texts)]
+        runs = {tuple(self.tokens(text)) for text in texts}
+        self._saver.forget(runs)
+        self._prompter.forget(self.digest, texts)
+        return forget_chunks(self.store, self.book, {chunk_of(self.key(run)) for run in runs})
+
+    def known_texts(self, source: str) -> list[str]:
+        """Texts of known chunks that came from this source."""
+        return self._prompter.known_from(self.digest, source)
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""

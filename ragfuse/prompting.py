@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ragfuse.core import ChunkKey, Prompt
 from ragfuse.gate import Booked
@@ -16,7 +16,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
 from ragfuse.store import KnownText
 from ragfuse.text.assemble import Assembler, Message
-from ragfuse.text.chunks import KnownChunks, Marker, Piece, pieces
+from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
 
 Content = str | Sequence[str | Piece]
 """Of a message: text in which marked and known chunks are found, or a list of texts and pieces."""
@@ -52,6 +52,17 @@ class Prompter:
         if text not in known:
             known.add([text], source)
         self._booked(lambda book: book.add_texts(digest, [(str(self._key(tokens)), text, source)]), None)
+
+    def forget(self, digest: str, texts: Iterable[str]) -> None:
+        """These texts are no known chunks any more, in this process."""
+        self.known(digest).discard([chunk_id(text) for text in texts])
+
+    def known_from(self, digest: str, source: str) -> list[str]:
+        """Known texts of this source, also those that another process has noted since."""
+        found: list[str] = self._booked(
+            lambda book: [each.text for each in book.texts(digest) if each.source == source], []
+        )
+        return found
 
     def prompt(self, question: Question, digest: str) -> Prompt:
         """Tokens, chunks and positions. Chunks are what carries marks, and every known chunk that stands in a text."""

@@ -26,6 +26,7 @@ ENGINE = {
     "asking",
     "encoding",
     "engine",
+    "forgetting",
     "gate",
     "models",
     "planning",

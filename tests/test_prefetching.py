@@ -203,9 +203,7 @@ def test_a_question_does_not_wait_for_it_and_what_it_reads_is_not_read_again(old
         gate.open.set()
         engine.flush()
         first = engine.prompt(messages()).segments[1].keys[0].tokens
-        assert (
-            len(gate.keys) == 2
-        )  # the one at hand, and the first chunk's other entry, which the question did not read
+        assert len(gate.keys) == 2  # the one at hand, and the first chunk's other entry, which no question read
         assert gate.keys[1].tokens == first
 
 

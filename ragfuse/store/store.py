@@ -234,13 +234,17 @@ class KVStore:
         """The same; each tier that could not do so, with those that may still be in it."""
         return manage.drop(self, keys, tier)
 
+    def under_way(self) -> set[ChunkKey]:
+        """Keys of what is being saved, or has begun to be read: it may be in no tier yet."""
+        return self._saves.keys()
+
     def silent(self) -> list[str]:
         """Names of tiers that do not answer now: what they hold is not listed, and not known."""
         return [tier.name for tier in self.tiers if not answers(tier)]
 
     def clear(self, model: str | None = None) -> int:
         """Forget every chunk of a model digest (a tenant's, if salted), or all; how many there were."""
-        keys = self._saves.keys()
+        keys = self.under_way()
         keys.update(entry.key for entry in self.entries())
         return self._delete({key for key in keys if model in (None, key.model)})
 
