@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt, written
+from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt
+from ragfuse.calling import Caller, Reply, Tool, checked
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
@@ -20,7 +21,7 @@ from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.gate import Profiles, as_shipped
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, NoSource, Prefill, load_model
-from ragfuse.hf.stream import FirstToken, StopWhen, TextSink
+from ragfuse.hf.stream import FirstToken, StopWhen
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.keeping import open_kept, remember_tenant
 from ragfuse.load.layers import LayerReader
@@ -75,7 +76,7 @@ class Engine:
         self._saver = Saver(self._save)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
         self._prefetcher = Prefetcher(self.store, lambda: self.encoder)
-        self.marker = self._prompter.marker
+        self.marker, self._caller = self._prompter.marker, Caller()
 
     @staticmethod
     def shared(settings: Settings | None = None) -> Engine:
@@ -113,12 +114,12 @@ class Engine:
         """Ids of a text; unless `special`, what looks like a special token in it stays text."""
         return self.model.tokens(text, special)
 
-    def prompt(self, prompt: Question) -> Prompt:
-        """Tokens, chunks and positions of a prompt: one text, or (role, content) messages by the chat template.
+    def prompt(self, prompt: Question, tools: Sequence[Tool] = ()) -> Prompt:
+        """Tokens, chunks and positions of a prompt: one text, or messages by the chat template, which tells of tools.
 
         Chunks are what carries this engine's marks, and every known chunk that stands in the text.
         """
-        return self._prefetcher.note(self._prompter.prompt(prompt, self.digest))
+        return self._prefetcher.note(self._prompter.prompt(prompt, self.digest, tools))
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
@@ -179,7 +180,8 @@ class Engine:
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""
-        return self._planner.plan(self.prompt(prompt), ask or Ask(), self.model, self.profile)
+        ask = ask or Ask()
+        return self._planner.plan(self.prompt(prompt, _offered(ask)), ask, self.model, self.profile)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
         """Plan, load and prefill a prompt; InputError if it is longer than the model can take."""
@@ -207,23 +209,29 @@ class Engine:
 
     def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
         """The answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
-        return AnswerStream(lambda say, gone: self._answer(prompt, ask or Ask(), say, gone))
+        ask = ask or Ask()
+        _offered(ask)  # what cannot be used is told here, not while reading
+        return AnswerStream(lambda say, gone: self._answer(prompt, ask, say, gone))
 
     def batch(self, prompts: Sequence[Question], ask: Ask | None = None) -> list[Answer]:
         """Answers to several prompts: each fused by itself, all decoded together."""
         ask, began, first = ask or Ask(), time.perf_counter(), FirstToken()
-        assembled = [self.prompt(prompt) for prompt in prompts]
+        tools = _offered(ask)
+        assembled = [self.prompt(prompt, tools) for prompt in prompts]
         if not assembled:
             return []
+        reply = self._caller.reply(ask, self.model, self._prompter.calls)
         with self.model.lock:
             ready = [self.prepare(prompt, ask) for prompt in assembled]
-            options = options_of(ask, self.settings, min((r.room for r in ready if r.room is not None), default=None))
+            room = min((r.room for r in ready if r.room is not None), default=None)
+            options = reply.options(options_of(ask, self.settings, room))
             streamer = first if is_streamable(options, self.model) else None
-            rows = generate(self.model, [each.prefill for each in ready], options, streamer, seed=ask.seed)
+            prefills = [each.prefill for each in ready]
+            rows = generate(self.model, prefills, options, streamer, reply.stopping, ask.seed)
         rows = rows[:: sequences_per_prompt(options, self.model)]
         self._save_later(ready, ask)
         return [
-            self._finish(each, ids, ask, options, began, first.first_s) for each, ids in zip(ready, rows, strict=True)
+            self._finish(each, ids, reply, options, began, first.first_s) for each, ids in zip(ready, rows, strict=True)
         ]
 
     def verify(self) -> Verdict:
@@ -307,30 +315,38 @@ class Engine:
         say: Callable[[str], None] | None,
         gone: threading.Event,
     ) -> Answer:
-        began, model = time.perf_counter(), self.model
-        assembled = self.prompt(prompt)
-        sink = FirstToken() if say is None else TextSink(model.words, say, ask.stop)
+        began, tools, model = time.perf_counter(), _offered(ask), self.model
+        assembled = self.prompt(prompt, tools)
+        reply = self._caller.reply(ask, model, self._prompter.calls)
         with model.lock:
             if gone.is_set():
                 raise InputError("The stream was closed before its answer began.")
             ready = self.prepare(assembled, ask)
-            options = options_of(ask, self.settings, ready.room)
+            options = reply.options(options_of(ask, self.settings, ready.room))
+            sink = reply.sink(say, options)
             streamer = sink if is_streamable(options, model) else None
-            rows = generate(model, [ready.prefill], options, streamer, [StopWhen(gone)], ask.seed)
+            stopping = [StopWhen(gone), *reply.stopping]
+            rows = generate(model, [ready.prefill], options, streamer, stopping, ask.seed)
         self._save_later([ready], ask)
-        answer = self._finish(ready, rows[0], ask, options, began, sink.first_s)
+        answer = self._finish(ready, rows[0], reply, options, began, sink.first_s)
         if streamer is None and say is not None:
             say(answer.text)
         return answer
 
     def _finish(
-        self, ready: Ready, ids: Sequence[int], ask: Ask, options: dict[str, Any], began: float, first_s: float | None
+        self,
+        ready: Ready,
+        ids: Sequence[int],
+        reply: Reply,
+        options: dict[str, Any],
+        began: float,
+        first_s: float | None,
     ) -> Answer:
-        end = written(ids, ask, options, self.model)
+        end = reply.written(ids, options)
         timing = replace(ready.timing, began_s=began)
         trace = trace_of(ready.plan, ready.prefill, timing, first_s, time.perf_counter(), self.model.name)
         trace = replace(trace, promoted=self._planner.take_promoted())
-        return Answer(end.text, end.token_ids, end.reason, trace)
+        return Answer(end.text, end.token_ids, end.reason, trace, end.calls)
 
     def _save_later(self, ready: Sequence[Ready], ask: Ask) -> None:
         if ask.reuse and not self.model.profile.refusal:
@@ -367,6 +383,11 @@ class Engine:
             if self.book is not None:
                 raise
             return otherwise
+
+
+def _offered(ask: Ask) -> tuple[Tool, ...]:
+    """The tools that a prompt tells of; InputError, before anything is loaded, for what cannot be used."""
+    return checked(ask.tools, ask.tool_choice, ask.grammar).offered
 
 
 def _hurried(ask: Ask, began: float) -> Ask:

@@ -18,12 +18,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NOUNS = {"core", "errors", "settings"}
+NOUNS = {"core", "errors", "grammar", "settings"}
 BELOW_ENGINE = {"text", "codec", "plan", "fuse", "sessions", "jobs", "profiles", "store", "hf", "load", "measure"}
 # floor 4
 ENGINE = {
     "adapters",
     "asking",
+    "calling",
     "encoding",
     "engine",
     "forgetting",
@@ -43,6 +44,7 @@ EVERYTHING = {*NOUNS, *BELOW_ENGINE, *ENGINE}
 ROOMS: dict[str, set[str]] = {
     "core": {"errors"},
     "errors": set(),
+    "grammar": {"errors"},
     "settings": {"errors"},
     **dict.fromkeys(("text", "codec", "fuse", "sessions", "jobs", "profiles"), NOUNS),
     "plan": {*NOUNS, "profiles"},
@@ -64,6 +66,7 @@ ROOMS: dict[str, set[str]] = {
 ONLY = {
     "core": {"torch", "blake3"},
     "errors": set[str](),
+    "grammar": set[str](),
     "settings": {"pydantic", "pydantic_settings", "platformdirs"},
     "fuse": {"torch"},
 }
@@ -73,7 +76,7 @@ NOT_FOR_PLAN |= {"subprocess", "threading", "asyncio", "fsspec", "safetensors", 
 HUGGING_FACE = {"transformers", "tokenizers", "huggingface_hub", "accelerate", "gguf", "peft"}
 FRAMEWORKS = {"llama_index", "faiss", "sentence_transformers", "langgraph"}  # and every langchain*
 BEHIND_EXTRAS = {*FRAMEWORKS, "accelerate", "gguf", "peft", "scipy", "rouge_score", "matplotlib", "pypdf", "bs4"}
-BEHIND_EXTRAS |= {"redis", "hiredis", "s3fs"}
+BEHIND_EXTRAS |= {"redis", "hiredis", "s3fs", "llguidance"}
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar"}
 MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "local", "Lock", "RLock", "Event", "Condition", "Queue"}
