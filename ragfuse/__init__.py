@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from ragfuse.core import Answer, Prompt, Trace
     from ragfuse.engine import Engine, Ingested
     from ragfuse.errors import InputError, ModelError, RagFuseError, SettingsError, StoreError
+    from ragfuse.metering import metrics
     from ragfuse.settings import Settings
     from ragfuse.streaming import AnswerStream
     from ragfuse.text import Piece
@@ -28,6 +29,7 @@ __all__ = [
     "SettingsError",
     "StoreError",
     "Trace",
+    "metrics",
 ]
 
 _HOMES = MappingProxyType(
@@ -39,6 +41,7 @@ _HOMES = MappingProxyType(
         "Ask": "asking",
         "Piece": "text",
         "Settings": "settings",
+        "metrics": "metering",
     }
 )
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt, written
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
+from ragfuse.counting import Tally
 from ragfuse.encoding import Encoder
 from ragfuse.errors import InputError, StoreError
 from ragfuse.fuse.fusor import LostRun, Run
@@ -34,6 +35,7 @@ from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
+from ragfuse.telemetry import answered, batched, fused, loading, planned, span
 from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.timings import Timings
 from ragfuse.tracing import Timing, trace_of
@@ -87,6 +89,7 @@ class Engine:
         self._planner = Planner(self.settings, self.store, self._timings)
         self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
+        self.tally = Tally(lambda: self._saver.waiting)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
         self.marker = self._prompter.marker
 
@@ -176,11 +179,11 @@ class Engine:
         ask, began, lost = ask or Ask(), time.perf_counter(), frozenset[int]()
         room = room_behind(prompt.segments[-1].stop, self.model)
         while True:
-            chosen = self._planner.plan(prompt, _hurried(ask, began), self.model, self.profile, lost)
+            chosen = planned(self._planner.plan)(prompt, _hurried(ask, began), self.model, self.profile, lost)
             device, n_layers = self.model.device, self.model.n_layers
             reader = LayerReader(self.store, chosen.fetches, n_layers, chosen.layers_a_read, device)
             try:
-                with reader:
+                with loading(reader, chosen):
                     prefill = self._prefill(chosen, reader)
             except LostRun as gone:
                 lost |= {gone.segment}
@@ -198,6 +201,7 @@ class Engine:
         """The answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
         return AnswerStream(lambda say, gone: self._answer(prompt, ask or Ask(), say, gone))
 
+    @batched
     def batch(self, prompts: Sequence[Question], ask: Ask | None = None) -> list[Answer]:
         """Answers to several prompts: each fused by itself, all decoded together."""
         ask, began, first = ask or Ask(), time.perf_counter(), FirstToken()
@@ -208,7 +212,8 @@ class Engine:
             ready = [self.prepare(prompt, ask) for prompt in assembled]
             options = options_of(ask, self.settings, min((r.room for r in ready if r.room is not None), default=None))
             streamer = first if is_streamable(options, self.model) else None
-            rows = generate(self.model, [each.prefill for each in ready], options, streamer, seed=ask.seed)
+            with span("decode"):
+                rows = generate(self.model, [each.prefill for each in ready], options, streamer, seed=ask.seed)
         rows = rows[:: sequences_per_prompt(options, self.model)]
         self._save_later(ready, ask)
         return [
@@ -249,6 +254,7 @@ class Engine:
     def close(self, timeout_s: float | None = None) -> None:
         """Finish saving, or as much of it as `timeout_s` allows, and let go of the store."""
         forget(self)
+        self.tally.close()
         left = countdown(timeout_s)
         self._saver.close(left())
         self.store.close(left())
@@ -273,6 +279,7 @@ class Engine:
             model, self.store, self.digest, shortest, other, partial(self._planner.home, model, self.profile)
         )
 
+    @fused
     def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
         prompt = chosen.prompt
         if chosen.refusal:
@@ -287,6 +294,7 @@ class Engine:
             prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio, asked=prompt.asked
         )
 
+    @answered
     def _answer(
         self,
         prompt: Question,
@@ -303,7 +311,8 @@ class Engine:
             ready = self.prepare(assembled, ask)
             options = options_of(ask, self.settings, ready.room)
             streamer = sink if is_streamable(options, model) else None
-            rows = generate(model, [ready.prefill], options, streamer, [StopWhen(gone)], ask.seed)
+            with span("decode"):
+                rows = generate(model, [ready.prefill], options, streamer, [StopWhen(gone)], ask.seed)
         self._save_later([ready], ask)
         answer = self._finish(ready, rows[0], ask, options, began, sink.first_s)
         if streamer is None and say is not None:
