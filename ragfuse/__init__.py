@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ragfuse.errors import InputError, ModelError, RagFuseError, SettingsError, StoreError
     from ragfuse.grammar import Grammar
     from ragfuse.prompting import Turn
+    from ragfuse.metering import metrics
     from ragfuse.settings import Settings
     from ragfuse.streaming import AnswerStream
     from ragfuse.text import Piece
@@ -33,6 +34,7 @@ __all__ = [
     "ToolCall",
     "Trace",
     "Turn",
+    "metrics",
 ]
 
 _HOMES = MappingProxyType(
@@ -46,6 +48,7 @@ _HOMES = MappingProxyType(
         "Piece": "text",
         "Settings": "settings",
         "Turn": "prompting",
+        "metrics": "metering",
     }
 )
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt
 from ragfuse.calling import Caller, Reply, Tool, checked
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
+from ragfuse.counting import Tally
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
 from ragfuse.forgetting import chunk_of, forget_chunks
@@ -37,6 +38,7 @@ from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
+from ragfuse.telemetry import answered, batched, fused, loading, planned, span
 from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.timings import Timings
 from ragfuse.tracing import Timing, trace_of
@@ -74,6 +76,7 @@ class Engine:
         self._planner = Planner(self.settings, self.store, self._timings)
         self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
+        self.tally = Tally(lambda: self._saver.waiting)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
         self._prefetcher = Prefetcher(self.store, lambda: self.encoder)
         self.marker, self._caller = self._prompter.marker, Caller()
@@ -188,12 +191,12 @@ class Engine:
         ask, began, lost = ask or Ask(), time.perf_counter(), frozenset[int]()
         room = room_behind(prompt.segments[-1].stop, self.model)
         while True:
-            chosen = self._planner.plan(prompt, _hurried(ask, began), self.model, self.profile, lost)
+            chosen = planned(self._planner.plan)(prompt, _hurried(ask, began), self.model, self.profile, lost)
             self._prefetcher.leave([fetch.key for fetch in chosen.fetches])
             device, n_layers = self.model.device, self.model.n_layers
             reader = LayerReader(self.store, chosen.fetches, n_layers, chosen.layers_a_read, device)
             try:
-                with reader:
+                with loading(reader, chosen):
                     prefill = self._prefill(chosen, reader)
             except LostRun as gone:
                 lost |= {gone.segment}
@@ -213,6 +216,7 @@ class Engine:
         _offered(ask)  # what cannot be used is told here, not while reading
         return AnswerStream(lambda say, gone: self._answer(prompt, ask, say, gone))
 
+    @batched
     def batch(self, prompts: Sequence[Question], ask: Ask | None = None) -> list[Answer]:
         """Answers to several prompts: each fused by itself, all decoded together."""
         ask, began, first = ask or Ask(), time.perf_counter(), FirstToken()
@@ -226,8 +230,9 @@ class Engine:
             room = min((r.room for r in ready if r.room is not None), default=None)
             options = reply.options(options_of(ask, self.settings, room))
             streamer = first if is_streamable(options, self.model) else None
-            prefills = [each.prefill for each in ready]
-            rows = generate(self.model, prefills, options, streamer, reply.stopping, ask.seed)
+            with span("decode"):
+                prefills = [each.prefill for each in ready]
+                rows = generate(self.model, prefills, options, streamer, reply.stopping, ask.seed)
         rows = rows[:: sequences_per_prompt(options, self.model)]
         self._save_later(ready, ask)
         return [
@@ -269,6 +274,7 @@ class Engine:
     def close(self, timeout_s: float | None = None) -> None:
         """Finish saving, or as much of it as `timeout_s` allows, and let go of the store."""
         forget(self)
+        self.tally.close()
         left = countdown(timeout_s)
         self._prefetcher.close(left())
         self._saver.close(left())
@@ -294,6 +300,7 @@ class Engine:
             model, self.store, self.digest, shortest, other, partial(self._planner.home, model, self.profile)
         )
 
+    @fused
     def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
         prompt = chosen.prompt
         if chosen.refusal:
@@ -308,6 +315,7 @@ class Engine:
             prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio, asked=prompt.asked
         )
 
+    @answered
     def _answer(
         self,
         prompt: Question,
@@ -325,8 +333,9 @@ class Engine:
             options = reply.options(options_of(ask, self.settings, ready.room))
             sink = reply.sink(say, options)
             streamer = sink if is_streamable(options, model) else None
-            stopping = [StopWhen(gone), *reply.stopping]
-            rows = generate(model, [ready.prefill], options, streamer, stopping, ask.seed)
+            with span("decode"):
+                stopping = [StopWhen(gone), *reply.stopping]
+                rows = generate(model, [ready.prefill], options, streamer, stopping, ask.seed)
         self._save_later([ready], ask)
         answer = self._finish(ready, rows[0], reply, options, began, sink.first_s)
         if streamer is None and say is not None:

@@ -37,7 +37,7 @@ ENGINE = {
     "sharing",
     "streaming",
 }
-ENGINE |= {"keeping", "timings", "tracing"}
+ENGINE |= {"counting", "keeping", "metering", "telemetry", "timings", "tracing"}
 EVERYTHING = {*NOUNS, *BELOW_ENGINE, *ENGINE}
 
 # Room -> what it may import of ragfuse besides itself; "plan.adapt" is one file of a room.
@@ -76,7 +76,7 @@ NOT_FOR_PLAN |= {"subprocess", "threading", "asyncio", "fsspec", "safetensors", 
 HUGGING_FACE = {"transformers", "tokenizers", "huggingface_hub", "accelerate", "gguf", "peft"}
 FRAMEWORKS = {"llama_index", "faiss", "sentence_transformers", "langgraph"}  # and every langchain*
 BEHIND_EXTRAS = {*FRAMEWORKS, "accelerate", "gguf", "peft", "scipy", "rouge_score", "matplotlib", "pypdf", "bs4"}
-BEHIND_EXTRAS |= {"redis", "hiredis", "s3fs", "llguidance"}
+BEHIND_EXTRAS |= {"redis", "hiredis", "s3fs", "llguidance", "opentelemetry", "prometheus_client"}
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar"}
 MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "local", "Lock", "RLock", "Event", "Condition", "Queue"}
