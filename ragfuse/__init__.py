@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragfuse.asking import Ask
+    from ragfuse.bytestore import ByteStore
     from ragfuse.core import Answer, Prompt, Trace
     from ragfuse.engine import Engine, Ingested
     from ragfuse.errors import InputError, ModelError, RagFuseError, SettingsError, StoreError
@@ -17,6 +18,7 @@ __all__ = [
     "Answer",
     "AnswerStream",
     "Ask",
+    "ByteStore",
     "Engine",
     "Ingested",
     "InputError",
@@ -37,6 +39,7 @@ _HOMES = MappingProxyType(
         **dict.fromkeys(("Engine", "Ingested"), "engine"),
         "AnswerStream": "streaming",
         "Ask": "asking",
+        "ByteStore": "bytestore",
         "Piece": "text",
         "Settings": "settings",
     }

@@ -198,8 +198,10 @@ class Engine:
         """The answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
         return AnswerStream(lambda say, gone: self._answer(prompt, ask or Ask(), say, gone))
 
-    def batch(self, prompts: Sequence[Question], ask: Ask | None = None) -> list[Answer]:
-        """Answers to several prompts: each fused by itself, all decoded together."""
+    def batch(
+        self, prompts: Sequence[Question], ask: Ask | None = None, gone: threading.Event | None = None
+    ) -> list[Answer]:
+        """Answers to several prompts: each fused by itself, all decoded together; once `gone` is set, no further."""
         ask, began, first = ask or Ask(), time.perf_counter(), FirstToken()
         assembled = [self.prompt(prompt) for prompt in prompts]
         if not assembled:
@@ -208,7 +210,8 @@ class Engine:
             ready = [self.prepare(prompt, ask) for prompt in assembled]
             options = options_of(ask, self.settings, min((r.room for r in ready if r.room is not None), default=None))
             streamer = first if is_streamable(options, self.model) else None
-            rows = generate(self.model, [each.prefill for each in ready], options, streamer, seed=ask.seed)
+            stopping = [] if gone is None else [StopWhen(gone)]
+            rows = generate(self.model, [each.prefill for each in ready], options, streamer, stopping, ask.seed)
         rows = rows[:: sequences_per_prompt(options, self.model)]
         self._save_later(ready, ask)
         return [
