@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragfuse.asking import Ask
+    from ragfuse.bytestore import ByteStore
     from ragfuse.core import Answer, Prompt, ToolCall, Trace
     from ragfuse.engine import Engine, Ingested
     from ragfuse.errors import InputError, ModelError, RagFuseError, SettingsError, StoreError
     from ragfuse.grammar import Grammar
-    from ragfuse.prompting import Turn
     from ragfuse.metering import metrics
+    from ragfuse.prompting import Turn
     from ragfuse.settings import Settings
     from ragfuse.streaming import AnswerStream
     from ragfuse.text import Piece
@@ -20,6 +21,7 @@ __all__ = [
     "Answer",
     "AnswerStream",
     "Ask",
+    "ByteStore",
     "Engine",
     "Grammar",
     "Ingested",
@@ -45,6 +47,7 @@ _HOMES = MappingProxyType(
         "AnswerStream": "streaming",
         "Ask": "asking",
         "Grammar": "grammar",
+        "ByteStore": "bytestore",
         "Piece": "text",
         "Settings": "settings",
         "Turn": "prompting",

@@ -217,8 +217,10 @@ class Engine:
         return AnswerStream(lambda say, gone: self._answer(prompt, ask, say, gone))
 
     @batched
-    def batch(self, prompts: Sequence[Question], ask: Ask | None = None) -> list[Answer]:
-        """Answers to several prompts: each fused by itself, all decoded together."""
+    def batch(
+        self, prompts: Sequence[Question], ask: Ask | None = None, gone: threading.Event | None = None
+    ) -> list[Answer]:
+        """Answers to several prompts: each fused by itself, all decoded together; once `gone` is set, no further."""
         ask, began, first = ask or Ask(), time.perf_counter(), FirstToken()
         tools = _offered(ask)
         assembled = [self.prompt(prompt, tools) for prompt in prompts]
@@ -230,9 +232,10 @@ class Engine:
             room = min((r.room for r in ready if r.room is not None), default=None)
             options = reply.options(options_of(ask, self.settings, room))
             streamer = first if is_streamable(options, self.model) else None
+            stopping = [*([] if gone is None else [StopWhen(gone)]), *reply.stopping]
             with span("decode"):
                 prefills = [each.prefill for each in ready]
-                rows = generate(self.model, prefills, options, streamer, reply.stopping, ask.seed)
+                rows = generate(self.model, prefills, options, streamer, stopping, ask.seed)
         rows = rows[:: sequences_per_prompt(options, self.model)]
         self._save_later(ready, ask)
         return [
