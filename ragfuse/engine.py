@@ -216,12 +216,15 @@ class Engine:
         _offered(ask)  # what cannot be used is told here, not while reading
         return AnswerStream(lambda say, gone: self._answer(prompt, ask, say, gone))
 
-    @batched
     def batch(
         self, prompts: Sequence[Question], ask: Ask | None = None, gone: threading.Event | None = None
     ) -> list[Answer]:
         """Answers to several prompts: each fused by itself, all decoded together; once `gone` is set, no further."""
-        ask, began, first = ask or Ask(), time.perf_counter(), FirstToken()
+        return self._batch(prompts, ask or Ask(), gone or threading.Event())
+
+    @batched
+    def _batch(self, prompts: Sequence[Question], ask: Ask, gone: threading.Event) -> list[Answer]:
+        began, first = time.perf_counter(), FirstToken()
         tools = _offered(ask)
         assembled = [self.prompt(prompt, tools) for prompt in prompts]
         if not assembled:
@@ -232,7 +235,7 @@ class Engine:
             room = min((r.room for r in ready if r.room is not None), default=None)
             options = reply.options(options_of(ask, self.settings, room))
             streamer = first if is_streamable(options, self.model) else None
-            stopping = [*([] if gone is None else [StopWhen(gone)]), *reply.stopping]
+            stopping = [StopWhen(gone), *reply.stopping]
             with span("decode"):
                 prefills = [each.prefill for each in ready]
                 rows = generate(self.model, prefills, options, streamer, stopping, ask.seed)

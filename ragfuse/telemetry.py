@@ -87,13 +87,15 @@ def answered(
     return call
 
 
-def batched(write: Callable[[E, Any, Ask | None], list[Answer]]) -> Callable[[E, Any, Ask | None], list[Answer]]:
+def batched(
+    write: Callable[Concatenate[E, Any, Ask, P], list[Answer]],
+) -> Callable[Concatenate[E, Any, Ask, P], list[Answer]]:
     """The same for answers to several prompts, which are decoded together."""
 
     @wraps(write)
-    def call(engine: E, prompts: Any, ask: Ask | None = None) -> list[Answer]:
-        with _asked("batch", engine, ask or Ask(), False) as made:
-            answers = write(engine, prompts, ask)
+    def call(engine: E, prompts: Any, ask: Ask, /, *args: P.args, **kwargs: P.kwargs) -> list[Answer]:
+        with _asked("batch", engine, ask, False) as made:
+            answers = write(engine, prompts, ask, *args, **kwargs)
             for answer in answers:
                 engine.tally.add(answer)
             if made is not None and answers:
