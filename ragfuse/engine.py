@@ -7,7 +7,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_be
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
+from ragfuse.fitting import drops, fitted, limit_of, room_of
 from ragfuse.forgetting import chunk_of, forget_chunks
 from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.gate import Profiles, as_shipped
@@ -38,21 +39,11 @@ from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
 from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.timings import Timings
-from ragfuse.tracing import Timing, trace_of
+from ragfuse.tracing import Ready, Timing, trace_of
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A prefilled prompt on its way to an answer; room: new tokens that fit behind it, None without a limit."""
-
-    plan: LoadPlan
-    prefill: Prefill
-    timing: Timing
-    room: int | None = None
 
 
 class Engine:
@@ -179,12 +170,12 @@ class Engine:
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""
-        return self._planner.plan(self.prompt(prompt), ask or Ask(), self.model, self.profile)
+        return self._planner.plan(self._fitted(prompt, ask or Ask()), ask or Ask(), self.model, self.profile)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
         """Plan, load and prefill a prompt; InputError if it is longer than the model can take."""
         ask, began, lost = ask or Ask(), time.perf_counter(), frozenset[int]()
-        room = room_behind(prompt.segments[-1].stop, self.model)
+        room = room_of(prompt, self.model, drops(ask, self.settings))
         while True:
             chosen = self._planner.plan(prompt, _hurried(ask, began), self.model, self.profile, lost)
             self._prefetcher.leave([fetch.key for fetch in chosen.fetches])
@@ -212,7 +203,7 @@ class Engine:
     def batch(self, prompts: Sequence[Question], ask: Ask | None = None) -> list[Answer]:
         """Answers to several prompts: each fused by itself, all decoded together."""
         ask, began, first = ask or Ask(), time.perf_counter(), FirstToken()
-        assembled = [self.prompt(prompt) for prompt in prompts]
+        assembled = [self._fitted(prompt, ask) for prompt in prompts]
         if not assembled:
             return []
         with self.model.lock:
@@ -286,6 +277,12 @@ class Engine:
             model, self.store, self.digest, shortest, other, partial(self._planner.home, model, self.profile)
         )
 
+    def _fitted(self, question: Question, ask: Ask) -> Prompt:
+        """The prompt of a question; without its last chunks where it is too long and they may be left out."""
+        limit = limit_of(ask, self.settings, self.model)
+        prompt = fitted(lambda n: self._prompter.prompt(question, self.digest, leave_out=n), limit)
+        return self._prefetcher.note(prompt)
+
     def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
         prompt = chosen.prompt
         if chosen.refusal:
@@ -308,7 +305,7 @@ class Engine:
         gone: threading.Event,
     ) -> Answer:
         began, model = time.perf_counter(), self.model
-        assembled = self.prompt(prompt)
+        assembled = self._fitted(prompt, ask)
         sink = FirstToken() if say is None else TextSink(model.words, say, ask.stop)
         with model.lock:
             if gone.is_set():

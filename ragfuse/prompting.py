@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from ragfuse.core import ChunkKey, Prompt
 from ragfuse.gate import Booked
@@ -17,6 +18,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import KnownText
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
+from ragfuse.text.fit import lean
 
 Content = str | Sequence[str | Piece]
 """Of a message: text in which marked and known chunks are found, or a list of texts and pieces."""
@@ -64,16 +66,23 @@ class Prompter:
         )
         return found
 
-    def prompt(self, question: Question, digest: str) -> Prompt:
-        """Tokens, chunks and positions. Chunks are what carries marks, and every known chunk that stands in a text."""
+    def prompt(self, question: Question, digest: str, leave_out: int = 0) -> Prompt:
+        """Tokens, chunks and positions. Chunks are what carries marks, and every known chunk that stands in a text.
+
+        The last `leave_out` chunks are left out, see `text.fit`.
+        """
         model, settings = self._model(), self._settings
         shortest, has_amid = settings.min_chunk_tokens, settings.amid_tokens > 0
         if isinstance(question, str):
             plain = Assembler(model.tokens, self._key, None, shortest, shortest, has_amid)
-            return plain.text(self.pieces(question, digest), model.bos)
-        messages: list[Message] = [(role, self.pieces(content, digest)) for role, content in question]
+            left = lean([self.pieces(question, digest)], leave_out)
+            return replace(plain.text(left.contents[0], model.bos), dropped=left.sources)
+        asked = max((at for at, (role, _) in enumerate(question) if role == "user"), default=-1)
+        left = lean([self.pieces(content, digest) for _, content in question], leave_out, asked)
+        messages: list[Message] = [(role, parts) for (role, _), parts in zip(question, left.contents, strict=True)]
         render = self._render if getattr(model.words, "chat_template", None) else None
-        return Assembler(model.tokens, self._key, render, shortest, shortest, has_amid).chat(messages)
+        chat = Assembler(model.tokens, self._key, render, shortest, shortest, has_amid).chat(messages)
+        return replace(chat, dropped=left.sources)
 
     def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""

@@ -26,6 +26,7 @@ ENGINE = {
     "asking",
     "encoding",
     "engine",
+    "fitting",
     "forgetting",
     "gate",
     "models",
