@@ -65,7 +65,7 @@ class Engine:
         self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
-        self._prefetcher = Prefetcher(self.store, lambda: self.encoder)
+        self._prefetcher = Prefetcher(self.store, lambda: self.encoder, self._booked)
         self.marker = self._prompter.marker
 
     @staticmethod
@@ -134,6 +134,7 @@ class Engine:
         began, done, encoder = time.perf_counter(), Ingested(), self.encoder
         room_behind(len(prefix), self.model, "What stands before the first chunk")
         encoder.keep(prefix)
+        self._prefetcher.remember(prefix)
         for text, source in texts:
             text, ids = text.strip(), self.tokens(text.strip())
             room_behind(len(prefix) + len(ids), self.model, f"A chunk of '{source}'")
@@ -148,8 +149,9 @@ class Engine:
     def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to bring what the store holds of these chunks to memory, for the next prompt; returns at once.
 
-        It helps prompts that begin like one of the latest four. It fills half of the memory tier at most, reads nothing
-        that a question reads for itself, and encodes nothing; the model is loaded if it was not.
+        It helps prompts that begin like the latest four here, or as chunks were encoded behind. It fills half of the
+        memory tier at most, reads nothing that a question reads for itself, and encodes nothing; the model is loaded if
+        it was not.
         """
         self._prefetcher.submit(texts)
 
@@ -344,6 +346,7 @@ class Engine:
         encoder.keep(work.tokens, work.prefix)
         if work.text:
             encoder.keep_amid(work.tokens, work.prefix)
+            self._prefetcher.remember(work.prefix)
             self._prompter.note(self.digest, work.text, work.source, work.tokens)
 
     def _load(self) -> HFModel:
