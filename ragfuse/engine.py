@@ -7,7 +7,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.counting import Tally
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
+from ragfuse.fitting import drops, fitted, limit_of, room_of
 from ragfuse.forgetting import chunk_of, forget_chunks
 from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.gate import Profiles, as_shipped
@@ -41,21 +42,11 @@ from ragfuse.streaming import AnswerStream
 from ragfuse.telemetry import answered, batched, fused, loading, planned, span
 from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.timings import Timings
-from ragfuse.tracing import Timing, trace_of
+from ragfuse.tracing import Ready, Timing, trace_of
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A prefilled prompt on its way to an answer; room: new tokens that fit behind it, None without a limit."""
-
-    plan: LoadPlan
-    prefill: Prefill
-    timing: Timing
-    room: int | None = None
 
 
 class Engine:
@@ -78,7 +69,7 @@ class Engine:
         self._saver = Saver(self._save)
         self.tally = Tally(lambda: self._saver.waiting)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
-        self._prefetcher = Prefetcher(self.store, lambda: self.encoder)
+        self._prefetcher = Prefetcher(self.store, lambda: self.encoder, self._booked)
         self.marker, self._caller = self._prompter.marker, Caller()
 
     @staticmethod
@@ -147,6 +138,7 @@ class Engine:
         began, done, encoder = time.perf_counter(), Ingested(), self.encoder
         room_behind(len(prefix), self.model, "What stands before the first chunk")
         encoder.keep(prefix)
+        self._prefetcher.remember(prefix)
         for text, source in texts:
             text, ids = text.strip(), self.tokens(text.strip())
             room_behind(len(prefix) + len(ids), self.model, f"A chunk of '{source}'")
@@ -161,8 +153,9 @@ class Engine:
     def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to bring what the store holds of these chunks to memory, for the next prompt; returns at once.
 
-        It helps prompts that begin like one of the latest four. It fills half of the memory tier at most, reads nothing
-        that a question reads for itself, and encodes nothing; the model is loaded if it was not.
+        It helps prompts that begin like the latest four here, or as chunks were encoded behind. It fills half of the
+        memory tier at most, reads nothing that a question reads for itself, and encodes nothing; the model is loaded if
+        it was not.
         """
         self._prefetcher.submit(texts)
 
@@ -184,12 +177,12 @@ class Engine:
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""
         ask = ask or Ask()
-        return self._planner.plan(self.prompt(prompt, _offered(ask)), ask, self.model, self.profile)
+        return self._planner.plan(self._fitted(prompt, ask), ask, self.model, self.profile)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
         """Plan, load and prefill a prompt; InputError if it is longer than the model can take."""
         ask, began, lost = ask or Ask(), time.perf_counter(), frozenset[int]()
-        room = room_behind(prompt.segments[-1].stop, self.model)
+        room = room_of(prompt, self.model, drops(ask, self.settings))
         while True:
             chosen = planned(self._planner.plan)(prompt, _hurried(ask, began), self.model, self.profile, lost)
             self._prefetcher.leave([fetch.key for fetch in chosen.fetches])
@@ -225,8 +218,7 @@ class Engine:
     @batched
     def _batch(self, prompts: Sequence[Question], ask: Ask, gone: threading.Event) -> list[Answer]:
         began, first = time.perf_counter(), FirstToken()
-        tools = _offered(ask)
-        assembled = [self.prompt(prompt, tools) for prompt in prompts]
+        assembled = [self._fitted(prompt, ask) for prompt in prompts]
         if not assembled:
             return []
         reply = self._caller.reply(ask, self.model, self._prompter.calls)
@@ -306,6 +298,12 @@ class Engine:
             model, self.store, self.digest, shortest, other, partial(self._planner.home, model, self.profile)
         )
 
+    def _fitted(self, question: Question, ask: Ask) -> Prompt:
+        """The prompt of a question; without its last chunks where it is too long and they may be left out."""
+        tools, limit = _offered(ask), limit_of(ask, self.settings, self.model)
+        prompt = fitted(lambda n: self._prompter.prompt(question, self.digest, tools, n), limit)
+        return self._prefetcher.note(prompt)
+
     @fused
     def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
         prompt = chosen.prompt
@@ -329,8 +327,8 @@ class Engine:
         say: Callable[[str], None] | None,
         gone: threading.Event,
     ) -> Answer:
-        began, tools, model = time.perf_counter(), _offered(ask), self.model
-        assembled = self.prompt(prompt, tools)
+        began, model = time.perf_counter(), self.model
+        assembled = self._fitted(prompt, ask)
         reply = self._caller.reply(ask, model, self._prompter.calls)
         with model.lock:
             if gone.is_set():
@@ -378,6 +376,7 @@ class Engine:
         encoder.keep(work.tokens, work.prefix)
         if work.text:
             encoder.keep_amid(work.tokens, work.prefix)
+            self._prefetcher.remember(work.prefix)
             self._prompter.note(self.digest, work.text, work.source, work.tokens)
 
     def _load(self) -> HFModel:

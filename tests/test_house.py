@@ -28,6 +28,7 @@ ENGINE = {
     "calling",
     "encoding",
     "engine",
+    "fitting",
     "forgetting",
     "gate",
     "models",

@@ -17,6 +17,7 @@ from ragfuse.cli.options import (
     Index,
     Json,
     Model,
+    Overflow,
     Policy,
     Ratio,
     Store,
@@ -46,6 +47,7 @@ def ask(
     ratio: Ratio = None,
     top_k: Annotated[int | None, typer.Option(help="Chunks retrieved.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="New tokens at most.")] = None,
+    overflow: Overflow = None,
     no_kv: Annotated[bool, typer.Option("--no-kv", help="With --docs: index only, encode what is needed.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show what was reused and why.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Run the model's own full prefill beside it.")] = False,
@@ -65,6 +67,7 @@ def ask(
         ratio=ratio,
         top_k=top_k,
         max_tokens=max_tokens,
+        overflow=overflow,
     )
     console, found = console_for(json), find_files([docs]) if docs else None
     with console.status("loading the model"):

@@ -21,6 +21,7 @@ from ragfuse.cli.options import (
     Index,
     Json,
     Model,
+    Overflow,
     Policy,
     Ratio,
     Store,
@@ -91,6 +92,7 @@ def explain(
     policy: Policy = None,
     ratio: Ratio = None,
     top_k: Annotated[int | None, typer.Option(help="Chunks retrieved.")] = None,
+    overflow: Overflow = None,
     deadline: Annotated[float | None, typer.Option(help="Seconds until the first token is wanted.", min=0.0)] = None,
     json: Json = None,
 ) -> None:
@@ -98,7 +100,7 @@ def explain(
     if not question.strip():
         raise InputError('The question is empty. Ask something: ragfuse explain "Who built the bridge?"')
     given = {"model": model, "dtype": dtype, "device": device, "store": store, "policy": policy, "ratio": ratio}
-    settings, console = settings_of(**given, top_k=top_k), console_for(json)
+    settings, console = settings_of(**given, top_k=top_k, overflow=overflow), console_for(json)
     with console.status("loading the model"):
         from ragfuse.cli.library import Library
         from ragfuse.engine import Ask, Engine

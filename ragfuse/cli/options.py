@@ -23,6 +23,9 @@ Policy = Annotated[
     str | None, typer.Option("--policy", help="Which rows are recomputed: auto, hkvd, lexical, query, lego, ...")
 ]
 Ratio = Annotated[float | None, typer.Option("--ratio", help="Share of reused context rows computed again, 0 to 1.")]
+Overflow = Annotated[
+    str | None, typer.Option("--overflow", help="A prompt that is too long: error, or drop its last chunks.")
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result here as JSON ('-': standard output).")]
 Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]
 

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -344,6 +345,12 @@ def test_a_refusal_is_told_in_place_of_numbers():
     console = screen()
     show_trace(console, Trace(tokens=7, refusal="its rope [dynamic] depends on the prompt"))
     assert "7 tokens, all computed: its rope [dynamic] depends on the prompt" in shown(console)
+
+
+def test_what_was_left_out_is_named():
+    console = screen()
+    show_trace(console, replace(TRACE, dropped=("/docs/a[1].md", "")))
+    assert "left out, so that prompt and answer fit: a[1].md, a chunk" in shown(console)
 
 
 def test_streamed_text_is_broken_between_words():
