@@ -237,9 +237,10 @@ class Engine:
             self._finish(each, ids, reply, options, began, first.first_s) for each, ids in zip(ready, rows, strict=True)
         ]
 
-    def verify(self) -> Verdict:
+    def verify(self, progress: Callable[[str], object] = lambda check: None) -> Verdict:
         """Measure on the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
-        verdict = verify(self.model, *settle(self.settings.policy, self.settings.ratio, self.profile.choice))
+        how = settle(self.settings.policy, self.settings.ratio, self.profile.choice)
+        verdict = verify(self.model, *how, progress)
         self._profiles.judge(self.model.profile, verdict.passed)
         self._learned = replace(self.profile, verified=verdict.passed)
         return verdict

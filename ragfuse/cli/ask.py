@@ -22,6 +22,7 @@ from ragfuse.cli.options import (
     Ratio,
     Store,
     console_for,
+    prepared,
     settings_of,
     write_json,
 )
@@ -70,6 +71,7 @@ def ask(
         overflow=overflow,
     )
     console, found = console_for(json), find_files([docs]) if docs else None
+    prepared(settings)
     with console.status("loading the model"):
         from ragfuse.cli.library import Library
         from ragfuse.core import digest

@@ -26,6 +26,7 @@ from ragfuse.cli.options import (
     Ratio,
     Store,
     console_for,
+    prepared,
     settings_of,
     write_json,
 )
@@ -60,6 +61,7 @@ def measure(
     """Time prefill, fusing and every tier on this machine; from then on prompts are planned by these figures."""
     folder, others = _folder_first(store or ())
     settings, console = settings_of(model=model, dtype=dtype, device=device, store=folder), console_for(json)
+    prepared(settings)
     with console.status("loading the model"):
         from ragfuse.engine import Engine
 
@@ -101,6 +103,7 @@ def explain(
         raise InputError('The question is empty. Ask something: ragfuse explain "Who built the bridge?"')
     given = {"model": model, "dtype": dtype, "device": device, "store": store, "policy": policy, "ratio": ratio}
     settings, console = settings_of(**given, top_k=top_k, overflow=overflow), console_for(json)
+    prepared(settings)
     with console.status("loading the model"):
         from ragfuse.cli.library import Library
         from ragfuse.engine import Ask, Engine

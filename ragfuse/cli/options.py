@@ -52,6 +52,13 @@ def settings_of(**given: Any) -> Settings:
         raise SettingsError(f"ragfuse.toml in this folder cannot be read: {error}. Mend it or remove it.") from error
 
 
+def prepared(settings: Settings) -> None:
+    """Make the model ready where that is still to be done, before anything else is shown to be under way."""
+    from ragfuse.models import resolve_llm
+
+    resolve_llm(settings.model, settings.home)
+
+
 def write_json(data: dict[str, Any], target: Path | None) -> None:
     """Write a result where `--json` points, whole or not at all."""
     if target is None:
