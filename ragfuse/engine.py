@@ -17,21 +17,20 @@ from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.counting import Tally
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
-from ragfuse.fitting import drops, fitted, limit_of, room_of
+from ragfuse.fitting import fitted, limit_of
 from ragfuse.forgetting import chunk_of, forget_chunks
-from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.gate import Profiles, as_shipped
 from ragfuse.hf.handover import generate
-from ragfuse.hf.model import HFModel, NoSource, Prefill, load_model
+from ragfuse.hf.model import HFModel, load_model
 from ragfuse.hf.stream import FirstToken, StopWhen
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.keeping import open_kept, remember_tenant
-from ragfuse.load.layers import LayerReader
 from ragfuse.measure import Progress
 from ragfuse.models import quietly, resolve_llm
-from ragfuse.plan.controller import is_exact, settle
+from ragfuse.plan.controller import settle
 from ragfuse.planning import Planner
 from ragfuse.prefetching import Prefetcher
+from ragfuse.prefilling import Prefiller
 from ragfuse.profiles import MachineProfile, ModelProfile
 from ragfuse.prompting import Content, Prompter, Question
 from ragfuse.saving import EXIT_S, Saver, Work
@@ -39,10 +38,10 @@ from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
-from ragfuse.telemetry import answered, batched, fused, loading, planned, span
+from ragfuse.telemetry import answered, batched, span
 from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.timings import Timings
-from ragfuse.tracing import Ready, Timing, trace_of
+from ragfuse.tracing import Ready, trace_of
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
 
@@ -70,6 +69,7 @@ class Engine:
         self.tally = Tally(lambda: self._saver.waiting)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
         self._prefetcher = Prefetcher(self.store, lambda: self.encoder, self._booked)
+        self._prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
         self.marker, self._caller = self._prompter.marker, Caller()
 
     @staticmethod
@@ -181,23 +181,7 @@ class Engine:
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
         """Plan, load and prefill a prompt; InputError if it is longer than the model can take."""
-        ask, began, lost = ask or Ask(), time.perf_counter(), frozenset[int]()
-        room = room_of(prompt, self.model, drops(ask, self.settings))
-        while True:
-            chosen = planned(self._planner.plan)(prompt, _hurried(ask, began), self.model, self.profile, lost)
-            self._prefetcher.leave([fetch.key for fetch in chosen.fetches])
-            device, n_layers = self.model.device, self.model.n_layers
-            reader = LayerReader(self.store, chosen.fetches, n_layers, chosen.layers_a_read, device)
-            try:
-                with loading(reader, chosen):
-                    prefill = self._prefill(chosen, reader)
-            except LostRun as gone:
-                lost |= {gone.segment}
-                continue
-            compute = time.perf_counter() - began
-            self._timings.saw(self.model, chosen, reader.load_s)
-            timing = Timing(began, reader.load_s, reader.wait_s, compute - reader.wait_s)
-            return Ready(chosen, prefill, timing, room)
+        return self._prefiller.prepare(prompt, ask or Ask(), self.model, self.profile)
 
     def answer(self, prompt: Question, ask: Ask | None = None) -> Answer:
         """The answer to a prompt, with the trace of what was reused."""
@@ -305,21 +289,6 @@ class Engine:
         prompt = fitted(lambda n: self._prompter.prompt(question, self.digest, tools, n), limit)
         return self._prefetcher.note(prompt)
 
-    @fused
-    def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
-        prompt = chosen.prompt
-        if chosen.refusal:
-            return self.model.full_prefill(prompt.token_ids)
-        runs = []
-        for fetch in chosen.fetches:
-            segment, (lo, hi) = prompt.segments[fetch.segment], prompt.spans[fetch.segment]
-            blend = segment.kind == "chunk" and not is_exact(prompt, fetch)
-            runs.append(Run(fetch.segment, lo, hi, segment.start, blend))
-        source = reader if runs else NoSource()
-        return self.model.fuse(
-            prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio, asked=prompt.asked
-        )
-
     @answered
     def _answer(
         self,
@@ -403,13 +372,6 @@ class Engine:
 def _offered(ask: Ask) -> tuple[Tool, ...]:
     """The tools that a prompt tells of; InputError, before anything is loaded, for what cannot be used."""
     return checked(ask.tools, ask.tool_choice, ask.grammar).offered
-
-
-def _hurried(ask: Ask, began: float) -> Ask:
-    """The wish with what is left of its deadline, of which some may be spent."""
-    if ask.deadline_s is None:
-        return ask
-    return replace(ask, deadline_s=max(0.0, ask.deadline_s - (time.perf_counter() - began)))
 
 
 def _closed_at_exit(engine: Engine) -> Engine:

@@ -34,6 +34,7 @@ ENGINE = {
     "models",
     "planning",
     "prefetching",
+    "prefilling",
     "prompting",
     "saving",
     "sharing",

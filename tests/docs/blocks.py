@@ -1,7 +1,7 @@
 """The code blocks of the documentation, and the marks that stand before them.
 
-`<!-- first: CODE -->` is run before a block and not shown. `<!-- needs: NAME ... -->` lets a block wait for public names that
-are not there yet. `<!-- not run: REASON -->` leaves it out.
+`<!-- first: CODE -->` is run before a block and not shown. `<!-- needs: NAME ... -->` lets a block wait for public
+names that are not there yet. `<!-- not run: REASON -->` leaves it out.
 """
 
 from __future__ import annotations
