@@ -59,6 +59,7 @@ ROOMS: dict[str, set[str]] = {
     "models": {*NOUNS, "adapters"},
     "engine": EVERYTHING,
     **dict.fromkeys(ENGINE - {"adapters", "models", "engine"}, EVERYTHING - {"engine"}),
+    "metering": EVERYTHING,
     "bench": EVERYTHING,
     "demo": {*EVERYTHING, "bench"},
     "cli": {*NOUNS, *ENGINE, "bench", "demo", "text.Piece", "plan.words", "profiles"},
