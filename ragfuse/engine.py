@@ -11,8 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt, written
+from ragfuse.asking import Ask, hurried, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt
+from ragfuse.calling import Caller, Reply, Tool, offered
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
+from ragfuse.counting import Tally
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
 from ragfuse.fitting import drops, fitted, limit_of, room_of
@@ -21,7 +23,7 @@ from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.gate import Profiles, as_shipped
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, NoSource, Prefill, load_model
-from ragfuse.hf.stream import FirstToken, StopWhen, TextSink
+from ragfuse.hf.stream import FirstToken, StopWhen
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.keeping import open_kept, remember_tenant
 from ragfuse.load.layers import LayerReader
@@ -37,6 +39,7 @@ from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
+from ragfuse.telemetry import answered, batched, fused, loading, planned, span
 from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.timings import Timings
 from ragfuse.tracing import Ready, Timing, trace_of
@@ -64,9 +67,10 @@ class Engine:
         self._planner = Planner(self.settings, self.store, self._timings)
         self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
+        self.tally = Tally(lambda: self._saver.waiting)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
         self._prefetcher = Prefetcher(self.store, lambda: self.encoder, self._booked)
-        self.marker = self._prompter.marker
+        self.marker, self._caller = self._prompter.marker, Caller()
 
     @staticmethod
     def shared(settings: Settings | None = None) -> Engine:
@@ -104,12 +108,12 @@ class Engine:
         """Ids of a text; unless `special`, what looks like a special token in it stays text."""
         return self.model.tokens(text, special)
 
-    def prompt(self, prompt: Question) -> Prompt:
-        """Tokens, chunks and positions of a prompt: one text, or (role, content) messages by the chat template.
+    def prompt(self, prompt: Question, tools: Sequence[Tool] = ()) -> Prompt:
+        """Tokens, chunks and positions of a prompt: one text, or messages by the chat template, which tells of tools.
 
         Chunks are what carries this engine's marks, and every known chunk that stands in the text.
         """
-        return self._prefetcher.note(self._prompter.prompt(prompt, self.digest))
+        return self._prefetcher.note(self._prompter.prompt(prompt, self.digest, tools))
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
@@ -147,19 +151,13 @@ class Engine:
         return done
 
     def prefetch(self, texts: Iterable[str]) -> None:
-        """Begin to bring what the store holds of these chunks to memory, for the next prompt; returns at once.
-
-        It helps prompts that begin like the latest four here, or as chunks were encoded behind. It fills half of the
-        memory tier at most, reads nothing that a question reads for itself, and encodes nothing; the model is loaded if
-        it was not.
-        """
+        """Begin to bring what the store holds of these chunks to memory, for the next prompt, if that begins like one of
+        the latest or as chunks were encoded behind. Returns at once and encodes nothing; loads the model if need be."""
         self._prefetcher.submit(texts)
 
     def forget(self, texts: Iterable[str]) -> int:
-        """Drop the KV of these chunks, encoded in whatever company, pinned or not, from every tier; bytes freed.
-
-        They are no known chunks any more. Another tenant's entries stay, and what other processes hold in memory.
-        """
+        """Drop the KV of these chunks of this tenant, in whatever company and pinned or not, from every tier; bytes freed.
+        They are no known chunks any more. What other processes hold in memory stays there."""
         texts = [text.strip() for text in ((texts,) if isinstance(texts, str) else texts)]
         runs = {tuple(self.tokens(text)) for text in texts}
         self._saver.forget(runs)
@@ -172,19 +170,22 @@ class Engine:
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""
-        return self._planner.plan(self._fitted(prompt, ask or Ask()), ask or Ask(), self.model, self.profile)
+        ask = ask or Ask()
+        return self._planner.plan(self._fitted(prompt, ask), ask, self.model, self.profile)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
         """Plan, load and prefill a prompt; InputError if it is longer than the model can take."""
         ask, began, lost = ask or Ask(), time.perf_counter(), frozenset[int]()
         room = room_of(prompt, self.model, drops(ask, self.settings))
         while True:
-            chosen = self._planner.plan(prompt, _hurried(ask, began), self.model, self.profile, lost)
+            chosen = planned(self._planner.plan)(
+                prompt, hurried(ask, time.perf_counter() - began), self.model, self.profile, lost
+            )
             self._prefetcher.leave([fetch.key for fetch in chosen.fetches])
             device, n_layers = self.model.device, self.model.n_layers
             reader = LayerReader(self.store, chosen.fetches, n_layers, chosen.layers_a_read, device)
             try:
-                with reader:
+                with loading(reader, chosen):
                     prefill = self._prefill(chosen, reader)
             except LostRun as gone:
                 lost |= {gone.segment}
@@ -200,23 +201,36 @@ class Engine:
 
     def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
         """The answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
-        return AnswerStream(lambda say, gone: self._answer(prompt, ask or Ask(), say, gone))
+        ask = ask or Ask()
+        offered(ask)  # what cannot be used is told here, not while reading
+        return AnswerStream(lambda say, gone: self._answer(prompt, ask, say, gone))
 
-    def batch(self, prompts: Sequence[Question], ask: Ask | None = None) -> list[Answer]:
-        """Answers to several prompts: each fused by itself, all decoded together."""
-        ask, began, first = ask or Ask(), time.perf_counter(), FirstToken()
+    def batch(
+        self, prompts: Sequence[Question], ask: Ask | None = None, gone: threading.Event | None = None
+    ) -> list[Answer]:
+        """Answers to several prompts: each fused by itself, all decoded together; once `gone` is set, no further."""
+        return self._batch(prompts, ask or Ask(), gone or threading.Event())
+
+    @batched
+    def _batch(self, prompts: Sequence[Question], ask: Ask, gone: threading.Event) -> list[Answer]:
+        began, first = time.perf_counter(), FirstToken()
         assembled = [self._fitted(prompt, ask) for prompt in prompts]
         if not assembled:
             return []
+        reply = self._caller.reply(ask, self.model, self._prompter.calls)
         with self.model.lock:
             ready = [self.prepare(prompt, ask) for prompt in assembled]
-            options = options_of(ask, self.settings, min((r.room for r in ready if r.room is not None), default=None))
+            room = min((r.room for r in ready if r.room is not None), default=None)
+            options = reply.options(options_of(ask, self.settings, room))
             streamer = first if is_streamable(options, self.model) else None
-            rows = generate(self.model, [each.prefill for each in ready], options, streamer, seed=ask.seed)
+            stopping = [StopWhen(gone), *reply.stopping]
+            with span("decode"):
+                prefills = [each.prefill for each in ready]
+                rows = generate(self.model, prefills, options, streamer, stopping, ask.seed)
         rows = rows[:: sequences_per_prompt(options, self.model)]
         self._save_later(ready, ask)
         return [
-            self._finish(each, ids, ask, options, began, first.first_s) for each, ids in zip(ready, rows, strict=True)
+            self._finish(each, ids, reply, options, began, first.first_s) for each, ids in zip(ready, rows, strict=True)
         ]
 
     def verify(self) -> Verdict:
@@ -254,6 +268,7 @@ class Engine:
     def close(self, timeout_s: float | None = None) -> None:
         """Finish saving, or as much of it as `timeout_s` allows, and let go of the store."""
         forget(self)
+        self.tally.close()
         left = countdown(timeout_s)
         self._prefetcher.close(left())
         self._saver.close(left())
@@ -281,10 +296,11 @@ class Engine:
 
     def _fitted(self, question: Question, ask: Ask) -> Prompt:
         """The prompt of a question; without its last chunks where it is too long and they may be left out."""
-        limit = limit_of(ask, self.settings, self.model)
-        prompt = fitted(lambda n: self._prompter.prompt(question, self.digest, leave_out=n), limit)
+        tools, limit = offered(ask), limit_of(ask, self.settings, self.model)
+        prompt = fitted(lambda n: self._prompter.prompt(question, self.digest, tools, leave_out=n), limit)
         return self._prefetcher.note(prompt)
 
+    @fused
     def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
         prompt = chosen.prompt
         if chosen.refusal:
@@ -299,6 +315,7 @@ class Engine:
             prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio, asked=prompt.asked
         )
 
+    @answered
     def _answer(
         self,
         prompt: Question,
@@ -306,30 +323,38 @@ class Engine:
         say: Callable[[str], None] | None,
         gone: threading.Event,
     ) -> Answer:
-        began, model = time.perf_counter(), self.model
-        assembled = self._fitted(prompt, ask)
-        sink = FirstToken() if say is None else TextSink(model.words, say, ask.stop)
+        began, assembled, model = time.perf_counter(), self._fitted(prompt, ask), self.model
+        reply = self._caller.reply(ask, model, self._prompter.calls)
         with model.lock:
             if gone.is_set():
                 raise InputError("The stream was closed before its answer began.")
             ready = self.prepare(assembled, ask)
-            options = options_of(ask, self.settings, ready.room)
+            options = reply.options(options_of(ask, self.settings, ready.room))
+            sink = reply.sink(say, options)
             streamer = sink if is_streamable(options, model) else None
-            rows = generate(model, [ready.prefill], options, streamer, [StopWhen(gone)], ask.seed)
+            with span("decode"):
+                stopping = [StopWhen(gone), *reply.stopping]
+                rows = generate(model, [ready.prefill], options, streamer, stopping, ask.seed)
         self._save_later([ready], ask)
-        answer = self._finish(ready, rows[0], ask, options, began, sink.first_s)
+        answer = self._finish(ready, rows[0], reply, options, began, sink.first_s)
         if streamer is None and say is not None:
             say(answer.text)
         return answer
 
     def _finish(
-        self, ready: Ready, ids: Sequence[int], ask: Ask, options: dict[str, Any], began: float, first_s: float | None
+        self,
+        ready: Ready,
+        ids: Sequence[int],
+        reply: Reply,
+        options: dict[str, Any],
+        began: float,
+        first_s: float | None,
     ) -> Answer:
-        end = written(ids, ask, options, self.model)
+        end = reply.written(ids, options)
         timing = replace(ready.timing, began_s=began)
         trace = trace_of(ready.plan, ready.prefill, timing, first_s, time.perf_counter(), self.model.name)
         trace = replace(trace, promoted=self._planner.take_promoted())
-        return Answer(end.text, end.token_ids, end.reason, trace)
+        return Answer(end.text, end.token_ids, end.reason, trace, end.calls)
 
     def _save_later(self, ready: Sequence[Ready], ask: Ask) -> None:
         if ask.reuse and not self.model.profile.refusal:
@@ -367,13 +392,6 @@ class Engine:
             if self.book is not None:
                 raise
             return otherwise
-
-
-def _hurried(ask: Ask, began: float) -> Ask:
-    """The wish with what is left of its deadline, of which some may be spent."""
-    if ask.deadline_s is None:
-        return ask
-    return replace(ask, deadline_s=max(0.0, ask.deadline_s - (time.perf_counter() - began)))
 
 
 def _closed_at_exit(engine: Engine) -> Engine:

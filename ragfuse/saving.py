@@ -91,6 +91,12 @@ class Saver:
             at_hand = self._at_hand
             self._changed.wait_for(lambda: at_hand is None or self._at_hand is not at_hand)
 
+    @property
+    def waiting(self) -> int:
+        """Runs that wait to be encoded, the one at hand too."""
+        with self._changed:
+            return len(self._waiting) + (self._at_hand is not None)
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing waits; False if that took too long."""
         with self._changed:

@@ -109,7 +109,7 @@ class KVStore:
             try:
                 found = self._decoded(source, key, first, count)
             except Exception:
-                self._counts.add("corrupt")
+                source.counts.add("corrupt")
                 log.exception("Could not read layer %d of %s from tier %s", first, key, source.name)
                 continue
             if found is not None:
@@ -138,7 +138,7 @@ class KVStore:
         return StoreStats(
             hits=self._counts["hits"],
             misses=self._counts["misses"],
-            corrupt=self._counts["corrupt"] + sum(tier.counts["corrupt"] for tier in self.tiers),
+            corrupt=sum(tier.counts["corrupt"] for tier in self.tiers),
             evicted=sum(tier.counts["evicted"] for tier in self.tiers),
             dropped_writes=self._saves.writers.dropped + self._saves.writers.failed + refused,
             nbytes={tier.name: tier.nbytes for tier in self.tiers},
