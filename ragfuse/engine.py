@@ -151,12 +151,12 @@ class Engine:
         return done
 
     def prefetch(self, texts: Iterable[str]) -> None:
-        """Begin to bring what the store holds of these chunks to memory, for the next prompt, if that begins like one of
-        the latest or as chunks were encoded behind. Returns at once and encodes nothing; loads the model if need be."""
+        """Begin to bring what the store holds of these chunks to memory, for the next prompt, if that begins like
+        one of the latest or as chunks were encoded behind. Returns at once, encodes nothing, may load the model."""
         self._prefetcher.submit(texts)
 
     def forget(self, texts: Iterable[str]) -> int:
-        """Drop the KV of these chunks of this tenant, in whatever company and pinned or not, from every tier; bytes freed.
+        """Drop the KV of these chunks of this tenant, in any company and pinned or not, from every tier; bytes freed.
         They are no known chunks any more. What other processes hold in memory stays there."""
         texts = [text.strip() for text in ((texts,) if isinstance(texts, str) else texts)]
         runs = {tuple(self.tokens(text)) for text in texts}
