@@ -71,6 +71,11 @@ def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tool
     return found
 
 
+def offered(ask: Ask) -> tuple[Tool, ...]:
+    """The tools that a prompt tells of; InputError, before anything is loaded, for what cannot be used."""
+    return checked(ask.tools, ask.tool_choice, ask.grammar).offered
+
+
 def _name(tool: Tool) -> str:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None

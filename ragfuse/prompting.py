@@ -94,10 +94,10 @@ class Prompter:
         turns = _turns(question)
         asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
         left = lean([self.pieces(turn.content, digest) for turn in turns], leave_out, asked)
-        turns = [replace(turn, content=parts) for turn, parts in zip(turns, left.contents, strict=True)]
+        turns = [replace(turn, content=content) for turn, content in zip(turns, left.contents, strict=True)]
         render = partial(self._render, tools=tools) if getattr(model.words, "chat_template", None) else None
-        chat = Assembler(model.tokens, self._key, render, shortest, shortest, has_amid, self.calls).chat(turns, tools)
-        return replace(chat, dropped=left.sources)
+        chat = Assembler(model.tokens, self._key, render, shortest, shortest, has_amid, self.calls)
+        return replace(chat.chat(turns, tools), dropped=left.sources)
 
     def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
@@ -117,7 +117,7 @@ class Prompter:
 
 
 def _turns(question: Question) -> list[Turn]:
-    """The messages of a question; InputError if there are none."""
+    """The messages; InputError if there are none."""
     messages = [Turn("user", question)] if isinstance(question, str) else list(question)
     if not messages:
         raise InputError("There are no messages; wanted at least one, such as ('user', 'a question').")
