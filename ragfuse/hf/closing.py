@@ -9,13 +9,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+LLMatcher = Any
+LLTokenizer = Any
+"""Of llguidance, which is an extra: imported where it is used."""
 
 QUOTE, ESCAPE = ord('"'), ord("\\")
 CLASS = 100

@@ -10,7 +10,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from ragfuse.errors import InputError
 from ragfuse.grammar import Grammar
 from ragfuse.hf.closing import OUTSIDE, Closing, allowed_by
 
-if TYPE_CHECKING:
-    from llguidance import JsonCompileOptions, LLMatcher, LLTokenizer
+LLMatcher = Any
+LLTokenizer = Any
+"""Of llguidance, which is an extra: imported where it is used."""
 
 
 def check(grammar: Grammar, what: str = "The grammar") -> None:
@@ -224,7 +225,8 @@ def _source(grammar: Grammar) -> str:
     from llguidance import LLMatcher
 
     if grammar.kind == "json":
-        return LLMatcher.grammar_from_json_schema(grammar.source, overrides=cast("JsonCompileOptions", dict(LAYOUT)))
+        layout: Any = dict(LAYOUT)
+        return LLMatcher.grammar_from_json_schema(grammar.source, overrides=layout)
     make: Any = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
     return str(make(grammar.source))
 

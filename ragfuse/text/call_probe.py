@@ -1,7 +1,7 @@
 """How a chat template writes calls of tools: found by rendering made-up ones and looking what stands around them.
 
-No family is known by name. A template that says nothing of tools, or writes calls as anything but a name and a JSON object
-of arguments, is left alone: `calls.PLAIN` is in words of its own.
+No family is known by name. A template that says nothing of tools, or writes calls as anything but a name and a JSON
+object of arguments, is left alone: `calls.PLAIN` is in words of its own.
 """
 
 from __future__ import annotations

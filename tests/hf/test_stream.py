@@ -31,14 +31,16 @@ def spoken(words, ids, size=1):
 @given(st.lists(st.integers(3, 49_151), max_size=40))
 def test_random_ids_are_said_as_they_are_read(words, ids):
     said = spoken(words, ids)
-    assert "".join(said) == text_of(words)(ids) and all(said)
+    assert "".join(said) == text_of(words)(ids)
+    assert all(said)
 
 
 @given(st.text(alphabet=" \n\t.,'néß漢🙂a", max_size=30))
 def test_white_space_and_parts_of_characters_are_neither_lost_nor_said_twice(words, text):
     ids = words(text, add_special_tokens=False).input_ids
     said = spoken(words, ids)
-    assert "".join(said) == text and "\ufffd" not in "".join(said)
+    assert "".join(said) == text
+    assert "\ufffd" not in "".join(said)
 
 
 def test_what_comes_behind_the_end_is_not_said(words):
@@ -61,4 +63,5 @@ def test_a_sequence_is_stopped_where_its_text_says_so(words):
 def test_bytes_that_never_become_a_character_are_said_at_the_end(words):
     broken = words("🙂", add_special_tokens=False).input_ids[:1]
     spelling = Spelling(text_of(words))
-    assert spelling.add(broken) == "" and spelling.end() == text_of(words)(broken)
+    assert spelling.add(broken) == ""
+    assert spelling.end() == text_of(words)(broken)

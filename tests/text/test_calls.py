@@ -86,28 +86,41 @@ def format_of(source: str) -> CallFormat:
 def test_hermes_is_found():
     for source in (HERMES, THINKS):
         found = format_of(source)
-        assert found.native and found.marker == "<tool_call>" and not found.as_text
-        assert found.head.strip() == '<tool_call>\n{"name": "' and found.inner == ('", "arguments": ',)
-        assert found.again == '}\n</tool_call>\n<tool_call>\n{"name": "' and found.tail == "}\n</tool_call>"
+        assert found.native
+        assert found.marker == "<tool_call>"
+        assert not found.as_text
+        assert found.head.strip() == '<tool_call>\n{"name": "'
+        assert found.inner == ('", "arguments": ',)
+        assert found.again == '}\n</tool_call>\n<tool_call>\n{"name": "'
+        assert found.tail == "}\n</tool_call>"
 
 
 def test_bare_json_is_found_with_one_call_at_a_time():
     found = format_of(LLAMA)
     assert (found.head, found.inner, found.tail) == ('{"name": "', ('", "parameters": ',), "}")
-    assert found.native and found.again is None and found.marker == ""
+    assert found.native
+    assert found.again is None
+    assert found.marker == ""
 
 
 def test_a_list_of_calls_with_ids_of_nine_letters_is_found():
     found = format_of(MISTRAL)
-    assert found.native and found.id_size == 9 and found.slots == ("name", "arguments", "id")
-    assert found.marker == "[TOOL_CALLS]" and found.head == '[TOOL_CALLS] [{"name": "' and found.tail == '"}]'
+    assert found.native
+    assert found.id_size == 9
+    assert found.slots == ("name", "arguments", "id")
+    assert found.marker == "[TOOL_CALLS]"
+    assert found.head == '[TOOL_CALLS] [{"name": "'
+    assert found.tail == '"}]'
     assert found.again == '"}, {"name": "'
 
 
 def test_arguments_that_must_be_text_are_found():
     found = format_of(DEEP)
-    assert found.native and found.as_text and found.marker == "<|calls|>"
-    assert found.inner == ("\n```json\n",) and found.tail == "\n```<|end|>"
+    assert found.native
+    assert found.as_text
+    assert found.marker == "<|calls|>"
+    assert found.inner == ("\n```json\n",)
+    assert found.tail == "\n```<|end|>"
 
 
 @pytest.mark.parametrize("source", [SILENT, XML], ids=["no tools", "no JSON"])
@@ -123,7 +136,8 @@ def test_what_is_written_is_read_back_with_new_ids(format: CallFormat):
     calls = (A, B) if format.again is not None else (A,)
     read = format.read(format.write(calls))
     assert [(call.name, call.arguments) for call in read] == [(call.name, call.arguments) for call in calls]
-    assert len({call.id for call in read}) == len(calls) and all(call.id.startswith("call_") for call in read)
+    assert len({call.id for call in read}) == len(calls)
+    assert all(call.id.startswith("call_") for call in read)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=["plain", "hermes", "llama", "mistral", "deep"])
@@ -138,19 +152,22 @@ def test_a_call_that_is_cut_off_is_none_and_its_markup_no_text(format: CallForma
 def test_text_is_ready_only_where_no_call_can_begin(format: CallFormat):
     text = "Let me see <b>.\n\n" + format.write((A,))
     ends = [format.ready(text[:size]) for size in range(len(text) + 1)]
-    assert ends == sorted(ends) and ends[-1] == len("Let me see <b>.") == max(ends)
+    assert ends == sorted(ends)
+    assert ends[-1] == len("Let me see <b>.") == max(ends)
 
 
 def test_text_before_bare_json_is_text():
     found = format_of(LLAMA)
-    assert found.opens('See {"name": "x"}') == -1 and found.ready('See {"name"') == len('See {"name"')
+    assert found.opens('See {"name": "x"}') == -1
+    assert found.ready('See {"name"') == len('See {"name"')
     assert found.ready(" ") == found.ready('{"na') == 0
 
 
 def test_a_call_made_twice_is_made_once():
     text = PLAIN.write((A, B, A))
     assert [call.name for call in PLAIN.read(text)] == ["weather", "walk.to"]
-    assert PLAIN.repeats(text) and not PLAIN.repeats(PLAIN.write((A, B)))
+    assert PLAIN.repeats(text)
+    assert not PLAIN.repeats(PLAIN.write((A, B)))
 
 
 def test_plain_words_tell_of_tools_calls_and_results_and_keep_chunks():
@@ -168,4 +185,5 @@ def test_plain_words_tell_of_tools_calls_and_results_and_keep_chunks():
     assert PLAIN.read("".join(piece.text for piece in told[2].content))[0].arguments == {"city": "Rome"}
     assert chunk in told[3].content
     said = "".join(piece.text for piece in told[3].content)
-    assert said.count("<tool_response>") == 2 and said.endswith("So?")
+    assert said.count("<tool_response>") == 2
+    assert said.endswith("So?")
