@@ -1,4 +1,4 @@
-"""How calls of tools stand in text: found on each template, written, read back, and never mistaken for an answer's text."""
+"""How calls of tools stand in text: found on each template, written, read back, never mistaken for text."""
 
 import json
 
@@ -29,23 +29,27 @@ Tools: {% for tool in tools %}{{ tool | tojson }}
 LLAMA = """{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{
 raise_exception('one call at a time') }}{% endif %}<|start|>assistant<|sep|>
 
-{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}<|im_end|>{%
+{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{
+m.tool_calls[0].function.arguments | tojson }}}<|im_end|>{%
 elif m.role == 'tool' %}<|start|>ipython<|sep|>
 
 {{ m.content | tojson }}<|im_end|>{% else %}<|start|>{{ m.role }}<|sep|>
 
 {% if tools and loop.first %}{% for tool in tools %}{{ tool | tojson(indent=4) }}
-{% endfor %}{% endif %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|sep|>
+{% endfor %}{% endif %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}{%
+if add_generation_prompt %}<|start|>assistant<|sep|>
 
 {% endif %}"""
-MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{%
+MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}{% if tools %}[AVAILABLE_TOOLS] {{
+tools | tojson }}[/AVAILABLE_TOOLS]{%
 endif %}[INST] {{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS] [{% for call in m.tool_calls %}{%
 if call.id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}{% set out = call.function | tojson %}{{
 out[:-1] }}, "id": "{{ call.id }}"}{{ "]" if loop.last else ", " }}{% endfor %}<|im_end|>{% elif m.role == 'tool' %}{%
 if m.tool_call_id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}[TOOL_RESULTS] {"content": {{
 m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]{% else %} {{ m.content }}<|im_end|>{%
 endif %}{% endfor %}"""
-DEEP = """{% for m in messages %}{% if m.role == 'user' %}{% if tools %}{{ tools | tojson }}{% endif %}<|user|>{{ m.content }}{%
+DEEP = """{% for m in messages %}{% if m.role == 'user' %}{% if tools %}{{ tools | tojson }}{% endif %}<|user|>{{
+m.content }}{%
 elif m.tool_calls %}<|assistant|><|calls|>{% for call in m.tool_calls %}<|call|>function<|sep|>{{ call.function.name }}
 ```json
 {{ call.function.arguments + '' }}
@@ -57,7 +61,8 @@ THINKS = HERMES.replace(
 )
 XML = HERMES.replace(
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}',
-    "<function={{ call.function.name }}>{% for k, v in call.function.arguments.items() %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}",
+    "<function={{ call.function.name }}>"
+    "{% for k, v in call.function.arguments.items() %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}",
 )
 SILENT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
