@@ -115,6 +115,11 @@ def is_single(options: Mapping[str, Any], model: HFModel) -> bool:
     return int(_told("num_beams", options, model) or 1) == 1
 
 
+def is_sampled(options: Mapping[str, Any], model: HFModel) -> bool:
+    """Whether tokens are drawn, not the likeliest ones taken."""
+    return bool(_told("do_sample", options, model))
+
+
 def kept_of(ids: Sequence[int], options: Mapping[str, Any], model: HFModel) -> tuple[list[int], bool]:
     """An answer's ids up to the end token, padding of a batch left out; whether it ended before it had to."""
     ends = ends_of(model, options)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ragfuse.asking import ends_of
 from ragfuse.core import ChunkKey, Prompt
 from ragfuse.errors import InputError
 from ragfuse.gate import Booked
@@ -20,7 +21,8 @@ from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
 from ragfuse.store import KnownText
 from ragfuse.text.assemble import Assembler
-from ragfuse.text.calls import PLAIN, CallFormat
+from ragfuse.text.call_probe import call_format
+from ragfuse.text.calls import CallFormat
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
 from ragfuse.text.fit import lean
 from ragfuse.text.turns import Content, Turn
@@ -75,7 +77,9 @@ class Prompter:
     def calls(self) -> CallFormat:
         """How the model writes calls of tools, found once."""
         if self._calls is None:
-            self._calls = PLAIN
+            model, words = self._model(), self._model().words
+            own = [str(token) for token in words.added_tokens_decoder.values()]
+            self._calls = call_format(self._render, own, [words.decode([end]) for end in ends_of(model)])
         return self._calls
 
     def prompt(
