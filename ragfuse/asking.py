@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.fuse.select import policy_named
+from ragfuse.grammar import Grammar
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.stream import cut_at_stop
 from ragfuse.plan.controller import AUTO
 from ragfuse.settings import Settings
 
@@ -22,6 +22,9 @@ class Ask:
     reuse False: the model's own full prefill, for comparison. deadline_s: seconds from the plan until the first token
     is wanted; on a measured machine it bounds how far loading may raise the ratio, and a plan that misses it says so.
     options: anything transformers' `generate` takes.
+
+    tools: what may be called, as OpenAI has it; tool_choice: "auto" (text or calls), "none", "required", or the one to
+    call. grammar: what the answer must follow. Stop strings count in text alone, never in a call or a grammar's text.
     """
 
     max_tokens: int | None = None
@@ -32,6 +35,9 @@ class Ask:
     seed: int | None = None
     deadline_s: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str = "auto"
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if self.ratio is not None and not 0 <= self.ratio <= 1:
@@ -77,7 +83,7 @@ def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[st
         asked = options.get("max_new_tokens") or ask.max_tokens or getattr(config, "max_new_tokens", None)
         limit = asked or settings.max_tokens
         options["max_new_tokens"] = limit if room is None else min(limit, room)
-    if ask.stop:
+    if ask.stop and not ask.tools and ask.grammar is None:
         options["stop_strings"] = list(ask.stop)
     return options
 
@@ -89,29 +95,22 @@ def sequences_per_prompt(options: Mapping[str, Any], model: HFModel) -> int:
 
 def is_streamable(options: Mapping[str, Any], model: HFModel) -> bool:
     """Whether tokens come one after the other: `generate` streams neither beams nor several sequences."""
-    return sequences_per_prompt(options, model) == 1 and int(_told("num_beams", options, model) or 1) == 1
+    return sequences_per_prompt(options, model) == 1 and is_single(options, model)
 
 
-@dataclass(frozen=True)
-class Written:
-    """An answer's text, its ids up to the end token, and why it ended."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    reason: Literal["stop", "length"]
+def is_single(options: Mapping[str, Any], model: HFModel) -> bool:
+    """Whether each sequence grows by itself, not as one of several beams."""
+    return int(_told("num_beams", options, model) or 1) == 1
 
 
-def written(ids: Sequence[int], ask: Ask, options: Mapping[str, Any], model: HFModel) -> Written:
-    """What new ids say: up to the end token or the first stop string, padding of a batch left out."""
+def kept_of(ids: Sequence[int], options: Mapping[str, Any], model: HFModel) -> tuple[list[int], bool]:
+    """An answer's ids up to the end token, padding of a batch left out; whether it ended before it had to."""
     ends = ends_of(model, options)
     stop = next((at for at, token in enumerate(ids) if token in ends), None)
     kept = list(ids[:stop])
     if stop is None:
         kept = _without_padding(kept, _told("pad_token_id", options, model))
-    raw = model.text(kept)
-    text = cut_at_stop(raw, ask.stop)
-    over = stop is not None or len(text) < len(raw) or len(kept) < options.get("max_new_tokens", 0)
-    return Written(text, tuple(kept), "stop" if over else "length")
+    return kept, stop is not None or len(kept) < options.get("max_new_tokens", 0)
 
 
 def ends_of(model: HFModel, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:

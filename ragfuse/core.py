@@ -359,10 +359,24 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """One call of a tool that a model asks for; `id` is what its result refers to."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+
+Ended = Literal["stop", "length", "tool_calls"]
+"""Why an answer ended: by itself or a stop string, at its longest, or to hear what tools say."""
+
+
+@dataclass(frozen=True)
 class Answer:
-    """What came out: the text, its token ids, why it stopped, and the trace."""
+    """What came out: the text, its token ids, why it stopped, the trace, and the tools it calls."""
 
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Ended
     trace: Trace
+    tool_calls: tuple[ToolCall, ...] = ()

@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt, written
+from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt
+from ragfuse.calling import Caller, Reply, Tool, checked
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
-from ragfuse.encoding import Encoder
+from ragfuse.counting import Tally
+from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
+from ragfuse.forgetting import chunk_of, forget_chunks
 from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.gate import Profiles, as_shipped
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, NoSource, Prefill, load_model
-from ragfuse.hf.stream import FirstToken, StopWhen, TextSink
+from ragfuse.hf.stream import FirstToken, StopWhen
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.keeping import open_kept, remember_tenant
 from ragfuse.load.layers import LayerReader
@@ -27,6 +30,7 @@ from ragfuse.measure import Progress
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.plan.controller import is_exact, settle
 from ragfuse.planning import Planner
+from ragfuse.prefetching import Prefetcher
 from ragfuse.profiles import MachineProfile, ModelProfile
 from ragfuse.prompting import Content, Prompter, Question
 from ragfuse.saving import EXIT_S, Saver, Work
@@ -34,6 +38,7 @@ from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
+from ragfuse.telemetry import answered, batched, fused, loading, planned, span
 from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.timings import Timings
 from ragfuse.tracing import Timing, trace_of
@@ -41,22 +46,6 @@ from ragfuse.tracing import Timing, trace_of
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Ingested:
-    """What an ingest did: chunks given, those encoded and kept now, their tokens, bytes of KV, seconds."""
-
-    chunks: int = 0
-    encoded: int = 0
-    tokens: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-
-    def plus(self, tokens: int, nbytes: int, seconds: float) -> Ingested:
-        """After one more chunk, of which so many bytes were new, at `seconds`."""
-        new = bool(nbytes)
-        return Ingested(self.chunks + 1, self.encoded + new, self.tokens + new * tokens, self.nbytes + nbytes, seconds)
 
 
 @dataclass(frozen=True)
@@ -87,8 +76,10 @@ class Engine:
         self._planner = Planner(self.settings, self.store, self._timings)
         self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
+        self.tally = Tally(lambda: self._saver.waiting)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
-        self.marker = self._prompter.marker
+        self._prefetcher = Prefetcher(self.store, lambda: self.encoder)
+        self.marker, self._caller = self._prompter.marker, Caller()
 
     @staticmethod
     def shared(settings: Settings | None = None) -> Engine:
@@ -126,12 +117,12 @@ class Engine:
         """Ids of a text; unless `special`, what looks like a special token in it stays text."""
         return self.model.tokens(text, special)
 
-    def prompt(self, prompt: Question) -> Prompt:
-        """Tokens, chunks and positions of a prompt: one text, or (role, content) messages by the chat template.
+    def prompt(self, prompt: Question, tools: Sequence[Tool] = ()) -> Prompt:
+        """Tokens, chunks and positions of a prompt: one text, or messages by the chat template, which tells of tools.
 
         Chunks are what carries this engine's marks, and every known chunk that stands in the text.
         """
-        return self._prompter.prompt(prompt, self.digest)
+        return self._prefetcher.note(self._prompter.prompt(prompt, self.digest, tools))
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
@@ -167,20 +158,45 @@ class Engine:
                 progress(done)
         return done
 
+    def prefetch(self, texts: Iterable[str]) -> None:
+        """Begin to bring what the store holds of these chunks to memory, for the next prompt; returns at once.
+
+        It helps prompts that begin like one of the latest four. It fills half of the memory tier at most, reads nothing
+        that a question reads for itself, and encodes nothing; the model is loaded if it was not.
+        """
+        self._prefetcher.submit(texts)
+
+    def forget(self, texts: Iterable[str]) -> int:
+        """Drop the KV of these chunks, encoded in whatever company, pinned or not, from every tier; bytes freed.
+
+        They are no known chunks any more. Another tenant's entries stay, and what other processes hold in memory.
+        """
+        texts = [text.strip() for text in ((texts,) if isinstance(texts, str) else texts)]
+        runs = {tuple(self.tokens(text)) for text in texts}
+        self._saver.forget(runs)
+        self._prompter.forget(self.digest, texts)
+        return forget_chunks(self.store, self.book, {chunk_of(self.key(run)) for run in runs})
+
+    def known_texts(self, source: str) -> list[str]:
+        """Texts of known chunks that came from this source."""
+        return self._prompter.known_from(self.digest, source)
+
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""
-        return self._planner.plan(self.prompt(prompt), ask or Ask(), self.model, self.profile)
+        ask = ask or Ask()
+        return self._planner.plan(self.prompt(prompt, _offered(ask)), ask, self.model, self.profile)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
         """Plan, load and prefill a prompt; InputError if it is longer than the model can take."""
         ask, began, lost = ask or Ask(), time.perf_counter(), frozenset[int]()
         room = room_behind(prompt.segments[-1].stop, self.model)
         while True:
-            chosen = self._planner.plan(prompt, _hurried(ask, began), self.model, self.profile, lost)
+            chosen = planned(self._planner.plan)(prompt, _hurried(ask, began), self.model, self.profile, lost)
+            self._prefetcher.leave([fetch.key for fetch in chosen.fetches])
             device, n_layers = self.model.device, self.model.n_layers
             reader = LayerReader(self.store, chosen.fetches, n_layers, chosen.layers_a_read, device)
             try:
-                with reader:
+                with loading(reader, chosen):
                     prefill = self._prefill(chosen, reader)
             except LostRun as gone:
                 lost |= {gone.segment}
@@ -196,26 +212,37 @@ class Engine:
 
     def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
         """The answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
-        return AnswerStream(lambda say, gone: self._answer(prompt, ask or Ask(), say, gone))
+        ask = ask or Ask()
+        _offered(ask)  # what cannot be used is told here, not while reading
+        return AnswerStream(lambda say, gone: self._answer(prompt, ask, say, gone))
 
     def batch(
         self, prompts: Sequence[Question], ask: Ask | None = None, gone: threading.Event | None = None
     ) -> list[Answer]:
         """Answers to several prompts: each fused by itself, all decoded together; once `gone` is set, no further."""
-        ask, began, first = ask or Ask(), time.perf_counter(), FirstToken()
-        assembled = [self.prompt(prompt) for prompt in prompts]
+        return self._batch(prompts, ask or Ask(), gone or threading.Event())
+
+    @batched
+    def _batch(self, prompts: Sequence[Question], ask: Ask, gone: threading.Event) -> list[Answer]:
+        began, first = time.perf_counter(), FirstToken()
+        tools = _offered(ask)
+        assembled = [self.prompt(prompt, tools) for prompt in prompts]
         if not assembled:
             return []
+        reply = self._caller.reply(ask, self.model, self._prompter.calls)
         with self.model.lock:
             ready = [self.prepare(prompt, ask) for prompt in assembled]
-            options = options_of(ask, self.settings, min((r.room for r in ready if r.room is not None), default=None))
+            room = min((r.room for r in ready if r.room is not None), default=None)
+            options = reply.options(options_of(ask, self.settings, room))
             streamer = first if is_streamable(options, self.model) else None
-            stopping = [] if gone is None else [StopWhen(gone)]
-            rows = generate(self.model, [each.prefill for each in ready], options, streamer, stopping, ask.seed)
+            stopping = [StopWhen(gone), *reply.stopping]
+            with span("decode"):
+                prefills = [each.prefill for each in ready]
+                rows = generate(self.model, prefills, options, streamer, stopping, ask.seed)
         rows = rows[:: sequences_per_prompt(options, self.model)]
         self._save_later(ready, ask)
         return [
-            self._finish(each, ids, ask, options, began, first.first_s) for each, ids in zip(ready, rows, strict=True)
+            self._finish(each, ids, reply, options, began, first.first_s) for each, ids in zip(ready, rows, strict=True)
         ]
 
     def verify(self) -> Verdict:
@@ -245,14 +272,17 @@ class Engine:
         return self._planner.measure(self.model, stores, progress)
 
     def flush(self) -> None:
-        """Wait until every chunk met so far is encoded and written."""
+        """Wait until every chunk met so far is encoded and written, and all that is prefetched is there."""
+        self._prefetcher.flush()
         self._saver.flush()
         self.store.flush()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish saving, or as much of it as `timeout_s` allows, and let go of the store."""
         forget(self)
+        self.tally.close()
         left = countdown(timeout_s)
+        self._prefetcher.close(left())
         self._saver.close(left())
         self.store.close(left())
         book, self.book = self.book, None
@@ -276,6 +306,7 @@ class Engine:
             model, self.store, self.digest, shortest, other, partial(self._planner.home, model, self.profile)
         )
 
+    @fused
     def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
         prompt = chosen.prompt
         if chosen.refusal:
@@ -290,6 +321,7 @@ class Engine:
             prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio, asked=prompt.asked
         )
 
+    @answered
     def _answer(
         self,
         prompt: Question,
@@ -297,30 +329,39 @@ class Engine:
         say: Callable[[str], None] | None,
         gone: threading.Event,
     ) -> Answer:
-        began, model = time.perf_counter(), self.model
-        assembled = self.prompt(prompt)
-        sink = FirstToken() if say is None else TextSink(model.words, say, ask.stop)
+        began, tools, model = time.perf_counter(), _offered(ask), self.model
+        assembled = self.prompt(prompt, tools)
+        reply = self._caller.reply(ask, model, self._prompter.calls)
         with model.lock:
             if gone.is_set():
                 raise InputError("The stream was closed before its answer began.")
             ready = self.prepare(assembled, ask)
-            options = options_of(ask, self.settings, ready.room)
+            options = reply.options(options_of(ask, self.settings, ready.room))
+            sink = reply.sink(say, options)
             streamer = sink if is_streamable(options, model) else None
-            rows = generate(model, [ready.prefill], options, streamer, [StopWhen(gone)], ask.seed)
+            with span("decode"):
+                stopping = [StopWhen(gone), *reply.stopping]
+                rows = generate(model, [ready.prefill], options, streamer, stopping, ask.seed)
         self._save_later([ready], ask)
-        answer = self._finish(ready, rows[0], ask, options, began, sink.first_s)
+        answer = self._finish(ready, rows[0], reply, options, began, sink.first_s)
         if streamer is None and say is not None:
             say(answer.text)
         return answer
 
     def _finish(
-        self, ready: Ready, ids: Sequence[int], ask: Ask, options: dict[str, Any], began: float, first_s: float | None
+        self,
+        ready: Ready,
+        ids: Sequence[int],
+        reply: Reply,
+        options: dict[str, Any],
+        began: float,
+        first_s: float | None,
     ) -> Answer:
-        end = written(ids, ask, options, self.model)
+        end = reply.written(ids, options)
         timing = replace(ready.timing, began_s=began)
         trace = trace_of(ready.plan, ready.prefill, timing, first_s, time.perf_counter(), self.model.name)
         trace = replace(trace, promoted=self._planner.take_promoted())
-        return Answer(end.text, end.token_ids, end.reason, trace)
+        return Answer(end.text, end.token_ids, end.reason, trace, end.calls)
 
     def _save_later(self, ready: Sequence[Ready], ask: Ask) -> None:
         if ask.reuse and not self.model.profile.refusal:
@@ -357,6 +398,11 @@ class Engine:
             if self.book is not None:
                 raise
             return otherwise
+
+
+def _offered(ask: Ask) -> tuple[Tool, ...]:
+    """The tools that a prompt tells of; InputError, before anything is loaded, for what cannot be used."""
+    return checked(ask.tools, ask.tool_choice, ask.grammar).offered
 
 
 def _hurried(ask: Ask, began: float) -> Ask:
