@@ -45,8 +45,9 @@ class RagFuseModel(BaseModel):
     """Share of them, 0 (plain reuse) to 1 (full prefill); None: what the settings say."""
     reuse: bool = True
     """False: the model's own full prefill, for comparison."""
-    overflow: Literal["error", "drop"] = "error"
-    """A prompt longer than the model's window: refused with the numbers, or its last documents left out."""
+    overflow: Literal["error", "drop"] | None = None
+    """A prompt longer than the model's window: refused with the numbers, or its last documents left out; None: what
+    the settings say."""
 
     temperature: float | None = None
     """None or 0: greedy."""
