@@ -27,11 +27,16 @@ def tools_of(tools: Sequence[Any], strict: bool | None = None) -> list[dict[str,
 
 
 def choice_of(choice: str | bool | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
-    """LangChain's and OpenAI's ways to say whether a tool must be called, as one word; InputError for no such tool."""
+    """LangChain's and OpenAI's ways to say whether a tool must be called, as one word; InputError for no such tool.
+
+    Where one must be called and there is one, it is its name: that is one call, "required" is one or several.
+    """
     if isinstance(choice, Mapping):
         choice = (choice.get("function") or choice).get("name") or choice.get("type")
     names = [tool["function"]["name"] for tool in tools]
-    word = {None: "auto", False: "auto", True: "required", "any": "required"}.get(choice, choice)  # type: ignore[arg-type]
+    if choice in (True, "any", "required") and len(names) == 1:
+        return str(names[0])  # one call and no more
+    word = "auto" if choice is None or choice is False else "required" if choice in (True, "any") else choice
     if word in names or word in ("auto", "none") or (word == "required" and names):
         return str(word)
     raise InputError(f"tool_choice is {choice!r}; wanted 'any', one of {', '.join(CHOICES)}, or a tool: {names}.")

@@ -190,9 +190,7 @@ def test_documents_behind_their_metadata_hit(llm: ChatRagFuse, retriever: BaseRe
         lambda text: text.replace("e", "é", 1),
     ],
 )
-def test_a_chunk_that_was_edited_does_not_hit(
-    make: Any, edit: Any, llm: ChatRagFuse, retriever: BaseRetriever
-) -> None:
+def test_a_chunk_that_was_edited_does_not_hit(make: Any, edit: Any, llm: ChatRagFuse, retriever: BaseRetriever) -> None:
     def edited(found: list[Document]) -> list[Document]:
         return [_with(found[0], edit(found[0].page_content.strip())), *found[1:]]
 
@@ -227,7 +225,11 @@ def test_an_artifact_marks_the_chunks_of_a_tools_message(engine: Engine, retriev
 def test_an_artifact_leaves_the_text_as_it_is(engine: Engine) -> None:
     llm = ChatRagFuse(engine=engine)
     text = f"1. {DOCUMENTS[0].page_content}2. {DOCUMENTS[1].page_content} 3. {DOCUMENTS[0].page_content}"
-    parts = [Document(DOCUMENTS[0].page_content[:80]), Document("harbour"), Document("not in the message, at all, ever")]
+    parts = [
+        Document(DOCUMENTS[0].page_content[:80]),
+        Document("harbour"),
+        Document("not in the message, at all, ever"),
+    ]
     nested = {"found": [*DOCUMENTS, *parts], "scores": [0.5], "note": "text"}
     with_it, without = (ToolMessage(text, tool_call_id="1", artifact=artifact) for artifact in (nested, None))
     prompts = [engine.prompt(_turns([message])) for message in (with_it, without)]

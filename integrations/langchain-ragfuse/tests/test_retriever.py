@@ -29,6 +29,9 @@ class Fixed(BaseRetriever):
             raise ValueError("The index is gone.")
         return DOCUMENTS[:limit]
 
+    async def _aget_relevant_documents(self, query: str, *, run_manager: Any, limit: int = 9) -> list[Document]:
+        return self._get_relevant_documents(query, run_manager=run_manager, limit=limit)
+
 
 class Heard(BaseCallbackHandler):
     """What retrievers told on their way."""
