@@ -16,7 +16,7 @@ ONE := OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1)
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format results clean
+.PHONY: help venv demo test test-slow lint format docs results clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -59,10 +59,15 @@ format: $(READY) ## let ruff put the files in order
 	@$(BIN)/python -m ruff check --fix .
 	@$(BIN)/python -m ruff format .
 
+docs: $(READY) ## the book as HTML in docs/_build/html; warnings and links that lead nowhere are errors
+	@$(ONE) $(BIN)/python -m sphinx -b html -E -q -W --keep-going -n docs docs/_build/html
+	@$(BIN)/python -m docs.check docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 results: $(READY) ## docs/results.md anew from the runs under docs/benchmarks
 	@$(BIN)/python -m benchmarks.results
 
 clean: ## remove .venv, caches and reports; the prepared models stay in the user's cache
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist docs/_build docs/api/made
 	rm -f demo-report.json demo-report.png
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

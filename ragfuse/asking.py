@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.fuse.select import policy_named
@@ -21,7 +21,8 @@ class Ask:
 
     reuse False: the model's own full prefill, for comparison. deadline_s: seconds from the plan until the first token
     is wanted; on a measured machine it bounds how far loading may raise the ratio, and a plan that misses it says so.
-    options: anything transformers' `generate` takes.
+    options: anything transformers' `generate` takes. overflow: "error" for a prompt that is too long, or "drop", which
+    leaves out its last chunks until there is room for `max_tokens` of answer, or for a quarter of what the model takes.
 
     tools: what may be called, as OpenAI has it; tool_choice: "auto" (text or calls), "none", "required", or the one to
     call. grammar: what the answer must follow. Stop strings count in text alone, never in a call or a grammar's text.
@@ -38,6 +39,7 @@ class Ask:
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str = "auto"
     grammar: Grammar | None = None
+    overflow: Literal["error", "drop"] | None = None
 
     def __post_init__(self) -> None:
         if self.ratio is not None and not 0 <= self.ratio <= 1:
@@ -48,6 +50,8 @@ class Ask:
             known_policy(self.policy)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise SettingsError(f"max_tokens is {self.max_tokens}; wanted at least 1 new token.")
+        if self.overflow not in (None, "error", "drop"):
+            raise SettingsError(f"overflow is {self.overflow!r}; wanted 'error' or 'drop'.")
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", tuple(stop for stop in stops if stop))
 
@@ -58,15 +62,23 @@ def known_policy(name: str) -> None:
         policy_named(name)
 
 
-def room_behind(n_tokens: int, model: HFModel, what: str = "The prompt") -> int | None:
-    """New tokens that fit behind so many, None without a limit; InputError when these do not fit themselves."""
+def longest_of(model: HFModel) -> int | None:
+    """Tokens of prompt and answer that a model takes together, None without a limit."""
     longest = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(longest, int) or longest < 1:
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
+def room_behind(
+    n_tokens: int, model: HFModel, what: str = "The prompt", so: str = "Take fewer or shorter chunks."
+) -> int | None:
+    """New tokens that fit behind so many, None without a limit; InputError when these do not fit themselves."""
+    longest = longest_of(model)
+    if longest is None:
         return None
     if n_tokens > longest:
         raise InputError(
             f"{what} does not fit: wanted at most {longest:,} tokens, which is what {model.name} was made for, "
-            f"found {n_tokens:,}. Take fewer or shorter chunks."
+            f"found {n_tokens:,}. {so}"
         )
     return longest - n_tokens + 1
 

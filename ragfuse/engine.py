@@ -7,7 +7,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,20 +17,20 @@ from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.counting import Tally
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
+from ragfuse.fitting import fitted, limit_of
 from ragfuse.forgetting import chunk_of, forget_chunks
-from ragfuse.fuse.fusor import LostRun, Run
 from ragfuse.gate import Profiles, as_shipped
 from ragfuse.hf.handover import generate
-from ragfuse.hf.model import HFModel, NoSource, Prefill, load_model
+from ragfuse.hf.model import HFModel, load_model
 from ragfuse.hf.stream import FirstToken, StopWhen
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.keeping import open_kept, remember_tenant
-from ragfuse.load.layers import LayerReader
 from ragfuse.measure import Progress
 from ragfuse.models import quietly, resolve_llm
-from ragfuse.plan.controller import is_exact, settle
+from ragfuse.plan.controller import settle
 from ragfuse.planning import Planner
 from ragfuse.prefetching import Prefetcher
+from ragfuse.prefilling import Prefiller
 from ragfuse.profiles import MachineProfile, ModelProfile
 from ragfuse.prompting import Content, Prompter, Question
 from ragfuse.saving import EXIT_S, Saver, Work
@@ -38,24 +38,14 @@ from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
-from ragfuse.telemetry import answered, batched, fused, loading, planned, span
+from ragfuse.telemetry import answered, batched, span
 from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.timings import Timings
-from ragfuse.tracing import Timing, trace_of
+from ragfuse.tracing import Ready, trace_of
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A prefilled prompt on its way to an answer; room: new tokens that fit behind it, None without a limit."""
-
-    plan: LoadPlan
-    prefill: Prefill
-    timing: Timing
-    room: int | None = None
 
 
 class Engine:
@@ -78,7 +68,8 @@ class Engine:
         self._saver = Saver(self._save)
         self.tally = Tally(lambda: self._saver.waiting)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
-        self._prefetcher = Prefetcher(self.store, lambda: self.encoder)
+        self._prefetcher = Prefetcher(self.store, lambda: self.encoder, self._booked)
+        self._prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
         self.marker, self._caller = self._prompter.marker, Caller()
 
     @staticmethod
@@ -147,6 +138,7 @@ class Engine:
         began, done, encoder = time.perf_counter(), Ingested(), self.encoder
         room_behind(len(prefix), self.model, "What stands before the first chunk")
         encoder.keep(prefix)
+        self._prefetcher.remember(prefix)
         for text, source in texts:
             text, ids = text.strip(), self.tokens(text.strip())
             room_behind(len(prefix) + len(ids), self.model, f"A chunk of '{source}'")
@@ -161,8 +153,9 @@ class Engine:
     def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to bring what the store holds of these chunks to memory, for the next prompt; returns at once.
 
-        It helps prompts that begin like one of the latest four. It fills half of the memory tier at most, reads nothing
-        that a question reads for itself, and encodes nothing; the model is loaded if it was not.
+        It helps prompts that begin like the latest four here, or as chunks were encoded behind. It fills half of the
+        memory tier at most, reads nothing that a question reads for itself, and encodes nothing; the model is loaded if
+        it was not.
         """
         self._prefetcher.submit(texts)
 
@@ -184,27 +177,11 @@ class Engine:
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""
         ask = ask or Ask()
-        return self._planner.plan(self.prompt(prompt, _offered(ask)), ask, self.model, self.profile)
+        return self._planner.plan(self._fitted(prompt, ask), ask, self.model, self.profile)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
         """Plan, load and prefill a prompt; InputError if it is longer than the model can take."""
-        ask, began, lost = ask or Ask(), time.perf_counter(), frozenset[int]()
-        room = room_behind(prompt.segments[-1].stop, self.model)
-        while True:
-            chosen = planned(self._planner.plan)(prompt, _hurried(ask, began), self.model, self.profile, lost)
-            self._prefetcher.leave([fetch.key for fetch in chosen.fetches])
-            device, n_layers = self.model.device, self.model.n_layers
-            reader = LayerReader(self.store, chosen.fetches, n_layers, chosen.layers_a_read, device)
-            try:
-                with loading(reader, chosen):
-                    prefill = self._prefill(chosen, reader)
-            except LostRun as gone:
-                lost |= {gone.segment}
-                continue
-            compute = time.perf_counter() - began
-            self._timings.saw(self.model, chosen, reader.load_s)
-            timing = Timing(began, reader.load_s, reader.wait_s, compute - reader.wait_s)
-            return Ready(chosen, prefill, timing, room)
+        return self._prefiller.prepare(prompt, ask or Ask(), self.model, self.profile)
 
     def answer(self, prompt: Question, ask: Ask | None = None) -> Answer:
         """The answer to a prompt, with the trace of what was reused."""
@@ -225,8 +202,7 @@ class Engine:
     @batched
     def _batch(self, prompts: Sequence[Question], ask: Ask, gone: threading.Event) -> list[Answer]:
         began, first = time.perf_counter(), FirstToken()
-        tools = _offered(ask)
-        assembled = [self.prompt(prompt, tools) for prompt in prompts]
+        assembled = [self._fitted(prompt, ask) for prompt in prompts]
         if not assembled:
             return []
         reply = self._caller.reply(ask, self.model, self._prompter.calls)
@@ -245,9 +221,10 @@ class Engine:
             self._finish(each, ids, reply, options, began, first.first_s) for each, ids in zip(ready, rows, strict=True)
         ]
 
-    def verify(self) -> Verdict:
+    def verify(self, progress: Callable[[str], object] = lambda check: None) -> Verdict:
         """Measure on the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
-        verdict = verify(self.model, *settle(self.settings.policy, self.settings.ratio, self.profile.choice))
+        how = settle(self.settings.policy, self.settings.ratio, self.profile.choice)
+        verdict = verify(self.model, *how, progress)
         self._profiles.judge(self.model.profile, verdict.passed)
         self._learned = replace(self.profile, verified=verdict.passed)
         return verdict
@@ -306,20 +283,11 @@ class Engine:
             model, self.store, self.digest, shortest, other, partial(self._planner.home, model, self.profile)
         )
 
-    @fused
-    def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
-        prompt = chosen.prompt
-        if chosen.refusal:
-            return self.model.full_prefill(prompt.token_ids)
-        runs = []
-        for fetch in chosen.fetches:
-            segment, (lo, hi) = prompt.segments[fetch.segment], prompt.spans[fetch.segment]
-            blend = segment.kind == "chunk" and not is_exact(prompt, fetch)
-            runs.append(Run(fetch.segment, lo, hi, segment.start, blend))
-        source = reader if runs else NoSource()
-        return self.model.fuse(
-            prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio, asked=prompt.asked
-        )
+    def _fitted(self, question: Question, ask: Ask) -> Prompt:
+        """The prompt of a question; without its last chunks where it is too long and they may be left out."""
+        tools, limit = _offered(ask), limit_of(ask, self.settings, self.model)
+        prompt = fitted(lambda n: self._prompter.prompt(question, self.digest, tools, n), limit)
+        return self._prefetcher.note(prompt)
 
     @answered
     def _answer(
@@ -329,8 +297,8 @@ class Engine:
         say: Callable[[str], None] | None,
         gone: threading.Event,
     ) -> Answer:
-        began, tools, model = time.perf_counter(), _offered(ask), self.model
-        assembled = self.prompt(prompt, tools)
+        began, model = time.perf_counter(), self.model
+        assembled = self._fitted(prompt, ask)
         reply = self._caller.reply(ask, model, self._prompter.calls)
         with model.lock:
             if gone.is_set():
@@ -378,6 +346,7 @@ class Engine:
         encoder.keep(work.tokens, work.prefix)
         if work.text:
             encoder.keep_amid(work.tokens, work.prefix)
+            self._prefetcher.remember(work.prefix)
             self._prompter.note(self.digest, work.text, work.source, work.tokens)
 
     def _load(self) -> HFModel:
@@ -403,13 +372,6 @@ class Engine:
 def _offered(ask: Ask) -> tuple[Tool, ...]:
     """The tools that a prompt tells of; InputError, before anything is loaded, for what cannot be used."""
     return checked(ask.tools, ask.tool_choice, ask.grammar).offered
-
-
-def _hurried(ask: Ask, began: float) -> Ask:
-    """The wish with what is left of its deadline, of which some may be spent."""
-    if ask.deadline_s is None:
-        return ask
-    return replace(ask, deadline_s=max(0.0, ask.deadline_s - (time.perf_counter() - began)))
 
 
 def _closed_at_exit(engine: Engine) -> Engine:

@@ -26,6 +26,7 @@ from ragfuse.store.opening import free_name, open_tier, shown
 from ragfuse.store.tier import Freed
 
 __all__ = [
+    "Book",
     "Cleared",
     "Freed",
     "Keeping",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 _SHOWN = 200
+_READ = 4
 
 
 def open_kept(settings: Settings, clock: Callable[[], float] = time.time) -> KVStore:
@@ -154,7 +156,8 @@ class Cleared:
 class Place:
     """A tier as it is found: what it is called, where it is, whether it answers, and what it holds then.
 
-    wrong: why it cannot be used at all, "" where it can.
+    wrong: why it cannot be used at all, "" where it can. corrupt: how many of the `read` entries, a few that were used
+    last, could not be read and are gone.
     """
 
     name: str
@@ -164,6 +167,8 @@ class Place:
     nbytes: int = 0
     capacity: int = 0
     wrong: str = ""
+    read: int = 0
+    corrupt: int = 0
 
 
 def look(settings: Settings) -> Iterator[Place]:
@@ -190,7 +195,11 @@ def _looked(url: str, where: str, settings: Settings, taken: list[str]) -> Place
     with KVStore([tier]) as store:
         entries = store.entries()
         nbytes = sum(entry.nbytes for entry in entries)
-        return Place(tier.name, where, not store.silent(), len(entries), nbytes, tier.capacity)
+        some = sorted(entries, key=lambda entry: entry.last_used)[-_READ:]
+        for entry in some:
+            store.read_layers(entry.key, 0, entry.n_layers, tier.name)
+        corrupt, answers = tier.counts["corrupt"], not store.silent()
+        return Place(tier.name, where, answers, len(entries), nbytes, tier.capacity, read=len(some), corrupt=corrupt)
 
 
 class Keeping:

@@ -1,7 +1,8 @@
 """What a retriever has found is brought to memory while the prompt is still being made, in a thread.
 
-Under which keys the next prompt will look is told by the beginnings of the prompts before it. Nothing is encoded here,
-and what is not there is no loss: a question reads it for itself, or computes it.
+Under which keys the next prompt will look is told by the beginnings of those before it, also, by the store's book, in
+other processes. Nothing is encoded here, and what is not there is no loss: a question reads it for itself, or computes
+it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ragfuse.core import ChunkKey, Entry, Prompt, token_digest
 from ragfuse.encoding import Encoder
+from ragfuse.gate import Booked
 from ragfuse.saving import EXIT_S
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.tier import Touches
@@ -44,11 +46,12 @@ class Prefetcher:
     The thread lives while something waits. No lock is held while a tier is asked or read.
     """
 
-    def __init__(self, store: KVStore, encoder: Callable[[], Encoder]) -> None:
-        self._store, self._encoder = store, encoder
+    def __init__(self, store: KVStore, encoder: Callable[[], Encoder], booked: Booked) -> None:
+        self._store, self._encoder, self._booked = store, encoder, booked
         self._changed = threading.Condition()
         self._wishes: deque[_Wish] = deque(maxlen=WAITING)
-        self._beginnings: deque[str] = deque(maxlen=BEGINNINGS)
+        self._beginnings: deque[str] = deque(maxlen=BEGINNINGS)  # digests, latest first
+        self._recalled: list[str] | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
         atexit.register(_at_exit, weakref.ref(self))
@@ -70,6 +73,14 @@ class Prefetcher:
             with self._changed:
                 _put_first(self._beginnings, first.keys[0].tokens)
         return prompt
+
+    def remember(self, prefix: Sequence[int]) -> None:
+        """Chunks were encoded behind these tokens: later engines of this tenant shall take them for a beginning."""
+        encoder = self._encoder()
+        beginning, known = token_digest(prefix), self._recall(encoder.digest)
+        if len(prefix) >= encoder.shortest and beginning not in known:
+            self._recalled = known = [beginning, *known][:BEGINNINGS]
+            self._booked(lambda book: book.put(f"beginnings-{encoder.digest}", {"latest": known}), None)
 
     def leave(self, keys: Iterable[ChunkKey]) -> None:
         """A question reads these for itself now: nobody is helped by a second read."""
@@ -150,14 +161,23 @@ class Prefetcher:
         runs = (encoder.model.tokens(text.strip()) for text in texts)
         chunks = [token_digest(ids) for ids in runs if len(ids) >= encoder.shortest]
         with self._changed:
-            beginnings = tuple(self._beginnings) or ("",)
-        for beginning in beginnings:
+            latest = tuple(self._beginnings)
+        beginnings = list(dict.fromkeys([*latest, *self._recall(encoder.digest)]))[:BEGINNINGS]
+        for beginning in beginnings or ("",):
             first, later = contexts_behind(beginning, encoder.other_tokens > 0)
             if beginning:
                 yield (ChunkKey(encoder.digest, beginning),)
             for at, chunk in enumerate(chunks):
                 for contexts in (later,) if at else (first, later):  # the first one found may stand further down
                     yield tuple(ChunkKey(encoder.digest, chunk, context) for context in contexts)
+
+    def _recall(self, digest: str) -> list[str]:
+        """Beginnings that the book has of a tenant, latest first; read once."""
+        if self._recalled is None:
+            found = self._booked(lambda book: book.get(f"beginnings-{digest}"), None) or {}
+            latest = found.get("latest")
+            self._recalled = [each for each in latest if isinstance(each, str)] if isinstance(latest, list) else []
+        return self._recalled
 
     def _affordable(self, entries: Sequence[Entry]) -> list[Entry]:
         """Those that lie in slow tiers, as many as fit beside those that are in fast ones and stay there."""

@@ -22,6 +22,7 @@ from ragfuse.store import KnownText
 from ragfuse.text.assemble import Assembler
 from ragfuse.text.calls import PLAIN, CallFormat
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
+from ragfuse.text.fit import lean
 from ragfuse.text.turns import Content, Turn
 
 __all__ = ["Content", "Prompter", "Question", "Turn"]
@@ -77,24 +78,26 @@ class Prompter:
             self._calls = PLAIN
         return self._calls
 
-    def prompt(self, question: Question, digest: str, tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
-        """Tokens, chunks and positions. Chunks are what carries marks, and every known chunk that stands in a text."""
+    def prompt(
+        self, question: Question, digest: str, tools: Sequence[Mapping[str, Any]] = (), leave_out: int = 0
+    ) -> Prompt:
+        """Tokens, chunks and positions. Chunks are what carries marks, and every known chunk that stands in a text.
+
+        The last `leave_out` chunks are left out, see `text.fit`.
+        """
         model, settings = self._model(), self._settings
         shortest, has_amid = settings.min_chunk_tokens, settings.amid_tokens > 0
         if isinstance(question, str) and not tools:
             plain = Assembler(model.tokens, self._key, None, shortest, shortest, has_amid)
-            return plain.text(self.pieces(question, digest), model.bos)
-        turns = self._turns(question, digest)
+            left = lean([self.pieces(question, digest)], leave_out)
+            return replace(plain.text(left.contents[0], model.bos), dropped=left.sources)
+        turns = _turns(question)
+        asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
+        left = lean([self.pieces(turn.content, digest) for turn in turns], leave_out, asked)
+        turns = [replace(turn, content=parts) for turn, parts in zip(turns, left.contents, strict=True)]
         render = partial(self._render, tools=tools) if getattr(model.words, "chat_template", None) else None
-        return Assembler(model.tokens, self._key, render, shortest, shortest, has_amid, self.calls).chat(turns, tools)
-
-    def _turns(self, question: Question, digest: str) -> list[Turn]:
-        """The messages, their contents as pieces; InputError if there are none."""
-        messages = [Turn("user", question)] if isinstance(question, str) else list(question)
-        if not messages:
-            raise InputError("There are no messages; wanted at least one, such as ('user', 'a question').")
-        turns = [each if isinstance(each, Turn) else Turn(*each) for each in messages]
-        return [replace(turn, content=self.pieces(turn.content, digest)) for turn in turns]
+        chat = Assembler(model.tokens, self._key, render, shortest, shortest, has_amid, self.calls).chat(turns, tools)
+        return replace(chat, dropped=left.sources)
 
     def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
@@ -111,3 +114,11 @@ class Prompter:
         """What signs marks: the same in every process on one store."""
         new = {"secret": secrets.token_hex(32)}
         return bytes.fromhex(self._booked(lambda book: book.settle("marker", new), new)["secret"])
+
+
+def _turns(question: Question) -> list[Turn]:
+    """The messages of a question; InputError if there are none."""
+    messages = [Turn("user", question)] if isinstance(question, str) else list(question)
+    if not messages:
+        raise InputError("There are no messages; wanted at least one, such as ('user', 'a question').")
+    return [each if isinstance(each, Turn) else Turn(*each) for each in messages]

@@ -6,7 +6,7 @@ import pytest
 
 from ragfuse import Ask, Engine
 from ragfuse.core import amid
-from ragfuse.prefetching import SHARE, WAITING
+from ragfuse.prefetching import BEGINNINGS, SHARE, WAITING
 from tests.tiny import CHUNKS, chunk_hits, file_of, ingest, messages
 
 
@@ -58,6 +58,44 @@ def test_an_answer_is_the_same_with_and_without(old):
         engine.prefetch(CHUNKS)
         engine.flush()
         assert engine.answer(messages(), Ask(policy="hkvd", ratio=0.2)).token_ids == plain
+
+
+def test_a_new_engine_knows_from_the_book_how_prompts_begin(old):
+    with Engine(old) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        assert set(tiers(engine.answer(messages()).trace)) == {"memory"}
+
+
+def test_beginnings_that_chunks_were_encoded_behind_after_answers_are_in_the_book_too(tiny_settings):
+    with Engine(tiny_settings) as engine:
+        for _ in range(3):  # met, met again, encoded behind
+            engine.answer(messages())
+            engine.flush()
+    with Engine(tiny_settings) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        assert set(tiers(engine.answer(messages()).trace)) == {"memory"}
+
+
+def test_of_many_beginnings_the_latest_are_kept(tiny_settings):
+    heads = [f"Instruction number {number}, which is long enough.\n\n" for number in range(BEGINNINGS + 1)]
+    with Engine(tiny_settings) as engine:
+        for head in heads:
+            engine.ingest([(CHUNKS[0], "")], engine.prefix(messages(head=head)))
+    with Engine(tiny_settings) as engine:
+        engine.prefetch(CHUNKS[:1])
+        engine.flush()
+        plans = [engine.plan(messages(CHUNKS[:1], head=head)) for head in heads]
+        found = [[fetch.tier for fetch in plan.fetches] for plan in plans]
+        assert found == [["disk"] * 2] + [["memory"] * 2] * BEGINNINGS
+
+
+def test_another_tenant_is_told_of_no_beginning(old):
+    with Engine(old.model_copy(update={"salt": "theirs"})) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        assert not in_memory(engine)
 
 
 def test_chunks_in_another_order_are_in_memory_but_for_the_one_that_comes_first(old):

@@ -6,12 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llama_index.llms.ragfuse.base import RagFuseLLM
+    from llama_index.llms.ragfuse.listening import traces
     from llama_index.llms.ragfuse.precompute import KVPrecompute
     from llama_index.llms.ragfuse.synthesizer import RagFuseSynthesizer
 
-__all__ = ["KVPrecompute", "RagFuseLLM", "RagFuseSynthesizer"]
+__all__ = ["KVPrecompute", "RagFuseLLM", "RagFuseSynthesizer", "traces"]
 
-_HOMES = MappingProxyType({"KVPrecompute": "precompute", "RagFuseLLM": "base", "RagFuseSynthesizer": "synthesizer"})
+_HOMES = MappingProxyType(
+    {
+        "KVPrecompute": "precompute",
+        "RagFuseLLM": "base",
+        "RagFuseSynthesizer": "synthesizer",
+        "traces": "listening",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

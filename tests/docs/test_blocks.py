@@ -1,0 +1,119 @@
+"""What the documentation tells people to type works: programs run, commands parse, packages have their names."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs._ext.book_reference import root
+from ragfuse import Settings
+from tests.docs.blocks import PAGES, ROOT, Block, blocks, commands, is_there
+from tests.tiny import CHUNKS
+
+PYTHON = {page: found for page in PAGES if (found := [b for b in blocks(page) if b.language == "python"])}
+SHELL = {page: found for page in PAGES if (found := list(commands(page)))}
+OURS = ("ragfuse", "langchain_ragfuse", "llama_index.llms.ragfuse")
+TARGETS = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+HUB = re.compile(r'"Qwen/[\w.-]+"')
+
+
+@pytest.fixture
+def settings_of_docs(
+    varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.MonkeyPatch]:
+    """What a program that sets nothing gets: the tiny model, an empty store, short answers."""
+    given = {"model": varied_path, "dtype": "float32", "store": tmp_path / "store", "home": tmp_path, "max_tokens": 8}
+    for name, value in given.items():
+        monkeypatch.setenv(f"RAGFUSE_{name.upper()}", str(value))
+    monkeypatch.chdir(tmp_path)
+    from llama_index.core import Settings as Global
+
+    before = Global._embed_model, Global._llm
+    yield monkeypatch
+    Global._embed_model, Global._llm = before
+
+
+def is_program(block: Block) -> bool:
+    """A README of a sibling shows lines out of their surroundings; such a block is run if it says what stands first."""
+    return not block.not_run and (not block.page.startswith("integrations/") or bool(block.first))
+
+
+@pytest.mark.parametrize("page", [page for page, found in PYTHON.items() if any(map(is_program, found))])
+def test_the_programs_of_a_page_run(page: str, settings_of_docs: pytest.MonkeyPatch, varied_path: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__", "TEXTS": list(CHUNKS)}
+    for block in filter(is_program, PYTHON[page]):
+        if block.missing:
+            continue
+        for code in (block.first, block.code):
+            code = HUB.sub(repr(str(varied_path)), code)
+            exec(compile("\n" * block.line + code, f"{page}", "exec"), names)
+
+
+@pytest.mark.parametrize("page", PYTHON)
+def test_every_block_is_python_and_imports_what_there_is(page: str) -> None:
+    for block in PYTHON[page]:
+        assert not (block.not_run and block.needs), f"{page}:{block.line} is left out and waits as well"
+        for node in ast.walk(ast.parse(block.code)):
+            if isinstance(node, ast.ImportFrom) and node.module in OURS and not block.missing:
+                wrong = [alias.name for alias in node.names if not is_there(f"{node.module}.{alias.name}")]
+                assert not wrong, f"{page}:{block.line} imports {wrong}"
+
+
+@pytest.mark.parametrize("page", SHELL)
+def test_every_command_is_understood(page: str) -> None:
+    for line, words in SHELL[page]:
+        words = words[1:] if words[0] == "export" else words
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            name = words.pop(0).partition("=")[0]
+            setting = name.removeprefix("RAGFUSE_").lower()
+            assert not name.startswith("RAGFUSE_") or setting in Settings.model_fields, f"{page}:{line}: {name}"
+        if words and words[0] == "ragfuse":
+            understood(words[1:], f"{page}:{line}")
+        elif words and words[0] == "make":
+            wanted = [word for word in words[1:] if "=" not in word]
+            assert set(wanted) <= set(TARGETS), f"{page}:{line}: make {wanted}"
+
+
+def understood(words: list[str], where: str) -> None:
+    """The command is there and takes these words."""
+    command, path = root(), ["ragfuse"]
+    while hasattr(command, "commands"):
+        if words[0].startswith("--"):
+            break
+        assert words[0] in command.commands, f"{where}: no command {words[0]}"
+        path.append(words[0])
+        command, words = command.commands[words[0]], words[1:]
+    try:
+        command.make_context(" ".join(path), list(words))
+    except Exception as error:
+        raise AssertionError(f"{where}: {' '.join(path)} does not take {words}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    "words", [["ask"], ["store", "sing"], ["ask", "Who?", "--louder"], ["ask", "Who?", "--top-k", "x"]]
+)
+def test_a_command_that_is_none_is_noticed(words: list[str]) -> None:
+    with pytest.raises(AssertionError, match="somewhere"):
+        understood(words, "somewhere")
+
+
+def test_nobody_is_told_to_install_a_strangers_package() -> None:
+    strange = re.compile(r"pip3? install[^`\n]*\bragfuse(?![\w-])(?!\s*\[)")
+    assert strange.search("pip install -U ragfuse")
+    assert not strange.search("pip install 'ragfuse-kv[redis]' langchain-ragfuse")
+    told = {page: strange.findall(path.read_text(encoding="utf-8")) for page, path in PAGES.items()}
+    for page, found in told.items():
+        assert [line for line in found if not re.search(r"-ragfuse|ragfuse-kv", line)] == [], page
+
+
+def test_marks_are_understood_and_most_blocks_run() -> None:
+    assert is_there("Engine.answer")
+    assert is_there("langchain_ragfuse.ChatRagFuse")
+    assert not is_there("Engine.sing")
+    ran = [block for found in PYTHON.values() for block in found if is_program(block) and not block.missing]
+    assert len(ran) > 15

@@ -1,0 +1,153 @@
+"""The pages of the book hold what is there: links, names of functions and tests, pictures, tables."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from docs import matrix
+from docs._ext import book_files, book_reference
+from docs.check import broken
+from docs.pictures import draw
+from ragfuse import Settings
+from tests.docs.blocks import PAGES, ROOT
+
+LINK = re.compile(r"(?<!\\)\[([^\]]*)\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+
+
+def links(page: str) -> list[tuple[str, str]]:
+    text = FENCED.sub("", PAGES[page].read_text(encoding="utf-8"))
+    return [(name, target) for name, target in LINK.findall(text) if not re.match(r"[a-z]+:", target)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_of_a_page_leads_to_a_file_and_heading(page: str) -> None:
+    for name, target in links(page):
+        place, _, anchor = target.partition("#")
+        path = (PAGES[page].parent / place).resolve() if place else PAGES[page]
+        assert path.exists(), f"{page}: [{name}]({target})"
+        assert path.is_relative_to(ROOT), f"{page}: [{name}]({target})"
+        if anchor:
+            assert anchor in anchors(path), f"{page}: [{name}]({target})"
+
+
+def anchors(path: Path) -> list[str]:
+    """Of every heading, as git hosts make them."""
+    heads = re.findall(r"^#+ (.*)$", FENCED.sub("", path.read_text(encoding="utf-8")), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads]
+
+
+NAMED = [
+    (page, name.strip("`"), (PAGES[page].parent / target).resolve())
+    for page in PAGES
+    for name, target in links(page)
+    if name.startswith("`") and target.endswith(".py")
+]
+
+
+def test_papers_name_many_functions_and_tests() -> None:
+    assert sum(page.startswith("docs/papers/") for page, _, _ in NAMED) > 80
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(page for page, _, _ in NAMED))
+def test_every_function_and_test_that_is_named_is_there(page: str) -> None:
+    gone = [f"{name} in {path.name}" for of, name, path in NAMED if of == page and not book_files.line_of(path, name)]
+    assert gone == []
+
+
+def test_every_test_of_the_papers_is_collected_by_its_name() -> None:
+    tests = [(name, path) for page, name, path in NAMED if page.startswith("docs/papers/") and "tests" in path.parts]
+    assert len(tests) > 40
+    assert [name for name, path in tests if not (name.startswith("test_") and path.name.startswith("test_"))] == []
+
+
+def test_a_name_is_found_on_its_line() -> None:
+    path = ROOT / "ragfuse" / "fuse" / "fusor.py"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert "def choose" in lines[book_files.line_of(path, "Fusion.choose") - 1]
+    assert book_files.line_of(path, "Fusion.sing") == 0
+    assert book_files.line_of(ROOT / "ragfuse" / "fuse" / "select" / "__init__.py", "POLICIES") > 0
+
+
+# pictures
+
+
+@pytest.mark.parametrize("name", draw.PICTURES)
+def test_a_committed_picture_is_what_the_code_draws(name: str) -> None:
+    assert (draw.HERE / f"{name}.svg").read_text(encoding="utf-8") == draw.PICTURES[name]().svg()
+
+
+def test_every_picture_is_shown_and_described() -> None:
+    shown = re.findall(r"!\[([^\]]+)\]\(pictures/(\w+)\.svg\)", (ROOT / "docs" / "how.md").read_text(encoding="utf-8"))
+    assert {name for _, name in shown} == set(draw.PICTURES)
+
+
+def test_pictures_follow_the_themes_of_the_book() -> None:
+    css = "".join((ROOT / "docs" / "_static" / "book.css").read_text(encoding="utf-8").split())
+    for which, theme in enumerate(("light", "dark")):
+        assert f'body[data-theme="{theme}"]svg.rf{{{draw.style(which)}}}' in css
+
+
+# what is read from the code
+
+
+def test_every_setting_stands_in_the_table() -> None:
+    table = book_reference.settings_table()
+    for name in Settings.model_fields:
+        assert f"| `{name}` | `RAGFUSE_{name.upper()}` |" in table
+    assert "| `dtype` | `RAGFUSE_DTYPE` | `bfloat16` |" in table
+
+
+def test_every_command_has_its_heading_and_its_options() -> None:
+    found = book_reference.commands()
+    paths = [" ".join(path) for path, _ in book_reference.walk(book_reference.root())]
+    assert {"ragfuse ingest", "ragfuse ask", "ragfuse store ls", "ragfuse bench ttft"} <= set(paths)
+    assert [path for path in paths if f"## {path}\n" not in found] == []
+    assert "`--explain`" in found
+
+
+def test_every_public_name_gets_a_page(tmp_path: Path) -> None:
+    (tmp_path / "ragfuse.Gone.md").write_text("old", encoding="utf-8")
+    made = book_reference.write_pages(tmp_path)
+    wanted = {f"{package}.{name}.md" for package in book_reference.PACKAGES for name in import_module(package).__all__}
+    assert set(made) == wanted == {path.name for path in tmp_path.iterdir()}
+
+
+def test_notebooks_are_copied_with_links_that_hold(tmp_path: Path) -> None:
+    source, target = tmp_path / "notebooks", tmp_path / "docs"
+    source.mkdir()
+    target.mkdir()
+    (source / "01_a.ipynb").write_text("see [x](../docs/quality.md) and [y](../ragfuse/core.py)", encoding="utf-8")
+    (target / "02_old.ipynb").write_text("{}", encoding="utf-8")
+    assert book_files.copy_notebooks(source, target) == ["01_a.ipynb"]
+    assert [path.name for path in target.iterdir()] == ["01_a.ipynb"]
+    assert "(../quality.md)" in (target / "01_a.ipynb").read_text(encoding="utf-8")
+
+
+# the table of families
+
+
+@pytest.mark.parametrize("name", ["gemma2-softcap-window", "smollm3-some-nope", "gpt2", "llama-dynamic"])
+def test_a_familys_row_is_what_comes_out(name: str) -> None:
+    assert matrix.row(name) in matrix.PAGE.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_family_has_a_row() -> None:
+    rows = re.findall(r"^\| ([\w-]+) \| `", matrix.PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == [*matrix.FAMILIES, *matrix.REFUSED]
+    assert matrix.PAGE.read_text(encoding="utf-8").startswith(matrix.HEAD)
+
+
+# internal links
+
+
+def test_a_link_that_leads_nowhere_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text('<p id="x"><a href="b.html#y">b</a><a href="#x">x</a></p>', encoding="utf-8")
+    (tmp_path / "b.html").write_text(
+        '<a href="a.html#z">z</a><img src="no.png"><a href="http://x.org">', encoding="utf-8"
+    )
+    assert list(broken(tmp_path)) == [("a.html", "b.html#y"), ("b.html", "a.html#z"), ("b.html", "no.png")]
