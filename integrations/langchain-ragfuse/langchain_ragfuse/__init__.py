@@ -1,4 +1,4 @@
-"""LangChain over ragfuse: a chat model whose retrieved chunks come from a KV store."""
+"""LangChain over ragfuse: models whose retrieved chunks come from a KV store."""
 
 from importlib import import_module
 from types import MappingProxyType
@@ -8,13 +8,26 @@ if TYPE_CHECKING:
     from langchain_ragfuse.chains import create_fused_documents_chain
     from langchain_ragfuse.chat_models import ChatRagFuse
     from langchain_ragfuse.documents import RagFuseIndexer
+    from langchain_ragfuse.llms import RagFuseLLM
+    from langchain_ragfuse.retrievers import RagFuseRetriever
+    from langchain_ragfuse.stores import RagFuseByteStore
 
-__all__ = ["ChatRagFuse", "RagFuseIndexer", "create_fused_documents_chain"]
+__all__ = [
+    "ChatRagFuse",
+    "RagFuseByteStore",
+    "RagFuseIndexer",
+    "RagFuseLLM",
+    "RagFuseRetriever",
+    "create_fused_documents_chain",
+]
 
 _HOMES = MappingProxyType(
     {
         "ChatRagFuse": "chat_models",
+        "RagFuseByteStore": "stores",
         "RagFuseIndexer": "documents",
+        "RagFuseLLM": "llms",
+        "RagFuseRetriever": "retrievers",
         "create_fused_documents_chain": "chains",
     }
 )

@@ -25,7 +25,7 @@ def create_fused_documents_chain(
     """A chain from {"context": documents, ...} to the answer, like LangChain's create_stuff_documents_chain.
 
     Each document is marked as one chunk, so it needs no indexing ahead: what a question meets first is encoded after
-    its answer and comes from the store from then on. `llm` is a ChatRagFuse, bound or not.
+    its answer and comes from the store from then on. `llm` is a ChatRagFuse or a RagFuseLLM, bound or not.
     """
     if document_variable_name not in prompt.input_variables:
         raise InputError(f"The prompt takes {sorted(prompt.input_variables)}; wanted '{document_variable_name}' in it.")

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
-from zlib import crc32
 
 from langchain_core.documents import BaseDocumentTransformer, Document
 from langchain_core.messages import BaseMessage, HumanMessage
 from langchain_core.prompts import BasePromptTemplate, PromptTemplate, format_document
 from langchain_core.runnables import RunnableBinding
 
-from langchain_ragfuse.chat_models import ChatRagFuse
-from langchain_ragfuse.messages import turns_of
-from ragfuse import Engine, Ingested, InputError
+from langchain_ragfuse.base import RagFuseModel
+from langchain_ragfuse.llms import RagFuseLLM
+from langchain_ragfuse.messages import source_of, turns_of
+from langchain_ragfuse.progress import Progress, shown
+from ragfuse import Engine, Ingested, InputError, Turn
 
 PAGE = PromptTemplate.from_template("{page_content}")
 TRIAL = "A document stands here, long enough to count as a chunk of its own among the others, whatever it says."
-Progress = Callable[[Ingested], None]
 
 
 class RagFuseIndexer(BaseDocumentTransformer):
@@ -36,28 +36,32 @@ class RagFuseIndexer(BaseDocumentTransformer):
         source_key: str = "source",
     ) -> None:
         self._engine, self._page = engine_of(llm), document_prompt
+        self._is_chat = not isinstance(unbound(llm), RagFuseLLM)
         self._variable, self._source_key = document_variable_name, source_key
 
     def index(
         self,
         documents: Sequence[Document],
         prompt: BasePromptTemplate[Any] | None = None,
-        progress: Progress | None = None,
+        progress: Progress = True,
     ) -> Ingested:
-        """Encode and keep what is not kept yet; `progress` hears of every document.
+        """Encode and keep what is not kept yet.
+
+        progress: True shows a bar on stderr if that is a terminal, False nothing; a callable hears of every document.
 
         With the chain's `prompt`, chunks are encoded behind the text that it puts before the documents, which brings
         answers nearer to full prefill's. It is left out if that text depends on the question.
         """
         texts = (text_of(document, self._page, self._source_key) for document in documents)
         prefix = self._prefix(prompt) if prompt is not None else ()
-        return self._engine.ingest(texts, prefix, progress)
+        with shown(progress, len(documents)) as heard:
+            return self._engine.ingest(texts, prefix, heard)
 
     async def aindex(
         self,
         documents: Sequence[Document],
         prompt: BasePromptTemplate[Any] | None = None,
-        progress: Progress | None = None,
+        progress: Progress = True,
     ) -> Ingested:
         """`index` in a thread of its own."""
         return await asyncio.to_thread(self.index, documents, prompt, progress)
@@ -72,7 +76,7 @@ class RagFuseIndexer(BaseDocumentTransformer):
         first, second = (self._engine.prefix(turns) for turns in self._trials(prompt))
         return first if first == second else ()
 
-    def _trials(self, prompt: BasePromptTemplate[Any]) -> Iterator[list[tuple[str, list[Any]]]]:
+    def _trials(self, prompt: BasePromptTemplate[Any]) -> Iterator[str | list[Turn]]:
         """The prompt around one document, twice: with everything else empty, and not."""
         if self._variable not in prompt.input_variables:
             raise InputError(
@@ -83,24 +87,29 @@ class RagFuseIndexer(BaseDocumentTransformer):
         for word, history in (("", []), ("Another", [HumanMessage("Another")])):
             values = {name: _value(prompt, name, word, history) for name in prompt.input_variables}
             value = prompt.invoke({**values, self._variable: document})
-            yield turns_of(value.to_messages())
+            yield turns_of(value.to_messages()) if self._is_chat else value.to_string()
 
 
 def text_of(document: Document, page: BasePromptTemplate[str] = PAGE, source_key: str = "source") -> tuple[str, str]:
     """(text, source) of a document, as a chain puts it into a prompt."""
-    unnamed = f"document {crc32(document.page_content.encode()):08x}"
-    return format_document(document, page), str(document.metadata.get(source_key) or document.id or unnamed)
+    return format_document(document, page), source_of(document, source_key)
+
+
+def unbound(llm: Any) -> Any:
+    """The model itself, of one that is bound to arguments or tools."""
+    while isinstance(llm, RunnableBinding):
+        llm = llm.bound
+    return llm
 
 
 def engine_of(llm: Any) -> Engine:
-    """The engine of a ChatRagFuse, also of a bound one, or the engine itself."""
-    while isinstance(llm, RunnableBinding):
-        llm = llm.bound
+    """The engine of a ChatRagFuse or RagFuseLLM, also of a bound one, or the engine itself."""
+    llm = unbound(llm)
     if isinstance(llm, Engine):
         return llm
-    if isinstance(llm, ChatRagFuse):
+    if isinstance(llm, RagFuseModel):
         return llm.get_engine()
-    raise InputError(f"A {type(llm).__name__} has no chunk store; wanted a ChatRagFuse.")
+    raise InputError(f"A {type(llm).__name__} has no chunk store; wanted a ChatRagFuse or a RagFuseLLM.")
 
 
 def _value(prompt: BasePromptTemplate[Any], name: str, word: str, history: Sequence[BaseMessage]) -> Any:

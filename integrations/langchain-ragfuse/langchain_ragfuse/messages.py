@@ -1,10 +1,13 @@
-"""LangChain messages as the (role, content) messages of ragfuse. Nothing is tokenised or matched here."""
+"""LangChain messages as the messages of ragfuse. Nothing is tokenised or matched in the store here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
+from zlib import crc32
 
+from langchain_core.documents import Document
 from langchain_core.messages import (
     AIMessage,
     BaseMessage,
@@ -14,11 +17,11 @@ from langchain_core.messages import (
     SystemMessage,
     ToolMessage,
 )
+from langchain_core.messages import ToolCall as Call
 
-from ragfuse import InputError, Piece
+from ragfuse import Answer, InputError, Piece, ToolCall, Turn
 
 Part = str | Piece
-Turn = tuple[str, list[Part]]
 
 ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (SystemMessage, "system"),
@@ -27,26 +30,64 @@ ROLES: tuple[tuple[type[BaseMessage], str], ...] = (
     (ToolMessage, "tool"),
     (FunctionMessage, "tool"),
 )
+CALLS = frozenset(
+    {"tool_use", "tool_call", "tool_call_chunk", "invalid_tool_call", "function_call", "input_json_delta"}
+)
+"""Blocks of an AI message that say again what its `tool_calls` say."""
+THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
+MIN_CHARS = 24
+"""A shorter document of an artifact is text: it would be found where it is not meant."""
 
 
 def turns_of(messages: Sequence[BaseMessage]) -> list[Turn]:
-    """(role, parts) per message, neighbours of one role as one: a chat template may want them to alternate.
+    """A turn per message, neighbours of one role as one: a chat template may want them to alternate.
 
-    A str is text in which marked and known chunks are found; a Piece is a chunk with just these boundaries.
+    In a content, a str is text in which marked and known chunks are found; a Piece is a chunk with just these
+    boundaries. What tools returned stays apart, each by the call it answers.
     """
     turns: list[Turn] = []
+    names: dict[str, str] = {}
     for message in messages:
-        role, parts = _role(message), _parts(message)
-        if turns and turns[-1][0] == role:
-            turns[-1][1].extend(["\n", *parts])
-        else:
-            turns.append((role, parts))
+        turn = _turn(message, names)
+        names |= {call.id: call.name for call in turn.tool_calls}
+        if turns and turn.role == turns[-1].role != "tool":
+            before = turns.pop()
+            joined = [*before.content, *(["\n"] if before.content and turn.content else []), *turn.content]
+            turn = Turn(turn.role, joined, before.tool_calls + turn.tool_calls)
+        turns.append(turn)
+    if not any(turn.tool_calls or any(_text(part).strip() for part in turn.content) for turn in turns):
+        raise InputError(f"The {len(messages)} messages hold no text; wanted at least one that asks something.")
     return turns
 
 
 def chunk_block(text: str, source: str = "") -> dict[str, Any]:
     """A content block whose text is one chunk with exact boundaries."""
     return {"type": "text", "text": text, "extras": {"ragfuse": {"chunk": True, "source": source}}}
+
+
+def calls_of(answer: Answer) -> list[Call]:
+    """An answer's tool calls as LangChain's, each with an id."""
+    return [
+        Call(name=call.name, args=dict(call.arguments), id=call.id or f"call_{uuid4().hex}", type="tool_call")
+        for call in answer.tool_calls
+    ]
+
+
+def source_of(document: Document, source_key: str = "source") -> str:
+    """Where a document is from, for people."""
+    unnamed = f"document {crc32(document.page_content.encode(errors='surrogatepass')):08x}"
+    return str(document.metadata.get(source_key) or document.id or unnamed)
+
+
+def _turn(message: BaseMessage, names: Mapping[str, str]) -> Turn:
+    parts = _parts(message)
+    if isinstance(message, AIMessage):
+        calls = tuple(ToolCall(call["name"], call["args"], call["id"] or "") for call in message.tool_calls)
+        return Turn("assistant", parts, calls)
+    if isinstance(message, ToolMessage):
+        id = message.tool_call_id
+        return Turn("tool", _cut(parts, _documents(message.artifact)), (), id, message.name or names.get(id, ""))
+    return Turn(_role(message), parts, name=message.name or "" if isinstance(message, FunctionMessage) else "")
 
 
 def _role(message: BaseMessage) -> str:
@@ -59,17 +100,18 @@ def _role(message: BaseMessage) -> str:
 
 
 def _parts(message: BaseMessage) -> list[Part]:
-    if getattr(message, "tool_calls", None):
-        raise InputError("A message holds tool calls, which this chat model cannot render; leave them out.")
     content = message.content
     blocks = [content] if isinstance(content, str) else content
-    return [part for block in blocks for part in _part(block)]
+    skipped = CALLS | THOUGHTS if isinstance(message, AIMessage) else frozenset()
+    return [part for block in blocks for part in _part(block, skipped)]
 
 
-def _part(block: Any) -> list[Part]:
+def _part(block: Any, skipped: frozenset[str]) -> list[Part]:
     if isinstance(block, str):
-        return [block]
+        return [block] if block else []
     kind = block.get("type")
+    if kind in skipped:
+        return []
     if kind not in ("text", "text-plain") or not isinstance(block.get("text"), str):
         raise InputError(
             f"A content block of type '{kind}' cannot be read: this model takes text alone. Wanted strings and blocks "
@@ -79,3 +121,33 @@ def _part(block: Any) -> list[Part]:
     source = str(said.get("source") or block.get("title") or "")
     is_chunk = bool(said.get("chunk", kind == "text-plain"))
     return [Piece(block["text"], "chunk", source or "message") if is_chunk else block["text"]]
+
+
+def _documents(artifact: Any) -> Iterator[Document]:
+    """The documents that a tool handed over beside its content, wherever they are in it."""
+    if isinstance(artifact, Document):
+        yield artifact
+    elif isinstance(artifact, Mapping):
+        yield from (document for value in artifact.values() for document in _documents(value))
+    elif isinstance(artifact, list | tuple):
+        yield from (document for value in artifact for document in _documents(value))
+
+
+def _cut(parts: Sequence[Part], documents: Iterator[Document]) -> list[Part]:
+    """The same text with each of `documents` that stands in it as a chunk, the longest first."""
+    cut = list(parts)
+    for document in sorted(documents, key=lambda each: -len(each.page_content)):
+        text = document.page_content.strip()
+        if len(text) >= MIN_CHARS:
+            chunk = Piece(text, "chunk", source_of(document))
+            cut = [piece for part in cut for piece in ([part] if isinstance(part, Piece) else _around(part, chunk))]
+    return cut
+
+
+def _around(text: str, chunk: Piece) -> list[Part]:
+    first, *others = text.split(chunk.text)
+    return [part for part in (first, *(each for other in others for each in (chunk, other))) if part != ""]
+
+
+def _text(part: Part) -> str:
+    return part if isinstance(part, str) else part.text

@@ -267,6 +267,7 @@ def test_what_tells_two_models_apart_is_in_the_identifying_params(engine: Engine
         "policy": engine.settings.policy,
         "ratio": engine.settings.ratio,
         "reuse": True,
+        "overflow": None,
         "max_tokens": 7,
         "seed": None,
         "stop": ["x"],

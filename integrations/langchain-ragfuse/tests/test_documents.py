@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from langchain_core.documents import Document
 from langchain_core.messages import HumanMessage
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
 from langchain_core.runnables import RunnableLambda
-from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, create_fused_documents_chain
+from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, RagFuseLLM, create_fused_documents_chain
 
 from ragfuse import Engine, InputError, Trace
 
@@ -108,6 +110,44 @@ def test_a_document_prompt_is_part_of_the_chunk(llm: ChatRagFuse) -> None:
     assert named(answer) == SOURCES
     fused = create_fused_documents_chain(llm, PROMPT, document_prompt=page, output_parser=PASS).invoke(ASKED)
     assert fused.content == answer.content
+
+
+def test_a_bar_is_shown_at_a_terminal_and_nowhere_else(
+    llm: ChatRagFuse, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    said = []
+    for progress, fresh in ((True, "A"), (False, "B"), (None, "C")):
+        ours, theirs = os.openpty()
+        with os.fdopen(theirs, "w") as terminal:
+            monkeypatch.setattr(sys, "stderr", terminal)
+            RagFuseIndexer(llm).index([Document(f"{fresh} {DOCUMENTS[0].page_content}")], progress=progress)
+            terminal.write("|")
+            terminal.flush()
+            said.append(os.read(ours, 1 << 16).decode())
+        os.close(ours)
+        monkeypatch.undo()
+        monkeypatch.setenv("TERM", "xterm")
+    assert "Encoding chunks" in said[0]
+    assert said[1:] == ["|", "|"]
+    capfd.readouterr()
+    RagFuseIndexer(llm).index(DOCUMENTS)
+    assert capfd.readouterr() == ("", "")
+
+
+async def test_documents_of_the_text_model_are_indexed_as_it_reads_them(engine: Engine) -> None:
+    llm = RagFuseLLM(engine=engine)
+    prompt = PromptTemplate.from_template("Letters from Port Elling, all of them:\n\n{context}\n\n{question}")
+    await RagFuseIndexer(llm).aindex(DOCUMENTS, prompt)
+    text = "\n\n".join(document.page_content.strip() for document in DOCUMENTS)
+    found = llm.generate([prompt.format(context=text, question="How many ships?")]).generations[0][0].generation_info
+    segments = found["ragfuse"]["segments"]
+    assert [(each["source"], each["exact"]) for each in segments if each["kind"] == "chunk" and each["hit"]] == [
+        ("log.txt", True),
+        ("valley.txt", False),
+        ("odd.txt", False),
+    ]
+    assert create_fused_documents_chain(llm, prompt).invoke({"context": DOCUMENTS, "question": "How many ships?"})
 
 
 def test_the_indexer_is_a_document_transformer(llm: ChatRagFuse) -> None:

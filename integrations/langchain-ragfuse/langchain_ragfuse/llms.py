@@ -1,0 +1,146 @@
+"""The text model: a prompt as it is in, its continuation out, by the same engine as the chat model's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseLLM
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+
+from langchain_ragfuse.base import CONFIG, RagFuseModel, cancelled_at_exit, metadata_of, usage_of
+from ragfuse import Answer, Ask, Engine, InputError
+
+COUNTED = ("input_tokens", "output_tokens", "total_tokens")
+
+
+class RagFuseLLM(RagFuseModel, BaseLLM):
+    """A local text model that takes the KV of retrieved chunks from a store and computes only what is new.
+
+    No chat template: a prompt is continued as it stands. Several prompts given together are decoded together.
+    """
+
+    model_config = CONFIG
+
+    @property
+    def _llm_type(self) -> str:
+        return "ragfuse"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> Any:
+        return self._traced(super()._get_ls_params(stop=stop, **kwargs), kwargs)
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        if self._is_told(kwargs) and len(prompts) == 1:
+            return _joined(list(self._stream(prompts[0], stop, run_manager, **kwargs)))
+        ask, engine = self._ask(stop, kwargs), self.get_engine(kwargs.get("model"))
+        _check(prompts)
+        return _result(engine.batch(prompts, ask), engine, ask)
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        if len(prompts) == 1:
+            told = run_manager if self._is_told(kwargs) else None
+            return _joined([chunk async for chunk in self._astream(prompts[0], stop, told, **kwargs)])
+        ask, gone = self._ask(stop, kwargs), threading.Event()
+        _check(prompts)
+        engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
+        try:
+            return _result(await asyncio.to_thread(engine.batch, prompts, ask, gone), engine, ask)
+        finally:
+            gone.set()
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        ask, engine, said = self._ask(stop, kwargs), self.get_engine(kwargs.get("model")), ""
+        _check([prompt])
+        with engine.stream(prompt, ask) as stream:
+            for text in stream:
+                said += text
+                chunk = GenerationChunk(text=text)
+                if run_manager:
+                    run_manager.on_llm_new_token(text, chunk=chunk)
+                yield chunk
+            last = _last(stream.answer, said, engine, ask)
+            if run_manager:
+                run_manager.on_llm_new_token(last.text, chunk=last)
+            yield last
+
+    async def _astream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[GenerationChunk]:
+        ask, said = self._ask(stop, kwargs), ""
+        _check([prompt])
+        engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
+        async with cancelled_at_exit(engine.stream(prompt, ask)) as stream:
+            async for text in stream:
+                said += text
+                chunk = GenerationChunk(text=text)
+                if run_manager:
+                    await run_manager.on_llm_new_token(text, chunk=chunk)
+                yield chunk
+            last = _last(stream.answer, said, engine, ask)
+            if run_manager:
+                await run_manager.on_llm_new_token(last.text, chunk=last)
+            yield last
+
+    def _is_told(self, call: dict[str, Any]) -> bool:
+        """Whether callbacks are to hear of every token."""
+        return bool(call.get("stream", self.streaming))
+
+
+def _check(prompts: Sequence[str]) -> None:
+    empty = next((number for number, prompt in enumerate(prompts, 1) if not prompt.strip()), None)
+    if empty is not None:
+        raise InputError(f"Prompt {empty} of {len(prompts)} holds no text; wanted at least one word to go on from.")
+
+
+def _info(answer: Answer, engine: Engine, ask: Ask) -> dict[str, Any]:
+    return {**metadata_of(answer, engine), "usage_metadata": dict(usage_of(answer, engine, ask))}
+
+
+def _last(answer: Answer, said: str, engine: Engine, ask: Ask) -> GenerationChunk:
+    """What of the text was not said yet (all of it with beams), usage and trace."""
+    return GenerationChunk(text=answer.text[len(said) :], generation_info=_info(answer, engine, ask))
+
+
+def _result(answers: Sequence[Answer], engine: Engine, ask: Ask) -> LLMResult:
+    return _summed([Generation(text=each.text, generation_info=_info(each, engine, ask)) for each in answers])
+
+
+def _joined(chunks: Sequence[GenerationChunk]) -> LLMResult:
+    """One answer from all of its pieces."""
+    return _summed(
+        [Generation(text="".join(chunk.text for chunk in chunks), generation_info=chunks[-1].generation_info)]
+    )
+
+
+def _summed(generations: Sequence[Generation]) -> LLMResult:
+    usages = [(each.generation_info or {})["usage_metadata"] for each in generations]
+    total = {name: sum(usage[name] for usage in usages) for name in COUNTED}
+    model = (generations[0].generation_info or {})["model_name"]
+    return LLMResult(
+        generations=[[each] for each in generations], llm_output={"model_name": model, "token_usage": total}
+    )

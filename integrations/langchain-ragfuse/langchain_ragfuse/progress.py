@@ -1,0 +1,35 @@
+"""How far an indexing has come: a bar for a person at a terminal, or whoever wants to hear of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ragfuse import Ingested
+
+Progress = bool | Callable[[Ingested], None] | None
+"""True: a bar on stderr if that is a terminal. False or None: nothing. A callable: hears of every document."""
+
+
+@contextmanager
+def shown(progress: Progress, total: int) -> Iterator[Callable[[Ingested], None] | None]:
+    """What is to be told of every document; the bar is gone when all is done."""
+    if callable(progress):
+        yield progress
+    elif progress and sys.stderr.isatty():
+        with _bar(total) as advance:
+            yield advance
+    else:
+        yield None
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[Ingested], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task("Encoding chunks", total=total)
+        yield lambda done: bar.update(task, completed=done.chunks)

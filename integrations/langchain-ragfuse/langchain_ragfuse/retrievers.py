@@ -1,0 +1,47 @@
+"""A retriever whose results' KV is on its way to memory while the chain still builds the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.prompts import BasePromptTemplate
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import Runnable
+from pydantic import ConfigDict, Field
+
+from langchain_ragfuse.documents import PAGE, engine_of, text_of
+
+
+class RagFuseRetriever(BaseRetriever):
+    """Any retriever's documents, in its order, as they are; the store begins to read their KV meanwhile.
+
+    `document_prompt` is the one that the chain formats each document with. What the store does not hold is no trouble.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    retriever: Runnable[str, list[Document]]
+    llm: Any = Field(repr=False)
+    """The ChatRagFuse or RagFuseLLM that will be asked, bound or not, or its engine."""
+    document_prompt: BasePromptTemplate[str] = PAGE
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
+    ) -> list[Document]:
+        found = self.retriever.invoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
+        self._prefetch(found)
+        return found
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
+    ) -> list[Document]:
+        found = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **kwargs)
+        await asyncio.to_thread(self._prefetch, found)
+        return found
+
+    def _prefetch(self, documents: Iterable[Document]) -> None:
+        engine_of(self.llm).prefetch([text_of(document, self.document_prompt)[0] for document in documents])

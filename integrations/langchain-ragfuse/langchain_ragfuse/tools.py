@@ -1,0 +1,105 @@
+"""Tools and schemas as LangChain gives them, and the same as ragfuse takes them: OpenAI's form, one word of choice.
+
+Nothing here decodes: what an answer must follow is told to the engine, which holds it to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
+
+from ragfuse import InputError
+
+METHODS = ("json_schema", "function_calling", "json_mode")
+CHOICES = ("auto", "none", "required")
+
+
+def tools_of(tools: Sequence[Any], strict: bool | None = None) -> list[dict[str, Any]]:
+    """Tools in OpenAI's form: functions, classes, LangChain tools, schemas, or that form itself."""
+    return [_tool(tool, strict) for tool in tools]
+
+
+def choice_of(choice: str | bool | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
+    """LangChain's and OpenAI's ways to say whether a tool must be called, as one word; InputError for no such tool.
+
+    Where one must be called and there is one, it is its name: that is one call, "required" is one or several.
+    """
+    if isinstance(choice, Mapping):
+        choice = (choice.get("function") or choice).get("name") or choice.get("type")
+    names = [tool["function"]["name"] for tool in tools]
+    if choice in (True, "any", "required") and len(names) == 1:
+        return str(names[0])  # one call and no more
+    word = "auto" if choice is None or choice is False else "required" if choice in (True, "any") else choice
+    if word in names or word in ("auto", "none") or (word == "required" and names):
+        return str(word)
+    raise InputError(f"tool_choice is {choice!r}; wanted 'any', one of {', '.join(CHOICES)}, or a tool: {names}.")
+
+
+def structured(llm: Any, schema: dict[str, Any] | type, method: str, strict: bool | None) -> Runnable[Any, Any]:
+    """The model bound to answer in this form."""
+    told = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
+    if method not in METHODS:
+        raise InputError(f"with_structured_output knows no method '{method}'; wanted {', '.join(METHODS)}.")
+    if method == "function_calling":
+        name = _tool(schema, strict)["function"]["name"]
+        bound: Runnable[Any, Any] = llm.bind_tools(
+            [schema], tool_choice=name, strict=strict, ls_structured_output_format=told
+        )
+        return bound
+    form = {"type": "json_schema", "json_schema": {"schema": _json_schema(schema)}}
+    bound = llm.bind(response_format=form, ls_structured_output_format=told)
+    return bound
+
+
+def parsed_into(llm: Runnable[Any, Any], schema: Any, method: str, include_raw: bool) -> Runnable[Any, Any]:
+    """The model's answers as `schema` says; with `include_raw`, {"raw", "parsed", "parsing_error"}."""
+    parser = _parser(schema, method)
+    if not include_raw:
+        return llm | parser
+    parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+    unparsed = RunnablePassthrough.assign(parsed=lambda _: None)
+    return RunnableMap(raw=llm) | parsed.with_fallbacks([unparsed], exception_key="parsing_error")
+
+
+def _parser(schema: Any, method: str) -> BaseOutputParser[Any]:
+    is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
+    if method != "function_calling":
+        return PydanticOutputParser(pydantic_object=schema) if is_class else JsonOutputParser()
+    if is_class:
+        return PydanticToolsParser(tools=[schema], first_tool_only=True)
+    return JsonOutputKeyToolsParser(key_name=_tool(schema, None)["function"]["name"], first_tool_only=True)
+
+
+def _tool(tool: Any, strict: bool | None) -> dict[str, Any]:
+    try:
+        found = convert_to_openai_tool(tool, strict=strict)
+    except Exception as error:  # whatever a tool's own schema raises
+        raise InputError(f"The tool '{_name(tool)}' has no schema that can be shown to a model: {error}") from error
+    if "function" not in found:
+        raise InputError(
+            f"A tool of type '{found.get('type')}' runs at its provider; this model runs here. Wanted functions, "
+            "classes, LangChain tools, or {'type': 'function', 'function': {...}}."
+        )
+    return found
+
+
+def _name(tool: Any) -> str:
+    named: Callable[[str], Any] = tool.get if isinstance(tool, Mapping) else lambda name: getattr(tool, name, None)
+    return str(named("name") or named("title") or named("__name__") or type(tool).__name__)
+
+
+def _json_schema(schema: Any) -> dict[str, Any]:
+    """A JSON schema as it is, or that of a class or of a function."""
+    if isinstance(schema, Mapping) and not {"function", "parameters", "input_schema"} & schema.keys():
+        return dict(schema)
+    try:
+        return convert_to_json_schema(schema)
+    except Exception as error:
+        raise InputError(f"'{_name(schema)}' has no JSON schema: {error}") from error

@@ -1,0 +1,115 @@
+"""What cannot be answered is refused with what was wanted, and what is cut short leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import RunnableLambda
+from langchain_ragfuse import ChatRagFuse, RagFuseByteStore, RagFuseLLM, create_fused_documents_chain
+
+from ragfuse import Engine, Grammar, InputError, ModelError, RagFuseError, Settings
+
+TEXT = "The lighthouse keeper counted forty ships that night and wrote all their names down."
+
+
+@pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
+def test_an_unknown_model_is_named(kind: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no-such-model"):
+        kind(model="no-such-model", store=tmp_path).invoke("Hello?")
+
+
+def test_a_missing_extra_is_named(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InputError, match=r"pip install 'ragfuse-kv\[structured\]'"):
+        ChatRagFuse(engine=engine).invoke("Hello?", grammar=Grammar.regex("[a-f]{9}"))
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(RagFuseError, match=r"ragfuse-kv\[redis\]"):
+        RagFuseByteStore("redis://127.0.0.1:1/0", settings=Settings(store=tmp_path))
+
+
+@pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
+def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(kind: Any, engine: Engine) -> None:
+    with pytest.raises(InputError, match=r"at most 4,096 tokens.*found [0-9],[0-9]{3}"):
+        kind(engine=engine).invoke("word " * 1000)
+
+
+@pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
+def test_documents_are_left_out_where_that_is_asked_for(kind: Any, engine: Engine) -> None:
+    documents = [Document(f"Letter {at}. {TEXT} " * 10, metadata={"source": f"{at}"}) for at in range(9)]
+    prompt = ChatPromptTemplate.from_messages([("user", "{context}\n\nQuestion: {question}")])
+    given = {"context": documents, "question": "How many ships?"}
+    with pytest.raises(InputError, match="at most 4,096 tokens"):
+        create_fused_documents_chain(kind(engine=engine), prompt).invoke(given)
+    llm = kind(engine=engine, overflow="drop")
+    assert create_fused_documents_chain(llm, prompt).invoke(given)
+    chat = create_fused_documents_chain(ChatRagFuse(engine=engine), prompt, output_parser=RunnableLambda(lambda m: m))
+    assert create_fused_documents_chain(kind(engine=engine).bind(overflow="drop"), prompt).invoke(given)
+    with pytest.raises(InputError, match="at most 4,096 tokens"):
+        chat.invoke(given)
+
+
+def test_the_trace_says_which_documents_were_left_out(engine: Engine) -> None:
+    documents = [Document(f"Letter {at}. {TEXT} " * 10, metadata={"source": f"{at}"}) for at in range(9)]
+    prompt = ChatPromptTemplate.from_messages([("user", "{context}\n\nQuestion: {question}")])
+    llm = ChatRagFuse(engine=engine, overflow="drop")
+    chain = create_fused_documents_chain(llm, prompt, output_parser=RunnableLambda(lambda message: message))
+    dropped = chain.invoke({"context": documents, "question": "How many ships?"}).response_metadata["ragfuse"][
+        "dropped"
+    ]
+    assert list(dropped) == [str(at) for at in range(9 - len(dropped), 9)] != []
+
+
+@pytest.mark.parametrize(
+    "messages", [[], [HumanMessage("")], [SystemMessage(" "), HumanMessage("\n")], [AIMessage("")]]
+)
+async def test_empty_messages_are_refused(messages: list[Any], engine: Engine) -> None:
+    llm = ChatRagFuse(engine=engine)
+    with pytest.raises(InputError, match="hold no text"):
+        llm.invoke(messages)
+    with pytest.raises(InputError, match="hold no text"):
+        await llm.ainvoke(messages)
+    with pytest.raises(InputError, match="hold no text"):
+        list(llm.stream(messages))
+
+
+def _writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-answer"]
+
+
+async def test_cancelled_streams_leave_no_thread_and_no_half_chunk(tiny_settings: Settings) -> None:
+    """Cut short at every stage: before the first token, and after it."""
+    block = {"type": "text", "text": f"{TEXT} Then he slept.", "extras": {"ragfuse": {"chunk": True, "source": "log"}}}
+    message = HumanMessage([block, "\n\nHow many ships?"])
+    with Engine(tiny_settings) as engine:
+        llm = ChatRagFuse(engine=engine, max_tokens=3000)
+        for wait_s in (0.0, 0.01, 0.05):
+            call = asyncio.create_task(llm.ainvoke([message]))
+            await asyncio.sleep(wait_s)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        stream = llm.astream([message])
+        await anext(stream)
+        await stream.aclose()
+        sync = llm.stream([message])
+        next(sync)
+        sync.close()
+        for thread in _writers():
+            await asyncio.to_thread(thread.join, 60)
+        assert not _writers()
+        engine.flush()
+        whole = ChatRagFuse(engine=engine, ratio=1.0).invoke([message])
+        assert whole.content == ChatRagFuse(engine=engine, reuse=False).invoke([message]).content
+    assert not list(tiny_settings.store_path.rglob("*.tmp"))
+    with Engine(tiny_settings) as engine:
+        kept = engine.store.entries()
+        assert all(engine.store.read_whole(entry.key) is not None for entry in kept)
+        assert engine.store.stats().corrupt == 0

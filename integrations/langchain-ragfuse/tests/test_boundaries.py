@@ -1,0 +1,245 @@
+"""Unchanged prompts of real chains: whatever happens to documents between index and prompt, known chunks still hit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from langchain_classic.chains import RetrievalQA, create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_classic.retrievers import ContextualCompressionRetriever
+from langchain_classic.retrievers.document_compressors import CrossEncoderReranker, DocumentCompressorPipeline
+from langchain_classic.retrievers.document_compressors.cross_encoder import BaseCrossEncoder
+from langchain_community.document_transformers import EmbeddingsRedundantFilter, LongContextReorder
+from langchain_community.vectorstores import FAISS
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document
+from langchain_core.messages import ToolMessage
+from langchain_core.outputs import LLMResult
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import Runnable, RunnableLambda, RunnablePassthrough
+from langchain_core.tools.retriever import create_retriever_tool
+from langchain_huggingface import HuggingFaceEmbeddings
+from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, RagFuseLLM
+
+from integrations.tests.kit import LETTERS
+from ragfuse import Engine
+
+DOCUMENTS = [
+    Document(f"{text}\n", metadata={"source": f"{text.split('.')[0]}.txt", "page": page})
+    for page, text in enumerate(LETTERS.split("\n\n"), 1)
+]
+SOURCES = {str(document.metadata["source"]) for document in DOCUMENTS}
+PROMPT = ChatPromptTemplate.from_messages([("system", "Answer briefly."), ("user", "{context}\n\nQuestion: {input}")])
+QUESTION = "Who was the last keeper of the lighthouse?"
+WITH_METADATA = PromptTemplate.from_template("[{page}] From {source}:\n{page_content}\n---")
+
+
+class Heard(BaseCallbackHandler):
+    """The segments of every answer that a chain got on its way."""
+
+    def __init__(self) -> None:
+        self.traces: list[dict[str, Any]] = []
+
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
+        found = response.generations[0][0]
+        told = found.message.response_metadata if hasattr(found, "message") else found.generation_info or {}
+        self.traces.append(told["ragfuse"])
+
+    @property
+    def hits(self) -> list[str]:
+        """Sources of the chunks of the last answer that came from the store."""
+        return [each["source"] for each in self.traces[-1]["segments"] if each["kind"] == "chunk" and each["hit"]]
+
+
+class ByWords(BaseCrossEncoder):
+    """Scores by shared words: another order than the embeddings'."""
+
+    def score(self, text_pairs: list[tuple[str, str]]) -> list[float]:
+        return [-len(set(query.split()) & set(text.split())) for query, text in text_pairs]
+
+
+@pytest.fixture(scope="module")
+def embedder(minilm: str) -> HuggingFaceEmbeddings:
+    return HuggingFaceEmbeddings(model_name=minilm)
+
+
+@pytest.fixture(scope="module")
+def retriever(embedder: HuggingFaceEmbeddings) -> BaseRetriever:
+    return FAISS.from_documents(DOCUMENTS, embedder).as_retriever(search_kwargs={"k": 4})
+
+
+@pytest.fixture
+def llm(engine: Engine) -> ChatRagFuse:
+    llm = ChatRagFuse(engine=engine, max_tokens=4)
+    RagFuseIndexer(llm).index(DOCUMENTS)
+    return llm
+
+
+def joined(documents: Sequence[Document]) -> str:
+    return "\n\n".join(document.page_content for document in documents)
+
+
+def lcel(llm: Any, retriever: Any) -> Runnable[Any, Any]:
+    return {"context": retriever | joined, "input": RunnablePassthrough()} | PROMPT | llm
+
+
+def stuff(llm: Any, retriever: Any) -> Runnable[Any, Any]:
+    return {"context": retriever, "input": RunnablePassthrough()} | create_stuff_documents_chain(llm, PROMPT)
+
+
+def classic(llm: Any, retriever: Any) -> Runnable[Any, Any]:
+    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(llm, PROMPT))
+    return RunnableLambda(lambda question: {"input": question}) | chain
+
+
+def legacy(llm: Any, retriever: Any) -> Runnable[Any, Any]:
+    return RetrievalQA.from_chain_type(llm, retriever=retriever)
+
+
+CHAINS = [lcel, stuff, classic, legacy]
+
+
+def changed(retriever: BaseRetriever, change: Callable[[list[Document]], list[Document]]) -> BaseRetriever:
+    """A retriever that hands on what `change` makes of the documents."""
+
+    class Changed(BaseRetriever):
+        def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+            return change(retriever.invoke(query))
+
+    return Changed()
+
+
+def asked(make: Callable[[Any, Any], Runnable[Any, Any]], llm: Any, retriever: Any) -> list[str]:
+    heard = Heard()
+    make(llm, retriever).invoke(QUESTION, {"callbacks": [heard]})
+    return heard.hits
+
+
+@pytest.mark.parametrize("make", CHAINS)
+def test_unchanged_documents_hit(make: Any, llm: ChatRagFuse, retriever: BaseRetriever) -> None:
+    assert set(asked(make, llm, retriever)) == SOURCES
+
+
+@pytest.mark.parametrize("make", CHAINS)
+def test_the_text_model_finds_them_too(make: Any, llm: ChatRagFuse, retriever: BaseRetriever) -> None:
+    assert set(asked(make, RagFuseLLM(engine=llm.engine, max_tokens=4), retriever)) == SOURCES
+
+
+@pytest.mark.parametrize("make", CHAINS)
+def test_reranked_documents_hit(make: Any, llm: ChatRagFuse, retriever: BaseRetriever) -> None:
+    reranker = CrossEncoderReranker(model=ByWords(), top_n=3)
+    reranked = ContextualCompressionRetriever(base_compressor=reranker, base_retriever=retriever)
+    order = [document.metadata["source"] for document in reranked.invoke(QUESTION)]
+    assert order != [document.metadata["source"] for document in retriever.invoke(QUESTION)][:3]
+    assert asked(make, llm, reranked) == order
+
+
+@pytest.mark.parametrize("make", CHAINS)
+def test_reordered_documents_hit(make: Any, llm: ChatRagFuse, retriever: BaseRetriever) -> None:
+    compressor = DocumentCompressorPipeline(transformers=[LongContextReorder()])
+    reordered = ContextualCompressionRetriever(base_compressor=compressor, base_retriever=retriever)
+    order = [document.metadata["source"] for document in reordered.invoke(QUESTION)]
+    assert order != [document.metadata["source"] for document in retriever.invoke(QUESTION)]
+    assert asked(make, llm, reordered) == order
+
+
+@pytest.mark.parametrize("make", CHAINS)
+def test_deduplicated_documents_hit(
+    make: Any, llm: ChatRagFuse, retriever: BaseRetriever, embedder: HuggingFaceEmbeddings
+) -> None:
+    twice = changed(retriever, lambda found: [*found, *found])
+    compressor = DocumentCompressorPipeline(transformers=[EmbeddingsRedundantFilter(embeddings=embedder)])
+    once = ContextualCompressionRetriever(base_compressor=compressor, base_retriever=twice)
+    assert len(asked(make, llm, twice)) == 8
+    assert sorted(asked(make, llm, once)) == sorted(SOURCES)
+
+
+@pytest.mark.parametrize("change", [str.strip, lambda text: f"\n\n  {text}\t", lambda text: text.rstrip() + "\r\n"])
+@pytest.mark.parametrize("make", CHAINS)
+def test_stripped_documents_hit(make: Any, change: Any, llm: ChatRagFuse, retriever: BaseRetriever) -> None:
+    stripped = changed(retriever, lambda found: [_with(document, change(document.page_content)) for document in found])
+    assert set(asked(make, llm, stripped)) == SOURCES
+
+
+@pytest.mark.parametrize("make", CHAINS)
+def test_documents_with_a_prefix_in_their_text_hit(make: Any, llm: ChatRagFuse, retriever: BaseRetriever) -> None:
+    def prefixed(document: Document) -> Document:
+        return _with(document, f"Source: {document.metadata['source']}\n{document.page_content}")
+
+    assert set(asked(make, llm, changed(retriever, lambda found: list(map(prefixed, found))))) == SOURCES
+
+
+def test_documents_behind_their_metadata_hit(llm: ChatRagFuse, retriever: BaseRetriever) -> None:
+    def with_metadata(llm: Any, retriever: Any) -> Runnable[Any, Any]:
+        chain = create_stuff_documents_chain(llm, PROMPT, document_prompt=WITH_METADATA, document_separator="\n")
+        return {"context": retriever, "input": RunnablePassthrough()} | chain
+
+    assert set(asked(with_metadata, llm, retriever)) == SOURCES
+
+
+@pytest.mark.parametrize("make", CHAINS)
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: text.replace("the", "a", 1),
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace(". ", ".\n", 1),
+        lambda text: text.replace("e", "é", 1),
+    ],
+)
+def test_a_chunk_that_was_edited_does_not_hit(make: Any, edit: Any, llm: ChatRagFuse, retriever: BaseRetriever) -> None:
+    def edited(found: list[Document]) -> list[Document]:
+        return [_with(found[0], edit(found[0].page_content.strip())), *found[1:]]
+
+    first, *others = [document.metadata["source"] for document in retriever.invoke(QUESTION)]
+    assert edit(DOCUMENTS[0].page_content.strip()) != DOCUMENTS[0].page_content.strip()
+    assert first not in asked(make, llm, changed(retriever, edited))
+    assert asked(make, llm, changed(retriever, edited)) == others
+
+
+def _with(document: Document, text: str) -> Document:
+    return Document(text, metadata=document.metadata)
+
+
+def test_an_artifact_marks_the_chunks_of_a_tools_message(engine: Engine, retriever: BaseRetriever) -> None:
+    """Nothing was indexed: without its artifact the same message teaches the store nothing."""
+    llm = ChatRagFuse(engine=engine, max_tokens=4)
+    search = create_retriever_tool(
+        retriever, "search", "Looks things up.", document_prompt=WITH_METADATA, response_format="content_and_artifact"
+    )
+    call = {"name": "search", "args": {"query": QUESTION}, "id": "1", "type": "tool_call"}
+    found = search.invoke(call)
+    assert isinstance(found, ToolMessage)
+    messages: list[Any] = [("user", QUESTION), ("ai", "Wait."), found]
+    bare = found.model_copy(update={"artifact": None})
+    for message, expected in ((bare, set[str]()), (bare, set[str]()), (found, set[str]()), (found, SOURCES)):
+        answer = llm.invoke([*messages[:2], message])
+        segments = answer.response_metadata["ragfuse"]["segments"]
+        assert {each["source"] for each in segments if each["kind"] == "chunk" and each["hit"]} == expected
+        engine.flush()
+
+
+def test_an_artifact_leaves_the_text_as_it_is(engine: Engine) -> None:
+    llm = ChatRagFuse(engine=engine)
+    text = f"1. {DOCUMENTS[0].page_content}2. {DOCUMENTS[1].page_content} 3. {DOCUMENTS[0].page_content}"
+    parts = [
+        Document(DOCUMENTS[0].page_content[:80]),
+        Document("harbour"),
+        Document("not in the message, at all, ever"),
+    ]
+    nested = {"found": [*DOCUMENTS, *parts], "scores": [0.5], "note": "text"}
+    with_it, without = (ToolMessage(text, tool_call_id="1", artifact=artifact) for artifact in (nested, None))
+    prompts = [engine.prompt(_turns([message])) for message in (with_it, without)]
+    words = llm.get_engine().model.words
+    assert words.decode(prompts[0].token_ids) == words.decode(prompts[1].token_ids)
+    chunks = [segment.text for segment in prompts[0].segments if segment.kind == "chunk"]
+    assert chunks == [DOCUMENTS[at].page_content.strip() for at in (0, 1, 0)]
+
+
+def _turns(messages: Sequence[Any]) -> Any:
+    from langchain_ragfuse.messages import turns_of
+
+    return turns_of(messages)

@@ -1,0 +1,182 @@
+"""RagFuseLLM on a tiny random model: calls, batches, streams, parameters, usage and trace."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
+from langchain_core.language_models import BaseLanguageModel
+from langchain_core.outputs import LLMResult
+from langchain_ragfuse import ChatRagFuse, RagFuseLLM
+from langchain_ragfuse.base import RagFuseModel
+
+from ragfuse import Engine, InputError
+
+FIRST = "The lighthouse keeper counted forty ships that night and wrote all their names down."
+SECOND = "Nobody in the valley remembers who planted the walnut trees along the old road."
+ASKED = f"Read this.\n\n{FIRST}\n\n{SECOND}\n\nHow many ships were there?"
+OTHER = f"{SECOND}\n\nWho planted them?"
+
+
+@pytest.fixture
+def llm(engine: Engine) -> RagFuseLLM:
+    engine.ingest([(FIRST, "first.txt"), (SECOND, "second.txt")])
+    return RagFuseLLM(engine=engine)
+
+
+def info(result: LLMResult, at: int = 0) -> dict[str, Any]:
+    return result.generations[at][0].generation_info or {}
+
+
+def test_a_prompt_goes_on_as_the_engine_says(llm: RagFuseLLM, engine: Engine) -> None:
+    assert llm.invoke(ASKED) == engine.answer(ASKED).text != ""
+    assert llm.invoke(ASKED, reuse=False) == llm.invoke(ASKED, ratio=1.0)
+
+
+def test_usage_and_trace_come_with_every_generation(llm: RagFuseLLM, engine: Engine) -> None:
+    result = llm.generate([ASKED, OTHER])
+    for at, prompt in enumerate((ASKED, OTHER)):
+        usage, trace = info(result, at)["usage_metadata"], info(result, at)["ragfuse"]
+        assert usage["input_tokens"] == len(engine.prompt(prompt))
+        assert usage["input_token_details"]["cache_read"] == trace["tokens_reused"] > 0
+        assert info(result, at)["finish_reason"] == "length"
+    assert result.llm_output is not None
+    assert result.llm_output["model_name"] == llm.model_name
+    total = result.llm_output["token_usage"]["total_tokens"]
+    assert total == sum(info(result, at)["usage_metadata"]["total_tokens"] for at in (0, 1))
+
+
+def test_a_batch_is_decoded_together_and_says_what_each_says_alone(engine: Engine) -> None:
+    llm, batches = RagFuseLLM(engine=engine, reuse=False), []
+    decode = engine.batch
+    engine.batch = lambda prompts, *rest: batches.append(len(prompts)) or decode(prompts, *rest)  # type: ignore[method-assign]
+    alone = [llm.invoke(prompt) for prompt in (ASKED, OTHER, FIRST)]
+    batches.clear()
+    assert llm.batch([ASKED, OTHER, FIRST]) == alone
+    assert batches == [3]
+    assert llm.batch([ASKED, OTHER, FIRST], {"max_concurrency": 2}) == alone
+    assert batches == [3, 2, 1]
+    assert llm.batch([]) == []
+
+
+async def test_an_awaited_batch_says_the_same(llm: RagFuseLLM) -> None:
+    assert await llm.abatch([ASKED, OTHER]) == llm.batch([ASKED, OTHER])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_every_way_to_ask_says_the_same(engine: Engine, streaming: bool) -> None:
+    llm = RagFuseLLM(engine=engine, streaming=streaming, reuse=False)
+    whole = llm.invoke(ASKED)
+    assert await llm.ainvoke(ASKED) == whole
+    assert "".join(llm.stream(ASKED)) == whole
+    assert "".join([text async for text in llm.astream(ASKED)]) == whole
+
+
+class Heard(BaseCallbackHandler):
+    """The tokens that a run said, and its result."""
+
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+        self.results: list[LLMResult] = []
+
+    def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
+        self.tokens.append(token)
+
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
+        self.results.append(response)
+
+
+class HeardLater(AsyncCallbackHandler):
+    """The same, asynchronously."""
+
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+
+    async def on_llm_new_token(self, token: str, **kwargs: Any) -> None:
+        self.tokens.append(token)
+
+
+@pytest.mark.parametrize("kind", [RagFuseLLM, ChatRagFuse])
+async def test_callbacks_hear_every_token(kind: type[RagFuseModel], engine: Engine) -> None:
+    sampled: dict[str, Any] = {"engine": engine, "reuse": False, "temperature": 1.5, "seed": 3, "max_tokens": 40}
+    llm: Any = kind(**sampled)
+    whole = llm.invoke(ASKED)
+    text = whole if isinstance(whole, str) else whole.content
+    heard, later, told = Heard(), HeardLater(), Heard()
+    pieces = list(llm.stream(ASKED, {"callbacks": [heard]}))
+    assert ["".join(heard.tokens), len(heard.tokens)] == [text, len(pieces)]
+    async for _ in llm.astream(ASKED, {"callbacks": [later]}):
+        pass
+    assert later.tokens == heard.tokens
+    kind(**sampled, streaming=True).invoke(ASKED, {"callbacks": [told]})  # type: ignore[attr-defined]
+    assert told.tokens == heard.tokens
+    assert told.results[0].generations[0][0].text == text
+
+
+def test_a_stream_ends_with_usage_and_trace(llm: RagFuseLLM) -> None:
+    heard = Heard()
+    list(llm.stream(ASKED, {"callbacks": [heard]}))
+    assert info(heard.results[0])["usage_metadata"]["output_tokens"] == 12
+    assert info(heard.results[0])["ragfuse"]["segments"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 12])
+def test_an_answer_ends_before_a_stop_string_of_any_length(engine: Engine, size: int) -> None:
+    llm = RagFuseLLM(engine=engine, max_tokens=40, reuse=False, temperature=1.5, seed=3)
+    whole, pair = llm.invoke(ASKED), llm.batch([ASKED, OTHER])
+    stop = whole[6 : 6 + size]
+    expected = whole[: whole.index(stop)]
+    assert expected
+    assert llm.invoke(ASKED, stop=[stop]) == "".join(llm.stream(ASKED, stop=[stop])) == expected
+    assert llm.invoke(ASKED, stop=[stop + "never", "x" * 500]) == whole
+    stop = pair[0][6 : 6 + size]
+    assert llm.batch([ASKED, OTHER], stop=[stop])[0] == pair[0][: pair[0].index(stop)]
+
+
+def test_both_models_take_the_same_parameters(engine: Engine) -> None:
+    shared = set(RagFuseModel.model_fields)
+    assert {"model", "temperature", "max_tokens", "stop", "seed", "timeout", "ratio", "overflow"} <= shared
+    given = {"engine": engine, "temperature": 0.5, "top_k": 5, "max_tokens": 7, "stop": ["x"], "ratio": 0.3}
+    params = [model(**given)._identifying_params for model in (RagFuseLLM, ChatRagFuse)]  # type: ignore[call-arg]
+    assert params[0] == params[1]
+    for model in (RagFuseLLM, ChatRagFuse):
+        assert issubclass(model, BaseLanguageModel)
+        assert shared <= set(model.model_fields)
+        with pytest.raises(ValueError, match="temprature"):
+            model(temprature=1)  # type: ignore[call-arg]
+
+
+def test_what_a_call_cannot_say_is_refused_by_name(llm: RagFuseLLM) -> None:
+    with pytest.raises(InputError, match=r"RagFuseLLM takes no argument 'tools'.*ratio"):
+        llm.invoke(ASKED, tools=[])
+    for empty in ([""], ["  \n"], [ASKED, ""]):
+        with pytest.raises(InputError, match="holds no text"):
+            llm.generate(empty)
+
+
+def _writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-answer"]
+
+
+@pytest.mark.parametrize("prompts", [[ASKED], [ASKED, OTHER]])
+async def test_cancelling_stops_the_generation(llm: RagFuseLLM, prompts: list[str]) -> None:
+    call = asyncio.create_task(llm.abatch(prompts, max_tokens=3000, reuse=False))
+    lock = llm.get_engine().model.lock
+    while not await asyncio.to_thread(_is_taken, lock):
+        await asyncio.sleep(0.005)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not await asyncio.to_thread(_is_taken, lock, 60.0)
+    for thread in _writers():
+        await asyncio.to_thread(thread.join)
+
+
+def _is_taken(lock: Any, wait_s: float = 0.0) -> bool:
+    if lock.acquire(timeout=wait_s):
+        lock.release()
+        return False
+    return True

@@ -1,0 +1,209 @@
+"""Tools, structured output and grammars: what is asked for comes out, also of a random model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_ragfuse import ChatRagFuse, RagFuseLLM
+from langchain_ragfuse.messages import turns_of
+from langchain_ragfuse.tools import choice_of, tools_of
+from pydantic import BaseModel, Field
+from typing_extensions import TypedDict
+
+from ragfuse import Engine, Grammar, InputError
+
+
+class Paint(BaseModel):
+    """Paint a door."""
+
+    colour: Literal["red", "green", "blue"] = Field(description="which paint to take")
+    coats: Literal[1, 2, 3]
+
+
+class PaintDict(TypedDict):
+    """Paint a door."""
+
+    colour: Literal["red", "green", "blue"]
+    coats: Literal[1, 2, 3]
+
+
+@tool
+def paint(colour: Literal["red", "green", "blue"], coats: Literal[1, 2, 3]) -> str:
+    """Paint a door."""
+    return f"The door is {colour} now."
+
+
+@tool
+def knock(times: Literal[1, 2]) -> str:
+    """Knock at a door."""
+    return "Nobody is there."
+
+
+SCHEMA = {**Paint.model_json_schema(), "title": "paint_it"}
+
+
+@pytest.fixture
+def llm(engine: Engine) -> ChatRagFuse:
+    return ChatRagFuse(engine=engine, max_tokens=90)
+
+
+def check(message: Any, name: str) -> None:
+    """One call of a tool, that it can be called with."""
+    (call,) = message.tool_calls
+    assert (call["name"], call["type"], bool(call["id"])) == (name, "tool_call", True)
+    Paint.model_validate(call["args"])
+    assert message.response_metadata["finish_reason"] == message.response_metadata["stop_reason"] == "tool_calls"
+    assert message.content == ""
+    usage = message.usage_metadata
+    assert usage["output_tokens"] > 5
+    assert set(usage["input_token_details"]) == {"cache_read", "cache_creation"}
+
+
+@pytest.mark.parametrize(
+    "choice", ["any", "required", True, "paint", {"type": "function", "function": {"name": "paint"}}]
+)
+def test_a_tool_that_must_be_called_is_called(choice: Any, llm: ChatRagFuse) -> None:
+    message = llm.bind_tools([paint], tool_choice=choice).invoke("Paint my door.")
+    check(message, "paint")
+    assert paint.invoke(message.tool_calls[0]).content.startswith("The door is ")
+
+
+def test_of_several_tools_the_named_one_is_called(llm: ChatRagFuse) -> None:
+    assert llm.bind_tools([paint, knock], tool_choice="knock").invoke("Hello?").tool_calls[0]["name"] == "knock"
+    called = llm.bind_tools([paint, knock], tool_choice="any").invoke("Hello?").tool_calls
+    assert {call["name"] for call in called} <= {"paint", "knock"}
+    assert called
+
+
+def test_no_tool_is_called_where_none_may_be(llm: ChatRagFuse) -> None:
+    message = llm.bind_tools([paint], tool_choice="none").invoke("Paint my door.")
+    assert (message.tool_calls, message.response_metadata["finish_reason"]) == ([], "length")
+    assert message.content == llm.invoke("Paint my door.").content
+
+
+@pytest.mark.parametrize("given", [paint, Paint, PaintDict, SCHEMA, tools_of([paint])[0]])
+def test_tools_come_in_every_form(given: Any, llm: ChatRagFuse) -> None:
+    name = tools_of([given])[0]["function"]["name"]
+    check(llm.bind_tools([given], tool_choice="any", strict=True).invoke("Paint my door."), name)
+
+
+async def test_a_stream_has_its_calls_in_the_last_chunk(llm: ChatRagFuse) -> None:
+    bound = llm.bind_tools([paint], tool_choice="any")
+    streams = [list(bound.stream("Paint my door.")), [each async for each in bound.astream("Paint my door.")]]
+    for chunks in streams:
+        assert all(not chunk.tool_call_chunks and chunk.content == "" for chunk in chunks[:-1])
+        assert [each["index"] for each in chunks[-1].tool_call_chunks] == [0]
+        assert chunks[-1].chunk_position == "last"
+        total = sum(chunks[1:], chunks[0])
+        assert isinstance(total, AIMessageChunk)
+        check(total, "paint")
+
+
+def test_a_conversation_with_tools_reaches_the_template(llm: ChatRagFuse, engine: Engine) -> None:
+    call = {"name": "paint", "args": {"colour": "green", "coats": 2}, "id": "abc123", "type": "tool_call"}
+    used = {"type": "tool_use", "id": "abc123", "name": "paint", "input": call["args"]}
+    messages: list[BaseMessage] = [
+        HumanMessage("Paint my door."),
+        AIMessage(
+            [{"type": "text", "text": "I will."}, {"type": "thinking", "thinking": "Green?"}, used], tool_calls=[call]
+        ),
+        ToolMessage("The door is green now.", tool_call_id="abc123"),
+    ]
+    turns = turns_of(messages)
+    assert [turn.role for turn in turns] == ["user", "assistant", "tool"]
+    assert (turns[1].tool_calls[0].name, turns[1].tool_calls[0].arguments) == ("paint", {"colour": "green", "coats": 2})
+    assert (turns[2].tool_call_id, turns[2].name) == ("abc123", "paint")
+    text = engine.model.words.decode(engine.prompt(turns).token_ids)
+    for part in ("Paint my door.", "I will.", '"green"', "The door is green now."):
+        assert part in text
+    assert "Green?" not in text
+    assert llm.bind_tools([paint]).invoke(messages).usage_metadata is not None
+    plain, shown = (llm.get_num_tokens_from_messages(messages, tools) for tools in (None, [paint]))
+    assert plain == len(engine.prompt(turns)) < shown
+
+
+def test_results_of_several_tools_stay_apart(engine: Engine) -> None:
+    calls = [{"name": "knock", "args": {"times": at}, "id": str(at), "type": "tool_call"} for at in (1, 2)]
+    results = [ToolMessage(f"Result {at}.", tool_call_id=str(at)) for at in (1, 2)]
+    turns = turns_of([HumanMessage("Knock."), AIMessage("", tool_calls=calls), *results])
+    assert [(turn.role, turn.tool_call_id) for turn in turns[2:]] == [("tool", "1"), ("tool", "2")]
+    assert [call.id for call in turns[1].tool_calls] == ["1", "2"]
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+@pytest.mark.parametrize("schema", [Paint, PaintDict, SCHEMA])
+def test_structured_output_has_its_schema(method: Any, schema: Any, llm: ChatRagFuse) -> None:
+    structured = llm.with_structured_output(schema, method=method)
+    found = structured.invoke("Paint my door.")
+    assert isinstance(found, Paint if schema is Paint else dict)
+    Paint.model_validate(found if isinstance(found, dict) else found.model_dump())
+    assert list(structured.stream("Paint my door."))[-1] == found
+
+
+async def test_structured_output_with_its_message(llm: ChatRagFuse) -> None:
+    for method in ("json_schema", "function_calling"):
+        structured = llm.with_structured_output(Paint, method=method, include_raw=True)  # type: ignore[arg-type]
+        found = await structured.ainvoke("Paint my door.")
+        assert isinstance(found["parsed"], Paint)
+        assert found["raw"].usage_metadata["input_tokens"] > 0
+        assert found["parsing_error"] is None
+    short = ChatRagFuse(engine=llm.engine, max_tokens=2)
+    impossible = short.with_structured_output(Paint, include_raw=True).invoke("Paint my door.")
+    assert impossible["parsed"] is None
+    assert impossible["parsing_error"] is not None
+
+
+@pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
+def test_a_grammar_holds_every_answer(kind: Any, engine: Engine) -> None:
+    def said(llm: Any, **call: Any) -> str:
+        answer = llm.invoke("Is the door green?", **call)
+        return str(answer if isinstance(answer, str) else answer.content)
+
+    llm = kind(engine=engine, grammar=Grammar.choice(["yes", "no"]))
+    assert said(llm) in ("yes", "no")
+    assert said(llm, grammar=Grammar.regex("[0-9]{4}")).isdigit()
+    form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    Paint.model_validate_json(said(llm, response_format=form, max_tokens=90))
+    assert "".join(map(str, kind(engine=engine, grammar=Grammar.regex("[ab]{5}")).batch(["Well?"])))
+
+
+def test_ways_to_choose_a_tool() -> None:
+    one, two = tools_of([paint]), tools_of([paint, knock])
+    for choice in (None, False, "auto", {"type": "auto"}):
+        assert choice_of(choice, two) == "auto"
+    for choice in (True, "any", "required", {"type": "any"}):
+        assert choice_of(choice, two) == "required"
+        assert choice_of(choice, one) == "paint"
+    for choice in ("knock", {"type": "function", "function": {"name": "knock"}}, {"type": "tool", "name": "knock"}):
+        assert choice_of(choice, two) == "knock"
+    assert choice_of("none", two) == choice_of({"type": "none"}, two) == "none"
+    with pytest.raises(InputError, match=r"'dance'; wanted 'any'.*paint.*knock"):
+        choice_of("dance", two)
+    with pytest.raises(InputError, match="wanted 'any'"):
+        choice_of("any", [])
+
+
+BAD = {
+    "type": "function",
+    "function": {"name": "broken", "parameters": {"type": "object", "properties": {"a": {"type": "nonsense"}}}},
+}
+
+
+def test_a_schema_that_cannot_be_compiled_is_named(llm: ChatRagFuse) -> None:
+    with pytest.raises(InputError, match=r"'broken'"):
+        llm.bind_tools([paint, BAD]).invoke("Well?")
+    with pytest.raises(InputError, match=r"nonsense"):
+        llm.with_structured_output(BAD["function"]["parameters"]).invoke("Well?")
+    with pytest.raises(InputError, match=r"web_search.*runs at its provider"):
+        llm.bind_tools([{"type": "web_search"}])
+    with pytest.raises(InputError, match=r"int.*no schema"):
+        llm.bind_tools([3])  # type: ignore[list-item]
+    with pytest.raises(InputError, match="knows no method 'yaml'"):
+        llm.with_structured_output(Paint, method="yaml")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="response_format of type 'xml'"):
+        llm.invoke("Well?", response_format={"type": "xml"})
+    with pytest.raises(InputError, match="leave one of them out"):
+        llm.bind_tools([paint, knock], tool_choice="any").invoke("Well?", grammar=Grammar.regex("a"))
