@@ -1,7 +1,7 @@
 """The code blocks of the documentation, and the marks that stand before them.
 
-`<!-- first: CODE -->` is run before a block and not shown. `<!-- needs: NAME ... -->` lets a block wait for public names that
-are not there yet. `<!-- not run: REASON -->` leaves it out.
+`<!-- first: CODE -->` is run before a block and not shown. `<!-- needs: NAME -->` lets a block wait for public names
+that are not there yet. `<!-- not run: REASON -->` leaves it out.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def blocks(page: str) -> Iterator[Block]:
         line = text.count("\n", 0, match.start(3)) + 1
         code = re.sub(rf"^{match[2]}", "", match[4], flags=re.MULTILINE)
         needs = tuple(marks.get("needs", "").split())
-        yield Block(page, line, match[3], code, marks.get("first", ""), needs, marks.get("not run", "").strip())
+        yield Block(page, line, match[3], code, marks.get("first", "").strip(), needs, marks.get("not run", "").strip())
 
 
 def is_there(name: str) -> bool:
     """Whether a public name exists: of ragfuse, or of a package that is named."""
     package, _, rest = name.rpartition(".")
     found: Any = import_module("ragfuse")
-    if package.startswith(("langchain_ragfuse", "llama_index")):
+    if package.startswith(("ragfuse", "langchain_ragfuse", "llama_index")):
         found, name = import_module(package), rest
     for part in name.split("."):
         if not hasattr(found, part):
