@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragfuse.asking import Ask
-    from ragfuse.core import Answer, Prompt, Trace
+    from ragfuse.bytestore import ByteStore
+    from ragfuse.core import Answer, Prompt, ToolCall, Trace
     from ragfuse.engine import Engine, Ingested
     from ragfuse.errors import InputError, ModelError, RagFuseError, SettingsError, StoreError
+    from ragfuse.grammar import Grammar
+    from ragfuse.metering import metrics
+    from ragfuse.prompting import Turn
     from ragfuse.settings import Settings
     from ragfuse.streaming import AnswerStream
     from ragfuse.text import Piece
@@ -17,7 +21,9 @@ __all__ = [
     "Answer",
     "AnswerStream",
     "Ask",
+    "ByteStore",
     "Engine",
+    "Grammar",
     "Ingested",
     "InputError",
     "ModelError",
@@ -27,18 +33,25 @@ __all__ = [
     "Settings",
     "SettingsError",
     "StoreError",
+    "ToolCall",
     "Trace",
+    "Turn",
+    "metrics",
 ]
 
 _HOMES = MappingProxyType(
     {
-        **dict.fromkeys(("Answer", "Prompt", "Trace"), "core"),
+        **dict.fromkeys(("Answer", "Prompt", "ToolCall", "Trace"), "core"),
         **dict.fromkeys(("InputError", "ModelError", "RagFuseError", "SettingsError", "StoreError"), "errors"),
         **dict.fromkeys(("Engine", "Ingested"), "engine"),
         "AnswerStream": "streaming",
         "Ask": "asking",
+        "Grammar": "grammar",
+        "ByteStore": "bytestore",
         "Piece": "text",
         "Settings": "settings",
+        "Turn": "prompting",
+        "metrics": "metering",
     }
 )
 

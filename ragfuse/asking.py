@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.fuse.select import policy_named
+from ragfuse.grammar import Grammar
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.stream import cut_at_stop
 from ragfuse.plan.controller import AUTO
 from ragfuse.settings import Settings
 
@@ -21,7 +21,11 @@ class Ask:
 
     reuse False: the model's own full prefill, for comparison. deadline_s: seconds from the plan until the first token
     is wanted; on a measured machine it bounds how far loading may raise the ratio, and a plan that misses it says so.
-    options: anything transformers' `generate` takes.
+    options: anything transformers' `generate` takes. overflow: "error" for a prompt that is too long, or "drop", which
+    leaves out its last chunks until there is room for `max_tokens` of answer, or for a quarter of what the model takes.
+
+    tools: what may be called, as OpenAI has it; tool_choice: "auto" (text or calls), "none", "required", or the one to
+    call. grammar: what the answer must follow. Stop strings count in text alone, never in a call or a grammar's text.
     """
 
     max_tokens: int | None = None
@@ -32,6 +36,10 @@ class Ask:
     seed: int | None = None
     deadline_s: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str = "auto"
+    grammar: Grammar | None = None
+    overflow: Literal["error", "drop"] | None = None
 
     def __post_init__(self) -> None:
         if self.ratio is not None and not 0 <= self.ratio <= 1:
@@ -42,6 +50,8 @@ class Ask:
             known_policy(self.policy)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise SettingsError(f"max_tokens is {self.max_tokens}; wanted at least 1 new token.")
+        if self.overflow not in (None, "error", "drop"):
+            raise SettingsError(f"overflow is {self.overflow!r}; wanted 'error' or 'drop'.")
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", tuple(stop for stop in stops if stop))
 
@@ -52,15 +62,23 @@ def known_policy(name: str) -> None:
         policy_named(name)
 
 
-def room_behind(n_tokens: int, model: HFModel, what: str = "The prompt") -> int | None:
-    """New tokens that fit behind so many, None without a limit; InputError when these do not fit themselves."""
+def longest_of(model: HFModel) -> int | None:
+    """Tokens of prompt and answer that a model takes together, None without a limit."""
     longest = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(longest, int) or longest < 1:
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
+def room_behind(
+    n_tokens: int, model: HFModel, what: str = "The prompt", so: str = "Take fewer or shorter chunks."
+) -> int | None:
+    """New tokens that fit behind so many, None without a limit; InputError when these do not fit themselves."""
+    longest = longest_of(model)
+    if longest is None:
         return None
     if n_tokens > longest:
         raise InputError(
             f"{what} does not fit: wanted at most {longest:,} tokens, which is what {model.name} was made for, "
-            f"found {n_tokens:,}. Take fewer or shorter chunks."
+            f"found {n_tokens:,}. {so}"
         )
     return longest - n_tokens + 1
 
@@ -77,7 +95,7 @@ def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[st
         asked = options.get("max_new_tokens") or ask.max_tokens or getattr(config, "max_new_tokens", None)
         limit = asked or settings.max_tokens
         options["max_new_tokens"] = limit if room is None else min(limit, room)
-    if ask.stop:
+    if ask.stop and not ask.tools and ask.grammar is None:
         options["stop_strings"] = list(ask.stop)
     return options
 
@@ -89,29 +107,22 @@ def sequences_per_prompt(options: Mapping[str, Any], model: HFModel) -> int:
 
 def is_streamable(options: Mapping[str, Any], model: HFModel) -> bool:
     """Whether tokens come one after the other: `generate` streams neither beams nor several sequences."""
-    return sequences_per_prompt(options, model) == 1 and int(_told("num_beams", options, model) or 1) == 1
+    return sequences_per_prompt(options, model) == 1 and is_single(options, model)
 
 
-@dataclass(frozen=True)
-class Written:
-    """An answer's text, its ids up to the end token, and why it ended."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    reason: Literal["stop", "length"]
+def is_single(options: Mapping[str, Any], model: HFModel) -> bool:
+    """Whether each sequence grows by itself, not as one of several beams."""
+    return int(_told("num_beams", options, model) or 1) == 1
 
 
-def written(ids: Sequence[int], ask: Ask, options: Mapping[str, Any], model: HFModel) -> Written:
-    """What new ids say: up to the end token or the first stop string, padding of a batch left out."""
+def kept_of(ids: Sequence[int], options: Mapping[str, Any], model: HFModel) -> tuple[list[int], bool]:
+    """An answer's ids up to the end token, padding of a batch left out; whether it ended before it had to."""
     ends = ends_of(model, options)
     stop = next((at for at, token in enumerate(ids) if token in ends), None)
     kept = list(ids[:stop])
     if stop is None:
         kept = _without_padding(kept, _told("pad_token_id", options, model))
-    raw = model.text(kept)
-    text = cut_at_stop(raw, ask.stop)
-    over = stop is not None or len(text) < len(raw) or len(kept) < options.get("max_new_tokens", 0)
-    return Written(text, tuple(kept), "stop" if over else "length")
+    return kept, stop is not None or len(kept) < options.get("max_new_tokens", 0)
 
 
 def ends_of(model: HFModel, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:

@@ -106,10 +106,12 @@ class Segment:
 class Prompt:
     """Segments in order. Positions strictly increase, gaps allowed; the last segment is fresh.
 
-    So there is always a token to compute, and its row yields the first logits.
+    So there is always a token to compute, and its row yields the first logits. dropped: sources of chunks that were
+    left out, so that it fits.
     """
 
     segments: tuple[Segment, ...]
+    dropped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[-1].kind != "fresh":
@@ -328,7 +330,8 @@ class Trace:
     again in the layers after the check; `refusal` is why nothing was fused ("" when the prompt was). prefill_s is the
     time from the prompt to its first logits, predicted_ttft_s and predicted_load_s what the plan foresaw (None: it was
     made without timings of this machine); corrections as in its `Forecast`. promoted: chunks that were copied to a
-    faster tier in the background since the trace before this one, because they are used often.
+    faster tier in the background since the trace before this one, because they are used often. dropped: sources of
+    chunks that were left out of the prompt, so that it and its answer fit.
     """
 
     model: str = ""
@@ -352,6 +355,7 @@ class Trace:
     predicted_load_s: float | None = None
     corrections: tuple[tuple[str, float], ...] = ()
     promoted: int = 0
+    dropped: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -359,10 +363,24 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """One call of a tool that a model asks for; `id` is what its result refers to."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+
+Ended = Literal["stop", "length", "tool_calls"]
+"""Why an answer ended: by itself or a stop string, at its longest, or to hear what tools say."""
+
+
+@dataclass(frozen=True)
 class Answer:
-    """What came out: the text, its token ids, why it stopped, and the trace."""
+    """What came out: the text, its token ids, why it stopped, the trace, and the tools it calls."""
 
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Ended
     trace: Trace
+    tool_calls: tuple[ToolCall, ...] = ()

@@ -23,6 +23,22 @@ PACE_S = 2.0
 
 
 @dataclass(frozen=True)
+class Ingested:
+    """What an ingest did: chunks given, those encoded and kept now, their tokens, bytes of KV, seconds."""
+
+    chunks: int = 0
+    encoded: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    def plus(self, tokens: int, nbytes: int, seconds: float) -> Ingested:
+        """After one more chunk, of which so many bytes were new, at `seconds`."""
+        new = bool(nbytes)
+        return Ingested(self.chunks + 1, self.encoded + new, self.tokens + new * tokens, self.nbytes + nbytes, seconds)
+
+
+@dataclass(frozen=True)
 class Encoder:
     """Encodes for one model and tenant (`digest`) what `store` does not hold yet.
 

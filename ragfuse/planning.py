@@ -31,6 +31,8 @@ from ragfuse.timings import Timings
 log = logging.getLogger("ragfuse.engine")
 
 UNASKED = "full prefill was asked for"
+NOTHING = "nothing of it is in the store"
+TOO_SHORT = "it holds no chunk that is long enough"
 PROMOTED = 2
 """Chunks that are copied to a faster tier after one answer, at most."""
 
@@ -66,7 +68,7 @@ class Planner:
         if found.fetches or found.refusal:
             self._hint.give(profile, policy, settings.model)
             return found
-        why = self._nothing() if keys else "it holds no chunk that is long enough"
+        why = self._nothing() if keys else TOO_SHORT
         return replace(found.refused(why), misses=found.misses)
 
     def home(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> str | None:
@@ -118,7 +120,7 @@ class Planner:
         tiers = self._store.tiers  # what the look-up just met: an answer does not wait for being asked again
         silent = [tier.name for tier in tiers if isinstance(tier, Breaks) and tier.breaker.is_open]
         there = f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
-        return f"nothing of it is in the store{there if silent else ''}"
+        return f"{NOTHING}{there if silent else ''}"
 
     def _entries(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Entry]:
         """What the store has of these, at the level that it reads: others' bytes are not counted."""

@@ -8,21 +8,27 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from ragfuse.core import ChunkKey, Prompt
+from ragfuse.errors import InputError
 from ragfuse.gate import Booked
 from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
 from ragfuse.store import KnownText
-from ragfuse.text.assemble import Assembler, Message
-from ragfuse.text.chunks import KnownChunks, Marker, Piece, pieces
+from ragfuse.text.assemble import Assembler
+from ragfuse.text.calls import PLAIN, CallFormat
+from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
+from ragfuse.text.fit import lean
+from ragfuse.text.turns import Content, Turn
 
-Content = str | Sequence[str | Piece]
-"""Of a message: text in which marked and known chunks are found, or a list of texts and pieces."""
+__all__ = ["Content", "Prompter", "Question", "Turn"]
 
-Question = str | Sequence[tuple[str, Content]]
-"""What is asked: one text, or (role, content) messages for the chat template."""
+Question = str | Sequence[tuple[str, Content] | Turn]
+"""What is asked: one text, or messages for the chat template, each a (role, content) or a turn."""
 
 
 class Prompter:
@@ -34,6 +40,7 @@ class Prompter:
         self._settings, self._booked, self._model, self._key = settings, booked, model, key
         self._lock = threading.Lock()
         self._known: KnownChunks | None = None
+        self._calls: CallFormat | None = None
         self.marker = Marker(self._secret())
 
     def known(self, digest: str) -> KnownChunks:
@@ -53,16 +60,44 @@ class Prompter:
             known.add([text], source)
         self._booked(lambda book: book.add_texts(digest, [(str(self._key(tokens)), text, source)]), None)
 
-    def prompt(self, question: Question, digest: str) -> Prompt:
-        """Tokens, chunks and positions. Chunks are what carries marks, and every known chunk that stands in a text."""
+    def forget(self, digest: str, texts: Iterable[str]) -> None:
+        """These texts are no known chunks any more, in this process."""
+        self.known(digest).discard([chunk_id(text) for text in texts])
+
+    def known_from(self, digest: str, source: str) -> list[str]:
+        """Known texts of this source, also those that another process has noted since."""
+        found: list[str] = self._booked(
+            lambda book: [each.text for each in book.texts(digest) if each.source == source], []
+        )
+        return found
+
+    @property
+    def calls(self) -> CallFormat:
+        """How the model writes calls of tools, found once."""
+        if self._calls is None:
+            self._calls = PLAIN
+        return self._calls
+
+    def prompt(
+        self, question: Question, digest: str, tools: Sequence[Mapping[str, Any]] = (), leave_out: int = 0
+    ) -> Prompt:
+        """Tokens, chunks and positions. Chunks are what carries marks, and every known chunk that stands in a text.
+
+        The last `leave_out` chunks are left out, see `text.fit`.
+        """
         model, settings = self._model(), self._settings
         shortest, has_amid = settings.min_chunk_tokens, settings.amid_tokens > 0
-        if isinstance(question, str):
+        if isinstance(question, str) and not tools:
             plain = Assembler(model.tokens, self._key, None, shortest, shortest, has_amid)
-            return plain.text(self.pieces(question, digest), model.bos)
-        messages: list[Message] = [(role, self.pieces(content, digest)) for role, content in question]
-        render = self._render if getattr(model.words, "chat_template", None) else None
-        return Assembler(model.tokens, self._key, render, shortest, shortest, has_amid).chat(messages)
+            left = lean([self.pieces(question, digest)], leave_out)
+            return replace(plain.text(left.contents[0], model.bos), dropped=left.sources)
+        turns = _turns(question)
+        asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
+        left = lean([self.pieces(turn.content, digest) for turn in turns], leave_out, asked)
+        turns = [replace(turn, content=parts) for turn, parts in zip(turns, left.contents, strict=True)]
+        render = partial(self._render, tools=tools) if getattr(model.words, "chat_template", None) else None
+        chat = Assembler(model.tokens, self._key, render, shortest, shortest, has_amid, self.calls).chat(turns, tools)
+        return replace(chat, dropped=left.sources)
 
     def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
@@ -71,10 +106,19 @@ class Prompter:
         parts = ((part,) if isinstance(part, Piece) else self.pieces(part, digest) for part in content)
         return [piece for part in parts for piece in part]
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        return str(self._model().words.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    def _render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = (), ask: bool = True) -> str:
+        words, given = self._model().words, [dict(tool) for tool in tools] or None
+        return str(words.apply_chat_template(messages, tools=given, tokenize=False, add_generation_prompt=ask))
 
     def _secret(self) -> bytes:
         """What signs marks: the same in every process on one store."""
         new = {"secret": secrets.token_hex(32)}
         return bytes.fromhex(self._booked(lambda book: book.settle("marker", new), new)["secret"])
+
+
+def _turns(question: Question) -> list[Turn]:
+    """The messages of a question; InputError if there are none."""
+    messages = [Turn("user", question)] if isinstance(question, str) else list(question)
+    if not messages:
+        raise InputError("There are no messages; wanted at least one, such as ('user', 'a question').")
+    return [each if isinstance(each, Turn) else Turn(*each) for each in messages]

@@ -10,7 +10,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from ragfuse.core import ChunkKey, LoadPlan
@@ -84,6 +84,19 @@ class Saver:
             if self._thread is None:
                 self._start()
 
+    def forget(self, runs: Collection[tuple[int, ...]]) -> None:
+        """Encode none of these runs of tokens that wait; what is at hand is waited for."""
+        with self._changed:
+            self._waiting = deque(work for work in self._waiting if work.tokens not in runs)
+            at_hand = self._at_hand
+            self._changed.wait_for(lambda: at_hand is None or self._at_hand is not at_hand)
+
+    @property
+    def waiting(self) -> int:
+        """Runs that wait to be encoded, the one at hand too."""
+        with self._changed:
+            return len(self._waiting) + (self._at_hand is not None)
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing waits; False if that took too long."""
         with self._changed:
@@ -122,7 +135,7 @@ class Saver:
             self._at_hand = self._waiting.popleft() if self._waiting else None
             if self._at_hand is None:
                 self._thread = None
-                self._changed.notify_all()
+            self._changed.notify_all()
             return self._at_hand
 
 

@@ -103,6 +103,10 @@ class Settings(BaseSettings):
     min_chunk_tokens: int = Field(default=8, ge=1, description="Shorter runs are always computed fresh.")
     top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")
     max_tokens: int = Field(default=256, ge=1, description="New tokens of an answer.")
+    overflow: Literal["error", "drop"] = Field(
+        default="error",
+        description="For a prompt that is too long: error, or drop its last chunks until it fits with its answer.",
+    )
 
     @field_validator("tiers", mode="before")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,7 +21,9 @@ class AnswerStream:
     def __init__(self, run: Run) -> None:
         self._line = _Line()
         self._end: Answer | BaseException | None = None
-        self._thread = threading.Thread(target=_work, args=(run, self._line), name="ragfuse-answer", daemon=True)
+        begun_in = contextvars.copy_context()  # whose span the answer's spans are under
+        work = (_work, run, self._line)
+        self._thread = threading.Thread(target=begun_in.run, args=work, name="ragfuse-answer", daemon=True)
         self._thread.start()
 
     @property

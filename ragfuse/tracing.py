@@ -1,4 +1,7 @@
-"""What an answer says of itself: the trace, made from the plan, the prefill and the clock readings."""
+"""What an answer says of itself: the trace, made from the plan, the prefill and the clock readings.
+
+`Ready` is what it is made of, before there is an answer.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,16 @@ class Timing:
     load_s: float
     wait_s: float
     compute_s: float
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A prefilled prompt on its way to an answer; room: new tokens that fit behind it, None without a limit."""
+
+    plan: LoadPlan
+    prefill: Prefill
+    timing: Timing
+    room: int | None = None
 
 
 def trace_of(
@@ -52,6 +65,7 @@ def trace_of(
         predicted_ttft_s=foreseen.ttft_s if foreseen is not None else None,
         predicted_load_s=foreseen.load_s if foreseen is not None else None,
         corrections=foreseen.corrections if foreseen is not None else (),
+        dropped=plan.prompt.dropped,
     )
 
 

@@ -135,9 +135,9 @@ class Runner:
 
 
 def progress(console: Console) -> Progress:
-    """A bar that goes away when it is done."""
+    """A bar that goes away when it is done, and shows only where somebody looks."""
     columns = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=console, transient=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager

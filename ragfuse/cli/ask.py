@@ -17,10 +17,12 @@ from ragfuse.cli.options import (
     Index,
     Json,
     Model,
+    Overflow,
     Policy,
     Ratio,
     Store,
     console_for,
+    prepared,
     settings_of,
     write_json,
 )
@@ -46,6 +48,7 @@ def ask(
     ratio: Ratio = None,
     top_k: Annotated[int | None, typer.Option(help="Chunks retrieved.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="New tokens at most.")] = None,
+    overflow: Overflow = None,
     no_kv: Annotated[bool, typer.Option("--no-kv", help="With --docs: index only, encode what is needed.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show what was reused and why.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Run the model's own full prefill beside it.")] = False,
@@ -65,8 +68,10 @@ def ask(
         ratio=ratio,
         top_k=top_k,
         max_tokens=max_tokens,
+        overflow=overflow,
     )
     console, found = console_for(json), find_files([docs]) if docs else None
+    prepared(settings)
     with console.status("loading the model"):
         from ragfuse.cli.library import Library
         from ragfuse.core import digest

@@ -9,7 +9,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ragfuse.cli.options import Device, Dtype, Json, Model, Policy, Ratio, console_for, settings_of, write_json
+from ragfuse.cli.options import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Policy,
+    Ratio,
+    console_for,
+    prepared,
+    settings_of,
+    write_json,
+)
 from ragfuse.errors import InputError, SettingsError
 
 bench = typer.Typer(no_args_is_help=True, help="Measure. All subcommands share one runner: interleaved rounds.")
@@ -48,6 +59,7 @@ def demo(
     memory = base.memory_bytes if "memory_bytes" in base.model_fields_set else DEMO_MEMORY
     settings = base.model_copy(update={"store": base.home / "demo-store", "memory_bytes": memory})
     console = Console()
+    prepared(settings)
     with Engine(settings) as engine:
         report = run(engine, console)
     write_json(report, out)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ragfuse.cli import ask, benches, checks, ingest, measure, models, store
+from ragfuse.cli import ask, benches, checks, doctor, ingest, measure, models, store
 from ragfuse.errors import RagFuseError
 
 
@@ -79,7 +79,7 @@ app.command("explain")(measure.explain)
 app.command("measure")(measure.measure)
 app.command("verify")(checks.verify_model)
 app.command("calibrate")(checks.calibrate_model)
-app.command("doctor")(checks.doctor)
+app.command("doctor")(doctor.doctor)
 app.command("demo")(benches.demo)
 app.add_typer(benches.bench, name="bench")
 app.add_typer(models.models, name="models")

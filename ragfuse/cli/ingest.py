@@ -22,7 +22,7 @@ from rich.progress import (
 )
 
 from ragfuse.cli.files import Found, find_files
-from ragfuse.cli.options import Device, Dtype, Index, Json, Model, Store, console_for, settings_of, write_json
+from ragfuse.cli.options import Device, Dtype, Index, Json, Model, Store, console_for, prepared, settings_of, write_json
 from ragfuse.cli.show import short
 from ragfuse.errors import InputError
 
@@ -52,6 +52,7 @@ def ingest(
     settings = settings_of(model=model, dtype=dtype, device=device, store=store, chunk_tokens=chunk_tokens)
     console, found = console_for(json), find_files(paths)
     tell_skipped(console, found)
+    prepared(settings)
     with console.status("loading the model"):
         from ragfuse.cli.library import Library
         from ragfuse.engine import Engine, Ingested

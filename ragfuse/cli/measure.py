@@ -21,10 +21,12 @@ from ragfuse.cli.options import (
     Index,
     Json,
     Model,
+    Overflow,
     Policy,
     Ratio,
     Store,
     console_for,
+    prepared,
     settings_of,
     write_json,
 )
@@ -59,6 +61,7 @@ def measure(
     """Time prefill, fusing and every tier on this machine; from then on prompts are planned by these figures."""
     folder, others = _folder_first(store or ())
     settings, console = settings_of(model=model, dtype=dtype, device=device, store=folder), console_for(json)
+    prepared(settings)
     with console.status("loading the model"):
         from ragfuse.engine import Engine
 
@@ -91,6 +94,7 @@ def explain(
     policy: Policy = None,
     ratio: Ratio = None,
     top_k: Annotated[int | None, typer.Option(help="Chunks retrieved.")] = None,
+    overflow: Overflow = None,
     deadline: Annotated[float | None, typer.Option(help="Seconds until the first token is wanted.", min=0.0)] = None,
     json: Json = None,
 ) -> None:
@@ -98,7 +102,8 @@ def explain(
     if not question.strip():
         raise InputError('The question is empty. Ask something: ragfuse explain "Who built the bridge?"')
     given = {"model": model, "dtype": dtype, "device": device, "store": store, "policy": policy, "ratio": ratio}
-    settings, console = settings_of(**given, top_k=top_k), console_for(json)
+    settings, console = settings_of(**given, top_k=top_k, overflow=overflow), console_for(json)
+    prepared(settings)
     with console.status("loading the model"):
         from ragfuse.cli.library import Library
         from ragfuse.engine import Ask, Engine

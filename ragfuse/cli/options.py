@@ -23,6 +23,9 @@ Policy = Annotated[
     str | None, typer.Option("--policy", help="Which rows are recomputed: auto, hkvd, lexical, query, lego, ...")
 ]
 Ratio = Annotated[float | None, typer.Option("--ratio", help="Share of reused context rows computed again, 0 to 1.")]
+Overflow = Annotated[
+    str | None, typer.Option("--overflow", help="A prompt that is too long: error, or drop its last chunks.")
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result here as JSON ('-': standard output).")]
 Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]
 
@@ -47,6 +50,13 @@ def settings_of(**given: Any) -> Settings:
         ) from None
     except (ValueError, OSError) as error:  # ragfuse.toml itself
         raise SettingsError(f"ragfuse.toml in this folder cannot be read: {error}. Mend it or remove it.") from error
+
+
+def prepared(settings: Settings) -> None:
+    """Make the model ready where that is still to be done, before anything else is shown to be under way."""
+    from ragfuse.models import resolve_llm
+
+    resolve_llm(settings.model, settings.home)
 
 
 def write_json(data: dict[str, Any], target: Path | None) -> None:

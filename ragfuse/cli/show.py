@@ -30,6 +30,9 @@ def show_trace(console: Console, trace: Trace) -> None:
         table.add_row(Text(short(name)), str(segment.n_tokens), where, again, Text(segment.why))
     if trace.segments:
         console.print(table)
+    if trace.dropped:
+        names = ", ".join(Path(source).name or "a chunk" for source in trace.dropped)
+        console.print(Text(f"left out, so that prompt and answer fit: {names}"))
     console.print(strip(trace, min(console.width, 100)))
     if trace.refusal:
         said = f"{trace.tokens} tokens, all [{FRESH}]computed[/]: {escape(trace.refusal)}"

@@ -101,9 +101,10 @@ class Demo:
     def ingest(self, console: Console) -> None:
         """All chunks into the FAISS index and the store, behind the prompt's own beginning."""
         console.print(f"Indexing {len(self.texts)} chunks (FAISS, MiniLM) ...")
-        self._index()
+        with console.status("indexing"):
+            self._index()
         columns = TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        with Progress(*columns, console=console, transient=True) as bar:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("", total=len(self.texts))
 
             def show(done: Ingested) -> None:
@@ -127,9 +128,10 @@ class Demo:
 
     def ingest_only_for(self, question: str, console: Console) -> None:
         """The documents that one question's chunks come from."""
-        self._index()
-        found = {document.metadata["source"] for document in self.retriever.invoke(question)}
-        self.engine.ingest([(text, source) for text, source in self.texts if source in found], self._prefix())
+        with console.status("indexing and encoding longer chunks"):
+            self._index()
+            found = {document.metadata["source"] for document in self.retriever.invoke(question)}
+            self.engine.ingest([(text, source) for text, source in self.texts if source in found], self._prefix())
 
     def warm_up(self, question: str) -> None:
         """Both ways once, unmeasured, so that neither pays for what a process does only once."""

@@ -9,38 +9,79 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, StoppingCriteria
-from transformers.generation.streamers import TextStreamer
+from transformers import StoppingCriteria
+
+UNFINISHED = "\ufffd"
+"""What stands for bytes that are no character yet."""
+
+TextOf = Callable[[Sequence[int]], str]
 
 
-class TextSink(TextStreamer):
-    """Hands pieces of text to `say` as soon as they are whole words, and none that may yet become a stop string.
+class Spelling:
+    """The text of ids that come one after the other; joined it is the text of all of them."""
 
+    def __init__(self, text_of: TextOf) -> None:
+        self._text_of = text_of
+        self._ids: list[int] = []
+        self._from = self._upto = 0  # ids: decoded with what follows; all before are in the text
+        self.text = ""
+
+    def add(self, ids: Sequence[int]) -> str:
+        """The text so far; characters of which bytes are missing are left out."""
+        self._ids += ids
+        before = self._text_of(self._ids[self._from : self._upto])
+        now = self._text_of(self._ids[self._from :])
+        if now.startswith(before) and len(now) > len(before) and not now.endswith(UNFINISHED):
+            self.text += now[len(before) :]
+            self._from, self._upto = self._upto, len(self._ids)
+        return self.text
+
+    def end(self) -> str:
+        """The whole text, as it is when all ids are read at once."""
+        whole = self._text_of(self._ids)
+        self.text = whole if whole.startswith(self.text) else self.text
+        return self.text
+
+
+class TextSink:
+    """Hands pieces of text to `say` as soon as they will not change, and none that may yet be cut off.
+
+    cut: what of a text counts, and how many of its characters are certain whatever follows. ends: ids that end it.
     first_s: `time.perf_counter()` at the first new token, None before it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None], stops: Sequence[str]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    def __init__(
+        self,
+        text_of: TextOf,
+        say: Callable[[str], None],
+        cut: Callable[[str], tuple[str, int]],
+        ends: Sequence[int] = (),
+    ) -> None:
         self.first_s: float | None = None
-        self._say, self._stops, self._held, self._over = say, tuple(stops), "", False
+        self._say, self._cut, self._ends = say, cut, frozenset(ends)
+        self._spelling, self._said, self._prompt, self._over = Spelling(text_of), 0, True, False
 
     def put(self, value: Tensor) -> None:
-        """One step's token ids; the prompt comes first and is skipped."""
-        if not self.next_tokens_are_prompt and self.first_s is None:
-            self.first_s = time.perf_counter()
-        super().put(value)
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Text that will not change any more."""
-        if self._over:
+        """The prompt, which is skipped, then one step's token ids after the other."""
+        if self._prompt:
+            self._prompt = False
             return
-        self._held += text
-        whole = cut_at_stop(self._held, self._stops)
-        self._over = len(whole) < len(self._held)
-        kept = 0 if stream_end or self._over else longest_start(whole, self._stops)
-        ready, self._held = whole[: len(whole) - kept], whole[len(whole) - kept :]
-        if ready:
-            self._say(ready)
+        if self.first_s is None:
+            self.first_s = time.perf_counter()
+        for token in value.reshape(-1).tolist():
+            self._over = self._over or token in self._ends
+            if not self._over:
+                text, certain = self._cut(self._spelling.add([token]))
+                self._hand_out(text[:certain])
+
+    def end(self) -> None:
+        """What is left."""
+        self._hand_out(self._cut(self._spelling.end())[0])
+
+    def _hand_out(self, text: str) -> None:
+        if len(text) > self._said:
+            piece, self._said = text[self._said :], len(text)
+            self._say(piece)
 
 
 class FirstToken:
@@ -71,13 +112,20 @@ class StopWhen(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
 
 
-def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """Text before the first stop string."""
-    found = [at for at in (text.find(stop) for stop in stops if stop) if at >= 0]
-    return text[: min(found)] if found else text
+class StopWhere(StoppingCriteria):
+    """Ends each sequence whose text `is_over`; for what transformers' own stop strings cannot tell apart."""
 
+    def __init__(self, text_of: TextOf, is_over: Callable[[str], bool]) -> None:
+        self._text_of, self._is_over = text_of, is_over
+        self._rows: list[Spelling] = []
+        self._seen = 0
 
-def longest_start(text: str, stops: Sequence[str]) -> int:
-    """Characters at the end of `text` that could be the beginning of a stop string."""
-    starts = (stop[:size] for stop in stops for size in range(1, len(stop)))
-    return max((len(start) for start in starts if text.endswith(start)), default=0)
+    def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
+        """bool [B]; called after every new token, first after the first."""
+        if not self._rows:
+            self._rows = [Spelling(self._text_of) for _ in range(input_ids.shape[0])]
+            self._seen = input_ids.shape[1] - 1
+        news = input_ids[:, self._seen :].tolist()
+        self._seen = input_ids.shape[1]
+        over = [self._is_over(row.add(new)) for row, new in zip(self._rows, news, strict=True)]
+        return torch.tensor(over, device=input_ids.device)

@@ -8,7 +8,7 @@ judged here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from typing import Any
@@ -36,6 +36,8 @@ from ragfuse.hf.probe import (
 
 SIZES = (9, 41, 34, 47, 12)
 """Tokens of the prompt's parts: an exact prefix, three chunks, a question."""
+Progress = Callable[[str], object]
+"""Takes the name of the check that has just been made."""
 NO_NUMBER = 1e9
 """The error of what is infinite or not a number."""
 
@@ -102,13 +104,21 @@ class State:
         return _worst([logits, *(relative(found, right) for found, right in pairs)])
 
 
-def verify(model: HFModel, policy: str = "hkvd", ratio: float = 0.15) -> Verdict:
+def verify(
+    model: HFModel, policy: str = "hkvd", ratio: float = 0.15, progress: Progress = lambda check: None
+) -> Verdict:
     """Every promise of a fused prefill, measured on this model with the given policy and ratio."""
     if model.profile.refusal:
         return Verdict(model.name, False, (Check(model.profile.refusal, 1.0, 0.0, False),))
     with model.lock:
-        checks = tuple(_Checks(model, policy, ratio).run())
+        checks = tuple(_told(_Checks(model, policy, ratio).run(), progress))
     return Verdict(model.name, all(check.passed for check in checks), checks)
+
+
+def _told(checks: Iterator[Check], progress: Progress) -> Iterator[Check]:
+    for check in checks:
+        progress(check.name)
+        yield check
 
 
 def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:

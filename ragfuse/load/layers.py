@@ -42,13 +42,14 @@ class LayerReader:
 
     most: how many layers of a segment are read together at most; 0: as many as `plan.steps` allows. device: where the
     layers are wanted.
-    load_s: seconds spent reading. wait_s: seconds that `read` had to wait for a layer. Both grow while it runs.
+    load_s: seconds spent reading. wait_s: seconds that `read` had to wait for a layer. Both grow while it runs. last_s:
+    `time.perf_counter()` after the last read so far, 0 before the first.
     """
 
     def __init__(
         self, store: KVStore, fetches: Sequence[Fetch], n_layers: int, most: int = 0, device: torch.device = CPU
     ) -> None:
-        self.load_s = self.wait_s = 0.0
+        self.load_s = self.wait_s = self.last_s = 0.0
         self._store, self._fetches = store, fetches
         most = most or layers_a_read(max((fetch.nbytes for fetch in fetches), default=0), n_layers)
         self._spans = deque(spans(steps(n_layers, most)))
@@ -113,7 +114,8 @@ class LayerReader:
         count = end - first
         self._expect()
         found = {fetch.segment: self._read(fetch, first, count) for fetch in self._fetches}
-        self.load_s += time.perf_counter() - began
+        self.last_s = time.perf_counter()
+        self.load_s += self.last_s - began
         return [{at: None if layers is None else layers[i] for at, layers in found.items()} for i in range(count)]
 
     def _expect(self) -> None:

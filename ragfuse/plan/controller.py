@@ -25,6 +25,7 @@ MEASURED = ("hkvd", 0.15)
 TIE = 0.02
 """Share of the time to the first token within which two plans take equally long."""
 SLOWER = "slower to load than to compute"
+MISSING, UNREADABLE = "not in the store", "its entry could not be read"
 NOTHING: Mapping[int, str] = MappingProxyType({})
 
 
@@ -49,9 +50,9 @@ def plan(
             continue
         entry = next((entries[key] for key in segment.keys if key in entries), None)
         if index in lost:
-            misses.append((index, "its entry could not be read"))
+            misses.append((index, UNREADABLE))
         elif entry is None:
-            misses.append((index, "not in the store"))
+            misses.append((index, MISSING))
         elif entry.n_tokens != len(segment.tokens):
             misses.append((index, f"its entry holds {entry.n_tokens} tokens"))
         elif not entry.nbytes:

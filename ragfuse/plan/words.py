@@ -42,7 +42,7 @@ UNMEASURED = "Times are not predicted: this model, this machine or one of the ti
 
 def in_words(plan: LoadPlan) -> str:
     """Every segment that could be reused, hit or miss and why; the ratio and why not more; the time it will take."""
-    return "\n".join((f"{plan.explain()}.", *_segments(plan), *_chosen(plan), *_expected(plan)))
+    return "\n".join((f"{plan.explain()}.", *_segments(plan), *_left_out(plan), *_chosen(plan), *_expected(plan)))
 
 
 def needs(plan: LoadPlan) -> str:
@@ -64,6 +64,13 @@ def _segments(plan: LoadPlan) -> Iterator[str]:
         if index in times:
             told.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
         yield f"- {segment.source or NAMES[segment.kind]}, {len(segment.tokens)} tokens: {'; '.join(told)}"
+
+
+def _left_out(plan: LoadPlan) -> Iterator[str]:
+    """What the prompt lacks so that it fits."""
+    if plan.prompt.dropped:
+        named = ", ".join(source or NAMES["chunk"] for source in plan.prompt.dropped)
+        yield f"Left out, so that the prompt and an answer fit: {named}."
 
 
 def _seconds(plan: LoadPlan, read: Fetch | None, there: bool, load_s: float, compute_s: float) -> str:

@@ -82,6 +82,15 @@ class DiskTier:
             self._failed("weigh", self.path, error)
             return 0
 
+    @property
+    def n_entries(self) -> int:
+        """Entries kept now; 0 while the index cannot be asked."""
+        try:
+            return 0 if self._closed else len(self._index)
+        except sqlite3.Error as error:
+            self._failed("count entries in", self.path, error)
+            return 0
+
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
         """The entries kept under `keys`, or all of them. A file may be gone all the same."""
         if self._closed:

@@ -68,6 +68,11 @@ class MemoryTier:
         """Bytes kept now, with those on their way in."""
         return self._nbytes
 
+    @property
+    def n_entries(self) -> int:
+        """Entries kept now."""
+        return len(self._slots)
+
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
         """The entries kept under `keys`, or all of them, least recently used first."""
         with self._lock:

@@ -102,6 +102,11 @@ class ObjectTier:
             self._ask("be weighed", self._listing.read, None)
         return 0 if self._closed else self._catalogue.nbytes
 
+    @property
+    def n_entries(self) -> int:
+        """Entries kept now, as far as known here."""
+        return 0 if self._closed else len(self._catalogue.keys())
+
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
         """The entries kept under `keys`: one round trip if any is not known here. Or all of them: a listing."""
         if keys is None:

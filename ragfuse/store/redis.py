@@ -87,6 +87,11 @@ class RedisTier:
         """Bytes of all entries, with those being written; 0 while the server is left out."""
         return self._ask("be weighed", lambda: int(self._index.run("weigh")), 0)
 
+    @property
+    def n_entries(self) -> int:
+        """Entries kept now; 0 while the server is left out."""
+        return self._ask("be counted", self._index.count, 0)
+
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
         """The entries kept under `keys`, or all of them, least recently used first."""
         names = None if keys is None else dict.fromkeys(map(str, keys))

@@ -89,6 +89,14 @@ class RedisIndex:
             self._compare(stamp)
             yield from ((name.encode(), row) for name, row in zip(some, found, strict=True) if row is not None)
 
+    def count(self) -> int:
+        """How many entries there are."""
+        rows, sums = f"{_PREFIX}rows", sorted(_SUMS)
+        with self.guard():
+            n = int(self._client.hlen(rows))
+        with self.guard():
+            return n - sum(each is not None for each in self._client.hmget(rows, sums))
+
     def oldest(self) -> Iterator[tuple[bytes, bytes]]:
         """(key, row) of what is not pinned, least recently used first, asked for as far as it is needed."""
         first, told = 0, False

@@ -82,10 +82,10 @@ class KVStore:
 
     # finding and reading
 
-    def lookup(self, keys: Iterable[ChunkKey]) -> dict[ChunkKey, Entry]:
+    def lookup(self, keys: Iterable[ChunkKey], counts: bool = True) -> dict[ChunkKey, Entry]:
         """Those of `keys` that are kept, each from the fastest tier that has it; one query per tier.
 
-        What is too old is a miss, and dropped in the background.
+        What is too old is a miss, and dropped in the background. Unless it `counts`, no hit or miss is told in `stats`.
         """
         wanted = dict.fromkeys(keys)
         found: dict[ChunkKey, Entry] = {}
@@ -93,8 +93,8 @@ class KVStore:
             missing = [key for key in wanted if key not in found]
             if missing:
                 found.update(self._fresh(tier, dict(self._readable(tier.entries(missing)))))
-        self._counts.add("hits", len(found))
-        self._counts.add("misses", len(wanted) - len(found))
+        self._counts.add("hits", counts * len(found))
+        self._counts.add("misses", counts * (len(wanted) - len(found)))
         return {key: found[key] for key in wanted if key in found}
 
     def read_layers(
@@ -109,7 +109,7 @@ class KVStore:
             try:
                 found = self._decoded(source, key, first, count)
             except Exception:
-                self._counts.add("corrupt")
+                source.counts.add("corrupt")
                 log.exception("Could not read layer %d of %s from tier %s", first, key, source.name)
                 continue
             if found is not None:
@@ -138,7 +138,7 @@ class KVStore:
         return StoreStats(
             hits=self._counts["hits"],
             misses=self._counts["misses"],
-            corrupt=self._counts["corrupt"] + sum(tier.counts["corrupt"] for tier in self.tiers),
+            corrupt=sum(tier.counts["corrupt"] for tier in self.tiers),
             evicted=sum(tier.counts["evicted"] for tier in self.tiers),
             dropped_writes=self._saves.writers.dropped + self._saves.writers.failed + refused,
             nbytes={tier.name: tier.nbytes for tier in self.tiers},
@@ -234,13 +234,17 @@ class KVStore:
         """The same; each tier that could not do so, with those that may still be in it."""
         return manage.drop(self, keys, tier)
 
+    def under_way(self) -> set[ChunkKey]:
+        """Keys of what is being saved, or has begun to be read: it may be in no tier yet."""
+        return self._saves.keys()
+
     def silent(self) -> list[str]:
         """Names of tiers that do not answer now: what they hold is not listed, and not known."""
         return [tier.name for tier in self.tiers if not answers(tier)]
 
     def clear(self, model: str | None = None) -> int:
         """Forget every chunk of a model digest (a tenant's, if salted), or all; how many there were."""
-        keys = self._saves.keys()
+        keys = self.under_way()
         keys.update(entry.key for entry in self.entries())
         return self._delete({key for key in keys if model in (None, key.model)})
 

@@ -201,6 +201,16 @@ class Expects(Protocol):
 
 
 @runtime_checkable
+class Numbers(Protocol):
+    """What a tier may have beside `Tier`, where it knows how many entries it has without listing them."""
+
+    @property
+    def n_entries(self) -> int:
+        """Entries kept now, as far as is known."""
+        ...
+
+
+@runtime_checkable
 class Breaks(Protocol):
     """What a tier may have beside `Tier`, where its medium may be down for a while."""
 

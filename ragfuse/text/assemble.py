@@ -6,19 +6,24 @@ wherever it stands. Which text is a chunk is decided before (`chunks`); what is 
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from ragfuse.core import ChunkKey, Prompt, Segment, amid, token_digest
 from ragfuse.errors import InputError
+from ragfuse.text.calls import PLAIN, CallFormat, spelled
 from ragfuse.text.chunks import Piece, peel
+from ragfuse.text.turns import Content, Turn
 
-Message = tuple[str, str | Sequence[Piece]]
-"""(role, content)."""
+Message = tuple[str, str | Sequence[Piece]] | Turn
+"""(role, content), or a turn; a content is one text or pieces."""
 
-Render = Callable[[list[dict[str, str]]], str]
+Render = Callable[[list[dict[str, Any]]], str]
 Encode = Callable[[str, bool], Sequence[int]]
 KeyOf = Callable[[tuple[int, ...], str], ChunkKey]
 
@@ -38,7 +43,8 @@ class Assembler:
     """Turns messages, or plain text, into a Prompt for one model, whose tokenizer and chat template it is given.
 
     `encode(text, allow_special)` gives ids and adds none of its own; `key_of(ids, context)` the key of a run ("" =
-    alone); `render(messages)` the chat template with the generation prompt, roles and contents being plain strings.
+    alone); `render(messages)` the chat template with the generation prompt, roles and contents being plain strings;
+    `calls` how it writes calls of tools.
 
     Before the first chunk stands the prefix: one module with one key, if it has `min_tokens`. A chunk of at least
     `min_chunk_tokens` has the key of its KV behind that module, then that of its KV alone. One that does not stand
@@ -54,12 +60,20 @@ class Assembler:
     min_tokens: int = 8
     min_chunk_tokens: int = 8
     has_amid: bool = True
+    calls: CallFormat = PLAIN
 
-    def chat(self, messages: Sequence[Message]) -> Prompt:
-        """The Prompt of a conversation, by the chat template. Contents are never read as special tokens."""
+    def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
+        """The Prompt of a conversation, by the chat template. Contents are never read as special tokens.
+
+        tools: told of in words where the template does not render them.
+        """
         if self.render is None:
-            raise InputError("This model has no chat template; pass one text instead of messages.")
-        parts = _render(self.render, [(role, _parts(content)) for role, content in messages])
+            raise InputError("This model has no chat template; pass one text instead of messages or tools.")
+        turns = [each if isinstance(each, Turn) else Turn(*each) for each in messages]
+        turns = [replace(turn, content=_parts(turn.content)) for turn in turns]
+        if not self.calls.native:
+            turns = spelled(turns, tools)
+        parts = _render(partial(_filled, self.render, self.calls), turns)
         return self._prompt([self._template(part) if isinstance(part, str) else self._run(part) for part in parts])
 
     def text(self, pieces: Iterable[Piece], bos: Sequence[int] = ()) -> Prompt:
@@ -86,13 +100,18 @@ class Assembler:
         module = bool(prefix) and len(prefix) >= self.min_tokens
         if prefix:
             yield Segment(prefix, 0, "module", (self.key_of(prefix, ""),)) if module else Segment(prefix, 0)
-        first = (token_digest(prefix), "") if module else ("",)
-        later = (*map(amid, first), *first) if self.has_amid else first
+        first, later = contexts_behind(token_digest(prefix) if module else "", self.has_amid)
         for at, (run, keep) in enumerate(zip(runs[n_prefix:], reused[n_prefix:], strict=True)):
             contexts = later if at else first
             alone = self.key_of(run.tokens, "") if keep else None
             keys = tuple(replace(alone, context=context) for context in contexts) if alone else ()
             yield Segment(run.tokens, 0, "chunk", keys, run.source, run.text) if keep else Segment(run.tokens, 0)
+
+
+def contexts_behind(prefix: str, has_amid: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Contexts to look for behind a prefix (its digest, "": none), best first: of its first chunk, of all others."""
+    first = (prefix, "") if prefix else ("",)
+    return first, (*map(amid, first), *first) if has_amid else first
 
 
 def _placed(segments: Iterable[Segment]) -> tuple[Segment, ...]:
@@ -107,56 +126,83 @@ def _placed(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     return tuple(placed)
 
 
-def _parts(content: str | Sequence[Piece]) -> tuple[Piece, ...]:
-    pieces = (Piece(content),) if isinstance(content, str) else content
+def _parts(content: Content) -> tuple[Piece, ...]:
+    given = (content,) if isinstance(content, str) else content
+    pieces = [piece if isinstance(piece, Piece) else Piece(piece) for piece in given]
     return tuple(part for piece in pieces if piece.text for part in peel(piece))
 
 
-_Turn = tuple[str, tuple[Piece, ...]]
-
-
-def _render(render: Render, turns: Sequence[_Turn]) -> list[str | Piece]:
+def _render(fill: Callable[[Sequence[Turn]], list[str | Piece]], turns: Sequence[Turn]) -> list[str | Piece]:
     """The rendered conversation: text of the template as str, contents as pieces.
 
     A template that refuses or drops a system message gets its text at the head of the first user message instead.
     """
     try:
-        return _filled(render, turns)
+        return fill(turns)
     except InputError:
-        if not any(role == "system" for role, _ in turns):
+        if not any(turn.role == "system" for turn in turns):
             raise
-        return _filled(render, _without_system(turns))
+        return fill(_without_system(turns))
 
 
-def _filled(render: Render, turns: Sequence[_Turn]) -> list[str | Piece]:
-    nonce = "x" + secrets.token_hex(16)
-    messages = [{"role": role, "content": f"{nonce}n{i}x"} for i, (role, _) in enumerate(turns)]
+class _Slots:
+    """Placeholders that stand for texts while a template renders, so that these are told from the template's own."""
+
+    def __init__(self) -> None:
+        self._nonce = "x" + secrets.token_hex(16)
+        self._held: list[tuple[Piece, ...]] = []
+
+    def put(self, pieces: Iterable[Piece]) -> str:
+        """What stands for these pieces."""
+        self._held.append(tuple(pieces))
+        return f"{self._nonce}n{len(self._held) - 1}x"
+
+    def values(self, value: Any) -> Any:
+        """The same JSON value with every text replaced; a template writes it between quotes, so it is escaped here."""
+        if isinstance(value, str) and value:
+            return self.put((Piece(json.dumps(value, ensure_ascii=False)[1:-1]),))
+        if isinstance(value, Mapping):
+            return {name: self.values(each) for name, each in value.items()}
+        return [self.values(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def filled(self, rendered: str) -> tuple[list[str | Piece], set[int]]:
+        """Text of the template as str and what was put as pieces; which of it came back."""
+        texts = re.split(f"{self._nonce}n([0-9]+)x", rendered)
+        parts: list[str | Piece] = [texts[0]]
+        for i, text in zip(texts[1::2], texts[2::2], strict=True):
+            parts += [*self._held[int(i)], text]
+        return [part for part in parts if part != ""], {int(i) for i in texts[1::2]}
+
+
+def _filled(render: Render, calls: CallFormat, turns: Sequence[Turn]) -> list[str | Piece]:
+    slots = _Slots()
+    contents = [slots.put(_parts(turn.content)) for turn in turns]  # the numbers of the turns
+    messages = [calls.message(turn, content, slots.values) for turn, content in zip(turns, contents, strict=True)]
     try:
         rendered = render(messages)
     except Exception as error:  # a template may raise anything
-        raise InputError(f"The chat template refuses the roles {[role for role, _ in turns]}: {error}") from error
-    texts = re.split(f"{nonce}n([0-9]+)x", rendered)
-    _check_complete(turns, {int(i) for i in texts[1::2]})
-    filled: list[str | Piece] = [texts[0]]
-    for i, text in zip(texts[1::2], texts[2::2], strict=True):
-        filled += [*turns[int(i)][1], text]
-    return [part for part in filled if part != ""]
+        raise InputError(f"The chat template refuses the roles {[turn.role for turn in turns]}: {error}") from error
+    filled, seen = slots.filled(rendered)
+    _check_complete(turns, seen)
+    return filled
 
 
-def _check_complete(turns: Sequence[_Turn], seen: set[int]) -> None:
-    for i, (role, parts) in enumerate(turns):
-        if parts and i not in seen:
+def _check_complete(turns: Sequence[Turn], seen: set[int]) -> None:
+    """InputError for a text that was left out; beside calls some templates have no place for one."""
+    for i, turn in enumerate(turns):
+        if turn.content and not turn.tool_calls and i not in seen:
             raise InputError(
-                f"The chat template leaves out message {i} (role '{role}') or changes its text; "
+                f"The chat template leaves out message {i} (role '{turn.role}') or changes its text; "
                 "use a role that it renders, or pass one text instead of messages."
             )
 
 
-def _without_system(turns: Sequence[_Turn]) -> list[_Turn]:
+def _without_system(turns: Sequence[Turn]) -> list[Turn]:
     """The same turns with all system text at the head of the first user turn, which is made if there is none."""
-    system = [part for role, parts in turns if role == "system" and parts for part in (*parts, Piece("\n\n"))]
-    rest = [turn for turn in turns if turn[0] != "system"]
-    at = next((i for i, (role, _) in enumerate(rest) if role == "user"), None)
+    said = [turn.content for turn in turns if turn.role == "system" and turn.content]
+    system = [part for parts in said for part in (*parts, Piece("\n\n"))]
+    rest = [turn for turn in turns if turn.role != "system"]
+    at = next((i for i, turn in enumerate(rest) if turn.role == "user"), None)
     if at is None:
-        return [("user", tuple(system)), *rest]
-    return [*rest[:at], ("user", (*system, *rest[at][1])), *rest[at + 1 :]]
+        return [Turn("user", tuple(system)), *rest]
+    return [*rest[:at], replace(rest[at], content=(*system, *rest[at].content)), *rest[at + 1 :]]

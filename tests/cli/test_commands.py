@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,6 @@ from ragfuse import Settings
 from ragfuse.cli.door import app
 from ragfuse.cli.show import Flow, show_trace, strip
 from ragfuse.core import SegmentTrace, Trace
-from ragfuse.plan.evict import lru
-from ragfuse.store import KVStore
-from ragfuse.store.redis import RedisTier
-from tests.store.kit import key, kv
-from tests.store.redis_server import RedisServer
 
 
 @pytest.fixture
@@ -157,51 +153,6 @@ def test_an_index_of_another_name_is_another_index(run, book):
     assert run("ingest", book, "--index", "other", "--no-kv").exit_code == 0
     refused(run("ask", "Who?"), "InputError", "'default' is empty")
     assert run("ask", "Who?", "--index", "other").exit_code == 0
-
-
-def test_doctor_looks_and_changes_nothing(run, tmp_path):
-    result = run("doctor", "--json", "-")
-    assert result.exit_code in (0, 1)
-    rows = {what: found for _, what, found in json.loads(result.stdout)["rows"]}
-    assert rows["tier disk"].startswith("answers: no entries yet")
-    assert os.listdir(tmp_path / "user") == []
-
-
-def test_doctor_has_a_row_for_every_tier_and_a_status_where_one_is_silent(run, tmp_path):
-    (tmp_path / "redis").mkdir()
-    server = RedisServer(tmp_path / "redis")
-    try:
-        tiers = {
-            "RAGFUSE_TIERS": json.dumps([server.url(), str(tmp_path / "cold"), f"file://{tmp_path}/far/kv"]),
-            "RAGFUSE_TIER_TIMEOUT_S": "0.5",
-        }
-        with KVStore([RedisTier(server.url(), 1 << 20, lru)]) as store:
-            store.put(key("a"), kv(), wait=True)
-        rows = {row[1]: row for row in json.loads(run("doctor", "--json", "-", **tiers).stdout)["rows"]}
-        assert [name for name in rows if name.startswith("tier ")] == [
-            "tier disk",
-            "tier redis",
-            "tier disk-2",
-            "tier objects",
-        ]
-        assert rows["tier redis"][0]
-        assert "1 entry, 0.0 of" in rows["tier redis"][2]
-    finally:
-        server.kill()
-    result = run("doctor", "--json", "-", **tiers)
-    assert result.exit_code == 1
-    found = json.loads(result.stdout)
-    good, _, said = next(row for row in found["rows"] if row[1] == "tier redis")
-    assert (good, found["ok"]) == (False, False)
-    assert "does not answer: start it" in said
-    assert not [name for name in ("cold", "far") if (tmp_path / name).exists()]
-
-
-def test_doctor_names_a_store_that_is_a_file(run, tmp_path):
-    (tmp_path / "user" / "store").write_text("x")
-    result = run("doctor", "--json", "-")
-    assert result.exit_code == 1
-    assert [what for good, what, _ in json.loads(result.stdout)["rows"] if not good][:1] == ["store"]
 
 
 def test_models_are_listed(run):
@@ -344,6 +295,12 @@ def test_a_refusal_is_told_in_place_of_numbers():
     console = screen()
     show_trace(console, Trace(tokens=7, refusal="its rope [dynamic] depends on the prompt"))
     assert "7 tokens, all computed: its rope [dynamic] depends on the prompt" in shown(console)
+
+
+def test_what_was_left_out_is_named():
+    console = screen()
+    show_trace(console, replace(TRACE, dropped=("/docs/a[1].md", "")))
+    assert "left out, so that prompt and answer fit: a[1].md, a chunk" in shown(console)
 
 
 def test_streamed_text_is_broken_between_words():

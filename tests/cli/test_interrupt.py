@@ -189,3 +189,16 @@ def test_ctrl_c_in_a_move_says_that_what_was_copied_stays_and_the_next_one_goes_
     assert (rows["disk"], rows["disk-2"] > 1) == (10, True)
     assert told("store", "move", "--all", "--to", "disk-2")["entries"] == 10
     assert {row["tier"]: row["entries"] for row in told("store", "stats")["tiers"]} == {"disk": 0, "disk-2": 10}
+
+
+@pytest.mark.parametrize("command", ["measure", "doctor"])
+def test_ctrl_c_in_what_is_tried_on_a_disk_leaves_nothing_there(start, tmp_path, environment, command):
+    (tmp_path / "temporary").mkdir()
+    environment["TMPDIR"] = str(tmp_path / "temporary")
+    process = start(command, command=slowed("write"))
+    assert process.stdout.readline() == "at work\n"
+    interrupted(process)
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert chunks(tmp_path) == []
+    assert not list((tmp_path / "user").rglob("measure-*"))
+    assert debris(tmp_path) == []

@@ -25,6 +25,7 @@ NO_SYSTEM = (
     "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
 )
 DROPS_SYSTEM = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}")
+DROPS_USER = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'user' %}")
 DROPS_TOOL = CHATML.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'tool' %}")
 TWICE = CHATML.replace("m['content']", "m['content'] + '\n' + m['content']")
 TRIMS = CHATML.replace("m['content']", "m['content'] | trim")
@@ -238,7 +239,7 @@ def test_a_template_that_trims_or_escapes_loses_no_text(source: str):
     assert text in decoded(assembler(source).chat([("user", text)]))
 
 
-@pytest.mark.parametrize("source", [DROPS_TOOL, SHOUTS])
+@pytest.mark.parametrize("source", [DROPS_USER, SHOUTS])
 def test_content_that_a_template_loses_or_changes_is_an_error(source: str):
     with pytest.raises(InputError, match=r"message \d \(role '(user|tool)'\)"):
         assembler(source).chat([("user", "Hi"), ("tool", A)])

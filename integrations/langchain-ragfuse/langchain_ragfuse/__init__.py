@@ -1,7 +1,32 @@
 """LangChain over ragfuse: a chat model whose retrieved chunks come from a KV store."""
 
-from langchain_ragfuse.chains import create_fused_documents_chain
-from langchain_ragfuse.chat_models import ChatRagFuse
-from langchain_ragfuse.documents import RagFuseIndexer
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from langchain_ragfuse.chains import create_fused_documents_chain
+    from langchain_ragfuse.chat_models import ChatRagFuse
+    from langchain_ragfuse.documents import RagFuseIndexer
 
 __all__ = ["ChatRagFuse", "RagFuseIndexer", "create_fused_documents_chain"]
+
+_HOMES = MappingProxyType(
+    {
+        "ChatRagFuse": "chat_models",
+        "RagFuseIndexer": "documents",
+        "create_fused_documents_chain": "chains",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is first used: importing the package alone loads neither torch nor LangChain."""
+    if name not in _HOMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    globals()[name] = found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

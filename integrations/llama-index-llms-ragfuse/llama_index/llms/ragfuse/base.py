@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -23,17 +24,21 @@ from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import TokenAsyncGen
-from llama_index.llms.ragfuse.convert import Turn, chat, completion, turns_of
+from llama_index.llms.ragfuse.convert import chat, completion, turns_of
+from llama_index.llms.ragfuse.structured import Structured
+from llama_index.llms.ragfuse.tools import ToolCalling
 
-from ragfuse import Answer, AnswerStream, Ask, Engine, InputError, Settings
+from ragfuse import Answer, AnswerStream, Ask, Engine, InputError, Settings, Turn
 
 Prompt = str | list[Turn]
 SAMPLING = ("temperature", "top_p", "top_k")
-PER_CALL = ("policy", "ratio", "reuse", "max_tokens", "stop", "seed", "timeout", "generate_kwargs", *SAMPLING)
+FIELDS = ("policy", "ratio", "reuse", "overflow", "max_tokens", "stop", "seed", "timeout", "generate_kwargs", *SAMPLING)
 """Fields that a call may override: `llm.chat(messages, ratio=1.0)`."""
+PER_CALL = MappingProxyType({"tools": (), "tool_choice": "auto", "grammar": None})
+"""What only a call says."""
 
 
-class RagFuseLLM(CustomLLM):
+class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     """A local LLM that takes the KV of retrieved nodes from a store and computes only what is new.
 
     Any query engine works unchanged: nodes that were precomputed are found in the prompt's text. The weights are loaded
@@ -54,6 +59,9 @@ class RagFuseLLM(CustomLLM):
     policy: str | None = Field(default=None, description="Which tokens of cached nodes are computed again.")
     ratio: float | None = Field(default=None, ge=0, le=1, description="Share of them: 0 plain reuse, 1 full prefill.")
     reuse: bool = Field(default=True, description="False: the model's own full prefill, for comparison.")
+    overflow: Literal["error", "drop"] | None = Field(
+        default=None, description="A prompt longer than the window: an error, or its last documents are left out."
+    )
 
     temperature: float | None = Field(default=None, description="None or 0: greedy.")
     top_p: float | None = None
@@ -88,6 +96,11 @@ class RagFuseLLM(CustomLLM):
         """The model as it was named."""
         return self._settings.model
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Its settings without engine and weights: a copy in another process loads its own."""
+        bare: Any = self.model_copy(update={"engine": None}) if self.engine is not None else self
+        return super(RagFuseLLM, bare).__getstate__()
+
     def get_engine(self) -> Engine:
         """The engine behind this model: the one given, or the process's own for these settings."""
         return self.engine if self.engine is not None else Engine.shared(self._settings)
@@ -101,6 +114,7 @@ class RagFuseLLM(CustomLLM):
             context_window=self.context_window or getattr(config, "max_position_embeddings", 4096),
             num_output=self.max_tokens or self._settings.max_tokens,
             is_chat_model=self._has_template,
+            is_function_calling_model=self._has_template,
             model_name=self.model_name,
         )
 
@@ -222,23 +236,24 @@ class RagFuseLLM(CustomLLM):
             return prompt
         if self.completion_to_prompt not in (None, default_completion_to_prompt):
             return str(self.completion_to_prompt(prompt))
-        return [("user", [prompt])] if self._has_template else prompt
+        return [Turn("user", [prompt])] if self._has_template else prompt
 
     def _messages(self, messages: Sequence[ChatMessage]) -> Prompt:
         """Messages for the chat template, or as one text for a model without one."""
+        turns = turns_of(messages)
         if self._has_template or self.messages_to_prompt is None:
-            return turns_of(messages)
+            return turns
         return str(self.messages_to_prompt(messages))
 
     def _ask(self, call: Mapping[str, Any]) -> Ask:
         """The fields of this model, where the call does not say otherwise."""
-        unknown = sorted(set(call) - set(PER_CALL))
+        unknown = sorted(set(call) - {*FIELDS, *PER_CALL})
         if unknown:
             raise InputError(
-                f"RagFuseLLM takes no argument '{unknown[0]}' in a call; wanted one of {', '.join(PER_CALL)}. "
-                "Options of transformers' generate go into generate_kwargs={...}."
+                f"RagFuseLLM takes no argument '{unknown[0]}' in a call; wanted one of "
+                f"{', '.join((*FIELDS, *PER_CALL))}. Options of transformers' generate go into generate_kwargs={{...}}."
             )
-        said = {name: call[name] if name in call else getattr(self, name) for name in PER_CALL}
+        said = {**{name: getattr(self, name) for name in FIELDS}, **PER_CALL, **call}
         return Ask(
             max_tokens=said["max_tokens"],
             policy=said["policy"],
@@ -247,6 +262,10 @@ class RagFuseLLM(CustomLLM):
             stop=tuple(said["stop"] or ()),
             seed=said["seed"],
             options=_options(said),
+            tools=tuple(said["tools"] or ()),
+            tool_choice=said["tool_choice"] or "auto",
+            grammar=said["grammar"],
+            **({"overflow": said["overflow"]} if said["overflow"] else {}),
         )
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole, TextBlock
+from llama_index.core.base.llms.types import (
+    CachePoint,
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
 from llama_index.core.schema import BaseNode, MetadataMode
+from llama_index.llms.ragfuse.listening import note
 
-from ragfuse import Answer, Engine, InputError
-
-Turn = tuple[str, list[str]]
+from ragfuse import Answer, Engine, InputError, ToolCall, Turn
 
 ROLES = {
     MessageRole.DEVELOPER: "system",
@@ -18,28 +27,67 @@ ROLES = {
     MessageRole.CHATBOT: "assistant",
     MessageRole.FUNCTION: "tool",
 }
+SILENT = (CachePoint, ThinkingBlock, ToolCallBlock)
+"""Blocks of a message that are no text of it."""
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
-    """(role, texts) per message, neighbours of one role as one: a chat template may want them to alternate."""
+    """A turn per message, plain neighbours of one role as one: a chat template may want them to alternate."""
+    if not messages:
+        raise InputError("There is nothing to answer: wanted at least one message, found none.")
     turns: list[Turn] = []
     for message in messages:
-        role, texts = ROLES.get(message.role, str(message.role.value)), _texts(message)
-        if turns and turns[-1][0] == role:
-            turns[-1][1].extend(["\n", *texts])
-        else:
-            turns.append((role, texts))
+        turn = _turn(message)
+        if turns and _is_plain(turns[-1]) and _is_plain(turn) and turns[-1].role == turn.role:
+            turn = Turn(turn.role, [*turns.pop().content, "\n", *turn.content])
+        turns.append(turn)
     return turns
+
+
+def _turn(message: ChatMessage) -> Turn:
+    role, said = ROLES.get(message.role, str(message.role.value)), message.additional_kwargs
+    if role == "tool":
+        call, name = said.get("tool_call_id"), said.get("name")
+        return Turn(role, _texts(message), tool_call_id=str(call or ""), name=str(name or ""))
+    return Turn(role, _texts(message), tool_calls=tuple(calls_of(message)))
+
+
+def _is_plain(turn: Turn) -> bool:
+    return turn.role != "tool" and not turn.tool_calls
 
 
 def _texts(message: ChatMessage) -> list[str]:
     for block in message.blocks:
-        if not isinstance(block, TextBlock):
+        if not isinstance(block, (TextBlock, *SILENT)):
             raise InputError(
                 f"A content block of type '{block.block_type}' cannot be read: this model takes text alone. "
                 "Wanted TextBlock; leave other blocks out."
             )
     return [block.text for block in message.blocks if isinstance(block, TextBlock)]
+
+
+def calls_of(message: ChatMessage) -> list[ToolCall]:
+    """The tool calls of a message: its blocks, else OpenAI's form among its additional arguments."""
+    blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    if blocks:
+        return [ToolCall(each.tool_name, _arguments(each.tool_kwargs), each.tool_call_id or "") for each in blocks]
+    return [_call(each) for each in message.additional_kwargs.get("tool_calls") or ()]
+
+
+def _call(given: Any) -> ToolCall:
+    """A tool call in OpenAI's form, a mapping or an object of theirs."""
+    call: Mapping[str, Any] = given if isinstance(given, Mapping) else given.model_dump()
+    function = call.get("function") or {}
+    return ToolCall(str(function.get("name", "")), _arguments(function.get("arguments")), str(call.get("id") or ""))
+
+
+def _arguments(given: Any) -> Mapping[str, Any]:
+    if isinstance(given, str):
+        try:
+            given = json.loads(given or "{}")
+        except ValueError as error:
+            raise InputError(f"The arguments of a tool call are no JSON: wanted an object, found '{given}'.") from error
+    return given if isinstance(given, Mapping) else {}
 
 
 def text_of(node: BaseNode) -> str:
@@ -59,15 +107,26 @@ def completion(answer: Answer, engine: Engine, reuse: bool, delta: str | None = 
 
 
 def chat(answer: Answer, engine: Engine, reuse: bool, delta: str | None = None) -> ChatResponse:
-    """The same as a message of the assistant."""
-    raw = raw_of(answer, engine, reuse)
-    message = ChatMessage(role=MessageRole.ASSISTANT, content=answer.text)
+    """The same as a message of the assistant, with its tool calls as blocks and in OpenAI's form."""
+    raw, calls = raw_of(answer, engine, reuse), answer.tool_calls
+    text = [TextBlock(text=answer.text)] if answer.text or not calls else []
+    blocks = [
+        ToolCallBlock(tool_call_id=each.id, tool_name=each.name, tool_kwargs={**each.arguments}) for each in calls
+    ]
+    said = {"tool_calls": [_openai(each) for each in calls]} if calls else {}
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*text, *blocks], additional_kwargs=said)
     return ChatResponse(message=message, delta=delta, raw=raw, additional_kwargs=_flat(raw))
+
+
+def _openai(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": json.dumps({**call.arguments}, ensure_ascii=False)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def raw_of(answer: Answer, engine: Engine, reuse: bool) -> dict[str, Any]:
     """Usage and trace; cached_tokens were reused, cache_creation_tokens are encoded for next time."""
     trace, written = answer.trace, len(answer.token_ids)
+    note(trace)
     saves = reuse and not engine.model.profile.refusal
     missed = sum(segment.n_tokens for segment in trace.segments if not segment.hit)
     details = {"cached_tokens": trace.tokens_reused, "cache_creation_tokens": missed if saves else 0}

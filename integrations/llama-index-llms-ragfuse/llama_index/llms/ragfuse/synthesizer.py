@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.callbacks.base import CallbackManager
+from llama_index.core.llms.llm import astream_chat_response_to_tokens, stream_chat_response_to_tokens
+from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.node_parser import TokenTextSplitter
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_REFINE_PROMPT_SEL, DEFAULT_TEXT_QA_PROMPT_SEL
@@ -17,6 +20,7 @@ from llama_index.core.schema import NodeWithScore
 from llama_index.core.types import RESPONSE_TEXT_TYPE
 from llama_index.llms.ragfuse.base import RagFuseLLM
 from llama_index.llms.ragfuse.convert import source_of
+from llama_index.llms.ragfuse.structured import grammar_of
 
 from ragfuse import InputError
 
@@ -29,21 +33,32 @@ SMALLEST = 64
 class RagFuseSynthesizer(BaseSynthesizer):
     """One prompt with as many whole nodes as fit, each marked as one chunk; what is left refines the answer.
 
-    Nodes need no precomputing: what a question meets first is encoded after its answer and reused from then on.
+    Nodes need no precomputing: what a question meets first is encoded after its answer and reused from then on. With
+    `output_cls`, or over `llm.as_structured_llm(...)`, the last answer is an object of that class; streamed, its JSON.
     """
 
     def __init__(
         self,
-        llm: RagFuseLLM,
+        llm: RagFuseLLM | StructuredLLM,
         callback_manager: CallbackManager | None = None,
         text_qa_template: BasePromptTemplate | None = None,
         refine_template: BasePromptTemplate | None = None,
         streaming: bool = False,
         separator: str = "\n\n",
+        output_cls: type[BaseModel] | None = None,
+        empty_response: str | None = None,
     ) -> None:
+        if isinstance(llm, StructuredLLM):
+            llm, output_cls = llm.llm, output_cls or llm.output_cls
         if not isinstance(llm, RagFuseLLM):
             raise InputError(f"A {type(llm).__name__} has no chunk store; wanted a RagFuseLLM.")
-        super().__init__(llm=llm, callback_manager=callback_manager, streaming=streaming)
+        super().__init__(
+            llm=llm,
+            callback_manager=callback_manager,
+            streaming=streaming,
+            output_cls=output_cls,
+            empty_response=empty_response,
+        )
         self._fused, self._separator = llm, separator
         self._text_qa_template = text_qa_template or DEFAULT_TEXT_QA_PROMPT_SEL
         self._refine_template = refine_template or DEFAULT_REFINE_PROMPT_SEL
@@ -57,32 +72,62 @@ class RagFuseSynthesizer(BaseSynthesizer):
         return await super().asynthesize(query, nodes, *args, sources=_sources(nodes), **kwargs)
 
     def get_response(
-        self, query_str: str, text_chunks: Sequence[str], sources: Sequence[str] = (), **response_kwargs: Any
+        self,
+        query_str: str,
+        text_chunks: Sequence[str],
+        prev_response: str | None = None,
+        sources: Sequence[str] = (),
+        **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
         """The answer to a query from texts, each a chunk; `sources` name them."""
+        if not any(text.strip() for text in text_chunks):
+            return self._empty_response_generator() if self._streaming else self._empty_response
         *first, last = self._contexts(query_str, text_chunks, sources)
-        answer: str | None = None
+        answer = prev_response
         for context in first:
             template, values = self._step(query_str, context, answer)
             answer = self._fused.predict(template, **values, **response_kwargs)
         template, values = self._step(query_str, last, answer)
-        answering: Any = self._fused.stream if self._streaming else self._fused.predict
-        response: RESPONSE_TEXT_TYPE = answering(template, **values, **response_kwargs)
-        return response
+        return self._said(template, {**values, **response_kwargs})
 
     async def aget_response(
-        self, query_str: str, text_chunks: Sequence[str], sources: Sequence[str] = (), **response_kwargs: Any
+        self,
+        query_str: str,
+        text_chunks: Sequence[str],
+        prev_response: str | None = None,
+        sources: Sequence[str] = (),
+        **response_kwargs: Any,
     ) -> RESPONSE_TEXT_TYPE:
         """The same, leaving the event loop free."""
+        if not any(text.strip() for text in text_chunks):
+            return self._empty_response_agenerator() if self._streaming else self._empty_response
         *first, last = await asyncio.to_thread(self._contexts, query_str, text_chunks, sources)
-        answer: str | None = None
+        answer = prev_response
         for context in first:
             template, values = self._step(query_str, context, answer)
             answer = await self._fused.apredict(template, **values, **response_kwargs)
         template, values = self._step(query_str, last, answer)
-        answering: Any = self._fused.astream if self._streaming else self._fused.apredict
-        response: RESPONSE_TEXT_TYPE = await answering(template, **values, **response_kwargs)
-        return response
+        return await self._asaid(template, {**values, **response_kwargs})
+
+    def _said(self, template: BasePromptTemplate, values: dict[str, Any]) -> Any:
+        """The last answer: whole or as it is written, text or of the class that is wanted."""
+        llm, wanted = self._fused, self._output_cls
+        if wanted is None:
+            return llm.stream(template, **values) if self._streaming else llm.predict(template, **values)
+        if not self._streaming:
+            return llm.structured_predict(wanted, template, **values)
+        messages = llm.messages_for(wanted, template, values)
+        return stream_chat_response_to_tokens(llm.stream_chat(messages, grammar=grammar_of(wanted)))
+
+    async def _asaid(self, template: BasePromptTemplate, values: dict[str, Any]) -> Any:
+        """The same, leaving the event loop free."""
+        llm, wanted = self._fused, self._output_cls
+        if wanted is None:
+            return await (llm.astream(template, **values) if self._streaming else llm.apredict(template, **values))
+        if not self._streaming:
+            return await llm.astructured_predict(wanted, template, **values)
+        messages = llm.messages_for(wanted, template, values)
+        return await astream_chat_response_to_tokens(await llm.astream_chat(messages, grammar=grammar_of(wanted)))
 
     def _step(self, query: str, context: str, answer: str | None) -> tuple[BasePromptTemplate, dict[str, str]]:
         """The template and its values: a first answer, or one refined."""

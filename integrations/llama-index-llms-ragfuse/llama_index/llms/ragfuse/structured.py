@@ -1,0 +1,153 @@
+"""Structured prediction: the model writes nothing but JSON of the schema, so that a small model holds it as well."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Generator, Mapping
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, TextBlock
+from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.events.llm import LLMStructuredPredictEndEvent, LLMStructuredPredictStartEvent
+from llama_index.core.llms.llm import LLM
+from llama_index.core.program.utils import process_streaming_objects
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.types import PydanticProgramMode
+
+from ragfuse import Grammar, InputError
+
+dispatcher = get_dispatcher(__name__)
+
+
+class Structured(LLM):
+    """An LLM whose `chat` takes a `grammar`; a program mode other than the default goes LlamaIndex's own way."""
+
+    @dispatcher.span
+    def structured_predict(
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: Mapping[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Any:
+        """An object of `output_cls`, as the answer to a prompt."""
+        if not self._is_held:
+            return super().structured_predict(output_cls, prompt, _plain(llm_kwargs), **prompt_args)
+        _began(output_cls, prompt, prompt_args)
+        response = self.chat(self.messages_for(output_cls, prompt, prompt_args), **_held(output_cls, llm_kwargs))
+        return _ended(object_of(output_cls, response))
+
+    @dispatcher.span
+    async def astructured_predict(
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: Mapping[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Any:
+        """The same, leaving the event loop free."""
+        if not self._is_held:
+            return await super().astructured_predict(output_cls, prompt, _plain(llm_kwargs), **prompt_args)
+        _began(output_cls, prompt, prompt_args)
+        response = await self.achat(self.messages_for(output_cls, prompt, prompt_args), **_held(output_cls, llm_kwargs))
+        return _ended(object_of(output_cls, response))
+
+    def _structured_stream_call(
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: Mapping[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> Generator[Any, None, None]:
+        """What of the object is written so far, and the whole at last."""
+        if not self._is_held:
+            yield from super()._structured_stream_call(output_cls, prompt, _plain(llm_kwargs), **prompt_args)
+            return
+        found, response = None, None
+        for response in self.stream_chat(
+            self.messages_for(output_cls, prompt, prompt_args), **_held(output_cls, llm_kwargs)
+        ):
+            if response.raw is None:
+                found = process_streaming_objects(response, output_cls, found and [found], llm=self)
+                yield found
+        yield object_of(output_cls, response)
+
+    async def _structured_astream_call(
+        self,
+        output_cls: type[BaseModel],
+        prompt: BasePromptTemplate,
+        llm_kwargs: Mapping[str, Any] | None = None,
+        **prompt_args: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """The same, leaving the event loop free."""
+        if not self._is_held:
+            return await super()._structured_astream_call(output_cls, prompt, _plain(llm_kwargs), **prompt_args)
+        stream = await self.astream_chat(
+            self.messages_for(output_cls, prompt, prompt_args), **_held(output_cls, llm_kwargs)
+        )
+
+        async def written() -> AsyncGenerator[Any, None]:
+            found, response = None, None
+            async for response in stream:
+                if response.raw is None:
+                    found = process_streaming_objects(response, output_cls, found and [found], llm=self)
+                    yield found
+            yield object_of(output_cls, response)
+
+        return written()
+
+    @property
+    def _is_held(self) -> bool:
+        return self.pydantic_program_mode is PydanticProgramMode.DEFAULT
+
+    def messages_for(
+        self, output_cls: type[BaseModel], prompt: BasePromptTemplate, values: Mapping[str, Any]
+    ) -> list[ChatMessage]:
+        """A prompt's messages, the last of which shows the schema."""
+        messages = self._extend_messages(prompt.format_messages(llm=self, **values))
+        return messages[:-1] + [shown(output_cls, message) for message in messages[-1:]]
+
+
+def shown(output_cls: type[BaseModel], message: ChatMessage) -> ChatMessage:
+    """A message that ends with the schema which its answer must follow."""
+    schema = json.dumps(output_cls.model_json_schema(), ensure_ascii=False)
+    wish = TextBlock(text=f"\n\nAnswer with JSON that follows this schema:\n{schema}")
+    return message.model_copy(update={"blocks": [*message.blocks, wish]})
+
+
+def grammar_of(output_cls: type[BaseModel]) -> Grammar:
+    """What holds an answer to the JSON of a class."""
+    return Grammar.json(output_cls.model_json_schema())
+
+
+def object_of(output_cls: type[BaseModel], response: ChatResponse | None) -> BaseModel:
+    """The object that a whole answer is; InputError where the answer was cut off."""
+    text = (response.message.content or "") if response is not None else ""
+    raw = response.raw if response is not None and isinstance(response.raw, dict) else {}
+    if raw.get("finish_reason") == "length":
+        written = raw["usage"]["completion_tokens"]
+        raise InputError(
+            f"A whole {output_cls.__name__} was wanted, but the answer was cut off after {written} tokens: "
+            f"'...{text[-40:]}'. Raise max_tokens, or bound the lengths in the schema."
+        )
+    return output_cls.model_validate_json(text)
+
+
+def _held(output_cls: type[BaseModel], given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments of a call that must follow a schema."""
+    return {**_plain(given), "grammar": grammar_of(output_cls)}
+
+
+def _plain(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The caller's arguments without those that programs add for tools."""
+    return {name: value for name, value in (given or {}).items() if name != "tool_choice"}
+
+
+def _began(output_cls: type[BaseModel], prompt: BasePromptTemplate, values: Mapping[str, Any]) -> None:
+    dispatcher.event(LLMStructuredPredictStartEvent(output_cls=output_cls, template=prompt, template_args=dict(values)))
+
+
+def _ended(found: BaseModel) -> BaseModel:
+    dispatcher.event(LLMStructuredPredictEndEvent(output=found))
+    return found

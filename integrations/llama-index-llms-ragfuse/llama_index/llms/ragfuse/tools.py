@@ -1,0 +1,75 @@
+"""Function calling as LlamaIndex asks for it: its tools as schemas, a model's calls as its selections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole, ToolCallBlock
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.tools.types import BaseTool
+from llama_index.llms.ragfuse.convert import calls_of
+
+from ragfuse import InputError
+
+
+class ToolCalling(FunctionCallingLLM):
+    """An LLM whose `chat` takes `tools` and `tool_choice` and answers with tool calls."""
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What `chat` is called with."""
+        messages = list(chat_history or ())
+        if user_msg:
+            given = isinstance(user_msg, ChatMessage)
+            messages.append(user_msg if given else ChatMessage(role=MessageRole.USER, content=user_msg))
+        schemas = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
+        choice = _choice(tool_choice, tool_required) if schemas else "auto"
+        return {"messages": messages, "tools": schemas, "tool_choice": choice, **kwargs}
+
+    def _validate_chat_with_tools_response(
+        self,
+        response: ChatResponse,
+        tools: Sequence[BaseTool],
+        allow_parallel_tool_calls: bool = False,
+        **kwargs: Any,
+    ) -> ChatResponse:
+        """The response, with its first call alone where several are not wanted."""
+        message = response.message
+        if not allow_parallel_tool_calls:
+            calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+            message.blocks = [block for block in message.blocks if block not in calls[1:]]
+            if calls:
+                message.additional_kwargs["tool_calls"] = message.additional_kwargs["tool_calls"][:1]
+        return response
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The calls of a response, [] or an error where there are none."""
+        calls = calls_of(response.message)
+        if not calls and error_on_no_tool_call:
+            raise InputError(
+                f"A tool call was wanted, text was found: '{(response.message.content or '')[:80]}'. "
+                "Call with tool_required=True, or take text as an answer."
+            )
+        return [ToolSelection(tool_id=call.id, tool_name=call.name, tool_kwargs={**call.arguments}) for call in calls]
+
+
+def _choice(given: str | Mapping[str, Any] | None, required: bool) -> str:
+    """A tool choice in one word: auto, none, required or a tool's name; as OpenAI writes it, or "any"."""
+    if isinstance(given, Mapping):
+        given = str((given.get("function") or given).get("name", "required"))
+    if given in (None, "auto"):
+        return "required" if required else "auto"
+    return "required" if given == "any" else str(given)

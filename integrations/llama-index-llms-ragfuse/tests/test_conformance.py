@@ -1,0 +1,45 @@
+"""The conformance suite on the tiny model, on the embedded one, and on the framework's own mock."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+from llama_index.core.llms import LLM, MockLLM
+from llama_index.llms.ragfuse import RagFuseLLM
+from llama_index.llms.ragfuse.conformance import LLMConformance
+
+from ragfuse import Engine
+
+THREADS = ("asyncio_", "ragfuse-encode", "ragfuse-writer", "ragfuse-notes")
+
+
+class TestTheTinyModel(LLMConformance):
+    long: ClassVar = {"max_tokens": 100_000, "reuse": False}
+    enough: ClassVar = {"max_tokens": 200}
+    lasting = THREADS
+
+    @pytest.fixture
+    def llm(self, engine: Engine) -> LLM:
+        return RagFuseLLM(engine=engine)
+
+    def beside_json(self, llm: LLM) -> dict[str, Any]:
+        return {"settings": llm.settings}
+
+
+class TestTheFrameworksMock(LLMConformance):
+    lacks: ClassVar = {
+        "growing text": "MockLLM gives the whole text with every delta",
+        "empty messages": "MockLLM answers what nobody asked",
+        "model name": "MockLLM has no model",
+        "usage": "MockLLM counts no tokens",
+        "events once": "MockLLM inherits async calls that call the sync ones, and both tell",
+        "free loop": "MockLLM answers before it first awaits anything",
+        "cancelling": "MockLLM has answered before it can be cancelled",
+        "structured": "MockLLM repeats the question and writes no JSON",
+        "tools": "MockLLM is a CustomLLM, which calls no functions",
+    }
+
+    @pytest.fixture
+    def llm(self) -> LLM:
+        return MockLLM()

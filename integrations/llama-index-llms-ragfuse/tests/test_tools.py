@@ -1,0 +1,274 @@
+"""Function calling and structured prediction: held by constrained decoding, so that a random model holds them too."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal
+
+import pytest
+from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock, ThinkingBlock, ToolCallBlock
+from llama_index.core.bridge.pydantic import BaseModel, Field
+from llama_index.core.llms import CustomLLM
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.program import FunctionCallingProgram, LLMTextCompletionProgram
+from llama_index.core.prompts import ChatPromptTemplate, PromptTemplate
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.retrievers import BaseRetriever
+from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.selectors import PydanticSingleSelector
+from llama_index.core.tools import FunctionTool, QueryEngineTool
+from llama_index.core.types import PydanticProgramMode
+from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM, traces
+from llama_index.llms.ragfuse.convert import turns_of
+
+from ragfuse import Engine, Grammar, InputError, ToolCall, Turn
+
+QUESTION = "How many ships came in on Tuesday?"
+ASKED = PromptTemplate("Look at this. {question}")
+NODE = TextNode(text="The harbour of Port Elling was dug in 1847 by sailors who had lost their ship in a winter storm.")
+
+
+class Ship(BaseModel):
+    """A ship that came in."""
+
+    rig: Literal["sloop", "brig"]
+    masts: int = Field(ge=1, le=3)
+    is_new: bool
+
+
+class Harbour(BaseModel):
+    """A harbour."""
+
+    ships: list[Ship] = Field(min_length=1, max_length=1)
+
+
+class Book(BaseRetriever):
+    """Finds one node, whatever is asked."""
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return [NodeWithScore(node=NODE, score=1.0)]
+
+
+class Rig(BaseModel):
+    """What may be counted."""
+
+    rig: Literal["sloop", "brig"]
+
+
+class Load(BaseModel):
+    """What may be weighed."""
+
+    is_full: bool
+
+
+class Rigs(BaseModel):
+    """What may be asked."""
+
+    input: Literal["sloops", "brigs"]
+
+
+def count(rig: str) -> str:
+    """Count ships of a rig."""
+    return f"forty of {rig}"
+
+
+def weigh(is_full: bool) -> str:
+    """Weigh ships."""
+    return f"tons of {is_full}"
+
+
+TOOLS = [FunctionTool.from_defaults(count, fn_schema=Rig), FunctionTool.from_defaults(weigh, fn_schema=Load)]
+
+
+@pytest.fixture
+def llm(engine: Engine) -> RagFuseLLM:
+    return RagFuseLLM(engine=engine, max_tokens=120)
+
+
+# functions
+
+
+def test_it_is_a_custom_llm_that_calls_functions(llm: RagFuseLLM) -> None:
+    assert isinstance(llm, CustomLLM)
+    assert isinstance(llm, FunctionCallingLLM)
+    assert llm.metadata.is_function_calling_model
+
+
+@pytest.mark.parametrize(
+    "choice", ["weigh", {"type": "function", "function": {"name": "weigh"}}, {"name": "weigh"}], ids=str
+)
+def test_a_tool_is_chosen_by_name(llm: RagFuseLLM, choice: Any) -> None:
+    response = llm.chat_with_tools(TOOLS, QUESTION, tool_choice=choice)
+    (call,) = llm.get_tool_calls_from_response(response)
+    assert (call.tool_name, set(call.tool_kwargs)) == ("weigh", {"is_full"})
+    assert isinstance(call.tool_kwargs["is_full"], bool)
+    assert response.raw["finish_reason"] == "tool_calls"
+    assert response.message.content is None
+    (told,) = response.message.additional_kwargs["tool_calls"]
+    assert (told["id"], told["function"]["name"]) == (call.tool_id, "weigh")
+
+
+async def test_any_tool_may_be_required_and_none_may_be_wanted(llm: RagFuseLLM) -> None:
+    for wish in ({"tool_required": True}, {"tool_choice": "any"}, {"tool_choice": "required"}):
+        response = await llm.achat_with_tools(TOOLS, QUESTION, **wish)
+        assert len(llm.get_tool_calls_from_response(response)) == 1
+    text = llm.chat_with_tools(TOOLS, QUESTION, tool_choice="none", max_tokens=4)
+    assert llm.get_tool_calls_from_response(text, error_on_no_tool_call=False) == []
+    with pytest.raises(InputError, match=r"A tool call was wanted, text was found.*tool_required"):
+        llm.get_tool_calls_from_response(text)
+    assert llm.chat_with_tools([], QUESTION, tool_required=True, max_tokens=4).message.content
+
+
+async def test_streams_say_calls_in_their_last_response(llm: RagFuseLLM) -> None:
+    stream = await llm.astream_chat_with_tools(TOOLS, QUESTION, tool_choice="count")
+    got = [each async for each in stream]
+    got_sync = list(llm.stream_chat_with_tools(TOOLS, QUESTION, tool_choice="count"))
+    for *early, last in (got, got_sync):
+        assert [each for each in early if each.delta or llm.get_tool_calls_from_response(each, False)] == []
+        assert llm.get_tool_calls_from_response(last)[0].tool_name == "count"
+        assert not last.delta
+
+
+def test_of_several_calls_the_first_is_kept_unless_more_are_wanted(llm: RagFuseLLM) -> None:
+    response = llm.chat_with_tools(TOOLS, QUESTION, tool_choice="count")
+    message = response.message
+    message.blocks.append(ToolCallBlock(tool_call_id="2", tool_name="weigh", tool_kwargs={"is_full": True}))
+    message.additional_kwargs["tool_calls"].append({"id": "2"})
+    both = llm._validate_chat_with_tools_response(response, TOOLS, allow_parallel_tool_calls=True)
+    assert len(llm.get_tool_calls_from_response(both)) == 2
+    one = llm._validate_chat_with_tools_response(response, TOOLS)
+    assert [call.tool_name for call in llm.get_tool_calls_from_response(one)] == ["count"]
+    assert len(one.message.additional_kwargs["tool_calls"]) == 1
+
+
+def test_calls_and_results_are_turns_of_the_conversation() -> None:
+    openai = {"id": "1", "type": "function", "function": {"name": "count", "arguments": '{"rig": "brig"}'}}
+    said = {"tool_call_id": "1", "name": "count"}
+    turns = turns_of(
+        [
+            ChatMessage(role="user", content="Count."),
+            ChatMessage(role="user", content="Now."),
+            ChatMessage(role="assistant", blocks=[ThinkingBlock(content="Hm."), ToolCallBlock(tool_name="weigh")]),
+            ChatMessage(role="tool", content="ten", additional_kwargs={"tool_call_id": "0"}),
+            ChatMessage(role="assistant", content="", additional_kwargs={"tool_calls": [openai]}),
+            ChatMessage(role="function", blocks=[TextBlock(text="four"), TextBlock(text="ty")], additional_kwargs=said),
+        ]
+    )
+    assert turns == [
+        Turn("user", ["Count.", "\n", "Now."]),
+        Turn("assistant", [], (ToolCall("weigh", {}),)),
+        Turn("tool", ["ten"], tool_call_id="0"),
+        Turn("assistant", [""], (ToolCall("count", {"rig": "brig"}, "1"),)),
+        Turn("tool", ["four", "ty"], tool_call_id="1", name="count"),
+    ]
+
+
+async def test_an_agent_asks_a_query_engine_and_answers(llm: RagFuseLLM) -> None:
+    """Its first step calls the tool, whose own answer comes from the store; so does the node in the second step."""
+    KVPrecompute(llm).ensure([NODE])
+    short = llm.model_copy(update={"max_tokens": 16})
+    book = RetrieverQueryEngine(Book(), get_response_synthesizer(llm=short, response_mode="compact"))
+    tool = QueryEngineTool.from_defaults(book, name="book", description="Knows the harbour.")
+    tool.metadata.fn_schema = Rigs
+    for streaming in (True, False):
+        agent = FunctionAgent(tools=[tool], llm=llm, initial_tool_choice="book", streaming=streaming)
+        with traces() as seen:
+            response = await agent.run(QUESTION)
+        assert [call.tool_name for call in response.tool_calls] == ["book"]
+        assert response.tool_calls[0].tool_kwargs["input"] in ("sloops", "brigs")
+        assert isinstance(response.response.content, str)
+        assert len(seen) == 3
+        assert [[each.hit for each in trace.segments if each.kind == "chunk"] for trace in seen][1] == [True]
+
+
+async def test_a_react_agent_runs_on_it_as_on_any_llm(llm: RagFuseLLM) -> None:
+    llm.max_tokens = 16
+    agent = ReActAgent(tools=TOOLS, llm=llm)
+    assert isinstance((await agent.run(QUESTION)).response.content, str)
+
+
+# objects
+
+
+async def test_objects_follow_their_schema_to_the_last_field(llm: RagFuseLLM) -> None:
+    found = llm.structured_predict(Harbour, ASKED, question=QUESTION)
+    assert isinstance(found, Harbour)
+    assert await llm.astructured_predict(Harbour, ASKED, question=QUESTION) == found
+    assert ASKED.output_parser is None
+    parts = list(llm.stream_structured_predict(Harbour, ASKED, question=QUESTION))
+    late = [each async for each in await llm.astream_structured_predict(Harbour, ASKED, question=QUESTION)]
+    assert parts[-1] == late[-1] == found
+    assert len(parts) > 2
+
+
+async def test_a_structured_llm_is_a_chat_model_of_objects(llm: RagFuseLLM) -> None:
+    ships, asked = llm.as_structured_llm(Ship), [ChatMessage(role="user", content=QUESTION)]
+    found = ships.chat(asked).raw
+    assert isinstance(found, Ship)
+    assert (await ships.achat(asked)).raw == ships.complete(QUESTION).raw == found
+    assert list(ships.stream_chat(asked))[-1].raw == found
+
+
+def test_programs_and_selectors_of_the_house_hold_too(llm: RagFuseLLM) -> None:
+    program = FunctionCallingProgram.from_defaults(Ship, prompt=ASKED, llm=llm)
+    assert isinstance(program(question=QUESTION), Ship)
+    held = {"grammar": Grammar.json(Ship.model_json_schema())}
+    text = LLMTextCompletionProgram.from_defaults(output_cls=Ship, prompt=ASKED.model_copy(), llm=llm)
+    assert isinstance(text(llm_kwargs=held, question=QUESTION), Ship)
+    functions = RagFuseLLM(engine=llm.engine, max_tokens=120, pydantic_program_mode=PydanticProgramMode.FUNCTION)
+    assert isinstance(functions.structured_predict(Ship, ASKED, question=QUESTION), Ship)
+    assert PydanticSingleSelector.from_defaults(llm=llm)
+
+
+def test_a_conversation_shows_the_schema_in_its_last_message(llm: RagFuseLLM) -> None:
+    template = ChatPromptTemplate([ChatMessage(role="system", content="Be brief."), ChatMessage(content="{question}")])
+    messages = llm.messages_for(Ship, template, {"question": QUESTION})
+    assert messages[0].content == "Be brief."
+    assert (messages[1].content or "").startswith(QUESTION)
+    assert '"sloop"' in (messages[1].content or "")
+    assert isinstance(llm.structured_predict(Ship, template, question=QUESTION), Ship)
+
+
+# what cannot be held
+
+
+@pytest.mark.parametrize("way", ["whole", "streamed"])
+def test_an_object_that_is_cut_off_says_so(llm: RagFuseLLM, way: str) -> None:
+    ask = llm.structured_predict if way == "whole" else llm.stream_structured_predict
+    with pytest.raises(InputError, match=r"whole Harbour was wanted.*cut off after 9 tokens.*Raise max_tokens"):
+        list(ask(Harbour, ASKED, {"max_tokens": 9}, question=QUESTION))
+
+
+@pytest.mark.parametrize("call", ["chat", "stream_chat", "achat", "astream_chat"])
+async def test_a_schema_that_cannot_be_compiled_is_named(llm: RagFuseLLM, call: str) -> None:
+    bad = Grammar.json({"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=never)x("}}})
+    tool = {"type": "function", "function": {"name": "t", "parameters": {"type": "object", "properties": {"a": 1}}}}
+    for wish in ({"grammar": bad}, {"tools": [tool], "tool_choice": "required"}):
+        with pytest.raises(InputError, match=r"[Gg]rammar|tool 't'"):
+            await _answer(llm, call, wish)
+
+
+async def _answer(llm: RagFuseLLM, call: str, wish: dict[str, Any]) -> None:
+    got = getattr(llm, call)([ChatMessage(content=QUESTION)], **wish)
+    if call.startswith("a"):
+        got = await got
+    _ = [each async for each in got] if call.startswith("astream") else list(got)
+
+
+def test_a_missing_library_says_what_to_install(llm: RagFuseLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "llguidance"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InputError, match=r"pip install 'ragfuse-kv\[structured\]'"):
+        llm.structured_predict(Ship, ASKED, question=QUESTION)
+
+
+def test_arguments_that_are_no_json_are_refused(llm: RagFuseLLM) -> None:
+    calls = [{"id": "1", "function": {"name": "count", "arguments": "rig=brig"}}]
+    messages = [ChatMessage(content=QUESTION), ChatMessage(role="assistant", additional_kwargs={"tool_calls": calls})]
+    with pytest.raises(InputError, match=r"arguments of a tool call are no JSON.*rig=brig"):
+        llm.chat(messages)
+    with pytest.raises(InputError, match="'image' cannot be read"):
+        llm.chat([ChatMessage(role="tool", blocks=[ImageBlock(url="http://x/y.png")])])

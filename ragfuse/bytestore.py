@@ -1,0 +1,115 @@
+"""Named bytes in one tier, beside the chunks' KV or alone: what belongs to the same documents may live with it.
+
+An entry of two layers, the value and then its name, in the tier's own form: so it is published whole, under checksums
+and within the capacity, and goes with `ragfuse store` like any other. Nothing here is KV, and no prompt ever finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ragfuse.codec import RAW, LayerMeta
+from ragfuse.core import ChunkKey, digest
+from ragfuse.errors import StoreError
+from ragfuse.keeping import hidden, open_kept, unanswered
+from ragfuse.settings import Settings
+from ragfuse.store import Book, EntryMeta, KVStore
+
+_ONE_BYTE = "float8_e5m2"
+
+
+class ByteStore:
+    """Bytes by name in a folder or at a URL; thread-safe, shared with other processes. StoreError if it cannot be used.
+
+    where: None is the disk tier that the settings describe, with its KV and its capacity; any other place holds
+    `tier_bytes`. What is used longest ago makes room for what is new, and goes after `ttl_s`, unless `pinned`: then it
+    stays until it is deleted. Names in one `namespace` are apart from those in another, and so are tenants (`salt`).
+    """
+
+    def __init__(
+        self,
+        where: str | Path | None = None,
+        namespace: str = "default",
+        pinned: bool = False,
+        settings: Settings | None = None,
+    ) -> None:
+        self._settings, self._namespace, self._pinned = settings or Settings(), namespace, pinned
+        self._digest = digest("bytes", namespace, self._settings.salt)
+        self._store = self._opened(where)
+        self._tier = self._store.tiers[0]
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        """The value of each name, None where there is none that can be read."""
+        keys = [self._key(name) for name in names]
+        found = {key: self._read(key) for key in self._store.lookup(keys)}
+        return [found.get(key) for key in keys]
+
+    def put(self, pairs: Iterable[tuple[str, bytes]]) -> None:
+        """Keep these values, in place of those that had the same names; StoreError for the first that is not kept."""
+        for name, value in pairs:
+            key, layers = self._key(name), [_layer(value), _layer(name.encode("utf-8", "surrogatepass"))]
+            metas, blobs = zip(*layers, strict=True)
+            if not self._tier.write(key, EntryMeta(1, RAW.name, metas), blobs):
+                raise StoreError(
+                    f"'{name}' of {len(value):,} bytes was not kept in tier {self._tier.name}: it answers no write, "
+                    f"or has no room for it in its {self._tier.capacity:,} bytes. Look: ragfuse store stats"
+                )
+            if self._pinned:
+                self._tier.pin([key], True)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Forget these; unknown names are no error. StoreError if the tier does not answer."""
+        left = self._store.drop([self._key(name) for name in names])
+        if left:
+            raise StoreError(unanswered(list(left), "what was to be deleted may still be there"))
+
+    def names(self, prefix: str = "") -> Iterator[str]:
+        """Names that begin so, in no order."""
+        for key in self._tier.entries():
+            data = self._read(key, 1) if key.model == self._digest else None
+            name = None if data is None else data.decode("utf-8", "surrogatepass")
+            if name is not None and name.startswith(prefix):
+                yield name
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._store.close()
+
+    def __enter__(self) -> ByteStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # inside
+
+    def _opened(self, where: str | Path | None) -> KVStore:
+        settings = self._settings
+        own = settings.store_path.expanduser().resolve()
+        if where is None or ("://" not in str(where) and Path(where).expanduser().resolve() == own):
+            if not settings.disk_bytes:
+                raise StoreError("disk_bytes is 0: the settings describe no disk tier. Name a folder or a URL instead.")
+            with Book(settings.store_path) as book:  # so that people are told whose entries these are
+                said = {"model": f"bytes of '{self._namespace}'", "dtype": "", "tenant": hidden(settings.salt)}
+                book.settle(f"tenant-{self._digest}", said)
+            return open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0, "tiers": ()}))
+        alone = {"gpu_bytes": 0, "memory_bytes": 0, "disk_bytes": 0, "tiers": (str(where),)}
+        return open_kept(settings.model_copy(update=alone))
+
+    def _key(self, name: str) -> ChunkKey:
+        return ChunkKey(self._digest, digest("name", name.encode("utf-8", "surrogatepass")))
+
+    def _read(self, key: ChunkKey, layer: int = 0) -> bytes | None:
+        """What a layer holds: 0 the value, 1 the name."""
+        found = self._tier.read(key, layer)
+        return None if found is None else next(blob for blob in found[1:])[1:-1].numpy().tobytes()
+
+
+def _layer(data: bytes) -> tuple[LayerMeta, Tensor]:
+    """Bytes between two ones, as a layer of one token: keys of one byte, values of the rest."""
+    blob = torch.frombuffer(bytearray(b"\1" + data + b"\1"), dtype=torch.uint8)
+    return LayerMeta((1, 1, 1), (1, 1, len(data) + 1), _ONE_BYTE, blob.numel()), blob

@@ -1,0 +1,93 @@
+"""What an engine counts over its answers, by low-cardinality names: never a document, a question or a key.
+
+Counts only: one answer's own figures are its trace (`tracing.py`) and its spans (`telemetry.py`); who reads the counts
+is `metering.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ragfuse.core import Answer, Trace
+from ragfuse.gate import INEXACT, UNSAFE
+from ragfuse.plan.controller import MISSING, UNREADABLE
+from ragfuse.planning import NOTHING, TOO_SHORT, UNASKED
+
+TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 60.0)
+"""Upper ends of the buckets that times to the first token are counted in; one more takes the rest."""
+KINDS = ("reused", "recomputed", "fresh")
+"""What became of a prompt's tokens."""
+WHY = ("asked", "nothing_stored", "too_short", "sooner", "inexact", "unsafe", "model")
+"""Why prompts were prefilled in full: it was asked for; nothing of them was in the store; they held no chunk; it was
+sooner; verify or calibrate speaks against fusing this model; the model cannot be fused."""
+
+
+def why_of(refusal: str) -> str:
+    """One of `WHY`, "" for a prompt that was fused."""
+    begins = {UNASKED: "asked", NOTHING: "nothing_stored", TOO_SHORT: "too_short", INEXACT: "inexact", UNSAFE: "unsafe"}
+    begins |= {"full prefill ": "sooner"}  # last: it begins what was asked for, too
+    return next((why for begin, why in begins.items() if refusal.startswith(begin)), "model" if refusal else "")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Sums since an engine was made, by name, and of times to the first token: answers in each bucket, seconds."""
+
+    sums: Counter[str]
+    ttft: Sequence[int]
+    ttft_s: float
+
+
+class Tally:
+    """Adds up an engine's answers, exact under threads. waiting: how many runs of tokens wait to be encoded."""
+
+    def __init__(self, waiting: Callable[[], int]) -> None:
+        self.waiting, self._lock = waiting, threading.Lock()
+        self._sums: Counter[str] = Counter()
+        self._ttft, self._ttft_s = [0] * (len(TTFT_S) + 1), 0.0
+        self._at_close: list[Callable[[], object]] = []
+
+    def add(self, answer: Answer) -> None:
+        """Count an answer."""
+        trace = answer.trace
+        why = why_of(trace.refusal)
+        sums = Counter({f"full {why}" if why else "fused": 1, "written": len(answer.token_ids)})
+        sums.update({kind: getattr(trace, f"tokens_{kind}") for kind in KINDS})
+        sums.update(_looked_up(trace, why))
+        with self._lock:
+            self._sums.update(sums)
+            self._ttft[bisect_left(TTFT_S, trace.ttft_s)] += 1
+            self._ttft_s += trace.ttft_s
+
+    def fail(self) -> None:
+        """Count a question that was not answered."""
+        with self._lock:
+            self._sums["failed"] += 1
+
+    def now(self) -> Counted:
+        """The sums up to now, all of one moment."""
+        with self._lock:
+            return Counted(Counter(self._sums), tuple(self._ttft), self._ttft_s)
+
+    def when_closed(self, do: Callable[[], object]) -> None:
+        """Call `do` when the engine is closed."""
+        self._at_close.append(do)
+
+    def close(self) -> None:
+        """The engine is closed."""
+        while self._at_close:
+            self._at_close.pop()()
+
+
+def _looked_up(trace: Trace, why: str) -> Iterator[str]:
+    """What became of each segment that was looked for: "hit" and its tier, or "missed"."""
+    if why in ("", "nothing_stored"):
+        for segment in trace.segments:
+            if segment.hit:
+                yield f"hit {segment.tier}"
+            elif why or segment.why in (MISSING, UNREADABLE):
+                yield "missed"

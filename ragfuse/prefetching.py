@@ -1,0 +1,212 @@
+"""What a retriever has found is brought to memory while the prompt is still being made, in a thread.
+
+Under which keys the next prompt will look is told by the beginnings of those before it, also, by the store's book, in
+other processes. Nothing is encoded here, and what is not there is no loss: a question reads it for itself, or computes
+it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ragfuse.core import ChunkKey, Entry, Prompt, token_digest
+from ragfuse.encoding import Encoder
+from ragfuse.gate import Booked
+from ragfuse.saving import EXIT_S
+from ragfuse.store import KVStore, Tier
+from ragfuse.store.tier import Touches
+from ragfuse.text.assemble import contexts_behind
+
+log = logging.getLogger("ragfuse.engine")
+
+BEGINNINGS = 4
+"""Prefixes of prompts that are remembered, the latest ones."""
+WAITING = 8
+"""Wishes that may wait; of more, the oldest is dropped."""
+SHARE = 0.5
+"""Share of a fast tier, without what is pinned there, that one wish may fill."""
+
+
+class _Wish:
+    """Texts to bring. left: keys that a question reads for itself by now."""
+
+    def __init__(self, texts: tuple[str, ...], bring: Callable[[_Wish], Iterator[None]]) -> None:
+        self.texts, self.left = texts, set[ChunkKey]()
+        self.steps = bring(self)
+
+
+class Prefetcher:
+    """Reads what slow tiers hold of texts, so that it enters the fast ones; one entry at a time, newest wish first.
+
+    The thread lives while something waits. No lock is held while a tier is asked or read.
+    """
+
+    def __init__(self, store: KVStore, encoder: Callable[[], Encoder], booked: Booked) -> None:
+        self._store, self._encoder, self._booked = store, encoder, booked
+        self._changed = threading.Condition()
+        self._wishes: deque[_Wish] = deque(maxlen=WAITING)
+        self._beginnings: deque[str] = deque(maxlen=BEGINNINGS)  # digests, latest first
+        self._recalled: list[str] | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        atexit.register(_at_exit, weakref.ref(self))
+
+    def submit(self, texts: Iterable[str]) -> None:
+        """Bring these some time soon, before all that waits."""
+        wish = _Wish((texts,) if isinstance(texts, str) else tuple(texts), self._bring)
+        with self._changed:
+            if self._closed or not wish.texts:
+                return
+            self._wishes.append(wish)
+            if self._thread is None:
+                self._start()
+
+    def note(self, prompt: Prompt) -> Prompt:
+        """Remember the prefix of a prompt, which is given back."""
+        first = prompt.segments[0]
+        if first.kind == "module":
+            with self._changed:
+                _put_first(self._beginnings, first.keys[0].tokens)
+        return prompt
+
+    def remember(self, prefix: Sequence[int]) -> None:
+        """Chunks were encoded behind these tokens: later engines of this tenant shall take them for a beginning."""
+        encoder = self._encoder()
+        beginning, known = token_digest(prefix), self._recall(encoder.digest)
+        if len(prefix) >= encoder.shortest and beginning not in known:
+            self._recalled = known = [beginning, *known][:BEGINNINGS]
+            self._booked(lambda book: book.put(f"beginnings-{encoder.digest}", {"latest": known}), None)
+
+    def leave(self, keys: Iterable[ChunkKey]) -> None:
+        """A question reads these for itself now: nobody is helped by a second read."""
+        with self._changed:
+            for wish in self._wishes:
+                wish.left.update(keys)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing waits; False if that took too long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Take no more, drop what waits, and wait for the read at hand, for `timeout_s` at most."""
+        with self._changed:
+            self._closed = True
+            self._wishes.clear()
+        self.flush(timeout_s)
+
+    # inside
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name="ragfuse-prefetch", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is going down
+            self._wishes.clear()
+            return
+        self._thread = thread
+
+    def _run(self) -> None:
+        while (wish := self._newest()) is not None:
+            try:
+                for _ in wish.steps:
+                    break
+                else:
+                    self._done(wish)
+            except Exception as error:
+                log.warning("Of %d texts nothing more is prefetched: %s", len(wish.texts), error)
+                log.debug("Where it failed", exc_info=True)
+                self._done(wish)
+
+    def _newest(self) -> _Wish | None:
+        with self._changed:
+            if self._wishes:
+                return self._wishes[-1]
+            self._thread = None
+            self._changed.notify_all()
+            return None
+
+    def _done(self, wish: _Wish) -> None:
+        with self._changed:
+            if wish in self._wishes:
+                self._wishes.remove(wish)
+
+    def _bring(self, wish: _Wish) -> Iterator[None]:
+        """Read the entries of a wish, one a step."""
+        entries = self._affordable(self._found(wish.texts))
+        for tier in {entry.tier for entry in entries}:
+            there = [entry for entry in entries if entry.tier == tier]
+            self._store.expect(tier, [entry.key for entry in there], 0, there[0].n_layers)
+        yield
+        for entry in entries:
+            if entry.key not in wish.left:
+                self._store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
+                yield
+
+    def _found(self, texts: Sequence[str]) -> list[Entry]:
+        """What the store has under the keys that the next prompt will look for, likeliest first."""
+        wanted = list(self._wanted(texts))
+        found = self._store.lookup((key for keys in wanted for key in keys), counts=False)
+        best = (next((found[key] for key in keys if key in found), None) for keys in wanted)
+        return list({entry.key: entry for entry in best if entry is not None}.values())
+
+    def _wanted(self, texts: Sequence[str]) -> Iterator[tuple[ChunkKey, ...]]:
+        """For each run that a prompt may hold, its keys, best first; the prompt begins like one of the latest."""
+        encoder = self._encoder()
+        runs = (encoder.model.tokens(text.strip()) for text in texts)
+        chunks = [token_digest(ids) for ids in runs if len(ids) >= encoder.shortest]
+        with self._changed:
+            latest = tuple(self._beginnings)
+        beginnings = list(dict.fromkeys([*latest, *self._recall(encoder.digest)]))[:BEGINNINGS]
+        for beginning in beginnings or ("",):
+            first, later = contexts_behind(beginning, encoder.other_tokens > 0)
+            if beginning:
+                yield (ChunkKey(encoder.digest, beginning),)
+            for at, chunk in enumerate(chunks):
+                for contexts in (later,) if at else (first, later):  # the first one found may stand further down
+                    yield tuple(ChunkKey(encoder.digest, chunk, context) for context in contexts)
+
+    def _recall(self, digest: str) -> list[str]:
+        """Beginnings that the book has of a tenant, latest first; read once."""
+        if self._recalled is None:
+            found = self._booked(lambda book: book.get(f"beginnings-{digest}"), None) or {}
+            latest = found.get("latest")
+            self._recalled = [each for each in latest if isinstance(each, str)] if isinstance(latest, list) else []
+        return self._recalled
+
+    def _affordable(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Those that lie in slow tiers, as many as fit beside those that are in fast ones and stay there."""
+        fast = {tier.name: tier for tier in self._store.tiers if not tier.slow}
+        there = [entry for entry in entries if entry.tier in fast]
+        for tier in fast.values():
+            if isinstance(tier, Touches):
+                tier.touch([entry.key for entry in there])
+        room = min((SHARE * _free(tier) for tier in fast.values()), default=0.0) - sum(e.nbytes for e in there)
+        taken = []
+        for entry in entries:
+            if entry.tier not in fast and entry.nbytes <= room:
+                room -= entry.nbytes
+                taken.append(entry)
+        return taken
+
+
+def _put_first(latest: deque[str], new: str) -> None:
+    if new in latest:
+        latest.remove(new)
+    latest.appendleft(new)
+
+
+def _free(tier: Tier) -> int:
+    """What a tier could hold beside what is pinned."""
+    return tier.capacity - sum(entry.nbytes for entry in tier.entries().values() if entry.pinned)
+
+
+def _at_exit(reference: weakref.ref[Prefetcher]) -> None:
+    prefetcher = reference()
+    if prefetcher is not None:
+        prefetcher.close(EXIT_S)

@@ -1,0 +1,85 @@
+"""Contents of messages without some of their chunks: which go first, and what goes with them.
+
+Words only. Whether a prompt is too long, and how many chunks it has to lack, is told by who asks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from ragfuse.text.chunks import Piece
+
+
+@dataclass(frozen=True)
+class Lean:
+    """Contents of messages without some chunks, and the sources of these in the order in which they stood."""
+
+    contents: tuple[tuple[Piece, ...], ...]
+    sources: tuple[str, ...] = ()
+
+
+def lean(contents: Sequence[Sequence[Piece]], n: int, asked: int = -1) -> Lean:
+    """Contents without their last n chunks, and without what separated these from the ones before.
+
+    `asked` is the content that holds the question: where it is nothing but chunks, they are the question and stay.
+    """
+    places = list(_places(contents, asked % len(contents) if contents else 0))
+    doomed = places[max(0, len(places) - n) :]
+    kept = (_without(pieces, {at for i, at in doomed if i == index}) for index, pieces in enumerate(contents))
+    return Lean(tuple(map(tuple, kept)), tuple(contents[i][at].source for i, at in doomed))
+
+
+def _places(contents: Sequence[Sequence[Piece]], asked: int) -> Iterator[tuple[int, int]]:
+    """Where chunks stand that may be left out."""
+    for index, pieces in enumerate(contents):
+        said = any(piece.kind == "fresh" and piece.text.strip() for piece in pieces)
+        if said or index != asked:
+            yield from ((index, at) for at, piece in enumerate(pieces) if piece.kind == "chunk" and piece.text.strip())
+
+
+def _without(pieces: Sequence[Piece], doomed: Collection[int]) -> list[Piece]:
+    """A content without these chunks, which are its last ones."""
+    if not doomed:
+        return list(pieces)
+    groups = list(_groups(pieces))
+    gaps = Counter(_text(gap) for gap, at in groups[1:] if at is not None)
+    kept: list[Piece] = []
+    for number, (gap, at) in enumerate(groups):
+        if at in doomed and number and _separates(_text(gap), gaps):
+            continue
+        is_behind = at is None or min(doomed) < at
+        kept = _stripped(kept) if is_behind and (_text(gap)[:1].isspace() or not gap) else kept
+        kept += gap if at is None or at in doomed else [*gap, pieces[at]]
+    return kept
+
+
+def _groups(pieces: Sequence[Piece]) -> Iterator[tuple[list[Piece], int | None]]:
+    """Fresh text and the place of the chunk behind it; at last what stands behind all chunks."""
+    gap: list[Piece] = []
+    for at, piece in enumerate(pieces):
+        if piece.kind == "fresh":
+            gap.append(piece)
+        else:
+            yield gap, at
+            gap = []
+    yield gap, None
+
+
+def _separates(text: str, gaps: Counter[str]) -> bool:
+    """Whether what stands between two chunks only parts them: no letter is in it, or others are parted so too."""
+    return gaps[text] > 1 or not any(letter.isalpha() for letter in text)
+
+
+def _stripped(kept: list[Piece]) -> list[Piece]:
+    """Without the white space at the end of its fresh text."""
+    while kept and kept[-1].kind == "fresh":
+        text = kept.pop().text.rstrip()
+        if text:
+            return [*kept, Piece(text)]
+    return kept
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)

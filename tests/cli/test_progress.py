@@ -1,0 +1,74 @@
+"""What is shown while something takes long: to who looks, and to nobody else."""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ragfuse import Engine, ModelError
+from ragfuse.cli.door import app
+from ragfuse.models import prepare, resolve_llm
+from tests.tiny import ROOT
+
+
+@pytest.fixture
+def environment(tiny_settings, tmp_path):
+    ours = {"HOME": tmp_path / "user", "MODEL": tiny_settings.model, "DTYPE": "float32", "MAX_TOKENS": 4}
+    return {f"RAGFUSE_{name}": str(value) for name, value in ours.items()}
+
+
+def on_a_terminal(environment, *arguments):
+    """What a command writes on a terminal, from standard output and standard error."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", "from ragfuse.cli import app; app()", *map(str, arguments)]
+    kept = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100", **environment}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=kept)
+    os.close(theirs)
+    said = b""
+    while True:
+        try:
+            said += os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+    os.close(ours)
+    assert process.wait() == 0, said
+    return said.decode()
+
+
+def test_verify_says_on_a_terminal_what_it_is_at_and_takes_it_away(environment):
+    said = on_a_terminal(environment, "verify")
+    assert "verifying: ratio 1 equals full prefill" in said
+    assert re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said).rstrip().endswith("can be fused.")
+
+
+@pytest.mark.parametrize("command", ["verify", "ingest", "ask", "doctor"])
+def test_nothing_moves_where_there_is_no_terminal(command, environment, book):
+    arguments = {"ingest": [book], "ask": ["Who?", "--docs", book]}.get(command, [])
+    result = CliRunner().invoke(app, [command, *map(str, arguments)], env=environment)
+    assert result.exit_code == 0, result.output
+    for moving in ("\x1b", "\r", "loading the model", "verifying", "encoding ", "looking around"):
+        assert moving not in result.stdout + result.stderr
+
+
+def test_a_model_is_prepared_with_a_bar_on_a_terminal_and_in_silence_elsewhere(tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "gguf", None)  # which ends it before the long work
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with pytest.raises(ModelError, match="pip install gguf"):
+        prepare("smollm2-135m", tmp_path, terminal)
+    assert "Preparing smollm2-135m" in terminal.file.getvalue()
+    with pytest.raises(ModelError, match="pip install gguf"):
+        resolve_llm("smollm2-135m", tmp_path)  # as an engine does
+    assert capfd.readouterr() == ("", "")
+
+
+def test_verify_tells_of_each_check_when_it_is_made(tiny_settings):
+    told = []
+    with Engine(tiny_settings) as engine:
+        assert [check.name for check in engine.verify(told.append).checks] == told
+    assert len(told) > 5

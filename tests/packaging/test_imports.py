@@ -1,0 +1,54 @@
+"""What importing the packages loads, in fresh interpreters. How long it takes: `python -m benchmarks.imports`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "transformers", "numpy", "langchain_core", "llama_index.core", "sentence_transformers", "sqlite3"}
+PACKAGES = {
+    "ragfuse": ("Engine", "Settings"),
+    "langchain_ragfuse": ("ChatRagFuse", "create_fused_documents_chain"),
+    "llama_index.llms.ragfuse": ("RagFuseLLM", "KVPrecompute"),
+}
+
+
+def loaded_by(code: str) -> set[str]:
+    """Names of the modules that are there after `code`, in an interpreter of its own."""
+    said = subprocess.run(
+        [sys.executable, "-c", f"import json, sys\n{code}\nprint(json.dumps(sorted(sys.modules)))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(json.loads(said.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_importing_a_package_loads_nothing_heavy(package: str) -> None:
+    bare, ours = loaded_by("pass"), loaded_by(f"import {package}")
+    assert package in ours
+    assert not HEAVY & ours
+    assert len(ours - bare) < 100, sorted(ours - bare)
+
+
+def test_settings_and_errors_are_used_without_torch() -> None:
+    assert not {"torch", "transformers"} & loaded_by(
+        "import ragfuse; ragfuse.Settings(); issubclass(ragfuse.InputError, ragfuse.RagFuseError)"
+    )
+
+
+def test_the_first_use_of_an_engine_is_what_loads_torch() -> None:
+    assert "torch" in loaded_by("from ragfuse import Engine")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_of_a_package_is_found(package: str) -> None:
+    module = __import__(package, fromlist=["__all__"])
+    assert set(PACKAGES[package]) <= set(module.__all__) <= set(dir(module))
+    assert [name for name in module.__all__ if getattr(module, name, None) is None] == []
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = module.no_such_name

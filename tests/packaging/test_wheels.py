@@ -1,0 +1,173 @@
+"""The three distributions as a user gets them: built, installed together in an empty environment, used there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = (".", "integrations/langchain-ragfuse", "integrations/llama-index-llms-ragfuse")
+WANTED = {
+    "ragfuse_kv": {
+        "ragfuse/py.typed",
+        "ragfuse/adapters/smollm2-135m-reader/adapter_model.safetensors",
+        "ragfuse/adapters/smollm2-135m-reader/drift.safetensors",
+        "ragfuse/bench/sets/squad_held_out.json",
+        "ragfuse/demo/corpus/warsaw.md",
+        "ragfuse/demo/questions.json",
+        "ragfuse/store/redis.lua",
+        "ragfuse/text/stand_in.txt",
+    },
+    "langchain_ragfuse": {"langchain_ragfuse/__init__.py", "langchain_ragfuse/py.typed"},
+    "llama_index_llms_ragfuse": {"llama_index/llms/ragfuse/__init__.py", "llama_index/llms/ragfuse/py.typed"},
+}
+IMPORTS = (
+    ("ragfuse", "Engine"),
+    ("langchain_ragfuse", "ChatRagFuse"),
+    ("llama_index.llms.ragfuse", "RagFuseLLM"),
+)
+NO_INDEX = ("No matching distribution found", "Could not find a version", "NewConnectionError", "ConnectionError")
+
+
+@dataclass(frozen=True)
+class Place:
+    """An environment with the wheels in it, and an empty folder to run in."""
+
+    python: Path
+    folder: Path
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """A command of this environment, in the empty folder, with nothing of this process's own."""
+        kept = {name: os.environ[name] for name in os.environ if not name.startswith(("PYTHON", "RAGFUSE", "VIRTUAL"))}
+        env = {**kept, "PYTHONNOUSERSITE": "1", "RAGFUSE_HOME": str(self.folder / "home"), "COLUMNS": "100"}
+        program, *rest = command
+        found = self.python.with_name(program)
+        return subprocess.run([found, *rest], cwd=self.folder, env=env, capture_output=True, text=True, check=False)
+
+    def install(self, *what: str) -> None:
+        """Install, or skip where there is no package index to install from."""
+        _or_skip(self.run("python", "-m", "pip", "install", "-q", "--disable-pip-version-check", *what))
+
+
+def _or_skip(done: subprocess.CompletedProcess[str]) -> None:
+    said = done.stdout + done.stderr
+    if done.returncode and any(sign in said for sign in NO_INDEX):
+        pytest.skip("no package index to build and install from")
+    assert done.returncode == 0, said[-3000:]
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Source archives, and the wheels that were built from them alone."""
+    folder = tmp_path_factory.mktemp("dist")
+    for source in SOURCES:
+        command = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT / source)]
+        _or_skip(subprocess.run(command, capture_output=True, text=True, check=False))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """An environment of its own, with the three wheels and what they ask for."""
+    root = tmp_path_factory.mktemp("empty")
+    subprocess.run([sys.executable, "-m", "venv", root / "venv"], check=True)
+    (root / "here").mkdir()
+    place = Place(root / "venv" / "bin" / "python", root / "here")
+    index = ("--extra-index-url", os.environ["TORCH_INDEX"]) if os.environ.get("TORCH_INDEX") else ()
+    place.install(*index, "-c", str(ROOT / "constraints.txt"), *map(str, sorted(dist.glob("*.whl"))))
+    return place
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_a_wheel_holds_what_it_runs_on_and_no_tests(dist: Path, name: str) -> None:
+    (wheel,) = dist.glob(f"{name}-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert WANTED[name] <= names
+    assert any(each.endswith("licenses/LICENSE") for each in names)
+    tops = {each.split("/")[0] for each in names if ".dist-info/" not in each}
+    assert tops == {min(WANTED[name]).split("/")[0]}
+    assert [each for each in names if "test" in Path(each).name or each.endswith((".pyc", ".bin"))] == []
+
+
+def test_no_wheel_claims_the_folders_that_belong_to_all_of_llama_index(dist: Path) -> None:
+    (wheel,) = dist.glob("llama_index_llms_ragfuse-*.whl")
+    assert not {"llama_index/__init__.py", "llama_index/llms/__init__.py"} & set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_a_source_archive_holds_licence_and_readme_and_no_tests(dist: Path, name: str) -> None:
+    (archive,) = dist.glob(f"{name}-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {each.partition("/")[2] for each in opened.getnames()}
+    assert {"LICENSE", "README.md", "pyproject.toml", *WANTED[name]} <= names
+    assert [each for each in names if each.startswith("tests")] == []
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_metadata_says_what_the_package_is(dist: Path, name: str) -> None:
+    (wheel,) = dist.glob(f"{name}-*.whl")
+    opened = zipfile.ZipFile(wheel)
+    (path,) = (each for each in opened.namelist() if each.endswith(".dist-info/METADATA"))
+    found = HeaderParser().parsestr(opened.read(path).decode())
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert found["License-Expression"] == "Apache-2.0"
+    assert found["Summary"]
+    assert len(found.get_payload()) > 1000
+    wanted = [each.partition(";")[0] for each in found.get_all("Requires-Dist", [])]
+    assert name == "ragfuse_kv" or any(each.startswith("ragfuse-kv>=") for each in wanted)
+
+
+def test_nothing_that_is_installed_contradicts_anything_else(place: Place) -> None:
+    checked = place.run("python", "-m", "pip", "check")
+    assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.parametrize(("package", "name"), IMPORTS)
+def test_packages_are_imported_from_the_wheels(place: Place, package: str, name: str) -> None:
+    said = place.run("python", "-c", f"import {package}; from {package} import {name}; print({package}.__file__)")
+    assert said.returncode == 0, said.stderr
+    assert "site-packages" in said.stdout.splitlines()[-1]
+
+
+def test_importing_ragfuse_from_its_wheel_loads_neither_torch_nor_transformers(place: Place) -> None:
+    code = "import sys, ragfuse; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    assert place.run("python", "-c", code).stdout.strip() == "[]"
+
+
+def test_the_command_works_in_an_empty_folder(place: Place) -> None:
+    helped = place.run("ragfuse", "--help")
+    assert helped.returncode == 0, helped.stderr
+    assert "doctor" in helped.stdout
+    assert list(place.folder.iterdir()) == []
+
+
+def test_the_doctor_answers_without_any_extra(place: Place) -> None:
+    said = place.run("ragfuse", "doctor", "--json", "-")
+    assert "Traceback" not in said.stdout + said.stderr
+    assert json.loads(said.stdout)
+
+
+def test_what_needs_an_extra_names_it_instead_of_failing(place: Place) -> None:
+    said = place.run("ragfuse", "demo")
+    assert said.returncode != 0
+    assert "ragfuse-kv[demo]" in said.stdout + said.stderr
+    assert "Traceback" not in said.stdout + said.stderr
+
+
+def test_readmes_render_where_packages_are_shown(dist: Path, place: Place) -> None:
+    """Last: what checks them is installed beside the wheels."""
+    place.install("twine", "readme-renderer[md]")
+    checked = place.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert checked.stdout.count("PASSED") == 6

@@ -1,0 +1,290 @@
+"""What is brought to memory before a question comes: the right entries, as many as fit, and in nobody's way."""
+
+import threading
+
+import pytest
+
+from ragfuse import Ask, Engine
+from ragfuse.core import amid
+from ragfuse.prefetching import BEGINNINGS, SHARE, WAITING
+from tests.tiny import CHUNKS, chunk_hits, file_of, ingest, messages
+
+
+def again(settings, **given) -> Engine:
+    """A new engine over the same store, which has met one prompt."""
+    engine = Engine(settings.model_copy(update=given))
+    engine.prompt(messages())
+    return engine
+
+
+@pytest.fixture
+def old(tiny_settings):
+    """Settings of a store that another engine has filled."""
+    with Engine(tiny_settings) as engine:
+        ingest(engine)
+    return tiny_settings
+
+
+def tiers(trace):
+    return [segment.tier for segment in trace.segments]
+
+
+def in_memory(engine):
+    return engine.store.tier("memory").entries()
+
+
+def size_of(engine):
+    """Bytes of the largest entry."""
+    return max(entry.nbytes for entry in engine.store.entries())
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "ragfuse-prefetch"]
+
+
+def test_what_is_prefetched_is_read_from_memory_by_the_question(old):
+    with again(old) as engine:
+        assert set(tiers(engine.answer(messages()).trace)) == {"disk"}
+    with again(old) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        assert set(tiers(engine.answer(messages()).trace)) == {"memory"}
+
+
+def test_an_answer_is_the_same_with_and_without(old):
+    with again(old) as engine:
+        plain = engine.answer(messages(), Ask(policy="hkvd", ratio=0.2)).token_ids
+    with again(old) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        assert engine.answer(messages(), Ask(policy="hkvd", ratio=0.2)).token_ids == plain
+
+
+def test_a_new_engine_knows_from_the_book_how_prompts_begin(old):
+    with Engine(old) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        assert set(tiers(engine.answer(messages()).trace)) == {"memory"}
+
+
+def test_beginnings_that_chunks_were_encoded_behind_after_answers_are_in_the_book_too(tiny_settings):
+    with Engine(tiny_settings) as engine:
+        for _ in range(3):  # met, met again, encoded behind
+            engine.answer(messages())
+            engine.flush()
+    with Engine(tiny_settings) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        assert set(tiers(engine.answer(messages()).trace)) == {"memory"}
+
+
+def test_of_many_beginnings_the_latest_are_kept(tiny_settings):
+    heads = [f"Instruction number {number}, which is long enough.\n\n" for number in range(BEGINNINGS + 1)]
+    with Engine(tiny_settings) as engine:
+        for head in heads:
+            engine.ingest([(CHUNKS[0], "")], engine.prefix(messages(head=head)))
+    with Engine(tiny_settings) as engine:
+        engine.prefetch(CHUNKS[:1])
+        engine.flush()
+        plans = [engine.plan(messages(CHUNKS[:1], head=head)) for head in heads]
+        found = [[fetch.tier for fetch in plan.fetches] for plan in plans]
+        assert found == [["disk"] * 2] + [["memory"] * 2] * BEGINNINGS
+
+
+def test_another_tenant_is_told_of_no_beginning(old):
+    with Engine(old.model_copy(update={"salt": "theirs"})) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        assert not in_memory(engine)
+
+
+def test_chunks_in_another_order_are_in_memory_but_for_the_one_that_comes_first(old):
+    with again(old) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        trace = engine.answer(messages(CHUNKS[::-1])).trace
+        assert tiers(trace) == ["memory", "disk", *["memory"] * 5]
+
+
+def test_texts_are_stripped_as_chunks_are(old):
+    with again(old) as engine:
+        engine.prefetch([f"\n {text}\t" for text in CHUNKS])
+        engine.flush()
+        assert set(tiers(engine.answer(messages()).trace)) == {"memory"}
+
+
+def test_without_a_prompt_before_it_finds_what_was_encoded_behind_none(tiny_settings):
+    with Engine(tiny_settings) as engine:
+        engine.ingest([(text, "") for text in CHUNKS])
+    with Engine(tiny_settings) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        found = {key.context for key in in_memory(engine)}
+        assert found == {"", amid("")}
+        assert len(in_memory(engine)) == len(CHUNKS) + 1
+
+
+def test_nothing_is_encoded_and_nothing_counted_as_a_hit_or_a_miss(old):
+    with again(old) as engine:
+        before = {entry.key for entry in engine.store.entries()}
+        engine.prefetch([*CHUNKS, "A text that nobody has ever stored anywhere at all."])
+        engine.flush()
+        assert {entry.key for entry in engine.store.entries()} == before
+        assert in_memory(engine)
+        assert (engine.store.stats().hits, engine.store.stats().misses) == (0, 0)
+
+
+def test_texts_that_are_not_there_are_no_trouble(engine, caplog):
+    engine.prefetch(["", "short", "A text that nobody has ever stored anywhere at all."])
+    engine.prefetch([])
+    engine.prefetch(CHUNKS)
+    engine.flush()
+    assert not in_memory(engine)
+    assert not caplog.records
+
+
+def test_one_text_is_one_text(old):
+    with again(old) as engine:
+        engine.prefetch(CHUNKS[3])
+        engine.flush()
+        assert {key.tokens for key in in_memory(engine)} >= {engine.key(engine.tokens(CHUNKS[3])).tokens}
+
+
+def test_an_entry_whose_file_is_lost_costs_itself_alone(old):
+    with again(old) as engine:
+        prefix = engine.prompt(messages()).segments[0].keys[0].tokens
+        file_of(engine, CHUNKS[2], amid(prefix)).unlink()
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        trace = engine.answer(messages()).trace
+        assert tiers(trace) == ["memory", "memory", "memory", "disk", "memory", "memory", "memory"]
+        assert all(chunk_hits(trace))  # by the entry behind the prefix
+
+
+def test_it_takes_no_more_than_its_share_and_evicts_nothing_that_it_brought(old):
+    with again(old) as engine:
+        room = 6 * size_of(engine)
+    with again(old, memory_bytes=room) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        tier = engine.store.tier("memory")
+        assert 2 * size_of(engine) < tier.nbytes <= SHARE * room
+        assert tier.counts["evicted"] == 0
+        there = [name == "memory" for name in tiers(engine.answer(messages()).trace)]
+        assert there[:3] == [True] * 3
+        assert not any(there[4:])
+
+
+def test_what_is_pinned_leaves_it_less_room(old):
+    with again(old) as engine:
+        room = 6 * size_of(engine)
+    with again(old, memory_bytes=room) as engine:
+        first = engine.prompt(messages()).segments[0].keys[0]
+        rest = [key for segment in engine.prompt(messages()).segments[4:] for key in segment.keys[:1]]
+        for key in rest[:3]:
+            assert engine.store.promote(key)
+        engine.store.pin(*rest[:3])
+        engine.prefetch(CHUNKS[:3])
+        engine.flush()
+        assert {*rest[:3], first} <= in_memory(engine).keys()
+        assert engine.store.tier("memory").counts["evicted"] == 0
+
+
+def test_what_the_next_prompt_needs_and_memory_has_is_not_evicted_for_it(old):
+    with again(old) as engine:
+        room = 4 * size_of(engine)
+    with again(old, memory_bytes=room) as engine:
+        keys = [segment.keys[0] for segment in engine.prompt(messages()).segments if segment.keys]
+        assert engine.store.promote(keys[3])  # longest unused, and wanted
+        for key in keys[4:7]:
+            assert engine.store.promote(key)
+        engine.prefetch([CHUNKS[2], CHUNKS[0]])
+        engine.flush()
+        assert keys[3] in in_memory(engine)
+
+
+def test_without_a_memory_tier_it_does_nothing_that_fails(old, caplog):
+    with again(old, memory_bytes=0) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        assert not caplog.records
+        assert set(tiers(engine.answer(messages()).trace)) == {"disk"}
+
+
+class Gate:
+    """Holds back every read of a tier until it is opened, and counts what came."""
+
+    def __init__(self, tier, monkeypatch) -> None:
+        self.open, self.reached, self.keys = threading.Event(), threading.Event(), []
+        read = tier.read
+
+        def held(key, first, count=1):
+            if threading.current_thread().name == "ragfuse-prefetch":
+                self.keys.append(key)
+                self.reached.set()
+                assert self.open.wait(60)
+            return read(key, first, count)
+
+        monkeypatch.setattr(tier, "read", held)
+
+
+def test_a_question_does_not_wait_for_it_and_what_it_reads_is_not_read_again(old, monkeypatch):
+    with again(old) as engine:
+        plain = engine.answer(messages(), Ask(ratio=0.2)).token_ids
+    with again(old) as engine:
+        gate = Gate(engine.store.tier("disk"), monkeypatch)
+        engine.prefetch(CHUNKS)
+        assert gate.reached.wait(60)
+        answer = engine.answer(messages(), Ask(ratio=0.2))
+        assert answer.token_ids == plain
+        assert set(tiers(answer.trace)) == {"disk"}
+        gate.open.set()
+        engine.flush()
+        first = engine.prompt(messages()).segments[1].keys[0].tokens
+        assert len(gate.keys) == 2  # the one at hand, and the first chunk's other entry, which no question read
+        assert gate.keys[1].tokens == first
+
+
+def test_the_newest_wish_comes_first_and_the_oldest_is_dropped(old, monkeypatch):
+    with again(old) as engine:
+        gate = Gate(engine.store.tier("disk"), monkeypatch)
+        engine.prefetch(CHUNKS[:1])
+        assert gate.reached.wait(60)
+        for _ in range(WAITING - 1):
+            engine.prefetch(CHUNKS[:2])
+        engine.prefetch(CHUNKS[5:])
+        gate.open.set()
+        engine.flush()
+        newest = engine.key(engine.tokens(CHUNKS[5])).tokens
+        assert gate.keys[1].tokens == newest
+        assert len(set(gate.keys)) == len(gate.keys)
+
+
+def test_its_thread_ends_with_the_work(old):
+    with again(old) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+        assert not threads()
+
+
+def test_closing_an_engine_ends_it_and_what_waits_is_dropped(old, monkeypatch):
+    engine = again(old)
+    gate = Gate(engine.store.tier("disk"), monkeypatch)
+    engine.prefetch(CHUNKS)
+    assert gate.reached.wait(60)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    gate.open.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert not threads()
+    assert len(gate.keys) == 1
+    engine.prefetch(CHUNKS)
+    assert not threads()
+
+
+def test_a_model_that_is_not_there_is_the_question_s_trouble(tiny_settings, tmp_path, caplog):
+    with Engine(tiny_settings.model_copy(update={"model": str(tmp_path / "none")})) as engine:
+        engine.prefetch(CHUNKS)
+        engine.flush()
+    assert "nothing more is prefetched" in caplog.text

@@ -1,0 +1,223 @@
+"""Spans of answers, by the real SDK: what they are called, under whom they stand, what they say, and what they cost."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from ragfuse import Ask, InputError
+from ragfuse.store import DiskTier
+from ragfuse.text import Piece
+from tests.plan.kit import timings
+from tests.tiny import ROOT
+
+SECRET = "Agnes Worth kept the book of ships in the harbour of Port Elling until her death in 1881. "
+
+
+@pytest.fixture(scope="module")
+def exporter():
+    """Every span that ends, of the process's one provider."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    yield exporter
+    provider.shutdown()
+
+
+@pytest.fixture
+def spans(exporter):
+    """spans(): those that ended since it was asked last."""
+
+    def taken():
+        found = exporter.get_finished_spans()
+        exporter.clear()
+        return found
+
+    taken()
+    return taken
+
+
+def asking(question, n=2):
+    chunks = [Piece(f"{SECRET * 3}Volume {number}.", "chunk", f"letters-{number}.txt") for number in range(n)]
+    return [("user", (Piece("Read this.\n"), *chunks, Piece(question)))]
+
+
+@pytest.fixture
+def warm(engine):
+    """An engine whose store has the chunks, on disk alone."""
+    prompt = asking("Who?")
+    chunks = [(piece.text, piece.source) for piece in prompt[0][1] if piece.kind == "chunk"]
+    engine.ingest(chunks, engine.prefix(prompt))
+    engine.flush()
+    memory = engine.store.tier("memory")
+    memory.delete(list(memory.entries()))
+    return engine
+
+
+def named(found):
+    return {span.name: span for span in found}
+
+
+def test_an_answer_has_the_spans_of_its_parts_under_one(warm, spans):
+    answer = warm.answer(asking("Who?"), Ask(max_tokens=4, seed=7))
+    found = spans()
+    assert sorted(span.name for span in found) == [
+        "ragfuse.answer",
+        "ragfuse.decode",
+        "ragfuse.fuse",
+        "ragfuse.load",
+        "ragfuse.plan",
+    ]
+    root = named(found)["ragfuse.answer"]
+    assert root.parent is None
+    assert {span.parent.span_id for span in found if span is not root} == {root.context.span_id}
+    said, told = root.attributes, answer.trace
+    assert told.tokens_reused > 0
+    assert said["gen_ai.operation.name"] == "chat"
+    assert said["gen_ai.request.model"] == warm.settings.model
+    assert said["gen_ai.request.max_tokens"] == 4
+    assert said["gen_ai.request.seed"] == 7
+    assert said["gen_ai.usage.input_tokens"] == said["ragfuse.tokens"] == told.tokens
+    assert said["gen_ai.usage.output_tokens"] == len(answer.token_ids)
+    assert said["gen_ai.usage.cache_read.input_tokens"] == said["ragfuse.tokens_reused"] == told.tokens_reused
+    assert said["ragfuse.tokens_recomputed"] == told.tokens_recomputed
+    assert said["ragfuse.tokens_fresh"] == told.tokens_fresh
+    assert (said["ragfuse.policy"], said["ragfuse.ratio"]) == (told.policy, told.ratio)
+    assert said["ragfuse.tiers"] == ("disk",)
+    assert said["ragfuse.nbytes"] == told.nbytes > 0
+    assert said["ragfuse.ttft_s"] == told.ttft_s
+    assert said["ragfuse.refusal"] == ""
+    assert "ragfuse.predicted_ttft_s" not in said
+    assert said["gen_ai.response.finish_reasons"] == (answer.finish_reason,)
+
+
+def test_names_of_generative_ai_are_those_of_the_semantic_conventions(warm, spans):
+    from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as conventions
+
+    warm.answer(asking("Who?"), Ask(seed=1))
+    list(warm.stream(asking("Who?")))
+    used = {name for span in spans() for name in span.attributes if name.startswith("gen_ai.")}
+    assert "gen_ai.response.time_to_first_chunk" in used
+    assert used <= {value for name, value in vars(conventions).items() if name.startswith("GEN_AI_")}
+
+
+def test_loading_stands_beside_fusing_and_ends_with_its_last_read(warm, spans):
+    warm.answer(asking("Who?"))
+    found = named(spans())
+    load, fuse = found["ragfuse.load"], found["ragfuse.fuse"]
+    assert load.parent.span_id == fuse.parent.span_id
+    assert found["ragfuse.plan"].end_time <= load.start_time <= fuse.start_time
+    assert load.start_time < load.end_time <= fuse.end_time
+    assert load.attributes["ragfuse.tiers"] == ("disk",)
+    assert load.attributes["ragfuse.load_s"] > 0
+
+
+def test_a_plan_and_an_answer_tell_what_was_foreseen_on_a_measured_machine(warm, spans):
+    warm.learn(timings(warm, memory=0.0, disk=1e-9))
+    answer = warm.answer(asking("Who?"))
+    found = named(spans())
+    assert answer.trace.predicted_ttft_s is not None
+    for name in ("ragfuse.plan", "ragfuse.answer"):
+        assert found[name].attributes["ragfuse.predicted_ttft_s"] == answer.trace.predicted_ttft_s
+
+
+def test_full_prefill_says_why_and_loads_nothing(warm, spans):
+    answer = warm.answer(asking("Who?"), Ask(reuse=False))
+    found = named(spans())
+    assert "ragfuse.load" not in found
+    assert found["ragfuse.answer"].attributes["ragfuse.refusal"] == answer.trace.refusal != ""
+    assert found["ragfuse.answer"].attributes["gen_ai.usage.cache_read.input_tokens"] == 0
+
+
+def test_a_stream_s_spans_stand_under_the_span_of_who_asked(warm, spans):
+    with trace.get_tracer("caller").start_as_current_span("request") as request:
+        stream = warm.stream(asking("Who?"))
+    list(stream)
+    root = named(spans())["ragfuse.answer"]
+    assert root.parent.span_id == request.get_span_context().span_id
+    assert root.attributes["gen_ai.request.stream"] is True
+
+
+async def test_streams_of_several_tasks_keep_to_their_own_requests(warm, spans):
+    async def one(name):
+        with trace.get_tracer("caller").start_as_current_span(name) as request:
+            stream = warm.stream(asking(name))
+            async for _ in stream:
+                pass
+            return request.get_span_context().span_id
+
+    asked = await asyncio.gather(*(one(f"Who, {number}?") for number in range(4)))
+    roots = [span for span in spans() if span.name == "ragfuse.answer"]
+    assert sorted(root.parent.span_id for root in roots) == sorted(asked)
+
+
+def test_a_batch_has_one_span_with_all_its_tokens(warm, spans):
+    answers = warm.batch([asking("Who?"), asking("When?")])
+    found = spans()
+    root = named(found)["ragfuse.batch"]
+    assert [span.name for span in found].count("ragfuse.fuse") == 2
+    assert [span.name for span in found].count("ragfuse.decode") == 1
+    assert root.attributes["gen_ai.usage.input_tokens"] == sum(answer.trace.tokens for answer in answers)
+    assert root.attributes["ragfuse.answers"] == 2
+
+
+def test_what_fails_is_recorded_where_it_failed_and_above(warm, spans):
+    with pytest.raises(InputError):
+        warm.answer("much " * 5000)
+    (root,) = spans()
+    assert root.status.status_code is StatusCode.ERROR
+    assert root.events[0].attributes["exception.type"] == "ragfuse.errors.InputError"
+
+
+def test_no_text_is_ever_in_a_span(warm, spans):
+    answer = warm.answer(asking("A secret question?"))
+    said = str([(span.name, dict(span.attributes), span.events) for span in spans()])
+    for text in (SECRET[:20], "secret", "letters-", answer.text):
+        assert text not in said
+
+
+WITHOUT = """
+import sys
+{before}
+from ragfuse import Engine, Settings
+with Engine(Settings(model={model!r}, dtype="float32", disk_bytes=0, home={home!r}, max_tokens=3)) as engine:
+    print(len(engine.answer("Who?").token_ids), "opentelemetry.sdk" in sys.modules, "opentelemetry" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [("sys.modules['opentelemetry'] = None", "False True"), ("", "False True")],
+    ids=["without the api", "without an sdk"],
+)
+def test_answers_come_without_the_api_and_without_an_sdk(tiny_settings, tmp_path, before, said):
+    code = WITHOUT.format(before=before, model=tiny_settings.model, home=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["3", *said.split()]
+    assert done.stderr == ""
+
+
+def test_a_chunk_that_is_lost_while_it_is_read_begins_the_fusing_again(warm, spans, monkeypatch):
+    real = DiskTier.read
+    lost = []
+
+    def once(tier, key, first, count=1):
+        if first and not lost:
+            lost.append(key)
+            tier.delete([key])
+        return real(tier, key, first, count)
+
+    monkeypatch.setattr(DiskTier, "read", once)
+    warm.answer(asking("Who?"))
+    names = [span.name for span in spans()]
+    assert lost
+    assert names.count("ragfuse.plan") == names.count("ragfuse.fuse") == 2
+    assert names.count("ragfuse.answer") == 1

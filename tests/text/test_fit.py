@@ -1,0 +1,84 @@
+"""Which chunks are left out of contents, and that nothing else is: no question, and no word that stands around them."""
+
+import pytest
+
+from ragfuse.text import Piece
+from ragfuse.text.fit import lean
+
+C = tuple(Piece(f"chunk {name}", "chunk", f"{name}.md") for name in "abcde")
+
+
+def text(pieces):
+    return "".join(piece.text for piece in pieces)
+
+
+def left(n, *pieces):
+    found = lean([[Piece(piece) if isinstance(piece, str) else piece for piece in pieces]], n)
+    return text(found.contents[0]), found.sources
+
+
+def test_nothing_left_out_is_nothing_changed():
+    pieces = (Piece("Say. \n"), C[0], Piece("  "), C[1], Piece(""), Piece(" \nWho?"))
+    found = lean([pieces], 0)
+    assert (found.contents, found.sources) == ((pieces,), ())
+
+
+@pytest.mark.parametrize(
+    ("n", "wanted", "sources"),
+    [
+        (1, "Say.\n\nchunk a\n\nchunk b\n\nWho?", ("c.md",)),
+        (2, "Say.\n\nchunk a\n\nWho?", ("b.md", "c.md")),
+        (3, "Say.\n\nWho?", ("a.md", "b.md", "c.md")),
+        (9, "Say.\n\nWho?", ("a.md", "b.md", "c.md")),
+    ],
+)
+def test_the_last_goes_first_with_the_space_that_parted_it(n, wanted, sources):
+    pieces = ("Say.\n\n", C[0], "\n\n", C[1], "\n\n", C[2], "\n\n", "Who?")
+    assert left(n, *pieces) == (wanted, sources)
+
+
+@pytest.mark.parametrize("gap", ["\n---\n", "\n[2] ", "', '", "\n\n2. ", ""])
+def test_what_parts_chunks_without_a_letter_goes_with_them(gap):
+    assert left(1, "['", C[0], gap, C[1], "']\nWho?")[0] == "['chunk a']\nWho?"
+
+
+def test_what_parts_all_chunks_alike_goes_with_them():
+    pieces = ("<doc>", C[0], "</doc>\n<doc>", C[1], "</doc>\n<doc>", C[2], "</doc>\nWho?")
+    assert left(1, *pieces)[0] == "<doc>chunk a</doc>\n<doc>chunk b</doc>\nWho?"
+    assert left(2, *pieces)[0] == "<doc>chunk a</doc>\nWho?"
+
+
+def test_words_between_chunks_stay():
+    pieces = ("Read: ", C[0], "\n\nThen compare it with ", C[1], "\n\nWho?")
+    assert left(1, *pieces)[0] == "Read: chunk a\n\nThen compare it with\n\nWho?"
+    assert left(2, *pieces)[0] == "Read:\n\nThen compare it with\n\nWho?"
+
+
+def test_words_are_never_joined():
+    assert left(1, "Given ", C[0], "answer")[0] == "Given answer"
+
+
+def test_chunks_of_several_messages_go_from_the_end():
+    contents = [[C[0], Piece("\n\nWho?")], [Piece("The keeper.")], [C[1], Piece("\n\nWhy?")]]
+    assert [text(each) for each in lean(contents, 1, asked=2).contents] == [
+        "chunk a\n\nWho?",
+        "The keeper.",
+        "\n\nWhy?",
+    ]
+    assert lean(contents, 2, asked=2).sources == ("a.md", "b.md")
+
+
+def test_a_question_that_is_itself_a_chunk_stays():
+    contents = [[Piece("Say.\n"), C[0]], [C[1], Piece("\n")]]
+    assert [text(each) for each in lean(contents, 9, asked=1).contents] == ["Say.", "chunk b\n"]
+    assert lean([[C[0]]], 9).sources == ()
+
+
+def test_documents_in_a_message_of_their_own_go():
+    contents = [[Piece("Who?")], [C[0], Piece("\n\n"), C[1]]]
+    assert [text(each) for each in lean(contents, 1, asked=0).contents] == ["Who?", "chunk a"]
+    assert [text(each) for each in lean(contents, 2, asked=0).contents] == ["Who?", ""]
+
+
+def test_no_messages_are_no_trouble():
+    assert lean([], 3).contents == ()
