@@ -22,6 +22,7 @@ PAGES = MappingProxyType({path.relative_to(ROOT).as_posix(): path for path in [*
 FENCE = re.compile(
     r"((?:<!-- (?:first|needs|not run):.*?-->\s*)*)^( *)```(\w*)\n(.*?)^\2```$", re.MULTILINE | re.DOTALL
 )
+OURS = ("ragfuse", "langchain_ragfuse", "llama_index.llms.ragfuse")
 MARK = re.compile(r"<!-- (first|needs|not run):(.*?)-->", re.DOTALL)
 
 
@@ -56,10 +57,9 @@ def blocks(page: str) -> Iterator[Block]:
 
 def is_there(name: str) -> bool:
     """Whether a public name exists: of ragfuse, or of a package that is named."""
-    package, _, rest = name.rpartition(".")
-    found: Any = import_module("ragfuse")
-    if package.startswith(("ragfuse", "langchain_ragfuse", "llama_index")):
-        found, name = import_module(package), rest
+    package = next((ours for ours in OURS if name.startswith(f"{ours}.")), "")
+    found: Any = import_module(package or "ragfuse")
+    name = name.removeprefix(f"{package}.")
     for part in name.split("."):
         if not hasattr(found, part):
             return False
