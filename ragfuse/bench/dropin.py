@@ -115,8 +115,7 @@ def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
 
 def _settings(options: DropinOptions, folder: Path) -> Settings:
     """All KV in memory, and in a folder that goes away afterwards."""
-    named = {"model": options.model, "dtype": options.dtype, "home": options.home, "store": folder}
-    return Settings(**named, memory_bytes=ROOM)
+    return Settings(model=options.model, dtype=options.dtype, home=options.home, store=folder, memory_bytes=ROOM)
 
 
 def require_packages() -> None:

@@ -122,11 +122,11 @@ def _llama_index(
     build: Callable[..., Any], model: str, own: Mapping[str, Any], engine: Engine, splits: Sequence[str]
 ) -> Ask:
     """Ask a query engine: its stream, its source nodes, and the usage that LlamaIndex's events carry."""
-    from llama_index.core.instrumentation import get_dispatcher
     from llama_index.core.instrumentation.event_handlers import BaseEventHandler
     from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
     from llama_index.core.schema import TextNode
     from llama_index.embeddings.huggingface import HuggingFaceEmbedding
+    from llama_index_instrumentation import get_dispatcher
 
     class Usage(BaseEventHandler):
         """Keeps the usage of the chat that ended last."""

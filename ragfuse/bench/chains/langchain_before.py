@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def build(
     model: str,
-    splits: Sequence[Any],
+    splits: list[Any],
     embeddings: Any,
     template: str,
     join: Callable[[Any], str],
