@@ -22,6 +22,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -37,20 +38,22 @@ from ragfuse.errors import InputError, RagFuseError, SettingsError
 from ragfuse.models import quietly
 from ragfuse.settings import Settings
 
-NEEDED = {
-    "langchain_community": "ragfuse-kv[demo]",
-    "langchain_huggingface": "ragfuse-kv[demo]",
-    "langchain_ragfuse": "langchain-ragfuse",
-    "llama_index.core": "ragfuse-kv[llama-index]",
-    "llama_index.embeddings.huggingface": "ragfuse-kv[llama-index]",
-    "llama_index.llms.huggingface": "ragfuse-kv[llama-index]",
-    "llama_index.llms.ragfuse": "llama-index-llms-ragfuse",
-}
+NEEDED = MappingProxyType(
+    {
+        "langchain_community": "ragfuse-kv[demo]",
+        "langchain_huggingface": "ragfuse-kv[demo]",
+        "langchain_ragfuse": "langchain-ragfuse",
+        "llama_index.core": "ragfuse-kv[llama-index]",
+        "llama_index.embeddings.huggingface": "ragfuse-kv[llama-index]",
+        "llama_index.llms.huggingface": "ragfuse-kv[llama-index]",
+        "llama_index.llms.ragfuse": "llama-index-llms-ragfuse",
+    }
+)
 """What the four programs import, and what brings it."""
 FRAMEWORKS = ("langchain", "llama_index")
-NAMES = {"langchain": "LangChain", "llama_index": "LlamaIndex"}
-THEIRS = {"langchain": "HuggingFacePipeline", "llama_index": "HuggingFaceLLM"}
-OURS = {"langchain": "ChatRagFuse", "llama_index": "RagFuseLLM"}
+NAMES = MappingProxyType({"langchain": "LangChain", "llama_index": "LlamaIndex"})
+THEIRS = MappingProxyType({"langchain": "HuggingFacePipeline", "llama_index": "HuggingFaceLLM"})
+OURS = MappingProxyType({"langchain": "ChatRagFuse", "llama_index": "RagFuseLLM"})
 """The classes that are swapped, by framework."""
 TOP = 6
 """Chunks of a prompt."""
