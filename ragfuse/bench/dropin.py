@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import logging
 import tempfile
 import warnings
@@ -17,9 +18,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from difflib import SequenceMatcher
 from importlib import import_module
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -30,26 +33,27 @@ from ragfuse.bench.chains.asks import MAKERS, Ask, Said
 from ragfuse.bench.plots import saved
 from ragfuse.bench.quality.metrics import is_right, normalise
 from ragfuse.bench.runner import Times, circumstances, progress, speedup, thread_count
-from ragfuse.demo import corpus_path, questions
 from ragfuse.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, SettingsError
 from ragfuse.models import quietly
 from ragfuse.settings import Settings
 
-NEEDED = {
-    "langchain_community": "ragfuse-kv[demo]",
-    "langchain_huggingface": "ragfuse-kv[demo]",
-    "langchain_ragfuse": "langchain-ragfuse",
-    "llama_index.core": "ragfuse-kv[llama-index]",
-    "llama_index.embeddings.huggingface": "ragfuse-kv[llama-index]",
-    "llama_index.llms.huggingface": "ragfuse-kv[llama-index]",
-    "llama_index.llms.ragfuse": "llama-index-llms-ragfuse",
-}
+NEEDED = MappingProxyType(
+    {
+        "langchain_community": "ragfuse-kv[demo]",
+        "langchain_huggingface": "ragfuse-kv[demo]",
+        "langchain_ragfuse": "langchain-ragfuse",
+        "llama_index.core": "ragfuse-kv[llama-index]",
+        "llama_index.embeddings.huggingface": "ragfuse-kv[llama-index]",
+        "llama_index.llms.huggingface": "ragfuse-kv[llama-index]",
+        "llama_index.llms.ragfuse": "llama-index-llms-ragfuse",
+    }
+)
 """What the four programs import, and what brings it."""
 FRAMEWORKS = ("langchain", "llama_index")
-NAMES = {"langchain": "LangChain", "llama_index": "LlamaIndex"}
-THEIRS = {"langchain": "HuggingFacePipeline", "llama_index": "HuggingFaceLLM"}
-OURS = {"langchain": "ChatRagFuse", "llama_index": "RagFuseLLM"}
+NAMES = MappingProxyType({"langchain": "LangChain", "llama_index": "LlamaIndex"})
+THEIRS = MappingProxyType({"langchain": "HuggingFacePipeline", "llama_index": "HuggingFaceLLM"})
+OURS = MappingProxyType({"langchain": "ChatRagFuse", "llama_index": "RagFuseLLM"})
 """The classes that are swapped, by framework."""
 TOP = 6
 """Chunks of a prompt."""
@@ -65,7 +69,7 @@ class DropinOptions:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     article: str = "french-and-indian-war"
     questions: int = 4
-    splits: int = 18
+    splits: int = 24
     chunk_tokens: int = 512
     rounds: int = 3
     threads: int = 1
@@ -142,9 +146,10 @@ def _material(options: DropinOptions, engine: Engine) -> tuple[list[dict[str, An
     splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
         engine.model.words, chunk_size=options.chunk_tokens, chunk_overlap=0
     )
-    said = questions()
-    mine = [each for each in (*said["questions"], said["long"]) if each["article"] == options.article]
-    text = (corpus_path() / f"{options.article}.md").read_text("utf-8")
+    own = json.loads((files("ragfuse.bench") / "sets" / "demo_questions.json").read_text("utf-8"))
+    mine = [each for each in own["questions"] if each["support"][0]["article"] == options.article]
+    file = files("ragfuse") / "demo" / "corpus" / f"{options.article}.md"
+    text = file.read_text("utf-8") if file.is_file() else ""
     splits = [split.strip() for split in splitter.split_text(text)][: options.splits]
     if not mine or len(splits) < TOP:
         raise SettingsError(

@@ -185,7 +185,7 @@ def dropin(
         "smollm2-135m-reader"
     ),
     questions: Annotated[int, typer.Option(help="Questions, of the demo's on one article.")] = 4,
-    splits: Annotated[int, typer.Option(help="Chunks of the article that are indexed.")] = 18,
+    splits: Annotated[int, typer.Option(help="Chunks of the article that are indexed.")] = 24,
     chunk_tokens: ChunkTokens = 512,
     threads: Threads = 1,
     rounds: Rounds = 3,
