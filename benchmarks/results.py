@@ -167,6 +167,36 @@ def _peers(run: Result) -> Iterator[str]:
         yield sentence
 
 
+def _dropin(run: Result) -> Iterator[str]:
+    yield f"Chains of {run['chunks']} chunks, the model swapped; by the wall, {run['timed']}."
+    yield ""
+    columns = ("", "theirs", "ours", "sooner", "CPU", "same chunks", "same answers", "right, theirs and ours", "reused")
+    rows = [(name, run[name]) for name in ("langchain", "llama_index")]
+    yield from table(
+        columns,
+        [
+            [
+                f"{name}, {each['tokens']:,} tokens",
+                f"{each['theirs_s']:.2f} s",
+                f"{each['ours_s']:.2f} s",
+                f"{each['ttft_ratio']:.1f}x",
+                f"{each['ttft_ratio_cpu']:.1f}x",
+                "yes" if each["same_documents"] else "no",
+                f"{each['agree']:.0%}",
+                f"{each['right_theirs']} and {each['right_ours']} of {len(each['questions'])}",
+                f"{each['tokens_reused'] / each['tokens_in_all']:.0%}",
+            ]
+            for name, each in rows
+        ],
+    )
+    cost = run["langchain"]["lines"]
+    yield ""
+    yield (
+        f"Lines changed: {cost['changed']} of the chain's {cost['of']}, and its import; added to the ingest: "
+        f"{cost['added']}. Counted in the programs that were run."
+    )
+
+
 def _ttft(run: Result) -> Iterator[str]:
     yield f"`{run['policy']}` at {run['options']['ratio']:.0%}."
     yield ""
@@ -251,6 +281,7 @@ SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator
     ("Calibration", _has("tried", "is_safe"), _calibration),
     ("The figures of the CacheBlend paper", _has("figure"), _figure),
     ("Beside what people use today", _has("results", "peer"), _peers),
+    ("The model swapped in a chain", _has("langchain"), _dropin),
     ("Time to first token, random weights", _has("prefix_x"), _ttft),
     ("Reading ahead", _has("threaded_over_ram"), _load),
     ("The loading controller", _has("ratio_gap_max"), _controller),

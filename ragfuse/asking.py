@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -115,6 +115,11 @@ def is_single(options: Mapping[str, Any], model: HFModel) -> bool:
     return int(_told("num_beams", options, model) or 1) == 1
 
 
+def is_sampled(options: Mapping[str, Any], model: HFModel) -> bool:
+    """Whether tokens are drawn, not the likeliest ones taken."""
+    return bool(_told("do_sample", options, model))
+
+
 def kept_of(ids: Sequence[int], options: Mapping[str, Any], model: HFModel) -> tuple[list[int], bool]:
     """An answer's ids up to the end token, padding of a batch left out; whether it ended before it had to."""
     ends = ends_of(model, options)
@@ -142,3 +147,8 @@ def _told(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
     configs = (options.get("generation_config"), model.model.generation_config)
     told = (options.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in told if value is not None), None)
+
+
+def hurried(ask: Ask, spent_s: float) -> Ask:
+    """The wish with what is left of its deadline, of which so much is spent."""
+    return ask if ask.deadline_s is None else replace(ask, deadline_s=max(0.0, ask.deadline_s - spent_s))

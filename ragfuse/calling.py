@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragfuse.asking import Ask, ends_of, is_single, kept_of
+from ragfuse.asking import Ask, ends_of, is_sampled, is_single, kept_of
 from ragfuse.core import Ended, ToolCall
 from ragfuse.errors import InputError
 from ragfuse.grammar import Grammar, json_text
@@ -71,6 +71,11 @@ def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tool
     return found
 
 
+def offered(ask: Ask) -> tuple[Tool, ...]:
+    """The tools that a prompt tells of; InputError, before anything is loaded, for what cannot be used."""
+    return checked(ask.tools, ask.tool_choice, ask.grammar).offered
+
+
 def _name(tool: Tool) -> str:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -109,7 +114,8 @@ class Caller:
         grammars = self._over(model, ends)
         grammar = ask.grammar or _rules(tools, calls, grammars)
         grammars.matcher(grammar)
-        return Reply(ask, model, calls if tools.offered else None, grammars, grammar, tools.must)
+        kept = grammars.own(calls.head + "".join(calls.inner) + (calls.again or "") + calls.tail)
+        return Reply(ask, model, calls if tools.offered else None, grammars, grammar, tools.must, kept)
 
     def _over(self, model: HFModel, ends: tuple[int, ...]) -> Grammars:
         with self._lock:
@@ -144,8 +150,8 @@ class Written:
 class Reply:
     """How the answers to one question are held to what was asked, and read.
 
-    calls: None where there are no tools. must: the answer is calls and nothing else. Stop strings end text; what a
-    grammar or a call is made of ends by itself.
+    calls: None where there are no tools. must: the answer is calls and nothing else. kept: ids that are part of a
+    call's markup. Stop strings end text; what a grammar or a call is made of ends by itself.
     """
 
     ask: Ask
@@ -154,6 +160,7 @@ class Reply:
     grammars: Grammars | None = None
     grammar: Grammar | None = None
     must: bool = False
+    kept: frozenset[int] = frozenset()
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options of `generate` with what holds its answers; InputError for what a grammar cannot hold."""
@@ -161,15 +168,18 @@ class Reply:
             return options
         if not is_single(options, self.model):
             raise InputError("Tools and grammars hold one sequence at a time, found num_beams above 1; leave it out.")
-        held = self.grammars.processor(self.grammar, options.get("max_new_tokens"))
+        held = self.grammars.processor(self.grammar, options.get("max_new_tokens"), is_sampled(options, self.model))
         return {**options, "logits_processor": [*(options.get("logits_processor") or ()), held]}
 
     @property
     def stopping(self) -> list[StopWhere]:
         """What ends the answers besides `generate`'s own."""
-        if self.calls is None or not self.stops:
-            return []
-        return [StopWhere(self.text_of, lambda text: len(self.cut(text)[0]) < self._opening(text))]
+        return [] if self.calls is None else [StopWhere(self.text_of, self._is_over)]
+
+    def _is_over(self, text: str) -> bool:
+        """Whether text came to a stop string, or the last call is one that was made before."""
+        opening = self._opening(text)
+        return len(self.cut(text)[0]) < opening or (self.calls is not None and self.calls.repeats(text))
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -178,7 +188,11 @@ class Reply:
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of new ids, call markup included."""
-        return self.model.text(ids)
+        if self.calls is None or not self.kept:
+            return self.model.text(ids)
+        words = self.model.words
+        special = {id for id, token in words.added_tokens_decoder.items() if token.special} - self.kept
+        return str(words.decode([id for id in ids if id not in special], skip_special_tokens=False))
 
     def cut(self, text: str) -> tuple[str, int]:
         """What of a text counts as text, and how many of its characters do whatever follows."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt
-from ragfuse.calling import Caller, Reply, Tool, checked
+from ragfuse.calling import Caller, Reply, Tool, offered
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.counting import Tally
 from ragfuse.encoding import Encoder, Ingested
@@ -69,7 +69,6 @@ class Engine:
         self.tally = Tally(lambda: self._saver.waiting)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
         self._prefetcher = Prefetcher(self.store, lambda: self.encoder, self._booked)
-        self._prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
         self.marker, self._caller = self._prompter.marker, Caller()
 
     @staticmethod
@@ -151,19 +150,13 @@ class Engine:
         return done
 
     def prefetch(self, texts: Iterable[str]) -> None:
-        """Begin to bring what the store holds of these chunks to memory, for the next prompt; returns at once.
-
-        It helps prompts that begin like the latest four here, or as chunks were encoded behind. It fills half of the
-        memory tier at most, reads nothing that a question reads for itself, and encodes nothing; the model is loaded if
-        it was not.
-        """
+        """Begin to bring what the store holds of these chunks to memory, for the next prompt, if that begins like
+        one of the latest or as chunks were encoded behind. Returns at once, encodes nothing, may load the model."""
         self._prefetcher.submit(texts)
 
     def forget(self, texts: Iterable[str]) -> int:
-        """Drop the KV of these chunks, encoded in whatever company, pinned or not, from every tier; bytes freed.
-
-        They are no known chunks any more. Another tenant's entries stay, and what other processes hold in memory.
-        """
+        """Drop the KV of these chunks of this tenant, in any company and pinned or not, from every tier; bytes freed.
+        They are no known chunks any more. What other processes hold in memory stays there."""
         texts = [text.strip() for text in ((texts,) if isinstance(texts, str) else texts)]
         runs = {tuple(self.tokens(text)) for text in texts}
         self._saver.forget(runs)
@@ -181,7 +174,8 @@ class Engine:
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
         """Plan, load and prefill a prompt; InputError if it is longer than the model can take."""
-        return self._prefiller.prepare(prompt, ask or Ask(), self.model, self.profile)
+        prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
+        return prefiller.prepare(prompt, ask or Ask(), self.model, self.profile)
 
     def answer(self, prompt: Question, ask: Ask | None = None) -> Answer:
         """The answer to a prompt, with the trace of what was reused."""
@@ -190,7 +184,7 @@ class Engine:
     def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
         """The answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
         ask = ask or Ask()
-        _offered(ask)  # what cannot be used is told here, not while reading
+        offered(ask)  # what cannot be used is told here, not while reading
         return AnswerStream(lambda say, gone: self._answer(prompt, ask, say, gone))
 
     def batch(
@@ -285,8 +279,8 @@ class Engine:
 
     def _fitted(self, question: Question, ask: Ask) -> Prompt:
         """The prompt of a question; without its last chunks where it is too long and they may be left out."""
-        tools, limit = _offered(ask), limit_of(ask, self.settings, self.model)
-        prompt = fitted(lambda n: self._prompter.prompt(question, self.digest, tools, n), limit)
+        tools, limit = offered(ask), limit_of(ask, self.settings, self.model)
+        prompt = fitted(lambda n: self._prompter.prompt(question, self.digest, tools, leave_out=n), limit)
         return self._prefetcher.note(prompt)
 
     @answered
@@ -297,8 +291,7 @@ class Engine:
         say: Callable[[str], None] | None,
         gone: threading.Event,
     ) -> Answer:
-        began, model = time.perf_counter(), self.model
-        assembled = self._fitted(prompt, ask)
+        began, assembled, model = time.perf_counter(), self._fitted(prompt, ask), self.model
         reply = self._caller.reply(ask, model, self._prompter.calls)
         with model.lock:
             if gone.is_set():
@@ -367,11 +360,6 @@ class Engine:
             if self.book is not None:
                 raise
             return otherwise
-
-
-def _offered(ask: Ask) -> tuple[Tool, ...]:
-    """The tools that a prompt tells of; InputError, before anything is loaded, for what cannot be used."""
-    return checked(ask.tools, ask.tool_choice, ask.grammar).offered
 
 
 def _closed_at_exit(engine: Engine) -> Engine:

@@ -70,11 +70,19 @@ def _closed(schema: Any) -> Any:
         return [_closed(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    inner = {name: _closed(value) if name not in _VALUES else value for name, value in schema.items()}
-    if isinstance(schema.get("properties"), Mapping) and "type" in schema:
+    inner = {name: _below(name, value) for name, value in schema.items()}
+    if isinstance(schema.get("properties"), Mapping):
         inner.setdefault("additionalProperties", False)
     return inner
 
 
+def _below(name: str, value: Any) -> Any:
+    """What stands under a keyword: values, schemas by name, or schemas."""
+    if name in _NAMED and isinstance(value, Mapping):
+        return {key: _closed(each) for key, each in value.items()}
+    return value if name in _VALUES else _closed(value)
+
+
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("enum", "const", "default", "examples", "required")
 """Keywords that hold values or names, no schemas."""

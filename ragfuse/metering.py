@@ -9,19 +9,19 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from ragfuse.counting import KINDS, TTFT_S, WHY, Counted
+from ragfuse.counting import KINDS, TTFT_S, WHY, Counted, Tally
 from ragfuse.errors import InputError
+from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
+from ragfuse.store import KVStore
 from ragfuse.store.tier import Breaks, Numbers, Tier
 
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-    from prometheus_client.registry import CollectorRegistry
-
-    from ragfuse.engine import Engine
-
+Registry = Any
+"""A `CollectorRegistry` of prometheus_client."""
+Metric = Any
+"""A metric family of prometheus_client."""
 Rows = dict[tuple[str, ...], float]
 """Values by the labels behind the engine's."""
 
@@ -88,7 +88,15 @@ TIER_STATES: Sequence[tuple[str, str, Callable[[Tier], float]]] = (
 """Gauges of a tier: name, what it is, and the value. The breaker comes last: the others ask the medium."""
 
 
-def metrics(engine: Engine, registry: CollectorRegistry | None = None, name: str = "") -> None:
+class Metered(Protocol):
+    """What has counts and tiers: an engine."""
+
+    settings: Settings
+    store: KVStore
+    tally: Tally
+
+
+def metrics(engine: Metered, registry: Registry | None = None, name: str = "") -> None:
     """Show an engine's counts to Prometheus, in the given registry or the default one, until the engine is closed.
 
     name: its label `engine`; its model's name unless given, with a number where another has that already. Calling it
@@ -109,11 +117,11 @@ def metrics(engine: Engine, registry: CollectorRegistry | None = None, name: str
 class _Shown:
     """All engines that one registry shows: it takes a metric's name once, so they share a collector."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: Registry) -> None:
         self._registry, self._lock, self._over = registry, threading.Lock(), False
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, Metered] = {}
 
-    def show(self, engine: Engine, name: str) -> bool:
+    def show(self, engine: Metered, name: str) -> bool:
         """From now on under this name, or one like it; False where the last one has just gone."""
         with self._lock:
             if self._over or engine in self._engines.values():
@@ -136,7 +144,7 @@ class _Shown:
             engines = dict(self._engines)
         return self._read(engines)
 
-    def _read(self, engines: Mapping[str, Engine]) -> Iterator[Metric]:
+    def _read(self, engines: Mapping[str, Metered]) -> Iterator[Metric]:
         counted = {name: engine.tally.now() for name, engine in engines.items()}
         yield from _of_answers(counted)
         yield _times(counted)
@@ -175,7 +183,7 @@ def _times(counted: Mapping[str, Counted]) -> Metric:
     return metric
 
 
-def _of_tiers(engines: Mapping[str, Engine], counted: Mapping[str, Counted]) -> Iterator[Metric]:
+def _of_tiers(engines: Mapping[str, Metered], counted: Mapping[str, Counted]) -> Iterator[Metric]:
     tiers = [(name, tier) for name, engine in engines.items() for tier in engine.store.tiers]
     for count, (title, what) in TIER_COUNTS.items():
         metric = _counter(title, what, ("tier",))

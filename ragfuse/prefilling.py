@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ragfuse.asking import Ask
+from ragfuse.asking import Ask, hurried
 from ragfuse.core import ChunkKey, LoadPlan, Prompt
 from ragfuse.fitting import drops, room_of
 from ragfuse.fuse.fusor import LostRun, Run
@@ -38,7 +38,8 @@ class Prefiller:
         began, lost = time.perf_counter(), frozenset[int]()
         room = room_of(prompt, model, drops(ask, self.settings))
         while True:
-            chosen = planned(self.planner.plan)(prompt, _hurried(ask, began), model, profile, lost)
+            left = hurried(ask, time.perf_counter() - began)
+            chosen = planned(self.planner.plan)(prompt, left, model, profile, lost)
             self.reads(fetch.key for fetch in chosen.fetches)
             reader = LayerReader(self.store, chosen.fetches, model.n_layers, chosen.layers_a_read, model.device)
             try:
@@ -64,10 +65,3 @@ def _prefill(model: HFModel, chosen: LoadPlan, reader: LayerReader) -> Prefill:
         runs.append(Run(fetch.segment, lo, hi, segment.start, blend))
     source = reader if runs else NoSource()
     return model.fuse(prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio, asked=prompt.asked)
-
-
-def _hurried(ask: Ask, began: float) -> Ask:
-    """The wish with what is left of its deadline, of which some may be spent."""
-    if ask.deadline_s is None:
-        return ask
-    return replace(ask, deadline_s=max(0.0, ask.deadline_s - (time.perf_counter() - began)))

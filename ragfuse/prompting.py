@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ragfuse.asking import ends_of
 from ragfuse.core import ChunkKey, Prompt
 from ragfuse.errors import InputError
 from ragfuse.gate import Booked
@@ -20,7 +21,8 @@ from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
 from ragfuse.store import KnownText
 from ragfuse.text.assemble import Assembler
-from ragfuse.text.calls import PLAIN, CallFormat
+from ragfuse.text.call_probe import call_format
+from ragfuse.text.calls import CallFormat
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
 from ragfuse.text.fit import lean
 from ragfuse.text.turns import Content, Turn
@@ -75,7 +77,9 @@ class Prompter:
     def calls(self) -> CallFormat:
         """How the model writes calls of tools, found once."""
         if self._calls is None:
-            self._calls = PLAIN
+            model, words = self._model(), self._model().words
+            own = [str(token) for token in words.added_tokens_decoder.values()]
+            self._calls = call_format(self._render, own, [words.decode([end]) for end in ends_of(model)])
         return self._calls
 
     def prompt(
@@ -94,10 +98,10 @@ class Prompter:
         turns = _turns(question)
         asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
         left = lean([self.pieces(turn.content, digest) for turn in turns], leave_out, asked)
-        turns = [replace(turn, content=parts) for turn, parts in zip(turns, left.contents, strict=True)]
+        turns = [replace(turn, content=content) for turn, content in zip(turns, left.contents, strict=True)]
         render = partial(self._render, tools=tools) if getattr(model.words, "chat_template", None) else None
-        chat = Assembler(model.tokens, self._key, render, shortest, shortest, has_amid, self.calls).chat(turns, tools)
-        return replace(chat, dropped=left.sources)
+        chat = Assembler(model.tokens, self._key, render, shortest, shortest, has_amid, self.calls)
+        return replace(chat.chat(turns, tools), dropped=left.sources)
 
     def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
@@ -117,7 +121,7 @@ class Prompter:
 
 
 def _turns(question: Question) -> list[Turn]:
-    """The messages of a question; InputError if there are none."""
+    """The messages; InputError if there are none."""
     messages = [Turn("user", question)] if isinstance(question, str) else list(question)
     if not messages:
         raise InputError("There are no messages; wanted at least one, such as ('user', 'a question').")

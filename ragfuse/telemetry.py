@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
+from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter, time_ns
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ragfuse.asking import Ask
 from ragfuse.core import Answer, LoadPlan
@@ -20,9 +21,10 @@ from ragfuse.hf.model import Prefill
 from ragfuse.load.layers import LayerReader
 from ragfuse.settings import Settings
 
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span, Tracer
-
+Span = Any
+"""A span of opentelemetry."""
+Tracer = Any
+"""Who makes them."""
 P = ParamSpec("P")
 R = TypeVar("R")
 Attributes = dict[str, str | bool | int | float | list[str]]
@@ -212,20 +214,26 @@ def _of_question(settings: Settings, ask: Ask, streams: bool) -> Attributes:
 
 
 def _tracer() -> Tracer | None:
-    """Whoever makes spans now, None without opentelemetry-api: an SDK may be set up at any time."""
+    """Whoever makes spans now; None without opentelemetry-api, or while no SDK is set up, which may still come."""
     api = _api()
-    return None if api is None else api[0](*api[1:])
+    if api is None:
+        return None
+    provider = api.get_tracer_provider()
+    return None if isinstance(provider, api.ProxyTracerProvider) else provider.get_tracer("ragfuse", _version())
 
 
 @lru_cache(1)
-def _api() -> tuple[Callable[..., Tracer], str, str] | None:
-    from importlib.metadata import PackageNotFoundError, version
-
+def _api() -> Any:
     try:
-        from opentelemetry.trace import get_tracer
+        from opentelemetry import trace
     except ImportError:
         return None
+    return trace
+
+
+@lru_cache(1)
+def _version() -> str:
     try:
-        return get_tracer, "ragfuse", version("ragfuse-kv")
+        return version("ragfuse-kv")
     except PackageNotFoundError:  # from a folder that was never installed
-        return get_tracer, "ragfuse", ""
+        return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -176,6 +177,40 @@ def store(
     chosen = StoreOptions(**sizes, threads=threads, urls=tuple(tier or ()))
     tune_malloc(console)
     write_json(run_store(chosen, console), json)
+
+
+@bench.command("dropin")
+def dropin(
+    model: Annotated[str, typer.Option(help="Embedded name, Hugging Face id or folder; the same weights for both.")] = (
+        "smollm2-135m-reader"
+    ),
+    questions: Annotated[int, typer.Option(help="Questions, of the demo's on one article.")] = 4,
+    splits: Annotated[int, typer.Option(help="Chunks of the article that are indexed.")] = 24,
+    chunk_tokens: ChunkTokens = 512,
+    threads: Threads = 1,
+    rounds: Rounds = 3,
+    plot: Annotated[Path | None, typer.Option(help="Draw the times here (PNG).")] = None,
+    json: Json = None,
+) -> None:
+    """One LangChain chain and one LlamaIndex query engine, with Hugging Face's model class and then with ours."""
+    console = console_for(json)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # both answer in threads of their own, which start with what this says
+    try:
+        from ragfuse.bench.dropin import DropinOptions, require_packages, run_dropin
+        from ragfuse.bench.plots import require_plotting
+        from ragfuse.bench.runner import tune_malloc
+
+        require_packages()
+    except ImportError as error:
+        raise InputError(
+            f"This needs more packages ({error.name}): pip install 'ragfuse-kv[demo,llama-index]'"
+        ) from error
+    sizes: dict[str, Any] = {"questions": questions, "splits": splits, "chunk_tokens": chunk_tokens, "rounds": rounds}
+    chosen = DropinOptions(model=model, **sizes, threads=threads, plot=plot)
+    if plot is not None:
+        require_plotting()
+    tune_malloc(console)
+    write_json(run_dropin(chosen, console), json)
 
 
 @bench.command("quality")

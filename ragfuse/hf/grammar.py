@@ -6,20 +6,23 @@ A matcher follows each sequence; a logits processor leaves the allowed tokens. W
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ragfuse.errors import InputError
 from ragfuse.grammar import Grammar
+from ragfuse.hf.closing import OUTSIDE, Closing, allowed_by
 
-if TYPE_CHECKING:
-    from llguidance import JsonCompileOptions, LLMatcher, LLTokenizer
+LLMatcher = Any
+LLTokenizer = Any
+"""Of llguidance, which is an extra: imported where it is used."""
 
 
 def check(grammar: Grammar, what: str = "The grammar") -> None:
@@ -43,6 +46,11 @@ class Grammars:
         self.ends, self.n_tokens = tuple(ends), n_tokens
         self._lock = threading.Lock()
         self._compiled: dict[Grammar, LLMatcher] = {}
+        self._closing: Closing | None = None
+        added = {str(token): id for id, token in tokenizer.added_tokens_decoder.items()}
+        self._ids = {text: id for text, id in added.items() if self.tokens.is_special_token(id)}
+        longest = sorted(self._ids, key=len, reverse=True)
+        self._own = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """A new matcher at the grammar's start."""
@@ -61,48 +69,137 @@ class Grammars:
         matcher = self.matcher(grammar)
         return bool(matcher.consume_tokens(list(ids)) and matcher.is_accepting())
 
-    def processor(self, grammar: Grammar, limit: int | None = None) -> HeldTo:
-        """Holds every sequence of one `generate` to a grammar; limit: new tokens it may have."""
-        return HeldTo(self, grammar, limit)
+    def processor(self, grammar: Grammar, limit: int | None = None, is_sampled: bool = False) -> HeldTo:
+        """Holds every sequence of one `generate` to a grammar; limit: new tokens it may have, None for any number."""
+        return HeldTo(self, grammar, limit, is_sampled)
+
+    def closing(self) -> Closing:
+        """Ways to the end of answers."""
+        with self._lock:
+            if self._closing is None:
+                self._closing = Closing(self.tokens, min(self.n_tokens, self.tokens.vocab_size))
+            return self._closing
 
     def literal(self, text: str) -> str:
         """A text as Lark has it, tokens of their own as such."""
-        return json_literal(text)
+        parts = self._own.split(text) if self._own is not None else [text]
+        return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts if part)
+
+    def own(self, text: str) -> frozenset[int]:
+        """Ids of the tokens in a text that stand for themselves and are no part of words."""
+        parts = self._own.split(text) if self._own is not None else []
+        return frozenset(self._ids[part] for part in parts if part in self._ids)
+
+
+class _Row:
+    """One sequence: its matcher, and the way to its end where that is known."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher, self.within = matcher, OUTSIDE
+        self.way: list[int] | None = None
+        self.ways: dict[int, list[int]] = {}  # behind tokens that may come now
 
 
 class HeldTo(LogitsProcessor):
-    """Leaves the tokens that a grammar allows, for each sequence by itself; an end only where it is whole."""
+    """Leaves the tokens that a grammar allows, for each sequence by itself; an end only where it is whole.
 
-    def __init__(self, grammars: Grammars, grammar: Grammar, limit: int | None) -> None:
+    Towards the limit it leaves those alone from which an end can still be reached: of the likeliest ones, or else the
+    next on the shortest way that is known. So what a grammar wants is whole in time wherever that can be.
+    """
+
+    def __init__(self, grammars: Grammars, grammar: Grammar, limit: int | None, is_sampled: bool) -> None:
         self._grammars, self._grammar, self._limit = grammars, grammar, limit
-        self._rows: list[LLMatcher] = []
-        self._seen = 0
+        self._likely = 12 if is_sampled else 1
+        self._rows: list[_Row] = []
+        self._from = self._seen = self._near = 0
+        self._is_hard = False
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """scores: [B, V], all but allowed tokens at -inf."""
         if not self._rows:
-            self._seen = input_ids.shape[1]
-            self._rows = [self._grammars.matcher(self._grammar) for _ in range(input_ids.shape[0])]
+            self._begin(*input_ids.shape)
         news = input_ids[:, self._seen :].tolist()
         self._seen = input_ids.shape[1]
-        for matcher, new in zip(self._rows, news, strict=True):
-            for token in new:
-                if not matcher.is_stopped():
-                    matcher.consume_token(token)
-        allowed = torch.stack([self._allowed(matcher) for matcher in self._rows]).to(scores.device)
-        held = scores.masked_fill(~allowed, float("-inf"))
-        dead = held.isneginf().all(dim=1, keepdim=True)  # forbidden from elsewhere: the grammar comes first
-        return torch.where(dead & allowed, torch.zeros_like(held), held)
+        for row, new in zip(self._rows, news, strict=True):
+            self._take(row, new)
+        left = None if self._limit is None else self._limit - (self._seen - self._from)
+        held = [self._held(row, line, left) for row, line in zip(self._rows, scores, strict=True)]
+        return torch.stack(held)
 
-    def _allowed(self, matcher: LLMatcher) -> Tensor:
-        """bool [V]."""
-        allowed = torch.zeros(self._grammars.n_tokens, dtype=torch.bool)
-        if matcher.is_stopped():
+    def _begin(self, n_rows: int, n_tokens: int) -> None:
+        self._from = self._seen = n_tokens
+        self._rows = [_Row(self._grammars.matcher(self._grammar)) for _ in range(n_rows)]
+        if self._limit is not None:
+            row, closing = self._rows[0], self._grammars.closing()
+            way = closing.way(row.matcher, row.within, self._limit)
+            self._near = NEAR + 2 * len(way) if way is not None else 0
+            if way is None:
+                way = closing.searched(row.matcher, row.within, self._limit)
+                self._near, self._is_hard = SLACK + 2 * len(way) if way is not None else 0, True
+            for row in self._rows:
+                row.way = way
+
+    def _take(self, row: _Row, tokens: Sequence[int]) -> None:
+        """What was written since the last time."""
+        for token in tokens:
+            if row.matcher.is_stopped() or token in self._grammars.ends:
+                continue
+            row.matcher.consume_token(token)
+            if self._limit is not None:
+                row.within = row.within.after(self._grammars.closing().text(token))
+                ahead = row.way[1:] if row.way and row.way[0] == token else None
+                row.way = row.ways.get(token, ahead)
+        row.ways = {}
+
+    def _held(self, row: _Row, scores: Tensor, left: int | None) -> Tensor:
+        """scores: [V] of one sequence."""
+        n_tokens = len(scores)
+        if row.matcher.is_stopped():
+            allowed = torch.zeros(n_tokens, dtype=torch.bool)
             allowed[list(self._grammars.ends)] = True
-            return allowed
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        allowed[: len(bits)] = torch.from_numpy(bits[: len(allowed)].astype(bool))
-        return allowed
+        else:
+            allowed = torch.from_numpy(allowed_by(row.matcher, n_tokens))
+        allowed = allowed.to(scores.device)
+        held = scores.masked_fill(~allowed, float("-inf"))
+        if bool(held.isneginf().all()):  # forbidden from elsewhere: the grammar comes first
+            held = torch.where(allowed, torch.zeros_like(held), held)
+        if left is None or left > self._near or row.matcher.is_stopped():
+            return held
+        return self._steered(row, held, left)
+
+    def _steered(self, row: _Row, held: Tensor, left: int) -> Tensor:
+        """Only what leaves enough tokens for the rest."""
+        closing = self._grammars.closing()
+        if row.way is None:
+            find = closing.searched if self._is_hard else closing.way
+            row.way = find(row.matcher, row.within, left)
+        if row.way is None or (self._is_hard and len(row.way) + SLACK < left):
+            return held
+        if self._is_hard:
+            return _only(held, row.way[:1] or list(self._grammars.ends))
+        for token in held.topk(min(self._likely + 3, len(held))).indices.tolist():
+            if held[token].isneginf() or (self._likely == 1 and row.ways):
+                break
+            then = row.matcher.deep_copy()
+            if token in self._grammars.ends:
+                row.ways[token] = []
+            elif then.consume_token(token):
+                way = closing.way(then, row.within.after(closing.text(token)), left - 1)
+                row.ways.update({token: way} if way is not None else {})
+        return _only(held, list(row.ways) or row.way[:1])
+
+
+def _only(held: Tensor, tokens: Sequence[int]) -> Tensor:
+    """The same, but nothing else than these tokens."""
+    only = torch.full_like(held, float("-inf"))
+    only[list(tokens)] = held[list(tokens)]
+    return only
+
+
+NEAR = 128
+"""Tokens before the limit, and twice the shortest answer more, from which on the end is looked for."""
+SLACK = 12
+"""Tokens that are kept free beside a way which had to be searched for: it is not looked for behind every token."""
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> LLTokenizer:
@@ -123,19 +220,13 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[
         ) from error
 
 
-def json_literal(text: str) -> str:
-    """A text as a Lark string."""
-    import json
-
-    return json.dumps(text) if text else ""
-
-
 def _source(grammar: Grammar) -> str:
     """A grammar in llguidance's own terms."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json":
-        return LLMatcher.grammar_from_json_schema(grammar.source, overrides=cast("JsonCompileOptions", dict(LAYOUT)))
+        layout: Any = dict(LAYOUT)
+        return LLMatcher.grammar_from_json_schema(grammar.source, overrides=layout)
     make: Any = LLMatcher.grammar_from_regex if grammar.kind == "regex" else LLMatcher.grammar_from_lark
     return str(make(grammar.source))
 

@@ -50,7 +50,16 @@ class CallFormat:
         return at if at < 0 else len(text[:at].rstrip())
 
     def read(self, text: str) -> tuple[ToolCall, ...]:
-        """The calls of an answer; one that is cut off is none."""
+        """The calls of an answer; one that is cut off is none, one that was made before is not made again."""
+        calls = self._read(text)
+        return tuple(call for at, call in enumerate(calls) if not _is_among(call, calls[:at]))
+
+    def repeats(self, text: str) -> bool:
+        """Whether its last call was made before: a small model may go on so for ever."""
+        calls = self._read(text) if self.again is not None and self.opens(text) >= 0 else []
+        return bool(calls) and _is_among(calls[-1], calls[:-1])
+
+    def _read(self, text: str) -> list[ToolCall]:
         at = self.opens(text)
         calls: list[ToolCall] = []
         before = _literal(self.head)
@@ -60,7 +69,7 @@ class CallFormat:
                 break
             calls.append(call)
             before = _literal(self.again) if self.again is not None else _NEVER
-        return tuple(calls)
+        return calls
 
     def ready(self, text: str) -> int:
         """How many characters of an answer's beginning are no part of a call, whatever follows."""
@@ -72,14 +81,18 @@ class CallFormat:
         return 0 if text.lstrip()[:1] in ("", "{") else len(text)
 
     def _one(self, text: str, at: int) -> tuple[ToolCall | None, int]:
-        found: dict[str, Any] = {"id": ""}
+        found: dict[str, Any] = {}
         for slot, after in zip(self.slots, (*self.inner, ""), strict=True):
-            value, at = _slot(slot, text, at, after)
+            value, at = self._id_at(text, at) if slot == "id" else _slot(slot, text, at, after)
             passed = _literal(after).match(text, at)
             if value is None or passed is None:
                 return None, -1
             found[slot], at = value, passed.end()
-        return ToolCall(found["name"], found["arguments"], found["id"] or call_id()), at
+        return ToolCall(found["name"], found["arguments"], call_id()), at
+
+    def _id_at(self, text: str, at: int) -> tuple[str | None, int]:
+        found = re.compile(f"[A-Za-z0-9_-]{{{self.id_size or '1,'}}}").match(text, at)
+        return (found[0], found.end()) if found else (None, at)
 
     def rules(self, schemas: Schemas, literal: Callable[[str], str], free: bool = False, several: bool = True) -> str:
         """Lark rules of an answer that calls these tools; `free`: or is any text that opens no call.
@@ -143,7 +156,7 @@ class CallFormat:
         return self.head + (self.again or "").join(texts) + self.tail if texts else ""
 
     def _written(self, call: ToolCall) -> str:
-        told = {"name": call.name, "arguments": json.dumps(dict(call.arguments)), "id": call.id}
+        told = {"name": call.name, "arguments": json.dumps(dict(call.arguments)), "id": self._id(call.id)}
         return "".join(told[slot] + after for slot, after in zip(self.slots, (*self.inner, ""), strict=True))
 
 
@@ -230,6 +243,10 @@ def longest_start(text: str, words: Sequence[str]) -> int:
     """Characters at the end of `text` that could be the beginning of one of these."""
     starts = (word[:size] for word in words for size in range(1, len(word)))
     return max((len(start) for start in starts if text.endswith(start)), default=0)
+
+
+def _is_among(call: ToolCall, calls: Sequence[ToolCall]) -> bool:
+    return any(call.name == other.name and call.arguments == other.arguments for other in calls)
 
 
 _NEVER = re.compile(r"(?!)")

@@ -1,7 +1,7 @@
 """The code blocks of the documentation, and the marks that stand before them.
 
-`<!-- first: CODE -->` is run before a block and not shown. `<!-- needs: NAME ... -->` lets a block wait for public
-names that are not there yet. `<!-- not run: REASON -->` leaves it out.
+`<!-- first: CODE -->` is run before a block and not shown. `<!-- needs: NAME -->` lets a block wait for public names
+that are not there yet. `<!-- not run: REASON -->` leaves it out.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ PAGES = MappingProxyType({path.relative_to(ROOT).as_posix(): path for path in [*
 FENCE = re.compile(
     r"((?:<!-- (?:first|needs|not run):.*?-->\s*)*)^( *)```(\w*)\n(.*?)^\2```$", re.MULTILINE | re.DOTALL
 )
+OURS = ("ragfuse", "langchain_ragfuse", "llama_index.llms.ragfuse")
 MARK = re.compile(r"<!-- (first|needs|not run):(.*?)-->", re.DOTALL)
 
 
@@ -51,15 +52,14 @@ def blocks(page: str) -> Iterator[Block]:
         line = text.count("\n", 0, match.start(3)) + 1
         code = re.sub(rf"^{match[2]}", "", match[4], flags=re.MULTILINE)
         needs = tuple(marks.get("needs", "").split())
-        yield Block(page, line, match[3], code, marks.get("first", ""), needs, marks.get("not run", "").strip())
+        yield Block(page, line, match[3], code, marks.get("first", "").strip(), needs, marks.get("not run", "").strip())
 
 
 def is_there(name: str) -> bool:
     """Whether a public name exists: of ragfuse, or of a package that is named."""
-    package, _, rest = name.rpartition(".")
-    found: Any = import_module("ragfuse")
-    if package.startswith(("langchain_ragfuse", "llama_index")):
-        found, name = import_module(package), rest
+    package = next((ours for ours in OURS if name.startswith(f"{ours}.")), "")
+    found: Any = import_module(package or "ragfuse")
+    name = name.removeprefix(f"{package}.")
     for part in name.split("."):
         if not hasattr(found, part):
             return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from llama_index.core.llms import LLM, MockLLM
@@ -21,10 +21,18 @@ class TestTheTinyModel(LLMConformance):
 
     @pytest.fixture
     def llm(self, engine: Engine) -> LLM:
-        return RagFuseLLM(engine=engine)
+        return RagFuseLLM(engine=engine, max_tokens=12)
 
-    def beside_json(self, llm: LLM) -> dict[str, Any]:
-        return {"settings": llm.settings}
+
+@pytest.mark.slow
+class TestTheEmbeddedModel(LLMConformance):
+    long: ClassVar = {"max_tokens": 4_000, "reuse": False}
+    enough: ClassVar = {"max_tokens": 60}
+    lasting = THREADS
+
+    @pytest.fixture
+    def llm(self, real_engine: Engine) -> LLM:
+        return RagFuseLLM(engine=real_engine, max_tokens=6)
 
 
 class TestTheFrameworksMock(LLMConformance):

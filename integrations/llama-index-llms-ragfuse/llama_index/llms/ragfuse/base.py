@@ -78,13 +78,18 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     def model_post_init(self, context: Any, /) -> None:
         """Read the settings now; whatever they name is made when it is needed."""
         super().model_post_init(context)
+        self._settings = self.engine.settings if self.engine is not None else self._told()
         if self.engine is not None:
-            self.settings = self._settings = self.engine.settings
-            return
+            self.settings = self._settings
+        self.model, self.dtype, self.device = self._settings.model, self._settings.dtype, self._settings.device
+        self.store = None if self._settings.store is None else str(self._settings.store)
+
+    def _told(self) -> Settings:
+        """The settings with what was named beside them."""
         named = {"model": self.model, "dtype": self.dtype, "device": self.device, "store": self.store}
         given = {name: value for name, value in named.items() if value is not None}
         base = self.settings or Settings()
-        self._settings = Settings(**{**base.model_dump(), **given}) if given else base
+        return Settings(**{**base.model_dump(), **given}) if given else base
 
     @classmethod
     def class_name(cls) -> str:

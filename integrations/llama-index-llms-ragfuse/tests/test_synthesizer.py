@@ -1,0 +1,111 @@
+"""RagFuseSynthesizer: exact boundaries in every mode that a user expects of a synthesizer."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+from llama_index.core.base.response.schema import PydanticResponse
+from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.retrievers import BaseRetriever
+from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.llms.ragfuse import RagFuseLLM, RagFuseSynthesizer, traces
+
+from ragfuse import Engine
+
+QUESTION = "What colour is the lighthouse painted?"
+NODES = [
+    NodeWithScore(node=TextNode(text=text, metadata={"file_name": f"{number}.txt"}))
+    for number, text in enumerate(
+        (
+            "The lighthouse of Port Elling is painted green, because red paint was too dear in the year it was built.",
+            "Its lamp burned whale oil until 1902, then petroleum, and since the year 1957 it has been electric.",
+        )
+    )
+]
+WAYS = ["whole", "streamed", "awaited", "awaited stream"]
+
+
+class Paint(BaseModel):
+    """What a lighthouse is painted with."""
+
+    colour: Literal["green", "red"]
+
+
+class Shelf(BaseRetriever):
+    """Finds all nodes there are."""
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return NODES
+
+
+@pytest.fixture
+def llm(engine: Engine) -> RagFuseLLM:
+    return RagFuseLLM(engine=engine)
+
+
+async def said(synthesizer: RagFuseSynthesizer, way: str, nodes: list[NodeWithScore]) -> tuple[Any, str]:
+    """The response and its text, read to the end."""
+    response: Any = (
+        await synthesizer.asynthesize(QUESTION, nodes)
+        if way.startswith("awaited")
+        else synthesizer.synthesize(QUESTION, nodes)
+    )
+    if way == "streamed":
+        return response, "".join(response.response_gen)
+    if way == "awaited stream":
+        return response, "".join([text async for text in response.async_response_gen()])
+    return response, str(response)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_no_nodes_and_blank_nodes_are_answered_without_the_model(llm: RagFuseLLM, way: str) -> None:
+    synthesizer = RagFuseSynthesizer(llm, streaming="stream" in way, empty_response="Nothing found.")
+    with traces() as seen:
+        for nodes in ([], [NodeWithScore(node=TextNode(text=" \n"))]):
+            assert (await said(synthesizer, way, nodes))[1] == "Nothing found."
+    assert seen == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_objects_are_synthesized_from_marked_nodes(llm: RagFuseLLM, engine: Engine, way: str) -> None:
+    llm.max_tokens = 40
+    synthesizer = RagFuseSynthesizer(llm, streaming="stream" in way, output_cls=Paint)
+    await said(synthesizer, way, NODES)
+    engine.flush()
+    with traces() as seen:
+        response, text = await said(synthesizer, way, NODES)
+    assert Paint.model_validate_json(text).colour in ("green", "red")
+    assert isinstance(response, PydanticResponse) is ("stream" not in way)
+    chunks = [(each.source, each.hit) for each in seen[-1].segments if each.kind == "chunk"]
+    assert chunks == [("0.txt", True), ("1.txt", True)]
+
+
+def test_a_structured_llm_asks_for_its_objects(llm: RagFuseLLM) -> None:
+    llm.max_tokens = 40
+    synthesizer = RagFuseSynthesizer(llm.as_structured_llm(Paint))
+    response = RetrieverQueryEngine(Shelf(), synthesizer).query(QUESTION)
+    assert isinstance(response.response, Paint)
+    assert len(response.source_nodes) == 2
+
+
+async def test_an_earlier_answer_is_refined(llm: RagFuseLLM) -> None:
+    texts = [each.node.get_content() for each in NODES]
+    synthesizer = RagFuseSynthesizer(llm)
+    with traces() as seen:
+        fresh = synthesizer.get_response(QUESTION, texts)
+        refined = synthesizer.get_response(QUESTION, texts, prev_response="It is green.")
+        assert await synthesizer.aget_response(QUESTION, texts, prev_response="It is green.") == refined
+    assert isinstance(fresh, str)
+    assert seen[0].tokens != seen[1].tokens == seen[2].tokens
+
+
+async def test_sync_and_async_say_the_same_in_every_mode(llm: RagFuseLLM, engine: Engine) -> None:
+    for streaming in (False, True):
+        ways = [way for way in WAYS if ("stream" in way) is streaming]
+        synthesizer = RagFuseSynthesizer(llm, streaming=streaming)
+        for _ in range(2):
+            await said(synthesizer, ways[0], NODES)
+            engine.flush()
+        assert len({(await said(synthesizer, way, NODES))[1] for way in ways}) == 1

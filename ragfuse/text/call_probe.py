@@ -1,0 +1,154 @@
+"""How a chat template writes calls of tools: found by rendering made-up ones and looking what stands around them.
+
+No family is known by name. A template that says nothing of tools, or writes calls as anything but a name and a JSON
+object of arguments, is left alone: `calls.PLAIN` is in words of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ragfuse.core import ToolCall
+from ragfuse.text.calls import PLAIN, CallFormat, Slot
+from ragfuse.text.turns import Turn
+
+RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
+"""Messages, tools, and whether the prompt of an answer follows; may raise anything."""
+
+ASKED, TOLD, SAID = "What is probed?", "prober-result", "prober-text"
+FIRST = ToolCall("probe_tool_one", {"probe_key_one": "probe_value_one"}, "call_probe_one")
+SECOND = ToolCall("probe_tool_two", {"probe_key_two": "probe_value_two"}, "call_probe_two")
+
+
+def call_format(render: RenderCalls, own: Sequence[str], ends: Sequence[str]) -> CallFormat:
+    """The format of a template; own: texts of tokens that stand for themselves, ends: of those that end an answer."""
+    for as_text in (False, True):
+        for id_size in (0, 9):
+            wanted = replace(PLAIN, native=True, as_text=as_text, id_size=id_size)
+            try:
+                calls = tuple(replace(call, id=call.id[-id_size:].replace("_", "0")) for call in (FIRST, SECOND))
+                found = _Probe(render, own, ends, wanted, *calls).found()
+            except Exception:  # a template may raise anything; what does not fit is no call
+                continue
+            if found is not None:
+                return found
+    return PLAIN
+
+
+class _Unfit(Exception):
+    """A template that writes something else than calls as names and JSON."""
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """One way of handing calls to a template, tried."""
+
+    render: RenderCalls
+    own: Sequence[str]
+    ends: Sequence[str]
+    wanted: CallFormat
+    first: ToolCall
+    second: ToolCall
+
+    def found(self) -> CallFormat | None:
+        """What the template makes of calls; None if it says nothing of tools."""
+        question = [{"role": "user", "content": ASKED}]
+        told = self.render(question, _TOOLS, True)
+        if self.first.name not in told or self.first.name in self.render(question, (), True):
+            return None
+        one = self._answer(told, (self.first,))
+        slots, gaps = _gaps(one, self.first)
+        head, *inner = gaps[:-1]
+        marker = self._marker(head)
+        return replace(
+            self.wanted,
+            head=head,
+            inner=tuple(inner),
+            tail=gaps[-1],
+            slots=slots,
+            again=self._again(told, gaps),
+            marker=marker,
+        )
+
+    def _answer(self, told: str, calls: Sequence[ToolCall]) -> str:
+        """What an answer with these calls is written as, from the end of the prompt to its own end."""
+        asked = Turn("user", ASKED)
+        results = [Turn("tool", TOLD, tool_call_id=call.id, name=call.name) for call in calls]
+        whole = self._rendered([asked, Turn("assistant", "", tuple(calls)), *results])
+        plain = self._rendered([asked, Turn("assistant", SAID)])
+        if TOLD not in whole:
+            raise _Unfit("results are left out")
+        begun = next((begin for begin in (told, plain[: plain.index(SAID)]) if whole.startswith(begin)), None)
+        if begun is None:
+            raise _Unfit("an answer does not begin where it is asked for")
+        answer = whole[len(begun) :]
+        after = answer.index(next(iter(calls[-1].arguments.values())))
+        stops = [at for at in (answer.find(end, after) for end in self.ends) if at >= 0]
+        if not stops:
+            raise _Unfit("an answer does not end")
+        return answer[: min(stops)]
+
+    def _rendered(self, turns: Sequence[Turn]) -> str:
+        messages = [self.wanted.message(turn, str(turn.content), lambda value: value) for turn in turns]
+        return self.render(messages, _TOOLS, False)
+
+    def _again(self, told: str, gaps: Sequence[str]) -> str | None:
+        """What stands between two calls of one answer; None where the template has no place for a second."""
+        try:
+            both = self._answer(told, (self.first, self.second))
+            first, rest = _cut(both, self.first)
+            second, tail = _cut(rest, self.second)
+        except Exception:  # refused, or written as something else
+            return None
+        fits = first == list(gaps[:-1]) and second[1:] == first[1:] and tail == gaps[-1]
+        return second[0] if fits else None
+
+    def _marker(self, head: str) -> str:
+        """What begins a call and nothing else."""
+        text = head.lstrip()
+        token = next((own for own in sorted(self.own, key=len, reverse=True) if own and text.startswith(own)), None)
+        if token is not None:
+            return token
+        stop = next((at for at, letter in enumerate(text) if letter.isspace() or letter in "{["), len(text))
+        return text[:stop]
+
+
+def _gaps(answer: str, call: ToolCall) -> tuple[tuple[Slot, ...], list[str]]:
+    """The slots of the one call of an answer in order, and the texts before, between and behind them."""
+    found = sorted(_spans(answer, call))
+    edges = [0, *(edge for lo, hi, _ in found for edge in (lo, hi)), len(answer)]
+    return tuple(slot for *_, slot in found), [answer[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _cut(answer: str, call: ToolCall) -> tuple[list[str], str]:
+    """The texts before and between the slots of an answer's first call, and what follows."""
+    gaps = _gaps(answer, call)[1]
+    return gaps[:-1], gaps[-1]
+
+
+def _spans(answer: str, call: ToolCall) -> Iterator[tuple[int, int, Slot]]:
+    at = answer.index(call.name)
+    yield at, at + len(call.name), "name"
+    key = answer.index(next(iter(call.arguments)))
+    start = answer.rindex("{", 0, key)
+    value, end = json.JSONDecoder().raw_decode(answer, start)
+    if value != dict(call.arguments):
+        raise _Unfit("arguments are no JSON object")
+    yield start, end, "arguments"
+    if call.id in answer:
+        yield answer.index(call.id), answer.index(call.id) + len(call.id), "id"
+
+
+def _tool(call: ToolCall) -> dict[str, Any]:
+    properties = {name: {"type": "string", "description": "A key."} for name in call.arguments}
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {
+        "type": "function",
+        "function": {"name": call.name, "description": "Probes.", "parameters": parameters},
+    }
+
+
+_TOOLS = (_tool(FIRST), _tool(SECOND))

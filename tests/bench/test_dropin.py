@@ -1,0 +1,103 @@
+"""The swap benchmark: lines counted in the programs themselves, and the whole of it on a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ragfuse.bench import dropin
+from ragfuse.bench.dropin import FRAMEWORKS, DropinOptions, counted, draw, lines, require_packages, run_dropin
+from ragfuse.errors import InputError, RagFuseError, SettingsError
+
+BEFORE = ["from a import Theirs", "llm = Theirs(model)", "index = Index(llm)", "return index"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_swap_changes_one_line_and_its_import_and_adds_one_to_the_ingest(framework: str) -> None:
+    found = lines(framework)
+    assert (found["changed"], found["imports"], found["added"]) == (1, 1, 1)
+    assert found["of"] >= 4
+
+
+def test_every_changed_line_is_counted() -> None:
+    after = ["from b import Ours", "llm = Ours(model)", "index = Other(llm)", "fill(index)", "return index"]
+    assert counted(BEFORE, after) == {"changed": 2, "imports": 1, "added": 1, "of": 3}
+    assert counted(BEFORE, BEFORE) == {"changed": 0, "imports": 0, "added": 0, "of": 3}
+    assert counted(BEFORE, BEFORE[:-1]) == {"changed": 1, "imports": 0, "added": 0, "of": 3}
+
+
+def test_a_missing_package_is_named_with_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropin, "NEEDED", {"json": "nothing", "no_such.thing": "ragfuse-kv[demo]"})
+    with pytest.raises(InputError, match=r"no_such\.thing.*pip install 'ragfuse-kv\[demo\]'"):
+        require_packages()
+
+
+@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"splits": 5}, {"questions": 0}])
+def test_sizes_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(SettingsError, match="from 6 on"):
+        DropinOptions(**wrong)
+
+
+def small(model: Path, home: Path, **changes: Any) -> DropinOptions:
+    given: dict[str, Any] = {"dtype": "float32", "questions": 1, "splits": 7, "chunk_tokens": 64, "rounds": 1}
+    return DropinOptions(**{**given, "model": str(model), "home": home, **changes})
+
+
+@pytest.fixture(scope="module")
+def found(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    home = tmp_path_factory.mktemp("home")
+    console = Console(file=io.StringIO(), width=200)
+    result = run_dropin(small(tiny_path, home), console)
+    assert isinstance(console.file, io.StringIO)
+    return result, console.file.getvalue(), home
+
+
+def test_both_models_of_a_framework_are_given_the_same_chunks_and_ours_takes_them_from_the_store(
+    found: tuple[dict[str, Any], str, Path],
+) -> None:
+    result = json.loads(json.dumps(found[0]))
+    for name in FRAMEWORKS:
+        row = result[name]
+        assert row["same_documents"] is True
+        assert 0 < row["tokens_reused"] < row["tokens_in_all"]
+        assert row["questions"][0]["tokens"] > 6 * 40
+        assert row["ttft_ratio"] > 0
+        assert 0 <= row["agree"] <= 1
+        for side in ("theirs", "ours"):
+            assert len(row["questions"][0][side]["wall_s"]["rounds"]) == result["rounds"] == 1
+
+
+def test_both_frameworks_ask_the_same_prompt(found: tuple[dict[str, Any], str, Path]) -> None:
+    one, other = (found[0][name]["questions"][0] for name in FRAMEWORKS)
+    assert one["tokens"] == other["tokens"]
+
+
+def test_conditions_are_in_the_result_and_lines_on_the_screen(found: tuple[dict[str, Any], str, Path]) -> None:
+    result, said, _ = found
+    assert {"machine", "versions", "malloc", "threads", "date", "options", "timed", "clock"} <= set(result)
+    for words in ("LangChain", "LlamaIndex", "HuggingFacePipeline", "RagFuseLLM", "1 line of", "allocator"):
+        assert words in said
+
+
+def test_nothing_is_left_in_the_home_folder(found: tuple[dict[str, Any], str, Path]) -> None:
+    assert list(found[2].glob("dropin-*")) == []
+
+
+def test_the_picture_is_drawn(found: tuple[dict[str, Any], str, Path], tmp_path: Path) -> None:
+    draw(found[0], tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_other_chunks_for_the_two_are_an_error(tmp_path: Path) -> None:
+    from ragfuse.bench.chains.asks import Said
+    from ragfuse.bench.runner import Sample
+
+    said = [Said("a", ("one",) * 6, 1, 2, Sample(1, 1)), Said("a", ("other",) * 6, 1, 2, Sample(1, 1))]
+    rows = [dropin.question_row({"question": "?", "answers": ["a"]}, [(said[0], said[1])])]
+    with pytest.raises(RagFuseError, match="same chunks"):
+        dropin.summary("langchain", rows)

@@ -1,0 +1,250 @@
+"""Tools and grammars through an engine: what is asked for holds, on random weights and on the embedded model."""
+
+import json
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis
+from hypothesis import strategies as st
+
+from ragfuse import Ask, Engine, Grammar, InputError, Settings, ToolCall, Turn
+
+TWO = {
+    "type": "object",
+    "properties": {"title": {"type": "string"}, "body": {"type": "string"}},
+    "required": ["title", "body"],
+}
+TREE = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+            },
+            "required": ["name", "children"],
+        }
+    },
+}
+MAIL = {
+    "type": "object",
+    "properties": {"mail": {"type": "string", "pattern": "^[a-z]+@[a-z]+\\.org$"}},
+    "required": ["mail"],
+}
+
+
+def tool(name="weather", parameters=None, **more):
+    parameters = parameters or {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    return {"type": "function", "function": {"name": name, "description": "D.", "parameters": parameters, **more}}
+
+
+ASKED = [("user", "What is the weather in Rome?")]
+WARM = {"do_sample": True, "temperature": 1.5, "top_k": 0}
+
+
+@pytest.fixture(scope="module")
+def random_engine(tiny_path, tmp_path_factory):
+    """An engine over random weights, whose tokens are bytes: nothing holds by itself."""
+    folder = tmp_path_factory.mktemp("calling")
+    with Engine(Settings(model=str(tiny_path), dtype="float32", store=folder, home=folder, max_tokens=150)) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def small_engine(smollm_path, tmp_path_factory):
+    """An engine over the embedded model, whose template says nothing of tools."""
+    with Engine(Settings(model="smollm2-135m", store=tmp_path_factory.mktemp("calling"), max_tokens=60)) as engine:
+        yield engine
+
+
+def fits(text, schema):
+    jsonschema.validate(json.loads(text), schema)
+    return True
+
+
+@pytest.mark.parametrize("options", [{}, WARM], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("schema", [TWO, TREE, MAIL], ids=["two", "tree", "mail"])
+def test_random_weights_write_json_in_time(random_engine, schema, options):
+    for limit in (40, 90):
+        answer = random_engine.answer("Write.", Ask(grammar=Grammar.json(schema), max_tokens=limit, options=options))
+        assert fits(answer.text, schema)
+        assert answer.finish_reason == "stop"
+        assert len(answer.token_ids) <= limit
+
+
+def test_the_embedded_model_writes_json_in_time(small_engine):
+    for schema, options in ((TWO, {}), (TWO, WARM), (TREE, {}), (TREE, WARM)):
+        ask = Ask(grammar=Grammar.json(schema), max_tokens=60, options=options, seed=3)
+        answer = small_engine.answer([("user", "Write a long story of Rome.")], ask)
+        assert fits(answer.text, schema)
+        assert answer.finish_reason == "stop"
+
+
+def test_too_few_tokens_are_told_by_the_length(random_engine):
+    answer = random_engine.answer("Write.", Ask(grammar=Grammar.json(TWO), max_tokens=5))
+    assert answer.finish_reason == "length"
+    assert '{"title": "", "body": ""}'.startswith(answer.text[:5])
+
+
+SCALARS = st.sampled_from([{"type": kind} for kind in ("string", "integer", "boolean", "null", "number")])
+SCHEMAS = st.recursive(
+    st.one_of(
+        SCALARS, st.lists(st.sampled_from(["a", "b c", "é"]), min_size=1, unique=True).map(lambda e: {"enum": e})
+    ),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.integers(0, 2)).map(lambda t: {"type": "array", "items": t[0], "minItems": t[1]}),
+        st.dictionaries(st.sampled_from(["k", "name", "x y"]), inner, max_size=2).map(
+            lambda p: {"type": "object", "properties": p, "required": sorted(p)[:1]}
+        ),
+    ),
+    max_leaves=3,
+)
+
+
+@hypothesis(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(SCHEMAS, st.booleans())
+def test_whatever_the_schema_an_answer_that_is_whole_fits_it(random_engine, schema, is_drawn):
+    ask = Ask(grammar=Grammar.json(schema), max_tokens=70, options=WARM if is_drawn else {})
+    answer = random_engine.answer("Write.", ask)
+    assert answer.finish_reason == "stop"
+    assert fits(answer.text, schema)
+
+
+def test_rows_of_a_batch_follow_the_grammar_each_by_itself(random_engine):
+    ask = Ask(grammar=Grammar.json(TWO), max_tokens=60)
+    texts = ["Write.", "Write a longer one, please.", "Hm"]
+    together = random_engine.batch(texts, ask)
+    assert [answer.text for answer in together] == [random_engine.answer(text, ask).text for text in texts]
+    assert all(fits(answer.text, TWO) for answer in together)
+
+
+def test_choices_patterns_and_rules_hold(random_engine):
+    said = random_engine.answer("Say.", Ask(grammar=Grammar.choice(["yes", "no, never"]))).text
+    assert said in ("yes", "no, never")
+    year = random_engine.answer("Say.", Ask(grammar=Grammar.regex("[0-9]{4}"))).text
+    assert len(year) == 4
+    assert year.isdigit()
+    pair = random_engine.answer("Say.", Ask(grammar=Grammar.lark('start: "(" /[ab]{2}/ ")"'))).text
+    assert pair[0] + pair[-1] == "()"
+    assert set(pair[1:-1]) <= {"a", "b"}
+    assert len(pair) == 4
+
+
+def test_stop_strings_do_not_cut_what_a_grammar_makes(random_engine):
+    answer = random_engine.answer("Write.", Ask(grammar=Grammar.json(TWO), stop=['"', "{"], max_tokens=60))
+    assert fits(answer.text, TWO)
+
+
+def test_what_forbids_a_token_elsewhere_gives_way(random_engine):
+    ask = Ask(grammar=Grammar.json(TWO), max_tokens=60, options={"min_new_tokens": 60, "suppress_tokens": [34]})
+    assert fits(random_engine.answer("Write.", ask).text, TWO)
+
+
+def test_beams_are_refused(random_engine):
+    with pytest.raises(InputError, match="num_beams"):
+        random_engine.answer("Say.", Ask(grammar=Grammar.choice(["a"]), options={"num_beams": 2}))
+
+
+@pytest.mark.parametrize("choice", ["required", "weather"])
+def test_a_tool_that_must_be_called_is_called(random_engine, small_engine, choice):
+    for engine in (random_engine, small_engine):
+        tools = [tool(), tool("other")]
+        answer = engine.answer(ASKED, Ask(tools=tools, tool_choice=choice, max_tokens=150))
+        assert answer.text == ""
+        assert answer.finish_reason == "tool_calls"
+        assert answer.tool_calls
+        for call in answer.tool_calls:
+            assert call.name in ((choice,) if choice == "weather" else ("weather", "other"))
+            jsonschema.validate(call.arguments, tool()["function"]["parameters"])
+            assert call.id.startswith("call_")
+
+
+def test_with_a_choice_text_is_text(random_engine):
+    for choice in ("auto", "none"):
+        answer = random_engine.answer(ASKED, Ask(tools=[tool()], tool_choice=choice, max_tokens=20))
+        assert answer.tool_calls == ()
+        assert answer.finish_reason == "length"
+        assert len(answer.text) > 5
+
+
+def test_tools_that_must_not_be_called_are_not_told_of(random_engine):
+    with_none = random_engine.plan(ASKED, Ask(tools=[tool()], tool_choice="none"))
+    assert with_none.prompt == random_engine.prompt(ASKED) != random_engine.prompt(ASKED, [tool()])
+
+
+def test_a_stream_says_no_markup(small_engine):
+    stream = small_engine.stream(ASKED, Ask(tools=[tool()], tool_choice="required", max_tokens=80))
+    assert list(stream) == []
+    assert stream.answer.tool_calls[0].name == "weather"
+
+
+def test_a_stream_says_what_the_answer_holds(random_engine):
+    for seed in range(4):
+        ask = Ask(max_tokens=80, seed=seed, options={"do_sample": True, "temperature": 3.0, "top_k": 0}, stop=["e"])
+        for tools in ((), (tool(),)):
+            stream = random_engine.stream(ASKED, Ask(**{**vars(ask), "tools": tools}))
+            assert "".join(stream) == stream.answer.text
+            assert "e" not in stream.answer.text
+
+
+def test_a_result_that_is_a_chunk_is_reused(small_engine):
+    text = "The harbour of Port Elling was dug in 1847 by sailors who had lost their ship in a winter storm."
+    small_engine.ingest([(text, "letters")])
+    turns = [*ASKED, Turn("assistant", "", (ToolCall("weather", {"city": "Rome"}, "1"),)), Turn("tool", text, (), "1")]
+    answer = small_engine.answer(turns, Ask(tools=[tool()], max_tokens=4))
+    assert [(segment.source, segment.hit) for segment in answer.trace.segments if segment.kind == "chunk"] == [
+        ("letters", True)
+    ]
+
+
+BAD = {
+    "a type": ({"tools": [tool("odd", {"type": "object", "properties": {"a": {"type": "nonsense"}}})]}, "odd"),
+    "a reference": ({"tools": [tool("odd", {"type": "object", "properties": {"a": {"$ref": "#/no"}}})]}, "odd"),
+    "a pattern": (
+        {"tools": [tool("odd", {"type": "object", "properties": {"a": {"type": "string", "pattern": "(["}}})]},
+        "odd",
+    ),
+    "no object": ({"tools": [tool("odd", {"type": "string"})]}, "odd"),
+    "no schema": ({"tools": [tool("odd", "text")]}, "odd"),
+    "no tool": ({"tools": ["weather"]}, "wanted|is {"),
+    "a name": ({"tools": [tool("two words")]}, "two words"),
+    "two of a name": ({"tools": [tool(), tool()]}, "weather"),
+    "an unknown choice": ({"tools": [tool()], "tool_choice": "sunshine"}, "sunshine"),
+    "no tools": ({"tool_choice": "required"}, "required"),
+    "grammar and call": ({"tools": [tool()], "tool_choice": "required", "grammar": Grammar.json()}, "grammar"),
+    "a schema": ({"grammar": Grammar.json({"type": "nonsense"})}, "nonsense"),
+    "an expression": ({"grammar": Grammar.regex("([")}, "regex"),
+    "rules": ({"grammar": Grammar.lark("start: x")}, "unknown name"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_used_is_told_before_anything_is_loaded(case, tmp_path):
+    options, words = BAD[case]
+    with Engine(Settings(model=str(tmp_path / "none"), store=tmp_path)) as engine:
+        for ask in (engine.answer, engine.stream, engine.plan, lambda question, how: engine.batch([question], how)):
+            with pytest.raises(InputError, match=words):
+                ask(ASKED, Ask(**options))
+
+
+def test_no_messages_are_told(random_engine):
+    with pytest.raises(InputError, match="no messages"):
+        random_engine.answer([])
+
+
+def test_without_tools_nothing_changes(random_engine):
+    plain = random_engine.answer(ASKED, Ask(max_tokens=12))
+    assert random_engine.answer(ASKED, Ask(max_tokens=12, tools=[], tool_choice="auto")).token_ids == plain.token_ids
+
+
+def test_more_columns_than_tokens_are_never_written(random_engine):
+    held = random_engine._caller._over(random_engine.model, (2,))
+    from ragfuse.hf.grammar import Grammars
+
+    wide = Grammars(random_engine.model.words, held.n_tokens + 40, (2,)).processor(Grammar.regex("[^q]+"))
+    scores = wide(torch.zeros((1, 3), dtype=torch.int64), torch.zeros((1, held.n_tokens + 40)))
+    assert scores[0, held.n_tokens :].isneginf().all()
+    assert not scores[0, :].isneginf().all()

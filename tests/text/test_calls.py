@@ -1,0 +1,194 @@
+"""How calls of tools stand in text: found on each template, written, read back, never mistaken for text."""
+
+import json
+
+import jinja2
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ragfuse.core import ToolCall
+from ragfuse.text.call_probe import call_format
+from ragfuse.text.calls import PLAIN, CallFormat, spelled
+from ragfuse.text.chunks import Piece
+from ragfuse.text.turns import Turn
+
+HERMES = """{% if tools %}<|im_start|>system
+Tools: {% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ m.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>{{ m.role }}{% if m.content %}
+{{ m.content }}{% endif %}{% for call in m.tool_calls %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LLAMA = """{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{
+raise_exception('one call at a time') }}{% endif %}<|start|>assistant<|sep|>
+
+{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{
+m.tool_calls[0].function.arguments | tojson }}}<|im_end|>{%
+elif m.role == 'tool' %}<|start|>ipython<|sep|>
+
+{{ m.content | tojson }}<|im_end|>{% else %}<|start|>{{ m.role }}<|sep|>
+
+{% if tools and loop.first %}{% for tool in tools %}{{ tool | tojson(indent=4) }}
+{% endfor %}{% endif %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}{%
+if add_generation_prompt %}<|start|>assistant<|sep|>
+
+{% endif %}"""
+MISTRAL = """{% for m in messages %}{% if m.role == 'user' %}{% if tools %}[AVAILABLE_TOOLS] {{
+tools | tojson }}[/AVAILABLE_TOOLS]{%
+endif %}[INST] {{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS] [{% for call in m.tool_calls %}{%
+if call.id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}{% set out = call.function | tojson %}{{
+out[:-1] }}, "id": "{{ call.id }}"}{{ "]" if loop.last else ", " }}{% endfor %}<|im_end|>{% elif m.role == 'tool' %}{%
+if m.tool_call_id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}[TOOL_RESULTS] {"content": {{
+m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]{% else %} {{ m.content }}<|im_end|>{%
+endif %}{% endfor %}"""
+DEEP = """{% for m in messages %}{% if m.role == 'user' %}{% if tools %}{{ tools | tojson }}{% endif %}<|user|>{{
+m.content }}{%
+elif m.tool_calls %}<|assistant|><|calls|>{% for call in m.tool_calls %}<|call|>function<|sep|>{{ call.function.name }}
+```json
+{{ call.function.arguments + '' }}
+```<|end|>{% endfor %}<|im_end|>{% elif m.role == 'tool' %}<|result|>{{ m.content }}{% else %}<|assistant|>{{
+m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+THINKS = HERMES.replace(
+    "{% if m.content %}",
+    "{% if loop.last and m.role == 'assistant' %}\n<think>\n\n</think>\n{% endif %}{% if m.content %}",
+)
+XML = HERMES.replace(
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}',
+    "<function={{ call.function.name }}>"
+    "{% for k, v in call.function.arguments.items() %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}",
+)
+SILENT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+OWN = ["<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "<|calls|>", "<|call|>"]
+A, B = ToolCall("weather", {"city": 'Rom "a"\n', "days": 2}), ToolCall("walk.to", {})
+
+
+def render_of(source: str):
+    def refuse(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    world = ImmutableSandboxedEnvironment(trim_blocks=False, lstrip_blocks=False)
+    world.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    world.globals["raise_exception"] = refuse
+    template = world.from_string(source)
+    return lambda messages, tools=(), ask=True: template.render(
+        messages=messages, tools=list(tools) or None, add_generation_prompt=ask
+    )
+
+
+def format_of(source: str) -> CallFormat:
+    return call_format(render_of(source), OWN, ["<|im_end|>"])
+
+
+def test_hermes_is_found():
+    for source in (HERMES, THINKS):
+        found = format_of(source)
+        assert found.native
+        assert found.marker == "<tool_call>"
+        assert not found.as_text
+        assert found.head.strip() == '<tool_call>\n{"name": "'
+        assert found.inner == ('", "arguments": ',)
+        assert found.again == '}\n</tool_call>\n<tool_call>\n{"name": "'
+        assert found.tail == "}\n</tool_call>"
+
+
+def test_bare_json_is_found_with_one_call_at_a_time():
+    found = format_of(LLAMA)
+    assert (found.head, found.inner, found.tail) == ('{"name": "', ('", "parameters": ',), "}")
+    assert found.native
+    assert found.again is None
+    assert found.marker == ""
+
+
+def test_a_list_of_calls_with_ids_of_nine_letters_is_found():
+    found = format_of(MISTRAL)
+    assert found.native
+    assert found.id_size == 9
+    assert found.slots == ("name", "arguments", "id")
+    assert found.marker == "[TOOL_CALLS]"
+    assert found.head == '[TOOL_CALLS] [{"name": "'
+    assert found.tail == '"}]'
+    assert found.again == '"}, {"name": "'
+
+
+def test_arguments_that_must_be_text_are_found():
+    found = format_of(DEEP)
+    assert found.native
+    assert found.as_text
+    assert found.marker == "<|calls|>"
+    assert found.inner == ("\n```json\n",)
+    assert found.tail == "\n```<|end|>"
+
+
+@pytest.mark.parametrize("source", [SILENT, XML], ids=["no tools", "no JSON"])
+def test_what_is_no_json_is_written_in_plain_words(source: str):
+    assert format_of(source) is PLAIN
+
+
+FORMATS = [PLAIN, *map(format_of, (HERMES, LLAMA, MISTRAL, DEEP))]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=["plain", "hermes", "llama", "mistral", "deep"])
+def test_what_is_written_is_read_back_with_new_ids(format: CallFormat):
+    calls = (A, B) if format.again is not None else (A,)
+    read = format.read(format.write(calls))
+    assert [(call.name, call.arguments) for call in read] == [(call.name, call.arguments) for call in calls]
+    assert len({call.id for call in read}) == len(calls)
+    assert all(call.id.startswith("call_") for call in read)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=["plain", "hermes", "llama", "mistral", "deep"])
+def test_a_call_that_is_cut_off_is_none_and_its_markup_no_text(format: CallFormat):
+    whole = format.write((A,))
+    for size in range(len(format.head), len(whole) - len(format.tail)):
+        assert format.read(whole[:size]) == ()
+        assert format.opens(whole[:size]) == 0
+
+
+@pytest.mark.parametrize("format", [PLAIN, *map(format_of, (HERMES, MISTRAL, DEEP))])
+def test_text_is_ready_only_where_no_call_can_begin(format: CallFormat):
+    text = "Let me see <b>.\n\n" + format.write((A,))
+    ends = [format.ready(text[:size]) for size in range(len(text) + 1)]
+    assert ends == sorted(ends)
+    assert ends[-1] == len("Let me see <b>.") == max(ends)
+
+
+def test_text_before_bare_json_is_text():
+    found = format_of(LLAMA)
+    assert found.opens('See {"name": "x"}') == -1
+    assert found.ready('See {"name"') == len('See {"name"')
+    assert found.ready(" ") == found.ready('{"na') == 0
+
+
+def test_a_call_made_twice_is_made_once():
+    text = PLAIN.write((A, B, A))
+    assert [call.name for call in PLAIN.read(text)] == ["weather", "walk.to"]
+    assert PLAIN.repeats(text)
+    assert not PLAIN.repeats(PLAIN.write((A, B)))
+
+
+def test_plain_words_tell_of_tools_calls_and_results_and_keep_chunks():
+    chunk = Piece("It rains in Rome.", "chunk", "news")
+    turns = [
+        Turn("user", (Piece("Weather?"),)),
+        Turn("assistant", (), (ToolCall("weather", {"city": "Rome"}, "1"),)),
+        Turn("tool", (chunk,), tool_call_id="1"),
+        Turn("tool", (Piece("12 degrees"),), tool_call_id="2"),
+        Turn("user", (Piece("So?"),)),
+    ]
+    told = spelled(turns, [{"type": "function", "function": {"name": "weather"}}])
+    assert [turn.role for turn in told] == ["system", "user", "assistant", "user"]
+    assert '{"name": "weather"}' in told[0].content[0].text
+    assert PLAIN.read("".join(piece.text for piece in told[2].content))[0].arguments == {"city": "Rome"}
+    assert chunk in told[3].content
+    said = "".join(piece.text for piece in told[3].content)
+    assert said.count("<tool_response>") == 2
+    assert said.endswith("So?")
