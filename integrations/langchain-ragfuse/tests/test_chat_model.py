@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, RemoveMessage, SystemMessage
 from langchain_ragfuse import ChatRagFuse
 from langchain_ragfuse.messages import turns_of
 
@@ -147,9 +147,9 @@ def test_neighbours_of_one_role_are_merged(llm: ChatRagFuse) -> None:
 
 
 def test_roles_reach_the_template(llm: ChatRagFuse) -> None:
-    messages = [HumanMessage("Ask."), AIMessage("Wait."), ToolMessage("42", tool_call_id="1"), HumanMessage("And?")]
+    messages = [SystemMessage("Be brief."), HumanMessage("Ask."), AIMessage("Wait."), HumanMessage("And?")]
     prompt = llm.get_engine().model.words.decode(llm.get_engine().prompt(turns_of(messages)).token_ids)
-    assert prompt == "<s><|user|>Ask.\n<|assistant|>Wait.\n<|tool|>42\n<|user|>And?\n<|assistant|>"
+    assert prompt == "<s><|system|>Be brief.\n<|user|>Ask.\n<|assistant|>Wait.\n<|user|>And?\n<|assistant|>"
     assert llm.get_num_tokens_from_messages([HumanMessage("Ask.")]) == llm.invoke("Ask.").usage_metadata["input_tokens"]
     with pytest.raises(InputError, match="RemoveMessage"):
         llm.invoke([HumanMessage("Ask."), RemoveMessage(id="1")])
