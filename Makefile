@@ -16,7 +16,7 @@ ONE := OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1)
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format docs results clean
+.PHONY: help venv demo test test-slow lint format docs notebooks results clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -47,8 +47,9 @@ demo: $(READY) ## real questions over real documents, full prefill and ragfuse s
 test: lint ## lint, types and all tests that are not slow, with coverage
 	@$(ONE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov=ragfuse --cov-report=term-missing $(ARGS)
 
-test-slow: $(READY) ## the longer tests
+test-slow: $(READY) ## the longer tests, and the notebooks
 	@$(ONE) $(BIN)/python -m pytest -m slow $(ARGS)
+	@$(ONE) $(BIN)/python -m pytest --nbmake -m '' notebooks
 
 lint: $(READY) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/python -m ruff check .
@@ -63,6 +64,9 @@ docs: $(READY) ## the book as HTML in docs/_build/html; warnings and links that 
 	@$(ONE) $(BIN)/python -m sphinx -b html -E -q -W --keep-going -n docs docs/_build/html
 	@$(BIN)/python -m docs.check docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+notebooks: $(READY) ## the notebooks anew from their .py sources: synced, executed, outputs kept
+	@$(ONE) $(BIN)/python -m notebooks $(ARGS)
 
 results: $(READY) ## docs/results.md anew from the runs under docs/benchmarks
 	@$(BIN)/python -m benchmarks.results

@@ -39,6 +39,10 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         "next_request_slowdown": 0.2,
         "model": "q05",
     }
+    swap = {"theirs_s": 3.0, "ours_s": 0.75, "ttft_ratio": 4.0, "ttft_ratio_cpu": 4.2, "same_documents": True}
+    swap |= {"agree": 0.5, "right_theirs": 1, "right_ours": 2, "tokens": 3000, "tokens_reused": 2400}
+    swap |= {"tokens_in_all": 3000, "questions": [{}, {}], "lines": {"changed": 1, "imports": 1, "added": 1, "of": 6}}
+    runs["i"] = {"langchain": swap, "llama_index": swap, "chunks": 6, "timed": "from question to token", "model": "m"}
     for name, run in runs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
     made = page(tmp_path)
@@ -47,6 +51,8 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         "| 100 | 1.00 s | 1.05 s | 1.05x | 1.40 s | 1.40x",
         "| 30 | hkvd | 0.15 | 0.42 | 0.41",
         "| disk | 900 | 1,000",
+        "| llama_index, 3,000 tokens | 3.00 s | 0.75 s | 4.0x | 4.2x | yes | 50% | 1 and 2 of 2 | 80% |",
+        "Lines changed: 1 of the chain's 6",
     )
     for wanted in said:
         assert wanted in made

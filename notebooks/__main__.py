@@ -1,0 +1,53 @@
+"""`python -m notebooks [NAME ...]`: makes the notebooks from their .py sources and keeps their outputs.
+
+Each is executed whole in a kernel of its own; a cell that fails stops everything, and its notebook stays as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from rich.console import Console
+
+FOLDER = Path(__file__).parent
+TIMEOUT_S = 900
+KEPT = ("kernelspec", "jupytext")
+"""Metadata of a notebook that is kept; what the kernel adds changes with every machine."""
+
+
+def main(names: list[str]) -> None:
+    """Make all notebooks, or those that are named."""
+    console = Console()
+    for source in sorted(FOLDER.glob("[0-9]*.py")):
+        if not names or source.stem in names:
+            with console.status(f"{source.stem} ..."):
+                make(source)
+            console.print(f"Written: {source.with_suffix('.ipynb').name}", highlight=False)
+
+
+def make(source: Path) -> None:
+    """The notebook beside a source, executed."""
+    notebook = jupytext.read(source)
+    where = {"metadata": {"path": FOLDER}}
+    NotebookClient(notebook, timeout=TIMEOUT_S, kernel_name="python3", resources=where).execute()
+    keep(notebook, source.with_suffix(".ipynb"))
+
+
+def keep(notebook: Any, path: Path) -> None:
+    """Write an executed notebook without what is about where it ran: metadata, times, what libraries warn of."""
+    notebook.metadata = {name: notebook.metadata[name] for name in KEPT if name in notebook.metadata}
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number:02}"
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
+    nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
