@@ -49,7 +49,7 @@ test: lint ## lint, types and all tests that are not slow, with coverage
 
 test-slow: $(READY) ## the longer tests, and the notebooks
 	@$(ONE) $(BIN)/python -m pytest -m slow $(ARGS)
-	@$(ONE) $(BIN)/python -m pytest --nbmake -m '' notebooks
+	@$(BIN)/python -m pytest --nbmake -m '' notebooks
 
 lint: $(READY) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/python -m ruff check .
@@ -66,7 +66,7 @@ docs: $(READY) ## the book as HTML in docs/_build/html; warnings and links that 
 	@echo "docs/_build/html/index.html"
 
 notebooks: $(READY) ## the notebooks anew from their .py sources: synced, executed, outputs kept
-	@$(ONE) $(BIN)/python -m notebooks $(ARGS)
+	@$(BIN)/python -m notebooks $(ARGS)
 
 results: $(READY) ## docs/results.md anew from the runs under docs/benchmarks
 	@$(BIN)/python -m benchmarks.results

@@ -40,7 +40,7 @@ from ragfuse.models import resolve_embedder
 logging.disable_progress_bar()
 plain_logging.getLogger("llama_index").setLevel(plain_logging.ERROR)
 folder = Path(tempfile.mkdtemp())  # a store of this notebook's own, removed at its end
-llm = RagFuseLLM(max_tokens=24, settings=Settings(store=folder))
+llm = RagFuseLLM(max_tokens=24, settings=Settings(store=folder, dtype="float32"))
 embedder = HuggingFaceEmbedding(model_name=str(resolve_embedder("minilm-l6", Settings().home)), device="cpu")
 
 # %% [markdown]
@@ -115,7 +115,7 @@ for shift, color, (name, times) in zip((0.2, -0.2), ("tab:grey", "tab:orange"), 
     axes.bar_label(bars, fmt="%.2f s", padding=3, fontsize=8)
 axes.set_yticks(range(len(questions)), questions, fontsize=8)
 axes.invert_yaxis()
-axes.margins(x=0.12)
+axes.margins(x=0.2)
 axes.set_xlabel("seconds to the first token")
 axes.legend(fontsize=8)
 plt.show()

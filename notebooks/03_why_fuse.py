@@ -33,7 +33,7 @@ from ragfuse.bench.quality.methods import Lab, Method, methods_of
 from ragfuse.bench.quality.run import Plan, drawn, measure
 from ragfuse.bench.quality.table import results_of
 
-settings = Settings()
+settings = Settings(dtype="float32")  # not every CPU is quick in bfloat16
 model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
 lab = Lab(model)
 packing = Packing(lambda text: len(model.tokens(text)), passages=3)

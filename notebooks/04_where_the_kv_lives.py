@@ -42,7 +42,9 @@ from ragfuse.plan.words import in_words
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 
 folder = Path(tempfile.mkdtemp())  # everything of this notebook, removed at its end
-settings = Settings(store=folder / "own")
+settings = Settings(
+    store=folder / "own", dtype="float32", placement="all"
+)  # chunks go to all tiers, to be seen in each
 model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
 GB, SIZE = 1 << 30, 192  # bytes; tokens of a chunk
 speeds = {"disk": 400.0, "objects": 40.0}
@@ -94,14 +96,16 @@ engine.flush()
 
 
 def keys(chunks):
-    return [key for segment in prompt(chunks).segments for key in segment.keys]
+    return [key for segment in prompt(chunks).segments if segment.kind == "chunk" for key in segment.keys]
 
 
 def keep_in(tier, chunks):
     """Leave the chunks in one tier alone."""
-    shared = set(keys(chunks)) - set(keys(texts[:1])[:1])
-    for other in speeds if tier == "memory" else [name for name in ("memory", *speeds) if name != tier]:
-        engine.store.forget(shared, other)
+    if tier == "memory":
+        engine.prepare(prompt(chunks))  # what is read from a slower tier is copied to memory
+    for other in machine.tiers:
+        if other != tier:
+            engine.store.forget(keys(chunks), other)
 
 
 for tier, chunks in groups.items():

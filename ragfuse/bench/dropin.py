@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -66,7 +66,7 @@ class DropinOptions:
     """What to measure. questions: of the demo's, all on one article; splits: the article's first so many chunks."""
 
     model: str = "smollm2-135m-reader"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: str = "bfloat16"
     article: str = "french-and-indian-war"
     questions: int = 4
     splits: int = 24
@@ -77,6 +77,8 @@ class DropinOptions:
     home: Path = field(default_factory=lambda: Settings().home)
 
     def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise SettingsError(f"--dtype is '{self.dtype}'; wanted float32 or bfloat16.")
         if min(self.questions, self.rounds, self.threads) < 1 or self.splits < TOP or self.chunk_tokens < 16:
             raise SettingsError(f"Questions and rounds are from 1 on, chunks from {TOP} on, of 16 tokens or more.")
 
@@ -119,7 +121,8 @@ def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
 
 def _settings(options: DropinOptions, folder: Path) -> Settings:
     """All KV in memory, and in a folder that goes away afterwards."""
-    return Settings(model=options.model, dtype=options.dtype, home=options.home, store=folder, memory_bytes=ROOM)
+    named: dict[str, Any] = {"model": options.model, "dtype": options.dtype, "home": options.home}
+    return Settings(**named, store=folder, memory_bytes=ROOM)
 
 
 def require_packages() -> None:

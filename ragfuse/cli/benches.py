@@ -184,6 +184,7 @@ def dropin(
     model: Annotated[str, typer.Option(help="Embedded name, Hugging Face id or folder; the same weights for both.")] = (
         "smollm2-135m-reader"
     ),
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, which not every CPU is quick in.")] = "bfloat16",
     questions: Annotated[int, typer.Option(help="Questions, of the demo's on one article.")] = 4,
     splits: Annotated[int, typer.Option(help="Chunks of the article that are indexed.")] = 24,
     chunk_tokens: ChunkTokens = 512,
@@ -206,7 +207,7 @@ def dropin(
             f"This needs more packages ({error.name}): pip install 'ragfuse-kv[demo,llama-index]'"
         ) from error
     sizes: dict[str, Any] = {"questions": questions, "splits": splits, "chunk_tokens": chunk_tokens, "rounds": rounds}
-    chosen = DropinOptions(model=model, **sizes, threads=threads, plot=plot)
+    chosen = DropinOptions(model=model, dtype=dtype, **sizes, threads=threads, plot=plot)
     if plot is not None:
         require_plotting()
     tune_malloc(console)

@@ -101,3 +101,8 @@ def test_other_chunks_for_the_two_are_an_error(tmp_path: Path) -> None:
     rows = [dropin.question_row({"question": "?", "answers": ["a"]}, [(said[0], said[1])])]
     with pytest.raises(RagFuseError, match="same chunks"):
         dropin.summary("langchain", rows)
+
+
+def test_a_dtype_that_only_one_side_could_take_is_refused() -> None:
+    with pytest.raises(SettingsError, match="float32 or bfloat16"):
+        DropinOptions(dtype="float16")
