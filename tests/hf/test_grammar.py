@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ragfuse.core import ToolCall
+from ragfuse.errors import InputError
 from ragfuse.grammar import Grammar
-from ragfuse.hf.grammar import Grammars
+from ragfuse.hf.grammar import KEPT, Grammars, check
 from ragfuse.text.calls import PLAIN, CallFormat
 
 SCHEMA = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]})
@@ -65,3 +66,31 @@ def test_where_the_beginning_of_a_call_is_letters_a_call_of_a_tool_follows() -> 
     held = Held(PLAIN)
     assert held.allows("It is " + PLAIN.write(CALL), spelled=True)
     assert not held.allows("It is " + PLAIN.write(FORGED), spelled=True)
+
+
+def test_of_many_grammars_those_used_last_stay_compiled() -> None:
+    grammars = Held(PLAIN).grammars
+    first = Grammar.choice(["0"])
+    for number in range(KEPT + 8):
+        grammars.matcher(Grammar.choice([str(number)]))
+        grammars.matcher(first)
+    assert len(grammars._compiled) == KEPT
+    assert first in grammars._compiled
+    assert Grammar.choice(["1"]) not in grammars._compiled
+    assert grammars.is_whole(Grammar.choice(["1"]), grammars.tokens.tokenize_str("1"))
+
+
+def test_properties_that_are_named_in_two_places_are_all_allowed() -> None:
+    one = {"properties": {"b": {"type": "string"}}, "required": ["b"]}
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "anyOf": [one]}
+    check(Grammar.json(schema))
+    check(Grammar.json({"type": "object", "properties": {"deep": schema}, "required": ["deep"]}))
+
+
+def test_a_schema_that_is_no_json_is_told() -> None:
+    looped: dict[str, object] = {"type": "object"}
+    looped["properties"] = {"again": looped}
+    with pytest.raises(InputError, match="cannot be written as JSON"):
+        Grammar.json(looped)
+    with pytest.raises(InputError, match="cannot be compiled"):
+        check(Grammar.json({"type": "number", "minimum": float("nan")}))
