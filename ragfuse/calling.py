@@ -114,8 +114,10 @@ class Caller:
         grammars = self._over(model, ends)
         grammar = ask.grammar or _rules(tools, calls, grammars)
         grammars.matcher(grammar)
+        if ask.grammar is not None:  # which calls nothing, whatever its texts look like
+            return Reply(ask, model, None, grammars, grammar)
         kept = grammars.own(calls.head + "".join(calls.inner) + (calls.again or "") + calls.tail)
-        return Reply(ask, model, calls if tools.offered else None, grammars, grammar, tools.must, kept)
+        return Reply(ask, model, calls, grammars, grammar, tools.must, kept)
 
     def _over(self, model: HFModel, ends: tuple[int, ...]) -> Grammars:
         with self._lock:
