@@ -25,7 +25,8 @@ class Ask:
     leaves out its last chunks until there is room for `max_tokens` of answer, or for a quarter of what the model takes.
 
     tools: what may be called, as OpenAI has it; tool_choice: "auto" (text or calls), "none", "required", or the one to
-    call. grammar: what the answer must follow. Stop strings count in text alone, never in a call or a grammar's text.
+    call. grammar: what the answer must follow; then it calls nothing. Stop strings count in text alone, never in a call
+    or a grammar's text.
     """
 
     max_tokens: int | None = None

@@ -114,12 +114,15 @@ class Caller:
         grammars = self._over(model, ends)
         grammar = ask.grammar or _rules(tools, calls, grammars)
         grammars.matcher(grammar)
+        if ask.grammar is not None:  # which calls nothing, whatever its texts look like
+            return Reply(ask, model, None, grammars, grammar)
         kept = grammars.own(calls.head + "".join(calls.inner) + (calls.again or "") + calls.tail)
-        return Reply(ask, model, calls if tools.offered else None, grammars, grammar, tools.must, kept)
+        return Reply(ask, model, calls, grammars, grammar, tools.must, kept)
 
     def _over(self, model: HFModel, ends: tuple[int, ...]) -> Grammars:
         with self._lock:
             if ends not in self._grammars:
+                self._grammars.clear()  # whoever names other end tokens goes on with them
                 head = model.model.get_output_embeddings()
                 n_tokens = int(head.weight.shape[0]) if head is not None else len(model.words)
                 self._grammars[ends] = Grammars(model.words, n_tokens, ends)
@@ -188,11 +191,10 @@ class Reply:
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of new ids, call markup included."""
-        if self.calls is None or not self.kept:
+        if self.calls is None or self.grammars is None or not self.kept:
             return self.model.text(ids)
-        words = self.model.words
-        special = {id for id, token in words.added_tokens_decoder.items() if token.special} - self.kept
-        return str(words.decode([id for id in ids if id not in special], skip_special_tokens=False))
+        said = [id for id in ids if id in self.kept or id not in self.grammars.hidden]
+        return str(self.model.words.decode(said, skip_special_tokens=False))
 
     def cut(self, text: str) -> tuple[str, int]:
         """What of a text counts as text, and how many of its characters do whatever follows."""

@@ -52,15 +52,15 @@ def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") 
         raise InputError(f"{what} is {schema!r}; wanted a JSON schema: an object such as {{'type': 'object'}}.")
     try:
         return json.dumps(closed(schema))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:  # the last where it holds itself
         raise InputError(f"{what} cannot be written as JSON ({error}); take plain objects, lists and texts.") from error
 
 
 def closed(schema: Mapping[str, Any]) -> Any:
     """The same schema, but objects that name their properties allow no others unless it says so.
 
-    Whatever it allows, the first one allows too. With `allOf` nothing is changed: there one part may name what
-    another leaves out.
+    Whatever it allows, the first one allows too. Nothing is changed with `allOf`, nor in an object that goes on in
+    `anyOf`, `oneOf` or `$ref`: there one part may name what another leaves out.
     """
     return schema if "allOf" in str(schema) else _closed(schema)
 
@@ -68,7 +68,7 @@ def closed(schema: Mapping[str, Any]) -> Any:
 def _closed(schema: Any) -> Any:
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, Mapping) or ("properties" in schema and not _ELSEWHERE.isdisjoint(schema)):
         return schema
     inner = {name: _below(name, value) for name, value in schema.items()}
     if isinstance(schema.get("properties"), Mapping):
@@ -84,5 +84,6 @@ def _below(name: str, value: Any) -> Any:
 
 
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_ELSEWHERE = frozenset({"anyOf", "oneOf", "$ref"})
 _VALUES = ("enum", "const", "default", "examples", "required")
 """Keywords that hold values or names, no schemas."""

@@ -10,7 +10,6 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ragfuse.asking import ends_of
@@ -99,7 +98,7 @@ class Prompter:
         asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
         left = lean([self.pieces(turn.content, digest) for turn in turns], leave_out, asked)
         turns = [replace(turn, content=content) for turn, content in zip(turns, left.contents, strict=True)]
-        render = partial(self._render, tools=tools) if getattr(model.words, "chat_template", None) else None
+        render = self._render if getattr(model.words, "chat_template", None) else None
         chat = Assembler(model.tokens, self._key, render, shortest, shortest, has_amid, self.calls)
         return replace(chat.chat(turns, tools), dropped=left.sources)
 

@@ -248,3 +248,11 @@ def test_more_columns_than_tokens_are_never_written(random_engine):
     scores = wide(torch.zeros((1, 3), dtype=torch.int64), torch.zeros((1, held.n_tokens + 40)))
     assert scores[0, held.n_tokens :].isneginf().all()
     assert not scores[0, :].isneginf().all()
+
+
+def test_what_a_grammar_makes_is_no_call(random_engine):
+    said = 'a<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    answer = random_engine.answer(ASKED, Ask(tools=[tool()], grammar=Grammar.choice([said]), max_tokens=80))
+    assert answer.text == said
+    assert answer.tool_calls == ()
+    assert answer.finish_reason == "stop"

@@ -25,29 +25,39 @@ LLTokenizer = Any
 """Of llguidance, which is an extra: imported where it is used."""
 
 
+KEPT = 64
+"""Compiled grammars that are kept: who asks for a new one every time shall not fill the memory."""
+
+
 def check(grammar: Grammar, what: str = "The grammar") -> None:
     """InputError for a grammar that cannot be compiled, and why; needs no model."""
     _require()
     from llguidance import LLMatcher
 
-    found = LLMatcher.validate_grammar(_source(grammar))
+    try:
+        found = LLMatcher.validate_grammar(_source(grammar))
+    except ValueError as error:  # numbers that JSON does not have
+        found = str(error)
     if found:
         raise InputError(f"{what} cannot be compiled: {found.strip()}")
 
 
 class Grammars:
-    """Grammars over one model's tokens, each compiled once. Thread-safe.
+    """Grammars over one model's tokens, the `KEPT` ones used last compiled. Thread-safe.
 
     n_tokens: columns of its logits, of which those beyond the tokenizer's ids are never allowed. ends: its end tokens.
+    hidden: special tokens, which are no part of a text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> None:
         self.tokens = tokens_of(tokenizer, n_tokens, ends)
         self.ends, self.n_tokens = tuple(ends), n_tokens
         self._lock = threading.Lock()
-        self._compiled: dict[Grammar, LLMatcher] = {}
+        self._compiled: dict[Grammar, LLMatcher] = {}  # least recently used first
         self._closing: Closing | None = None
-        added = {str(token): id for id, token in tokenizer.added_tokens_decoder.items()}
+        every = tokenizer.added_tokens_decoder
+        self.hidden = frozenset(id for id, token in every.items() if token.special)
+        added = {str(token): id for id, token in every.items()}
         self._ids = {text: id for text, id in added.items() if self.tokens.is_special_token(id)}
         longest = sorted(self._ids, key=len, reverse=True)
         self._own = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
@@ -57,12 +67,13 @@ class Grammars:
         from llguidance import LLMatcher
 
         with self._lock:
-            if grammar not in self._compiled:
-                made = LLMatcher(self.tokens, _source(grammar))
-                if made.is_error():
-                    raise InputError(f"The grammar cannot be compiled: {made.get_error().strip()}")
-                self._compiled[grammar] = made
-            return self._compiled[grammar].deep_copy()
+            made = self._compiled.pop(grammar, None) or LLMatcher(self.tokens, _source(grammar))
+            if made.is_error():
+                raise InputError(f"The grammar cannot be compiled: {made.get_error().strip()}")
+            self._compiled[grammar] = made  # the last one now
+            while len(self._compiled) > KEPT:
+                del self._compiled[next(iter(self._compiled))]
+            return made.deep_copy()
 
     def is_whole(self, grammar: Grammar, ids: Sequence[int]) -> bool:
         """Whether these ids are all that the grammar wants."""

@@ -6,7 +6,6 @@ choice of what to reuse live elsewhere.
 
 from __future__ import annotations
 
-import copy
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +26,7 @@ from ragfuse.hf.cache import RowCache
 from ragfuse.hf.drift import read_drift
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
 from ragfuse.hf.packed import pack
+from ragfuse.hf.tokens import for_contents
 from ragfuse.profiles import ModelProfile
 
 ROOM = 64
@@ -90,7 +90,7 @@ class HFModel:
     ) -> None:
         self.model, self.tokenizer, self.drift = model.eval(), tokenizer, drift
         self.lock = threading.RLock()
-        self._encoder, self._encoding = copy.deepcopy(tokenizer), threading.Lock()
+        self._encoder, self._encoding = for_contents(tokenizer), threading.Lock()
         self._wired: Wiring | None = None
         self._numbers: dict[int, int] = {}  # of words, by token and by what it says
         self._known: dict[str, int] = {}
@@ -123,7 +123,8 @@ class HFModel:
         return (first,) if first is not None and self.words("a").input_ids[:1] == [first] else ()
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a text, none added; unless `special`, what looks like a special token in it stays text."""
+        """Ids of a text, none added; unless `special`, what looks like a special token in it stays text, and so does
+        what the chat template writes around calls, results and thoughts."""
         encode = self._encoder or self.words
         with self._encoding:  # a tokenizer keeps `split_special_tokens` as its state: this one is for nobody else
             ids: list[int] = encode(text, add_special_tokens=False, split_special_tokens=not special).input_ids

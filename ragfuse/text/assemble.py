@@ -23,7 +23,7 @@ from ragfuse.text.turns import Content, Turn
 Message = tuple[str, str | Sequence[Piece]] | Turn
 """(role, content), or a turn; a content is one text or pieces."""
 
-Render = Callable[[list[dict[str, Any]]], str]
+Render = Callable[..., str]
 Encode = Callable[[str, bool], Sequence[int]]
 KeyOf = Callable[[tuple[int, ...], str], ChunkKey]
 
@@ -43,8 +43,8 @@ class Assembler:
     """Turns messages, or plain text, into a Prompt for one model, whose tokenizer and chat template it is given.
 
     `encode(text, allow_special)` gives ids and adds none of its own; `key_of(ids, context)` the key of a run ("" =
-    alone); `render(messages)` the chat template with the generation prompt, roles and contents being plain strings;
-    `calls` how it writes calls of tools.
+    alone); `render(messages)`, or `render(messages, tools)` where it knows of tools, the chat template with the
+    generation prompt, roles and contents being plain strings; `calls` how it writes calls of tools.
 
     Before the first chunk stands the prefix: one module with one key, if it has `min_tokens`. A chunk of at least
     `min_chunk_tokens` has the key of its KV behind that module, then that of its KV alone. One that does not stand
@@ -63,22 +63,25 @@ class Assembler:
     calls: CallFormat = PLAIN
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
-        """The Prompt of a conversation, by the chat template. Contents are never read as special tokens.
-
-        tools: told of in words where the template does not render them.
+        """The Prompt of a conversation, by the chat template. Special tokens are the template's own alone: in contents,
+        calls and tools what looks like one stays text. tools: told of in words where the template does not render them.
         """
         if self.render is None:
             raise InputError("This model has no chat template; pass one text instead of messages or tools.")
         turns = [each if isinstance(each, Turn) else Turn(*each) for each in messages]
         turns = [replace(turn, content=_parts(turn.content)) for turn in turns]
         if not self.calls.native:
-            turns = spelled(turns, tools)
-        parts = _render(partial(_filled, self.render, self.calls), turns)
+            turns, tools = spelled(turns, tools), ()
+        parts = _render(partial(_filled, self.render, self.calls, self._is_markup, tools), turns)
         return self._prompt([self._template(part) if isinstance(part, str) else self._run(part) for part in parts])
 
     def text(self, pieces: Iterable[Piece], bos: Sequence[int] = ()) -> Prompt:
         """The Prompt of a text as it is, behind the ids `bos`."""
         return self._prompt([_Run(tuple(bos)), *map(self._run, _parts(tuple(pieces)))])
+
+    def _is_markup(self, text: str) -> bool:
+        """Whether a template that writes this text would write special tokens with it."""
+        return list(self.encode(text, True)) != list(self.encode(text, False))
 
     def _template(self, text: str) -> _Run:
         return _Run(tuple(self.encode(text, True)))
@@ -148,7 +151,8 @@ def _render(fill: Callable[[Sequence[Turn]], list[str | Piece]], turns: Sequence
 class _Slots:
     """Placeholders that stand for texts while a template renders, so that these are told from the template's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_markup: Callable[[str], bool]) -> None:
+        self._is_markup = is_markup
         self._nonce = "x" + secrets.token_hex(16)
         self._held: list[tuple[Piece, ...]] = []
 
@@ -162,8 +166,16 @@ class _Slots:
         if isinstance(value, str) and value:
             return self.put((Piece(json.dumps(value, ensure_ascii=False)[1:-1]),))
         if isinstance(value, Mapping):
-            return {name: self.values(each) for name, each in value.items()}
+            return {self.checked(name): self.values(each) for name, each in value.items()}
         return [self.values(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def checked(self, value: Any) -> Any:
+        """The same JSON value, but of its texts and names those replaced that would become special tokens."""
+        if isinstance(value, str):
+            return self.values(value) if self._is_markup(value) else value
+        if isinstance(value, Mapping):
+            return {self.checked(name): self.checked(each) for name, each in value.items()}
+        return [self.checked(each) for each in value] if isinstance(value, list | tuple) else value
 
     def filled(self, rendered: str) -> tuple[list[str | Piece], set[int]]:
         """Text of the template as str and what was put as pieces; which of it came back."""
@@ -174,17 +186,29 @@ class _Slots:
         return [part for part in parts if part != ""], {int(i) for i in texts[1::2]}
 
 
-def _filled(render: Render, calls: CallFormat, turns: Sequence[Turn]) -> list[str | Piece]:
-    slots = _Slots()
+def _filled(
+    render: Render,
+    calls: CallFormat,
+    is_markup: Callable[[str], bool],
+    tools: Sequence[Mapping[str, Any]],
+    turns: Sequence[Turn],
+) -> list[str | Piece]:
+    slots = _Slots(is_markup)
     contents = [slots.put(_parts(turn.content)) for turn in turns]  # the numbers of the turns
-    messages = [calls.message(turn, content, slots.values) for turn, content in zip(turns, contents, strict=True)]
+    told = [calls.message(turn, content, slots.values) for turn, content in zip(turns, contents, strict=True)]
+    messages = [{**message, **slots.checked(_beside(message))} for message in told]
     try:
-        rendered = render(messages)
+        rendered = render(messages, [slots.checked(tool) for tool in tools]) if tools else render(messages)
     except Exception as error:  # a template may raise anything
         raise InputError(f"The chat template refuses the roles {[turn.role for turn in turns]}: {error}") from error
     filled, seen = slots.filled(rendered)
     _check_complete(turns, seen)
     return filled
+
+
+def _beside(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What a message says of calls and results."""
+    return {name: value for name, value in message.items() if name not in ("role", "content")}
 
 
 def _check_complete(turns: Sequence[Turn], seen: set[int]) -> None:

@@ -62,6 +62,8 @@ class _Probe:
         one = self._answer(told, (self.first,))
         slots, gaps = _gaps(one, self.first)
         head, *inner = gaps[:-1]
+        if not head.strip():
+            raise _Unfit("nothing says where a call begins")
         marker = self._marker(head)
         return replace(
             self.wanted,

@@ -27,8 +27,8 @@ class CallFormat:
     """Calls as text: `head`, then the slots of a call with `inner` between them, `again` and the next, `tail`.
 
     again: None where an answer holds one call. marker: what begins a call and nothing else; "" where calls are bare
-    JSON, which then stands at the beginning of an answer. native: the chat template writes them. as_text: it takes
-    arguments as JSON text, not as an object. id_size: of the ids it takes, 0 for any.
+    JSON, whose first letter (`opener`) then is what no other answer begins with. native: the chat template writes them.
+    as_text: it takes arguments as JSON text, not as an object. id_size: of the ids it takes, 0 for any.
     """
 
     head: str
@@ -40,6 +40,11 @@ class CallFormat:
     native: bool = False
     as_text: bool = False
     id_size: int = 0
+
+    @property
+    def opener(self) -> str:
+        """The first letter of a call."""
+        return self.head.lstrip()[:1]
 
     def opens(self, text: str) -> int:
         """Where the first call begins in an answer, white space before it included; -1: nowhere."""
@@ -78,7 +83,7 @@ class CallFormat:
             return at
         if self.marker:
             return len(text[: len(text) - longest_start(text, (self.marker,))].rstrip())
-        return 0 if text.lstrip()[:1] in ("", "{") else len(text)
+        return 0 if text.lstrip()[:1] in ("", self.opener) else len(text)
 
     def _one(self, text: str, at: int) -> tuple[ToolCall | None, int]:
         found: dict[str, Any] = {}
@@ -114,10 +119,11 @@ class CallFormat:
             return f"start: {literal(self.head)} calls"
         rest = literal(self.head.lstrip()[len(self.marker) :])
         if not self.marker:
-            return f"start: TEXT | {rest} calls\nTEXT: /([^{{](.|\\n)*)?/"
+            return f"start: TEXT | {rest} calls\nTEXT: /\\s*([^{_exactly(self.opener)}\\s](.|\\n)*)?/"
         mark = literal(self.marker)
-        if mark.startswith("<["):  # a token of its own: text cannot hold it
-            return f"start: TEXT | TEXT {mark} {rest} calls\nTEXT: /(.|\\n)*/"
+        if mark.startswith("<["):  # a token of its own; text that spells it letter by letter would be read as a call
+            spelled_out = f"/(.|\\n)*{_exactly(self.marker)}(.|\\n)*/"
+            return f"start: TEXT | TEXT {mark} {rest} calls\nTEXT: /(.|\\n)*/ & ~{spelled_out}"
         return f"start: TEXT | opened {rest} calls\nopened[lazy]: TEXT {mark}\nTEXT: /(.|\\n)*/"
 
     def _terms(self, name: str, schema: str, literal: Callable[[str], str]) -> Iterator[str]:
@@ -245,6 +251,11 @@ def longest_start(text: str, words: Sequence[str]) -> int:
     return max((len(start) for start in starts if text.endswith(start)), default=0)
 
 
+def _exactly(text: str) -> str:
+    """A regular expression of this text and nothing else, in a class of letters too."""
+    return "".join(f"\\x{{{ord(letter):x}}}" for letter in text)
+
+
 def _is_among(call: ToolCall, calls: Sequence[ToolCall]) -> bool:
     return any(call.name == other.name and call.arguments == other.arguments for other in calls)
 
@@ -267,6 +278,6 @@ def _slot(slot: Slot, text: str, at: int, after: str) -> tuple[Any, int]:
     at += len(text[at:]) - len(text[at:].lstrip())
     try:
         value, end = json.JSONDecoder().raw_decode(text, at)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or deeper than anybody writes it
         return None, at
     return (value, end) if isinstance(value, dict) else (None, at)

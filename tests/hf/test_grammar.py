@@ -1,0 +1,96 @@
+"""Calls of tools by the rules of their format, over a tokenizer of bytes: what is text is never read as a call."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from ragfuse.core import ToolCall
+from ragfuse.errors import InputError
+from ragfuse.grammar import Grammar
+from ragfuse.hf.grammar import KEPT, Grammars, check
+from ragfuse.text.calls import PLAIN, CallFormat
+
+SCHEMA = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]})
+BARE = CallFormat('{"name": "', ('", "parameters": ',), None, "}", "", native=True)
+LISTED = CallFormat('[{"name": "', ('", "arguments": ',), '}, {"name": "', "}]", "", native=True)
+CALL = (ToolCall("weather", {"city": "Rome"}),)
+FORGED = (ToolCall("erase", {"all": True}),)
+
+
+def bytes_tokenizer(*added: str) -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE(vocab={letter: id for id, letter in enumerate(alphabet)}, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    words.add_special_tokens(["<eos>", *added])
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+
+
+class Held:
+    """Which texts a format's rules allow, with one tool called weather and text beside it."""
+
+    def __init__(self, format: CallFormat, *added: str) -> None:
+        self.words = bytes_tokenizer(*added)
+        self.grammars = Grammars(self.words, len(self.words), [256])
+        self.grammar = Grammar.lark(format.rules({"weather": SCHEMA}, self.grammars.literal, free=True))
+
+    def allows(self, text: str, spelled: bool) -> bool:
+        ids = self.words(text, add_special_tokens=False, split_special_tokens=spelled).input_ids
+        matcher = self.grammars.matcher(self.grammar)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def test_text_cannot_spell_the_token_that_begins_a_call() -> None:
+    held = Held(PLAIN, "<tool_call>")
+    assert held.allows("It is <tool_cal.\n\n" + PLAIN.write(CALL), spelled=False)
+    assert held.allows("One writes <tool_call.", spelled=True)
+    assert not held.allows("One writes " + PLAIN.write(FORGED), spelled=True)
+    assert not held.allows("One writes <tool_call>.", spelled=True)
+
+
+@pytest.mark.parametrize("format", [BARE, LISTED], ids=["an object", "a list"])
+@pytest.mark.parametrize("before", ["", "\n", " \n "])
+def test_bare_json_is_a_call_of_a_tool_or_not_written(format: CallFormat, before: str) -> None:
+    held = Held(format)
+    assert held.allows(format.write(CALL), spelled=True)
+    assert not held.allows(before + format.write(FORGED), spelled=True)
+    assert format.ready(before + format.write(CALL)[:3]) == 0
+    assert held.allows(before + "It rains { [ there.", spelled=True)
+
+
+def test_where_the_beginning_of_a_call_is_letters_a_call_of_a_tool_follows() -> None:
+    held = Held(PLAIN)
+    assert held.allows("It is " + PLAIN.write(CALL), spelled=True)
+    assert not held.allows("It is " + PLAIN.write(FORGED), spelled=True)
+
+
+def test_of_many_grammars_those_used_last_stay_compiled() -> None:
+    grammars = Held(PLAIN).grammars
+    first = Grammar.choice(["0"])
+    for number in range(KEPT + 8):
+        grammars.matcher(Grammar.choice([str(number)]))
+        grammars.matcher(first)
+    assert len(grammars._compiled) == KEPT
+    assert first in grammars._compiled
+    assert Grammar.choice(["1"]) not in grammars._compiled
+    assert grammars.is_whole(Grammar.choice(["1"]), grammars.tokens.tokenize_str("1"))
+
+
+def test_properties_that_are_named_in_two_places_are_all_allowed() -> None:
+    one = {"properties": {"b": {"type": "string"}}, "required": ["b"]}
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "anyOf": [one]}
+    check(Grammar.json(schema))
+    check(Grammar.json({"type": "object", "properties": {"deep": schema}, "required": ["deep"]}))
+
+
+def test_a_schema_that_is_no_json_is_told() -> None:
+    looped: dict[str, object] = {"type": "object"}
+    looped["properties"] = {"again": looped}
+    with pytest.raises(InputError, match="cannot be written as JSON"):
+        Grammar.json(looped)
+    with pytest.raises(InputError, match="cannot be compiled"):
+        check(Grammar.json({"type": "number", "minimum": float("nan")}))
