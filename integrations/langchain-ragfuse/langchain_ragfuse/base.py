@@ -83,6 +83,11 @@ class RagFuseModel(BaseModel):
         """The model as it was named."""
         return self._settings.model
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Its settings without engine and weights: a copy in another process loads its own."""
+        bare = self.model_copy(update={"engine": None}) if self.engine is not None else self
+        return super(RagFuseModel, bare).__getstate__()
+
     def get_engine(self, model: str | None = None) -> Engine:
         """The engine behind this model: the one given, or the process's own for these settings."""
         if model in (None, self.model_name):
@@ -103,10 +108,10 @@ class RagFuseModel(BaseModel):
             "policy": ask.policy or settings.policy,
             "ratio": settings.ratio if ask.ratio is None else ask.ratio,
             "reuse": ask.reuse,
-            "overflow": ask.overflow,
+            "overflow": ask.overflow or settings.overflow,
             "max_tokens": ask.max_tokens or settings.max_tokens,
             "seed": ask.seed,
-            "stop": list(ask.stop),
+            "stop_sequences": list(ask.stop),  # as `stop`, LangChain writes what a call says over it
             **({"grammar": repr(ask.grammar)} if ask.grammar is not None else {}),
             **ask.options,
         }
@@ -130,7 +135,7 @@ class RagFuseModel(BaseModel):
             policy=said("policy"),
             ratio=said("ratio"),
             reuse=said("reuse"),
-            stop=tuple(self.stop or () if stop is None else stop),
+            stop=(self.stop or ()) if stop is None else stop,
             seed=said("seed"),
             overflow=said("overflow"),
             grammar=_grammar(call.get("response_format")) or said("grammar"),

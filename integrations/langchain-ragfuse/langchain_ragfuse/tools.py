@@ -5,13 +5,16 @@ Nothing here decodes: what an answer must follow is told to the engine, which ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+from langchain_core.exceptions import OutputParserException
+from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import BaseOutputParser, JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
-from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
+from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
@@ -60,12 +63,45 @@ def structured(llm: Any, schema: dict[str, Any] | type, method: str, strict: boo
 
 def parsed_into(llm: Runnable[Any, Any], schema: Any, method: str, include_raw: bool) -> Runnable[Any, Any]:
     """The model's answers as `schema` says; with `include_raw`, {"raw", "parsed", "parsing_error"}."""
-    parser = _parser(schema, method)
+    parser = RunnableGenerator(_whole, _awhole, name="whole_answer") | _parser(schema, method)
     if not include_raw:
         return llm | parser
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     unparsed = RunnablePassthrough.assign(parsed=lambda _: None)
     return RunnableMap(raw=llm) | parsed.with_fallbacks([unparsed], exception_key="parsing_error")
+
+
+def _whole(messages: Iterator[AIMessage]) -> Iterator[AIMessage]:
+    """The same messages; an error behind them if they are not a whole answer."""
+    answer: Any = None
+    for message in messages:
+        answer = message if answer is None else answer + message
+        yield message
+    _check_whole(answer)
+
+
+async def _awhole(messages: AsyncIterator[AIMessage]) -> AsyncIterator[AIMessage]:
+    answer: Any = None
+    async for message in messages:
+        answer = message if answer is None else answer + message
+        yield message
+    _check_whole(answer)
+
+
+def _check_whole(answer: AIMessage) -> None:
+    """LangChain's parsers close JSON that was cut off and find no call in half of one: both would pass in silence."""
+    if answer.tool_calls:
+        return
+    text = str(answer.content)
+    try:
+        json.loads(text)
+    except ValueError as error:
+        n_tokens = (answer.usage_metadata or {}).get("output_tokens", 0)
+        raise OutputParserException(
+            f"A whole answer by the schema was wanted, but it was cut off after {n_tokens} tokens: '...{text[-40:]}'. "
+            "Raise max_tokens or timeout, or bound the lengths in the schema.",
+            llm_output=text,
+        ) from error
 
 
 def _parser(schema: Any, method: str) -> BaseOutputParser[Any]:

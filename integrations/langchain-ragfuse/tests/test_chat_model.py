@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def test_an_answer_ends_before_a_stop_string(llm: ChatRagFuse, engine: Engine) -
     stopped = llm.invoke(ASKED, stop=[stop])
     assert (stopped.content, stopped.response_metadata["finish_reason"]) == (expected, "stop")
     assert "".join(chunk.content for chunk in llm.stream(ASKED, stop=[stop])) == expected
+    assert llm.invoke(ASKED, stop=f"{stop}never").content == whole  # type: ignore[arg-type]
     assert ChatRagFuse(engine=engine, stop=[stop]).invoke(ASKED).content == expected
     assert ChatRagFuse(engine=engine, stop=[stop]).invoke(ASKED, stop=[]).content == whole
 
@@ -253,6 +255,13 @@ def test_a_call_may_name_another_model(llm: ChatRagFuse, tmp_path: Path) -> None
     assert answer.content == llm.invoke(ASKED).content
 
 
+def test_a_copy_for_another_process_takes_no_weights_along(engine: Engine) -> None:
+    llm = ChatRagFuse(engine=engine, ratio=0.5)
+    copied = pickle.loads(pickle.dumps(llm))
+    assert (copied.engine, copied.ratio, copied.model_name) == (None, 0.5, llm.model_name)
+    assert copied.get_engine() is ChatRagFuse(settings=engine.settings).get_engine()
+
+
 def test_making_a_model_loads_nothing(tmp_path: Path) -> None:
     llm = ChatRagFuse(model=str(tmp_path / "not there"), store=tmp_path / "store")
     assert llm.model_name.endswith("not there")
@@ -267,10 +276,10 @@ def test_what_tells_two_models_apart_is_in_the_identifying_params(engine: Engine
         "policy": engine.settings.policy,
         "ratio": engine.settings.ratio,
         "reuse": True,
-        "overflow": None,
+        "overflow": "error",
         "max_tokens": 7,
         "seed": None,
-        "stop": ["x"],
+        "stop_sequences": ["x"],
         "temperature": 0.5,
         "do_sample": True,
     }

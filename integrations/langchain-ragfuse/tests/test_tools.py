@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import pytest
+from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
@@ -150,10 +152,20 @@ async def test_structured_output_with_its_message(llm: ChatRagFuse) -> None:
         assert isinstance(found["parsed"], Paint)
         assert found["raw"].usage_metadata["input_tokens"] > 0
         assert found["parsing_error"] is None
-    short = ChatRagFuse(engine=llm.engine, max_tokens=2)
-    impossible = short.with_structured_output(Paint, include_raw=True).invoke("Paint my door.")
-    assert impossible["parsed"] is None
-    assert impossible["parsing_error"] is not None
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+@pytest.mark.parametrize("schema", [Paint, PaintDict, SCHEMA])
+async def test_a_structured_answer_that_is_cut_off_says_so(method: Any, schema: Any, engine: Engine) -> None:
+    short = ChatRagFuse(engine=engine, max_tokens=2)
+    structured = short.with_structured_output(schema, method=method)
+    with pytest.raises(OutputParserException, match=r"cut off after 2 tokens.*Raise max_tokens"):
+        structured.invoke("Paint my door.")
+    with pytest.raises(OutputParserException, match="cut off"):
+        _ = [each async for each in structured.astream("Paint my door.")]
+    found = short.with_structured_output(schema, method=method, include_raw=True).invoke("Paint my door.")
+    assert (found["parsed"], type(found["parsing_error"])) == (None, OutputParserException)
+    assert found["raw"].usage_metadata["output_tokens"] == 2
 
 
 @pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
@@ -167,7 +179,8 @@ def test_a_grammar_holds_every_answer(kind: Any, engine: Engine) -> None:
     assert said(llm, grammar=Grammar.regex("[0-9]{4}")).isdigit()
     form = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
     Paint.model_validate_json(said(llm, response_format=form, max_tokens=90))
-    assert "".join(map(str, kind(engine=engine, grammar=Grammar.regex("[ab]{5}")).batch(["Well?"])))
+    (answer,) = kind(engine=engine, grammar=Grammar.regex("[ab]{5}")).batch(["Well?"])
+    assert re.fullmatch("[ab]{5}", answer if isinstance(answer, str) else answer.content)
 
 
 def test_ways_to_choose_a_tool() -> None:

@@ -103,6 +103,7 @@ def test_stop_seed_and_length(llm: RagFuseLLM, engine: Engine) -> None:
     stop = whole[4:6]
     stopped = llm.complete(ASKED, stop=[stop])
     assert (stopped.text, stopped.raw["finish_reason"]) == (whole[: whole.index(stop)], "stop")
+    assert llm.complete(ASKED, stop=f"{stop}never").text == whole
     assert llm.complete(ASKED, max_tokens=3).raw["usage"]["completion_tokens"] == 3
     sampling = RagFuseLLM(engine=engine, temperature=1.5, top_k=50, seed=3)
     assert sampling.complete(ASKED).text == sampling.complete(ASKED).text

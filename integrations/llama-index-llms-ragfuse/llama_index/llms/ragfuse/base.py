@@ -264,7 +264,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             policy=said["policy"],
             ratio=said["ratio"],
             reuse=said["reuse"],
-            stop=tuple(said["stop"] or ()),
+            stop=said["stop"] or (),
             seed=said["seed"],
             options=_options(said),
             tools=tuple(said["tools"] or ()),
