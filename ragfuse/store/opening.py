@@ -64,8 +64,9 @@ def open_tier(url: str, settings: Settings, evict: Evictor, taken: list[str] | N
 
 
 def shown(url: str) -> str:
-    """A URL without user and password: for people, and for logs."""
-    return re.sub(r"//.*@", "//", url.strip())
+    """A URL without user and password, also those behind a question mark: for people, and for logs."""
+    bare = re.sub(r"//.*@", "//", url.strip())
+    return re.sub(r"([?&][^=&]*(?:user|pass|secret|token|key)[^=&]*=)[^&]*", r"\1...", bare, flags=re.IGNORECASE)
 
 
 def free_name(kind: str, taken: list[str] | None) -> str:

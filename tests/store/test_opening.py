@@ -8,6 +8,7 @@ from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, open_store, open_tier
+from ragfuse.store.opening import shown
 from tests.store.kit import key, kv
 
 
@@ -17,6 +18,18 @@ def test_tiers_are_opened_in_order_and_named_by_kind(tmp_path):
     with open_store(settings, lru) as store:
         assert [tier.name for tier in store.tiers] == ["memory", "disk", "disk-2", "objects", "objects-2"]
         assert [tier.capacity for tier in store.tiers[1:]] == [1 << 21, *[1 << 20] * 3]
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("redis://me:s3cret@host:1/2", "redis://host:1/2"),
+        ("redis://host/0?username=me&password=s3cret&db=2", "redis://host/0?username=...&password=...&db=2"),
+        ("unix://me:s3@cret@/run/redis.sock?db=1", "unix:///run/redis.sock?db=1"),
+    ],
+)
+def test_no_password_is_told_wherever_it_stands_in_a_url(url, told):
+    assert shown(url) == told
 
 
 def test_for_a_model_on_a_gpu_its_memory_comes_first(tmp_path):

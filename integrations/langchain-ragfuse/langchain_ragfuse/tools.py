@@ -96,7 +96,7 @@ def _check_whole(answer: AIMessage) -> None:
     try:
         json.loads(text)
     except ValueError as error:
-        n_tokens = (answer.usage_metadata or {}).get("output_tokens", 0)
+        n_tokens = answer.usage_metadata["output_tokens"] if answer.usage_metadata else 0
         raise OutputParserException(
             f"A whole answer by the schema was wanted, but it was cut off after {n_tokens} tokens: '...{text[-40:]}'. "
             "Raise max_tokens or timeout, or bound the lengths in the schema.",
