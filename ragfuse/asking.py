@@ -122,13 +122,17 @@ def is_sampled(options: Mapping[str, Any], model: HFModel) -> bool:
 
 
 def kept_of(ids: Sequence[int], options: Mapping[str, Any], model: HFModel) -> tuple[list[int], bool]:
-    """An answer's ids up to the end token, padding of a batch left out; whether it ended before it had to."""
+    """An answer's ids up to the end token, padding of a batch left out; whether it ended before it had to.
+
+    One that may run out of time (`max_time`) has ended by itself only with an end token.
+    """
     ends = ends_of(model, options)
     stop = next((at for at, token in enumerate(ids) if token in ends), None)
     kept = list(ids[:stop])
     if stop is None:
         kept = _without_padding(kept, _told("pad_token_id", options, model))
-    return kept, stop is not None or len(kept) < options.get("max_new_tokens", 0)
+    is_short = len(kept) < options.get("max_new_tokens", 0) and not _told("max_time", options, model)
+    return kept, stop is not None or is_short
 
 
 def ends_of(model: HFModel, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:

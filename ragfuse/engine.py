@@ -149,6 +149,16 @@ class Engine:
                 progress(done)
         return done
 
+    def know(self, texts: Iterable[tuple[str, str]]) -> None:
+        """(text, source) of chunks that are found in prompts from now on, without an ingest.
+
+        What a prompt then holds of them is encoded after its answer. For retrievers, which know it first.
+        """
+        for text, source in texts:
+            ids = self.tokens(text.strip())
+            if text.strip() not in self.known and len(ids) >= self.settings.min_chunk_tokens:
+                self._prompter.note(self.digest, text.strip(), source, ids)
+
     def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to bring what the store holds of these chunks to memory, for the next prompt, if that begins like
         one of the latest or as chunks were encoded behind. Returns at once, encodes nothing, may load the model."""

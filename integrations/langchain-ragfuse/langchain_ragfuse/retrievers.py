@@ -19,7 +19,8 @@ from langchain_ragfuse.documents import PAGE, engine_of, text_of
 class RagFuseRetriever(BaseRetriever):
     """Any retriever's documents, in its order, as they are; the store begins to read their KV meanwhile.
 
-    `document_prompt` is the one that the chain formats each document with. What the store does not hold is no trouble.
+    `document_prompt` is the one that the chain formats each document with. What the store does not hold yet is encoded
+    after the answer: documents need no indexing ahead.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -44,4 +45,6 @@ class RagFuseRetriever(BaseRetriever):
         return found
 
     def _prefetch(self, documents: Iterable[Document]) -> None:
-        engine_of(self.llm).prefetch([text_of(document, self.document_prompt)[0] for document in documents])
+        engine, texts = engine_of(self.llm), [text_of(document, self.document_prompt) for document in documents]
+        engine.know(texts)
+        engine.prefetch([text for text, _ in texts])

@@ -107,7 +107,9 @@ def test_max_tokens_and_timeout_end_an_answer(engine: Engine) -> None:
     llm = ChatRagFuse(engine=engine, max_tokens=3)
     assert llm.invoke(ASKED).usage_metadata["output_tokens"] == 3
     assert llm.invoke(ASKED, max_tokens=5).usage_metadata["output_tokens"] == 5
-    assert llm.invoke(ASKED, max_tokens=3000, timeout=0.2).usage_metadata["output_tokens"] < 3000
+    late = llm.invoke(ASKED, max_tokens=3000, timeout=0.2)
+    assert late.usage_metadata["output_tokens"] < 3000
+    assert late.response_metadata["finish_reason"] == "length"
 
 
 def test_an_unknown_argument_of_a_call_is_refused_by_name(llm: ChatRagFuse) -> None:

@@ -9,7 +9,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import RunnablePassthrough
+from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, RagFuseRetriever
 from langchain_ragfuse.documents import text_of
 
@@ -103,6 +103,16 @@ def test_what_the_store_does_not_hold_is_no_trouble(engine: Engine) -> None:
     assert RagFuseRetriever(retriever=Fixed(), llm=engine).invoke("ships") == DOCUMENTS
 
 
+def test_what_was_never_indexed_is_learnt_from_a_chain_as_it_is(engine: Engine) -> None:
+    llm = ChatRagFuse(engine=engine)
+    retriever = RagFuseRetriever(retriever=Fixed(), llm=llm, document_prompt=PAGE)
+    texts = RunnableLambda(lambda found: "\n\n".join(text_of(document, PAGE)[0] for document in found))
+    chain = {"context": retriever | texts, "input": RunnablePassthrough()} | PROMPT | llm
+    assert _sources_hit(chain.invoke("How many ships?")) == []
+    engine.flush()
+    assert _sources_hit(chain.invoke("How many trees?")) == [document.metadata["source"] for document in DOCUMENTS]
+
+
 async def test_tags_metadata_callbacks_and_errors_pass_through(engine: Engine) -> None:
     wrapped = RagFuseRetriever(retriever=Fixed(tags=["inner"]), llm=engine, tags=["outer"], metadata={"kind": "fixed"})
     heard = Heard()
@@ -126,6 +136,11 @@ async def test_tags_metadata_callbacks_and_errors_pass_through(engine: Engine) -
 def test_a_model_without_a_store_is_refused() -> None:
     with pytest.raises(InputError, match="has no chunk store"):
         RagFuseRetriever(retriever=Fixed(), llm=PROMPT).invoke("ships")
+
+
+def _sources_hit(message: Any) -> list[str]:
+    segments = message.response_metadata["ragfuse"]["segments"]
+    return [each["source"] for each in segments if each["kind"] == "chunk" and each["hit"]]
 
 
 def _in_memory(engine: Engine) -> int:
