@@ -1,7 +1,7 @@
 """`ragfuse bench dropin`: the same chain and the same query engine, with Hugging Face's model class and then with ours.
 
 The four programs are in `chains/`: real questions over real articles, retrieved by the embedded embedder. What is timed
-is what a person waits for: from the question to the first thing that the stream says, retrieval included. The lines
+is what a person waits for: from the question to the first text of the answer's stream, retrieval included. The lines
 that a swap takes are counted in the programs' own source.
 """
 
@@ -107,7 +107,7 @@ def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
         "model": options.model,
         "dtype": options.dtype,
         "clock": "wall",
-        "timed": "from the question to the first thing that the stream says, retrieval included",
+        "timed": "from the question to the first text of the answer's stream, retrieval included",
         "options": given,
         "chunks": TOP,
         "rounds": options.rounds,
