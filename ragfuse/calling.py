@@ -64,11 +64,19 @@ def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tool
     if grammar is not None:
         if found.must:
             raise InputError("A grammar and a tool that must be called were both asked for; leave one of them out.")
-        check(grammar)
+        check(grammar, _named(grammar))
     for tool in found.offered:
         name = tool["function"]["name"]
         check(Grammar("json", _schema(tool)), f"The parameters of the tool '{name}'")
     return found
+
+
+def _named(grammar: Grammar) -> str:
+    """What a grammar is called where it cannot be used."""
+    if grammar.kind != "json":
+        return "The grammar"
+    title = json.loads(grammar.source).get("title")
+    return f"The schema '{title}'" if title else "The schema"
 
 
 def offered(ask: Ask) -> tuple[Tool, ...]:

@@ -356,6 +356,7 @@ class Engine:
         source = resolve_llm(self.settings.model, self.settings.home)
         with quietly(source):
             model = load_model(source, self.settings.dtype, self.settings.device, self._profiles.probed)
+        model.name = self.settings.model
         model.profile = as_shipped(model.profile, self.settings.model)
         return model
 

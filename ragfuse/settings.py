@@ -69,7 +69,9 @@ class Settings(BaseSettings):
     memory_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the memory tier.")
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
     tiers: Annotated[tuple[str, ...], NoDecode] = Field(
-        default=(), description="Slower tiers behind memory and disk, fastest first: redis://, s3://, file:// ... URLs."
+        default=(),
+        repr=False,  # a URL may hold a password
+        description="Slower tiers behind memory and disk, fastest first: redis://, s3://, file:// ... URLs.",
     )
     tier_bytes: int = Field(default=100 << 30, ge=1, description="Capacity of each of these.")
     placement: Literal["cheapest", "all"] = Field(
@@ -80,7 +82,7 @@ class Settings(BaseSettings):
     tier_timeout_s: float = Field(default=2.0, gt=0, description="How long one of them may take to say anything.")
     ttl_s: float | None = Field(default=None, gt=0, description="Entries unused for so long are dropped; none: never.")
     prices: Prices = Field(default=Prices(), description="What keeping a gigabyte costs; only the order matters.")
-    salt: str = Field(default="", description="Tenant: one salt never hits another's entries.")
+    salt: str = Field(default="", repr=False, description="Tenant: one salt never hits another's entries.")
     writer_queue: int = Field(default=64, ge=1, description="Chunks waiting to be saved before saving is skipped.")
 
     policy: str = Field(

@@ -39,7 +39,7 @@ def check(grammar: Grammar, what: str = "The grammar") -> None:
     except ValueError as error:  # numbers that JSON does not have
         found = str(error)
     if found:
-        raise InputError(f"{what} cannot be compiled: {found.strip()}")
+        raise InputError(f"{what} cannot be compiled: {found.strip()}\nSay it more simply, or leave out what is named.")
 
 
 class Grammars:

@@ -124,3 +124,9 @@ def test_a_chunk_has_one_home_among_the_slow_tiers(tmp_path, fast):
         assert store.promote(key("a"))
         assert [tier.name for tier in store.tiers if tier.entries()] == ["memory", "home"]
         assert not store.promote(key("strange"))
+
+
+def test_settings_show_neither_urls_nor_salt():
+    told = repr(Settings(tiers=("redis://me:s3cret@host:1/2",), salt="t3nant"))
+    assert "s3cret" not in told
+    assert "t3nant" not in told

@@ -49,7 +49,7 @@ class RagFuseModel(BaseModel):
     """A prompt longer than the model's window: refused with the numbers, or its last documents left out; None: what
     the settings say."""
 
-    temperature: float | None = None
+    temperature: float | None = Field(default=None, ge=0)
     """None or 0: greedy."""
     top_p: float | None = None
     top_k: int | None = None

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolCall, ToolCallChunk
-from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, InvalidToolCall, ToolCall, ToolCallChunk
+from langchain_core.messages.tool import invalid_tool_call, tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
@@ -152,6 +152,7 @@ def _result(answer: Answer, engine: Engine, ask: Ask) -> ChatResult:
     message = AIMessage(
         answer.text,
         tool_calls=calls_of(answer),
+        invalid_tool_calls=_cut_off(answer, ask),
         response_metadata=metadata_of(answer, engine),
         usage_metadata=usage_of(answer, engine, ask),
     )
@@ -169,6 +170,14 @@ def _last(answer: Answer, said: str, engine: Engine, ask: Ask) -> ChatGeneration
         chunk_position="last",
     )
     return ChatGenerationChunk(message=message, generation_info={"finish_reason": answer.finish_reason})
+
+
+def _cut_off(answer: Answer, ask: Ask) -> list[InvalidToolCall]:
+    """The call that had to be made where there was no room to write it. Not for streams: joined, it counts as one."""
+    if answer.finish_reason != "length" or answer.tool_calls or not ask.tools or ask.tool_choice in ("auto", "none"):
+        return []
+    error = f"The call was cut off after {len(answer.token_ids)} tokens. Raise max_tokens."
+    return [invalid_tool_call(name=None, args=None, id=None, error=error)]
 
 
 def _whole(call: ToolCall, index: int) -> ToolCallChunk:

@@ -86,6 +86,13 @@ def test_no_tool_is_called_where_none_may_be(llm: ChatRagFuse) -> None:
     assert message.content == llm.invoke("Paint my door.").content
 
 
+def test_a_call_that_there_was_no_room_for_is_told_as_an_invalid_one(llm: ChatRagFuse) -> None:
+    message = llm.bind_tools([paint], tool_choice="any").invoke("Paint my door.", max_tokens=3)
+    assert (message.content, message.tool_calls) == ("", [])
+    told = [each["error"] for each in message.invalid_tool_calls]
+    assert told == ["The call was cut off after 3 tokens. Raise max_tokens."]
+
+
 @pytest.mark.parametrize("given", [paint, Paint, PaintDict, SCHEMA, tools_of([paint])[0]])
 def test_tools_come_in_every_form(given: Any, llm: ChatRagFuse) -> None:
     name = tools_of([given])[0]["function"]["name"]

@@ -145,7 +145,11 @@ def test_all_nodes_there_are_say_what_is_in_use(llm: RagFuseLLM) -> None:
     step.ensure(nodes(GREEN, OIL, TREES))
     assert step.collect(nodes(OIL, f"\n{TREES} ")) > 0
     assert kept(llm) == {OIL, TREES}
-    step.collect([])
+    for nothing in ([], SimpleDocumentStore()):  # such as one that was never loaded
+        with pytest.raises(InputError, match=r"all KV of the collection.*none_left=True"):
+            step.collect(nothing)
+    assert kept(llm) == {OIL, TREES}
+    step.collect([], none_left=True)
     assert kept(llm) == set()
 
 
@@ -154,9 +158,9 @@ def test_what_others_brought_is_never_collected(llm: RagFuseLLM, engine: Engine)
     engine.ingest([(GREY, "by hand")])
     step.ensure(nodes(GREEN, OIL))
     other.ensure(nodes(OIL, TREES))
-    step.collect([])
+    step.collect([], none_left=True)
     assert kept(llm) == {GREY, OIL, TREES}
-    other.collect(SimpleDocumentStore())
+    other.collect(SimpleDocumentStore(), none_left=True)
     assert kept(llm) == {GREY}
 
 
@@ -215,7 +219,7 @@ def test_a_store_without_a_disk_is_looked_after_in_memory(tiny_settings: Setting
 def test_a_damaged_list_of_documents_is_refused(llm: RagFuseLLM, tiny_settings: Settings) -> None:
     Path(tiny_settings.store_path / FILE).write_bytes(b"nothing that SQLite knows" * 50)
     with pytest.raises(StoreError, match=rf"{FILE} cannot be used.*Remove it"):
-        KVPrecompute(llm).collect([])
+        KVPrecompute(llm).collect([], none_left=True)
 
 
 def test_several_workers_are_refused(llm: RagFuseLLM) -> None:

@@ -63,7 +63,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         default=None, description="A prompt longer than the window: an error, or its last documents are left out."
     )
 
-    temperature: float | None = Field(default=None, description="None or 0: greedy.")
+    temperature: float | None = Field(default=None, ge=0, description="None or 0: greedy.")
     top_p: float | None = None
     top_k: int | None = None
     max_tokens: int | None = Field(default=None, description="New tokens of an answer.")

@@ -67,12 +67,19 @@ class KVPrecompute(TransformComponent):
         self.ledger.note(engine.digest, self.collection, ((*_version(node), text_of(node)) for node in meant))
         return done
 
-    def collect(self, alive: BaseDocumentStore | Iterable[BaseNode]) -> int:
+    def collect(self, alive: BaseDocumentStore | Iterable[BaseNode], none_left: bool = False) -> int:
         """Forget the KV of what no document has any more; bytes that this freed.
 
         `alive` is the docstore of the pipeline or index after its documents were updated or deleted, or all nodes that
         there are. What another document, version or collection uses stays, and so does what never came through here.
+        `none_left`: there may be none at all, else that is an InputError, as a docstore that was not loaded has none.
         """
+        alive = alive if isinstance(alive, BaseDocumentStore) else list(alive)
+        if not (none_left or (alive.docs if isinstance(alive, BaseDocumentStore) else alive)):
+            raise InputError(
+                f"No document is left, so all KV of the collection '{self.collection}' would go; wanted nodes, or a "
+                "docstore that has some. Where that is meant: collect(..., none_left=True)."
+            )
         engine = self.llm.get_engine()
         keep = _in_docstore(alive) if isinstance(alive, BaseDocumentStore) else _among(alive)
         return self.ledger.collect(engine.digest, self.collection, keep, engine.forget)
