@@ -214,6 +214,8 @@ class Reply:
         return body, min(ready, len(body) - longest_start(body, self.stops))
 
     def _opening(self, text: str) -> int:
+        if self.must:
+            return 0
         at = self.calls.opens(text) if self.calls is not None else -1
         return at if at >= 0 else len(text)
 
