@@ -53,7 +53,7 @@ class SearchesOnce:
 
 @pytest.fixture
 def llm(smollm: str, tmp_path: Any) -> Iterator[ChatRagFuse]:
-    with Engine(Settings(model="smollm2-135m", store=tmp_path / "store")) as engine:
+    with Engine(Settings(model="smollm2-135m", dtype="float32", store=tmp_path / "store")) as engine:
         yield ChatRagFuse(engine=engine, max_tokens=32)
 
 

@@ -63,7 +63,7 @@ class TestEmbedded(Common, ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"model": "smollm2-135m", "max_tokens": 48}
+        return {"model": "smollm2-135m", "dtype": "float32", "max_tokens": 48}
 
     @pytest.mark.xfail(reason="Where it may choose, a model this small answers in words.")
     def test_agent_loop(self, model: BaseChatModel) -> None:
