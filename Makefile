@@ -44,11 +44,11 @@ $(READY):
 demo: $(READY) ## real questions over real documents, full prefill and ragfuse side by side
 	@$(BIN)/ragfuse demo $(ARGS)
 
-test: lint ## lint, types and all tests that are not slow, with coverage
-	@$(ONE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov=ragfuse --cov-report=term-missing $(ARGS)
+test: lint ## lint, types and all tests that are neither slow nor long on the embedded model, with coverage
+	@$(ONE) $(BIN)/python -m pytest -m 'not slow and not embedded' -n $(WORKERS) --dist loadfile --cov=ragfuse --cov-report=term-missing $(ARGS)
 
 test-slow: $(READY) ## the longer tests, and the notebooks
-	@$(ONE) $(BIN)/python -m pytest -m slow $(ARGS)
+	@$(ONE) $(BIN)/python -m pytest -m 'slow or embedded' $(ARGS)
 	@$(BIN)/python -m pytest --nbmake -m '' notebooks
 
 lint: $(READY) ## ruff check, ruff format --check, mypy --strict

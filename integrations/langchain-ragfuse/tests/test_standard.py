@@ -52,6 +52,7 @@ class TestUnit(Common, ChatModelUnitTests):
         return {"RAGFUSE_MODEL": "some-model"}, {}, {"model_name": "some-model"}
 
 
+@pytest.mark.embedded
 class TestEmbedded(Common, ChatModelIntegrationTests):
     """With weights, over a store of the class's own."""
 
