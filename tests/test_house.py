@@ -410,6 +410,12 @@ def test_integrations_stand_on_public_names_only() -> None:
     assert [f"{source.path}: {found}" for source in sources for found in integrations_use_public_names(source)] == []
 
 
+@pytest.mark.parametrize("rule", [nothing_unpickles, files_are_short])
+def test_integrations_keep_the_rule(rule: Rule) -> None:
+    sources = [source for source in _sources("integrations", below=ROOT) if "/tests/" not in source.path]
+    assert [f"{source.path}: {found}" for source in sources for found in rule(source)] == []
+
+
 @pytest.mark.parametrize(
     "text", ["from ragfuse.store import KVStore", "from ragfuse import _hidden", "import ragfuse\nragfuse.hf.load()"]
 )

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import pickle
+from contextlib import suppress
 from typing import ClassVar
 
 import pytest
 from llama_index.core.llms import LLM, MockLLM
 from llama_index.llms.ragfuse import RagFuseLLM
-from llama_index.llms.ragfuse.conformance import LLMConformance
+from llama_index.llms.ragfuse.conformance import SMALL, LLMConformance
+from llama_index.llms.ragfuse.heard import text_of
 
 from ragfuse import Engine
 
 THREADS = ("asyncio_", "ragfuse-encode", "ragfuse-writer", "ragfuse-notes")
 
 
-class TestTheTinyModel(LLMConformance):
+class Conforming(LLMConformance):
+    """The suite, and what a shipped file must not do."""
+
+    def test_pickling_takes_its_settings_alone_or_is_refused(self, llm: LLM) -> None:
+        """Never its weights."""
+        llm.complete(self.asked)
+        written = b""
+        with suppress(TypeError, ValueError, pickle.PicklingError):
+            written = pickle.dumps(llm)
+        if not written:
+            return
+        assert len(written) < SMALL
+        assert text_of(pickle.loads(written).complete(self.asked)) == text_of(llm.complete(self.asked))
+
+
+class TestTheTinyModel(Conforming):
     long: ClassVar = {"max_tokens": 100_000, "reuse": False}
     enough: ClassVar = {"max_tokens": 200}
     lasting = THREADS
@@ -25,7 +43,7 @@ class TestTheTinyModel(LLMConformance):
 
 
 @pytest.mark.slow
-class TestTheEmbeddedModel(LLMConformance):
+class TestTheEmbeddedModel(Conforming):
     long: ClassVar = {"max_tokens": 4_000, "reuse": False}
     enough: ClassVar = {"max_tokens": 60}
     lasting = THREADS
@@ -35,7 +53,7 @@ class TestTheEmbeddedModel(LLMConformance):
         return RagFuseLLM(engine=real_engine, max_tokens=6)
 
 
-class TestTheFrameworksMock(LLMConformance):
+class TestTheFrameworksMock(Conforming):
     lacks: ClassVar = {
         "growing text": "MockLLM gives the whole text with every delta",
         "empty messages": "MockLLM answers what nobody asked",

@@ -18,24 +18,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import pickle
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
 from llama_index.core.bridge.pydantic import BaseModel
 from llama_index.core.callbacks import CallbackManager
-from llama_index.core.callbacks.base_handler import BaseCallbackHandler
-from llama_index.core.callbacks.schema import CBEventType, EventPayload
+from llama_index.core.callbacks.schema import EventPayload
 from llama_index.core.instrumentation import get_dispatcher
-from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.span_handlers import SimpleSpanHandler
 from llama_index.core.llms import LLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
+from llama_index.llms.ragfuse.heard import Called, Heard, fingerprint, joined, text_of
 
 T = TypeVar("T")
 CALLS = tuple(f"{a}{stream}{what}" for what in ("complete", "chat") for a in ("", "a") for stream in ("", "stream_"))
@@ -49,54 +46,6 @@ class Town(BaseModel):
     """A town."""
 
     is_harbour: bool
-
-
-class Heard(BaseEventHandler):
-    """Keeps the events of LLM calls."""
-
-    events: list[Any]
-
-    @classmethod
-    def class_name(cls) -> str:
-        """Its name."""
-        return "Heard"
-
-    def handle(self, event: Any, **kwargs: Any) -> None:
-        """Keep an event."""
-        self.events.append(event)
-
-    def kinds(self, call: str) -> list[str]:
-        """The names of a call's events, in order, those of its kind alone; neighbours of one name once."""
-        prefix = "LLMChat" if "chat" in call else "LLMCompletion"
-        names = [event.class_name() for event in self.events if event.class_name().startswith(prefix)]
-        short = [name.removeprefix(prefix).removesuffix("Event") for name in names]
-        return [name for at, name in enumerate(short) if at == 0 or short[at - 1] != name]
-
-
-class Called(BaseCallbackHandler):
-    """Keeps what a callback manager tells of LLM calls."""
-
-    def __init__(self) -> None:
-        super().__init__([], [])
-        self.began: list[dict[str, Any]] = []
-        self.ended: list[dict[str, Any]] = []
-
-    def on_event_start(self, event_type: CBEventType, payload: Any = None, event_id: str = "", **_: Any) -> str:
-        """Keep a beginning."""
-        if event_type is CBEventType.LLM:
-            self.began.append({"id": event_id, **(payload or {})})
-        return event_id
-
-    def on_event_end(self, event_type: CBEventType, payload: Any = None, event_id: str = "", **_: Any) -> None:
-        """Keep an end."""
-        if event_type is CBEventType.LLM:
-            self.ended.append({"id": event_id, **(payload or {})})
-
-    def start_trace(self, trace_id: str | None = None) -> None:
-        """Nothing."""
-
-    def end_trace(self, trace_id: str | None = None, trace_map: Any = None) -> None:
-        """Nothing."""
 
 
 def needs(feature: str) -> Callable[[T], T]:
@@ -381,17 +330,6 @@ class LLMConformance:
         """What `from_dict` is given besides: nothing, or what has no place in a file, like keys."""
         return {}
 
-    def test_pickling_takes_its_settings_alone_or_is_refused(self, llm: LLM) -> None:
-        """Never its weights."""
-        llm.complete(self.asked)
-        written = b""
-        with suppress(TypeError, ValueError, pickle.PicklingError):
-            written = pickle.dumps(llm)
-        if not written:
-            return
-        assert len(written) < SMALL
-        assert text_of(pickle.loads(written).complete(self.asked)) == text_of(llm.complete(self.asked))
-
     # more than text
 
     @needs("structured")
@@ -426,19 +364,3 @@ class LLMConformance:
 def count_ships(is_harbour: bool) -> str:
     """Count the ships."""
     return "forty ships"
-
-
-def text_of(response: Any) -> str:
-    """A response's text."""
-    return (response.message.content if isinstance(response, ChatResponse) else response.text) or ""
-
-
-def joined(responses: list[Any]) -> str:
-    """What a stream said."""
-    return "".join(response.delta or "" for response in responses)
-
-
-def fingerprint(response: ChatResponse) -> tuple[str, Any]:
-    """A response's text and, where it is told, how long its prompt was."""
-    raw = response.raw if isinstance(response.raw, dict) else {}
-    return text_of(response), raw.get("usage", {}).get("prompt_tokens")
