@@ -176,7 +176,7 @@ class KVStore:
         tiers = self.tiers if tier is None else (self.tier(tier),)
         if self._closed or not tiers:
             return False
-        blobs = tuple(self.codec.encode(layer).cpu() for layer in kv.layers)
+        blobs = tuple(self.codec.encode(layer, at).cpu() for at, layer in enumerate(kv.layers))
         quick, slow = [each for each in tiers if not each.slow], [each for each in tiers if each.slow]
         meant = [each for each in slow if each.name == home] or slow
         with self._saves.begun(key, EntryMeta.of(kv, self.codec.name, blobs), blobs) as save:
