@@ -49,7 +49,7 @@ def over_s(read_s: float, hand_s: float, load_s: float, n_layers: int) -> float:
 def _kept(store: KVStore, at: int, chunk: ChunkKV) -> Fetch:
     key = ChunkKey(digest("measure"), digest(str(at)))
     store.put(key, chunk, wait=True)
-    return Fetch(at, key, store.tiers[0].name, store.codec.name, chunk.nbytes)
+    return Fetch(at, key, store.tiers[0].name, "raw", chunk.nbytes)
 
 
 def _read(store: KVStore, fetches: list[Fetch], n_layers: int, fuse: Fuse) -> tuple[float, float]:
