@@ -370,3 +370,16 @@ def prefill_by_hand(
                 cache.update(layer.keys, layer.values, index)
         lo += len(ids)
     return out.logits[0, -1], [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+def uniform(tensor: Tensor, bits: int) -> Tensor:
+    """float32 [H, n, D]: every head's token as codes of `bits` and one bfloat16 scale, by hand."""
+    most, out = 2 ** (bits - 1) - 1, torch.zeros(tensor.shape)
+    for head in range(tensor.shape[0]):
+        for token in range(tensor.shape[1]):
+            row = tensor[head, token].float()
+            scale = (row.abs().max() / most).to(torch.bfloat16).float()
+            for channel, value in enumerate(row):
+                code = int((value / scale).round()) if scale > 0 else 0
+                out[head, token, channel] = max(-most, min(most, code)) * scale
+    return out

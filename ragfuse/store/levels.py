@@ -76,17 +76,20 @@ class Levels:
         meta, _ = whole
         if meta.levels == tuple(wanted):
             return whole
-        can = [level for level in by_loss(wanted) if self.can_make(key, meta, level)]
-        if not can and RAW.name not in meta.levels:
-            return whole
-        if len(can) < len(wanted) and RAW.name in meta.levels:
-            missing = ", ".join(level for level in wanted if level not in can)
-            log.warning("%s is not written as %s: its model has no codec for that here", key, missing)
-        return joined([self._at(key, whole, level) for level in can or (RAW.name,)])
+        found = [each for level in by_loss(wanted) if (each := self._at_or_none(key, whole, level)) is not None]
+        if not found:
+            return only(whole, RAW.name) if RAW.name in meta.levels else whole
+        return joined(found)
 
-    def can_make(self, key: ChunkKey, meta: EntryMeta, level: str) -> bool:
-        """Whether an entry has a level, or can be encoded at it."""
-        return level in meta.levels or (RAW.name in meta.levels and self.codecs(level, key.model) is not None)
+    def _at_or_none(self, key: ChunkKey, whole: Whole, level: str) -> Whole | None:
+        """The entry at one level; None, and told, where it cannot be encoded so."""
+        if level not in whole[0].levels and RAW.name not in whole[0].levels:
+            return None
+        try:
+            return self.at(key, whole, level)
+        except ValueError as error:
+            log.warning("%s is not written as %s: %s", key, level, error)
+            return None
 
     def check(self, key: ChunkKey, level: str, whole: Whole) -> None:
         """ValueError if an entry cannot be decoded at one of its levels."""
@@ -95,13 +98,15 @@ class Levels:
             if codec is None or codec.decode(blob, layer).n_tokens != meta.n_tokens:
                 raise ValueError(f"it cannot be decoded at level {level}")
 
-    def _at(self, key: ChunkKey, whole: Whole, level: str) -> Whole:
-        """The entry at one level."""
+    def at(self, key: ChunkKey, whole: Whole, level: str) -> Whole:
+        """The entry at one level; ValueError, and why, where it neither has that nor can be encoded so."""
         if level in whole[0].levels:
             return only(whole, level)
+        if RAW.name not in whole[0].levels:
+            raise ValueError(f"it is kept as {', '.join(whole[0].levels)}, and only what is kept raw is encoded")
         codec, (meta, blobs) = self.codecs(level, key.model), only(whole, RAW.name)
         if codec is None:
-            raise ValueError(f"No codec for {level}.")
+            raise ValueError(f"there is no codec for {level} and its model here")
         layers = [RAW.decode(blob, layer) for blob, layer in zip(blobs, meta.layers, strict=True)]
         encoded = tuple(codec.encode(layer, at) for at, layer in enumerate(layers))
         metas = tuple(LayerMeta.of(layer, blob) for layer, blob in zip(layers, encoded, strict=True))

@@ -12,8 +12,9 @@ from ragfuse.store.tier import EntryMeta, Whole
 
 
 class Partials:
-    """Layers read so far at one level each, of chunks that together weigh at most `limit_nbytes` once whole. Not locked: its owner is.
+    """Layers of chunks read so far, each at one level, that together weigh at most `limit_nbytes` once whole.
 
+    Not locked: its owner is.
     A chunk begins with its layer 0. With no room left, the one that waited longest for its next layer goes.
     """
 

@@ -90,7 +90,8 @@ class KVStore:
     def lookup(self, keys: Iterable[ChunkKey], counts: bool = True) -> dict[ChunkKey, Entry]:
         """Those of `keys` that are kept, each from the fastest tier that has it; one query per tier.
 
-        Only levels that can be decoded here are told of, and nothing of an entry that has none of these. What is too old is a miss, and dropped in the background. Unless it `counts`, no hit or miss is told in `stats`.
+        Only levels that can be decoded here are told of, and nothing of an entry that has none of these. What is too
+        old is a miss, and dropped in the background. Unless it `counts`, no hit or miss is told in `stats`.
         """
         wanted = dict.fromkeys(keys)
         found: dict[ChunkKey, Entry] = {}
@@ -185,7 +186,7 @@ class KVStore:
         tiers = self.tiers if tier is None else (self.tier(tier),)
         if self._closed or not tiers:
             return False
-        blobs = tuple(RAW.encode(layer).cpu() for layer in kv.layers)
+        blobs = tuple(RAW.encode(layer, at).cpu() for at, layer in enumerate(kv.layers))
         quick, slow = [each for each in tiers if not each.slow], [each for each in tiers if each.slow]
         meant = [each for each in slow if each.name == home] or slow
         wanted = {each.name: self.levels.of(each.name) for each in tiers} | dict(levels or {})
