@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ragfuse.codec import OtherTables
 from ragfuse.core import ChunkKey, Entry, LayerKV
-from ragfuse.store.levels import Layouts, Levels
+from ragfuse.store.levels import Layout, Levels, Recent
 from ragfuse.store.tier import EntryMeta, Tier
 
 log = logging.getLogger("ragfuse.store")
 
 _TRIES = 3
+_REMEMBERED = 8192
 
 
 class Found(NamedTuple):
@@ -32,19 +34,34 @@ class Reading:
     """Reads levels of entries. What of an entry cannot be read is counted and logged, never raised."""
 
     def __init__(self, levels: Levels) -> None:
-        self._levels, self._layouts = levels, Layouts()
+        self._levels = levels
+        self._layouts = Recent[tuple[str, ChunkKey], Layout](_REMEMBERED)
+        self._unread = Recent[ChunkKey, str](_REMEMBERED)
 
     def readable(self, tier: str, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, dict[str, int]]:
         """Sizes of the levels that can be decoded here, of entries that a tier told of; remembers where they stand."""
-        self._layouts.note_all(tier, entries.values())
         told = {key: self._levels.readable(key, entry.sizes) for key, entry in entries.items()}
+        for key, entry in entries.items():
+            if len(entry.sizes) > 1 or (tier, key) in self._layouts:  # any other begins with its only level
+                self._layouts.add((tier, key), Layout(tuple(entry.sizes), entry.n_layers))
+            if not told[key]:
+                self._unread.add(key, self._levels.why_not(key, entry.sizes))
         return {key: {level: entries[key].sizes[level] for level in levels} for key, levels in told.items() if levels}
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        """Forget why these were not told of: they are looked for anew."""
+        for key in keys if len(self._unread) else ():
+            self._unread.discard(key)
+
+    def why_not(self, key: ChunkKey) -> str:
+        """Why a key's entry was found and not told of, as far as is remembered; "" where none was."""
+        return self._unread.get(key) or ""
 
     def begins(self, tier: str, keys: Iterable[ChunkKey], level: str | None) -> dict[int, list[ChunkKey]]:
         """The piece that the level begins with, and of which keys, as far as is known."""
         found: dict[int, list[ChunkKey]] = {}
         for key in keys:
-            known = self._layouts.get(tier, key)
+            known = self._layouts.get((tier, key))
             best = self._levels.best(key, known.levels, level) if known is not None else None
             found.setdefault(known.first(best) if known is not None and best else 0, []).append(key)
         return found
@@ -60,7 +77,7 @@ class Reading:
 
     def _layers(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> Found | None:
         """As `layers`, by one read where it is known how the entry stands; else by the first one that is learned."""
-        known = self._layouts.get(tier.name, key)
+        known = self._layouts.get((tier.name, key))
         for _ in range(_TRIES):
             chosen = self._chosen(key, known.levels, level) if known is not None else None
             if known is not None and chosen is None:
@@ -73,7 +90,9 @@ class Reading:
                 known = None
                 continue
             meta, *blobs = found
-            known = self._layouts.note(tier.name, key, meta.levels, meta.n_layers)
+            known = Layout(meta.levels, meta.n_layers)
+            if len(meta.levels) > 1 or (tier.name, key) in self._layouts:
+                self._layouts.add((tier.name, key), known)
             chosen = self._chosen(key, meta.levels, level)
             if chosen is not None and known.first(chosen) == at:
                 return self._decoded(tier, key, first, meta.only(chosen), blobs)
@@ -91,6 +110,9 @@ class Reading:
             described = meta.layers[first : first + len(blobs)]
             layers = tuple(codec.decode(blob, layer) for blob, layer in zip(blobs, described, strict=True))
             return Found(layers, meta, blobs)
+        except OtherTables as error:
+            self._levels.leave(key, meta.levels[0], str(error))
+            return None
         except ValueError as error:
             tier.counts.add("corrupt")
             log.warning("Dropped %s from tier %s: it cannot be decoded from layer %d: %s", key, tier.name, first, error)
