@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt
 from ragfuse.calling import Caller, Reply, Tool, offered
+from ragfuse.coding import Coding
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.counting import Tally
 from ragfuse.dtypes import settled
@@ -61,7 +62,8 @@ class Engine:
         self.settings = settled(settings or Settings())
         known_policy(self.settings.policy)
         self.book = Book(self.settings.store_path) if store is None and self.settings.disk_bytes else None
-        self.store = store if store is not None else open_kept(self.settings)
+        self._coding = Coding(self._booked, lambda: self.store.tiers)
+        self.store = store if store is not None else open_kept(self.settings, codecs=self._coding)
         self._model, self._lock = model, threading.Lock()
         self._profiles, self._timings = Profiles(self._booked), Timings(self.settings.tiers, self._booked)
         self._planner = Planner(self.settings, self.store, self._timings)
@@ -88,6 +90,7 @@ class Engine:
                 self._profiles.remember(self._model.profile)
                 tenant = digest(self._model.fingerprint, self.settings.salt)
                 self._booked(lambda book: remember_tenant(book, tenant, self.settings), None)
+                self._coding.prepare(tenant, self._model, self.settings)
             return self._model
 
     @property
@@ -284,9 +287,11 @@ class Engine:
         """How runs of tokens come into the store."""
         settings = self.settings
         shortest, other, model = settings.min_chunk_tokens, settings.amid_tokens, self.model
-        return Encoder(
-            model, self.store, self.digest, shortest, other, partial(self._planner.home, model, self.profile)
+        home, levels = (
+            partial(self._planner.home, model, self.profile),
+            partial(self._planner.levels, model, self.profile),
         )
+        return Encoder(model, self.store, self.digest, shortest, other, home, levels)
 
     def _fitted(self, question: Question, ask: Ask) -> Prompt:
         """The prompt of a question; without its last chunks where it is too long and they may be left out."""

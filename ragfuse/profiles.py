@@ -13,9 +13,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ragfuse.core import RopeLayout
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 """Version of ModelProfile."""
-MACHINE_VERSION = 4
+MACHINE_VERSION = 5
 """Version of MachineProfile."""
 
 
@@ -27,7 +27,8 @@ class ModelProfile:
     "dense": the model's own with our mask). refusal: why KV is not reused, "" if it is. errors: the probe's
     measured errors by name. verified: whether fusing was found exact where it must be; None: not looked at.
     safe: whether calibration found a policy and ratio whose answers stay close to full prefill's (these are `policy`
-    and `ratio` then); None: not calibrated.
+    and `ratio` then); None: not calibrated. codec: how its KV is spread, as `codec.CodecTables.as_dict` writes it, for
+    levels that pack by that; None: not profiled.
     """
 
     model: str
@@ -41,6 +42,7 @@ class ModelProfile:
     ratio: float | None = None
     verified: bool | None = None
     safe: bool | None = None
+    codec: Mapping[str, Any] | None = None
     version: int = PROFILE_VERSION
 
     @property
@@ -51,7 +53,7 @@ class ModelProfile:
     @property
     def probed(self) -> ModelProfile:
         """What the probe found, without what was learned later."""
-        return replace(self, policy="", ratio=None, verified=None, safe=None)
+        return replace(self, policy="", ratio=None, verified=None, safe=None, codec=None)
 
     def calibrated(self, safe: bool, policy: str = "", ratio: float | None = None) -> ModelProfile:
         """The same with the outcome of a calibration."""
@@ -75,6 +77,7 @@ HELD_UP_S = 3e-4
 6 chunks in 7 steps 200 us more are 8 ms."""
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Times = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Warmth = Literal["cold", "warm", "unknown"]
 
@@ -135,6 +138,8 @@ class MachineProfile:
 
     model: its fingerprint. prefill: seconds of full prefill of L tokens, as a + b L + c L^2. Points are what was
     measured, curves what was fitted to them. held_up_s: by how much each read of a thread holds up the model.
+    decode: by codec level, seconds to decode a token's KV. packed: by level, its bytes over those of raw. Raw is in
+    neither: it takes no time.
     """
 
     model: str
@@ -148,6 +153,8 @@ class MachineProfile:
     prefill_points: tuple[tuple[Count, Seconds], ...] = ()
     fused_points: tuple[FusedPoint, ...] = ()
     held_up_s: Seconds = HELD_UP_S
+    decode: Mapping[str, Seconds] = field(default_factory=dict)
+    packed: Mapping[str, Times] = field(default_factory=dict)
     version: int = MACHINE_VERSION
 
     def as_dict(self) -> dict[str, Any]:

@@ -370,3 +370,35 @@ def prefill_by_hand(
                 cache.update(layer.keys, layer.values, index)
         lo += len(ids)
     return out.logits[0, -1], [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+def uniform(tensor: Tensor, bits: int) -> Tensor:
+    """float32 [H, n, D]: every head's token as codes of `bits` and one bfloat16 scale, by hand."""
+    most, out = 2 ** (bits - 1) - 1, torch.zeros(tensor.shape)
+    for head in range(tensor.shape[0]):
+        for token in range(tensor.shape[1]):
+            row = tensor[head, token].float()
+            scale = (row.abs().max() / most).to(torch.bfloat16).float()
+            for channel, value in enumerate(row):
+                code = int((value / scale).round()) if scale > 0 else 0
+                out[head, token, channel] = max(-most, min(most, code)) * scale
+    return out
+
+
+def binned(tensor: Tensor, mean: Tensor, steps: Tensor, width: float, odd: Tensor, anchors: int = 0) -> Tensor:
+    """float32 [H, n, D] in bins, one value at a time; steps and mean [H, D]; `odd` [n] tokens and anchors in 8 bits.
+
+    anchors: every how many tokens one stands that those after it are changes to; 0: none.
+    """
+    out = torch.zeros(tensor.shape)
+    eight = uniform(tensor, 8)
+    for token in range(tensor.shape[1]):
+        if bool(odd[token]) or (anchors and token % anchors == 0):
+            out[:, token] = eight[:, token]
+            continue
+        for head in range(tensor.shape[0]):
+            for channel in range(tensor.shape[2]):
+                base = out[head, token // anchors * anchors, channel] if anchors else mean[head, channel]
+                size = steps[head, channel] * width
+                out[head, token, channel] = base + ((tensor[head, token, channel] - base) / size).round() * size
+    return out

@@ -41,7 +41,7 @@ ENGINE = {
     "sharing",
     "streaming",
 }
-ENGINE |= {"counting", "keeping", "metering", "telemetry", "timings", "tracing"}
+ENGINE |= {"coding", "counting", "keeping", "metering", "telemetry", "timings", "tracing"}
 EVERYTHING = {*NOUNS, *BELOW_ENGINE, *ENGINE}
 
 # Room -> what it may import of ragfuse besides itself; "plan.adapt" is one file of a room.
@@ -55,7 +55,7 @@ ROOMS: dict[str, set[str]] = {
     "store": {*NOUNS, "codec", "profiles"},
     "hf": {*NOUNS, "fuse", "profiles"},
     "load": {*NOUNS, "store", "plan.steps", "plan.adapt"},
-    "measure": {*NOUNS, "store", "hf", "fuse", "load", "plan.estimate", "plan.steps", "profiles"},
+    "measure": {*NOUNS, "codec", "store", "hf", "fuse", "load", "plan.estimate", "plan.steps", "profiles"},
     "adapters": NOUNS,
     "models": {*NOUNS, "adapters"},
     "engine": EVERYTHING,
