@@ -53,7 +53,7 @@ class ByteStore:
         for name, value in pairs:
             key, layers = self._key(name), [_layer(value), _layer(name.encode("utf-8", "surrogatepass"))]
             metas, blobs = zip(*layers, strict=True)
-            if not self._tier.write(key, EntryMeta(1, RAW.name, metas), blobs):
+            if not self._tier.write(key, EntryMeta(1, (RAW.name,), metas), blobs):
                 raise StoreError(
                     f"'{name}' of {len(value):,} bytes was not kept in tier {self._tier.name}: it answers no write, "
                     f"or has no room for it in its {self._tier.capacity:,} bytes. Look: ragfuse store stats"

@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of everything that is written: keys, headers, profiles. A change makes old entries misses."""
 
 Encoded = Literal["alone", "prefix", "amid"]
@@ -205,7 +205,11 @@ class ChunkKV:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the store knows of one key. May be stale: a read that fails is a miss, never an exception."""
+    """What the store knows of one key. May be stale: a read that fails is a miss, never an exception.
+
+    sizes: bytes of each codec level that is kept, in their order; what is said of the entry counts to the first.
+    n_layers: layers of the model, which every level has.
+    """
 
     key: ChunkKey
     tier: str
@@ -224,13 +228,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Fetch:
-    """One segment to be read: which, from which tier, at which codec level."""
+    """One segment to be read: which, from which tier, at which codec level, and how many tokens that gives."""
 
     segment: int
     key: ChunkKey
     tier: str
     level: str
     nbytes: int
+    n_tokens: int = 0
 
 
 Bound = Literal["floor", "loading", "deadline", "asked"]

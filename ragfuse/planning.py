@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ragfuse.asking import Ask
-from ragfuse.core import ChunkKey, Entry, LoadPlan, Prompt
+from ragfuse.core import ChunkKey, LoadPlan, Prompt
 from ragfuse.gate import Hint, refusal_of
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import Progress, measure
@@ -64,7 +64,7 @@ class Planner:
         if refusal:
             return controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).refused(refusal)
         keys = [key for segment in prompt.segments for key in segment.keys]
-        found = controller.plan(prompt, self._entries(keys), policy, ratio, lost, ask.deadline_s)
+        found = controller.plan(prompt, self._store.lookup(keys), policy, ratio, lost, ask.deadline_s)
         if found.fetches or found.refusal:
             self._hint.give(profile, policy, settings.model)
             return found
@@ -122,11 +122,6 @@ class Planner:
         there = f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
         return f"{NOTHING}{there if silent else ''}"
 
-    def _entries(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Entry]:
-        """What the store has of these, at the level that it reads: others' bytes are not counted."""
-        level, found = self._store.codec.name, self._store.lookup(keys)
-        return {key: _at(entry, level) if level in entry.sizes else entry for key, entry in found.items()}
-
     @property
     def _slow(self) -> list[Tier]:
         return [tier for tier in self._store.tiers if tier.slow]
@@ -142,8 +137,3 @@ class Planner:
         log.info("Promoted %s to tier %s, as it is used often", key, tier.name)
         with self._lock:
             self._promoted += 1
-
-
-def _at(entry: Entry, level: str) -> Entry:
-    """The entry with what one level takes."""
-    return replace(entry, sizes={level: entry.sizes[level]}) if len(entry.sizes) > 1 else entry

@@ -27,6 +27,8 @@ from pydantic_settings import (
 log = logging.getLogger("ragfuse.settings")
 
 PREFIX = "RAGFUSE_"
+LEVELS = ("raw", "int8", "cg1", "cg2", "cg3", "cg4")
+"""Codec levels, what loses least first."""
 
 
 class Prices(BaseModel):

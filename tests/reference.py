@@ -424,3 +424,16 @@ def algorithm_1(pieces: Sequence[Sent], bytes_a_second: float | None, left_s: fl
     if time_recompute is not None and time_recompute <= left_s:
         return "text"
     return section_5_3(pieces, bytes_a_second, left_s, others)  # text of all fits even less
+
+
+def uniform(tensor: Tensor, bits: int) -> Tensor:
+    """float32 [H, n, D]: every head's token as codes of `bits` and one bfloat16 scale, by hand."""
+    most, out = 2 ** (bits - 1) - 1, torch.zeros(tensor.shape)
+    for head in range(tensor.shape[0]):
+        for token in range(tensor.shape[1]):
+            row = tensor[head, token].float()
+            scale = (row.abs().max() / most).to(torch.bfloat16).float()
+            for channel, value in enumerate(row):
+                code = int((value / scale).round()) if scale > 0 else 0
+                out[head, token, channel] = max(-most, min(most, code)) * scale
+    return out

@@ -93,8 +93,8 @@ class Codec(Protocol):
         """The level, as written in entries and plans."""
         ...
 
-    def encode(self, layer: LayerKV) -> Tensor:
-        """The layer as uint8 [nbytes], on the layer's device, sharing no memory with it."""
+    def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
+        """Layer `at` of the model as uint8 [nbytes], on the layer's device, sharing no memory with it."""
         ...
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:

@@ -19,8 +19,8 @@ class RawCodec:
 
     name: str = "raw"
 
-    def encode(self, layer: LayerKV) -> Tensor:
-        """uint8 [nbytes]: a copy, made in one pass."""
+    def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
+        """uint8 [nbytes]: a copy, made in one pass; the same for every layer of a model."""
         dtype = layer.keys.dtype
         if dtype != layer.values.dtype:
             raise ValueError(f"Keys are {dtype}, values {layer.values.dtype}: a layer has one dtype.")

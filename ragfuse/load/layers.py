@@ -123,13 +123,14 @@ class LayerReader:
         if self._thread is None or not self._spans:
             return
         first, end = self._spans[0]
-        for tier in {fetch.tier for fetch in self._fetches}:
-            self._store.expect(tier, [fetch.key for fetch in self._fetches if fetch.tier == tier], first, end - first)
+        for tier, level in {(fetch.tier, fetch.level) for fetch in self._fetches}:
+            keys = [fetch.key for fetch in self._fetches if (fetch.tier, fetch.level) == (tier, level)]
+            self._store.expect(tier, keys, first, end - first, level)
 
     def _read(self, fetch: Fetch, first: int, count: int) -> tuple[LayerKV, ...] | None:
         """Layers of one segment; whatever goes wrong, the segment is lost and nothing else."""
         try:
-            return self._store.read_layers(fetch.key, first, count, fetch.tier)
+            return self._store.read_layers(fetch.key, first, count, fetch.tier, fetch.level)
         except Exception as error:
             log.warning("Layer %d of %s could not be read from %s: %s", first, fetch.key, fetch.tier, error)
             return None

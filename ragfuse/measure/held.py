@@ -14,6 +14,7 @@ from ragfuse.load.layers import LayerReader
 from ragfuse.measure.tiers import UNLIMITED
 from ragfuse.plan.estimate import pipelined_s
 from ragfuse.plan.steps import room
+from ragfuse.settings import LEVELS
 from ragfuse.store import DiskTier, KVStore
 
 MOST_S = 2e-3
@@ -49,7 +50,7 @@ def over_s(read_s: float, hand_s: float, load_s: float, n_layers: int) -> float:
 def _kept(store: KVStore, at: int, chunk: ChunkKV) -> Fetch:
     key = ChunkKey(digest("measure"), digest(str(at)))
     store.put(key, chunk, wait=True)
-    return Fetch(at, key, store.tiers[0].name, store.codec.name, chunk.nbytes)
+    return Fetch(at, key, store.tiers[0].name, LEVELS[0], chunk.nbytes)
 
 
 def _read(store: KVStore, fetches: list[Fetch], n_layers: int, fuse: Fuse) -> tuple[float, float]:

@@ -15,14 +15,23 @@ from typing import NamedTuple
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.store.bucket import Object
 from ragfuse.store.chunkfile import Header
+from ragfuse.store.sizes import within
 
 
 class Facts(NamedTuple):
     """What only an object's header tells."""
 
-    level: str
+    sizes: Mapping[str, int]
     n_tokens: int
     n_layers: int
+
+    def begin_nbytes(self, count: int) -> int:
+        """About how many bytes the first `count` pieces take."""
+        wanted = 0
+        for nbytes in self.sizes.values():
+            wanted += -(-nbytes * max(0, min(count, self.n_layers)) // self.n_layers)
+            count -= self.n_layers
+        return wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +74,8 @@ class Catalogue:
             held = self._held.get(key)
             if held is None or held.facts is None:
                 return None
-            level, n_tokens, n_layers = held.facts
-            sizes = {level: held.nbytes}
+            encoded, n_tokens, n_layers = held.facts
+            sizes = within(encoded, held.nbytes)
             return Entry(key, tier, n_tokens, n_layers, sizes, held.last_used, held.hits, key in self._pinned)
 
     def oldest(self) -> list[ChunkKey]:

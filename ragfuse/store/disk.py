@@ -25,7 +25,7 @@ from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write
 from ragfuse.store.filecache import FileCache
 from ragfuse.store.folder import Owner, fsync_folder, locked, open_folder, refusal, trouble
 from ragfuse.store.index import Index
-from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims
+from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
 from ragfuse.store.upkeep import Upkeep, chunk_path
 
 log = logging.getLogger("ragfuse.store")
@@ -108,11 +108,11 @@ class DiskTier:
         return found
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """The entry's description and `count` layers. What cannot be read is dropped and counted."""
+        """The entry's description and `count` pieces. What cannot be read is dropped and counted."""
         if self._closed:
             return None
         try:
-            file = self._open_file(key, first=first == 0)
+            file = self._open_file(key, first)
             if not 0 <= first < first + count <= len(file.meta.layers):
                 return None
             blobs = file.read(first, count, verify=self._verify)
@@ -125,14 +125,14 @@ class DiskTier:
         except OSError as error:  # the medium, not the entry: too many open files, an I/O error
             self._failed("read", key, error)
             return None
-        self._touch(key, first=first == 0)
+        self._touch(key, hit=file.meta.begins(first))
         return file.meta, *blobs
 
     def expect(self, keys: Iterable[ChunkKey], first: int, count: int) -> None:
         """Let the system begin to bring layers that will be read soon; trouble is the reading's business."""
         for key in () if self._closed else keys:
             with suppress(OSError, ValueError):
-                self._open_file(key, first=first == 0).expect(first, count)
+                self._open_file(key, first).expect(first, count)
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
         """Keep the layers as one file that appears whole or not at all."""
@@ -221,10 +221,10 @@ class DiskTier:
     def _path(self, key: ChunkKey) -> Path:
         return chunk_path(self.path, key)
 
-    def _open_file(self, key: ChunkKey, *, first: bool) -> ChunkFile:
+    def _open_file(self, key: ChunkKey, first: int) -> ChunkFile:
         """The entry's file. A pass that has begun may finish on a file deleted since; a new one looks again."""
         file = self._files.get(key)
-        if file is not None and not (first and file.is_unlinked):
+        if file is not None and not (file.meta.begins(first) and file.is_unlinked):
             return file
         file = ChunkFile(self._path(key))
         if file.key != key:
@@ -246,11 +246,11 @@ class DiskTier:
         except (OSError, sqlite3.Error) as error:
             self._failed("drop", key, error)
 
-    def _touch(self, key: ChunkKey, *, first: bool) -> None:
+    def _touch(self, key: ChunkKey, *, hit: bool) -> None:
         """Note a use, in memory; the index hears of it seldom."""
         now = self._clock()
         with self._touch_lock:
-            self._touched[key] = (now, self._touched.get(key, (now, 0))[1] + first)
+            self._touched[key] = (now, self._touched.get(key, (now, 0))[1] + hit)
             due = len(self._touched) >= _TOUCHES or now - self._touched_at >= _TOUCH_INTERVAL_S
             if due:
                 self._touched_at = now
@@ -308,18 +308,19 @@ class DiskTier:
         with self._index.write() as transaction:
             self._touch_in(transaction)
             self._upkeep.bury(transaction)
-            if not self._make_room(transaction, nbytes):
+            if not self._make_room(transaction, key, nbytes):
                 return False
             self._index.begin(transaction, name, key, self._owner.token, nbytes)
         return True
 
-    def _make_room(self, transaction: sqlite3.Connection, nbytes: int) -> bool:
+    def _make_room(self, transaction: sqlite3.Connection, key: ChunkKey, nbytes: int) -> bool:
         """Drop entries until `nbytes` more fit; False, and nothing dropped, if they never will."""
         excess = self._index.nbytes_in(transaction) + nbytes - self.capacity
         if excess <= 0:
             return True
-        candidates = self._index.oldest(transaction) if nbytes <= self.capacity else ()
-        doomed = victims(self._evict, candidates, excess)
+        if nbytes > self.capacity:
+            return False
+        doomed = victims_for(self._evict, lambda: self._index.oldest(transaction), excess, key)
         if doomed is None:
             return False
         self.counts.add("evicted", self._remove(transaction, doomed))

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from ragfuse.core import FORMAT_VERSION, ChunkKey, Entry
 from ragfuse.store.database import Database, Row
+from ragfuse.store.sizes import said, understood
 from ragfuse.store.tier import EntryMeta
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries(
-    key TEXT PRIMARY KEY, level TEXT NOT NULL, n_tokens INTEGER NOT NULL, n_layers INTEGER NOT NULL,
+    key TEXT PRIMARY KEY, sizes TEXT NOT NULL, n_tokens INTEGER NOT NULL, n_layers INTEGER NOT NULL,
     nbytes INTEGER NOT NULL, last_used REAL NOT NULL,
     hits INTEGER NOT NULL DEFAULT 0, pinned INTEGER NOT NULL DEFAULT 0
 );
@@ -40,23 +41,24 @@ _UPKEEP = (
 )
 """What keeps a full tier of a million entries fast: no sum and no sorting over all rows when one is written."""
 _NBYTES = "SELECT (SELECT nbytes FROM total) + (SELECT coalesce(sum(nbytes), 0) FROM writing)"
-_ENTRIES = "SELECT key, level, n_tokens, n_layers, nbytes, last_used, hits, pinned FROM entries"
+_ENTRIES = "SELECT key, sizes, n_tokens, n_layers, nbytes, last_used, hits, pinned FROM entries"
 _OLDEST = " WHERE NOT pinned ORDER BY last_used, rowid"
 _AMONG = " WHERE key IN (SELECT value FROM json_each(?))"
 _PUBLISH = """
-INSERT INTO entries(key, level, n_tokens, n_layers, nbytes, last_used) VALUES (?, ?, ?, ?, ?, ?)
-ON CONFLICT(key) DO UPDATE SET level = excluded.level, n_tokens = excluded.n_tokens, n_layers = excluded.n_layers,
+INSERT INTO entries(key, sizes, n_tokens, n_layers, nbytes, last_used) VALUES (?, ?, ?, ?, ?, ?)
+ON CONFLICT(key) DO UPDATE SET sizes = excluded.sizes, n_tokens = excluded.n_tokens, n_layers = excluded.n_layers,
     nbytes = excluded.nbytes, last_used = excluded.last_used
 """
 _PAGE = "SELECT rowid, key, nbytes FROM entries WHERE rowid > ? ORDER BY rowid LIMIT 10000"
 _LISTED = _ENTRIES.replace("SELECT", "SELECT rowid,") + " WHERE rowid > ? ORDER BY rowid LIMIT 1000"
 _ODD = """
 SELECT rowid FROM entries NOT INDEXED
-WHERE typeof(key) != 'text' OR typeof(level) != 'text' OR typeof(nbytes) != 'integer' OR nbytes < 0
+WHERE typeof(key) != 'text' OR typeof(sizes) != 'text' OR typeof(nbytes) != 'integer' OR nbytes < 0
     OR typeof(n_tokens) != 'integer' OR typeof(n_layers) != 'integer' OR typeof(last_used) != 'real'
     OR typeof(hits) != 'integer' OR typeof(pinned) != 'integer'
 """
-_NOT_PLAIN = "SELECT rowid, key, level FROM entries NOT INDEXED WHERE key || level GLOB '*[^ -~]*'"
+_NOT_PLAIN = "SELECT rowid, key, sizes FROM entries NOT INDEXED WHERE key || sizes GLOB '*[^ -~]*'"
+_SIZES = "SELECT rowid, sizes, nbytes FROM entries NOT INDEXED"
 _NO_WRITE = "DELETE FROM writing WHERE temp || owner GLOB '*[^ -~]*' OR typeof(nbytes) != 'integer'"
 _SUM = "INSERT OR REPLACE INTO total SELECT 0, count(*), coalesce(sum(nbytes), 0) FROM entries"
 _TOUCH = "UPDATE entries SET last_used = max(last_used, ?), hits = hits + ? WHERE key = ?"
@@ -127,16 +129,14 @@ class Index:
 
     def _understood(self, rows: Iterable[Row]) -> Iterator[Entry]:
         """The entries that rows tell of. One with a bad byte tells of none, and is removed by `upkeep.py`."""
-        for text, level, n_tokens, n_layers, nbytes, last_used, hits, pinned in rows:
+        for text, told, n_tokens, n_layers, nbytes, last_used, hits, pinned in rows:
             try:
-                key = ChunkKey.parse(text)
-                if not isinstance(level, str):
-                    raise ValueError("not a level")
                 if not all(isinstance(number, int | float) for number in (n_tokens, n_layers, nbytes, last_used, hits)):
                     raise ValueError("not numbers")
+                key, sizes = ChunkKey.parse(text), understood(told, nbytes)
             except (ValueError, TypeError, AttributeError):
                 continue
-            yield Entry(key, self._tier, n_tokens, n_layers, {level: nbytes}, last_used, hits, bool(pinned))
+            yield Entry(key, self._tier, n_tokens, n_layers, sizes, last_used, hits, bool(pinned))
 
     @staticmethod
     def nbytes_in(transaction: sqlite3.Connection) -> int:
@@ -167,6 +167,7 @@ class Index:
         """Remove rows with bad bytes where numbers or words belong, and sum up anew; how many they were."""
         odd = [rowid for (rowid,) in transaction.execute(_ODD)]
         odd += [rowid for rowid, *words in transaction.execute(_NOT_PLAIN) if not _are_words(words)]
+        odd += [rowid for rowid, told, nbytes in transaction.execute(_SIZES) if not _is_told(told, nbytes)]
         if odd or not is_sound:
             self._database.rebuild(transaction, "entries", odd)
             self._prepare(transaction)
@@ -193,7 +194,7 @@ class Index:
     @staticmethod
     def publish(transaction: sqlite3.Connection, key: ChunkKey, meta: EntryMeta, nbytes: int, now: float) -> None:
         """The entry can be found from the commit on; hits and pin of an earlier one stay."""
-        row = (str(key), meta.level, meta.n_tokens, len(meta.layers), nbytes, now)
+        row = (str(key), said(meta.sizes), meta.n_tokens, meta.n_layers, nbytes, now)
         transaction.execute(_PUBLISH, row)
 
     @staticmethod
@@ -218,6 +219,14 @@ def _json(keys: Iterable[ChunkKey | str]) -> str:
 
 def _are_words(values: Iterable[object]) -> bool:
     return all(isinstance(value, str) for value in values)
+
+
+def _is_told(told: object, nbytes: object) -> bool:
+    """Whether a row's sizes can be understood."""
+    try:
+        return isinstance(told, str) and isinstance(nbytes, int) and bool(understood(told, nbytes))
+    except ValueError:
+        return False
 
 
 def _select(keys: Iterable[ChunkKey]) -> tuple[str, tuple[str, ...]]:

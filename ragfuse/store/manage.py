@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.errors import StoreError
 from ragfuse.store.archive import ArchivedChunk, Text, Trouble, new_archive, read_archive
+from ragfuse.store.levels import loss_of, pieces_of
 from ragfuse.store.tier import Freed, Tidies, Tier, answers
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress
     pinned = {key for other in others for key, entry in other.entries(keys).items() if entry.pinned}
     done, total = 0, sum(entry.nbytes for entry in sources.values())
     for key in keys:
-        if key in there and target.read(key, 0, there[key].n_layers) is not None:  # what a row says is not enough
+        if key in there and _is_as_good(there[key], sources.get(key)) and target.read(key, 0, pieces_of(there[key])):
             tally.done[key] = there[key].nbytes
         elif why := _copy(store, key, target, tally):
             tally.fail(key, why)
@@ -231,6 +232,11 @@ def _sources(tiers: Iterable[Tier], keys: Sequence[ChunkKey] | None) -> dict[Chu
     return found
 
 
+def _is_as_good(there: Entry, other: Entry | None) -> bool:
+    """Whether an entry lost no more than another one."""
+    return other is None or loss_of(there.sizes) <= loss_of(other.sizes)
+
+
 def _copy(store: KVStore, key: ChunkKey, target: Tier, tally: _Tally) -> str | None:
     """Write one chunk into `target` as well; why it is not there, None if it is."""
     whole = store.read_whole(key)
@@ -248,12 +254,13 @@ def _take(store: KVStore, found: ArchivedChunk, target: Tier) -> str | None:
     """Keep a chunk of an archive; why it is not kept, None if it is."""
     if found.nbytes > target.capacity:
         return f"it takes {found.nbytes:,} bytes, tier {target.name} has {target.capacity:,} in all"
-    if found.meta.level != store.codec.name:
-        return f"it is written by another codec ({found.meta.level!r:.20})"
+    strange = [level for level in found.meta.levels if not store.levels.readable(found.key, [level])]
+    if strange:
+        return f"it is written by a codec that its model has none of here ({strange[0]})"
     try:
         blobs = found.read()
-        for blob, layer in zip(blobs, found.meta.layers, strict=True):
-            store.codec.decode(blob, layer)
+        for level in found.meta.levels:
+            store.levels.check(found.key, level, (found.meta, blobs))
     except (OSError, ValueError) as error:
         return str(error)[:200]
     kept = store.write_whole(found.key, found.meta, blobs, target)

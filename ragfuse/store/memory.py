@@ -80,13 +80,14 @@ class MemoryTier:
             return {key: self._slots[key].entry for key in wanted if key in self._slots}
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """The entry's description and `count` layers from `first` on, shared and not copied."""
+        """The entry's description and `count` pieces from `first` on, shared and not copied."""
         with self._lock:
             slot = self._slots.get(key)
             if slot is None or not 0 <= first < first + count <= len(slot.blobs):
                 return None
             self._slots[key] = self._slots.pop(key)
-            slot.entry = replace(slot.entry, last_used=self._clock(), hits=slot.entry.hits + (first == 0))
+            hits = slot.entry.hits + slot.meta.begins(first)
+            slot.entry = replace(slot.entry, last_used=self._clock(), hits=hits)
             return slot.meta, *slot.blobs[first : first + count]
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
@@ -105,11 +106,10 @@ class MemoryTier:
             self.counts.add("failed")
             log.warning("Could not keep %s in tier %s: %s", key, self.name, error)
             return False
-        sizes = {meta.level: meta.nbytes}
         with self._lock:
             self._drop(key)  # written by another thread meanwhile: the same KV
             pinned = key in self._pinned
-            entry = Entry(key, self.name, meta.n_tokens, len(meta.layers), sizes, self._clock(), 0, pinned)
+            entry = Entry(key, self.name, meta.n_tokens, meta.n_layers, meta.sizes, self._clock(), 0, pinned)
             self._slots[key] = _Slot(entry, meta, blobs, nbytes)
         return True
 

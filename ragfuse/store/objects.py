@@ -24,7 +24,7 @@ from ragfuse.store.chunkfile import Header, header_nbytes, layer_offsets, pack_h
 from ragfuse.store.listing import Listing
 from ragfuse.store.names import CHUNKS, PINS, chunk_name, is_cut_off, pin_key, pin_name, use_name
 from ragfuse.store.notes import Notes
-from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims
+from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
 
 log = logging.getLogger("ragfuse.store")
 
@@ -115,7 +115,7 @@ class ObjectTier:
         return self._ask("look up entries", lambda: self._some(wanted), {}) if wanted else {}
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """The entry's description and `count` layers, by one request once its header is known."""
+        """The entry's description and `count` pieces, by one request once its header is known."""
         if first < 0 or count < 1:
             return None
         return self._ask(f"read {key}", lambda: self._read(key, first, count), None)
@@ -280,7 +280,7 @@ class ObjectTier:
                     continue
                 if known is None:
                     self._remember(key, header, changed)
-                self._use(key, hit=first == 0)
+                self._use(key, hit=header.meta.begins(first))
                 return (header.meta, *layers) if layers else None
             self._drop(key, why, changed)
         return None
@@ -306,9 +306,9 @@ class ObjectTier:
         return header, header.cut(span, first, count, verify=self._verify)
 
     def _guess(self, key: ChunkKey, count: int) -> int:
-        """About how many bytes `count` layers take."""
+        """About how many bytes the first `count` pieces take."""
         held = self._catalogue.get(key)
-        return -(-held.nbytes * count // held.facts.n_layers) if held and held.facts else 0
+        return held.facts.begin_nbytes(count) if held and held.facts else 0
 
     def _gone(self, key: ChunkKey, changed: Set[ChunkKey]) -> None:
         """Somebody else has deleted it, which is no fault."""
@@ -353,7 +353,7 @@ class ObjectTier:
                 excess = self._catalogue.reserve(nbytes, self.capacity)
                 if not excess:
                     return True
-                doomed = victims(self._evict, self._free(key), excess)
+                doomed = victims_for(self._evict, lambda: self._free(key), excess, key)
                 if doomed is None:
                     return False
                 with self._catalogue.claim(set(doomed) - {key}, wait=False) as mine:
@@ -391,4 +391,4 @@ class ObjectTier:
 
 
 def _facts(meta: EntryMeta) -> Facts:
-    return Facts(meta.level, meta.n_tokens, len(meta.layers))
+    return Facts(meta.sizes, meta.n_tokens, meta.n_layers)

@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from ragfuse.core import ChunkKey
-from ragfuse.store.tier import EntryMeta
-
-Whole = tuple[EntryMeta, tuple[Tensor, ...]]
+from ragfuse.store.tier import EntryMeta, Whole
 
 
 class Partials:
-    """Layers read so far, of chunks that together weigh at most `limit_nbytes` once whole. Not locked: its owner is.
+    """Layers of chunks read so far, each at one level, that together weigh at most `limit_nbytes` once whole.
 
+    Not locked: its owner is.
     A chunk begins with its layer 0. With no room left, the one that waited longest for its next layer goes.
     """
 
@@ -39,7 +38,7 @@ class Partials:
             self._nbytes += meta.nbytes
         self._chunks.move_to_end(key)
         known, blobs = self._chunks[key]
-        if known != meta:  # written anew meanwhile
+        if known != meta:  # written anew meanwhile, or read at another level
             self._drop(key)
             return None
         blobs.update(enumerate(new, first))

@@ -1,6 +1,6 @@
 -- The index of a redis tier: whatever must happen at once. ARGV: prefix, command, its arguments.
 --
---   rows       hash     key -> "nbytes pinned hits last_used n_tokens n_layers level", "" -> bytes of all entries,
+--   rows       hash     key -> "nbytes pinned hits last_used n_tokens n_layers sizes", "" -> bytes of all entries,
 --                       "#" -> how many are not pinned, "~" -> the name of the recount under way
 --   used       zset     key -> last_used, of those that are not pinned: as many as "#" says, or it is to be made anew
 --   due        zset     key -> when the entry vanishes

@@ -24,7 +24,8 @@ from ragfuse.codec import checksum
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.redis_index import RedisIndex, entry_of, said
-from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims
+from ragfuse.store.sizes import said as sizes_said
+from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
 
 log = logging.getLogger("ragfuse.store")
 
@@ -80,6 +81,7 @@ class RedisTier:
         self._index.guard = self.breaker.guard
         self._described = lru_cache(64)(_described)
         self._closed, self._complaint = False, ""
+        self._n_layers: dict[str, int] = {}  # by model, as far as it was met
         self._ask("be opened", lambda: self._index.run("weigh"), None)
 
     @property
@@ -102,16 +104,17 @@ class RedisTier:
         return {entry.key: entry for entry in found}
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """The entry's description and `count` layers, by one round trip. What cannot be read is dropped and counted."""
+        """The entry's description and `count` pieces, by one round trip. What cannot be read is dropped and counted."""
         if first < 0 or count < 1:
             return None
-        name = str(key)
-        fields = self._ask(f"read {key}", lambda: self._index.fields(name, first, count, hit=first == 0), None)
+        name, hit = str(key), first % self._n_layers.get(key.model, first + 1) == 0
+        fields = self._ask(f"read {key}", lambda: self._index.fields(name, first, count, hit=hit), None)
         if fields is None:
             return None
         head, *values = fields
         try:
             meta = self._described(key, head)
+            self._n_layers[key.model] = meta.n_layers
             if first + count > len(meta.layers):
                 return None
             return meta, *(self._layer(meta, layer, value) for layer, value in enumerate(values, first))
@@ -198,7 +201,9 @@ class RedisTier:
         """The entries that rows tell of; what tells of none is dropped."""
         for name, row in rows:
             try:
-                yield entry_of(name, row, self.name, self._index.ahead_s)
+                entry = entry_of(name, row, self.name, self._index.ahead_s)
+                self._n_layers[entry.key.model] = entry.n_layers
+                yield entry
             except ValueError:
                 if self._ask("drop an entry", partial(self._index.run, "delete", name), 0):
                     self.counts.add("corrupt")
@@ -219,7 +224,7 @@ class RedisTier:
 
     def _write(self, upload: _Upload) -> bool:
         fits, doing = upload.nbytes <= self.capacity, f"write {upload.key}"
-        room = self._ask(doing, lambda: self._reserve(upload.name), None, changes=True) if fits else False
+        room = self._ask(doing, lambda: self._reserve(upload), None, changes=True) if fits else False
         if not room:
             self.counts.add("refused", int(room is False))
             return False
@@ -231,9 +236,9 @@ class RedisTier:
     def _bring(self, upload: _Upload) -> bool:
         """Bring the bytes and make them an entry; False if their room was gone before."""
         self._index.upload(upload.name, self._lease_s, upload.head, upload.layers)
-        meta, n_layers = upload.meta, len(upload.layers)
-        about = f"{meta.n_tokens} {n_layers} {meta.level}"
-        if self._index.publish(upload.name, str(upload.key), about, n_layers):
+        meta = upload.meta
+        about = f"{meta.n_tokens} {meta.n_layers} {sizes_said(meta.sizes)}"
+        if self._index.publish(upload.name, str(upload.key), about, len(upload.layers)):
             self._complaint = ""
             return True
         self.counts.add("failed")
@@ -241,16 +246,16 @@ class RedisTier:
         log.warning("Did not write %s to tier %s: its room was gone, which is kept for %g s after each piece", *what)
         return False
 
-    def _reserve(self, upload: str) -> bool:
+    def _reserve(self, upload: _Upload) -> bool:
         """Take room, dropping entries as the evictor says; False if that does not give enough."""
         doomed: list[_Row] = []
         for _ in range(_TRIES):
-            done, n = self._index.reserve(upload, self.capacity, self._lease_s, doomed)
+            done, n = self._index.reserve(upload.name, self.capacity, self._lease_s, doomed)
             if done:
                 self.counts.add("evicted", n)
                 return True
             seen: dict[ChunkKey, _Row] = {}
-            keys = victims(self._evict, self._oldest(seen), n)
+            keys = victims_for(self._evict, partial(self._oldest, seen), n, upload.key)
             if keys is None:
                 return False
             doomed = [seen[key] for key in keys]  # only as they were seen: others may use or drop them meanwhile

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from ragfuse.core import FORMAT_VERSION, ChunkKey, Entry
 from ragfuse.errors import StoreError
 from ragfuse.store.redis_pieces import Pace, Rest, take
+from ragfuse.store.sizes import understood
 from ragfuse.store.tier import Freed
 
 _Item = TypeVar("_Item")
@@ -124,7 +125,7 @@ class RedisIndex:
                 return
 
     def fields(self, key: str, first: int, count: int, *, hit: bool) -> list[bytes | None]:
-        """The head and `count` layers, None where there is none: one round trip, which may note a hit as well."""
+        """The head and `count` pieces, None where there is none: one round trip, which may note a hit as well."""
         from redis.exceptions import NoScriptError, ResponseError
 
         names = ["head", *map(str, range(first, first + count))]
@@ -167,9 +168,9 @@ class RedisIndex:
                 self.run("join", upload, repr(lease_s), name, pieces)
             there = not left or bool(self.run("renew", upload, repr(lease_s)))
 
-    def publish(self, upload: str, key: str, about: str, n_layers: int) -> bool:
+    def publish(self, upload: str, key: str, about: str, n_pieces: int) -> bool:
         """Make an upload the entry under `key`; False if its time was over."""
-        return bool(self.run("publish", upload, key, about, n_layers + 1, self._ttl))
+        return bool(self.run("publish", upload, key, about, n_pieces + 1, self._ttl))
 
     def pin(self, names: Iterable[str], pinned: bool) -> None:
         """Write down who is protected from eviction and from vanishing."""
@@ -234,8 +235,10 @@ class RedisIndex:
 
 def entry_of(name: bytes, row: bytes, tier: str, ahead_s: float) -> Entry:
     """The entry that a row tells of, by a clock so far before the server's; ValueError if it tells of none."""
-    nbytes, pinned, hits, used, n_tokens, n_layers, level = row.decode().split(" ", 6)
-    key, sizes = ChunkKey.parse(name.decode()), {level: int(nbytes)}
+    nbytes, pinned, hits, used, n_tokens, n_layers, told = row.decode().split(" ", 6)
+    key, sizes = ChunkKey.parse(name.decode()), understood(told, int(nbytes))
+    if int(n_layers) < 1:
+        raise ValueError(f"{n_layers} layers are none")
     return Entry(key, tier, int(n_tokens), int(n_layers), sizes, float(used) + ahead_s, int(hits), pinned == "1")
 
 

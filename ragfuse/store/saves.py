@@ -14,6 +14,7 @@ from threading import Condition
 from torch import Tensor
 
 from ragfuse.core import ChunkKey
+from ragfuse.store.levels import Content, Levels
 from ragfuse.store.partial import Partials
 from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.store.writer import Writers
@@ -30,8 +31,7 @@ class Save:
     """
 
     key: ChunkKey
-    meta: EntryMeta
-    blobs: tuple[Tensor, ...]
+    content: Content
     barred: set[str] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
@@ -44,10 +44,10 @@ class Saves:
     A chunk that is read whole from a slower tier enters the fast ones. What is pinned is so in every tier it comes in.
     """
 
-    def __init__(self, tiers: Sequence[Tier], writer_queue: int) -> None:
+    def __init__(self, tiers: Sequence[Tier], writer_queue: int, levels: Levels) -> None:
         self._names = [tier.name for tier in tiers]
         self.writers = Writers(self._names, writer_queue)
-        self._fast = [tier for tier in tiers if not tier.slow]
+        self._fast, self._levels = [tier for tier in tiers if not tier.slow], levels
         self._lock, self._closed = Condition(), False
         self._under_way: set[Save] = set()
         self._pins: set[ChunkKey] = set()
@@ -65,9 +65,9 @@ class Saves:
             return {save.key for save in self._under_way} | self._partials.keys()
 
     @contextmanager
-    def begun(self, key: ChunkKey, meta: EntryMeta, blobs: tuple[Tensor, ...]) -> Iterator[Save]:
+    def begun(self, key: ChunkKey, content: Content) -> Iterator[Save]:
         """A save that can be cancelled from now on, until the block and all it has queued are done."""
-        save = Save(key, meta, blobs)
+        save = Save(key, content)
         self._hold(save)
         try:
             yield save
@@ -108,18 +108,22 @@ class Saves:
             self._lock.notify_all()
 
     def promote(self, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int) -> None:
-        """Keep bytes just read; once a chunk is whole it enters the fast tiers, without a second read."""
+        """Keep bytes just read at one level; once a chunk is whole it enters the fast tiers, without a second read.
+
+        What of it is to be encoded first, or copied, its reader does not wait for.
+        """
         with self._lock:
             whole = self._partials.add(key, first, meta, blobs, epoch)
             if whole is None:
                 return
-            save = Save(key, *whole, holders=1)
+            content = Content(self._levels, key, whole, {tier.name: self._levels.of(tier.name) for tier in self._fast})
+            save = Save(key, content, holders=1)
             self._under_way.add(save)
         with suppress(Exception):
             lacking = [tier for tier in self._fast if key not in tier.entries([key])]
-            copying = [tier for tier in lacking if getattr(tier, "copies", False)]  # which the reader need not wait for
-            self.now(save, [tier for tier in lacking if tier not in copying])
-            self.later(save, copying)
+            quick = [tier for tier in lacking if content.is_ready(tier.name) and not getattr(tier, "copies", False)]
+            self.now(save, quick)
+            self.later(save, [tier for tier in lacking if tier not in quick])
         self._let_go(save)
 
     def cancel(self, keys: Collection[ChunkKey], tier: str | None = None) -> set[ChunkKey]:
@@ -160,7 +164,7 @@ class Saves:
         return kept
 
     def _written(self, save: Save, tier: Tier) -> bool:
-        kept = tier.write(save.key, save.meta, save.blobs)
+        kept = tier.write(save.key, *save.content.of(tier.name))
         if kept and save.key in self._pins:
             tier.pin([save.key], True)
         return kept

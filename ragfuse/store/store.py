@@ -1,4 +1,4 @@
-"""KVStore: chunks' KV over tiers, fastest first. The only user of codecs.
+"""KVStore: chunks' KV over tiers, fastest first. With `levels.py` the only user of codecs.
 
 It finds, reads, saves, moves and forgets. What to read, from where, and whom to drop is decided by its callers.
 """
@@ -7,30 +7,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ragfuse.codec import RAW, Codec
+from ragfuse.codec import RAW
 from ragfuse.core import ChunkKey, ChunkKV, Entry, LayerKV
 from ragfuse.errors import StoreError
 from ragfuse.store import manage
 from ragfuse.store.archive import Text
+from ragfuse.store.levels import RAW_ONLY, Codecs, Content, Levels, loss_of, only, pieces_of
 from ragfuse.store.manage import Outcome, Progress
-from ragfuse.store.partial import Whole
+from ragfuse.store.reading import Reading
 from ragfuse.store.saves import Saves
-from ragfuse.store.tier import Counts, EntryMeta, Expects, Expired, Freed, Tier, answers
+from ragfuse.store.tier import Counts, EntryMeta, Expects, Expired, Freed, Tier, Whole, answers
 from ragfuse.store.uses import Uses
 
 log = logging.getLogger("ragfuse.store")
-
-_Decoded = tuple[tuple[LayerKV, ...], EntryMeta, Sequence[Tensor]]
-
 
 @dataclass(frozen=True)
 class StoreStats:
@@ -62,22 +61,28 @@ class KVStore:
     Nothing here raises for an entry: what cannot be read is a miss, what cannot be written is counted and logged.
     `expired` tells which entries are too old; without it none ever is. What is used in one tier grows old in no other:
     they are told in the background, of a chunk once in `tell_every_s` seconds.
+
+    levels: the codec levels that each tier is written in, raw where nothing is said. An entry holds all of its tier's,
+    what loses least first. codecs: how they are encoded and decoded; levels without one are not there.
     """
 
     def __init__(
         self,
         tiers: Sequence[Tier],
-        codec: Codec = RAW,
-        writer_queue: int = 64,
+        codecs: Codecs = RAW_ONLY,
+        levels: Mapping[str, Sequence[str]] | None = None,
         *,
+        writer_queue: int = 64,
         expired: Expired | None = None,
         tell_every_s: float = 600.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.tiers, self.codec, self.expired, self._clock = tuple(tiers), codec, expired, clock
+        self.tiers, self.expired, self._clock = tuple(tiers), expired, clock
+        self.levels = Levels(codecs, levels)
+        self._reading = Reading(self.levels)
         if len({tier.name for tier in self.tiers}) < len(self.tiers):
             raise StoreError(f"Tiers need different names; found: {self._names()}. Give each its own.")
-        self._saves, self._counts, self._closed = Saves(self.tiers, writer_queue), Counts(), False
+        self._saves, self._counts, self._closed = Saves(self.tiers, writer_queue, self.levels), Counts(), False
         self.tell_every_s, self._uses = tell_every_s, Uses(self.tiers, self._later)
 
     # finding and reading
@@ -85,48 +90,49 @@ class KVStore:
     def lookup(self, keys: Iterable[ChunkKey], counts: bool = True) -> dict[ChunkKey, Entry]:
         """Those of `keys` that are kept, each from the fastest tier that has it; one query per tier.
 
-        What is too old is a miss, and dropped in the background. Unless it `counts`, no hit or miss is told in `stats`.
+        Only levels that can be decoded here are told of, and nothing of an entry that has none of these. What is too
+        old is a miss, and dropped in the background. Unless it `counts`, no hit or miss is told in `stats`.
         """
         wanted = dict.fromkeys(keys)
         found: dict[ChunkKey, Entry] = {}
         for tier in () if self._closed else self.tiers:
             missing = [key for key in wanted if key not in found]
             if missing:
-                found.update(self._fresh(tier, dict(self._readable(tier.entries(missing)))))
+                found.update(self._fresh(tier, self._readable(tier, tier.entries(missing))))
         self._counts.add("hits", counts * len(found))
         self._counts.add("misses", counts * (len(wanted) - len(found)))
         return {key: found[key] for key in wanted if key in found}
 
     def read_layers(
-        self, key: ChunkKey, first: int, count: int = 1, tier: str | None = None
+        self, key: ChunkKey, first: int, count: int = 1, tier: str | None = None, level: str | None = None
     ) -> tuple[LayerKV, ...] | None:
         """`count` layers from `first` on, from `tier` or else from the fastest that has them; None if none can.
 
-        The tensors are shared: they must not be written to. A chunk read whole from a slow tier enters the fast ones.
+        level: the one that is read; where no tier has it, and for None, the first of an entry's that can be decoded.
+        The tensors are shared: they must not be written to. A chunk read whole from a slow tier enters the fast ones,
+        at their own levels where it was read raw, else at the level that was read.
         """
-        epoch = self._saves.epoch
-        for source in () if self._closed else sorted(self.tiers, key=lambda candidate: candidate.name != tier):
-            try:
-                found = self._decoded(source, key, first, count)
-            except Exception:
-                source.counts.add("corrupt")
-                log.exception("Could not read layer %d of %s from tier %s", first, key, source.name)
-                continue
-            if found is not None:
-                layers, meta, blobs = found
+        epoch, others = self._saves.epoch, list[Tier]()
+        sources = () if self._closed else sorted(self.tiers, key=lambda candidate: candidate.name != tier)
+        for source, wanted in chain(((each, level) for each in sources), ((each, None) for each in others)):
+            found = self._reading.layers(source, key, first, count, wanted)
+            if found is not None and found.meta is None:
+                others += [source] if wanted is not None else []
+            elif found is not None and found.meta is not None:
                 if first == 0:
                     self._uses.note(key, source.name, self._clock(), self.tell_every_s)
                 if source is not self.tiers[0]:
-                    self._saves.promote(key, first, meta, blobs, epoch)
-                return layers
+                    self._saves.promote(key, first, found.meta, found.blobs, epoch)
+                return found.layers
         return None
 
-    def expect(self, tier: str, keys: Iterable[ChunkKey], first: int, count: int) -> None:
+    def expect(self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None) -> None:
         """Tell a tier which layers will be read soon, so that it may bring them."""
         for each in self.tiers:
             if each.name == tier and isinstance(each, Expects):
-                with suppress(Exception):  # a hint: what is wrong shows when it is read
-                    each.expect(keys, first, count)
+                for begin, some in self._reading.begins(tier, keys, level).items():
+                    with suppress(Exception):  # a hint: what is wrong shows when it is read
+                        each.expect(some, begin + first, count)
 
     def entries(self) -> list[Entry]:
         """All entries of all tiers; a chunk kept in two tiers comes twice."""
@@ -165,8 +171,12 @@ class KVStore:
         fast: bool = True,
         home: str | None = None,
         pace_s: float = 0.0,
+        levels: Mapping[str, Sequence[str]] | None = None,
     ) -> bool:
         """Keep `kv`, in every tier or in one: in fast ones at once, in slow ones in the background.
+
+        Each tier gets it at its own levels, or those that `levels` names for it; what is slow is encoded in the
+        background, too.
 
         With `wait`, slow tiers are written before it returns, all at the same time; else it returns when the first of
         them has it, or after `pace_s`, so that who saves much does not run ahead of all of them. Unless `fast`, fast
@@ -176,10 +186,12 @@ class KVStore:
         tiers = self.tiers if tier is None else (self.tier(tier),)
         if self._closed or not tiers:
             return False
-        blobs = tuple(self.codec.encode(layer).cpu() for layer in kv.layers)
+        blobs = tuple(RAW.encode(layer, at).cpu() for at, layer in enumerate(kv.layers))
         quick, slow = [each for each in tiers if not each.slow], [each for each in tiers if each.slow]
         meant = [each for each in slow if each.name == home] or slow
-        with self._saves.begun(key, EntryMeta.of(kv, self.codec.name, blobs), blobs) as save:
+        wanted = {each.name: self.levels.of(each.name) for each in tiers} | dict(levels or {})
+        raw = EntryMeta.of(kv, RAW.name, blobs), blobs
+        with self._saves.begun(key, Content(self.levels, key, raw, wanted)) as save:
             write = self._saves.together if wait else partial(self._saves.later, pace_s=pace_s)
             kept = fast and self._saves.now(save, quick)
             taken = write(save, meant) or (meant != slow and write(save, [each for each in slow if each not in meant]))
@@ -281,26 +293,28 @@ class KVStore:
     # whole entries as bytes, for `manage.py`
 
     def read_whole(self, key: ChunkKey) -> Whole | None:
-        """Description and layers from the fastest tier that can give every one of them."""
-        for tier in self.tiers:
-            entry = tier.entries([key]).get(key)
-            found = tier.read(key, 0, entry.n_layers) if entry is not None else None
-            if found is not None:
-                return found[0], found[1:]
+        """Description and pieces of the entry that lost least, from the fastest tier that can give all of them."""
+        found = [(tier, entry) for tier in self.tiers for entry in tier.entries([key]).values()]
+        for tier, entry in sorted(found, key=lambda pair: loss_of(pair[1].sizes)):
+            read = tier.read(key, 0, pieces_of(entry))
+            if read is not None and len(read) == 1 + len(read[0].layers):
+                return read[0], read[1:]
         return None
 
     def promote(self, key: ChunkKey) -> bool:
-        """Keep what slower tiers have in the first one too; False if it cannot be read or kept there."""
+        """Keep what slower tiers have in the first one too, at its own levels; False if it cannot be read or kept."""
         first = self.tiers[0] if self.tiers and not self._closed else None
         if first is None or key in first.entries([key]):
             return first is not None
         whole = self.read_whole(key)
-        return whole is not None and self.write_whole(key, *whole, first)
+        best = self.levels.best(key, whole[0].levels, None) if whole is not None else None
+        if whole is None or best is None:
+            return False
+        return self._kept(Content(self.levels, key, only(whole, best), {first.name: self.levels.of(first.name)}), first)
 
     def write_whole(self, key: ChunkKey, meta: EntryMeta, blobs: tuple[Tensor, ...], tier: Tier) -> bool:
-        """Keep them in one tier, unless the chunk is deleted meanwhile."""
-        with self._saves.begun(key, meta, blobs) as save:
-            return self._saves.now(save, [tier])
+        """Keep them in one tier as they are, unless the chunk is deleted meanwhile."""
+        return self._kept(Content(self.levels, key, (meta, blobs), {}), tier)
 
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
         """Keys of those that are too old to be kept now."""
@@ -311,9 +325,14 @@ class KVStore:
     def _names(self) -> str:
         return ", ".join(tier.name for tier in self.tiers) or "none"
 
-    def _readable(self, entries: Mapping[ChunkKey, Entry]) -> Iterator[tuple[ChunkKey, Entry]]:
-        """Those written by this store's codec; others' are left alone."""
-        return ((key, entry) for key, entry in entries.items() if self.codec.name in entry.sizes)
+    def _kept(self, content: Content, tier: Tier) -> bool:
+        with self._saves.begun(content.key, content) as save:
+            return self._saves.now(save, [tier])
+
+    def _readable(self, tier: Tier, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
+        """Those that can be decoded here, with the levels that can; others are left alone."""
+        sizes = self._reading.readable(tier.name, entries)
+        return {key: replace(entries[key], sizes=sizes[key]) for key in sizes}
 
     def _fresh(self, tier: Tier, entries: dict[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
         """Without those that are too old, which are dropped later: an answer does not wait for it."""
@@ -326,21 +345,6 @@ class KVStore:
     def _later(self, tier: str, job: Callable[[], object]) -> bool:
         """Run what is no save behind a tier's saves; False if too much waits there, which is no loss."""
         return self._saves.writers.submit(tier, job, counts=False)
-
-    def _decoded(self, tier: Tier, key: ChunkKey, first: int, count: int) -> _Decoded | None:
-        found = tier.read(key, first, count)
-        if found is None or found[0].level != self.codec.name:
-            return None
-        meta, *blobs = found
-        described = meta.layers[first : first + count]
-        try:
-            layers = tuple(self.codec.decode(blob, layer) for blob, layer in zip(blobs, described, strict=True))
-            return layers, meta, blobs
-        except ValueError as error:
-            tier.counts.add("corrupt")
-            log.warning("Dropped %s from tier %s: it cannot be decoded from layer %d: %s", key, tier.name, first, error)
-            tier.delete([key])
-            return None
 
     def _delete(self, keys: Collection[ChunkKey]) -> int:
         """Cancel first, delete then: nothing that was under way comes back."""

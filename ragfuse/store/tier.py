@@ -18,6 +18,7 @@ from torch import Tensor
 from ragfuse.codec import LayerMeta
 from ragfuse.core import FORMAT_VERSION, ChunkKey, ChunkKV, Entry
 from ragfuse.store.breaker import Breaker
+from ragfuse.store.sizes import check_levels
 
 Evictor = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
 """Yields keys to drop, the first first; a tier stops asking once there is room, and never drops a pinned entry.
@@ -52,32 +53,74 @@ def victims(evict: Evictor, candidates: Iterable[Entry], excess: int) -> list[Ch
     return chosen if excess <= 0 else None
 
 
+def victims_for(
+    evict: Evictor, oldest: Callable[[], Iterable[Entry]], excess: int, own: ChunkKey
+) -> list[ChunkKey] | None:
+    """Whom of `oldest()` to drop for what is written under `own`: an entry there goes only if all others do not do."""
+    others = victims(evict, (entry for entry in oldest() if entry.key != own), excess)
+    return others if others is not None else victims(evict, oldest(), excess)
+
+
 @dataclass(frozen=True, slots=True)
 class EntryMeta:
-    """What is written beside an entry's bytes: n_tokens, the codec's level, every layer's description, the version."""
+    """What is written beside an entry's bytes: n_tokens, the codec's levels, every piece's description, the version.
+
+    An entry holds every layer at every one of its levels, one level after the other: layer i of level j is piece
+    `j * n_layers + i`, of which `layers` has the descriptions.
+    """
 
     n_tokens: int
-    level: str
+    levels: tuple[str, ...]
     layers: tuple[LayerMeta, ...]
     version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        if not self.layers or type(self.level) is not str or type(self.n_tokens) is not int:
-            raise ValueError(f"An entry of level {self.level!r} with {len(self.layers)} layers holds nothing.")
+        if type(self.n_tokens) is not int:
+            raise ValueError(f"An entry of {self.n_tokens!r} tokens holds nothing.")
+        check_levels(self.levels)
+        if not self.layers or len(self.layers) % len(self.levels):
+            raise ValueError(f"{len(self.layers)} layers are not as many at each of {len(self.levels)} levels.")
         for i, layer in enumerate(self.layers):
             if layer.key_shape[1] != self.n_tokens:
                 raise ValueError(f"Layer {i} holds {layer.key_shape[1]} tokens, the entry {self.n_tokens}.")
 
     @property
+    def n_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.layers) // len(self.levels)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of all layers, as encoded."""
+        """Bytes of all pieces, as encoded."""
         return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every level, as encoded."""
+        return {level: sum(layer.nbytes for layer in self.of_level(level)) for level in self.levels}
+
+    def first(self, level: str) -> int:
+        """The piece that a level begins with."""
+        return self.levels.index(level) * self.n_layers
+
+    def of_level(self, level: str) -> tuple[LayerMeta, ...]:
+        """Descriptions of the layers at one level."""
+        first = self.first(level)
+        return self.layers[first : first + self.n_layers]
+
+    def only(self, level: str) -> EntryMeta:
+        """The same entry without its other levels."""
+        return self if self.levels == (level,) else replace(self, levels=(level,), layers=self.of_level(level))
+
+    def begins(self, piece: int) -> bool:
+        """Whether a level begins there: who reads that uses the entry once more."""
+        return piece % self.n_layers == 0
 
     @classmethod
     def of(cls, kv: ChunkKV, level: str, blobs: Sequence[Tensor]) -> EntryMeta:
-        """The description of `kv` encoded as `blobs`, one per layer."""
+        """The description of `kv` encoded as `blobs`, one per layer, at one level."""
         layers = tuple(LayerMeta.of(layer, blob) for layer, blob in zip(kv.layers, blobs, strict=True))
-        return cls(kv.n_tokens, level, layers)
+        return cls(kv.n_tokens, (level,), layers)
 
     def check(self, blobs: Sequence[Tensor]) -> None:
         """ValueError if `blobs` are not as many and as long as described."""
@@ -92,8 +135,8 @@ class EntryMeta:
 
     def to_json(self) -> str:
         """One line of JSON."""
-        layers = [layer.as_dict() for layer in self.layers]
-        return json.dumps({"version": self.version, "n_tokens": self.n_tokens, "level": self.level, "layers": layers})
+        layers, levels = [layer.as_dict() for layer in self.layers], list(self.levels)
+        return json.dumps({"version": self.version, "n_tokens": self.n_tokens, "levels": levels, "layers": layers})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> EntryMeta:
@@ -103,9 +146,13 @@ class EntryMeta:
             raise ValueError(f"an entry of format version {FORMAT_VERSION} wanted")
         try:
             layers = tuple(LayerMeta.from_dict(layer) for layer in data["layers"])
-            return cls(data["n_tokens"], data["level"], layers)
+            return cls(data["n_tokens"], tuple(data["levels"]), layers)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not an entry: {error!r}") from error
+
+
+Whole = tuple[EntryMeta, tuple[Tensor, ...]]
+"""An entry: its description, and all of its pieces."""
 
 
 class Counts:
@@ -148,14 +195,17 @@ class Tier(Protocol):
         ...
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """The entry's description and `count` layers from `first` on, uint8 [nbytes] each, not to be written to.
+        """The entry's description and `count` pieces from `first` on, uint8 [nbytes] each, not to be written to.
 
-        None if any of them is not there.
+        None if any of them is not there. Reading the piece that a level begins with is a hit.
         """
         ...
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Keep the layers of one entry, all or none, dropping others if needed; False if they were not kept."""
+        """Keep the pieces of one entry, all or none, dropping others if needed; False if they were not kept.
+
+        An entry of that key makes room only once all others that may go are not enough, and is there until then.
+        """
         ...
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
@@ -196,7 +246,7 @@ class Expects(Protocol):
     """What a tier may have beside `Tier`, where a medium can bring bytes before they are read."""
 
     def expect(self, keys: Iterable[ChunkKey], first: int, count: int) -> None:
-        """`count` layers from `first` on of these will be read soon. Never waits for them, and promises nothing."""
+        """`count` pieces from `first` on of these will be read soon. Never waits for them, and promises nothing."""
         ...
 
 

@@ -98,9 +98,9 @@ def test_a_chunk_is_encoded_once_for_all_tiers(tmp_path, fast, home):
     encoded = []
 
     class Counting(RawCodec):
-        def encode(self, layer):
+        def encode(self, layer, at=0):
             encoded.append(layer)
-            return super().encode(layer)
+            return super().encode(layer, at)
 
     disk, full = DiskTier(tmp_path / "a", 1 << 20, lru), Refusing(tmp_path / "b", 1 << 20, lru, name="home")
     with KVStore([MemoryTier(1 << 20, lru), disk, full], Counting()) as store:

@@ -1,0 +1,98 @@
+"""Uniform quantisation: every head's token by its own scale, in 8, 4 or 3 bits. No tables; all on the layer's device.
+
+8 bits are the level `int8`. A scale for each token, not for each channel: a few tokens (a text's first above all) are
+many times larger than the rest, and stretch every channel's scale. 4 and 3 bits are what others are measured against.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from ragfuse.codec.codec import DTYPES, LayerMeta
+from ragfuse.codec.container import narrowed, one_dtype, pack, unpack
+from ragfuse.core import LayerKV
+
+KIND: Final = 1
+SCALE: Final = torch.bfloat16
+"""What a scale is kept in: two bytes that reach as far as float32, so that no value is too large for one."""
+TOGETHER: Final = 8
+"""Codes that are packed together: of any width, they fill whole bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class UniformCodec:
+    """Keys and values as signed codes of `bits`, with one scale for each head's token."""
+
+    bits: Literal[8, 4, 3] = 8
+
+    @property
+    def name(self) -> str:
+        """The level: `int8`, and for comparison `int4` and `int3`."""
+        return f"int{self.bits}"
+
+    def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
+        """uint8 [nbytes]; ValueError for a layer that holds NaN or infinities, which only raw keeps."""
+        one_dtype(layer)
+        parts = [part for tensor in (layer.keys, layer.values) for part in self._coded(tensor)]
+        meta = LayerMeta.of(layer, parts[0])
+        return pack(KIND, at, "", meta, self.bits.to_bytes(16, "little"), parts)
+
+    def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
+        """Code times scale, in the dtype that `meta` says."""
+        packed = unpack(blob, KIND, "", meta)
+        if packed.own != self.bits.to_bytes(16, "little") or len(packed.parts) != 4:
+            raise ValueError(f"A layer in {self.bits} bits wanted, another found.")
+        dtype = DTYPES[meta.dtype]
+        keys = self._decoded(packed.parts[0], packed.parts[1], meta.key_shape, dtype)
+        return LayerKV(keys, self._decoded(packed.parts[2], packed.parts[3], meta.value_shape, dtype))
+
+    @property
+    def _most(self) -> int:
+        return (1 << self.bits - 1) - 1
+
+    def _coded(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        exact = tensor.float()
+        scales = (exact.abs().amax(-1, keepdim=True) / self._most).to(SCALE)
+        if not scales.isfinite().all():
+            raise ValueError("The layer holds NaN or infinities: keep it as raw.")
+        by = scales.float()
+        codes = (exact / torch.where(by > 0, by, 1.0)).round().clamp(-self._most, self._most)
+        return self._squeezed(codes.to(torch.int8)), scales.view(torch.uint8).reshape(-1)
+
+    def _decoded(self, codes: Tensor, scales: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+        heads, n, _ = shape
+        if codes.numel() != self._nbytes(prod(shape)) or scales.numel() != heads * n * SCALE.itemsize:
+            raise ValueError(f"{self.bits}-bit codes and scales of {shape} wanted, others found.")
+        by = scales.clone().view(SCALE).view(heads, n, 1).float()
+        return narrowed(self._widened(codes, prod(shape)).view(shape) * by, dtype)
+
+    def _nbytes(self, count: int) -> int:
+        return count if self.bits == 8 else -(-count // TOGETHER) * self.bits
+
+    def _squeezed(self, codes: Tensor) -> Tensor:
+        """int8 codes as bytes: as they are, or eight at a time in as many bytes as a code has bits."""
+        flat = codes.reshape(-1)
+        if self.bits == 8:
+            return flat.view(torch.uint8)
+        padded = torch.nn.functional.pad(flat.int() + self._most, (0, -len(flat) % TOGETHER)).view(-1, TOGETHER)
+        at = torch.arange(TOGETHER, device=codes.device)
+        words = (padded.long() << self.bits * at).sum(-1, keepdim=True)
+        return (words >> 8 * at[: self.bits] & 255).to(torch.uint8).reshape(-1)
+
+    def _widened(self, stored: Tensor, count: int) -> Tensor:
+        """float32 [count]: the codes again."""
+        if self.bits == 8:
+            return stored.view(torch.int8).float()
+        at = torch.arange(TOGETHER, device=stored.device)
+        words = (stored.view(-1, self.bits).long() << 8 * at[: self.bits]).sum(-1, keepdim=True)
+        codes: Tensor = words >> self.bits * at & (1 << self.bits) - 1
+        return (codes.reshape(-1)[:count] - self._most).float()
+
+
+INT8: Final = UniformCodec()
+"""8 bits: it has no state, so one is enough."""

@@ -1,0 +1,195 @@
+"""Codec levels of entries: which are written into which tier, and which of those that are kept can be read.
+
+Where bytes are kept is the tiers' business, how they are made and read back that of `codec`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from threading import Lock
+from typing import Final, NamedTuple, Protocol
+
+from ragfuse.codec import RAW, Codec, LayerMeta
+from ragfuse.core import ChunkKey, Entry
+from ragfuse.settings import LEVELS
+from ragfuse.store.tier import EntryMeta, Whole
+
+log = logging.getLogger("ragfuse.store")
+
+_REMEMBERED = 8192
+
+
+class Codecs(Protocol):
+    """Gives the codec of a level for a model (the digest in its keys); None where there is none."""
+
+    def __call__(self, level: str, model: str) -> Codec | None:
+        """The codec, which encodes and decodes."""
+        ...
+
+
+def raw_only(level: str, model: str) -> Codec | None:
+    """The raw codec, for every model, and no other."""
+    return RAW if level == RAW.name else None
+
+
+RAW_ONLY: Final[Codecs] = raw_only
+
+
+def by_loss(levels: Iterable[str]) -> tuple[str, ...]:
+    """These levels once each, what loses least first; those that nobody knows stand behind, in their order."""
+    known = {level: rank for rank, level in enumerate(LEVELS)}
+    return tuple(sorted(dict.fromkeys(levels), key=lambda level: known.get(level, len(known))))
+
+
+def loss_of(levels: Iterable[str]) -> int:
+    """How much the best of these levels loses, as a number to compare; the same for all that nobody knows."""
+    return min((LEVELS.index(level) if level in LEVELS else len(LEVELS) for level in levels), default=len(LEVELS))
+
+
+class Levels:
+    """What is written into each tier, and with which codecs. `written` maps a tier's name to its levels, else raw."""
+
+    def __init__(self, codecs: Codecs = RAW_ONLY, written: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.codecs, self._written = codecs, {tier: by_loss(levels) for tier, levels in (written or {}).items()}
+
+    def of(self, tier: str) -> tuple[str, ...]:
+        """The levels that are written into a tier."""
+        return self._written.get(tier) or (RAW.name,)
+
+    def readable(self, key: ChunkKey, levels: Iterable[str]) -> list[str]:
+        """Those of a key's levels that can be decoded here, in their order."""
+        return [level for level in levels if self.codecs(level, key.model) is not None]
+
+    def best(self, key: ChunkKey, levels: Sequence[str], wanted: str | None) -> str | None:
+        """The level that is wanted if it can be read, else the first that can."""
+        there = self.readable(key, [wanted] if wanted in levels else ())  # type: ignore[list-item]
+        return next(iter(there or self.readable(key, levels)), None)
+
+    def made(self, key: ChunkKey, whole: Whole, wanted: Sequence[str]) -> Whole:
+        """The entry at the wanted levels: those it has are taken, the others encoded from raw.
+
+        What cannot be had is left out; where that is all, the entry comes as raw, or as it is where it has no raw:
+        nothing that was lost comes back, and nothing lossy is encoded again.
+        """
+        meta, _ = whole
+        if meta.levels == tuple(wanted):
+            return whole
+        found = [each for level in by_loss(wanted) if (each := self._at_or_none(key, whole, level)) is not None]
+        if not found:
+            return only(whole, RAW.name) if RAW.name in meta.levels else whole
+        return joined(found)
+
+    def _at_or_none(self, key: ChunkKey, whole: Whole, level: str) -> Whole | None:
+        """The entry at one level; None, and told, where it cannot be encoded so."""
+        if level not in whole[0].levels and RAW.name not in whole[0].levels:
+            return None
+        try:
+            return self.at(key, whole, level)
+        except ValueError as error:
+            log.warning("%s is not written as %s: %s", key, level, error)
+            return None
+
+    def check(self, key: ChunkKey, level: str, whole: Whole) -> None:
+        """ValueError if an entry cannot be decoded at one of its levels."""
+        codec, (meta, blobs) = self.codecs(level, key.model), only(whole, level)
+        for blob, layer in zip(blobs, meta.layers, strict=True):
+            if codec is None or codec.decode(blob, layer).n_tokens != meta.n_tokens:
+                raise ValueError(f"it cannot be decoded at level {level}")
+
+    def at(self, key: ChunkKey, whole: Whole, level: str) -> Whole:
+        """The entry at one level; ValueError, and why, where it neither has that nor can be encoded so."""
+        if level in whole[0].levels:
+            return only(whole, level)
+        if RAW.name not in whole[0].levels:
+            raise ValueError(f"it is kept as {', '.join(whole[0].levels)}, and only what is kept raw is encoded")
+        codec, (meta, blobs) = self.codecs(level, key.model), only(whole, RAW.name)
+        if codec is None:
+            raise ValueError(f"there is no codec for {level} and its model here")
+        layers = [RAW.decode(blob, layer) for blob, layer in zip(blobs, meta.layers, strict=True)]
+        encoded = tuple(codec.encode(layer, at) for at, layer in enumerate(layers))
+        metas = tuple(LayerMeta.of(layer, blob) for layer, blob in zip(layers, encoded, strict=True))
+        return EntryMeta(meta.n_tokens, (level,), metas), encoded
+
+
+def pieces_of(entry: Entry) -> int:
+    """How many pieces an entry has, as a tier tells of it."""
+    return entry.n_layers * len(entry.sizes)
+
+
+def only(whole: Whole, level: str) -> Whole:
+    """An entry without its other levels."""
+    meta, blobs = whole
+    first = meta.first(level)
+    return meta.only(level), blobs[first : first + meta.n_layers]
+
+
+def joined(wholes: Sequence[Whole]) -> Whole:
+    """One entry of several that hold the same KV at different levels."""
+    levels = tuple(level for meta, _ in wholes for level in meta.levels)
+    layers = tuple(layer for meta, _ in wholes for layer in meta.layers)
+    return EntryMeta(wholes[0][0].n_tokens, levels, layers), tuple(blob for _, blobs in wholes for blob in blobs)
+
+
+class Content:
+    """An entry on its way into tiers, encoded for each when it is first asked for. Threads may share it.
+
+    wanted: the levels of tiers, by name; those that are not in it get the entry as it is.
+    """
+
+    def __init__(self, levels: Levels, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> None:
+        self.meta = whole[0]
+        self.key, self._levels, self._whole, self._wanted = key, levels, whole, wanted
+        self._lock, self._made = Lock(), dict[tuple[str, ...], Whole]()
+
+    def is_ready(self, tier: str) -> bool:
+        """Whether nothing is left to be encoded for a tier."""
+        return set(self._wanted.get(tier, ())) <= set(self.meta.levels)
+
+    def of(self, tier: str) -> Whole:
+        """The entry as a tier gets it."""
+        wanted = tuple(self._wanted.get(tier, self.meta.levels))
+        with self._lock:
+            if wanted not in self._made:
+                self._made[wanted] = self._levels.made(self.key, self._whole, wanted)
+            return self._made[wanted]
+
+
+class Layout(NamedTuple):
+    """Where the levels of one entry stand."""
+
+    levels: tuple[str, ...]
+    n_layers: int
+
+    def first(self, level: str) -> int:
+        """The piece that a level begins with; 0 for one that is not there."""
+        return self.levels.index(level) * self.n_layers if level in self.levels else 0
+
+
+class Layouts:
+    """The layouts met last, by tier and key: so that a level is read where it stands by one read. Only a guess."""
+
+    def __init__(self) -> None:
+        self._lock, self._known = Lock(), OrderedDict[tuple[str, ChunkKey], Layout]()
+
+    def get(self, tier: str, key: ChunkKey) -> Layout | None:
+        """The layout of an entry, if it was met."""
+        with self._lock:
+            return self._known.get((tier, key))
+
+    def note(self, tier: str, key: ChunkKey, levels: Sequence[str], n_layers: int) -> Layout:
+        """Remember how an entry was found."""
+        found = Layout(tuple(levels), n_layers)
+        with self._lock:
+            self._known[tier, key] = found
+            self._known.move_to_end((tier, key))
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return found
+
+    def note_all(self, tier: str, entries: Iterable[Entry]) -> None:
+        """The same for entries of more than one level: any other begins with its only one."""
+        for entry in entries:
+            if len(entry.sizes) > 1 or self.get(tier, entry.key) is not None:
+                self.note(tier, entry.key, tuple(entry.sizes), entry.n_layers)

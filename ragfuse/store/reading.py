@@ -1,0 +1,98 @@
+"""Layers of one entry at one level, read from one tier where that level stands, and decoded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ragfuse.core import ChunkKey, Entry, LayerKV
+from ragfuse.store.levels import Layouts, Levels
+from ragfuse.store.tier import EntryMeta, Tier
+
+log = logging.getLogger("ragfuse.store")
+
+_TRIES = 3
+
+
+class Found(NamedTuple):
+    """What was read: layers, the entry's description at their level alone, their bytes.
+
+    No layers: the entry is there, and has no such level that could be decoded.
+    """
+
+    layers: tuple[LayerKV, ...]
+    meta: EntryMeta | None = None
+    blobs: Sequence[Tensor] = ()
+
+
+class Reading:
+    """Reads levels of entries. What of an entry cannot be read is counted and logged, never raised."""
+
+    def __init__(self, levels: Levels) -> None:
+        self._levels, self._layouts = levels, Layouts()
+
+    def readable(self, tier: str, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, dict[str, int]]:
+        """Sizes of the levels that can be decoded here, of entries that a tier told of; remembers where they stand."""
+        self._layouts.note_all(tier, entries.values())
+        told = {key: self._levels.readable(key, entry.sizes) for key, entry in entries.items()}
+        return {key: {level: entries[key].sizes[level] for level in levels} for key, levels in told.items() if levels}
+
+    def begins(self, tier: str, keys: Iterable[ChunkKey], level: str | None) -> dict[int, list[ChunkKey]]:
+        """The piece that the level begins with, and of which keys, as far as is known."""
+        found: dict[int, list[ChunkKey]] = {}
+        for key in keys:
+            known = self._layouts.get(tier, key)
+            best = self._levels.best(key, known.levels, level) if known is not None else None
+            found.setdefault(known.first(best) if known is not None and best else 0, []).append(key)
+        return found
+
+    def layers(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> Found | None:
+        """`count` layers from `first` on at a level (None: the first that can be decoded); None if there are none."""
+        try:
+            return self._layers(tier, key, first, count, level)
+        except Exception:
+            tier.counts.add("corrupt")
+            log.exception("Could not read layer %d of %s from tier %s", first, key, tier.name)
+            return None
+
+    def _layers(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> Found | None:
+        """As `layers`, by one read where it is known how the entry stands; else by the first one that is learned."""
+        known = self._layouts.get(tier.name, key)
+        for _ in range(_TRIES):
+            chosen = self._chosen(key, known.levels, level) if known is not None else None
+            if known is not None and chosen is None:
+                return Found(())
+            at = known.first(chosen) if known is not None and chosen else 0
+            found = tier.read(key, at + first, count)
+            if found is None and at == 0:
+                return None
+            if found is None:  # written anew, with fewer levels?
+                known = None
+                continue
+            meta, *blobs = found
+            known = self._layouts.note(tier.name, key, meta.levels, meta.n_layers)
+            chosen = self._chosen(key, meta.levels, level)
+            if chosen is not None and known.first(chosen) == at:
+                return self._decoded(tier, key, first, meta.only(chosen), blobs)
+        return None
+
+    def _chosen(self, key: ChunkKey, levels: Sequence[str], level: str | None) -> str | None:
+        """The level to read: the one that was asked for, if it can be."""
+        return next(iter(self._levels.readable(key, [each for each in levels if level in (None, each)])), None)
+
+    def _decoded(self, tier: Tier, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor]) -> Found | None:
+        codec = self._levels.codecs(meta.levels[0], key.model)
+        if codec is None or first + len(blobs) > meta.n_layers:
+            return None
+        try:
+            described = meta.layers[first : first + len(blobs)]
+            layers = tuple(codec.decode(blob, layer) for blob, layer in zip(blobs, described, strict=True))
+            return Found(layers, meta, blobs)
+        except ValueError as error:
+            tier.counts.add("corrupt")
+            log.warning("Dropped %s from tier %s: it cannot be decoded from layer %d: %s", key, tier.name, first, error)
+            tier.delete([key])
+            return None

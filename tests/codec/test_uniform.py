@@ -1,0 +1,105 @@
+"""Uniform quantisation gives back each code times its scale, and refuses what it did not pack."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragfuse.codec import INT8, LEVELS, LayerMeta, UniformCodec, codec_for
+from ragfuse.codec.codec import DTYPES
+from ragfuse.core import LayerKV
+from tests.codec.kit import layer
+from tests.reference import uniform
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([8, 4, 3]), st.integers(1, 4), st.integers(1, 20), st.integers(1, 17), st.integers(1, 17),
+    st.sampled_from(list(DTYPES.values())), st.integers(0, 99),
+)  # fmt: skip
+def test_uniform_gives_back_what_its_slow_twin_does(bits, heads, n, dim, value_dim, dtype, seed):
+    before = layer(heads, n, dim, value_dim, dtype, seed)
+    blob = UniformCodec(bits).encode(before, 3)
+    after = UniformCodec(bits).decode(blob, LayerMeta.of(before, blob))
+    for found, given_ in ((after.keys, before.keys), (after.values, before.values)):
+        assert found.dtype == dtype
+        assert torch.equal(found.float(), uniform(given_, bits).to(dtype).float())
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 1.25), (4, 0.75), (3, 0.6)])
+def test_a_packed_layer_takes_its_bits_a_value_and_a_scale_a_token(bits, most):
+    before = layer(4, 64, 64, 64)
+    assert UniformCodec(bits).encode(before).numel() <= before.nbytes / 4 * (bits / 8 + 2 / 64) + 200
+    assert UniformCodec(bits).encode(before).numel() < before.nbytes / 4 * most
+
+
+def test_more_bits_are_closer():
+    before = layer(3, 50)
+    errors = []
+    for bits in (8, 4, 3):
+        blob = UniformCodec(bits).encode(before)
+        after = UniformCodec(bits).decode(blob, LayerMeta.of(before, blob))
+        errors.append(float((after.keys - before.keys).square().mean()))
+    assert errors[0] < errors[1] / 50
+    assert errors[1] < errors[2] / 2
+
+
+def test_a_layer_of_zeros_stays_zero():
+    before = LayerKV(torch.zeros(2, 5, 8), torch.zeros(2, 5, 8))
+    blob = INT8.encode(before)
+    after = INT8.decode(blob, LayerMeta.of(before, blob))
+    assert torch.equal(after.keys, before.keys)
+    assert torch.equal(after.values, before.values)
+
+
+@pytest.mark.parametrize("foul", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_is_refused(foul):
+    before = layer()
+    before.values[1, 3, 2] = foul
+    with pytest.raises(ValueError, match="keep it as raw"):
+        INT8.encode(before)
+
+
+def test_the_largest_values_of_a_dtype_do_not_become_infinite():
+    for dtype in DTYPES.values():
+        most = torch.finfo(dtype).max
+        before = LayerKV(torch.full((1, 2, 4), most).to(dtype), torch.full((1, 2, 4), -most).to(dtype))
+        if dtype in (torch.float32, torch.bfloat16):
+            before = LayerKV(before.keys / 2, before.values / 2)
+        blob = INT8.encode(before)
+        assert INT8.decode(blob, LayerMeta.of(before, blob)).keys.float().isfinite().all()
+
+
+def test_two_dtypes_in_a_layer_are_refused():
+    with pytest.raises(ValueError, match="one dtype"):
+        INT8.encode(LayerKV(torch.ones(1, 2, 4), torch.ones(1, 2, 4, dtype=torch.float16)))
+
+
+def test_another_width_is_refused():
+    before = layer()
+    blob = UniformCodec(4).encode(before)
+    with pytest.raises(ValueError, match="8 bits wanted"):
+        INT8.decode(blob, LayerMeta.of(before, blob))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"key_shape": (2, 37, 15)}, "Shapes"),
+        ({"key_shape": (2, 1 << 40, 16), "value_shape": (2, 1 << 40, 12)}, "At most"),
+        ({"value_shape": (1, 37, 24)}, "Shapes"),
+    ],
+)
+def test_bytes_of_another_shape_are_refused(change, match):
+    before = layer()
+    blob = INT8.encode(before)
+    with pytest.raises(ValueError, match=match):
+        INT8.decode(blob, replace(LayerMeta.of(before, blob), **change))
+
+
+def test_every_level_has_its_codec_and_a_name_that_is_none_is_told_all():
+    assert [codec_for(level).name for level in LEVELS] == list(LEVELS)
+    with pytest.raises(ValueError, match=r"raw, int8.*'zip'"):
+        codec_for("zip")
