@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import BoundedSemaphore, Lock
 
 MOST = 4
 """Streams that read at the same time, at most (the paper's B)."""
+KNOWN_S = 10.0
+"""Seconds that a line is taken to carry what it carried: one that was slow is tried again some time."""
 
 
 class Link:
-    """The line to one tier. Threads share it.
+    """The line to one tier. Threads share it. most: streams that read at the same time; others take turns."""
 
-    most: streams that read at the same time; others take turns. throughput: bytes a second that the line carried
-    last, for all who used it together; None: not known.
-    """
+    def __init__(self, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._clock = most, clock
+        self._seen: tuple[float, float] | None = None
+        self._streams, self._lock, self._turns = 0, Lock(), BoundedSemaphore(most)
 
-    def __init__(self, most: int = MOST) -> None:
-        self.throughput: float | None = None
-        self._most, self._streams, self._lock = most, 0, Lock()
-        self._turns = BoundedSemaphore(most)
+    @property
+    def throughput(self) -> float | None:
+        """Bytes a second that it carried last, for all who used it together; None: not known, or long ago."""
+        seen = self._seen
+        return seen[0] if seen is not None and self._clock() - seen[1] < KNOWN_S else None
 
     @property
     def sharing(self) -> int:
@@ -47,8 +52,9 @@ class Link:
     def saw(self, nbytes: int, seconds: float) -> float:
         """One stream had so many bytes in so long; what the whole line carried then, bytes a second."""
         with self._lock:
-            self.throughput = nbytes / max(seconds, 1e-9) * max(1, min(self._streams, self._most))
-            return self.throughput
+            carried = nbytes / max(seconds, 1e-9) * max(1, min(self._streams, self._most))
+            self._seen = carried, self._clock()
+            return carried
 
 
 class Links:

@@ -12,17 +12,29 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 
-from ragfuse.core import Fetch, LayerKV, PieceTrace
+from ragfuse.arrivals import PieceTrace
+from ragfuse.core import Fetch, LayerKV
 from ragfuse.load.link import Link
 from ragfuse.load.staging import Layer
-from ragfuse.plan.adapt import PIECE_TOKENS, TEXT, Adapt, Part, Piece, decide, first_look_s, is_given_up, pieces
+from ragfuse.plan.adapt import (
+    AGAIN,
+    PIECE_TOKENS,
+    TEXT,
+    Adapt,
+    Part,
+    Piece,
+    decide,
+    first_look_s,
+    is_given_up,
+    pieces,
+)
 from ragfuse.store import Encoded, KVStore
 
 log = logging.getLogger("ragfuse.load")
@@ -65,11 +77,6 @@ class _Reading:
     done: threading.Event = field(default_factory=threading.Event)
     stop: threading.Event = field(default_factory=threading.Event)
 
-    @property
-    def nbytes(self) -> int:
-        """What has come."""
-        return sum(each.nbytes for each in list(self.came.values()))
-
 
 class Stream:
     """Fetches that come over one link, in the order of `parts`. A context manager: `run` in it, then `read` layers.
@@ -84,6 +91,7 @@ class Stream:
         store: KVStore,
         fetches: Sequence[Fetch],
         parts: Sequence[Part],
+        n_layers: int,
         link: Link,
         terms: Terms,
         device: torch.device = CPU,
@@ -94,6 +102,7 @@ class Stream:
         self.came: dict[int, tuple[str, int]] = {}
         self.load_s = self.wait_s = self.last_s = 0.0
         self._store, self._fetches = store, {fetch.segment: fetch for fetch in fetches}
+        self._n_layers = n_layers
         self._left, self._link, self._terms = pieces(parts, terms.piece_tokens), link, terms
         self._device, self._clock, self._held = device, clock, ExitStack()
         self._promised_s = terms.base_s
@@ -101,7 +110,7 @@ class Stream:
         self._decoding: dict[int, list[Future[LayerKV]]] = {}
 
     def __enter__(self) -> Stream:
-        self._held.callback(self._decoders.shutdown, wait=False, cancel_futures=True)
+        self._held.callback(self._decoders.shutdown, cancel_futures=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -145,7 +154,8 @@ class Stream:
 
     @property
     def _throughput(self) -> float | None:
-        return self._link.throughput or self._terms.prior
+        seen = self._link.throughput
+        return self._terms.prior if seen is None else seen
 
     def _compute(self, piece: Piece, why: str) -> None:
         self._promised_s += piece.text_s or 0.0
@@ -171,7 +181,8 @@ class Stream:
             self.came[segment] = (level, encoded.nbytes)
             self._decoding[segment] = [self._decoders.submit(self._decode, encoded, at) for at in range(len(encoded))]
         rest = piece.without(frozenset(came), level)
-        self._note(reading, seconds, LATE if gave_up else UNREADABLE if rest is not None else "")
+        nbytes = sum(encoded.nbytes for encoded in came.values())
+        self._note(reading, nbytes, seconds, LATE if gave_up else UNREADABLE if rest is not None else "")
         self._left = self._left[1:]
         if rest is not None and gave_up:
             self._compute(rest, LATE)
@@ -199,7 +210,7 @@ class Stream:
             with self._link.turn():
                 for segment in reading.piece.segments:
                     fetch = self._fetches[segment]
-                    found = self._store.read_encoded(fetch.key, fetch.tier, reading.level)
+                    found = self._store.read_encoded(fetch.key, self._n_layers, fetch.tier, reading.level)
                     if found is None or reading.stop.is_set():
                         break
                     reading.came[segment] = found
@@ -208,22 +219,13 @@ class Stream:
         finally:
             reading.done.set()
 
-    def _note(self, reading: _Reading, seconds: float, why: str) -> None:
-        """How fast it came: for the next piece, and for the trace."""
-        nbytes = reading.piece.sizes[reading.level] if not why else reading.nbytes
-        sharing, throughput = self._link.sharing, self._link.saw(nbytes, seconds)
+    def _note(self, reading: _Reading, nbytes: int, seconds: float, why: str) -> None:
+        """How fast it came: for the next piece, and for the trace. What broke at once says nothing of the line."""
+        piece, sharing = reading.piece, self._link.sharing
+        throughput = self._link.saw(nbytes, seconds) if nbytes or why == LATE else None
+        began_s = self._clock() - seconds - self._terms.began_s
         self.pieces.append(
-            PieceTrace(
-                reading.piece.segments,
-                reading.piece.tokens,
-                reading.level,
-                nbytes=nbytes,
-                began_s=self._clock() - seconds - self._terms.began_s,
-                seconds=seconds,
-                throughput=throughput,
-                sharing=sharing,
-                why=why,
-            )
+            PieceTrace(piece.segments, piece.tokens, reading.level, nbytes, began_s, seconds, throughput, sharing, why)
         )
 
     # decoding

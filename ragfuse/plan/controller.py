@@ -59,7 +59,7 @@ def plan(
             misses.append((index, "its entry holds nothing"))
         else:
             level, nbytes = next(iter(entry.sizes.items()))
-            fetch = Fetch(index, entry.key, entry.tier, level, nbytes, entry.n_tokens)
+            fetch = Fetch(index, entry.key, entry.tier, level, nbytes, entry.n_tokens, tuple(entry.sizes.items()))
             (unread if index in left else fetches).append(fetch)
             misses += [(index, left[index])] if index in left else []
     blended = [fetch for fetch in fetches if is_blended(prompt, fetch)]

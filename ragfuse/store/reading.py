@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
+from ragfuse.codec import Codec
 from ragfuse.core import ChunkKey, Entry, LayerKV
 from ragfuse.store.levels import Layouts, Levels
 from ragfuse.store.tier import EntryMeta, Tier
@@ -26,6 +28,28 @@ class Found(NamedTuple):
     layers: tuple[LayerKV, ...]
     meta: EntryMeta | None = None
     blobs: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A chunk at one level as it was read, whole and not decoded yet."""
+
+    meta: EntryMeta
+    blobs: Sequence[Tensor]
+    codec: Codec
+
+    @property
+    def nbytes(self) -> int:
+        """As read."""
+        return self.meta.nbytes
+
+    def __len__(self) -> int:
+        """Layers."""
+        return len(self.blobs)
+
+    def layer(self, at: int) -> LayerKV:
+        """A layer decoded, on whatever thread asks for it; ValueError where its bytes are none of this codec's."""
+        return self.codec.decode(self.blobs[at], self.meta.layers[at])
 
 
 class Reading:
@@ -52,14 +76,30 @@ class Reading:
     def layers(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> Found | None:
         """`count` layers from `first` on at a level (None: the first that can be decoded); None if there are none."""
         try:
-            return self._layers(tier, key, first, count, level)
+            found = self._found(tier, key, first, count, level)
+            if found is None or found.meta is None:
+                return found
+            return self._decoded(tier, key, first, found.meta, found.blobs)
         except Exception:
             tier.counts.add("corrupt")
             log.exception("Could not read layer %d of %s from tier %s", first, key, tier.name)
             return None
 
-    def _layers(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> Found | None:
-        """As `layers`, by one read where it is known how the entry stands; else by the first one that is learned."""
+    def encoded(self, tier: Tier, key: ChunkKey, n_layers: int, level: str) -> Encoded | None:
+        """All layers at one level as they stand there, not decoded; None if they cannot be had."""
+        found = self._found(tier, key, 0, n_layers, level)
+        codec = self._levels.codecs(level, key.model)
+        if found is None or found.meta is None or codec is None or found.meta.n_layers != len(found.blobs):
+            return None
+        return Encoded(found.meta, found.blobs, codec)
+
+    def is_best(self, tier: str, key: ChunkKey, level: str) -> bool:
+        """Whether nothing that can be decoded of an entry loses less than this level."""
+        known = self._layouts.get(tier, key)
+        return known is None or self._levels.best(key, known.levels, None) == level
+
+    def _found(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> Found | None:
+        """Bytes alone, by one read where it is known how the entry stands; else by the first one that is learned."""
         known = self._layouts.get(tier.name, key)
         for _ in range(_TRIES):
             chosen = self._chosen(key, known.levels, level) if known is not None else None
@@ -76,7 +116,7 @@ class Reading:
             known = self._layouts.note(tier.name, key, meta.levels, meta.n_layers)
             chosen = self._chosen(key, meta.levels, level)
             if chosen is not None and known.first(chosen) == at:
-                return self._decoded(tier, key, first, meta.only(chosen), blobs)
+                return Found((), meta.only(chosen), blobs)
         return None
 
     def _chosen(self, key: ChunkKey, levels: Sequence[str], level: str | None) -> str | None:
