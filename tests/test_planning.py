@@ -65,7 +65,7 @@ def test_of_an_entry_in_several_levels_the_one_that_is_read_counts(engine, monke
     fetches, lookup = engine.plan(messages()).fetches, engine.store.lookup
 
     def several(keys):
-        return {key: replace(entry, sizes={"small": 1, **entry.sizes}) for key, entry in lookup(keys).items()}
+        return {key: replace(entry, sizes={**entry.sizes, "int8": 1}) for key, entry in lookup(keys).items()}
 
     monkeypatch.setattr(engine.store, "lookup", several)
     assert engine.plan(messages()).fetches == fetches
@@ -88,7 +88,9 @@ def test_a_slow_disk_is_read_in_the_steps_that_the_plan_says_and_answers_the_sam
         counts = []
         read = engine.store.read_layers
         monkeypatch.setattr(
-            engine.store, "read_layers", lambda key, at, count, tier: counts.append(count) or read(key, at, count, tier)
+            engine.store,
+            "read_layers",
+            lambda key, at, count, *where: counts.append(count) or read(key, at, count, *where),
         )
         monkeypatch.setattr("ragfuse.plan.controller._layers_a_read", lambda *_: layers)
         engine.learn(timings(engine, disk=1e-6))

@@ -42,10 +42,10 @@ class Wrong(KVStore):
         self.__dict__ = store.__dict__
         self.layer, self.error = layer, error
 
-    def read_layers(self, key, first, count=1, tier=None):
+    def read_layers(self, key, first, count=1, tier=None, level=None):
         if self.layer in range(first, first + count):
             raise self.error
-        return super().read_layers(key, first, count, tier)
+        return super().read_layers(key, first, count, tier, level)
 
 
 @pytest.mark.parametrize("tiers", [("memory",) * 3, ("disk",) * 3, ("memory", "disk", "memory")])
@@ -115,9 +115,9 @@ def test_small_layers_are_read_together_after_a_first_one_alone(store):
     class Counting(Wrong):
         reads: ClassVar[list[tuple[int, int]]] = []
 
-        def read_layers(self, key, first, count=1, tier=None):
+        def read_layers(self, key, first, count=1, tier=None, level=None):
             self.reads.append((first, count))
-            return super().read_layers(key, first, count, tier)
+            return super().read_layers(key, first, count, tier, level)
 
     with LayerReader(Counting(store, -1, KeyError()), fetches("disk", a_read=5), LAYERS) as reader:
         for layer in range(LAYERS):
@@ -138,9 +138,9 @@ def test_every_tier_is_told_of_the_next_layers_before_they_are_read(store, monke
         for layer in range(LAYERS):
             assert all(reader.read(layer).values())
     spans = [(0, 1), (1, 2), (3, 4), (7, 5)]
-    assert [each for each in told if each[0] == "disk"] == [("disk", 2, *span) for span in spans]
+    assert [each for each in told if each[0] == "disk"] == [("disk", 2, *span, "raw") for span in spans]
     for span in spans:
-        assert told.index(("disk", 2, *span)) < told.index(("read", *span))
+        assert told.index(("disk", 2, *span, "raw")) < told.index(("read", *span))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
-from ragfuse.codec import RAW
+from ragfuse.codec import INT8, RAW, Codec, LayerMeta
 from ragfuse.core import ChunkKey, ChunkKV, LayerKV, digest
 from ragfuse.store import EntryMeta, Tier
 
@@ -46,6 +47,29 @@ def kv(seed: int = 0, n: int = 5, dtype: torch.dtype = torch.bfloat16, n_layers:
 def encoded(chunk: ChunkKV) -> tuple[EntryMeta, tuple[torch.Tensor, ...]]:
     blobs = tuple(RAW.encode(layer) for layer in chunk.layers)
     return EntryMeta.of(chunk, "raw", blobs), blobs
+
+
+CODECS = MappingProxyType({codec.name: codec for codec in (RAW, INT8)})
+
+
+def codecs(level: str, model: str) -> Codec | None:
+    """The codecs that need no tables."""
+    return CODECS.get(level)
+
+
+def encoded_at(chunk: ChunkKV, *levels: str) -> tuple[EntryMeta, tuple[torch.Tensor, ...]]:
+    """The chunk at each of these levels, one after the other."""
+    blobs = {level: [CODECS[level].encode(layer, at) for at, layer in enumerate(chunk.layers)] for level in levels}
+    metas = [EntryMeta.of(chunk, level, blobs[level]) for level in levels]
+    layers = tuple(layer for meta in metas for layer in meta.layers)
+    return EntryMeta(chunk.n_tokens, levels, layers), tuple(blob for level in levels for blob in blobs[level])
+
+
+def rounded(chunk: ChunkKV) -> ChunkKV:
+    """What is left of it in 8 bits."""
+    blobs = [INT8.encode(layer) for layer in chunk.layers]
+    pairs = zip(chunk.layers, blobs, strict=True)
+    return ChunkKV(tuple(INT8.decode(blob, LayerMeta.of(layer, blob)) for layer, blob in pairs))
 
 
 def same(left: LayerKV | None, right: LayerKV) -> bool:

@@ -74,4 +74,4 @@ def large(nbytes: int, n_layers: int = 2) -> tuple[EntryMeta, list[torch.Tensor]
     generator = torch.Generator().manual_seed(0)
     blobs = [torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8) for _ in range(n_layers)]
     shape = (1, nbytes // 64, 16)
-    return EntryMeta(nbytes // 64, "raw", tuple(LayerMeta(shape, shape, "bfloat16", nbytes) for _ in blobs)), blobs
+    return EntryMeta(nbytes // 64, ("raw",), tuple(LayerMeta(shape, shape, "bfloat16", nbytes) for _ in blobs)), blobs

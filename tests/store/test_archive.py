@@ -9,7 +9,6 @@ import tarfile
 import pytest
 import torch
 
-from ragfuse.codec import RawCodec
 from ragfuse.core import FORMAT_VERSION, ChunkKey
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
@@ -306,13 +305,10 @@ def test_texts_that_are_none_are_left_out(empty, tmp_path, line):
 
 
 def test_entries_of_another_codec_are_left_out(store, archive, tmp_path):
-    class Other(RawCodec):
-        name = "other"
-
-    with KVStore([DiskTier(tmp_path / "other", MB, lru)], Other.__new__(Other)) as other:
+    with KVStore([DiskTier(tmp_path / "other", MB, lru)], lambda level, model: None) as other:
         done = other.import_(archive)
         assert (done.chunks, done.failed) == (0, 4)
-        assert "another codec" in done.troubles[0].why
+        assert "a codec that its model has none of here (raw)" in done.troubles[0].why
 
 
 # writing

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from ragfuse.codec import RawCodec
+from ragfuse.codec import RAW, UniformCodec
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
@@ -97,15 +97,18 @@ def test_a_chunk_whose_home_does_not_take_it_goes_to_the_other_slow_tiers(tmp_pa
 def test_a_chunk_is_encoded_once_for_all_tiers(tmp_path, fast, home):
     encoded = []
 
-    class Counting(RawCodec):
+    class Counting(UniformCodec):
         def encode(self, layer, at=0):
-            encoded.append(layer)
+            encoded.append(at)
             return super().encode(layer, at)
 
+    packed = Counting()
+
     disk, full = DiskTier(tmp_path / "a", 1 << 20, lru), Refusing(tmp_path / "b", 1 << 20, lru, name="home")
-    with KVStore([MemoryTier(1 << 20, lru), disk, full], Counting()) as store:
+    tiers, levels = [MemoryTier(1 << 20, lru), disk, full], dict.fromkeys(("memory", "disk", "home"), ("int8",))
+    with KVStore(tiers, lambda level, model: packed if level == "int8" else RAW, levels) as store:
         assert store.put(key("a"), kv(), wait=True, fast=fast, home=home)
-    assert len(encoded) == len(kv().layers)
+    assert encoded == [0, 1, 2]
 
 
 def test_a_chunk_without_a_home_goes_to_all_slow_tiers_also_where_it_need_not_be_fast(tmp_path):

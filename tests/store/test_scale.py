@@ -12,7 +12,7 @@ from ragfuse.store.database import Database
 from ragfuse.store.upkeep import SMALL
 from tests.store.kit import encoded, key, kv
 
-ROW = "INSERT INTO entries(key, level, n_tokens, n_layers, nbytes, last_used) VALUES (?, 'raw', 160, 30, 10000, ?)"
+ROW = "INSERT INTO entries(key, sizes, n_tokens, n_layers, nbytes, last_used) VALUES (?, 'raw=9000', 160, 30, 10000, ?)"
 MANY = SMALL + 50
 MODEL, CONTEXT = digest("model"), digest("context")
 

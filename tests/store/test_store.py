@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -57,13 +56,6 @@ class SlowTier(MemoryTier):
         self.started.set()
         assert self.go.wait(20)
         return super().write(*arguments)
-
-
-@dataclass(frozen=True)
-class OtherCodec(RawCodec):
-    """Raw under another name."""
-
-    name: str = "other"
 
 
 class BrokenCodec(RawCodec):
@@ -346,21 +338,22 @@ def test_a_chunk_evicted_from_the_planned_tier_is_read_from_another(store):
 
 
 def test_bytes_that_cannot_be_decoded_are_dropped_counted_and_none(tmp_path):
-    with KVStore([DiskTier(tmp_path, MB, lru)], BrokenCodec()) as store:
+    with KVStore([DiskTier(tmp_path, MB, lru)], lambda level, model: BrokenCodec()) as store:
         store.put(A, kv(), wait=True)
         assert layer_of(store, A, 0) is None
         assert store.stats().corrupt == 1
         assert files(tmp_path) == []
 
 
-def test_an_entry_of_another_codec_is_a_miss_and_left_alone(store, tmp_path):
+def test_an_entry_that_no_codec_here_reads_is_a_miss_and_left_alone(store, tmp_path):
     store.put(A, kv(), wait=True)
-    with reopened(store, tmp_path, codec=OtherCodec()) as opened:
+    other = {"codecs": lambda level, model: RawCodec("other") if level == "other" else None}
+    with reopened(store, tmp_path, **other, levels={"disk": ["other"]}) as opened:
         assert opened.lookup([A]) == {}
         assert layer_of(opened, A, 0) is None
         assert len(files(tmp_path)) == 1
         assert opened.stats().corrupt == 0
-        opened.put(A, kv(), wait=True)
+        opened.put(A, kv(), tier="disk", wait=True)
         assert opened.lookup([A])[A].sizes.keys() == {"other"}
 
 

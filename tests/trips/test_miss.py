@@ -69,11 +69,11 @@ class Struck(KVStore):
         self.__dict__ = store.__dict__
         self.target, self.strike, self.struck = (key, layer), strike, threading.Event()
 
-    def read_layers(self, key, first, count=1, tier=None):
+    def read_layers(self, key, first, count=1, tier=None, level=None):
         if key == self.target[0] and self.target[1] in range(first, first + count) and not self.struck.is_set():
             self.strike()
             self.struck.set()
-        return super().read_layers(key, first, count, tier)
+        return super().read_layers(key, first, count, tier, level)
 
 
 def flip(path):
@@ -124,7 +124,7 @@ def test_a_store_that_loses_everything_still_answers(tiny_settings):
         def __init__(self, store: KVStore) -> None:
             self.__dict__ = store.__dict__
 
-        def read_layers(self, key, first, count=1, tier=None):
+        def read_layers(self, key, first, count=1, tier=None, level=None):
             raise RuntimeError("the cable was pulled")
 
     with on_disk_only(tiny_settings) as engine:

@@ -11,7 +11,7 @@ from ragfuse.core import LayerKV
 from ragfuse.plan.evict import expired, lru
 from ragfuse.store import KVStore, MemoryTier
 from ragfuse.store.tier import Freed, Tidies, Touches
-from tests.store.kit import encoded, key, kv, same
+from tests.store.kit import encoded, encoded_at, key, kv, same
 
 
 def put(tier, *names):
@@ -33,7 +33,59 @@ def test_every_layer_reads_back_bit_for_bit(make_tier, dtype):
         found, read = tier.read(key("a"), i)
         assert torch.equal(read.cpu(), blob)
         assert (found.layers[i].key_shape, found.layers[i].dtype) == (meta.layers[i].key_shape, meta.layers[i].dtype)
-        assert (found.n_tokens, found.level, len(found.layers)) == (meta.n_tokens, "raw", len(blobs))
+        assert (found.n_tokens, found.levels, len(found.layers)) == (meta.n_tokens, ("raw",), len(blobs))
+
+
+def test_every_layer_of_every_level_reads_back_alone_and_the_sizes_are_told_by_level(make_tier):
+    tier = make_tier()
+    meta, blobs = encoded_at(kv(7), "raw", "int8")
+    assert tier.write(key("a"), meta, blobs)
+    for level in ("int8", "raw"):
+        for i in range(3):
+            at = meta.first(level) + i
+            found, read = tier.read(key("a"), at)
+            assert torch.equal(read.cpu(), blobs[at])
+            assert (found.levels, found.n_layers) == (("raw", "int8"), 3)
+    found, *read = tier.read(key("a"), 3, 3)
+    assert all(torch.equal(left.cpu(), right) for left, right in zip(read, blobs[3:], strict=True))
+    assert tier.read(key("a"), 4, 3) is None
+    entry = tier.entries([key("a")])[key("a")]
+    assert list(entry.sizes) == ["raw", "int8"]
+    assert entry.sizes["int8"] == meta.sizes["int8"]
+    assert (entry.n_layers, entry.nbytes) == (3, tier.nbytes)
+
+
+def test_a_pass_over_one_level_is_one_hit_also_for_who_did_not_write_it(make_tier):
+    tier = make_tier()
+    assert tier.write(key("a"), *encoded_at(kv(), "raw", "int8"))
+    assert tier.entries()[key("a")].hits == 0
+    for i in range(3, 6):
+        tier.read(key("a"), i)
+    assert tier.entries()[key("a")].hits == 1
+    tier.read(key("a"), 0)
+    assert tier.entries()[key("a")].hits == 2
+
+
+def test_an_entry_written_anew_at_other_levels_replaces_all_of_the_old_one(make_tier):
+    tier = make_tier()
+    both, one = encoded_at(kv(), "raw", "int8"), encoded_at(kv(), "int8")
+    assert tier.write(key("a"), *both)
+    before = tier.nbytes
+    assert tier.write(key("a"), *one)
+    assert tier.nbytes < before
+    assert list(tier.entries()[key("a")].sizes) == ["int8"]
+    assert torch.equal(tier.read(key("a"), 0)[1].cpu(), one[1][0])
+    assert tier.read(key("a"), 3) is None
+
+
+def test_who_writes_an_entry_anew_in_a_full_tier_pushes_out_another_first(make_tier, unit):
+    tier = make_tier(2 * unit)
+    if isinstance(tier, MemoryTier):
+        pytest.skip("memory gives up the old entry's room at once")
+    put(tier, "a", "b")
+    assert tier.write(key("a"), *encoded_at(kv(), "int8"))
+    assert names(tier, *"ab") == "a"
+    assert list(tier.entries()[key("a")].sizes) == ["int8"]
 
 
 def test_what_was_never_written_is_none(make_tier):

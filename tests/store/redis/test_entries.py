@@ -116,13 +116,16 @@ def test_bytes_the_server_evicted_are_a_miss(tier, raw, caplog):
     assert "bytes are gone" in caplog.text
 
 
-@pytest.mark.parametrize("row", [b"", b"7", b"x 0 0 1.0 5 3 raw", b"\xff 0 0 1.0 5 3 raw"])
+@pytest.mark.parametrize(
+    "row",
+    [b"", b"7", b"x 0 0 1.0 5 3 raw=0", b"\xff 0 0 1.0 5 3 raw=0", b"9 0 0 1.0 5 3 raw=10", b"9 0 0 1.0 5 0 raw=9"],
+)
 def test_a_row_that_tells_of_no_entry_is_dropped(tier, raw, row):
     raw.hset(f"{PREFIX}rows", str(A), row)
     assert tier.entries([A]) == {}
     assert tier.counts["corrupt"] == 1
     assert raw.hget(f"{PREFIX}rows", str(A)) is None
-    raw.hset(f"{PREFIX}rows", "no key", b"1 0 0 1.0 5 3 raw")
+    raw.hset(f"{PREFIX}rows", "no key", b"1 0 0 1.0 5 3 raw=1")
     assert tier.entries() == {}
     assert tier.write(A, *encoded(kv()))
 
@@ -260,7 +263,7 @@ def test_a_layer_larger_than_redis_takes_is_refused(tier, caplog):
     meta, _ = encoded(kv(n_layers=1))
     blob = torch.empty((512 << 20) + 1, dtype=torch.uint8)  # never touched, so no memory is taken
     layer = type(meta.layers[0])((1, 5, 8), (1, 5, 8), "bfloat16", blob.numel())
-    assert not tier.write(B, type(meta)(5, "raw", (layer,)), [blob])
+    assert not tier.write(B, type(meta)(5, ("raw",), (layer,)), [blob])
     assert tier.counts["refused"] == 1
     assert str(B) in caplog.text
 
@@ -308,7 +311,7 @@ def test_more_entries_due_than_one_call_clears_are_plain_misses(open_tier, raw):
     tier = open_tier(ttl_s=3600)
     assert tier.write(A, *encoded(kv()))
     names = {f"m.{i}.-.-": 1 for i in range(1000)}
-    raw.hset(f"{PREFIX}rows", mapping=dict.fromkeys(names, "0 0 0 1.0 5 3 raw"))
+    raw.hset(f"{PREFIX}rows", mapping=dict.fromkeys(names, "0 0 0 1.0 5 3 raw=0"))
     raw.zadd(f"{PREFIX}due", {**names, str(A): 2})
     raw.delete(chunk_name(A))
     assert tier.read(A, 1) is None

@@ -105,7 +105,7 @@ def test_an_upload_that_lost_its_room_or_a_layer_becomes_no_entry(url, raw, lost
         raw.zrem(f"{PREFIX}writing", "10:x")
     else:
         raw.hdel(f"{PREFIX}new:10:x", "0")
-    assert not index.publish("10:x", str(A), "5 1 raw", 1)
+    assert not index.publish("10:x", str(A), "5 1 raw=10", 1)
     assert raw.keys(f"{PREFIX}*") == []
     index.close()
 

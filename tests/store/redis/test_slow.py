@@ -97,7 +97,7 @@ def test_an_upload_in_pieces_that_loses_one_becomes_no_entry(url, raw, monkeypat
     monkeypatch.setattr(index, "run", run)
     assert index.reserve("100:x", 100, 60.0, []) == (True, 0)
     index.upload("100:x", 60.0, b"head", [memoryview(bytes(range(96)))])
-    assert not index.publish("100:x", str(A), "5 1 raw", 1)
+    assert not index.publish("100:x", str(A), "5 1 raw=10", 1)
     assert raw.keys("*[cn]*:*") == []
     index.close()
 
@@ -120,5 +120,5 @@ def test_pieces_weigh_what_they_will_weigh_together_and_room_is_kept_while_they_
     assert len(seen) > 2
     assert all(held <= 100 == weighed and expires for held, weighed, expires in seen)
     assert raw.hgetall(raw.keys("*new:*")[0]) == {b"head": b"head", b"0": bytes(range(96))}
-    assert index.publish("100:x", str(A), "5 1 raw", 1)
+    assert index.publish("100:x", str(A), "5 1 raw=10", 1)
     index.close()
