@@ -134,7 +134,8 @@ class MachineProfile:
     """Timings of one model on one machine: full prefill, fused prefills, tiers by name.
 
     model: its fingerprint. prefill: seconds of full prefill of L tokens, as a + b L + c L^2. Points are what was
-    measured, curves what was fitted to them. held_up_s: by how much each read of a thread holds up the model.
+    measured, curves what was fitted to them. held_up_s: by how much each read of a thread holds up the model. decode:
+    seconds to decode a token, by codec level.
     """
 
     model: str
@@ -148,6 +149,7 @@ class MachineProfile:
     prefill_points: tuple[tuple[Count, Seconds], ...] = ()
     fused_points: tuple[FusedPoint, ...] = ()
     held_up_s: Seconds = HELD_UP_S
+    decode: Mapping[str, Seconds] = field(default_factory=dict)
     version: int = MACHINE_VERSION
 
     def as_dict(self) -> dict[str, Any]:

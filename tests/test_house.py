@@ -24,6 +24,7 @@ BELOW_ENGINE = {"text", "codec", "plan", "fuse", "sessions", "jobs", "profiles",
 ENGINE = {
     "adapters",
     "asking",
+    "bringing",
     "bytestore",
     "calling",
     "encoding",

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -104,17 +103,20 @@ class Stream:
         self._store, self._fetches = store, {fetch.segment: fetch for fetch in fetches}
         self._n_layers = n_layers
         self._left, self._link, self._terms = pieces(parts, terms.piece_tokens), link, terms
-        self._device, self._clock, self._held = device, clock, ExitStack()
+        self._device, self._clock = device, clock
         self._promised_s = terms.base_s
         self._decoders = ThreadPoolExecutor(DECODERS, "ragfuse-decode")
         self._decoding: dict[int, list[Future[LayerKV]]] = {}
 
+    def close(self) -> None:
+        """Decode nothing more. A piece that was given up ends by itself, as its tier lets go of it."""
+        self._decoders.shutdown(cancel_futures=True)
+
     def __enter__(self) -> Stream:
-        self._held.callback(self._decoders.shutdown, cancel_futures=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._held.close()
+        self.close()
 
     def run(self) -> None:
         """Bring every piece, or decide that it is computed."""

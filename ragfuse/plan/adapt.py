@@ -98,10 +98,11 @@ class Piece:
 
 
 def pieces(parts: Sequence[Part], most: int = PIECE_TOKENS) -> list[Piece]:
-    """Parts in order, as many together as have at most so many tokens; a longer one alone."""
+    """Parts in order, as many together as have at most so many tokens and the same levels; a longer one alone."""
     cut: list[list[Part]] = []
     for part in parts:
-        if not cut or sum(each.tokens for each in cut[-1]) + part.tokens > most:
+        alike = bool(cut) and list(part.sizes) == list(cut[-1][-1].sizes)
+        if not alike or sum(each.tokens for each in cut[-1]) + part.tokens > most:
             cut.append([])
         cut[-1].append(part)
     return [Piece(tuple(each)) for each in cut]

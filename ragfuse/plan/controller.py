@@ -90,6 +90,15 @@ def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
     return gapless and fetch.key.context == token_digest(prompt.token_ids[:lo])
 
 
+def blend_of(found: LoadPlan) -> Blend:
+    """A plan's fused prefill in numbers."""
+    prompt = found.prompt
+    sizes = [len(prompt.segments[fetch.segment].tokens) for fetch in found.fetches]
+    chunks = [n for n, fetch in zip(sizes, found.fetches, strict=True) if is_blended(prompt, fetch)]
+    share = share_of(found.policy, found.ratio, chunks)
+    return Blend(found.policy, len(prompt), len(prompt) - sum(sizes), sum(chunks), share)
+
+
 @dataclass(frozen=True)
 class LoadingController:
     """Plans by how long things take where `machine` was measured, and as `plan` does where it was not.
@@ -147,13 +156,9 @@ class Timed:
     @classmethod
     def of(cls, times: Estimate, found: LoadPlan) -> Timed:
         """The plan with its times, those of full prefill where it reads nothing."""
-        prompt = found.prompt
-        sizes = [len(prompt.segments[fetch.segment].tokens) for fetch in found.fetches]
-        chunks = [n for n, fetch in zip(sizes, found.fetches, strict=True) if is_blended(prompt, fetch)]
-        share = share_of(found.policy, found.ratio, chunks)
-        blend = Blend(found.policy, len(prompt), len(prompt) - sum(sizes), sum(chunks), share)
+        blend = blend_of(found)
         if not found.fetches:
-            return cls(times, found, blend, times.prefill_s(len(prompt)), 0.0)
+            return cls(times, found, blend, times.prefill_s(len(found.prompt)), 0.0)
         return cls(times, found, blend, 0.0, 0.0).in_best_steps()
 
     def in_best_steps(self) -> Timed:

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from ragfuse.core import Fetch, LoadPlan
 from ragfuse.plan.adapt import Part
-from ragfuse.plan.controller import is_blended
-from ragfuse.plan.estimate import Blend, Estimate, share_of
+from ragfuse.plan.controller import blend_of, is_blended
+from ragfuse.plan.estimate import Estimate
 
 
 def parts_of(found: LoadPlan, fetches: Sequence[Fetch], times: Estimate | None) -> list[Part]:
@@ -29,7 +29,7 @@ def text_s(found: LoadPlan, fetch: Fetch, times: Estimate | None) -> float | Non
     """Seconds that a plan takes longer where one of its fetches is computed instead; None: not known."""
     if times is None:
         return None
-    blend, n = _blend(found), len(found.prompt.segments[fetch.segment].tokens)
+    blend, n = blend_of(found), len(found.prompt.segments[fetch.segment].tokens)
     offered = n if is_blended(found.prompt, fetch) else 0
     instead = replace(blend, forced=blend.forced + n, offered=blend.offered - offered)
     return max(0.0, times.fused_s(instead) - times.fused_s(blend))
@@ -37,19 +37,10 @@ def text_s(found: LoadPlan, fetch: Fetch, times: Estimate | None) -> float | Non
 
 def base_s(found: LoadPlan, times: Estimate | None) -> float:
     """Seconds that a plan computes although all of its fetches are there; 0 where nothing was measured."""
-    return 0.0 if times is None else times.fused_s(_blend(found))
+    return 0.0 if times is None else times.fused_s(blend_of(found))
 
 
 def prior(fetches: Sequence[Fetch], times: Estimate | None) -> float | None:
     """Bytes a second of the line to the first of these, as it was measured; None where it was not."""
     speed = times.machine.tiers.get(fetches[0].tier) if times is not None and fetches else None
     return 1 / speed.byte_s if speed is not None and speed.byte_s > 0 else None
-
-
-def _blend(found: LoadPlan) -> Blend:
-    """A plan with all of its fetches at hand, in numbers."""
-    prompt = found.prompt
-    sizes = [len(prompt.segments[fetch.segment].tokens) for fetch in found.fetches]
-    chunks = [n for fetch, n in zip(found.fetches, sizes, strict=True) if is_blended(prompt, fetch)]
-    share = share_of(found.policy, found.ratio, chunks)
-    return Blend(found.policy, len(prompt), len(prompt) - sum(sizes), sum(chunks), share)
