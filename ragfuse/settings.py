@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +31,9 @@ log = logging.getLogger("ragfuse.settings")
 PREFIX = "RAGFUSE_"
 LEVELS = ("raw", "int8", "cg1", "cg2", "cg3", "cg4")
 """Codec levels, what loses least first."""
+AUTO_LEVEL = "auto"
+"""A tier's level is chosen by how fast this machine was measured to be."""
+TIER_NAME = re.compile(r"(gpu|memory|disk|redis|objects)(-[0-9]+)?")
 
 
 class Prices(BaseModel):
@@ -80,6 +85,11 @@ class Settings(BaseSettings):
         default="cheapest",
         description="Slow tiers, the disk too, that a new chunk goes to on a measured machine: the cheapest that is "
         "fast enough, or all of them, as where tiers are shared. Unmeasured: all.",
+    )
+    levels: Annotated[tuple[tuple[str, tuple[str, ...]], ...], NoDecode] = Field(
+        default=(),
+        description='Codec levels that a tier is written in, by its name, {"redis": ["int8", "cg2"]}: raw, int8, cg1 '
+        "(loses least) to cg4, or several; auto chooses on a measured machine. Tiers without an own are raw.",
     )
     tier_timeout_s: float = Field(default=2.0, gt=0, description="How long one of them may take to say anything.")
     ttl_s: float | None = Field(default=None, gt=0, description="Entries unused for so long are dropped; none: never.")
@@ -134,6 +144,24 @@ class Settings(BaseSettings):
             )
         return given
 
+    @field_validator("levels", mode="before")
+    @classmethod
+    def _by_tier(cls, given: Any) -> Any:
+        """Levels by tier, from a mapping or its JSON; a level alone stands for a list of one."""
+        try:
+            given = json.loads(given or "{}") if isinstance(given, str) else given
+            pairs = given.items() if isinstance(given, Mapping) else tuple(given)
+            listed = ((tier, (told,) if isinstance(told, str) else tuple(told)) for tier, told in pairs)
+            return tuple((_tier_named(tier), _levels_named(levels)) for tier, levels in listed)
+        except (TypeError, KeyError, ValueError) as error:
+            told = str(error) if isinstance(error, _Told) else "found something else than lists of levels by tier"
+            raise ValueError(f'{told}; write it so: RAGFUSE_LEVELS=\'{{"redis": ["int8", "cg2"]}}\'') from None
+
+    @property
+    def written(self) -> dict[str, tuple[str, ...]]:
+        """Levels by tier, what loses least first; of tiers whose level is chosen, `AUTO_LEVEL`."""
+        return dict(self.levels)
+
     @property
     def store_path(self) -> Path:
         """The disk tier's folder."""
@@ -154,6 +182,26 @@ class Settings(BaseSettings):
             if name.upper().startswith(PREFIX) and name[len(PREFIX) :].lower() not in fields:
                 _tell_unknown(name, fields)
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+class _Told(ValueError):
+    """What is wrong with a setting, for people."""
+
+
+def _tier_named(name: object) -> str:
+    if not isinstance(name, str) or not TIER_NAME.fullmatch(name):
+        raise _Told(f"wanted a tier (gpu, memory, disk, redis, objects, redis-2 ...), found {name!r:.60}")
+    return name
+
+
+def _levels_named(levels: tuple[object, ...]) -> tuple[str, ...]:
+    if levels == (AUTO_LEVEL,):
+        return (AUTO_LEVEL,)
+    strange = [level for level in levels if level not in LEVELS]
+    if strange or not levels:
+        found = repr(strange[0])[:60] if strange else "none"
+        raise _Told(f"wanted levels of {', '.join(LEVELS)}, or {AUTO_LEVEL} alone, found {found}")
+    return tuple(level for level in LEVELS if level in levels)
 
 
 @lru_cache

@@ -9,15 +9,17 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
-from ragfuse.codec import RAW, Codec, LayerMeta
+from ragfuse.codec import INT8, RAW, Codec, LayerMeta
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.settings import LEVELS
 from ragfuse.store.tier import EntryMeta, Whole
 
 log = logging.getLogger("ragfuse.store")
 
+K = TypeVar("K")
+V = TypeVar("V")
 _REMEMBERED = 8192
 
 
@@ -29,12 +31,12 @@ class Codecs(Protocol):
         ...
 
 
-def raw_only(level: str, model: str) -> Codec | None:
-    """The raw codec, for every model, and no other."""
-    return RAW if level == RAW.name else None
+def without_tables(level: str, model: str) -> Codec | None:
+    """The codecs that need to know nothing of a model."""
+    return RAW if level == RAW.name else INT8 if level == INT8.name else None
 
 
-RAW_ONLY: Final[Codecs] = raw_only
+TABLELESS: Final[Codecs] = without_tables
 
 
 def by_loss(levels: Iterable[str]) -> tuple[str, ...]:
@@ -48,11 +50,43 @@ def loss_of(levels: Iterable[str]) -> int:
     return min((LEVELS.index(level) if level in LEVELS else len(LEVELS) for level in levels), default=len(LEVELS))
 
 
+class Recent(Generic[K, V]):
+    """The `limit` values that were added last, by key. Threads may share it."""
+
+    def __init__(self, limit: int) -> None:
+        self._lock, self._limit, self._known = Lock(), limit, OrderedDict[K, V]()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._known
+
+    def get(self, key: K) -> V | None:
+        """The value of a key, if it is remembered."""
+        return self._known.get(key)
+
+    def add(self, key: K, value: V) -> V:
+        """Remember a value, which is given back."""
+        with self._lock:
+            self._known[key] = value
+            self._known.move_to_end(key)
+            if len(self._known) > self._limit:
+                self._known.popitem(last=False)
+        return value
+
+    def discard(self, key: K) -> None:
+        """Forget a key."""
+        with self._lock:
+            self._known.pop(key, None)
+
+
 class Levels:
     """What is written into each tier, and with which codecs. `written` maps a tier's name to its levels, else raw."""
 
-    def __init__(self, codecs: Codecs = RAW_ONLY, written: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(self, codecs: Codecs = TABLELESS, written: Mapping[str, Sequence[str]] | None = None) -> None:
         self.codecs, self._written = codecs, {tier: by_loss(levels) for tier, levels in (written or {}).items()}
+        self._strange = Recent[tuple[ChunkKey, str], str](_REMEMBERED)
 
     def of(self, tier: str) -> tuple[str, ...]:
         """The levels that are written into a tier."""
@@ -60,7 +94,18 @@ class Levels:
 
     def readable(self, key: ChunkKey, levels: Iterable[str]) -> list[str]:
         """Those of a key's levels that can be decoded here, in their order."""
-        return [level for level in levels if self.codecs(level, key.model) is not None]
+        return [level for level in levels if (key, level) not in self._strange and self.codecs(level, key.model)]
+
+    def leave(self, key: ChunkKey, level: str, why: str) -> None:
+        """A level of this entry cannot be decoded here, although there is a codec: it is not there from now on."""
+        if (key, level) not in self._strange:
+            log.warning("%s is left alone at level %s: %s", key, level, why)
+        self._strange.add((key, level), why)
+
+    def why_not(self, key: ChunkKey, levels: Iterable[str]) -> str:
+        """Why none of the levels that an entry has can be decoded here, in a few words."""
+        told = (self._strange.get((key, level)) or f"there are no tables for {level}" for level in levels)
+        return f"it cannot be decoded: {'; '.join(dict.fromkeys(told))}"
 
     def best(self, key: ChunkKey, levels: Sequence[str], wanted: str | None) -> str | None:
         """The level that is wanted if it can be read, else the first that can."""
@@ -145,7 +190,7 @@ class Content:
 
     def is_ready(self, tier: str) -> bool:
         """Whether nothing is left to be encoded for a tier."""
-        return set(self._wanted.get(tier, ())) <= set(self.meta.levels)
+        return RAW.name not in self.meta.levels or set(self._wanted.get(tier, ())) <= set(self.meta.levels)
 
     def of(self, tier: str) -> Whole:
         """The entry as a tier gets it."""
@@ -165,31 +210,3 @@ class Layout(NamedTuple):
     def first(self, level: str) -> int:
         """The piece that a level begins with; 0 for one that is not there."""
         return self.levels.index(level) * self.n_layers if level in self.levels else 0
-
-
-class Layouts:
-    """The layouts met last, by tier and key: so that a level is read where it stands by one read. Only a guess."""
-
-    def __init__(self) -> None:
-        self._lock, self._known = Lock(), OrderedDict[tuple[str, ChunkKey], Layout]()
-
-    def get(self, tier: str, key: ChunkKey) -> Layout | None:
-        """The layout of an entry, if it was met."""
-        with self._lock:
-            return self._known.get((tier, key))
-
-    def note(self, tier: str, key: ChunkKey, levels: Sequence[str], n_layers: int) -> Layout:
-        """Remember how an entry was found."""
-        found = Layout(tuple(levels), n_layers)
-        with self._lock:
-            self._known[tier, key] = found
-            self._known.move_to_end((tier, key))
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-        return found
-
-    def note_all(self, tier: str, entries: Iterable[Entry]) -> None:
-        """The same for entries of more than one level: any other begins with its only one."""
-        for entry in entries:
-            if len(entry.sizes) > 1 or self.get(tier, entry.key) is not None:
-                self.note(tier, entry.key, tuple(entry.sizes), entry.n_layers)

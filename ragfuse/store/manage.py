@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.errors import StoreError
@@ -30,7 +30,8 @@ _TEXTS = 500
 class Outcome:
     """What was done with many chunks: how many, their bytes; `known` were there already; `failed` stayed as they were.
 
-    `troubles` names the first of those that failed, and why.
+    `troubles` names the first of those that failed, and why. `fewer_nbytes`: by how much less they take than before,
+    where they were there and became something else.
     """
 
     chunks: int = 0
@@ -39,23 +40,30 @@ class Outcome:
     texts: int = 0
     failed: int = 0
     troubles: tuple[Trouble, ...] = ()
+    fewer_nbytes: int = 0
 
 
-class _Tally:
+class Tally:
     """An outcome in the making."""
 
     def __init__(self) -> None:
         self.known = self.texts = self.failed = 0
-        self.done: dict[ChunkKey, int] = {}
-        self.written_nbytes = 0
+        self.done: dict[Any, int] = {}
+        self.written_nbytes = self._fewer_nbytes = 0
         self._troubles: list[Trouble] = []
 
+    def took(self, what: object, nbytes: int, before_nbytes: int) -> None:
+        """One was done that takes so many bytes now."""
+        self.done[what] = nbytes
+        self._fewer_nbytes += before_nbytes - nbytes
+
     def fail(self, what: object, why: str) -> None:
+        """One stays as it was."""
         self.failed += 1
         if len(self._troubles) < _TOLD:
             self._troubles.append(Trouble(str(what), why))
 
-    def keep_only(self, kept: Iterable[ChunkKey], why: str) -> None:
+    def keep_only(self, kept: Iterable[Any], why: str) -> None:
         """Those done that are not there after all have failed."""
         kept = set(kept)
         for key in [key for key in self.done if key not in kept]:
@@ -63,8 +71,9 @@ class _Tally:
             self.fail(key, why)
 
     def outcome(self) -> Outcome:
-        nbytes = sum(self.done.values())
-        return Outcome(len(self.done), nbytes, self.known, self.texts, self.failed, tuple(self._troubles))
+        """What came of all of them."""
+        nbytes, troubles = sum(self.done.values()), tuple(self._troubles)
+        return Outcome(len(self.done), nbytes, self.known, self.texts, self.failed, troubles, self._fewer_nbytes)
 
 
 def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress | None = None) -> Outcome:
@@ -72,7 +81,7 @@ def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress
 
     Everything is copied first and dropped from the other tiers then: stopped in between, nothing is lost.
     """
-    target, tally = store.tier(tier), _Tally()
+    target, tally = store.tier(tier), Tally()
     others = [other for other in store.tiers if other is not target]
     sources = _sources(others, keys := list(dict.fromkeys(keys)))
     there = target.entries(keys)
@@ -105,7 +114,7 @@ def export(
     StoreError, and the file as it was, where one is there already and this one would lack something, or have nothing;
     and where nothing is found while a tier does not answer.
     """
-    tally = _Tally()
+    tally = Tally()
     sources = _sources(store.tiers, None if keys is None else (keys := list(dict.fromkeys(keys))))
     quiet = store.silent() if keys is None or any(key not in sources for key in keys) else []
     if quiet and (not sources or path.exists()):
@@ -160,7 +169,7 @@ def import_(
 
     Chunks are found again by the same model with the same dtype and salt alone. Known texts are handed to `take_texts`.
     """
-    target, tally = store.tier(tier) if tier is not None else _first_slow(store), _Tally()
+    target, tally = store.tier(tier) if tier is not None else _first_slow(store), Tally()
     for found in read_archive(path, progress):
         if isinstance(found, Trouble):
             tally.fail(found.what, found.why)
@@ -225,10 +234,11 @@ def _old_freed(store: KVStore, tier: Tier) -> Freed:
 
 
 def _sources(tiers: Iterable[Tier], keys: Sequence[ChunkKey] | None) -> dict[ChunkKey, Entry]:
-    """Each chunk's entry in the first of `tiers` that has it."""
+    """Each chunk's entry that lost least, in the first of `tiers` that has such a one."""
     found: dict[ChunkKey, Entry] = {}
     for tier in tiers:
-        found = {**tier.entries(keys), **found}
+        there = tier.entries(keys)
+        found |= {key: each for key, each in there.items() if key not in found or not _is_as_good(found[key], each)}
     return found
 
 
@@ -237,7 +247,7 @@ def _is_as_good(there: Entry, other: Entry | None) -> bool:
     return other is None or loss_of(there.sizes) <= loss_of(other.sizes)
 
 
-def _copy(store: KVStore, key: ChunkKey, target: Tier, tally: _Tally) -> str | None:
+def _copy(store: KVStore, key: ChunkKey, target: Tier, tally: Tally) -> str | None:
     """Write one chunk into `target` as well; why it is not there, None if it is."""
     whole = store.read_whole(key)
     if whole is None:

@@ -6,8 +6,9 @@ import re
 from pathlib import Path
 
 from ragfuse.errors import StoreError
-from ragfuse.settings import Settings
+from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store.disk import DiskTier
+from ragfuse.store.levels import TABLELESS, Codecs
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Evictor, Tier
@@ -15,10 +16,11 @@ from ragfuse.store.tier import Evictor, Tier
 REDIS = frozenset({"redis", "rediss", "unix"})
 
 
-def open_store(settings: Settings, evict: Evictor) -> KVStore:
+def open_store(settings: Settings, evict: Evictor, codecs: Codecs = TABLELESS) -> KVStore:
     """Memory, then disk, then the further tiers in their order; one of 0 bytes is left out. StoreError if unusable.
 
-    For a model on a GPU its own memory comes first, and the host's is pinned.
+    For a model on a GPU its own memory comes first, and the host's is pinned. Tiers whose level is to be chosen are
+    written raw until somebody chooses.
     """
     places = [str(settings.store_path.expanduser().resolve())] if settings.disk_bytes else []
     places += [url.rstrip("/") if "://" in url else str(Path(url).expanduser().resolve()) for url in settings.tiers]
@@ -40,7 +42,8 @@ def open_store(settings: Settings, evict: Evictor) -> KVStore:
         for tier in opened:
             getattr(tier, "close", lambda: None)()
         raise
-    return KVStore(opened, writer_queue=settings.writer_queue)
+    levels = {tier: chosen for tier, chosen in settings.written.items() if chosen != (AUTO_LEVEL,)}
+    return KVStore(opened, codecs, levels, writer_queue=settings.writer_queue)
 
 
 def open_tier(url: str, settings: Settings, evict: Evictor, taken: list[str] | None = None) -> Tier:

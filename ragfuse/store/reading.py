@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from ragfuse.codec import Codec
+from ragfuse.codec import Codec, OtherTables
 from ragfuse.core import ChunkKey, Entry, LayerKV
-from ragfuse.store.levels import Layouts, Levels
+from ragfuse.store.levels import Layout, Levels, Recent
 from ragfuse.store.tier import EntryMeta, Tier
 
 log = logging.getLogger("ragfuse.store")
 
 _TRIES = 3
+_REMEMBERED = 8192
 
 
 class Found(NamedTuple):
@@ -32,11 +34,12 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A chunk at one level as it was read, whole and not decoded yet."""
+    """A chunk at one level as it was read, whole and not decoded yet. `amiss` hears of a layer that cannot be."""
 
     meta: EntryMeta
     blobs: Sequence[Tensor]
     codec: Codec
+    amiss: Callable[[int, ValueError], None]
 
     @property
     def nbytes(self) -> int:
@@ -49,26 +52,45 @@ class Encoded:
 
     def layer(self, at: int) -> LayerKV:
         """A layer decoded, on whatever thread asks for it; ValueError where its bytes are none of this codec's."""
-        return self.codec.decode(self.blobs[at], self.meta.layers[at])
+        try:
+            return self.codec.decode(self.blobs[at], self.meta.layers[at])
+        except ValueError as error:
+            self.amiss(at, error)
+            raise
 
 
 class Reading:
     """Reads levels of entries. What of an entry cannot be read is counted and logged, never raised."""
 
     def __init__(self, levels: Levels) -> None:
-        self._levels, self._layouts = levels, Layouts()
+        self._levels = levels
+        self._layouts = Recent[tuple[str, ChunkKey], Layout](_REMEMBERED)
+        self._unread = Recent[ChunkKey, str](_REMEMBERED)
 
     def readable(self, tier: str, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, dict[str, int]]:
         """Sizes of the levels that can be decoded here, of entries that a tier told of; remembers where they stand."""
-        self._layouts.note_all(tier, entries.values())
         told = {key: self._levels.readable(key, entry.sizes) for key, entry in entries.items()}
+        for key, entry in entries.items():
+            if len(entry.sizes) > 1 or (tier, key) in self._layouts:  # any other begins with its only level
+                self._layouts.add((tier, key), Layout(tuple(entry.sizes), entry.n_layers))
+            if not told[key]:
+                self._unread.add(key, self._levels.why_not(key, entry.sizes))
         return {key: {level: entries[key].sizes[level] for level in levels} for key, levels in told.items() if levels}
+
+    def forget(self, keys: Iterable[ChunkKey]) -> None:
+        """Forget why these were not told of: they are looked for anew."""
+        for key in keys if len(self._unread) else ():
+            self._unread.discard(key)
+
+    def why_not(self, key: ChunkKey) -> str:
+        """Why a key's entry was found and not told of, as far as is remembered; "" where none was."""
+        return self._unread.get(key) or ""
 
     def begins(self, tier: str, keys: Iterable[ChunkKey], level: str | None) -> dict[int, list[ChunkKey]]:
         """The piece that the level begins with, and of which keys, as far as is known."""
         found: dict[int, list[ChunkKey]] = {}
         for key in keys:
-            known = self._layouts.get(tier, key)
+            known = self._layouts.get((tier, key))
             best = self._levels.best(key, known.levels, level) if known is not None else None
             found.setdefault(known.first(best) if known is not None and best else 0, []).append(key)
         return found
@@ -91,16 +113,16 @@ class Reading:
         codec = self._levels.codecs(level, key.model)
         if found is None or found.meta is None or codec is None or found.meta.n_layers != len(found.blobs):
             return None
-        return Encoded(found.meta, found.blobs, codec)
+        return Encoded(found.meta, found.blobs, codec, partial(self._amiss, tier, key, level))
 
     def is_best(self, tier: str, key: ChunkKey, level: str) -> bool:
         """Whether nothing that can be decoded of an entry loses less than this level."""
-        known = self._layouts.get(tier, key)
+        known = self._layouts.get((tier, key))
         return known is None or self._levels.best(key, known.levels, None) == level
 
     def _found(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> Found | None:
         """Bytes alone, by one read where it is known how the entry stands; else by the first one that is learned."""
-        known = self._layouts.get(tier.name, key)
+        known = self._layouts.get((tier.name, key))
         for _ in range(_TRIES):
             chosen = self._chosen(key, known.levels, level) if known is not None else None
             if known is not None and chosen is None:
@@ -113,7 +135,9 @@ class Reading:
                 known = None
                 continue
             meta, *blobs = found
-            known = self._layouts.note(tier.name, key, meta.levels, meta.n_layers)
+            known = Layout(meta.levels, meta.n_layers)
+            if len(meta.levels) > 1 or (tier.name, key) in self._layouts:
+                self._layouts.add((tier.name, key), known)
             chosen = self._chosen(key, meta.levels, level)
             if chosen is not None and known.first(chosen) == at:
                 return Found((), meta.only(chosen), blobs)
@@ -132,7 +156,14 @@ class Reading:
             layers = tuple(codec.decode(blob, layer) for blob, layer in zip(blobs, described, strict=True))
             return Found(layers, meta, blobs)
         except ValueError as error:
-            tier.counts.add("corrupt")
-            log.warning("Dropped %s from tier %s: it cannot be decoded from layer %d: %s", key, tier.name, first, error)
-            tier.delete([key])
+            self._amiss(tier, key, meta.levels[0], first, error)
             return None
+
+    def _amiss(self, tier: Tier, key: ChunkKey, level: str, layer: int, error: ValueError) -> None:
+        """An entry that cannot be decoded is dropped; one that is made for other tables is left alone."""
+        if isinstance(error, OtherTables):
+            self._levels.leave(key, level, str(error))
+            return
+        tier.counts.add("corrupt")
+        log.warning("Dropped %s from tier %s: it cannot be decoded from layer %d: %s", key, tier.name, layer, error)
+        tier.delete([key])

@@ -22,9 +22,10 @@ from ragfuse.core import ChunkKey, ChunkKV, Entry, LayerKV
 from ragfuse.errors import StoreError
 from ragfuse.store import manage
 from ragfuse.store.archive import Text
-from ragfuse.store.levels import RAW_ONLY, Codecs, Content, Levels, loss_of, only, pieces_of
+from ragfuse.store.levels import TABLELESS, Codecs, Content, Levels, loss_of, only, pieces_of
 from ragfuse.store.manage import Outcome, Progress
 from ragfuse.store.reading import Encoded, Reading
+from ragfuse.store.recode import recode
 from ragfuse.store.saves import Saves
 from ragfuse.store.tier import Counts, EntryMeta, Expects, Expired, Freed, Tier, Whole, answers
 from ragfuse.store.uses import Uses
@@ -70,7 +71,7 @@ class KVStore:
     def __init__(
         self,
         tiers: Sequence[Tier],
-        codecs: Codecs = RAW_ONLY,
+        codecs: Codecs = TABLELESS,
         levels: Mapping[str, Sequence[str]] | None = None,
         *,
         writer_queue: int = 64,
@@ -96,6 +97,7 @@ class KVStore:
         """
         wanted = dict.fromkeys(keys)
         found: dict[ChunkKey, Entry] = {}
+        self._reading.forget(wanted)
         for tier in () if self._closed else self.tiers:
             missing = [key for key in wanted if key not in found]
             if missing:
@@ -103,6 +105,10 @@ class KVStore:
         self._counts.add("hits", counts * len(found))
         self._counts.add("misses", counts * (len(wanted) - len(found)))
         return {key: found[key] for key in wanted if key in found}
+
+    def why_not(self, key: ChunkKey) -> str:
+        """Why an entry that a look-up has met was not told of: it cannot be decoded here; "" where none was met."""
+        return self._reading.why_not(key)
 
     def read_layers(
         self, key: ChunkKey, first: int, count: int = 1, tier: str | None = None, level: str | None = None
@@ -239,6 +245,12 @@ class KVStore:
         """Keep what an archive holds, see `manage.import_`. Keys match for the same model, dtype and salt alone."""
         return manage.import_(self, Path(path), tier, take_texts, progress)
 
+    def recode(
+        self, places: Iterable[tuple[str, ChunkKey]], levels: Sequence[str], progress: Progress | None = None
+    ) -> Outcome:
+        """Keep entries, by tier and key, at just these levels from now on; see `recode.py`."""
+        return recode(self, places, levels, progress)
+
     def gc(self) -> dict[str, Freed]:
         """Free what is too old and what no entry needs; what was given back, by tier."""
         return manage.gc(self)
@@ -310,10 +322,15 @@ class KVStore:
         """Description and pieces of the entry that lost least, from the fastest tier that can give all of them."""
         found = [(tier, entry) for tier in self.tiers for entry in tier.entries([key]).values()]
         for tier, entry in sorted(found, key=lambda pair: loss_of(pair[1].sizes)):
-            read = tier.read(key, 0, pieces_of(entry))
-            if read is not None and len(read) == 1 + len(read[0].layers):
-                return read[0], read[1:]
+            whole = self.whole_in(tier, entry)
+            if whole is not None:
+                return whole
         return None
+
+    def whole_in(self, tier: Tier, entry: Entry) -> Whole | None:
+        """Description and pieces of an entry as its own tier tells of it; None if that cannot give all of them."""
+        read = tier.read(entry.key, 0, pieces_of(entry))
+        return (read[0], read[1:]) if read is not None and len(read) == 1 + len(read[0].layers) else None
 
     def promote(self, key: ChunkKey) -> bool:
         """Keep what slower tiers have in the first one too, at its own levels; False if it cannot be read or kept."""
