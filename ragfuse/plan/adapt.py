@@ -1,7 +1,8 @@
 """How the next piece of a stream comes: as text, which is computed, or at a level (CacheGen 5.3 and its algorithm 1).
 
 Text is the level without loss. It wins wherever it meets the deadline; else the level with the least loss that does,
-else whatever is done soonest. Arithmetic only: throughput and seconds are handed in, nothing here waits or reads.
+else whatever is done soonest. Raw KV, which the paper does not send, loses nothing either: where both are in time, the
+sooner is taken. Arithmetic only: throughput and seconds are handed in, nothing here waits or reads.
 
 The two differ in what text must fit into what is left of the deadline: in 5.3 all pieces that are still to come, as for
 every other level; in algorithm 1 the next one alone.
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal
 
 Adapt = Literal["paper", "algorithm"]
 """Section 5.3 of the paper, or its algorithm 1."""
-TEXT = "text"
-"""What comes as text is computed."""
+TEXT, RAW = "text", "raw"
+"""What comes as text is computed. What comes raw is as it was computed."""
 PIECE_TOKENS = 1500
 """Tokens of a piece, about: small enough to answer to a line that changes, large enough to be computed at once."""
 
@@ -122,14 +124,13 @@ def decide(
     (the paper's N_c).
     """
     text_s = _sum(piece.text_s for piece in (left if adapt == "paper" else left[:1]))
-    if text_s is not None and text_s <= left_s:
-        return TEXT
-    levels = list(left[0].sizes)
+    levels, is_text_in_time = list(left[0].sizes), text_s is not None and text_s <= left_s
     if not levels or throughput is None:
-        return levels[len(levels) // 2] if levels else TEXT
-    delays = {level: delay_s(left, level, throughput, sharing) for level in levels}
-    in_time = (level for level in levels if delays[level] <= left_s)
-    return next(in_time, None) or _soonest(delays, _sum(piece.text_s for piece in left))
+        return TEXT if is_text_in_time or not levels else levels[len(levels) // 2]
+    delays, all_s = {level: delay_s(left, level, throughput, sharing) for level in levels}, _total_text_s(left)
+    if is_text_in_time:
+        return RAW if delays.get(RAW, inf) < min(left_s, inf if all_s is None else all_s) else TEXT
+    return next((level for level in levels if delays[level] <= left_s), None) or _soonest(delays, all_s)
 
 
 def delay_s(left: Sequence[Piece], level: str, throughput: float, sharing: int = 1) -> float:
@@ -164,6 +165,11 @@ def is_given_up(left: Sequence[Piece], level: str, waited_s: float, left_s: floa
 def _soonest(delays: Mapping[str, float], text_s: float | None) -> str:
     level = min(delays, key=lambda each: delays[each])
     return TEXT if text_s is not None and text_s < delays[level] else level
+
+
+def _total_text_s(left: Sequence[Piece]) -> float | None:
+    """Seconds to compute all of these."""
+    return _sum(piece.text_s for piece in left)
 
 
 def _sum(each: Iterable[float | None]) -> float | None:

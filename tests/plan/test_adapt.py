@@ -82,10 +82,10 @@ def test_every_choice_is_the_papers(adapt, by_hand, stream, throughput, left_s, 
 )
 def test_more_time_never_means_more_loss(stream, throughput, left_s, adapt):
     def loss(seconds: float) -> int:
-        """Of what is in time: 0 for text."""
+        """Of what is in time: 0 for text and raw."""
         cut = as_pieces(stream)
         choice = decide(cut, throughput, seconds, 1, adapt)
-        return 0 if choice == TEXT else 1 + list(cut[0].sizes).index(choice)
+        return 0 if choice in (TEXT, "raw") else 1 + list(cut[0].sizes).index(choice)
 
     left = as_pieces(stream)
     if any(delay_s(left, level, throughput) <= left_s for level in left[0].sizes):
@@ -93,13 +93,19 @@ def test_more_time_never_means_more_loss(stream, throughput, left_s, adapt):
 
 
 def test_text_wins_where_it_is_in_time_and_the_line_needs_not_be_known():
-    assert decide([piece()], 1e12, 1.0) == TEXT
+    assert decide([piece(int8=1, cg1=1)], 1e12, 1.0) == TEXT
     assert decide([piece()], None, 1.0) == TEXT
 
 
+def test_raw_loses_nothing_either_and_wins_where_it_is_there_before():
+    assert decide([piece()], 8.1e6, 1.0) == "raw"
+    assert decide([piece()], 7.9e6, 1.0) == TEXT
+    assert decide([piece(text_s=0.1)], 10e6, 1.0) == TEXT
+
+
 def test_the_two_differ_in_what_text_must_fit_into():
-    left = [piece(at) for at in range(4)]
-    assert decide(left, 1e8, 1.5, adapt="paper") != TEXT
+    left = [piece(at, int8=10, cg1=1) for at in range(4)]
+    assert decide(left, 1e8, 1.5, adapt="paper") == "int8"
     assert decide(left, 1e8, 1.5, adapt="algorithm") == TEXT
 
 
