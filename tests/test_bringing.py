@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from io import StringIO
 
 import pytest
 import torch
+from rich.console import Console
 
 from ragfuse import Ask, Engine
 from ragfuse.bench.line import Line, constant, line_to
+from ragfuse.cli.show import show_trace
 from ragfuse.codec import RawCodec
 from ragfuse.load.stream import IN_TIME, LATE, SOONER, UNREADABLE
 from tests.plan.kit import timings, with_cost
@@ -178,8 +182,6 @@ def test_a_deadline_that_has_passed_is_told(engine):
 
 
 def test_the_trace_of_a_stream_is_plain_json(engine):
-    import json
-
     computing(engine, SLOWLY)
     trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace
     assert json.loads(json.dumps(trace.as_dict()))["stream"]["pieces"][0]["level"] == "raw"
@@ -190,3 +192,13 @@ def test_a_prompt_is_as_long_under_a_deadline_as_without(engine):
     ready = engine.prepare(engine.prompt(messages()), Ask(ratio=0.0, deadline_s=5.0))
     plain = engine.prepare(engine.prompt(messages()), Ask(ratio=0.0))
     assert torch.equal(ready.prefill.logits, plain.prefill.logits)
+
+
+def test_people_are_shown_every_piece_and_whether_it_was_in_time(engine):
+    computing(engine, SLOWLY)
+    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace
+    console = Console(file=StringIO(), width=120)
+    show_trace(console, trace)
+    said = console.file.getvalue()
+    assert said.count("\nraw ") == len(trace.stream.pieces)
+    assert "first token within the deadline of 5 s" in said
