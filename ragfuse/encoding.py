@@ -7,7 +7,7 @@ comes several times closer to full prefill.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ragfuse.asking import room_behind
@@ -43,8 +43,9 @@ class Encoder:
     """Encodes for one model and tenant (`digest`) what `store` does not hold yet.
 
     shortest: tokens of the shortest run that is kept. other_tokens: tokens of other text that a chunk's second entry
-    is encoded behind, 0: no second entries. pace_s: seconds that saving one is waited for, None: until all tiers have
-    it.
+    is encoded behind, 0: no second entries. home, levels: by tokens and bytes, the one slow tier that a chunk goes to,
+    and the levels of tiers that it is written at. pace_s: seconds that saving one is waited for, None: until all tiers
+    have it.
     """
 
     model: HFModel
@@ -53,6 +54,7 @@ class Encoder:
     shortest: int
     other_tokens: int
     home: Callable[[int, int], str | None] = lambda n_tokens, nbytes: None
+    levels: Callable[[int, int], Mapping[str, Sequence[str]]] = lambda n_tokens, nbytes: {}
     pace_s: float | None = None
 
     def in_background(self) -> Encoder:
@@ -87,9 +89,10 @@ class Encoder:
         if len(tokens) < self.shortest or self.model.profile.refusal or self.store.lookup([key]):
             return 0
         kv = encoded()
-        home = self.home(len(tokens), kv.nbytes)
+        home, levels = self.home(len(tokens), kv.nbytes), self.levels(len(tokens), kv.nbytes)
         wait, pace_s = self.pace_s is None, self.pace_s or 0.0
-        return kv.nbytes if self.store.put(key, kv, wait=wait, fast=fast, home=home, pace_s=pace_s) else 0
+        kept = self.store.put(key, kv, wait=wait, fast=fast, home=home, pace_s=pace_s, levels=levels)
+        return kv.nbytes if kept else 0
 
     def _context(self, prefix: Sequence[int]) -> str:
         return token_digest(prefix) if len(prefix) >= self.shortest else ""

@@ -290,9 +290,11 @@ class Engine:
         """How runs of tokens come into the store."""
         settings = self.settings
         shortest, other, model = settings.min_chunk_tokens, settings.amid_tokens, self.model
-        return Encoder(
-            model, self.store, self.digest, shortest, other, partial(self._planner.home, model, self.profile)
+        home, levels = (
+            partial(self._planner.home, model, self.profile),
+            partial(self._planner.levels, model, self.profile),
         )
+        return Encoder(model, self.store, self.digest, shortest, other, home, levels)
 
     def _fitted(self, question: Question, ask: Ask) -> Prompt:
         """The prompt of a question; without its last chunks where it is too long and they may be left out."""

@@ -108,6 +108,7 @@ class Line:
         return {
             **{"key": str(entry.key), **who, "tier": entry.tier, "encoded": entry.key.encoded, "source": self.source},
             **{"text": self.text, "n_tokens": entry.n_tokens, "n_layers": entry.n_layers, "nbytes": entry.nbytes},
+            **{"levels": dict(entry.sizes)},
             **{"hits": entry.hits, "last_used": entry.last_used, "pinned": entry.pinned},
         }
 
@@ -265,6 +266,10 @@ class Keeping:
         if tier in self.store.silent():
             raise StoreError(unanswered([tier], "nothing was moved"))
         return self.store.move_all([line.entry.key for line in lines], tier, progress)
+
+    def recode(self, lines: Sequence[Line], levels: Sequence[str], progress: Progress | None = None) -> Outcome:
+        """Keep these at other codec levels, each in its tier."""
+        return self.store.recode([(line.entry.tier, line.entry.key) for line in lines], levels, progress)
 
     def export(self, lines: Sequence[Line], path: Path, texts: bool, progress: Progress | None = None) -> Outcome:
         """Write these, with their texts if wanted, into one file; it replaces none if it would lack one of them."""

@@ -10,19 +10,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from ragfuse.asking import Ask
-from ragfuse.core import ChunkKey, LoadPlan, Prompt
+from ragfuse.core import ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.gate import Hint, refusal_of
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import Progress, measure
-from ragfuse.plan.controller import LoadingController, settle
+from ragfuse.plan.controller import MISSING, LoadingController, settle
 from ragfuse.plan.evict import lru
-from ragfuse.plan.tiers import choose_tier, promotions
+from ragfuse.plan.tiers import choose_level, choose_tier, promotions
 from ragfuse.profiles import MachineProfile, ModelProfile
 from ragfuse.saving import Work, work_after
-from ragfuse.settings import Settings
+from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.opening import open_tier
 from ragfuse.store.tier import Breaks
@@ -64,7 +65,10 @@ class Planner:
         if refusal:
             return controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).refused(refusal)
         keys = [key for segment in prompt.segments for key in segment.keys]
-        found = controller.plan(prompt, self._store.lookup(keys), policy, ratio, lost, ask.deadline_s)
+        entries = self._store.lookup(keys)
+        others = self._store.copies(entries) if machine is not None else {}
+        found = controller.plan(prompt, entries, policy, ratio, lost, ask.deadline_s, others)
+        found = replace(found, misses=tuple(self._told(prompt, *miss) for miss in found.misses))
         if found.fetches or found.refusal:
             self._hint.give(profile, policy, settings.model)
             return found
@@ -76,9 +80,18 @@ class Planner:
         machine, slow = self.timings.corrected(model), [tier.name for tier in self._slow]
         if machine is None or len(slow) < 2 or self._settings.placement == "all":
             return None
-        prices = self._settings.prices.model_dump()
-        ratio = settle(self._settings.policy, self._settings.ratio, profile.choice)[1]
-        return choose_tier(n_tokens, nbytes, machine, slow, prices, ratio)
+        prices, ratio = self._settings.prices.model_dump(), self._ratio(profile)
+        written = {tier: self._store.levels.of(tier) for tier in slow} | self.levels(model, profile, n_tokens, nbytes)
+        return choose_tier(n_tokens, nbytes, machine, slow, prices, ratio, written)
+
+    def levels(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> dict[str, tuple[str, ...]]:
+        """The level that a new chunk is written at into each tier whose level is `auto`, raw until it was measured."""
+        chosen = [tier for tier, levels in self._settings.written.items() if levels == (AUTO_LEVEL,)]
+        machine = self.timings.corrected(model) if chosen else None
+        if machine is None:
+            return {}
+        ratio = self._ratio(profile)
+        return {tier: (choose_level(n_tokens, nbytes, machine, tier, ratio),) for tier in chosen}
 
     def work_after(self, plan: LoadPlan) -> Iterator[Work]:
         """What is to be done in the background once a prompt is answered."""
@@ -111,9 +124,19 @@ class Planner:
             for url in stores:
                 tiers.append(open_tier(url, self._settings, lru, [tier.name for tier in tiers]))
                 opened.callback(getattr(tiers[-1], "close", lambda: None))
-            machine = measure(model, tiers, progress)
+            codecs = partial(self._store.levels.codecs, model=digest(model.fingerprint, self._settings.salt))
+            machine = measure(model, tiers, progress, codecs=codecs)
         self.timings.learn(machine)
         return machine
+
+    def _ratio(self, profile: ModelProfile) -> float:
+        """The share of a chunk that is recomputed unless a question says otherwise."""
+        return settle(self._settings.policy, self._settings.ratio, profile.choice)[1]
+
+    def _told(self, prompt: Prompt, index: int, why: str) -> tuple[int, str]:
+        """A miss, and why: an entry may be there that cannot be decoded here."""
+        reasons = (self._store.why_not(key) for key in prompt.segments[index].keys if why == MISSING)
+        return index, next(filter(None, reasons), why)
 
     def _nothing(self) -> str:
         """Why a prompt was found nowhere: of tiers that do not answer, nobody knows."""

@@ -15,7 +15,7 @@ from ragfuse.core import RopeLayout
 
 PROFILE_VERSION = 2
 """Version of ModelProfile."""
-MACHINE_VERSION = 4
+MACHINE_VERSION = 5
 """Version of MachineProfile."""
 
 
@@ -75,6 +75,7 @@ HELD_UP_S = 3e-4
 6 chunks in 7 steps 200 us more are 8 ms."""
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Times = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Warmth = Literal["cold", "warm", "unknown"]
 
@@ -134,8 +135,9 @@ class MachineProfile:
     """Timings of one model on one machine: full prefill, fused prefills, tiers by name.
 
     model: its fingerprint. prefill: seconds of full prefill of L tokens, as a + b L + c L^2. Points are what was
-    measured, curves what was fitted to them. held_up_s: by how much each read of a thread holds up the model. decode:
-    seconds to decode a token, by codec level.
+    measured, curves what was fitted to them. held_up_s: by how much each read of a thread holds up the model.
+    decode: by codec level, seconds to decode a token's KV. packed: by level, its bytes over those of raw. Raw is in
+    neither: it takes no time.
     """
 
     model: str
@@ -150,6 +152,7 @@ class MachineProfile:
     fused_points: tuple[FusedPoint, ...] = ()
     held_up_s: Seconds = HELD_UP_S
     decode: Mapping[str, Seconds] = field(default_factory=dict)
+    packed: Mapping[str, Times] = field(default_factory=dict)
     version: int = MACHINE_VERSION
 
     def as_dict(self) -> dict[str, Any]:

@@ -56,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "store": {*NOUNS, "codec", "profiles"},
     "hf": {*NOUNS, "fuse", "profiles"},
     "load": {*NOUNS, "store", "plan.steps", "plan.adapt"},
-    "measure": {*NOUNS, "store", "hf", "fuse", "load", "plan.estimate", "plan.steps", "profiles"},
+    "measure": {*NOUNS, "codec", "store", "hf", "fuse", "load", "plan.estimate", "plan.steps", "profiles"},
     "adapters": NOUNS,
     "models": {*NOUNS, "adapters"},
     "engine": EVERYTHING,

@@ -15,17 +15,27 @@ from rich.table import Table
 from rich.text import Text
 
 from ragfuse.cli.show import short
+from ragfuse.settings import LEVELS
 
 if TYPE_CHECKING:
+    from ragfuse.core import Entry
     from ragfuse.keeping import Cleared, Line, Outcome, Tenant
 
 
 def show_lines(console: Console, lines: Sequence[Line]) -> None:
     """A table whose keys, tiers and numbers are whole; texts shrink to the console, wider ones have the chunks' too."""
-    has_text = console.width >= 100
-    rows = [_row(line, has_text) for line in lines]
+    has_text, has_levels = console.width >= 100, any(list(line.entry.sizes) != [LEVELS[0]] for line in lines)
+    rows = [_row(line, has_text, has_levels) for line in lines]
     texts = {"model": 24, "source": 22, "text": 40}
-    headings = ["key", "model", "tier", "encoded", "source", *(["text"] if has_text else ())]
+    headings = [
+        "key",
+        "model",
+        "tier",
+        *(["level"] if has_levels else ()),
+        "encoded",
+        "source",
+        *(["text"] if has_text else ()),
+    ]
     numbers = ["tokens", "MB", "hits", "used"]
     wanted = [
         min(texts.get(name, _WHOLE), max(map(cell_len, (name, *column))))
@@ -52,9 +62,10 @@ _WHOLE = 1 << 20
 _LEAST = 6
 
 
-def _row(line: Line, has_text: bool) -> tuple[str, ...]:
+def _row(line: Line, has_text: bool, has_levels: bool) -> tuple[str, ...]:
     entry = line.entry
-    place = line.short + ("*" if entry.pinned else ""), plain(line.tenant.name), entry.tier, entry.key.encoded
+    whose = line.short + ("*" if entry.pinned else ""), plain(line.tenant.name)
+    place = *whose, entry.tier, *(("+".join(entry.sizes),) if has_levels else ()), entry.key.encoded
     texts = (short(plain(Path(line.source).name)), plain(line.text))[: 1 + has_text]
     return (
         *(*map(plain, place), *texts),
@@ -149,8 +160,16 @@ def outcome_dict(done: Outcome) -> dict[str, Any]:
 def tier_row(name: str, capacity: int, lines: Sequence[Line]) -> dict[str, Any]:
     """What a tier holds, as plain JSON types."""
     here = [line.entry for line in lines if line.entry.tier == name]
-    sums = {"entries": len(here), "nbytes": sum(entry.nbytes for entry in here), "capacity": capacity}
+    sums: dict[str, Any] = {"entries": len(here), "nbytes": sum(entry.nbytes for entry in here), "capacity": capacity}
+    levels = {level: sum(each.sizes.get(level, 0) for each in here) for level in levels_of(here)}
+    sums |= {"levels": levels}
     return {"tier": name, **sums, "pinned": sum(e.pinned for e in here), "hits": sum(entry.hits for entry in here)}
+
+
+def levels_of(entries: Sequence[Entry]) -> list[str]:
+    """The levels that some of these are kept at, what loses least first."""
+    there = dict.fromkeys(level for entry in entries for level in entry.sizes)
+    return sorted(there, key=lambda level: LEVELS.index(level) if level in LEVELS else len(LEVELS))
 
 
 def by_tenant(lines: Sequence[Line]) -> list[tuple[Tenant, int, int]]:

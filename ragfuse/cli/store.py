@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -27,12 +21,13 @@ from ragfuse.cli.entries import (
     tell_outcome,
     tier_row,
 )
-from ragfuse.cli.ingest import progress
-from ragfuse.cli.options import Json, Store, console_for, settings_of, write_json
-from ragfuse.errors import InputError, StoreError
+from ragfuse.cli.opened import bar_for, confirm, lines_of, opened, refuse, wish_of
+from ragfuse.cli.options import Json, Store, console_for, write_json
+from ragfuse.errors import InputError
+from ragfuse.settings import LEVELS
 
 if TYPE_CHECKING:
-    from ragfuse.keeping import Keeping, Line, Wish
+    from ragfuse.keeping import Wish
 
 store = typer.Typer(
     no_args_is_help=True,
@@ -53,6 +48,7 @@ All = Annotated[bool, typer.Option("--all", help="Everything of the salt that is
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 _MOVED = "Nothing is lost: what was copied stays in both tiers, and the same command goes on from there."
+_RECODED = "Every entry is whole, as it was or recoded, and the same command goes on from there."
 _EXPORTED = "Nothing was written; a file that was there is as it was."
 _IMPORTED = "What was kept so far stays, and the same command goes on from there."
 
@@ -70,8 +66,8 @@ def ls(
 ) -> None:
     """List entries: of which text, where, how large, how often used. --json has all of them."""
     console = console_for(json)
-    with _opened(store, console) as keeping:
-        lines = _lines(keeping, console, keeping.mine(_wish(keys, tier, source, model, tenant)))
+    with opened(store, console) as keeping:
+        lines = lines_of(keeping, console, keeping.mine(wish_of(keys, tier, source, model, tenant)))
     shown = lines[: limit or None]
     if lines:
         show_lines(console, shown)
@@ -85,8 +81,8 @@ def ls(
 def stats(store: Store = None, json: Json = None) -> None:
     """What each tier and each model hold, and how often it was used."""
     console = console_for(json)
-    with _opened(store, console) as keeping:
-        lines = _lines(keeping, console, None)
+    with opened(store, console) as keeping:
+        lines = lines_of(keeping, console, None)
         tiers = [tier_row(tier.name, tier.capacity, lines) for tier in keeping.store.tiers]
     models = by_tenant(lines)
     table = Table("tier", box=None)
@@ -96,6 +92,10 @@ def stats(store: Store = None, json: Json = None) -> None:
         sizes = (f"{row['nbytes'] / 1e6:,.1f}", f"{row['capacity'] / 1e6:,.0f}")
         table.add_row(row["tier"], f"{row['entries']:,}", *sizes, str(row["pinned"]), f"{row['hits']:,}")
     console.print(table)
+    for row in tiers:
+        if set(row["levels"]) - {LEVELS[0]}:
+            each = ", ".join(f"{level} {nbytes / 1e6:,.1f} MB" for level, nbytes in row["levels"].items())
+            console.print(Text(f"{row['tier']}: {each}"))
     for who, entries, nbytes in models:
         console.print(Text(f"{plain(who.name)}: {counted(entries, 'entry', 'entries')}, {nbytes / 1e6:,.1f} MB"))
     named = [
@@ -124,13 +124,13 @@ def clear(
 
     Exit status 1 if a tier that was meant could not be cleared: then what it holds stays, and all texts.
     """
-    wish, console = _wish(keys, tier, source, model, tenant, all_, "clear"), console_for(json)
-    with _opened(store, console) as keeping:
+    wish, console = wish_of(keys, tier, source, model, tenant, all_, "clear"), console_for(json)
+    with opened(store, console) as keeping:
         wish = keeping.mine(wish)
-        lines = _lines(keeping, console, wish)
+        lines = lines_of(keeping, console, wish)
         if lines or keeping.text_models(wish):
             what = described(lines) if lines else "all texts of chunks that are kept nowhere"
-            _confirm(f"Drop {what}?", yes, "clear")
+            confirm(f"Drop {what}?", yes, "clear")
         done = keeping.clear(lines, wish)
     tell_cleared(console, done)
     write_json(cleared_dict(done), json)
@@ -152,7 +152,7 @@ def pin(
 
     Exit status 1 if a tier that was meant does not answer.
     """
-    _pin(True, _wish(keys, tier, source, model, tenant, all_, "pin"), store, json)
+    _pin(True, wish_of(keys, tier, source, model, tenant, all_, "pin"), store, json)
 
 
 @store.command("unpin")
@@ -167,7 +167,7 @@ def unpin(
     json: Json = None,
 ) -> None:
     """Let chunks be pushed out again. Exit status 1 if a tier that was meant does not answer."""
-    _pin(False, _wish(keys, tier, source, model, tenant, all_, "unpin"), store, json)
+    _pin(False, wish_of(keys, tier, source, model, tenant, all_, "unpin"), store, json)
 
 
 @store.command("move")
@@ -186,15 +186,46 @@ def move(
 
     Exit status 1 if something that was meant stays, or may do so in a tier that does not answer.
     """
-    wish, console = _wish(keys, tier, source, model, tenant, all_, "move"), console_for(json)
-    with _opened(store, console) as keeping:
+    wish, console = wish_of(keys, tier, source, model, tenant, all_, "move"), console_for(json)
+    with opened(store, console) as keeping:
         wish = keeping.mine(wish)
-        lines = _lines(keeping, console, wish, "moved")
-        with _bar(console, "moving", _MOVED) as told:
+        lines = lines_of(keeping, console, wish, "moved")
+        with bar_for(console, "moving", _MOVED) as told:
             done = keeping.move(lines, to, told)
         silent = keeping.silent(wish)
     tell_outcome(console, done, f"in tier {to} now")
     write_json({**outcome_dict(done), "silent": silent}, json)
+    raise typer.Exit(1 if done.failed or silent else 0)
+
+
+@store.command("recode")
+def recode(
+    to: Annotated[str, typer.Option("--to", help=f"The level, or several with commas: {', '.join(LEVELS)}.")],
+    keys: Keys = None,
+    tier: Tier = None,
+    source: Source = None,
+    model: Model = None,
+    tenant: Tenant_ = None,
+    all_: All = False,
+    store: Store = None,
+    json: Json = None,
+) -> None:
+    """Keep chunks at other codec levels, each where it is: from raw alone, as what was lost does not come back.
+
+    Stopped at any moment, every entry is whole, as it was or recoded. Exit status 1 if something that was meant stays
+    as it was, or may do so in a tier that does not answer.
+    """
+    levels = _levels(to)
+    wish, console = wish_of(keys, tier, source, model, tenant, all_, "recode"), console_for(json)
+    with opened(store, console) as keeping:
+        wish = keeping.mine(wish)
+        lines = lines_of(keeping, console, wish, "recoded")
+        with bar_for(console, "recoding", _RECODED) as told:
+            done = keeping.recode(lines, levels, told)
+        silent = keeping.silent(wish)
+    said = f"recoded to {'+'.join(levels)}, {done.fewer_nbytes / 1e6:,.1f} MB fewer; {done.known:,} were so before"
+    tell_outcome(console, done, said)
+    write_json({**outcome_dict(done), "fewer_nbytes": done.fewer_nbytes, "silent": silent}, json)
     raise typer.Exit(1 if done.failed or silent else 0)
 
 
@@ -217,17 +248,17 @@ def export(
 
     Exit status 1 if something that was meant is not in it, or may not be; a file that is there is then kept as it is.
     """
-    wish, console = _wish(keys, tier, source, model, tenant), console_for(json)
-    with _opened(store, console) as keeping:
+    wish, console = wish_of(keys, tier, source, model, tenant), console_for(json)
+    with opened(store, console) as keeping:
         wish = keeping.mine(wish)
-        lines = _lines(keeping, console, wish, f"written to '{file}'")
+        lines = lines_of(keeping, console, wish, f"written to '{file}'")
         silent = keeping.silent(wish)
         is_there = file.exists() and not file.is_dir()
         if silent and is_there:
-            _refuse(silent, f"nothing was written, and '{file}' is as it was")
+            refuse(silent, f"nothing was written, and '{file}' is as it was")
         if is_there:
-            _confirm(f"'{file}' is there already. Write another in its place?", yes, "export")
-        with _bar(console, "exporting", _EXPORTED) as told:
+            confirm(f"'{file}' is there already. Write another in its place?", yes, "export")
+        with bar_for(console, "exporting", _EXPORTED) as told:
             done = keeping.export(lines, file, texts, told)
     tell_outcome(console, done, f"written to {file}")
     for name in silent:
@@ -250,9 +281,9 @@ def import_(
     something in it could not be used.
     """
     console = console_for(json)
-    with _opened(store, console, is_new=True) as keeping:
+    with opened(store, console, is_new=True) as keeping:
         before = {line.tenant.digest for line in keeping.lines()}
-        with _bar(console, "importing", _IMPORTED) as told:
+        with bar_for(console, "importing", _IMPORTED) as told:
             done = keeping.import_(file, tier, told)
         strangers = {line.tenant.digest: line.tenant for line in keeping.lines() if line.tenant.digest not in before}
     tell_outcome(console, done, f"kept, {done.known} were there")
@@ -270,7 +301,7 @@ def gc(store: Store = None, json: Json = None) -> None:
     Exit status 1 if a tier does not answer.
     """
     console = console_for(json)
-    with _opened(store, console) as keeping, console.status("looking at every file"):
+    with opened(store, console) as keeping, console.status("looking at every file"):
         freed = keeping.store.gc()
         silent = [tier.name for tier in keeping.store.tiers if tier.name not in freed]
     for name, what in freed.items():
@@ -283,83 +314,11 @@ def gc(store: Store = None, json: Json = None) -> None:
     raise typer.Exit(1 if silent else 0)
 
 
-@contextmanager
-def _opened(folder: Path | None, console: Console, is_new: bool = False) -> Iterator[Keeping]:
-    """The store of the settings. Unless it may be new, one that is not there is told and not made."""
-    settings = settings_of(store=folder)
-    if not is_new and not settings.tiers and settings.disk_bytes and not _is_there(settings.store_path.expanduser()):
-        raise InputError(
-            f"There is no store at '{settings.store_path}' yet. Fill it: ragfuse ingest PATH; or name another: --store."
-        )
-    with console.status("opening the store"):
-        from ragfuse.keeping import Keeping
-
-        keeping = Keeping(settings)
-    with keeping:
-        yield keeping
-
-
-def _is_there(folder: Path) -> bool:
-    try:
-        return folder.exists()
-    except OSError:  # what is wrong is told when it is opened
-        return True
-
-
-def _wish(
-    keys: Sequence[str] | None,
-    tier: str | None,
-    source: str | None,
-    model: str | None,
-    tenant: str | None,
-    all_: bool = False,
-    must: str = "",
-) -> Wish:
-    from ragfuse.keeping import Wish
-
-    wish = Wish(tuple(keys or ()), tier, model, tenant, source)
-    if must and wish.is_anything != all_:
-        found = "--all beside others" if all_ else "nothing"
-        raise InputError(
-            f"Wanted what to {must}, found {found}: the beginnings of keys, --tier, --source, --model, --tenant; or "
-            "--all by itself."
-        )
-    return wish
-
-
-def _lines(keeping: Keeping, console: Console, wish: Wish | None, done: str = "") -> list[Line]:
-    """Those that are meant. Silent tiers are told; they end what is to be `done` where nothing else is found."""
-    from ragfuse.keeping import Wish
-
-    with console.status("reading the store"):
-        lines = keeping.lines(wish or Wish())
-        silent, meant = keeping.silent(), keeping.silent(wish or Wish())
-    if done and meant and not lines:
-        _refuse(meant, f"what it holds is not known, and nothing was {done}")
-    for name in silent:
-        console.print(f"Tier {name} does not answer: what it holds is not listed.", highlight=False, markup=False)
-    if not lines and wish is not None and not meant:
-        none = "Nothing in the store is like that"
-        empty = "The store is empty: ragfuse ingest PATH."
-        if wish.tenant is not None and wish == keeping.mine(replace(wish, tenant=None)):
-            empty = f"{none} and of the salt that is set; --tenant SALT names another tenant, no salt means all."
-        elif not wish.is_anything:
-            empty = f"{none}; `ragfuse store ls` lists all."
-        console.print(empty, highlight=False)
-    return lines
-
-
-def _refuse(silent: Sequence[str], so: str) -> NoReturn:
-    from ragfuse.keeping import unanswered
-
-    raise StoreError(unanswered(silent, so))
-
-
 def _pin(pinned: bool, wish: Wish, store: Path | None, json: Path | None) -> None:
     console, word = console_for(json), "pinned" if pinned else "unpinned"
-    with _opened(store, console) as keeping:
+    with opened(store, console) as keeping:
         wish = keeping.mine(wish)
-        lines = _lines(keeping, console, wish, word)
+        lines = lines_of(keeping, console, wish, word)
         keys = list(dict.fromkeys(line.entry.key for line in lines))
         (keeping.store.pin if pinned else keeping.store.unpin)(*keys)
         silent = keeping.silent(wish)
@@ -369,24 +328,10 @@ def _pin(pinned: bool, wish: Wish, store: Path | None, json: Path | None) -> Non
     raise typer.Exit(1 if silent else 0)
 
 
-def _confirm(question: str, yes: bool, command: str) -> None:
-    """Go on if a person says so; InputError where there is none to ask."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise InputError(f"{question} Nobody is there to ask: say ragfuse store {command} --yes.")
-    if not typer.confirm(question, err=True):
-        Console(stderr=True).print("Nothing was changed.")
-        raise typer.Exit(1)
-
-
-@contextmanager
-def _bar(console: Console, doing: str, stopped: str) -> Iterator[Callable[[int, int], object]]:
-    """Takes progress. stopped: what is true where it ends by Ctrl-C."""
-    columns = (TextColumn(doing), BarColumn(20), DownloadColumn(), TimeRemainingColumn())
-    with progress(console, *columns) as bar:
-        task = bar.add_task(doing, total=None)
-        try:
-            yield lambda done, total: bar.update(task, completed=done, total=total)
-        except KeyboardInterrupt as stop:
-            raise KeyboardInterrupt(stopped) from stop
+def _levels(to: str) -> list[str]:
+    """The levels that are named; InputError for one that is none."""
+    named = [level.strip() for level in to.split(",")]
+    strange = [level for level in named if level not in LEVELS]
+    if strange:
+        raise InputError(f"Wanted levels of {', '.join(LEVELS)}, with commas between several; found '{strange[0]}'.")
+    return [level for level in LEVELS if level in named]

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from ragfuse.codec import Codec
 from ragfuse.errors import ModelError, StoreError
 from ragfuse.hf.model import HFModel
+from ragfuse.measure.decoding import decoding
 from ragfuse.measure.fit import fitted_fused, fitted_prefill
 from ragfuse.measure.passes import fused_points, prefill_points, reading_s
 from ragfuse.measure.tiers import speed_of
@@ -27,7 +29,7 @@ LONGEST = 3072
 """Tokens of the longest prompt that is timed, where the model takes so many."""
 Progress = Callable[[str, float], object]
 """Takes what is being timed and how much of all is done, 0..1."""
-_PREFILL, _FUSED = 0.3, 0.5
+_PREFILL, _FUSED, _DECODE = 0.3, 0.5, 0.05
 
 
 def measure(
@@ -37,11 +39,13 @@ def measure(
     longest: int = LONGEST,
     rounds: int = 3,
     cool: Callable[[], object] | None = None,
+    codecs: Callable[[str], Codec | None] = lambda level: None,
 ) -> MachineProfile:
     """The timings of `model` on this machine, medians of interleaved rounds after one to warm up; minutes at most.
 
     cool: makes the next read of a tier a cold one; a disk tier's own files need none. ModelError for a model that is
-    never fused. A tier that does not keep what it is given is left out, which is said.
+    never fused. A tier that does not keep what it is given is left out, which is said. codecs: of the levels whose
+    decoding is timed.
     """
     if model.profile.refusal:
         raise ModelError(f"{model.name} is not fused, so there is nothing to plan: {model.profile.refusal}")
@@ -51,10 +55,12 @@ def measure(
     fused = fused_points(model, prefill[-1][0], rounds, _part(progress, _PREFILL, _FUSED))
     folder = next((tier.path for tier in tiers if isinstance(tier, DiskTier)), None)
     held_up_s = reading_s(model, prefill[-1][0], rounds, folder, _part(progress, _PREFILL + _FUSED, 0.0))
-    speeds, share = {}, (1 - _PREFILL - _FUSED) / max(1, len(tiers))
+    decode, packed = decoding(model, codecs, rounds, _part(progress, _PREFILL + _FUSED, _DECODE))
+    before = _PREFILL + _FUSED + _DECODE
+    speeds, share = {}, (1 - before) / max(1, len(tiers))
     sample = model.encode([0])
     for index, tier in enumerate(tiers):
-        part = _part(progress, _PREFILL + _FUSED + index * share, share)
+        part = _part(progress, before + index * share, share)
         try:
             speeds[tier.name] = speed_of(tier, sample, rounds, part, cool, model.device)
         except StoreError as error:
@@ -71,6 +77,8 @@ def measure(
         prefill_points=prefill,
         fused_points=fused,
         held_up_s=held_up_s,
+        decode=decode,
+        packed=packed,
     )
 
 

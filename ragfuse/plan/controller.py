@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import floor
 from types import MappingProxyType
 
 from ragfuse.core import Bound, ChunkKey, Entry, Fetch, Forecast, LoadPlan, Prompt, token_digest
 from ragfuse.plan.estimate import Blend, Estimate, is_adjustable, share_of
+from ragfuse.plan.levels import WORTH, Offers, coarser, finest, offers, soonest
 from ragfuse.plan.seen import corrected
 from ragfuse.profiles import MachineProfile
 
@@ -27,6 +29,8 @@ TIE = 0.02
 SLOWER = "slower to load than to compute"
 MISSING, UNREADABLE = "not in the store", "its entry could not be read"
 NOTHING: Mapping[int, str] = MappingProxyType({})
+AS_FOUND: Mapping[int, Fetch] = MappingProxyType({})
+ALONE: Mapping[ChunkKey, list[Entry]] = MappingProxyType({})
 
 
 def plan(
@@ -37,12 +41,14 @@ def plan(
     lost: frozenset[int] = frozenset(),
     choice: tuple[str, float] | None = None,
     left: Mapping[int, str] = NOTHING,
+    ways: Mapping[int, Fetch] = AS_FOUND,
 ) -> LoadPlan:
     """Reads every segment that is in the store, under its best key; `lost` ones were there and could not be read.
 
     ratio: None for what was measured to be enough: 0.15, or what `choice` says. choice: policy and ratio that this
     model's calibration chose, for `auto` over chunks that were encoded amid other text. left: segments that are not
-    read although they are there, and why.
+    read although they are there, and why. ways: how segments are read; else from the tier that they were found in, at
+    the level that loses least there.
     """
     fetches, unread, misses = list[Fetch](), list[Fetch](), list[tuple[int, str]]()
     for index, segment in enumerate(prompt.segments):
@@ -59,7 +65,8 @@ def plan(
             misses.append((index, "its entry holds nothing"))
         else:
             level, nbytes = next(iter(entry.sizes.items()))
-            fetch = Fetch(index, entry.key, entry.tier, level, nbytes, entry.n_tokens, tuple(entry.sizes.items()))
+            found = Fetch(index, entry.key, entry.tier, level, nbytes, entry.n_tokens, tuple(entry.sizes.items()))
+            fetch = ways.get(index, found)
             (unread if index in left else fetches).append(fetch)
             misses += [(index, left[index])] if index in left else []
     blended = [fetch for fetch in fetches if is_blended(prompt, fetch)]
@@ -120,19 +127,26 @@ class LoadingController:
         ratio: float | None = None,
         lost: frozenset[int] = frozenset(),
         deadline_s: float | None = None,
+        others: Mapping[ChunkKey, list[Entry]] = ALONE,
     ) -> LoadPlan:
         """What to read, what to compute, and how long that will take; never below the ratio that keeps answers close.
 
-        deadline_s: seconds from now until the first token is wanted; it bounds the ratio from above, and where even the
-        least ratio is too slow the forecast says so.
+        Segments that are kept at several levels, also by `others` in further tiers, are read at what loses least while
+        that hides behind computing, see `plan.levels`. deadline_s: seconds from now until the first token is wanted; it
+        bounds the ratio from above, and where even the least ratio is too slow the forecast says so.
         """
         found = plan(prompt, entries, policy, ratio, lost, self.choice)
         if self.machine is None or not Estimate(self.machine).knows(found.fetches):
             return found
-        timed = Timed.of(Estimate(corrected(self.machine, self.corrections)), found)
+
+        def again(ways: Mapping[int, Fetch], left: Mapping[int, str] = NOTHING) -> LoadPlan:
+            return plan(prompt, entries, policy, ratio, lost, self.choice, left, ways)
+
+        times = Estimate(corrected(self.machine, self.corrections))
+        ways, timed = _at_levels(times, offers(times, found.fetches, entries, others), again)
         asked = policy != AUTO or ratio is not None
         if not asked and timed.is_loading:
-            timed = _without_slow(timed, lambda left: plan(prompt, entries, policy, ratio, lost, self.choice, left))
+            timed = _without_slow(timed, partial(again, ways))
         base_s = timed.ttft_s
         chosen: tuple[float, Bound] = (ratio, "asked") if ratio is not None else widest(timed, deadline_s)
         timed = timed.at(chosen[0]).in_best_steps()
@@ -222,13 +236,30 @@ def _largest(timed: Timed, within_s: float) -> float:
     return max(least, low / 100)
 
 
+def _at_levels(
+    times: Estimate, offered: Offers, again: Callable[[Mapping[int, Fetch]], LoadPlan]
+) -> tuple[Mapping[int, Fetch], Timed]:
+    """How segments are read, and the plan that does so: at what loses least, where no other way is much sooner."""
+    ways, quick = finest(offered), soonest(times, offered)
+    timed = Timed.of(times, again(ways))
+    if ways == quick:
+        return ways, timed
+    enough_s = (1 + WORTH) * Timed.of(times, again(quick)).ttft_s
+    while timed.ttft_s > enough_s and (sooner := coarser(times, offered, ways)) is not None:
+        tried = Timed.of(times, again(sooner))
+        if tried.ttft_s >= timed.ttft_s:
+            break
+        ways, timed = sooner, tried
+    return ways, timed
+
+
 def _without_slow(timed: Timed, without: Callable[[Mapping[int, str]], LoadPlan]) -> Timed:
     """The plan without the segments that take longer to load than to compute, the slowest first, while that is sooner.
 
     One is left, so that there is something to fuse: full prefill is another question.
     """
     segments, times, left = timed.found.prompt.segments, timed.times, dict[int, str]()
-    loads = {fetch.segment: times.load_s(fetch.tier, fetch.nbytes) for fetch in timed.found.fetches}
+    loads = {fetch.segment: times.fetch_s(fetch) for fetch in timed.found.fetches}
     for at in sorted(loads, key=lambda at: loads[at] / len(segments[at].tokens), reverse=True)[:-1]:
         tried = Timed.of(times, without({**left, at: SLOWER}))
         compute_s = times.rows_s(tried.blend, 0, len(segments[at].tokens))
@@ -245,11 +276,11 @@ def _forecast(timed: Timed, bound: Bound, deadline_s: float | None) -> Forecast:
         return Forecast(0.0, full_s, full_s, full_s, bound, deadline_s)
     sizes = [len(segment.tokens) for segment in found.prompt.segments]
     each = [(index, 0.0, times.rows_s(blend, 0, sizes[index])) for index, _ in found.misses]
-    unread = {fetch.segment: times.load_s(fetch.tier, fetch.nbytes) for fetch in found.unread}
+    unread = {fetch.segment: times.fetch_s(fetch) for fetch in found.unread}
     each = [(index, unread.get(index, 0.0), seconds) for index, _, seconds in each]
     for fetch in found.fetches:
         again_s = times.rows_s(blend, sizes[fetch.segment], 0) if is_blended(found.prompt, fetch) else 0.0
-        each.append((fetch.segment, times.load_s(fetch.tier, fetch.nbytes), again_s))
+        each.append((fetch.segment, times.fetch_s(fetch), again_s))
     computing_s = times.fused_s(blend)
     return Forecast(timed.load_s, computing_s, timed.ttft_s, full_s, bound, deadline_s, tuple(sorted(each)))
 

@@ -13,6 +13,7 @@ from typing import Literal
 from ragfuse.core import Fetch
 from ragfuse.plan.steps import layers_a_read, room, spans, steps
 from ragfuse.profiles import FusedCost, FusedPoint, MachineProfile
+from ragfuse.settings import LEVELS
 
 Kind = Literal["static", "checking", "looking"]
 """What a policy needs before it knows its rows: nothing, all rows of the first layer, attention over all layers."""
@@ -129,8 +130,12 @@ class Estimate:
     machine: MachineProfile
 
     def knows(self, fetches: Sequence[Fetch]) -> bool:
-        """Whether all tiers of these were measured."""
-        return all(fetch.tier in self.machine.tiers for fetch in fetches)
+        """Whether all tiers and levels of these were measured."""
+        return all(fetch.tier in self.machine.tiers and self.knows_level(fetch.level) for fetch in fetches)
+
+    def knows_level(self, level: str) -> bool:
+        """Whether decoding a level was measured; raw needs none."""
+        return level == LEVELS[0] or level in self.machine.decode
 
     def prefill_s(self, tokens: int) -> float:
         """Full prefill of so many tokens."""
@@ -151,16 +156,30 @@ class Estimate:
         reads = len(steps(layers, layers_a_read(nbytes, layers))) if n_reads is None else n_reads
         return speed.open_s + speed.read_s * reads + speed.byte_s * nbytes
 
+    def decode_s(self, level: str, n_tokens: int) -> float:
+        """Decoding so many tokens of a level."""
+        return self.machine.decode.get(level, 0.0) * n_tokens
+
+    def fetch_s(self, fetch: Fetch) -> float:
+        """One segment, read and decoded."""
+        return self.load_s(fetch.tier, fetch.nbytes) + self.decode_s(fetch.level, fetch.n_tokens)
+
+    def kept_s(self, tier: str, level: str, raw_nbytes: int, n_tokens: int) -> float:
+        """A chunk of so many bytes as raw, if it lay in a measured tier at a measured level."""
+        nbytes = round(raw_nbytes * self.machine.packed.get(level, 1.0))
+        return self.load_s(tier, nbytes) + self.decode_s(level, n_tokens)
+
     def count(self, fetches: Sequence[Fetch], chosen: int = 0) -> int:
         """The most layers of each chunk that are read together: `chosen`, or what `load.layers` takes unless told."""
         layers = self.machine.n_layers
         return min(chosen, layers) or layers_a_read(max((fetch.nbytes for fetch in fetches), default=0), layers)
 
     def steps_s(self, fetches: Sequence[Fetch], chosen: int = 0) -> list[float]:
-        """Loading, step by step: some layers of every chunk each."""
+        """Loading, step by step: some layers of every chunk each, read and decoded by the thread that reads."""
         layers, tiers, count = self.machine.n_layers, self.machine.tiers, self.count(fetches, chosen)
         per_read = sum(tiers[fetch.tier].read_s for fetch in fetches)
         per_layer = sum(tiers[fetch.tier].byte_s * fetch.nbytes for fetch in fetches) / layers
+        per_layer += sum(self.decode_s(fetch.level, fetch.n_tokens) for fetch in fetches) / layers
         loads = [per_read + per_layer * size for size in steps(layers, count)]
         loads[0] += sum(tiers[fetch.tier].open_s for fetch in fetches)
         return loads

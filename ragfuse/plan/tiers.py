@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
+from types import MappingProxyType
 
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.plan.estimate import Estimate
 from ragfuse.profiles import MachineProfile
+from ragfuse.settings import LEVELS
 
+RAW_ALONE: Mapping[str, Sequence[str]] = MappingProxyType({})
 OFTEN = 3
 """Hits from which on a chunk deserves a faster tier."""
 
@@ -25,18 +28,45 @@ def price_of(tier: str, prices: Mapping[str, float]) -> float:
 
 
 def choose_tier(
-    n_tokens: int, nbytes: int, machine: MachineProfile, tiers: Sequence[str], prices: Mapping[str, float], ratio: float
+    n_tokens: int,
+    nbytes: int,
+    machine: MachineProfile,
+    tiers: Sequence[str],
+    prices: Mapping[str, float],
+    ratio: float,
+    written: Mapping[str, Sequence[str]] = RAW_ALONE,
 ) -> str | None:
     """The cheapest tier for a new chunk whose loading hides behind recomputing `ratio` of it, else the fastest.
 
     CacheBlend 5.1: T_recompute(r*, L) >= T_load(L, tier). Equal prices: the faster one. None if no tier was measured.
+    nbytes: of the chunk as raw. written: the levels that tiers are written in, raw unless said; of several the one that
+    loads soonest counts, and all are paid for.
     """
-    times = Estimate(machine)
-    load_s = {tier: times.load_s(tier, nbytes) for tier in tiers if tier in machine.tiers}
+    times, load_s, cost = Estimate(machine), dict[str, float](), dict[str, float]()
+    for tier in tiers:
+        levels = [level for level in written.get(tier, LEVELS[:1]) if times.knows_level(level)]
+        if tier in machine.tiers and levels:
+            load_s[tier] = min(times.kept_s(tier, level, nbytes, n_tokens) for level in levels)
+            kept = sum(nbytes * machine.packed.get(level, 1.0) for level in levels)
+            cost[tier] = store_cost(round(kept), price_of(tier, prices))
     hidden = [tier for tier, seconds in load_s.items() if seconds <= times.recompute_s(ratio, n_tokens)]
     if not hidden:
         return min(load_s, key=lambda tier: load_s[tier], default=None)
-    return min(hidden, key=lambda tier: (store_cost(nbytes, price_of(tier, prices)), load_s[tier]))
+    return min(hidden, key=lambda tier: (cost[tier], load_s[tier]))
+
+
+def choose_level(n_tokens: int, nbytes: int, machine: MachineProfile, tier: str, ratio: float) -> str:
+    """The level for a new chunk in a tier that loses least among those whose loading hides behind recomputing.
+
+    Where none hides, the one that loads soonest. Raw in a tier that was not measured. nbytes: of the chunk as raw.
+    """
+    times, hidden_s = Estimate(machine), Estimate(machine).recompute_s(ratio, n_tokens)
+    if tier not in machine.tiers:
+        return LEVELS[0]
+    known = [level for level in LEVELS if times.knows_level(level) and (level in machine.packed or level == LEVELS[0])]
+    load_s = {level: times.kept_s(tier, level, nbytes, n_tokens) for level in known}
+    hidden = (level for level, seconds in load_s.items() if seconds <= hidden_s)
+    return next(hidden, min(load_s, key=lambda level: load_s[level]))
 
 
 def promotions(
@@ -68,7 +98,15 @@ def _gain(
     entry = min((e for e in kept if e.tier in order), key=lambda e: order.index(e.tier), default=None)
     if entry is None or entry.tier not in machine.tiers or hits < often:
         return None
-    now_s = times.load_s(entry.tier, entry.nbytes)
+    if not all(map(times.knows_level, entry.sizes)):
+        return None
+    now_s = _entry_s(times, entry, entry.tier)
     before = [tier for tier in order[: order.index(entry.tier)] if tier in machine.tiers]
-    load_s = {tier: seconds for tier in before if (seconds := times.load_s(tier, entry.nbytes)) < now_s}
+    load_s = {tier: seconds for tier in before if (seconds := _entry_s(times, entry, tier)) < now_s}
     return (hits * now_s, entry, load_s) if load_s else None
+
+
+def _entry_s(times: Estimate, entry: Entry, tier: str) -> float:
+    """An entry's best level from a tier that it lies in, or might."""
+    level, nbytes = next(iter(entry.sizes.items()))
+    return times.load_s(tier, nbytes) + times.decode_s(level, entry.n_tokens)

@@ -9,6 +9,7 @@ from ragfuse.core import Encoded, Fetch, Forecast, Kind, LoadPlan
 from ragfuse.plan.controller import is_blended, is_exact
 from ragfuse.plan.estimate import Kind as Needs
 from ragfuse.plan.estimate import is_adjustable, kind_of
+from ragfuse.settings import LEVELS
 
 BOUNDS = MappingProxyType(
     {
@@ -60,7 +61,8 @@ def _segments(plan: LoadPlan) -> Iterator[str]:
             continue
         fetch, told = kept.get(index), [f"miss ({misses[index]})" if index in misses else "hit"]
         if fetch is not None:
-            told[0] += f" in {fetch.tier}, {fetch.nbytes / 1e6:.1f} MB, {ENCODED[fetch.key.encoded]}"
+            level = "" if fetch.level == LEVELS[0] else f" as {fetch.level}"
+            told[0] += f" in {fetch.tier}{level}, {fetch.nbytes / 1e6:.1f} MB, {ENCODED[fetch.key.encoded]}"
         if index in times:
             told.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
         yield f"- {segment.source or NAMES[segment.kind]}, {len(segment.tokens)} tokens: {'; '.join(told)}"

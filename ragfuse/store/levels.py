@@ -88,6 +88,11 @@ class Levels:
         self.codecs, self._written = codecs, {tier: by_loss(levels) for tier, levels in (written or {}).items()}
         self._strange = Recent[tuple[ChunkKey, str], str](_REMEMBERED)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether any tier is written in something else than raw."""
+        return any(levels != (RAW.name,) for levels in self._written.values())
+
     def of(self, tier: str) -> tuple[str, ...]:
         """The levels that are written into a tier."""
         return self._written.get(tier) or (RAW.name,)

@@ -13,8 +13,9 @@ from threading import Condition
 
 from torch import Tensor
 
+from ragfuse.codec import RAW
 from ragfuse.core import ChunkKey
-from ragfuse.store.levels import Content, Levels
+from ragfuse.store.levels import Content, Levels, loss_of
 from ragfuse.store.partial import Partials
 from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.store.writer import Writers
@@ -120,7 +121,7 @@ class Saves:
             save = Save(key, content, holders=1)
             self._under_way.add(save)
         with suppress(Exception):
-            lacking = [tier for tier in self._fast if key not in tier.entries([key])]
+            lacking = [tier for tier in self._fast if self._lacks(tier, key, content)]
             quick = [tier for tier in lacking if content.is_ready(tier.name) and not getattr(tier, "copies", False)]
             self.now(save, quick)
             self.later(save, [tier for tier in lacking if tier not in quick])
@@ -144,6 +145,12 @@ class Saves:
         """Whether these are protected from eviction wherever they come in from now on."""
         with self._lock:
             (self._pins.update if pinned else self._pins.difference_update)(keys)
+
+    def _lacks(self, tier: Tier, key: ChunkKey, content: Content) -> bool:
+        """Whether a tier has nothing of a chunk, or what lost more than its own levels of this would."""
+        there = tier.entries([key]).get(key)
+        levels = self._levels.of(tier.name) if RAW.name in content.meta.levels else content.meta.levels
+        return there is None or loss_of(there.sizes) > loss_of(levels)
 
     def _enters(self, save: Save, tier: Tier) -> bool:
         """Whether it may be written there now. Then older saves of the key may stay too: they bring the same KV."""

@@ -106,6 +106,19 @@ class KVStore:
         self._counts.add("misses", counts * (len(wanted) - len(found)))
         return {key: found[key] for key in wanted if key in found}
 
+    def copies(self, found: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, list[Entry]]:
+        """What further tiers have of these entries, where that may have lost less or come sooner; one query per tier.
+
+        Nothing is asked where everything is raw.
+        """
+        copies: dict[ChunkKey, list[Entry]] = {}
+        for at, tier in enumerate(() if self._closed else self.tiers):
+            before = {each.name for each in self.tiers[:at]}
+            wanted = [key for key, entry in found.items() if entry.tier in before and self._may_gain(entry, tier)]
+            for key, entry in self._readable(tier, tier.entries(wanted)).items() if wanted else ():
+                copies.setdefault(key, []).append(entry)
+        return copies
+
     def why_not(self, key: ChunkKey) -> str:
         """Why an entry that a look-up has met was not told of: it cannot be decoded here; "" where none was met."""
         return self._reading.why_not(key)
@@ -359,6 +372,10 @@ class KVStore:
     def _kept(self, content: Content, tier: Tier) -> bool:
         with self._saves.begun(content.key, content) as save:
             return self._saves.now(save, [tier])
+
+    def _may_gain(self, entry: Entry, tier: Tier) -> bool:
+        is_finer = loss_of(self.levels.of(tier.name)) < loss_of(entry.sizes)
+        return is_finer or (self.levels.is_mixed and self.tier(entry.tier).slow)
 
     def _readable(self, tier: Tier, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
         """Those that can be decoded here, with the levels that can; others are left alone."""

@@ -56,6 +56,41 @@ def test_tiers_that_cannot_be_read_are_told_with_their_form_and_no_password(give
     assert "toml" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("", {}),
+        ('{"redis": ["cg2", "int8"]}', {"redis": ("int8", "cg2")}),
+        ('{"disk": "int8", "objects-2": "auto"}', {"disk": ("int8",), "objects-2": ("auto",)}),
+    ],
+)
+def test_levels_are_lists_by_tier_what_loses_least_first(given, found, monkeypatch):
+    monkeypatch.setenv("RAGFUSE_LEVELS", given)
+    settings = settings_of()
+    assert settings.written == found
+    assert hash(settings) == hash(settings.model_copy())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ('{"redis": ["int7"]}', "raw, int8, cg1, cg2, cg3, cg4, or auto alone, found 'int7'"),
+        ('{"redis": ["auto", "raw"]}', "found 'auto'"),
+        ('{"redis": []}', "found none"),
+        ('{"tape": ["raw"]}', "wanted a tier (gpu, memory, disk, redis, objects, redis-2 ...), found 'tape'"),
+        ('["raw"]', "lists of levels by tier"),
+        ('{"redis": 7}', "lists of levels by tier"),
+        ('{"redis"', "lists of levels by tier"),
+    ],
+)
+def test_levels_that_are_none_are_told_with_those_there_are(given, told, monkeypatch):
+    monkeypatch.setenv("RAGFUSE_LEVELS", given)
+    with pytest.raises(SettingsError) as error:
+        settings_of()
+    assert told in str(error.value)
+    assert 'RAGFUSE_LEVELS=\'{"redis": ["int8", "cg2"]}\'' in str(error.value)
+
+
 def test_a_variable_that_is_no_json_is_named(monkeypatch):
     monkeypatch.setenv("RAGFUSE_PRICES", "cheap")
     with pytest.raises(SettingsError, match="Wanted JSON in RAGFUSE_PRICES"):

@@ -107,6 +107,7 @@ def test_ls_says_of_every_entry_whose_it_is_from_where_and_how_it_was_used(told,
     mine = entries[str(OURS[1])]
     assert (mine["model"], mine["tenant"], mine["digest"]) == ("smol", hidden("acme"), OURS[0].model)
     assert (mine["tier"], mine["encoded"], mine["n_tokens"], mine["hits"]) == ("disk", "alone", 5, 1)
+    assert mine["levels"] == {"raw": mine["nbytes"]}
     assert (mine["source"], mine["text"], mine["pinned"]) == ("/docs/ships.md", "All\nabout \x1b[31m1", False)
     assert entries[str(AMID)]["encoded"] == "amid"
     assert entries[str(AMID)]["source"] == "/docs/Lighthouse.md"
@@ -184,7 +185,8 @@ def test_stats_sums_up_tiers_and_models(told, run, filled):
     found = told("stats")
     (tier,) = found["tiers"]
     nbytes = sum(path.stat().st_size for path in files(filled))
-    assert tier == {"tier": "disk", "entries": 6, "nbytes": nbytes, "capacity": 10 * MB, "pinned": 0, "hits": 1}
+    sums = {"tier": "disk", "entries": 6, "nbytes": nbytes, "capacity": 10 * MB, "pinned": 0, "hits": 1}
+    assert tier == {**sums, "levels": {"raw": nbytes}}
     assert {(model["model"], model["entries"]) for model in found["models"]} == {("smol", 4), ("", 2)}
     assert f"smol (tenant {hidden('acme')[:8]}): 4 entries" in run("stats").output
 
@@ -512,6 +514,62 @@ def test_chunks_are_moved_between_tiers(run, told, filled, two_tiers):
     assert told("clear", "--tier", "cold", "--source", "ships", "--yes")["dropped"] == 1
     assert len(told("ls", "--tier", "cold")["entries"]) == 3
     refused(run("move", "--all", "--to", "tape"), "StoreError", "no tier 'tape'", "disk, cold")
+
+
+def test_entries_are_recoded_where_they_are_and_ls_and_stats_tell_their_levels(run, told, filled):
+    before = told("stats")["tiers"][0]["nbytes"]
+    done = told("recode", "--tenant", "acme", "--to", "int8")
+    after = told("stats")["tiers"][0]
+    assert (done["entries"], done["failed"], done["fewer_nbytes"]) == (4, 0, before - after["nbytes"])
+    assert list(after["levels"]) == ["raw", "int8"]
+    assert {(e["model"], *e["levels"]) for e in told("ls")["entries"]} == {("smol", "int8"), ("", "raw")}
+    said = run("recode", "--all", "--to", "int8, raw").output
+    assert "4 more" not in said
+    assert run("recode", "--all", "--to", "int8,raw").exit_code == 1
+    assert {(e["model"], *e["levels"]) for e in told("ls")["entries"]} == {("smol", "int8"), ("", "raw", "int8")}
+    assert "raw+int8" in run("ls").output
+    assert "disk: raw 0.0 MB, int8 0.0 MB" in run("stats").output
+
+
+def test_recoding_says_what_stays_as_it_was_and_gives_a_status(run, told, filled):
+    told("recode", "--all", "--to", "int8")
+    result = run("recode", "--all", "--to", "raw")
+    assert result.exit_code == 1
+    assert result.output.count("only what is kept raw is encoded") == 5
+    assert "left out: 1 more" in result.output
+    assert told("recode", "--all", "--to", "int8")["known"] == 6
+
+
+def test_levels_that_are_none_are_named_with_those_there_are(run, filled):
+    refused(run("recode", "--all", "--to", "int8,zip"), "InputError", "raw, int8, cg1", "'zip'")
+    refused(run("recode", "--to", "int8"), "InputError", "what to recode")
+
+
+def test_an_archive_keeps_the_levels_of_what_travels(run, told, filled, tmp_path):
+    told("recode", "--all", "--to", "raw,int8")
+    told("export", "a.tar")
+    assert told("import", "a.tar", STORE=tmp_path / "other")["entries"] == 6
+    found = told("ls", STORE=tmp_path / "other")["entries"]
+    assert {tuple(entry["levels"]) for entry in found} == {("raw", "int8")}
+    assert left(tmp_path / "other") == {*OURS, AMID, *THEIRS}
+
+
+def test_recoding_stopped_by_ctrl_c_says_that_every_entry_is_whole(run, told, filled, monkeypatch):
+    write, kept = DiskTier.write, []
+
+    def stopped(self, *arguments):
+        if len(kept) == 2:
+            raise KeyboardInterrupt
+        kept.append(arguments)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(DiskTier, "write", stopped)
+    result = run("recode", "--all", "--to", "int8")
+    assert result.exit_code == 130
+    assert "Every entry is whole" in " ".join(result.stderr.split())
+    monkeypatch.undo()
+    levels = [tuple(entry["levels"]) for entry in told("ls")["entries"]]
+    assert sorted(levels) == [("int8",)] * 2 + [("raw",)] * 4
 
 
 def test_chunks_travel_to_another_store_in_a_file(told, run, filled, tmp_path):

@@ -30,7 +30,7 @@ ALONE = {k: entry(k, n, "disk") for k, n in ((key(ONE), 2), (key(TWO), 3))}
 def test_the_entry_behind_the_prefix_is_read_before_the_one_alone():
     found = plan(PROMPT, {**ALONE, **BEHIND}, "hkvd", 0.2)
     assert found.fetches == tuple(
-        Fetch(index, k, "memory", "raw", 10 * n)
+        Fetch(index, k, "memory", "raw", 10 * n, n)
         for index, (k, n) in enumerate(((key(PREFIX), 3), (key(ONE, PREFIX), 2), (key(TWO, PREFIX), 3)))
     )
     assert (found.misses, found.policy, found.ratio, found.prompt) == ((), "hkvd", 0.2, PROMPT)

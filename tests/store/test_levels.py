@@ -259,7 +259,7 @@ def test_a_recoding_killed_at_any_moment_leaves_each_entry_whole_as_before_or_af
         for one, chunk in chunks.items():
             store.put(one, chunk, wait=True)
     seen = set()
-    for attempt in range(4):
+    for attempt in range(2):
         process = child(RECODE, tmp_path)
         for _ in range(3 + attempt):
             assert process.stdout.readline() == "one more\n"

@@ -1,0 +1,144 @@
+"""Codec levels in plans: what loses least while that hides, what comes sooner where the first token waits for it."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragfuse.plan.controller import LoadingController
+from ragfuse.plan.estimate import Estimate
+from ragfuse.plan.levels import loss
+from ragfuse.plan.tiers import choose_level, choose_tier, promotions
+from ragfuse.plan.words import in_words
+from tests.plan.kit import NBYTES_PER_TOKEN, machine, prompt_of
+
+PACKED = {"int8": 0.5, "cg1": 0.25, "cg2": 0.12, "cg3": 0.08}
+DECODE = {"int8": 1e-6, "cg1": 4e-6, "cg2": 4e-6, "cg3": 4e-6}
+SPEEDS = st.floats(-10.5, -5.5).map(lambda power: 10.0**power)
+N = 200
+RAW = N * NBYTES_PER_TOKEN
+
+
+def levels_machine(**byte_s):
+    return replace(machine(**byte_s), decode=DECODE, packed=PACKED)
+
+
+def sizes(*levels):
+    return {level: round(PACKED.get(level, 1.0) * RAW) for level in levels}
+
+
+def at_levels(tiers, *levels):
+    prompt, entries = prompt_of(tiers, N)
+    return prompt, {key: replace(entry, sizes=sizes(*levels)) for key, entry in entries.items()}
+
+
+def planned(tiers, levels, others=(), machine=None, **options):
+    prompt, entries = at_levels(tiers, *levels)
+    elsewhere = {
+        key: [replace(entry, tier=tier, sizes=sizes(*there)) for tier, there in others]
+        for key, entry in entries.items()
+    }
+    return LoadingController(machine).plan(prompt, entries, others=elsewhere, **options)
+
+
+def read(found):
+    return [(fetch.tier, fetch.level) for fetch in found.fetches]
+
+
+def test_without_timings_what_loses_least_is_read_from_where_it_was_found():
+    found = planned(["memory", "far"], ["int8", "cg2"], [("disk", ["raw"])])
+    assert read(found) == [("memory", "int8"), ("far", "int8")]
+    assert found.fetches[0].nbytes == RAW // 2
+
+
+def test_where_loading_hides_raw_is_read():
+    found = planned(["disk"] * 4, ["raw", "int8", "cg2"], machine=levels_machine())
+    assert read(found) == [("disk", "raw")] * 4
+    assert found.forecast is not None
+
+
+def test_a_slow_tier_is_read_at_a_level_that_hides():
+    slow = levels_machine(far=2e-8)
+    found = planned(["far"] * 4, ["raw", "int8", "cg1", "cg2", "cg3"], machine=slow, policy="hkvd")
+    only_raw = planned(["far"] * 4, ["raw"], machine=slow, policy="hkvd")
+    assert {level for _, level in read(found)} & {"cg1", "cg2", "cg3"}
+    assert ("far", "cg3") not in read(found)
+    assert found.forecast.ttft_s < 0.7 * only_raw.forecast.ttft_s
+    assert sum(fetch.nbytes for fetch in found.fetches) < sum(fetch.nbytes for fetch in only_raw.fetches)
+
+
+def test_what_lost_less_is_read_from_another_tier_where_that_hides_and_else_where_it_was_found():
+    far = [("far", ["raw"])]
+    assert set(read(planned(["memory"] * 4, ["int8"], far, levels_machine(far=1e-10)))) == {("far", "raw")}
+    assert ("memory", "int8") in read(planned(["memory"] * 4, ["int8"], far, levels_machine(far=1e-6)))
+
+
+def test_decoding_that_takes_longer_than_it_saves_is_not_done():
+    dear = replace(levels_machine(far=2e-8), decode={"cg2": 1.0})
+    found = planned(["far"] * 2, ["raw", "cg2"], machine=dear, policy="hkvd")
+    assert read(found) == [("far", "raw")] * 2
+
+
+def test_a_level_whose_decoding_was_not_measured_is_foretold_by_nobody():
+    unmeasured = replace(levels_machine(), decode={})
+    assert planned(["disk"], ["cg2"], machine=unmeasured).forecast is None
+    found = planned(["disk"] * 2, ["raw", "cg2"], machine=unmeasured)
+    assert (read(found), found.forecast is None) == ([("disk", "raw")] * 2, False)
+
+
+@given(
+    st.lists(st.sampled_from(["memory", "disk", "far"]), min_size=1, max_size=12),
+    st.lists(st.sampled_from(["raw", *PACKED]), min_size=1, unique=True).map(lambda each: sorted(each, key=loss)),
+    SPEEDS,
+)
+def test_levels_never_make_the_first_token_later(tiers, levels, far):
+    found = planned(tiers, levels, machine=levels_machine(far=far), policy="hkvd")
+    alone = planned(tiers, levels[:1], machine=levels_machine(far=far), policy="hkvd", ratio=found.ratio)
+    assert {fetch.level for fetch in found.fetches} <= set(levels)
+    assert found.forecast.ttft_s <= alone.forecast.ttft_s * 1.02 + 1e-9
+
+
+def test_decoding_counts_as_loading():
+    times, fetch = Estimate(levels_machine()), planned(["disk"], ["int8"]).fetches[0]
+    assert times.fetch_s(fetch) == pytest.approx(times.load_s("disk", RAW // 2) + 1e-6 * N)
+    raw = replace(fetch, level="raw")
+    assert sum(times.steps_s([fetch])) == pytest.approx(sum(times.steps_s([raw])) + 1e-6 * N)
+
+
+# where and how a new chunk is kept
+
+
+@pytest.mark.parametrize(
+    ("byte_s", "level"), [(1e-10, "raw"), (3.6e-9, "int8"), (8e-9, "cg1"), (1.6e-8, "cg2"), (1e-3, "cg3")]
+)
+def test_the_level_of_a_tier_is_what_loses_least_and_hides_else_the_soonest(byte_s, level):
+    assert choose_level(N, RAW, levels_machine(far=byte_s), "far", 0.15) == level
+
+
+def test_a_level_that_was_not_measured_is_never_chosen():
+    assert choose_level(N, RAW, machine(far=1e-3), "far", 0.15) == "raw"
+    assert choose_level(N, RAW, levels_machine(), "elsewhere", 0.15) == "raw"
+
+
+def test_a_cheap_tier_becomes_fast_enough_by_its_level():
+    prices, slow = {"disk": 1.0, "far": 0.1}, levels_machine(far=1.2e-8)
+    assert choose_tier(N, RAW, slow, ["disk", "far"], prices, 0.15) == "disk"
+    assert choose_tier(N, RAW, slow, ["disk", "far"], prices, 0.15, {"far": ("cg2",)}) == "far"
+    assert choose_tier(N, RAW, slow, ["disk", "far"], {"disk": 0.1, "far": 0.3}, 0.15, {"far": ("cg2",)}) == "far"
+
+
+def test_what_is_hit_often_is_promoted_by_what_its_best_level_costs():
+    _, entries = at_levels(["far"], "int8")
+    often = [replace(entry, hits=9) for entry in entries.values()]
+    room = {"disk": 1 << 40, "far": 1 << 40}
+    assert [tier for _, tier in promotions(often, levels_machine(far=1e-7), room)] == ["disk"]
+    assert list(promotions(often, replace(levels_machine(far=1e-7), decode={}), room)) == []
+
+
+def test_words_name_a_level_that_is_not_raw():
+    prompt, entries = at_levels(["disk"], "cg2")
+    said = in_words(LoadingController(levels_machine()).plan(prompt, entries))
+    assert "hit in disk as cg2, 0.6 MB" in said
+    prompt, entries = at_levels(["disk"], "raw")
+    assert "hit in disk, 4.8 MB" in in_words(LoadingController(levels_machine()).plan(prompt, entries))
