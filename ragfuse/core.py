@@ -241,7 +241,7 @@ class Fetch:
     level: str
     nbytes: int
     n_tokens: int = 0
-    sizes: tuple[tuple[str, int], ...] = ()
+    sizes: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
