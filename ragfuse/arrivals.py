@@ -8,16 +8,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PieceTrace:
-    """One piece: its segments and how it came, at a codec level or as "text", which is computed.
+    """Layers of one piece: of which segments, and how they came: at a codec level, or as "text", which is computed.
 
-    began_s: seconds since the deadline began to run; seconds: until it was there, nbytes of it. throughput: bytes a
-    second of the whole line meanwhile, None where nothing was read; sharing: streams on it. why: in words, where not
-    all of it came.
+    layers: the first, and the one behind the last. began_s: seconds since the deadline began to run; seconds: until it
+    was there, nbytes of it. throughput: bytes a second of the whole line meanwhile, None where nothing was read;
+    sharing: streams on it. why: in words, where not all of it came.
     """
 
     segments: tuple[int, ...]
     tokens: int
     level: str
+    layers: tuple[int, int] = (0, 0)
     nbytes: int = 0
     began_s: float = 0.0
     seconds: float = 0.0

@@ -1,9 +1,9 @@
 """Brings KV over a line in pieces, each at the level that the deadline allows, or not at all (CacheGen 5.3).
 
-One piece comes after the other, each read by a thread of its own; how fast it came decides how the next one comes.
-What has come is decoded by further threads while the next is on its way. A piece that takes too long is given up, and
-what cannot be read is tried at another level; what does not come becomes text: the fusor computes it. How a piece comes
-is decided by `plan.adapt`.
+One piece comes after the other, some layers at a time, each read by a thread of its own; how fast these came decides
+how the next ones come. What has come is decoded by further threads while the next is on its way. A piece that takes too
+long is given up, and what cannot be read is tried at another level; what does not come becomes text: the fusor computes
+it. How a piece comes is decided by `plan.adapt`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -24,6 +24,7 @@ from ragfuse.load.link import Link
 from ragfuse.load.staging import Layer
 from ragfuse.plan.adapt import (
     AGAIN,
+    LEAST,
     PIECE_TOKENS,
     TEXT,
     Adapt,
@@ -32,6 +33,7 @@ from ragfuse.plan.adapt import (
     decide,
     first_look_s,
     is_given_up,
+    layers_together,
     pieces,
 )
 from ragfuse.store import Encoded, KVStore
@@ -68,21 +70,34 @@ class Terms:
 
 @dataclass
 class _Reading:
-    """One piece on its way: what has come of it so far, by segment. `stop` lets it end with the segment at hand."""
+    """Layers on their way: what has come so far, by segment. `stop` lets it end with the segment at hand."""
 
-    piece: Piece
+    segments: tuple[int, ...]
+    span: tuple[int, int]
     level: str
     came: dict[int, Encoded] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
     stop: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass
+class _Open:
+    """The piece at hand: segments that are still wanted, and its next layer. For that layer alone: segments that lack
+    it, and levels that were tried in vain."""
+
+    piece: Piece
+    wanted: list[int]
+    at: int = 0
+    lacking: list[int] = field(default_factory=list)
+    banned: set[str] = field(default_factory=set)
+
+
 class Stream:
     """Fetches that come over one link, in the order of `parts`. A context manager: `run` in it, then `read` layers.
 
-    pieces: what happened, piece by piece. text: segments that did not come and are to be computed, and why. came:
-    level and bytes by segment. load_s: seconds until the last piece was there; wait_s: these and those that `read`
-    waited for decoding.
+    pieces: what happened, step by step. text: segments that did not come and are to be computed, and why. came: by
+    segment, the level that lost most of it, and bytes. load_s: seconds until the last piece was there; wait_s: these
+    and those that `read` waited for decoding.
     """
 
     def __init__(
@@ -102,11 +117,16 @@ class Stream:
         self.load_s = self.wait_s = self.last_s = 0.0
         self._store, self._fetches = store, {fetch.segment: fetch for fetch in fetches}
         self._n_layers = n_layers
-        self._left, self._link, self._terms = pieces(parts, terms.piece_tokens), link, terms
+        self._pieces, self._link, self._terms = pieces(parts, terms.piece_tokens), link, terms
+        self._behind: list[Piece] = []
+        self._ranks = {level: rank for part in parts for rank, level in enumerate(part.sizes)}
+        self._tokens = {part.segment: part.tokens for part in parts}
         self._device, self._clock = device, clock
         self._promised_s = terms.base_s
         self._decoders = ThreadPoolExecutor(DECODERS, "ragfuse-decode")
-        self._decoding: dict[int, list[Future[LayerKV]]] = {}
+        self._decoding: dict[int, dict[int, Future[LayerKV]]] = {}
+        self._levels: dict[int, set[str]] = {}
+        self._nbytes: dict[int, int] = {}
 
     def close(self) -> None:
         """Decode nothing more. A piece that was given up ends by itself, as its tier lets go of it."""
@@ -122,13 +142,12 @@ class Stream:
         """Bring every piece, or decide that it is computed."""
         began = self._clock()
         with self._link.joined():
-            while self._left:
-                choice = self._choice()
-                if choice == TEXT:
-                    self._compute(self._left[0], IN_TIME if self._is_in_time() else SOONER)
-                    self._left = self._left[1:]
-                else:
-                    self._bring(choice)
+            for number, piece in enumerate(self._pieces):
+                self._behind = self._pieces[number + 1 :]
+                self._bring(_Open(piece, list(piece.segments)))
+        for segment in self._decoding:
+            levels = self._levels[segment]
+            self.came[segment] = (max(levels, key=lambda level: self._ranks[level]), self._nbytes[segment])
         self.last_s = self._clock()
         self.load_s = self.wait_s = self.last_s - began
 
@@ -141,66 +160,101 @@ class Stream:
 
     # deciding
 
-    def _choice(self) -> str:
+    def _left(self, now: _Open) -> list[Piece]:
+        """All that is still to come, what is left of the piece at hand first."""
+        share = (self._n_layers - now.at) / self._n_layers
+        return [now.piece.rest(now.wanted, share, now.banned), *self._behind]
+
+    def _choice(self, left: Sequence[Piece]) -> str:
         if self._terms.level is not None:
-            return self._terms.level if self._terms.level in self._left[0].sizes else TEXT
-        return decide(self._left, self._throughput, self._left_s(), self._link.sharing, self._terms.adapt)
+            return self._terms.level if self._terms.level in left[0].sizes else TEXT
+        return decide(left, self._throughput, self._left_s(), self._link.sharing, self._terms.adapt)
 
     def _left_s(self) -> float:
         """Until the deadline, without what is to be computed by now."""
         return self._terms.began_s + self._terms.deadline_s - self._clock() - self._promised_s
-
-    def _is_in_time(self) -> bool:
-        text_s = self._left[0].text_s
-        return text_s is not None and text_s <= self._left_s()
 
     @property
     def _throughput(self) -> float | None:
         seen = self._link.throughput
         return self._terms.prior if seen is None else seen
 
-    def _compute(self, piece: Piece, why: str) -> None:
-        self._promised_s += piece.text_s or 0.0
-        self.text |= dict.fromkeys(piece.segments, why)
-        self.pieces.append(
-            PieceTrace(piece.segments, piece.tokens, TEXT, began_s=self._clock() - self._terms.began_s, why=why)
-        )
+    def _compute(self, now: _Open, segments: Sequence[int], why: str) -> None:
+        """These are computed, whatever came of them."""
+        rest = now.piece.rest(segments, 1.0)
+        self._promised_s += rest.text_s or 0.0
+        self.text |= dict.fromkeys(segments, why)
+        for segment in segments:
+            self._decoding.pop(segment, None)
+        now.wanted = [segment for segment in now.wanted if segment not in segments]
+        began_s = self._clock() - self._terms.began_s
+        self.pieces.append(PieceTrace(tuple(segments), rest.tokens, TEXT, began_s=began_s, why=why))
 
     # bringing
 
-    def _bring(self, level: str) -> None:
-        """The next piece at this level; what did not come of it is next again, or computed."""
-        piece, began = self._left[0], self._clock()
-        reading = _Reading(piece, level)
+    def _bring(self, now: _Open) -> None:
+        """Layer by layer, some at a time, until all are there or the piece is computed."""
+        while now.wanted and now.at < self._n_layers:
+            now.lacking, now.banned, end = list(now.wanted), set(), now.at
+            while now.lacking:
+                left = self._left(now)
+                level = self._choice(left)
+                if level == TEXT:
+                    self._as_text(now, left)
+                    break
+                end = end if end > now.at else now.at + self._together(left[0], level, now.at)
+                self._read(now, left, level, (now.at, end))
+            now.at = end
+
+    def _as_text(self, now: _Open, left: Sequence[Piece]) -> None:
+        """All of the piece is computed; where nothing could be read, only what lacks it."""
+        if not left[0].sizes:
+            self._compute(now, now.lacking, UNREADABLE)
+        else:
+            text_s = left[0].text_s
+            in_time = text_s is not None and text_s <= self._left_s()
+            self._compute(now, now.wanted, IN_TIME if in_time else SOONER)
+        now.lacking = []
+
+    def _together(self, rest: Piece, level: str, at: int) -> int:
+        """How many layers to read now, from this one on."""
+        left, throughput = rest.sizes[level], self._throughput
+        whole_s = None if throughput is None else self._link.sharing * left / max(throughput, LEAST)
+        return layers_together(self._n_layers, self._n_layers - at, whole_s)
+
+    def _read(self, now: _Open, left: Sequence[Piece], level: str, span: tuple[int, int]) -> None:
+        """These layers of all that lack them; what did not come is lacking still, or computed."""
+        began, reading = self._clock(), _Reading(tuple(now.lacking), span, level)
         thread = threading.Thread(target=self._run, args=(reading,), name="ragfuse-stream", daemon=True)
         try:
             thread.start()
         except RuntimeError:  # no thread to be had: read here
             self._run(reading)
-        gave_up = not self._waited(reading, began)
+        gave_up = not self._waited(reading, left, began)
         came, seconds = dict(reading.came), self._clock() - began
         for segment, encoded in came.items():
-            self.came[segment] = (level, encoded.nbytes)
-            self._decoding[segment] = [self._decoders.submit(self._decode, encoded, at) for at in range(len(encoded))]
-        rest = piece.without(frozenset(came), level)
-        nbytes = sum(encoded.nbytes for encoded in came.values())
-        self._note(reading, nbytes, seconds, LATE if gave_up else UNREADABLE if rest is not None else "")
-        self._left = self._left[1:]
-        if rest is not None and gave_up:
-            self._compute(rest, LATE)
-        elif rest is not None:
-            self._left = [rest, *self._left]
-            if not rest.sizes:
-                self._compute(self._left.pop(0), UNREADABLE)
+            decoding = self._decoding.setdefault(segment, {})
+            decoding |= {at: self._decoders.submit(self._decode, encoded, at) for at in encoded.layers}
+            self._levels.setdefault(segment, set()).add(level)
+            self._nbytes[segment] = self._nbytes.get(segment, 0) + encoded.nbytes
+        now.lacking = [segment for segment in now.lacking if segment not in came]
+        self._note(reading, came, seconds, LATE if gave_up else UNREADABLE if now.lacking else "")
+        if gave_up:
+            self._compute(now, now.wanted, LATE)
+            now.lacking = []
+        elif now.lacking:
+            now.banned.add(level)
 
-    def _waited(self, reading: _Reading, began: float) -> bool:
-        """Whether the piece was read to its end; False: it was given up."""
-        wait_s = first_look_s(reading.piece, reading.level, self._throughput, self._link.sharing)
-        if self._terms.level is not None:
-            wait_s = None
+    def _waited(self, reading: _Reading, left: Sequence[Piece], began: float) -> bool:
+        """Whether it was read to its end; False: it was given up."""
+        share = (reading.span[1] - reading.span[0]) / (self._n_layers - reading.span[0])
+        step = left[0].rest(reading.segments, share)
+        nbytes, wait_s = step.sizes[reading.level], None
+        if self._terms.level is None:
+            wait_s = first_look_s(step, reading.level, self._throughput, self._link.sharing)
         while not reading.done.wait(wait_s):
             waited_s = self._clock() - began
-            if is_given_up(self._left, reading.level, waited_s, self._left_s(), self._terms.adapt):
+            if is_given_up(left, reading.level, nbytes / max(waited_s, LEAST), self._left_s(), self._terms.adapt):
                 reading.stop.set()
                 return False
             wait_s = waited_s * (AGAIN - 1)
@@ -208,11 +262,12 @@ class Stream:
 
     def _run(self, reading: _Reading) -> None:
         """On a thread of its own: read segment after segment, up to the first that cannot be."""
+        first, end = reading.span
         try:
             with self._link.turn():
-                for segment in reading.piece.segments:
+                for segment in reading.segments:
                     fetch = self._fetches[segment]
-                    found = self._store.read_encoded(fetch.key, self._n_layers, fetch.tier, reading.level)
+                    found = self._store.read_encoded(fetch.key, first, end - first, fetch.tier, reading.level)
                     if found is None or reading.stop.is_set():
                         break
                     reading.came[segment] = found
@@ -221,14 +276,14 @@ class Stream:
         finally:
             reading.done.set()
 
-    def _note(self, reading: _Reading, nbytes: int, seconds: float, why: str) -> None:
-        """How fast it came: for the next piece, and for the trace. What broke at once says nothing of the line."""
-        piece, sharing = reading.piece, self._link.sharing
+    def _note(self, reading: _Reading, came: Mapping[int, Encoded], seconds: float, why: str) -> None:
+        """How fast it came: for what is next, and for the trace. What broke at once says nothing of the line."""
+        nbytes, sharing = sum(encoded.nbytes for encoded in came.values()), self._link.sharing
         throughput = self._link.saw(nbytes, seconds) if nbytes or why == LATE else None
+        tokens = sum(self._tokens[segment] for segment in reading.segments)
         began_s = self._clock() - seconds - self._terms.began_s
-        self.pieces.append(
-            PieceTrace(piece.segments, piece.tokens, reading.level, nbytes, began_s, seconds, throughput, sharing, why)
-        )
+        what = (reading.segments, tokens, reading.level, reading.span)
+        self.pieces.append(PieceTrace(*what, nbytes, began_s, seconds, throughput, sharing, why))
 
     # decoding
 

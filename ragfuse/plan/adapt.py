@@ -10,9 +10,9 @@ every other level; in algorithm 1 the next one alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil, inf
 from typing import Literal
 
 Adapt = Literal["paper", "algorithm"]
@@ -22,6 +22,10 @@ TEXT, RAW = "text", "raw"
 PIECE_TOKENS = 1500
 """Tokens of a piece, about: small enough to answer to a line that changes, large enough to be computed at once."""
 
+STEPS = 6
+"""A piece is read in at most so many steps, some layers at a time, so that what a line does is seen within it."""
+STEP_S = 0.05
+"""Seconds that a step takes at least, if more than one: each costs a round trip."""
 PATIENCE = 2.0
 """A piece that takes so many times as long as was foreseen is looked at again."""
 AGAIN = 1.5
@@ -44,6 +48,11 @@ class Part:
     sizes: Mapping[str, int]
     text_s: float | None = None
     decode_s: Mapping[str, float] = field(default_factory=dict)
+
+    def rest(self, share: float, banned: Collection[str] = ()) -> Part:
+        """The same with a share of its bytes left, and not at those levels."""
+        sizes = {level: ceil(share * size) for level, size in self.sizes.items() if level not in banned}
+        return replace(self, sizes=sizes, decode_s={level: share * each for level, each in self.decode_s.items()})
 
 
 @dataclass(frozen=True)
@@ -92,11 +101,10 @@ class Piece:
         own = level if level in levels else levels[min(rank, len(levels) - 1)]
         return self.sizes[own] / max(throughput, LEAST), self.decode_s(own)
 
-    def without(self, segments: frozenset[int], level: str) -> Piece | None:
-        """What is still to come once these are there and `level` was tried in vain for the others; None: nothing."""
-        rest = (part for part in self.parts if part.segment not in segments)
-        left = tuple(replace(part, sizes={k: v for k, v in part.sizes.items() if k != level}) for part in rest)
-        return Piece(left) if left else None
+    def rest(self, segments: Collection[int], share: float, banned: Collection[str] = ()) -> Piece:
+        """What is still to come of these: a share of all bytes, and not at those levels; computed, it takes as long."""
+        parts = (part for part in self.parts if part.segment in segments)
+        return Piece(tuple(part.rest(share, banned) for part in parts))
 
 
 def pieces(parts: Sequence[Part], most: int = PIECE_TOKENS) -> list[Piece]:
@@ -144,6 +152,12 @@ def delay_s(left: Sequence[Piece], level: str, throughput: float, sharing: int =
     return done_s
 
 
+def layers_together(n_layers: int, left: int, whole_s: float | None) -> int:
+    """How many of the layers that are left of a piece are read next; whole_s: seconds of all of it, None: not known."""
+    steps = STEPS if whole_s is None else max(1, min(STEPS, int(whole_s / STEP_S)))
+    return min(left, ceil(n_layers / steps))
+
+
 def first_look_s(piece: Piece, level: str, throughput: float | None, sharing: int = 1) -> float | None:
     """How long to wait for a piece before looking whether it is late; None: as long as the tier itself does.
 
@@ -154,12 +168,15 @@ def first_look_s(piece: Piece, level: str, throughput: float | None, sharing: in
     return max(LEAST_S, PATIENCE * sharing * piece.sizes[level] / max(throughput, LEAST))
 
 
-def is_given_up(left: Sequence[Piece], level: str, waited_s: float, left_s: float, adapt: Adapt = "paper") -> bool:
-    """Whether a late piece is better computed: it is taken to need as long again as it was waited for."""
+def is_given_up(left: Sequence[Piece], level: str, throughput: float, left_s: float, adapt: Adapt = "paper") -> bool:
+    """Whether a late piece is better computed, were the line to carry only so many bytes a second for it.
+
+    What is handed in is what it would have carried were the piece there now: it is taken to need as long again as it
+    was waited for.
+    """
     late, *others = left
-    seen = late.sizes[level] / max(waited_s, LEAST)
     alone = Piece(tuple(replace(part, sizes={level: part.sizes[level]}) for part in late.parts))
-    return decide([alone, *others], seen, left_s, adapt=adapt) == TEXT
+    return decide([alone, *others], throughput, left_s, adapt=adapt) == TEXT
 
 
 def _soonest(delays: Mapping[str, float], text_s: float | None) -> str:

@@ -34,9 +34,13 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoded:
-    """A chunk at one level as it was read, whole and not decoded yet. `amiss` hears of a layer that cannot be."""
+    """Layers of a chunk at one level as they were read, from `first` on and not decoded yet.
+
+    meta: of the whole chunk at that level. `amiss` hears of a layer that cannot be decoded.
+    """
 
     meta: EntryMeta
+    first: int
     blobs: Sequence[Tensor]
     codec: Codec
     amiss: Callable[[int, ValueError], None]
@@ -44,16 +48,17 @@ class Encoded:
     @property
     def nbytes(self) -> int:
         """As read."""
-        return self.meta.nbytes
+        return sum(blob.numel() for blob in self.blobs)
 
-    def __len__(self) -> int:
-        """Layers."""
-        return len(self.blobs)
+    @property
+    def layers(self) -> range:
+        """Which they are."""
+        return range(self.first, self.first + len(self.blobs))
 
     def layer(self, at: int) -> LayerKV:
-        """A layer decoded, on whatever thread asks for it; ValueError where its bytes are none of this codec's."""
+        """One of these layers decoded, on whatever thread asks; ValueError where its bytes are none of this codec's."""
         try:
-            return self.codec.decode(self.blobs[at], self.meta.layers[at])
+            return self.codec.decode(self.blobs[at - self.first], self.meta.layers[at])
         except ValueError as error:
             self.amiss(at, error)
             raise
@@ -107,13 +112,13 @@ class Reading:
             log.exception("Could not read layer %d of %s from tier %s", first, key, tier.name)
             return None
 
-    def encoded(self, tier: Tier, key: ChunkKey, n_layers: int, level: str) -> Encoded | None:
-        """All layers at one level as they stand there, not decoded; None if they cannot be had."""
-        found = self._found(tier, key, 0, n_layers, level)
+    def encoded(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str) -> Encoded | None:
+        """Layers at one level as they stand there, not decoded; None if they cannot be had."""
+        found = self._found(tier, key, first, count, level)
         codec = self._levels.codecs(level, key.model)
-        if found is None or found.meta is None or codec is None or found.meta.n_layers != len(found.blobs):
+        if found is None or found.meta is None or codec is None or first + count > found.meta.n_layers:
             return None
-        return Encoded(found.meta, found.blobs, codec, partial(self._amiss, tier, key, level))
+        return Encoded(found.meta, first, found.blobs, codec, partial(self._amiss, tier, key, level))
 
     def is_best(self, tier: str, key: ChunkKey, level: str) -> bool:
         """Whether nothing that can be decoded of an entry loses less than this level."""

@@ -146,17 +146,18 @@ class KVStore:
                 return found.layers
         return None
 
-    def read_encoded(self, key: ChunkKey, n_layers: int, tier: str, level: str) -> Encoded | None:
-        """All layers at one level of one tier, to be decoded by whoever asks; None if they cannot be had.
+    def read_encoded(self, key: ChunkKey, first: int, count: int, tier: str, level: str) -> Encoded | None:
+        """Layers at one level of one tier, to be decoded by whoever asks; None if they cannot be had.
 
         They enter fast tiers where nothing less lossy stands beside them: what was hurried is no reason to lose more.
         """
         source, epoch = self.tier(tier), self._saves.epoch
-        found = None if self._closed else self._reading.encoded(source, key, n_layers, level)
+        found = None if self._closed else self._reading.encoded(source, key, first, count, level)
         if found is not None:
-            self._uses.note(key, source.name, self._clock(), self.tell_every_s)
+            if first == 0:
+                self._uses.note(key, source.name, self._clock(), self.tell_every_s)
             if source is not self.tiers[0] and self._reading.is_best(tier, key, level):
-                self._saves.promote(key, 0, found.meta, found.blobs, epoch)
+                self._saves.promote(key, first, found.meta, found.blobs, epoch)
         return found
 
     def expect(self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None) -> None:

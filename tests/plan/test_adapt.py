@@ -12,6 +12,8 @@ from hypothesis import strategies as some
 from ragfuse.plan.adapt import (
     LEAST_S,
     PATIENCE,
+    STEP_S,
+    STEPS,
     TEXT,
     Adapt,
     Part,
@@ -20,6 +22,7 @@ from ragfuse.plan.adapt import (
     delay_s,
     first_look_s,
     is_given_up,
+    layers_together,
     pieces,
 )
 from tests.reference import Sent, algorithm_1, section_5_3
@@ -170,12 +173,22 @@ def test_pieces_are_whole_segments_in_order_and_as_long_as_allowed(tokens, most)
         assert after is None or each.tokens + after.parts[0].tokens > most
 
 
-def test_what_did_not_come_is_tried_without_the_level_that_failed():
-    whole = Piece(tuple(Part(at, 10, {"raw": 4, "cg1": 1}) for at in range(3)))
-    rest = whole.without(frozenset({0, 2}), "raw")
-    assert rest is not None
-    assert (rest.segments, rest.sizes) == ((1,), {"cg1": 1})
-    assert whole.without(frozenset({0, 1, 2}), "raw") is None
+def test_what_is_left_of_a_piece_has_its_share_of_bytes_and_is_computed_whole():
+    whole = Piece(tuple(Part(at, 10, {"raw": 40, "cg1": 10}, 1.0, {"cg1": 0.5}) for at in range(3)))
+    rest = whole.rest([0, 2], 0.5, ["raw"])
+    assert (rest.segments, rest.sizes, rest.text_s, rest.decode_s("cg1")) == ((0, 2), {"cg1": 10}, 2.0, 0.5)
+    assert whole.rest([1], 1.0).sizes == {"raw": 40, "cg1": 10}
+
+
+@given(some.integers(1, 80), some.one_of(some.none(), some.floats(0, 100)))
+def test_a_piece_is_read_in_a_few_steps_none_of_which_is_short(n_layers, whole_s):
+    at, sizes = 0, []
+    while at < n_layers:
+        sizes.append(layers_together(n_layers, n_layers - at, whole_s))
+        at += sizes[-1]
+    assert at == n_layers
+    assert 1 <= len(sizes) <= STEPS
+    assert len(sizes) == 1 or whole_s is None or whole_s / len(sizes) >= STEP_S
 
 
 def test_a_piece_is_late_after_some_times_what_was_foreseen():
@@ -190,7 +203,7 @@ def test_on_an_unknown_line_a_piece_is_late_when_it_would_be_computed():
 
 
 def test_a_late_piece_is_given_up_once_waiting_as_long_again_is_worse_than_computing():
-    left = [piece(text_s=1.0), piece(1, text_s=1.0)]
-    assert not is_given_up(left, "int8", 0.9, 0.0)
-    assert is_given_up(left, "int8", 2.1, 0.0)
-    assert not is_given_up([piece(text_s=None)], "int8", 100.0, 0.0)
+    left = [piece(text_s=1.0, int8=4_000_000), piece(1, text_s=1.0, int8=4_000_000)]
+    assert not is_given_up(left, "int8", 4_000_000 / 0.9, 0.0)
+    assert is_given_up(left, "int8", 4_000_000 / 1.1, 0.0)
+    assert not is_given_up([piece(text_s=None)], "int8", 4e4, 0.0)
