@@ -1,7 +1,7 @@
 """Named bytes in one tier, beside the chunks' KV or alone: what belongs to the same documents may live with it.
 
-An entry of two layers, the value and then its name, in the tier's own form: so it is published whole, under checksums
-and within the capacity, and goes with `ragfuse store` like any other. Nothing here is KV, and no prompt ever finds it.
+Each is an entry in the tier's own form, see `store/named.py`, and goes with `ragfuse store` like any other. Nothing
+here is KV, and no prompt ever finds it.
 """
 
 from __future__ import annotations
@@ -9,17 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from ragfuse.codec import RAW, LayerMeta
 from ragfuse.core import ChunkKey, digest
 from ragfuse.errors import StoreError
 from ragfuse.keeping import hidden, open_kept, unanswered
 from ragfuse.settings import Settings
-from ragfuse.store import Book, EntryMeta, KVStore
-
-_ONE_BYTE = "float8_e5m2"
+from ragfuse.store import Book, KVStore
+from ragfuse.store.named import as_entry, value_of
 
 
 class ByteStore:
@@ -45,15 +40,14 @@ class ByteStore:
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         """The value of each name, None where there is none that can be read."""
         keys = [self._key(name) for name in names]
-        found = {key: self._read(key) for key in self._store.lookup(keys)}
+        found = {key: value_of(self._tier, key) for key in self._store.lookup(keys)}
         return [found.get(key) for key in keys]
 
     def put(self, pairs: Iterable[tuple[str, bytes]]) -> None:
         """Keep these values, in place of those that had the same names; StoreError for the first that is not kept."""
         for name, value in pairs:
-            key, layers = self._key(name), [_layer(value), _layer(name.encode("utf-8", "surrogatepass"))]
-            metas, blobs = zip(*layers, strict=True)
-            if not self._tier.write(key, EntryMeta(1, (RAW.name,), metas), blobs):
+            key = self._key(name)
+            if not self._tier.write(key, *as_entry(name, value)):
                 raise StoreError(
                     f"'{name}' of {len(value):,} bytes was not kept in tier {self._tier.name}: it answers no write, "
                     f"or has no room for it in its {self._tier.capacity:,} bytes. Look: ragfuse store stats"
@@ -70,7 +64,7 @@ class ByteStore:
     def names(self, prefix: str = "") -> Iterator[str]:
         """Names that begin so, in no order."""
         for key in self._tier.entries():
-            data = self._read(key, 1) if key.model == self._digest else None
+            data = value_of(self._tier, key, 1) if key.model == self._digest else None
             name = None if data is None else data.decode("utf-8", "surrogatepass")
             if name is not None and name.startswith(prefix):
                 yield name
@@ -102,14 +96,3 @@ class ByteStore:
 
     def _key(self, name: str) -> ChunkKey:
         return ChunkKey(self._digest, digest("name", name.encode("utf-8", "surrogatepass")))
-
-    def _read(self, key: ChunkKey, layer: int = 0) -> bytes | None:
-        """What a layer holds: 0 the value, 1 the name."""
-        found = self._tier.read(key, layer)
-        return None if found is None else next(blob for blob in found[1:])[1:-1].numpy().tobytes()
-
-
-def _layer(data: bytes) -> tuple[LayerMeta, Tensor]:
-    """Bytes between two ones, as a layer of one token: keys of one byte, values of the rest."""
-    blob = torch.frombuffer(bytearray(b"\1" + data + b"\1"), dtype=torch.uint8)
-    return LayerMeta((1, 1, 1), (1, 1, len(data) + 1), _ONE_BYTE, blob.numel()), blob

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt
 from ragfuse.bringing import Bringer
 from ragfuse.calling import Caller, Reply, Tool, offered
+from ragfuse.coding import Coding
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.counting import Tally
 from ragfuse.encoding import Encoder, Ingested
@@ -62,7 +63,8 @@ class Engine:
         self.settings = settings or Settings()
         known_policy(self.settings.policy)
         self.book = Book(self.settings.store_path) if store is None and self.settings.disk_bytes else None
-        self.store = store if store is not None else open_kept(self.settings)
+        self._coding = Coding(self._booked, lambda: self.store.tiers)
+        self.store = store if store is not None else open_kept(self.settings, codecs=self._coding)
         self._model, self._lock = model, threading.Lock()
         self._profiles, self._timings = Profiles(self._booked), Timings(self.settings.tiers, self._booked)
         self._planner = Planner(self.settings, self.store, self._timings)
@@ -92,6 +94,7 @@ class Engine:
                 self._profiles.remember(self._model.profile)
                 tenant = digest(self._model.fingerprint, self.settings.salt)
                 self._booked(lambda book: remember_tenant(book, tenant, self.settings), None)
+                self._coding.prepare(tenant, self._model, self.settings)
             return self._model
 
     @property

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ragfuse.coding import Coding
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.core import digest as digest_of
 from ragfuse.errors import InputError, SettingsError, StoreError
@@ -21,6 +22,7 @@ from ragfuse.plan.evict import expired, expired_first, lru
 from ragfuse.settings import Settings
 from ragfuse.store import Book, KVStore, open_store
 from ragfuse.store.archive import Text, Trouble
+from ragfuse.store.levels import TABLELESS, Codecs
 from ragfuse.store.manage import Outcome, Progress, unanswered
 from ragfuse.store.opening import free_name, open_tier, shown
 from ragfuse.store.tier import Freed
@@ -43,15 +45,16 @@ __all__ = [
     "unanswered",
 ]
 
+T = TypeVar("T")
 _SHOWN = 200
 _READ = 4
 
 
-def open_kept(settings: Settings, clock: Callable[[], float] = time.time) -> KVStore:
+def open_kept(settings: Settings, clock: Callable[[], float] = time.time, codecs: Codecs = TABLELESS) -> KVStore:
     """The store that the settings describe, with the policies they describe: least recently used, and `ttl_s`."""
     if settings.ttl_s is None:
-        return open_store(settings, lru)
-    store = open_store(settings, expired_first(lru, settings.ttl_s, clock))
+        return open_store(settings, lru, codecs)
+    store = open_store(settings, expired_first(lru, settings.ttl_s, clock), codecs)
     store.expired = partial(expired, ttl_s=settings.ttl_s)
     store.tell_every_s = min(store.tell_every_s, settings.ttl_s / 8)
     return store
@@ -214,7 +217,8 @@ class Keeping:
             )
         self.path, self._salt = settings.store_path.expanduser(), settings.salt
         self.book = Book(settings.store_path) if settings.disk_bytes else None
-        self.store = open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}))
+        coding = Coding(self._booked, lambda: self.store.tiers)
+        self.store = open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}), codecs=coding)
 
     def mine(self, wish: Wish) -> Wish:
         """The same of the tenant alone whose salt is set, unless a tenant is named; without a salt, of all."""
@@ -295,6 +299,10 @@ class Keeping:
         self.close()
 
     # inside
+
+    def _booked(self, use: Callable[[Book], T], otherwise: T) -> T:
+        """What the book says; `otherwise` without one."""
+        return use(self.book) if self.book is not None else otherwise
 
     def _check_tier(self, name: str) -> None:
         names = [tier.name for tier in self.store.tiers]

@@ -41,7 +41,7 @@ ENGINE = {
     "sharing",
     "streaming",
 }
-ENGINE |= {"counting", "keeping", "metering", "telemetry", "timings", "tracing"}
+ENGINE |= {"coding", "counting", "keeping", "metering", "telemetry", "timings", "tracing"}
 EVERYTHING = {*NOUNS, *BELOW_ENGINE, *ENGINE}
 
 # Room -> what it may import of ragfuse besides itself; "plan.adapt" is one file of a room.

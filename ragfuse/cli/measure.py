@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -74,14 +74,14 @@ def measure(
         with progress(console, *columns) as bar:
             task = bar.add_task("measuring", total=1.0)
             machine = engine.measure(others, lambda what, done: bar.update(task, description=what, completed=done))
-        is_kept, placed = engine.book is not None, _placed(engine)
+        is_kept, placed, leveled = engine.book is not None, _placed(engine), list(_leveled(engine))
     _show(machine, name, console)
     if is_kept:
         console.print(f"Kept in {settings.store_path}; prompts are planned by it from now on.", highlight=False)
     else:
         console.print("[yellow]Not kept[/]: without a disk tier there is no place for it (disk_bytes is 0).")
-    if placed:
-        console.print(placed, highlight=False, markup=False)
+    for said in (placed, *leveled):
+        console.print(said, highlight=False, markup=False, end="\n" if said else "")
     write_json(machine.as_dict(), json)
 
 
@@ -139,6 +139,17 @@ def _placed(engine: Engine) -> str:
     )
 
 
+def _leveled(engine: Engine) -> Iterator[str]:
+    """At which level tiers are written whose level is chosen."""
+    n_tokens = engine.settings.chunk_tokens
+    chosen = engine.encoder.levels(n_tokens, n_tokens * engine.model.nbytes_per_token)
+    for tier, (level,) in chosen.items():
+        yield (
+            f"New chunks of {n_tokens} tokens are written into {tier} as {level}: of the levels whose loading hides "
+            "behind computing it loses least; where none does, it loads soonest."
+        )
+
+
 def _show(machine: MachineProfile, name: str, console: Console) -> None:
     """The figures as tables."""
     fixed, linear, square = machine.prefill
@@ -162,8 +173,21 @@ def _show(machine: MachineProfile, name: str, console: Console) -> None:
         if tiers := [tier for tier, speed in machine.tiers.items() if speed.is_ahead and speed.reads == reads]:
             said = f"Read {reads} ({', '.join(tiers)}): {meaning}; plans follow what answers take."
             console.print(said, highlight=False, markup=False)
+    _show_levels(machine, console)
     held_up = f"{1e6 * machine.held_up_s:,.0f} us"
     console.print(f"A read by a thread holds up the model beside it by {held_up}.", highlight=False)
+
+
+def _show_levels(machine: MachineProfile, console: Console) -> None:
+    """What decoding takes, and what levels weigh."""
+    if not machine.decode:
+        return
+    table = Table(title="Codec levels")
+    for column in ("level", "decoding us a token", "bytes of raw's"):
+        table.add_column(column, justify="left" if column == "level" else "right")
+    for level, token_s in machine.decode.items():
+        table.add_row(level, f"{1e6 * token_s:,.2f}", f"{machine.packed.get(level, 1.0):.2f}")
+    console.print(table)
 
 
 def _mbps(byte_s: float) -> str:

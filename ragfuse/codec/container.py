@@ -24,6 +24,7 @@ from ragfuse.core import LayerKV
 MAGIC: Final = b"RFKV"
 CONTAINER_VERSION: Final = 1
 HEADER: Final = struct.Struct("<4sBBH8sHIHHIH16sB")
+TABLES: Final = slice(8, 16)
 SUM_NBYTES: Final = 8
 MAX_PARTS: Final = 16
 MAX_LAYER: Final = 65_535
@@ -79,6 +80,12 @@ def unpack(blob: Tensor, kind: int, digest: str, meta: LayerMeta) -> Packed:
     if tables != bytes.fromhex(digest or "00" * 8):
         raise OtherTables(f"A layer packed with tables {digest or 'none'} wanted, one with {tables.hex()} found.")
     return Packed(at, own, parts)
+
+
+def tables_of(blob: Tensor) -> str:
+    """The digest of the tables that a packed layer names; "" for none, and for what is no packed layer."""
+    front = blob[: TABLES.stop].cpu().numpy().tobytes()
+    return front[TABLES].hex() if front.startswith(MAGIC) and any(front[TABLES]) else ""
 
 
 def _parts(blob: Tensor, front: bytes, n_parts: int) -> tuple[Tensor, ...]:

@@ -9,10 +9,13 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from threading import Lock
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from ragfuse.codec import INT8, RAW, Codec, LayerMeta
-from ragfuse.core import ChunkKey, Entry
+from torch import Tensor
+
+from ragfuse.codec import INT8, RAW, Codec, LayerMeta, OtherTables
+from ragfuse.codec.container import tables_of
+from ragfuse.core import ChunkKey, Entry, LayerKV
 from ragfuse.settings import LEVELS
 from ragfuse.store.tier import EntryMeta, Whole
 
@@ -28,6 +31,15 @@ class Codecs(Protocol):
 
     def __call__(self, level: str, model: str) -> Codec | None:
         """The codec, which encodes and decodes."""
+        ...
+
+
+@runtime_checkable
+class KnowsTables(Protocol):
+    """What `Codecs` may have beside: codecs of what others have packed with their own tables."""
+
+    def packed(self, level: str, tables: str) -> Codec | None:
+        """The codec of a level with the tables of this digest; None where they are not to be had."""
         ...
 
 
@@ -101,6 +113,20 @@ class Levels:
         """Those of a key's levels that can be decoded here, in their order."""
         return [level for level in levels if (key, level) not in self._strange and self.codecs(level, key.model)]
 
+    def decoded(self, key: ChunkKey, level: str, blobs: Sequence[Tensor], metas: Sequence[LayerMeta]) -> list[LayerKV]:
+        """Layers of one entry at a level, with the tables that packed them; ValueError where they cannot be decoded."""
+        codec = self.codecs(level, key.model)
+        if codec is None:
+            raise OtherTables(f"there are no tables for {level}")
+        try:
+            return [codec.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
+        except OtherTables:
+            tables = tables_of(blobs[0])
+            other = self.codecs.packed(level, tables) if isinstance(self.codecs, KnowsTables) and tables else None
+            if other is None:
+                raise
+            return [other.decode(blob, layer) for blob, layer in zip(blobs, metas, strict=True)]
+
     def leave(self, key: ChunkKey, level: str, why: str) -> None:
         """A level of this entry cannot be decoded here, although there is a codec: it is not there from now on."""
         if (key, level) not in self._strange:
@@ -143,10 +169,8 @@ class Levels:
 
     def check(self, key: ChunkKey, level: str, whole: Whole) -> None:
         """ValueError if an entry cannot be decoded at one of its levels."""
-        codec, (meta, blobs) = self.codecs(level, key.model), only(whole, level)
-        for blob, layer in zip(blobs, meta.layers, strict=True):
-            if codec is None or codec.decode(blob, layer).n_tokens != meta.n_tokens:
-                raise ValueError(f"it cannot be decoded at level {level}")
+        meta, blobs = only(whole, level)
+        self.decoded(key, level, blobs, meta.layers)
 
     def at(self, key: ChunkKey, whole: Whole, level: str) -> Whole:
         """The entry at one level; ValueError, and why, where it neither has that nor can be encoded so."""

@@ -153,13 +153,11 @@ class Reading:
         return next(iter(self._levels.readable(key, [each for each in levels if level in (None, each)])), None)
 
     def _decoded(self, tier: Tier, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor]) -> Found | None:
-        codec = self._levels.codecs(meta.levels[0], key.model)
-        if codec is None or first + len(blobs) > meta.n_layers:
+        if first + len(blobs) > meta.n_layers:
             return None
         try:
             described = meta.layers[first : first + len(blobs)]
-            layers = tuple(codec.decode(blob, layer) for blob, layer in zip(blobs, described, strict=True))
-            return Found(layers, meta, blobs)
+            return Found(tuple(self._levels.decoded(key, meta.levels[0], blobs, described)), meta, blobs)
         except ValueError as error:
             self._amiss(tier, key, meta.levels[0], first, error)
             return None

@@ -5,7 +5,7 @@ Tokenizer and chat template come in as callables; nothing here knows a model or 
 
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, Span, chunk_id, peel, pieces
-from ragfuse.text.stand_in import stand_in
+from ragfuse.text.stand_in import sample, stand_in
 
 __all__ = [
     "Assembler",
@@ -17,5 +17,6 @@ __all__ = [
     "chunk_id",
     "peel",
     "pieces",
+    "sample",
     "stand_in",
 ]

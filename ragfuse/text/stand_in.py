@@ -1,8 +1,17 @@
-"""Plain text to stand before a chunk while it is encoded, so that it is not the beginning of everything."""
+"""Plain texts that come along: to stand before a chunk while it is encoded, and to see what a model's KV is like."""
 
 from importlib.resources import files
 
 
 def stand_in() -> str:
-    """Paragraphs on unlike things, about 300 tokens."""
-    return files("ragfuse.text").joinpath("stand_in.txt").read_text("utf-8").strip()
+    """Paragraphs on unlike things, about 300 tokens, so that a chunk is not the beginning of everything."""
+    return _text("stand_in.txt")
+
+
+def sample() -> tuple[str, ...]:
+    """Texts of many kinds, in a few languages and none, together some 2,000 tokens."""
+    return (*_text("sample.txt").split("\n\n"), *stand_in().split("\n\n"))
+
+
+def _text(name: str) -> str:
+    return files("ragfuse.text").joinpath(name).read_text("utf-8").strip()

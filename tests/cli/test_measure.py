@@ -17,7 +17,7 @@ from ragfuse.profiles import MachineProfile
 def run(tiny_settings, tmp_path, monkeypatch):
     """Runs a command over the tiny model in a home of its own; what is measured is short."""
     short = {"longest": 128, "rounds": 1}
-    monkeypatch.setattr("ragfuse.planning.measure", lambda *given: measuring.measure(*given, **short))
+    monkeypatch.setattr("ragfuse.planning.measure", lambda *given, **more: measuring.measure(*given, **short, **more))
     for name, value in (("HOME", tmp_path / "user"), ("MODEL", tiny_settings.model), ("DTYPE", "float32")):
         monkeypatch.setenv(f"RAGFUSE_{name}", str(value))
     return lambda *arguments: CliRunner().invoke(app, [str(each) for each in arguments])
@@ -40,9 +40,22 @@ def test_a_machine_is_measured_shown_and_kept(run, tmp_path):
     assert re.search(r"Read (cold|warm|unknown) \(disk\): .*plans follow what answers take", words_of(result))
     assert re.search(r"A read by a thread holds up the model beside it by [\d,]+ us", words_of(result))
     assert f"Kept in {tmp_path / 'store'}" in result.output.replace("\n", "")
+    assert re.search(r"int8 +│ +[\d,.]+ │ +0\.\d\d", result.output)
     profile = MachineProfile.from_dict(json.loads((tmp_path / "machine.json").read_text()))
     assert set(profile.tiers) == {"memory", "disk"}
+    assert (set(profile.decode), set(profile.packed)) == ({"int8"}, {"int8"})
+    assert 0.1 < profile.packed["int8"] < 0.6
     assert not list(tmp_path.rglob("measure-*"))
+
+
+def test_measuring_says_at_which_level_a_tier_is_written_whose_level_is_chosen(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAGFUSE_LEVELS", json.dumps({"disk": "auto"}))
+    result = run("measure", "--store", tmp_path / "store", "--json", tmp_path / "machine.json")
+    said = words_of(result)
+    assert re.search(r"New chunks of 160 tokens are written into disk as (raw|int8|cg\d): ", said)
+    profile = MachineProfile.from_dict(json.loads((tmp_path / "machine.json").read_text()))
+    assert set(profile.decode) == {"int8", "cg1", "cg2", "cg3", "cg4"}
+    assert profile.packed["cg4"] < profile.packed["cg1"] < profile.packed["int8"]
 
 
 def test_measuring_says_which_slow_tiers_get_new_chunks(run, tmp_path, monkeypatch):
