@@ -23,7 +23,7 @@ from ragfuse.codec.tables import (
     from_codes,
     to_codes,
 )
-from ragfuse.codec.turn import turned
+from ragfuse.codec.turn import halves, turned
 from ragfuse.core import ChunkKV, RopeLayout
 
 Below = npt.NDArray[np.uint16]
@@ -31,14 +31,20 @@ ODD = 4.0
 """Tokens that are so many times larger or smaller than usual are left out, as they are packed apart."""
 MEDIAN = 0.6745
 """Of the sizes of normally spread values, in spreads: no few tokens change a median."""
+MOST_WEIGHT = 16.0
+"""No channel's error counts for more than this, nor for less than its inverse."""
 LEAST = 1e-4
 """No channel's spread is taken for less than this share of its head's."""
 
 
-def profile_tables(chunks: Iterable[ChunkKV], rope: Sequence[RopeLayout | None] = ()) -> CodecTables:
+def profile_tables(
+    chunks: Iterable[ChunkKV], rope: Sequence[RopeLayout | None] = (), queries: Sequence[Tensor] = ()
+) -> CodecTables:
     """The tables of the model that computed `chunks`, some thousand tokens in all; they are held while it runs.
 
     rope: how each layer's keys carry position, as its profile says; keys are left as they are where none is told.
+    queries: for each layer float32 [H, D], by root mean square: how large the queries that meet a key's channel are.
+    An error in a channel counts by that; without them it counts alike in all channels of a head.
     """
     kept = [chunk for chunk in chunks if chunk.n_tokens > GROUP]
     if not kept:
@@ -47,7 +53,16 @@ def profile_tables(chunks: Iterable[ChunkKV], rope: Sequence[RopeLayout | None] 
     layouts = tuple(rope) or (None,) * n_layers
     if len(layouts) != n_layers or any(len(chunk.layers) != n_layers for chunk in kept):
         raise ValueError(f"{n_layers} layers in every chunk and as many rotations wanted, others found.")
-    parts = [[_Part(_values(kept, at, name, layouts[at])) for name in ("keys", "values")] for at in range(n_layers)]
+    if any(each and 2 * len(each.inv_freq) + each.lo > _dim(kept[0], at, each) for at, each in enumerate(layouts)):
+        raise ValueError("A rotation within a layer's channels wanted, a wider one found.")
+    weights = [_weights(each, layout) for each, layout in zip(queries, layouts, strict=True)] if queries else None
+    parts = [
+        [
+            _Part(_values(kept, at, name, layouts[at]), weights[at] if weights and name == "keys" else None)
+            for name in ("keys", "values")
+        ]
+        for at in range(n_layers)
+    ]
     flat = [part for both in parts for part in both]
     overall = to_codes([_root([part.pooled[which] for part in flat]) for which in range(3)])
     layers = tuple(
@@ -60,9 +75,10 @@ def profile_tables(chunks: Iterable[ChunkKV], rope: Sequence[RopeLayout | None] 
 
 @dataclass
 class _Part:
-    """Keys, or values, of one layer in every chunk: float32 [H, n, D] each."""
+    """Keys, or values, of one layer in every chunk: float32 [H, n, D] each; weights [H, D]: of channels' errors."""
 
     chunks: list[Tensor]
+    weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         usual = torch.cat(self.chunks, 1).abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
@@ -73,7 +89,8 @@ class _Part:
         spread = (every - self.mean).square().mean(1).sqrt()
         whole = spread.square().mean(-1, keepdim=True).sqrt()
         spread = torch.maximum(spread, LEAST * whole)
-        self.step = _coded(_middle(spread).expand_as(spread))
+        step = _middle(spread).expand_as(spread)
+        self.step = _coded(step if self.weights is None else step / self.weights)
         self.above = ((every - self.mean) / self.step[:, None]).transpose(1, 2).reshape(spread.numel(), -1)
         self.change, self.eight = self._changes()
         rows = (self.above, self.change, self.eight)
@@ -105,6 +122,23 @@ def _values(chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | 
     own = layout if layout is not None and layout.part == name else None
     found = (getattr(chunk.layers[at], name) for chunk in chunks)
     return [turned(tensor.to("cpu", torch.float32, copy=True), own, -1) for tensor in found]
+
+
+def _dim(chunk: ChunkKV, at: int, layout: RopeLayout) -> int:
+    tensor: Tensor = getattr(chunk.layers[at], layout.part)
+    return tensor.shape[-1]
+
+
+def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
+    """[H, D] around 1: a rotated pair's channels count alike, as a key meets queries from all distances."""
+    power = queries.float().square().cpu()
+    if layout is not None and layout.part == "keys":
+        first, second = halves(power, layout)
+        both = (first + second) / 2
+        first.copy_(both)
+        second.copy_(both)
+    size = power.sqrt()
+    return (size / _middle(size)).clamp(1 / MOST_WEIGHT, MOST_WEIGHT)
 
 
 def _is_odd(relative: Tensor) -> Tensor:

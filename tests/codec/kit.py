@@ -1,8 +1,12 @@
 """Layers of KV to pack: some that look like a model's, some that look like nothing."""
 
+import struct
+
 import torch
+from blake3 import blake3
 
 from ragfuse.codec import CodecTables, profile_tables
+from ragfuse.codec.container import HEADER, SUM_NBYTES
 from ragfuse.core import ChunkKV, LayerKV, RopeLayout
 
 
@@ -40,3 +44,17 @@ def tables(rope: bool = True, heads: int = 2, dim: int = 16, value_dim: int = 12
         for seed in range(3)
     ]
     return profile_tables(chunks, [ROPE if rope else None] * n_layers)
+
+
+def resum(blob: bytearray) -> None:
+    """Make the last length and the checksum of a changed blob fit, so that what lies behind them is looked at, too."""
+    parts = blob[HEADER.size - 1] if len(blob) >= HEADER.size else 0
+    begins = HEADER.size + 4 * parts + SUM_NBYTES
+    if not parts or len(blob) < begins:
+        return
+    lengths = struct.unpack_from(f"<{parts}I", blob, HEADER.size)
+    last = len(blob) - begins - sum(lengths[:-1])
+    if last >= 0:
+        struct.pack_into("<I", blob, begins - SUM_NBYTES - 4, last)
+    own = blake3(bytes(blob[: begins - SUM_NBYTES] + blob[begins:])).digest(SUM_NBYTES)
+    blob[begins - SUM_NBYTES : begins] = own

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from ragfuse.codec import INT8, LEVELS, PACKED, PAPER, CacheGenCodec, LayerMeta, OtherTables, UniformCodec, codec_for
 from ragfuse.codec.codec import DTYPES
-from ragfuse.codec.container import HEADER, SUM_NBYTES
 from ragfuse.codec.quantise import odd_ones
 from ragfuse.core import LayerKV
 from tests import reference
-from tests.codec.kit import layer, tables
+from tests.codec.kit import layer, resum, tables
 
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 TABLES, UNTURNED = tables(), tables(rope=False)
@@ -227,14 +226,6 @@ def test_foreign_bytes_are_refused_or_decode_to_the_shape_that_was_wanted(codec,
     except ValueError:
         return
     assert (after.keys.shape, after.values.shape) == (before.keys.shape, before.values.shape)
-
-
-def resum(blob):
-    """Write the checksum that fits, so that what lies behind it is looked at, too."""
-    begins = HEADER.size + 4 * blob[HEADER.size - 1] + SUM_NBYTES
-    if len(blob) >= begins:
-        del_at = slice(begins - SUM_NBYTES, begins)
-        blob[del_at] = blake3(bytes(blob[: begins - SUM_NBYTES] + blob[begins:])).digest(SUM_NBYTES)
 
 
 def test_dtypes_of_eight_bits_are_kept_too():

@@ -72,6 +72,17 @@ def test_models_whose_channels_never_move_are_profiled_too():
     assert CodecTables.from_dict(profile_tables([still]).as_dict()) is not None
 
 
+def test_channels_that_meet_larger_queries_get_finer_steps_and_pairs_the_same():
+    chunk, queries = ChunkKV((layer(n=60),)), torch.ones(2, 16)
+    queries[:, 3] = 4.0
+    steps = from_codes(profile_tables([chunk], [ROPE], [queries]).layers[0].keys.step).reshape(2, 16)
+    assert (steps[:, [3, 11]] < steps[:, [0]] / 2).all()
+    assert np.allclose(steps[:, 3], steps[:, 11])
+    plain = profile_tables([chunk], [ROPE]).layers[0]
+    assert len(set(plain.keys.step)) <= 2
+    assert plain.values == profile_tables([chunk], [ROPE], [queries]).layers[0].values
+
+
 def test_profiling_wants_chunks_and_as_many_rotations_as_layers():
     with pytest.raises(ValueError, match="none found"):
         profile_tables([])
