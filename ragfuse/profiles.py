@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ragfuse.core import RopeLayout
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 """Version of ModelProfile."""
 MACHINE_VERSION = 4
 """Version of MachineProfile."""
@@ -27,7 +27,8 @@ class ModelProfile:
     "dense": the model's own with our mask). refusal: why KV is not reused, "" if it is. errors: the probe's
     measured errors by name. verified: whether fusing was found exact where it must be; None: not looked at.
     safe: whether calibration found a policy and ratio whose answers stay close to full prefill's (these are `policy`
-    and `ratio` then); None: not calibrated.
+    and `ratio` then); None: not calibrated. codec: how its KV is spread, as `codec.CodecTables.as_dict` writes it, for
+    levels that pack by that; None: not profiled.
     """
 
     model: str
@@ -41,6 +42,7 @@ class ModelProfile:
     ratio: float | None = None
     verified: bool | None = None
     safe: bool | None = None
+    codec: Mapping[str, Any] | None = None
     version: int = PROFILE_VERSION
 
     @property
@@ -51,7 +53,7 @@ class ModelProfile:
     @property
     def probed(self) -> ModelProfile:
         """What the probe found, without what was learned later."""
-        return replace(self, policy="", ratio=None, verified=None, safe=None)
+        return replace(self, policy="", ratio=None, verified=None, safe=None, codec=None)
 
     def calibrated(self, safe: bool, policy: str = "", ratio: float | None = None) -> ModelProfile:
         """The same with the outcome of a calibration."""

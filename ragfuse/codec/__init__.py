@@ -1,20 +1,29 @@
 """ChunkKV to bytes and back, one layer at a time. Nothing here knows where bytes are kept."""
 
+from ragfuse.codec.cachegen import CacheGenCodec, Level
 from ragfuse.codec.codec import Codec, LayerMeta, checksum
 from ragfuse.codec.container import OtherTables
-from ragfuse.codec.levels import LEVELS, codec_for
+from ragfuse.codec.levels import LEVELS, PACKED, PAPER, codec_for
+from ragfuse.codec.profile import profile_tables
 from ragfuse.codec.raw import RAW, RawCodec
+from ragfuse.codec.tables import CodecTables
 from ragfuse.codec.uniform import INT8, UniformCodec
 
 __all__ = [
     "INT8",
     "LEVELS",
+    "PACKED",
+    "PAPER",
     "RAW",
+    "CacheGenCodec",
     "Codec",
+    "CodecTables",
     "LayerMeta",
+    "Level",
     "OtherTables",
     "RawCodec",
     "UniformCodec",
     "checksum",
     "codec_for",
+    "profile_tables",
 ]

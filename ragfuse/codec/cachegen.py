@@ -1,0 +1,220 @@
+"""CacheGen's codec (its section 5.2): KV quantised vector by vector, then entropy-coded by profiled distributions.
+
+A layer's keys are turned back to position 0. Tokens unlike all others, such as a text's first, stand in 8 bits, and
+where a level packs changes as the paper does, the anchor of every ten tokens. The others are what they are above their
+channel's mean, or above their anchor, in bins of the level's width times the channel's step: whole numbers, which
+`coders` packs. What each of this is worth was measured: docs/guides/codec.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log2, prod
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ragfuse.codec import coders
+from ragfuse.codec.codec import DTYPES, LayerMeta
+from ragfuse.codec.coders import Coder, Order, Section, Shape
+from ragfuse.codec.container import narrowed, one_dtype, pack, unpack
+from ragfuse.codec.quantise import SCALE, Split, from_eight, from_numbers, odd_ones, to_eight, to_numbers
+from ragfuse.codec.tables import GROUPINGS, MIDDLE, STEPS, CodecTables, Grouping, Ints, LayerTables, What
+from ragfuse.codec.turn import turned
+from ragfuse.core import LayerKV
+
+KIND: Final = 2
+OWN: Final = struct.Struct("<fBBB9x")
+CODERS: Final[tuple[Coder, ...]] = ("zstd", "ans")
+WIDTHS: Final = ((256, 4), (64, 8), (0, 16))
+"""Tokens from which on rows are classed so finely for zstd: each class takes some bytes for its Huffman table."""
+ANS_WIDTH: Final = 2
+PARTS: Final = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How much a level loses, and which of the paper's ideas it uses.
+
+    bins: widths of the first, middle and last third of the layers, in channels' steps; the paper's (its C.2) unless
+    told. deltas: changes to an anchor are packed, not values. layerwise: without it, all layers have the middle width.
+    grouping: which rows share a distribution. coder: what packs. odd: a token with a head that is that many times
+    larger or smaller than usual stands in 8 bits; 0: none does.
+    """
+
+    name: str
+    bins: tuple[float, float, float] = (0.5, 1.0, 1.5)
+    deltas: bool = False
+    layerwise: bool = True
+    grouping: Grouping = "channel-layer"
+    coder: Coder = "zstd"
+    odd: float = 4.0
+
+    def width(self, at: int, n_layers: int) -> float:
+        """The width of a bin in layer `at`, as float32 has it."""
+        return float(np.float32(self.bins[min(2, 3 * at // n_layers) if self.layerwise else 1]))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGenCodec:
+    """One level of a model whose tables are at hand."""
+
+    tables: CodecTables
+    level: Level
+
+    @property
+    def name(self) -> str:
+        """The level's."""
+        return self.level.name
+
+    def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
+        """uint8 [nbytes]; ValueError for NaN or infinities, and for a layer that the tables do not fit."""
+        one_dtype(layer)
+        own = self._fitting(at, layer.keys.shape, layer.values.shape)
+        tensors = [
+            turned(tensor.to("cpu", torch.float32, copy=True), own.rope_of(name), -1)
+            for tensor, name in ((layer.keys, "keys"), (layer.values, "values"))
+        ]
+        if not all(tensor.isfinite().all() for tensor in tensors):
+            raise ValueError("The layer holds NaN or infinities: keep it as raw.")
+        odd = self._odd(tensors, own)
+        split = Split.of(layer.n_tokens, odd, self.level.deltas)
+        eights = [to_eight(tensor[:, split.exact]) for tensor in tensors]
+        numbers = [
+            to_numbers(tensor, part, self.level.width(at, len(self.tables.layers)), from_eight(*eight), split)
+            for tensor, part, eight in zip(tensors, (own.keys, own.values), eights, strict=True)
+        ]
+        parts = [
+            odd.to(torch.int32).numpy().astype("<u4").tobytes(),
+            *(scales.contiguous().view(torch.int16).numpy().tobytes() for _, scales in eights),
+            *self._pack_exact([codes for codes, _ in eights], own),
+            *self._pack_rest(np.concatenate(numbers), own, at, layer.n_tokens),
+        ]
+        packed = [torch.from_numpy(np.frombuffer(part, dtype=np.uint8).copy()) for part in parts]
+        meta = LayerMeta.of(layer, torch.ones(1))
+        blob = pack(KIND, at, self.tables.digest, meta, self._own(at, self.level.coder), packed)
+        return blob.to(layer.keys.device)
+
+    def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
+        """The bins' middles; ValueError for what another level, other tables or other shapes gave."""
+        packed = unpack(blob.cpu(), KIND, self.tables.digest, meta)
+        if packed.at >= len(self.tables.layers) or len(packed.parts) != PARTS:
+            raise ValueError(f"One of {len(self.tables.layers)} layers in {PARTS} parts wanted, another found.")
+        coder = next((each for each in CODERS if packed.own == self._own(packed.at, each)), None)
+        if coder is None:
+            raise ValueError(f"A layer of level {self.name} wanted, one of another found.")
+        own = self._fitting(packed.at, meta.key_shape, meta.value_shape)
+        keys, values = self._restored(packed.parts, own, packed.at, meta, coder)
+        dtype = DTYPES[meta.dtype]
+        keys, values = turned(keys, own.rope_of("keys"), 1), turned(values, own.rope_of("values"), 1)
+        return LayerKV(narrowed(keys, dtype).to(blob.device), narrowed(values, dtype).to(blob.device))
+
+    def _restored(
+        self, parts: Sequence[Tensor], own: LayerTables, at: int, meta: LayerMeta, coder: Coder
+    ) -> tuple[Tensor, Tensor]:
+        """float32 keys and values, still at position 0."""
+        n, width = meta.key_shape[1], self.level.width(at, len(self.tables.layers))
+        odd, *scales = parts[:3]
+        split = Split.of(n, _rows(odd, n), self.level.deltas)
+        views = [memoryview(part.contiguous().numpy().tobytes()) for part in parts[3:]]
+        codes = self._unpack_exact(views[0], views[1], own, len(split.exact), coder)
+        held = [from_eight(code, _scales(scale, code.shape)) for code, scale in zip(codes, scales, strict=True)]
+        order, sections, below = self._for_rest(own, at, n, coder)
+        found = coders.decode(views[2], views[3], sections, len(split.rest), coder, below)
+        rows = np.empty_like(found)
+        rows[order] = found
+        cut = own.keys.heads * own.keys.dim
+        keys = from_numbers(rows[:cut], own.keys, width, held[0], split)
+        return keys, from_numbers(rows[cut:], own.values, width, held[1], split)
+
+    def _odd(self, tensors: Sequence[Tensor], own: LayerTables) -> Tensor:
+        """int64: rows of tokens that are unlike others; none where the level does without."""
+        if not self.level.odd:
+            return torch.zeros(0, dtype=torch.int64)
+        keys, values = (
+            odd_ones(tensor, part, self.level.odd) for tensor, part in zip(tensors, (own.keys, own.values), strict=True)
+        )
+        return (keys | values).nonzero()[:, 0]
+
+    def _pack_rest(self, numbers: Ints, own: LayerTables, at: int, n: int) -> list[bytes]:
+        order, sections, below = self._for_rest(own, at, n, self.level.coder)
+        return coders.encode(numbers[order], sections, self.level.coder, below)
+
+    def _pack_exact(self, codes: Sequence[Tensor], own: LayerTables) -> list[bytes]:
+        """Anchors are many, and packed as the rest is; a few odd tokens stand as they are."""
+        if not self.level.deltas:
+            return [b"".join(code.numpy().tobytes() for code in codes), b""]
+        order, sections, below = self._for_anchors(own, self.level.coder)
+        rows = np.concatenate([code.mT.reshape(-1, code.shape[1]).numpy() for code in codes]).astype(np.int32)
+        return coders.encode(rows[order], sections, self.level.coder, below)
+
+    def _unpack_exact(
+        self, stream: memoryview, apart: memoryview, own: LayerTables, count: int, coder: Coder
+    ) -> list[Tensor]:
+        """[H, count, D] of 8-bit codes, for keys and for values."""
+        shapes = [(part.heads, count, part.dim) for part in (own.keys, own.values)]
+        if not self.level.deltas:
+            if len(stream) != sum(map(prod, shapes)):
+                raise ValueError(f"{sum(map(prod, shapes))} 8-bit codes wanted, {len(stream)} bytes found.")
+            flat = torch.from_numpy(np.frombuffer(stream, dtype=np.int8).copy())
+            cut = prod(shapes[0])
+            return [flat[:cut].view(shapes[0]), flat[cut:].view(shapes[1])]
+        order, sections, below = self._for_anchors(own, coder)
+        found = coders.decode(stream, apart, sections, count, coder, below)
+        rows = np.empty_like(found)
+        rows[order] = found
+        cut = own.keys.heads * own.keys.dim
+        parts = zip((rows[:cut], rows[cut:]), shapes, strict=True)
+        return [torch.from_numpy(part).view(heads, dim, count).mT for part, (heads, _, dim) in parts]
+
+    def _for_anchors(self, own: LayerTables, coder: Coder) -> tuple[Order, tuple[Section, ...], Shape]:
+        grouping, overall = self.level.grouping, self.tables.overall
+        spreads = np.concatenate([part.codes("anchor", grouping, overall) for part in (own.keys, own.values)])
+        width = ANS_WIDTH if coder == "ans" else WIDTHS[-1][1]
+        return (*coders.in_sections(spreads - MIDDLE, width), self.tables.below(grouping, False))
+
+    def _for_rest(self, own: LayerTables, at: int, n: int, coder: Coder) -> tuple[Order, tuple[Section, ...], Shape]:
+        """How the rows of a layer stand: by the spread of their numbers, in bins."""
+        grouping = self.level.grouping
+        what: What = "change" if self.level.deltas else "spread"
+        spreads = np.concatenate([part.codes(what, grouping, self.tables.overall) for part in (own.keys, own.values)])
+        bins = round(STEPS * log2(self.level.width(at, len(self.tables.layers))))
+        width = ANS_WIDTH if coder == "ans" else next(width for least, width in WIDTHS if n >= least)
+        return (*coders.in_sections(spreads - MIDDLE - bins, width), self.tables.below(grouping, self.level.deltas))
+
+    def _own(self, at: int, coder: Coder) -> bytes:
+        """What a blob says of its level."""
+        flags = (self.level.deltas, GROUPINGS.index(self.level.grouping), CODERS.index(coder))
+        return OWN.pack(self.level.width(at, len(self.tables.layers)), *flags)
+
+    def _fitting(self, at: int, key_shape: Sequence[int], value_shape: Sequence[int]) -> LayerTables:
+        """The tables of layer `at`; ValueError where they are of other shapes."""
+        if not 0 <= at < len(self.tables.layers):
+            raise ValueError(f"One of {len(self.tables.layers)} profiled layers wanted, layer {at} found.")
+        own = self.tables.layers[at]
+        wanted = tuple((part.heads, part.dim) for part in (own.keys, own.values))
+        found = tuple((shape[0], shape[2]) for shape in (key_shape, value_shape))
+        if found != wanted:
+            raise ValueError(f"Heads and dims {wanted} wanted, as profiled, {found} found.")
+        return own
+
+
+def _rows(odd: Tensor, n: int) -> Tensor:
+    """int64: the rows that stand in 8 bits; ValueError unless they ascend within n."""
+    if odd.numel() % 4 or odd.numel() > 4 * n:
+        raise ValueError(f"At most {n} rows of 4 bytes wanted, {odd.numel()} bytes found.")
+    rows = np.frombuffer(odd.contiguous().numpy().tobytes(), dtype="<u4").astype(np.int64)
+    if len(rows) and (rows[-1] >= n or (np.diff(rows) <= 0).any()):
+        raise ValueError(f"Ascending rows below {n} wanted, others found.")
+    return torch.from_numpy(rows)
+
+
+def _scales(scales: Tensor, shape: Sequence[int]) -> Tensor:
+    """bfloat16 [H, count, 1]."""
+    if scales.numel() != SCALE.itemsize * shape[0] * shape[1]:
+        raise ValueError(f"Scales of {shape[0]} x {shape[1]} wanted, {scales.numel()} bytes found.")
+    return scales.clone().view(SCALE).view(shape[0], shape[1], 1)

@@ -1,0 +1,201 @@
+"""Whole numbers, many rows of them, as few bytes: rows whose numbers are spread alike share one model.
+
+zstd: every class of rows is a frame of its own, whose literals zstd codes by one Huffman table; where numbers are
+small, two stand in a byte, so that less than a bit for each is possible. ANS (constriction): one stream, with a model
+for every class, drawn from the profiled shape. Numbers too large for their class stand apart, in order.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import constriction  # type: ignore[import-untyped]
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from ragfuse.codec.tables import GRID, REACH, STEPS, Floats, Ints
+
+Coder = Literal["zstd", "ans"]
+Order = npt.NDArray[np.intp]
+Shape = npt.NDArray[np.float64]
+
+PAIR: Final = 7
+"""Two numbers from -PAIR to PAIR, or signs that they are larger, stand in one byte."""
+PAIR_SPREAD: Final = 5
+"""Up to this code of a spread (1.5 bins) numbers stand in pairs."""
+SINGLE: Final = 127
+COARSEST: Final = -24
+FINEST: Final = 64
+"""Codes of spreads are held between these: 256 bins, and an eighth of one, where nearly all are 0."""
+SECTION: Final = struct.Struct("<II")
+MAX_NUMBER: Final = 1 << 30
+_LOW = np.arange(256, dtype=np.int64)
+PAIRS: Final[npt.NDArray[np.uint64]] = (
+    np.stack([_LOW // 16 - PAIR, _LOW % 16 - PAIR], axis=1).astype(np.float32).view(np.uint64).reshape(-1)
+)
+"""Both numbers of every byte as two float32."""
+PAIRS.setflags(write=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Rows from `first` to `last` (of the rows in order) whose spread is about `code`; `most`: the largest number."""
+
+    first: int
+    last: int
+    code: int
+    most: int
+
+
+def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
+    """The order in which rows stand, and its sections: rows whose codes of spreads fall into one class of `width`."""
+    classes = np.clip(codes, COARSEST, FINEST) // width
+    order = np.argsort(classes, kind="stable")
+    ends = [*np.flatnonzero(np.diff(classes[order])) + 1, len(order)]
+    middles = [int(classes[order[end - 1]]) * width + width // 2 for end in ends]
+    firsts = [0, *ends[:-1]]
+    return order, tuple(
+        Section(int(first), int(end), middle, PAIR if middle <= PAIR_SPREAD else SINGLE)
+        for first, end, middle in zip(firsts, ends, middles, strict=True)
+    )
+
+
+def encode(numbers: Ints, sections: Sequence[Section], coder: Coder, below: Shape) -> list[bytes]:
+    """[stream, numbers apart] of int32 [R, n], whose rows stand in order."""
+    marked, counts, apart = [], [], []
+    for section in sections:
+        flat = numbers[section.first : section.last].reshape(-1)
+        large = np.abs(flat) > section.most
+        apart.append(np.clip(flat[large], -MAX_NUMBER, MAX_NUMBER))
+        counts.append(int(large.sum()))
+        marked.append(np.where(large, section.most + 1, flat))
+    if coder == "zstd":
+        frames = [_squeezed(flat, section) for flat, section in zip(marked, sections, strict=True)]
+        heads = b"".join(SECTION.pack(len(frame), count) for frame, count in zip(frames, counts, strict=True))
+        stream = heads + b"".join(frames)
+    else:
+        heads = b"".join(SECTION.pack(0, count) for count in counts)
+        stream = heads + _ans(marked, sections, below)
+    far = np.concatenate(apart)
+    return [stream, _frame(far.astype("<i4").tobytes(), 4) if far.size else b""]
+
+
+def decode(
+    stream: memoryview,
+    apart: memoryview,
+    sections: Sequence[Section],
+    n: int,
+    coder: Coder,
+    below: Shape,
+) -> Floats:
+    """float32 [R, n], rows in order; ValueError for what `encode` did not write."""
+    if len(stream) < SECTION.size * len(sections):
+        raise ValueError(f"A stream of {len(sections)} sections wanted, {len(stream)} bytes found.")
+    heads = [SECTION.unpack_from(stream, SECTION.size * at) for at in range(len(sections))]
+    body = stream[SECTION.size * len(sections) :]
+    far = _apart(apart, sum(count for _, count in heads), sections[-1].last * n)
+    out = np.empty((sections[-1].last, n), dtype=np.float32)
+    if coder == "zstd":
+        _unframed(body, [length for length, _ in heads], sections, out)
+    else:
+        _unstacked(body, sections, out, below)
+    _put_back(out, far, [count for _, count in heads], sections)
+    return out
+
+
+def _put_back(out: Floats, far: Ints, counts: Sequence[int], sections: Sequence[Section]) -> None:
+    used = 0
+    for section, count in zip(sections, counts, strict=True):
+        if count:
+            flat = out[section.first : section.last].reshape(-1)
+            where = np.flatnonzero(flat == section.most + 1)
+            if len(where) != count:
+                raise ValueError(f"{count} numbers that stand apart wanted, {len(where)} found.")
+            flat[where] = far[used : used + count]
+            used += count
+
+
+def _apart(apart: memoryview, count: int, most: int) -> Ints:
+    if count > most or (count == 0) != (len(apart) == 0):
+        raise ValueError(f"At most {most} numbers that stand apart wanted, {count} in {len(apart)} bytes found.")
+    if not count:
+        return np.empty(0, dtype=np.int32)
+    return np.frombuffer(_unsqueezed(zstandard.ZstdDecompressor(), apart, 4 * count), dtype="<i4")
+
+
+def _squeezed(flat: Ints, section: Section) -> bytes:
+    codes = (flat + section.most).astype(np.uint8)
+    if section.most == SINGLE:
+        return _frame(codes.tobytes(), 1)
+    if len(codes) % 2:
+        codes = np.append(codes, np.uint8(PAIR))
+    return _frame((codes[0::2] * 16 + codes[1::2]).tobytes(), 1)
+
+
+def _frame(data: bytes, width: int) -> bytes:
+    """One frame: hardly any matches are looked for, as chance ones cost more than the literals that they stand for."""
+    told = zstandard.ZstdCompressionParameters(
+        window_log=18, hash_log=6, chain_log=6, search_log=1, min_match=7, strategy=zstandard.STRATEGY_FAST
+    )
+    compressor = zstandard.ZstdCompressor(compression_params=told) if width == 1 else zstandard.ZstdCompressor(3)
+    return compressor.compress(data)
+
+
+def _unsqueezed(decompressor: zstandard.ZstdDecompressor, frame: memoryview, nbytes: int) -> bytes:
+    """The data of one frame that holds just so many bytes: no other is begun, so that none can ask for memory."""
+    try:
+        if zstandard.frame_content_size(frame) == nbytes:
+            return decompressor.decompress(frame, max_output_size=nbytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"A frame of {nbytes} bytes wanted, found one that cannot be read: {error}.") from error
+    raise ValueError(f"A frame of {nbytes} bytes wanted, another found.")
+
+
+def _unframed(body: memoryview, lengths: Sequence[int], sections: Sequence[Section], out: Floats) -> None:
+    if sum(lengths) != len(body):
+        raise ValueError(f"{sum(lengths)} bytes of sections wanted, {len(body)} found.")
+    decompressor, begin = zstandard.ZstdDecompressor(), 0
+    for section, length in zip(sections, lengths, strict=True):
+        flat = out[section.first : section.last].reshape(-1)
+        nbytes = len(flat) if section.most == SINGLE else -(-len(flat) // 2)
+        data = np.frombuffer(_unsqueezed(decompressor, body[begin : begin + length], nbytes), dtype=np.uint8)
+        if section.most == SINGLE:
+            np.subtract(data, np.float32(SINGLE), out=flat)
+        else:
+            flat[:] = PAIRS[data].view(np.float32)[: len(flat)]
+        begin += length
+
+
+def _model(section: Section, below: Shape) -> constriction.stream.model.Categorical:
+    """How likely every number of a section is, and that it is larger than all: by the shape, never quite 0."""
+    edges = (np.arange(-section.most, section.most + 2) - 0.5) / 2.0 ** (section.code / STEPS)
+    points = np.arange(-REACH * GRID, REACH * GRID + 1) / GRID
+    shares = np.diff(np.interp(edges, points, below, left=0.0, right=1.0))
+    likely = np.append(shares, max(0.0, 1.0 - shares.sum())) + 1e-5
+    return constriction.stream.model.Categorical((likely / likely.sum()).astype(np.float32), perfect=False)
+
+
+def _ans(marked: Sequence[Ints], sections: Sequence[Section], below: Shape) -> bytes:
+    """Last in, first out: the last section goes in first."""
+    coder = constriction.stream.stack.AnsCoder()
+    for flat, section in reversed(list(zip(marked, sections, strict=True))):
+        coder.encode_reverse((flat + section.most).astype(np.int32), _model(section, below))
+    words: npt.NDArray[np.uint32] = coder.get_compressed()
+    return words.astype("<u4").tobytes()
+
+
+def _unstacked(body: memoryview, sections: Sequence[Section], out: Floats, below: Shape) -> None:
+    if len(body) % 4:
+        raise ValueError(f"Whole words of 4 bytes wanted, {len(body)} bytes found.")
+    words = np.frombuffer(body, dtype="<u4").astype(np.uint32)
+    try:
+        coder = constriction.stream.stack.AnsCoder(words)
+    except ValueError as error:
+        raise ValueError(f"Words of an ANS coder wanted, others found: {error}.") from error
+    for section in sections:
+        flat = out[section.first : section.last].reshape(-1)
+        np.subtract(coder.decode(_model(section, below), len(flat)), np.float32(section.most), out=flat)

@@ -1,0 +1,141 @@
+"""A model's tables from real text: how every channel's keys and values are spread, and what shape that has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ragfuse.codec.quantise import GROUP, MOST
+from ragfuse.codec.tables import (
+    GRID,
+    GROUPINGS,
+    POINTS,
+    REACH,
+    Channels,
+    CodecTables,
+    Grouping,
+    LayerTables,
+    from_codes,
+    to_codes,
+)
+from ragfuse.codec.turn import turned
+from ragfuse.core import ChunkKV, RopeLayout
+
+Below = npt.NDArray[np.uint16]
+ODD = 4.0
+"""Tokens that are so many times larger or smaller than usual are left out, as they are packed apart."""
+MEDIAN = 0.6745
+"""Of the sizes of normally spread values, in spreads: no few tokens change a median."""
+LEAST = 1e-4
+"""No channel's spread is taken for less than this share of its head's."""
+
+
+def profile_tables(chunks: Iterable[ChunkKV], rope: Sequence[RopeLayout | None] = ()) -> CodecTables:
+    """The tables of the model that computed `chunks`, some thousand tokens in all; they are held while it runs.
+
+    rope: how each layer's keys carry position, as its profile says; keys are left as they are where none is told.
+    """
+    kept = [chunk for chunk in chunks if chunk.n_tokens > GROUP]
+    if not kept:
+        raise ValueError(f"Chunks of more than {GROUP} tokens wanted to profile a model, none found.")
+    n_layers = len(kept[0].layers)
+    layouts = tuple(rope) or (None,) * n_layers
+    if len(layouts) != n_layers or any(len(chunk.layers) != n_layers for chunk in kept):
+        raise ValueError(f"{n_layers} layers in every chunk and as many rotations wanted, others found.")
+    parts = [[_Part(_values(kept, at, name, layouts[at])) for name in ("keys", "values")] for at in range(n_layers)]
+    flat = [part for both in parts for part in both]
+    overall = to_codes([_root([part.pooled[which] for part in flat]) for which in range(3)])
+    layers = tuple(
+        LayerTables(keys.channels(), values.channels(), layout)
+        for (keys, values), layout in zip(parts, layouts, strict=True)
+    )
+    shapes = [_shape(flat, grouping, which, overall) for grouping in GROUPINGS for which in (0, 1)]
+    return CodecTables(layers, np.concatenate(shapes).astype("<u2").tobytes(), overall)
+
+
+@dataclass
+class _Part:
+    """Keys, or values, of one layer in every chunk: float32 [H, n, D] each."""
+
+    chunks: list[Tensor]
+
+    def __post_init__(self) -> None:
+        usual = torch.cat(self.chunks, 1).abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
+        plain = [~_is_odd(chunk / usual) for chunk in self.chunks]
+        self.plain = plain if any(bool(each.any()) for each in plain) else [torch.ones_like(each) for each in plain]
+        every = torch.cat([chunk[:, kept] for chunk, kept in zip(self.chunks, self.plain, strict=True)], 1)
+        self.mean = every.mean(1, keepdim=True).clamp(-6e4, 6e4).half().float()
+        spread = (every - self.mean).square().mean(1).sqrt()
+        whole = spread.square().mean(-1, keepdim=True).sqrt()
+        spread = torch.maximum(spread, LEAST * whole)
+        self.step = _coded(_middle(spread).expand_as(spread))
+        self.above = ((every - self.mean) / self.step[:, None]).transpose(1, 2).reshape(spread.numel(), -1)
+        self.change, self.eight = self._changes()
+        rows = (self.above, self.change, self.eight)
+        self.spreads = [row.square().mean(1).sqrt() for row in rows]
+        self.pooled = [_root(list(each.tolist())) for each in self.spreads]
+
+    def _changes(self) -> tuple[Tensor, Tensor]:
+        """[H * D, n] each: from anchors, in steps; and the anchors' own 8-bit codes."""
+        changes, eights = [], []
+        for chunk, kept in zip(self.chunks, self.plain, strict=True):
+            whole = chunk.shape[1] // GROUP * GROUP
+            groups = chunk[:, :whole].reshape(chunk.shape[0], -1, GROUP, chunk.shape[2])
+            anchors, rest = groups[:, :, :1], groups[:, :, 1:]
+            is_kept = kept[:whole].view(-1, GROUP)[:, 1:].reshape(-1)
+            changes.append((rest - anchors).flatten(1, 2)[:, is_kept] / self.step[:, None])
+            eights.append(MOST * anchors[:, :, 0] / anchors[:, :, 0].abs().amax(-1, keepdim=True).clamp_min(1e-30))
+        change, eight = (torch.cat(each, 1).mT.reshape(self.step.numel(), -1) for each in (changes, eights))
+        return change, eight
+
+    def channels(self) -> Channels:
+        """What is kept of it."""
+        heads, _, dim = self.mean.shape
+        mean = self.mean.numpy().astype("<f2").tobytes()
+        spread, change, anchor = (to_codes(each.numpy()) for each in self.spreads)
+        return Channels(heads, dim, mean, to_codes(self.step.numpy()), spread, change, anchor, to_codes(self.pooled))
+
+
+def _values(chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | None) -> list[Tensor]:
+    own = layout if layout is not None and layout.part == name else None
+    found = (getattr(chunk.layers[at], name) for chunk in chunks)
+    return [turned(tensor.to("cpu", torch.float32, copy=True), own, -1) for tensor in found]
+
+
+def _is_odd(relative: Tensor) -> Tensor:
+    size = relative.square().mean(-1).sqrt()
+    return ((size > ODD) | (size * ODD < 1)).any(0)
+
+
+def _middle(spread: Tensor) -> Tensor:
+    """[H, 1]: the geometric mean of a head's channels: one step for all makes the error alike in every channel."""
+    return spread.clamp_min(1e-30).log().mean(-1, keepdim=True).exp()
+
+
+def _coded(numbers: Tensor) -> Tensor:
+    return torch.from_numpy(from_codes(to_codes(numbers.numpy()))).view(numbers.shape)
+
+
+def _root(spreads: Sequence[float]) -> float:
+    return float(np.sqrt(np.mean(np.square(spreads))))
+
+
+def _shape(parts: Sequence[_Part], grouping: Grouping, which: int, overall: bytes) -> Below:
+    """uint16 [POINTS]: how many of 65,535 values lie below each point of the grid, by what shares a distribution."""
+    counts = np.zeros(POINTS + 1)
+    for part in parts:
+        rows = (part.above, part.change)[which]
+        by = {
+            "channel-layer": part.spreads[which],
+            "layer": torch.full((len(rows),), part.pooled[which]),
+            "global": torch.full((len(rows),), float(from_codes(overall)[which])),
+        }[grouping]
+        at = (rows / by.clamp_min(1e-30)[:, None]).add_(REACH).mul_(GRID).ceil_().clamp_(0, POINTS).int()
+        counts += np.bincount(at.numpy().ravel(), minlength=POINTS + 1)
+    below: Below = np.rint(np.cumsum(counts)[:POINTS] / counts.sum() * 65_535).astype(np.uint16)
+    return below

@@ -1,0 +1,218 @@
+"""What is known of a model's KV, channel by channel: profiled once from real text, kept beside it, never in blobs.
+
+Every number is kept in a byte or two, and everything is derived from these bytes by integers or by one rounding, so
+that who packs and who unpacks agree wherever they run.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from math import isfinite
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from ragfuse.core import RopeLayout
+
+TABLES_VERSION: Final = 1
+STEPS: Final = 8
+"""Steps to an octave of a number that is kept as one byte."""
+MIDDLE: Final = 128
+GRID: Final = 16
+REACH: Final = 12
+"""A shape is known from -REACH to REACH spreads, GRID points a spread."""
+POINTS: Final = 2 * GRID * REACH + 1
+
+Grouping = Literal["channel-layer", "layer", "global"]
+GROUPINGS: Final[tuple[Grouping, ...]] = ("channel-layer", "layer", "global")
+What = Literal["spread", "change", "anchor"]
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+
+
+def to_codes(numbers: npt.ArrayLike) -> bytes:
+    """Positive numbers as one byte each, an eighth of an octave apart."""
+    with np.errstate(divide="ignore"):
+        logs = np.log2(np.asarray(numbers, dtype=np.float64))
+    codes: npt.NDArray[np.uint8] = np.clip(np.rint(logs * STEPS) + MIDDLE, 1, 255).astype(np.uint8)
+    return codes.tobytes()
+
+
+def from_codes(codes: bytes | Ints) -> Floats:
+    """The numbers that `to_codes` wrote."""
+    whole = np.frombuffer(codes, dtype=np.uint8) if isinstance(codes, bytes) else codes
+    return np.exp2((whole.astype(np.float64) - MIDDLE) / STEPS).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Keys, or values, of one layer: H heads of D channels, whose tables stand head by head.
+
+    mean: float16. step: the width of a bin of size 1, as a code. spread, change, anchor: how far a value lies from
+    its mean, and from its anchor, in steps; how far an anchor's own 8-bit code lies from 0. pooled: the same three
+    over all channels.
+    """
+
+    heads: int
+    dim: int
+    mean: bytes
+    step: bytes
+    spread: bytes
+    change: bytes
+    anchor: bytes
+    pooled: bytes
+
+    def __post_init__(self) -> None:
+        count = self.heads * self.dim
+        wanted = (2 * count, count, count, count, count, 3)
+        found = (self.mean, self.step, self.spread, self.change, self.anchor, self.pooled)
+        if self.heads < 1 or self.dim < 1 or tuple(map(len, found)) != wanted:
+            raise ValueError(f"Tables of {self.heads} x {self.dim} channels wanted, {[*map(len, found)]} bytes found.")
+        if not np.isfinite(self.means).all():
+            raise ValueError("Finite means of channels wanted, others found.")
+
+    @cached_property
+    def means(self) -> Floats:
+        """float32 [H, 1, D]."""
+        flat = np.frombuffer(self.mean, dtype="<f2").astype(np.float32)
+        return flat.reshape(self.heads, 1, self.dim)
+
+    @cached_property
+    def steps(self) -> Floats:
+        """float32 [H * D]."""
+        return from_codes(self.step)
+
+    @cached_property
+    def usual(self) -> Floats:
+        """float32 [H, 1, D]: how large a channel's values are, by root mean square; never 0."""
+        above = (from_codes(self.spread) * self.steps).reshape(self.means.shape)
+        usual: Floats = np.sqrt(np.square(self.means) + np.square(above))
+        return usual
+
+    def codes(self, what: What, grouping: Grouping, overall: bytes) -> Ints:
+        """int32 [H * D]: `what` of every channel, or of all alike where models are shared by a layer or by all."""
+        if grouping == "channel-layer":
+            return np.frombuffer(getattr(self, what), dtype=np.uint8).astype(np.int32)
+        one = (self.pooled if grouping == "layer" else overall)[("spread", "change", "anchor").index(what)]
+        return np.full(self.heads * self.dim, one, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class LayerTables:
+    """One layer: its keys, its values, and how either carries position (None: not at all, or left as it is)."""
+
+    keys: Channels
+    values: Channels
+    rope: RopeLayout | None = None
+
+    def __post_init__(self) -> None:
+        if self.rope is not None:
+            wide, dim = self.rope.lo + 2 * len(self.rope.inv_freq), getattr(self, self.rope.part).dim
+            if not 0 <= self.rope.lo < wide <= dim:
+                raise ValueError(f"A rotation within {dim} channels wanted, one of {self.rope.lo} to {wide} found.")
+
+    def rope_of(self, part: str) -> RopeLayout | None:
+        """The layout by which `keys` or `values` are turned."""
+        return self.rope if self.rope is not None and self.rope.part == part else None
+
+
+@dataclass(frozen=True)
+class CodecTables:
+    """A model's tables, layer by layer, never changed.
+
+    shapes: for every grouping, and for values and changes, uint16 [POINTS]: how many of 65,535 lie below each point
+    of the grid, in spreads. overall: spread, change and anchor over all layers.
+    """
+
+    layers: tuple[LayerTables, ...]
+    shapes: bytes
+    overall: bytes
+    digest: str = field(default="", init=False)
+    """16 hex digits of all that is in them."""
+
+    def __post_init__(self) -> None:
+        if not self.layers or len(self.shapes) != 2 * 2 * len(GROUPINGS) * POINTS or len(self.overall) != 3:
+            raise ValueError("Tables of at least one layer with all their shapes wanted, others found.")
+        if (np.diff(self._shapes.astype(np.int32)) < 0).any():
+            raise ValueError("Shapes that grow from left to right wanted, others found.")
+        object.__setattr__(self, "digest", self._summed())
+
+    @property
+    def _shapes(self) -> npt.NDArray[np.uint16]:
+        return np.frombuffer(self.shapes, dtype="<u2").reshape(len(GROUPINGS), 2, POINTS)
+
+    def below(self, grouping: Grouping, is_change: bool) -> npt.NDArray[np.float64]:
+        """float64 [POINTS] from 0 to 1: the share that lies below every point of the grid."""
+        shape: npt.NDArray[np.uint16] = self._shapes[GROUPINGS.index(grouping), int(is_change)]
+        return shape.astype(np.float64) / 65_535
+
+    def _summed(self) -> str:
+        hasher = blake3(b"ragfuse codec tables %d " % TABLES_VERSION + self.shapes + self.overall)
+        for layer in self.layers:
+            hasher.update(repr(None if layer.rope is None else asdict(layer.rope)).encode())
+            for part in (layer.keys, layer.values):
+                for each in fields(Channels):
+                    found = getattr(part, each.name)
+                    hasher.update(found if isinstance(found, bytes) else b"%d " % found)
+        return hasher.hexdigest(8)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types; bytes as base64."""
+        return {
+            "version": TABLES_VERSION,
+            "shapes": _text(self.shapes),
+            "overall": _text(self.overall),
+            "layers": [
+                {
+                    "rope": None if layer.rope is None else {**asdict(layer.rope), "inv_freq": [*layer.rope.inv_freq]},
+                    **{name: _part(getattr(layer, name)) for name in ("keys", "values")},
+                }
+                for layer in self.layers
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> CodecTables | None:
+        """The tables, or None when these are none, or another version's."""
+        try:
+            if data["version"] != TABLES_VERSION:
+                return None
+            layers = tuple(
+                LayerTables(_channels(layer["keys"]), _channels(layer["values"]), _rope(layer["rope"]))
+                for layer in data["layers"]
+            )
+            return cls(layers, b64decode(data["shapes"], validate=True), b64decode(data["overall"], validate=True))
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+
+
+def _text(found: bytes) -> str:
+    return b64encode(found).decode()
+
+
+def _part(part: Channels) -> dict[str, Any]:
+    named = ((each.name, getattr(part, each.name)) for each in fields(Channels))
+    return {name: _text(found) if isinstance(found, bytes) else found for name, found in named}
+
+
+def _channels(data: Mapping[str, Any]) -> Channels:
+    heads, dim = data["heads"], data["dim"]
+    if type(heads) is not int or type(dim) is not int:
+        raise ValueError(f"Counts of heads and channels wanted, {heads!r} and {dim!r} found.")
+    return Channels(heads, dim, *(b64decode(data[each.name], validate=True) for each in fields(Channels)[2:]))
+
+
+def _rope(data: Mapping[str, Any] | None) -> RopeLayout | None:
+    if data is None:
+        return None
+    layout = RopeLayout(**{**data, "inv_freq": tuple(map(float, data["inv_freq"]))})
+    if not layout.inv_freq or not all(map(isfinite, layout.inv_freq)) or type(layout.lo) is not int or layout.lo < 0:
+        raise ValueError("Finite frequencies of a rotation wanted, others found.")
+    if layout.pairing not in ("half", "interleaved") or layout.part not in ("keys", "values"):
+        raise ValueError(f"A known rotation wanted, {layout.pairing!r} of {layout.part!r} found.")
+    return layout

@@ -1,0 +1,245 @@
+"""What every codec owes: a layer that decodes alone, to what its slow twin says, the same everywhere, or an error."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragfuse.codec import INT8, LEVELS, PACKED, PAPER, CacheGenCodec, LayerMeta, OtherTables, UniformCodec, codec_for
+from ragfuse.codec.codec import DTYPES
+from ragfuse.codec.container import HEADER, SUM_NBYTES
+from ragfuse.codec.quantise import odd_ones
+from ragfuse.core import LayerKV
+from tests import reference
+from tests.codec.kit import layer, tables
+
+HALVES = (torch.float32, torch.float16, torch.bfloat16)
+TABLES, UNTURNED = tables(), tables(rope=False)
+SWITCHED = [
+    *(replace(level, coder=coder) for level in (*PACKED, PAPER) for coder in ("zstd", "ans")),
+    *(replace(PAPER, grouping=grouping, coder="ans") for grouping in ("layer", "global")),
+    replace(PAPER, layerwise=False),
+    replace(PAPER, odd=4.0),
+]
+PACKING = [UniformCodec(4), UniformCodec(3), *(CacheGenCodec(TABLES, level) for level in SWITCHED)]
+EVERY = [*(codec_for(level, TABLES) for level in LEVELS), *PACKING]
+
+
+def called(codec):
+    level = getattr(codec, "level", None)
+    return f"{level.name}-{level.coder}-{level.grouping}-{level.odd}-{level.layerwise}" if level else codec.name
+
+
+every = pytest.mark.parametrize("codec", EVERY, ids=called)
+not_raw = pytest.mark.parametrize("codec", EVERY[1:], ids=called)
+
+
+def there_and_back(codec, before, at=0):
+    blob = codec.encode(before, at)
+    assert (blob.dtype, blob.dim()) == (torch.uint8, 1)
+    return codec.decode(blob, LayerMeta.of(before, blob))
+
+
+def same(left, right):
+    return torch.equal(left.keys, right.keys) and torch.equal(left.values, right.values)
+
+
+@every
+@pytest.mark.parametrize(
+    ("n", "dtype"), zip((1, 2, 9, 10, 11, 37, 300), (*HALVES, *HALVES, torch.float32), strict=True)
+)
+def test_a_layer_comes_back_in_its_shape_and_dtype_and_near_what_it_was(codec, dtype, n):
+    before = layer(n=n, dtype=dtype, seed=7, like=1)
+    after = there_and_back(codec, before, 1)
+    for found, given_ in ((after.keys, before.keys), (after.values, before.values)):
+        assert (found.shape, found.dtype) == (given_.shape, dtype)
+        error, size = (found.float() - given_.float()).square().mean(), given_.float().square().mean()
+        assert error < 0.2 * size
+
+
+@every
+def test_a_layer_decodes_alone_and_twice_to_the_same(codec):
+    blobs = [codec.encode(layer(seed=at, like=at), at) for at in range(3)]
+    last = LayerMeta.of(layer(), blobs[2])
+    assert same(codec.decode(blobs[2].clone(), last), codec.decode(blobs[2], last))
+    assert torch.equal(codec.encode(layer(seed=2, like=2), 2), blobs[2])
+
+
+@every
+def test_encoding_changes_nothing_of_the_layer_and_shares_no_memory(codec):
+    before = layer()
+    kept = LayerKV(before.keys.clone(), before.values.clone())
+    blob = codec.encode(before)
+    bytes_then = blob.clone()
+    assert same(before, kept)
+    before.keys.zero_()
+    assert torch.equal(blob, bytes_then)
+
+
+@pytest.mark.parametrize("level", SWITCHED, ids=str)
+def test_a_packed_layer_comes_back_as_its_slow_twin_bins_it(level):
+    before, at, codec = layer(n=23, seed=5, like=1), 1, CacheGenCodec(UNTURNED, level)
+    after, own = there_and_back(codec, before, at), UNTURNED.layers[at]
+    odd = torch.zeros(23, dtype=torch.bool)
+    if level.odd:
+        odd = odd_ones(before.keys, own.keys, level.odd) | odd_ones(before.values, own.values, level.odd)
+    for found, given_, part in ((after.keys, before.keys, own.keys), (after.values, before.values, own.values)):
+        mean, steps = torch.from_numpy(part.means[:, 0]), torch.from_numpy(part.steps).view(part.heads, part.dim)
+        width = level.width(at, 3)
+        twin = reference.binned(given_, mean, steps, width, odd, 10 if level.deltas else 0)
+        assert torch.allclose(found, twin, rtol=0, atol=1e-4 * float(given_.abs().max()))
+
+
+@pytest.mark.parametrize("level", PACKED, ids=str)
+def test_turning_keys_back_and_forth_adds_no_loss_of_its_own(level):
+    before = layer(n=50, seed=3, like=1)
+    after = there_and_back(CacheGenCodec(TABLES, level), before, 1)
+    own = TABLES.layers[1]
+    bins = torch.from_numpy(own.keys.steps).view(2, 1, 16) * level.width(1, 3)
+    plain = ~(odd_ones(before.values, own.values, level.odd) | (before.keys.abs() > 40).any(-1).any(0))
+    assert float((after.keys - before.keys)[:, plain].square().mean()) < float(bins.square().mean()) / 4
+
+
+def test_levels_lose_more_and_take_less_from_the_first_to_the_last():
+    before, own = layer(n=256, seed=4, like=1), []
+    for level in LEVELS:
+        blob = codec_for(level, TABLES).encode(before, 1)
+        after = codec_for(level, TABLES).decode(blob, LayerMeta.of(before, blob))
+        own.append((blob.numel(), float((after.keys - before.keys).square().mean())))
+    assert own == sorted(own, key=lambda found: -found[0])
+    assert own == sorted(own, key=lambda found: found[1])
+    assert own[0][1] == 0
+
+
+PROGRAM = """
+import torch
+from blake3 import blake3
+from ragfuse.codec import LEVELS, LayerMeta, codec_for
+from tests.codec.kit import layer, tables
+known, before = tables(), layer(seed=9, like=1)
+for level in LEVELS:
+    codec = codec_for(level, known)
+    blob = codec.encode(before, 1)
+    after = codec.decode(blob, LayerMeta.of(before, blob))
+    print(blake3(blob.numpy().tobytes() + after.keys.numpy().tobytes() + after.values.numpy().tobytes()).hexdigest())
+"""
+
+
+def test_bytes_and_decoded_values_are_the_same_in_another_process():
+    root = Path(__file__).resolve().parents[2]
+    own = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": "7"}
+    run = subprocess.run([sys.executable, "-c", PROGRAM], env=own, capture_output=True, text=True, check=True)
+    here = []
+    for level in LEVELS:
+        codec, before = codec_for(level, TABLES), layer(seed=9, like=1)
+        blob = codec.encode(before, 1)
+        after = codec.decode(blob, LayerMeta.of(before, blob))
+        told = blob.numpy().tobytes() + after.keys.numpy().tobytes() + after.values.numpy().tobytes()
+        here.append(blake3(told).hexdigest())
+    assert run.stdout.split() == here
+
+
+@not_raw
+@pytest.mark.parametrize("foul", [float("nan"), float("inf")])
+def test_what_is_no_number_is_refused(codec, foul):
+    before = layer()
+    before.keys[1, 3, 2] = foul
+    with pytest.raises(ValueError, match="keep it as raw"):
+        codec.encode(before)
+
+
+@not_raw
+def test_zeros_and_enormous_values_come_back_finite(codec):
+    for value in (0.0, 1e30, -1e-30):
+        before = LayerKV(torch.full((2, 12, 16), value), torch.full((2, 12, 12), value))
+        after = there_and_back(codec, before)
+        assert after.keys.isfinite().all()
+        assert after.values.isfinite().all()
+
+
+@pytest.mark.parametrize("coder", ["zstd", "ans"])
+def test_a_blob_says_by_which_coder_it_was_packed(coder):
+    before, codec = layer(), CacheGenCodec(TABLES, replace(PACKED[1], coder=coder))
+    blob = codec.encode(before)
+    other = CacheGenCodec(TABLES, replace(PACKED[1], coder="ans" if coder == "zstd" else "zstd"))
+    meta = LayerMeta.of(before, blob)
+    assert same(codec.decode(blob, meta), other.decode(blob, meta))
+
+
+def test_a_layer_of_other_tables_is_told_apart_from_a_damaged_one():
+    before, codec = layer(), CacheGenCodec(TABLES, PACKED[0])
+    blob = codec.encode(before)
+    meta = LayerMeta.of(before, blob)
+    with pytest.raises(OtherTables, match=TABLES.digest):
+        CacheGenCodec(UNTURNED, PACKED[0]).decode(blob, meta)
+    blob[-1] ^= 1
+    with pytest.raises(ValueError, match="damaged") as caught:
+        CacheGenCodec(UNTURNED, PACKED[0]).decode(blob, meta)
+    assert not isinstance(caught.value, OtherTables)
+
+
+def test_a_layer_of_another_level_or_codec_is_refused():
+    before = layer()
+    blob = codec_for("cg1", TABLES).encode(before)
+    with pytest.raises(ValueError, match="level cg2 wanted"):
+        codec_for("cg2", TABLES).decode(blob, LayerMeta.of(before, blob))
+    with pytest.raises(ValueError, match="codec 1 wanted"):
+        INT8.decode(blob, LayerMeta.of(before, blob))
+
+
+def test_layers_that_were_not_profiled_are_refused():
+    codec = codec_for("cg1", TABLES)
+    with pytest.raises(ValueError, match="3 profiled layers"):
+        codec.encode(layer(), 3)
+    with pytest.raises(ValueError, match="as profiled"):
+        codec.encode(layer(heads=3), 0)
+    with pytest.raises(ValueError, match="wants its model's codec tables"):
+        codec_for("cg1")
+
+
+@not_raw
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_foreign_bytes_are_refused_or_decode_to_the_shape_that_was_wanted(codec, data):
+    """Bytes are changed, cut or put in, and the checksum is made to match: what decodes has the shape asked for."""
+    before = layer(n=30)
+    blob = bytearray(codec.encode(before).numpy().tobytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(blob) - 1))
+        change = data.draw(st.sampled_from(["set", "cut", "more"]))
+        if change == "set":
+            blob[at] = data.draw(st.integers(0, 255))
+        elif change == "cut" and len(blob) > 120:
+            del blob[at : at + data.draw(st.integers(1, 40))]
+        else:
+            blob[at:at] = data.draw(st.binary(max_size=20))
+    resum(blob)
+    meta = LayerMeta.of(before, torch.zeros(1))
+    try:
+        after = codec.decode(torch.frombuffer(blob, dtype=torch.uint8), meta)
+    except ValueError:
+        return
+    assert (after.keys.shape, after.values.shape) == (before.keys.shape, before.values.shape)
+
+
+def resum(blob):
+    """Write the checksum that fits, so that what lies behind it is looked at, too."""
+    begins = HEADER.size + 4 * blob[HEADER.size - 1] + SUM_NBYTES
+    if len(blob) >= begins:
+        del_at = slice(begins - SUM_NBYTES, begins)
+        blob[del_at] = blake3(bytes(blob[: begins - SUM_NBYTES] + blob[begins:])).digest(SUM_NBYTES)
+
+
+def test_dtypes_of_eight_bits_are_kept_too():
+    for name in ("float8_e4m3fn", "float8_e5m2"):
+        before = layer(n=12, dtype=DTYPES[name])
+        after = there_and_back(codec_for("cg1", TABLES), before)
+        assert after.keys.dtype == DTYPES[name]
+        assert after.keys.float().isfinite().all()
