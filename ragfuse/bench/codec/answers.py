@@ -80,9 +80,9 @@ def _score(rows: Sequence[Row], raw: Sequence[float]) -> dict[str, Any]:
     return {
         "n": len(rows),
         "f1": mean(mine),
-        "f1_ci": mean_interval(mine),
+        "f1_ci": list(mean_interval(mine)),
         "f1_delta": mean(mine) - mean(raw),
-        "f1_delta_ci": difference_interval(mine, raw),
+        "f1_delta_ci": list(difference_interval(mine, raw)),
         "same_answer": mean(float(row.same) for row in rows),
         "kl_answers": mean(row.kl for row in rows),
         "top1_answers": mean(row.top1 for row in rows),
