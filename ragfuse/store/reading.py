@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ragfuse.codec import Codec, OtherTables
+from ragfuse.codec import LayerMeta, OtherTables
 from ragfuse.core import ChunkKey, Entry, LayerKV
 from ragfuse.store.levels import Layout, Levels, Recent
 from ragfuse.store.tier import EntryMeta, Tier
@@ -42,7 +42,7 @@ class Encoded:
     meta: EntryMeta
     first: int
     blobs: Sequence[Tensor]
-    codec: Codec
+    decode: Callable[[Sequence[Tensor], Sequence[LayerMeta]], Sequence[LayerKV]]
     amiss: Callable[[int, ValueError], None]
 
     @property
@@ -58,7 +58,7 @@ class Encoded:
     def layer(self, at: int) -> LayerKV:
         """One of these layers decoded, on whatever thread asks; ValueError where its bytes are none of this codec's."""
         try:
-            return self.codec.decode(self.blobs[at - self.first], self.meta.layers[at])
+            return self.decode([self.blobs[at - self.first]], [self.meta.layers[at]])[0]
         except ValueError as error:
             self.amiss(at, error)
             raise
@@ -115,10 +115,10 @@ class Reading:
     def encoded(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str) -> Encoded | None:
         """Layers at one level as they stand there, not decoded; None if they cannot be had."""
         found = self._found(tier, key, first, count, level)
-        codec = self._levels.codecs(level, key.model)
-        if found is None or found.meta is None or codec is None or first + count > found.meta.n_layers:
+        if found is None or found.meta is None or first + count > found.meta.n_layers:
             return None
-        return Encoded(found.meta, first, found.blobs, codec, partial(self._amiss, tier, key, level))
+        decode = partial(self._levels.decoded, key, level)
+        return Encoded(found.meta, first, found.blobs, decode, partial(self._amiss, tier, key, level))
 
     def is_best(self, tier: str, key: ChunkKey, level: str) -> bool:
         """Whether nothing that can be decoded of an entry loses less than this level."""
