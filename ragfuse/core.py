@@ -15,6 +15,8 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from ragfuse.arrivals import StreamTrace
+
 FORMAT_VERSION = 2
 """Version of everything that is written: keys, headers, profiles. A change makes old entries misses."""
 
@@ -228,7 +230,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Fetch:
-    """One segment to be read: which, from which tier, at which codec level, and how many tokens that gives."""
+    """One segment to be read: which, from which tier, at which codec level, and how many tokens that gives.
+
+    sizes: (level, bytes) of all levels that there are, what loses least first.
+    """
 
     segment: int
     key: ChunkKey
@@ -236,6 +241,7 @@ class Fetch:
     level: str
     nbytes: int
     n_tokens: int = 0
+    sizes: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
@@ -336,7 +342,8 @@ class Trace:
     time from the prompt to its first logits, predicted_ttft_s and predicted_load_s what the plan foresaw (None: it was
     made without timings of this machine); corrections as in its `Forecast`. promoted: chunks that were copied to a
     faster tier in the background since the trace before this one, because they are used often. dropped: sources of
-    chunks that were left out of the prompt, so that it and its answer fit.
+    chunks that were left out of the prompt, so that it and its answer fit. stream: what came over a line under a
+    deadline, piece by piece.
     """
 
     model: str = ""
@@ -361,6 +368,7 @@ class Trace:
     corrections: tuple[tuple[str, float], ...] = ()
     promoted: int = 0
     dropped: tuple[str, ...] = ()
+    stream: StreamTrace | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt
+from ragfuse.bringing import Bringer
 from ragfuse.calling import Caller, Reply, Tool, offered
 from ragfuse.coding import Coding
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
@@ -27,6 +28,7 @@ from ragfuse.hf.model import HFModel, load_model
 from ragfuse.hf.stream import FirstToken, StopWhen
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.keeping import open_kept, remember_tenant
+from ragfuse.load.link import Links
 from ragfuse.measure import Progress
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.plan.controller import settle
@@ -72,6 +74,9 @@ class Engine:
         self.tally = Tally(lambda: self._saver.waiting)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
         self._prefetcher = Prefetcher(self.store, lambda: self.encoder, self._booked)
+        self._prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
+        links = Links(self.settings.streams)
+        self._bringer = Bringer(self.settings, self.store, self._planner, links, self._prefetcher.leave)
         self.marker, self._caller = self._prompter.marker, Caller()
 
     @staticmethod
@@ -188,8 +193,9 @@ class Engine:
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
         """Plan, load and prefill a prompt; InputError if it is longer than the model can take."""
-        prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
-        return prefiller.prepare(prompt, ask or Ask(), self.model, self.profile)
+        ask = ask or Ask()
+        with self._bringer.all([prompt], ask, self.model, self.profile) as (brought,):
+            return self._prefiller.prepare(prompt, ask, self.model, self.profile, brought)
 
     def answer(self, prompt: Question, ask: Ask | None = None) -> Answer:
         """The answer to a prompt, with the trace of what was reused."""
@@ -213,9 +219,10 @@ class Engine:
         assembled = [self._fitted(prompt, ask) for prompt in prompts]
         if not assembled:
             return []
-        reply = self._caller.reply(ask, self.model, self._prompter.calls)
-        with self.model.lock:
-            ready = [self.prepare(prompt, ask) for prompt in assembled]
+        reply, profile = self._caller.reply(ask, self.model, self._prompter.calls), self.profile
+        with self._bringer.all(assembled, ask, self.model, profile) as brought, self.model.lock:
+            given = zip(assembled, brought, strict=True)
+            ready = [self._prefiller.prepare(prompt, ask, self.model, profile, came) for prompt, came in given]
             room = min((r.room for r in ready if r.room is not None), default=None)
             options = reply.options(options_of(ask, self.settings, room))
             streamer = first if is_streamable(options, self.model) else None
@@ -309,10 +316,10 @@ class Engine:
     ) -> Answer:
         began, assembled, model = time.perf_counter(), self._fitted(prompt, ask), self.model
         reply = self._caller.reply(ask, model, self._prompter.calls)
-        with model.lock:
+        with self._bringer.all([assembled], ask, model, self.profile) as (brought,), model.lock:
             if gone.is_set():
                 raise InputError("The stream was closed before its answer began.")
-            ready = self.prepare(assembled, ask)
+            ready = self._prefiller.prepare(assembled, ask, model, self.profile, brought)
             options = reply.options(options_of(ask, self.settings, ready.room))
             sink = reply.sink(say, options)
             streamer = sink if is_streamable(options, model) else None
@@ -336,7 +343,7 @@ class Engine:
     ) -> Answer:
         end = reply.written(ids, options)
         timing = replace(ready.timing, began_s=began)
-        trace = trace_of(ready.plan, ready.prefill, timing, first_s, time.perf_counter(), self.model.name)
+        trace = trace_of(ready, timing, first_s, time.perf_counter(), self.model.name)
         trace = replace(trace, promoted=self._planner.take_promoted())
         return Answer(end.text, end.token_ids, end.reason, trace, end.calls)
 

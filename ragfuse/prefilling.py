@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ragfuse.asking import Ask, hurried
+from ragfuse.bringing import Brought
 from ragfuse.core import ChunkKey, LoadPlan, Prompt
 from ragfuse.fitting import drops, room_of
-from ragfuse.fuse.fusor import LostRun, Run
+from ragfuse.fuse.fusor import LostRun, Run, Source
 from ragfuse.hf.model import HFModel, NoSource, Prefill
 from ragfuse.load.layers import LayerReader
 from ragfuse.plan.controller import is_exact
@@ -33,28 +34,60 @@ class Prefiller:
     planner: Planner
     reads: Callable[[Iterable[ChunkKey]], None]
 
-    def prepare(self, prompt: Prompt, ask: Ask, model: HFModel, profile: ModelProfile) -> Ready:
-        """The prefilled prompt; InputError if it is longer than the model can take."""
-        began, lost = time.perf_counter(), frozenset[int]()
+    def prepare(
+        self, prompt: Prompt, ask: Ask, model: HFModel, profile: ModelProfile, brought: Brought | None = None
+    ) -> Ready:
+        """The prefilled prompt; InputError if it is longer than the model can take.
+
+        brought: what came for it over a line, and its plan.
+        """
         room = room_of(prompt, model, drops(ask, self.settings))
+        began, lost = time.perf_counter(), frozenset[int]()
+        since = brought.began_s if brought is not None else began
         while True:
-            left = hurried(ask, time.perf_counter() - began)
-            chosen = planned(self.planner.plan)(prompt, left, model, profile, lost)
-            self.reads(fetch.key for fetch in chosen.fetches)
-            reader = LayerReader(self.store, chosen.fetches, model.n_layers, chosen.layers_a_read, model.device)
+            if brought is not None and (brought.stream is not None or not lost):
+                chosen = brought.plan
+            else:
+                left = hurried(ask, time.perf_counter() - since)
+                chosen = planned(self.planner.plan)(prompt, left, model, profile, lost)
+                self.reads(fetch.key for fetch in chosen.fetches)
+            came = brought.streamed if brought is not None else frozenset[int]()
+            near = replace(chosen, fetches=tuple(fetch for fetch in chosen.fetches if fetch.segment not in came))
+            reader = LayerReader(self.store, near.fetches, model.n_layers, chosen.layers_a_read, model.device)
             try:
-                with loading(reader, chosen):
-                    prefill = _prefill(model, chosen, reader)
+                with loading(reader, near):
+                    prefill = _prefill(model, chosen, brought.over(reader) if brought is not None else reader)
             except LostRun as gone:
                 lost |= {gone.segment}
+                if brought is not None:
+                    brought.lose(gone.segment)
                 continue
-            compute_s = time.perf_counter() - began - reader.wait_s
-            self.planner.timings.saw(model, chosen, reader.load_s)
-            return Ready(chosen, prefill, Timing(began, reader.load_s, reader.wait_s, compute_s), room)
+            if not came:
+                self.planner.timings.saw(model, chosen, reader.load_s)
+            return Ready(
+                chosen,
+                prefill,
+                _timing(since, began, reader, brought),
+                room,
+                brought.trace() if brought is not None else None,
+            )
+
+
+def _timing(since: float, began: float, reader: LayerReader, brought: Brought | None) -> Timing:
+    """Seconds of one prompt, which were computed in from `began` on, but for what was waited for."""
+    load_s, wait_s, due_s = reader.load_s, reader.wait_s, None
+    compute_s = time.perf_counter() - began - wait_s
+    if brought is not None:
+        due_s = brought.due_s
+    if brought is not None and brought.stream is not None:
+        stream = brought.stream
+        load_s, wait_s = load_s + stream.load_s, wait_s + stream.wait_s
+        compute_s -= stream.wait_s - stream.load_s
+    return Timing(since, load_s, wait_s, compute_s, due_s)
 
 
 @fused
-def _prefill(model: HFModel, chosen: LoadPlan, reader: LayerReader) -> Prefill:
+def _prefill(model: HFModel, chosen: LoadPlan, layers: Source) -> Prefill:
     prompt = chosen.prompt
     if chosen.refusal:
         return model.full_prefill(prompt.token_ids)
@@ -63,5 +96,5 @@ def _prefill(model: HFModel, chosen: LoadPlan, reader: LayerReader) -> Prefill:
         segment, (lo, hi) = prompt.segments[fetch.segment], prompt.spans[fetch.segment]
         blend = segment.kind == "chunk" and not is_exact(prompt, fetch)
         runs.append(Run(fetch.segment, lo, hi, segment.start, blend))
-    source = reader if runs else NoSource()
+    source = layers if runs else NoSource()
     return model.fuse(prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio, asked=prompt.asked)

@@ -108,6 +108,12 @@ class Settings(BaseSettings):
         le=1,
         description="Share of reused context rows computed again; default: 0.15, or what auto chooses.",
     )
+    adapt: Literal["paper", "algorithm"] = Field(
+        default="paper",
+        description="How pieces come over a line under a deadline: by section 5.3 of CacheGen or by its algorithm 1.",
+    )
+    piece_tokens: int = Field(default=1500, ge=16, description="Tokens of such a piece, about.")
+    streams: int = Field(default=4, ge=1, description="Questions that read over one line at the same time, at most.")
     chunk_tokens: int = Field(default=160, ge=16, description="Size of a chunk when documents are cut here.")
     chunk_overlap: int = Field(default=0, ge=0, description="Tokens shared by neighbouring chunks.")
     amid_tokens: int = Field(

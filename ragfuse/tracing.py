@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ragfuse.arrivals import StreamTrace
 from ragfuse.core import LoadPlan, Segment, SegmentTrace, Trace
 from ragfuse.hf.model import Prefill
 from ragfuse.plan.controller import is_exact
@@ -14,28 +15,35 @@ from ragfuse.plan.controller import is_exact
 
 @dataclass(frozen=True)
 class Timing:
-    """began_s: `time.perf_counter()` when the question came. load_s, wait_s, compute_s: seconds."""
+    """began_s: `time.perf_counter()` when the question came. load_s, wait_s, compute_s: seconds.
+
+    due_s: `time.perf_counter()` when the first token is wanted at the latest; None: nothing was said, or heeded.
+    """
 
     began_s: float
     load_s: float
     wait_s: float
     compute_s: float
+    due_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A prefilled prompt on its way to an answer; room: new tokens that fit behind it, None without a limit."""
+    """A prefilled prompt on its way to an answer; room: new tokens that fit behind it, None without a limit.
+
+    stream: what came over a line for it.
+    """
 
     plan: LoadPlan
     prefill: Prefill
     timing: Timing
     room: int | None = None
+    stream: StreamTrace | None = None
 
 
-def trace_of(
-    plan: LoadPlan, prefill: Prefill, timing: Timing, first_s: float | None, now_s: float, model: str
-) -> Trace:
+def trace_of(ready: Ready, timing: Timing, first_s: float | None, now_s: float, model: str) -> Trace:
     """The trace of one answer; first_s, now_s: `time.perf_counter()` at its first token and at its end."""
+    plan, prefill = ready.plan, ready.prefill
     rows = tuple(prefill.chosen.tolist())
     segments = tuple(
         _segment(plan, index, segment, rows) for index, segment in enumerate(plan.prompt.segments) if segment.keys
@@ -66,7 +74,13 @@ def trace_of(
         predicted_load_s=foreseen.load_s if foreseen is not None else None,
         corrections=foreseen.corrections if foreseen is not None else (),
         dropped=plan.prompt.dropped,
+        stream=_judged(ready.stream, timing, first_s or now_s),
     )
+
+
+def _judged(stream: StreamTrace | None, timing: Timing, first_s: float) -> StreamTrace | None:
+    """With whether the first token came within the deadline."""
+    return replace(stream, held=timing.due_s is not None and first_s <= timing.due_s) if stream is not None else None
 
 
 def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]) -> SegmentTrace:

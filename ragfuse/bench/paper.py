@@ -1,13 +1,14 @@
 """The figures of the CacheBlend paper, measured here: `ragfuse bench paper fig6` and 7, 8, 10, 12, 13, 15, 16, 17.
 
+Those of CacheGen are `codec/figures.py`'s.
+
 Each figure is a table beside what the paper says, a picture, and the settings that differ. Quality is measured on the
 model that is named, which is far smaller than the paper's; what should carry over are the shapes and the ratios.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from types import MappingProxyType
@@ -15,8 +16,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from ragfuse.bench.codec.figures import CACHEGEN
 from ragfuse.bench.deviation import (
     attention_deviation,
     attention_of,
@@ -26,20 +27,18 @@ from ragfuse.bench.deviation import (
     kv_deviation,
     neighbours,
 )
-from ragfuse.bench.plots import saved
+from ragfuse.bench.figure import Figure, Rows, Wanted, by_random_tokens, run_figure
 from ragfuse.bench.presets import bench_model
-from ragfuse.bench.quality.cases import Case, Packing, read_cases, set_name
+from ragfuse.bench.quality.cases import Case, Packing, read_cases
 from ragfuse.bench.quality.methods import Lab, Method, methods_of
 from ragfuse.bench.quality.run import Plan, drawn, measure
 from ragfuse.bench.quality.table import results_of
-from ragfuse.bench.runner import Runner, circumstances, progress
+from ragfuse.bench.runner import Runner, progress
 from ragfuse.bench.storage import by_device, draw_by_device, draw_pick, pick
 from ragfuse.bench.ttft import TtftOptions, run_ttft
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
-from ragfuse.settings import Settings
 
-Rows = list[dict[str, Any]]
 RATIOS = (0.0, 0.05, 0.10, 0.15, 0.20, 0.30, 0.50, 0.80, 1.0)
 SWEEP = (0.05, 0.10, 0.15, 0.18, 0.30, 0.50)
 SIZES = ((3, 512), (6, 512), (9, 512), (12, 512), (6, 300), (6, 600), (6, 900))
@@ -48,77 +47,12 @@ BLEND = "hkvd@alone"
 """The paper's own method: chunks encoded alone, high deviations recomputed."""
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What to measure a figure with: data sets, questions of each (0: all), chunk size, where rows are kept.
-
-    quick: once, and no prompt of more than four thousand tokens, where times alone are measured; every second ratio.
-    """
-
-    settings: Settings
-    sets: tuple[str, ...]
-    limit: int
-    chunk_tokens: int
-    rows: Path | None
-    console: Console
-    quick: bool = False
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure: its title, what the paper says, how it is measured and drawn."""
-
-    title: str
-    paper: str
-    measure: Callable[[Wanted], Rows]
-    columns: tuple[str, ...]
-    draw: Callable[[Any, Sequence[Mapping[str, Any]]], None]
-    asks: bool = True
-    """Whether it asks questions of data sets."""
-
-
 def run_paper(name: str, wanted: Wanted, picture: Path | None) -> dict[str, Any]:
-    """Measure a figure, print it beside the paper's, draw it; the result as plain JSON types."""
-    figure = FIGURES.get(name)
-    if figure is None:
-        raise SettingsError(f"There is no figure '{name}' here. It is one of: {', '.join(FIGURES)}.")
-    rows = figure.measure(wanted)
-    wanted.console.print(f"[bold]{name}: {figure.title}[/]", highlight=False, soft_wrap=True)
-    table = Table(box=None)
-    for column in figure.columns:
-        is_text = column in ("dataset", "method", "device", "taken")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(_shown(row.get(column)) for column in figure.columns))
-    wanted.console.print(table)
-    wanted.console.print(f"The paper: {figure.paper}", highlight=False)
-    settings = wanted.settings
-    asked = f", n = {wanted.limit or 'all'} a set" if figure.asks else ", random tokens"
-    differs = f"Here: {settings.model} in {settings.dtype} on {settings.device}{asked}."
-    wanted.console.print(differs, highlight=False)
-    if picture is not None:
-        with saved(picture, (7, 4.5)) as drawing:
-            axes = drawing.add_subplot()
-            figure.draw(axes, rows)
-            axes.set_title(f"{figure.title}\n{differs}", fontsize=9)
-            axes.grid(True, alpha=0.3)
-        wanted.console.print(f"Picture: {picture}", highlight=False)
-    return {
-        "figure": name,
-        "title": figure.title,
-        "paper": figure.paper,
-        "rows": rows,
-        "model": settings.model,
-        "dtype": settings.dtype,
-        "sets": [set_name(name) for name in wanted.sets],
-        "limit": wanted.limit,
-        "chunk_tokens": wanted.chunk_tokens,
-        **circumstances(torch.device(settings.device), torch.get_num_threads()),
-    }
-
-
-def _shown(value: Any) -> str:
-    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+    """Measure a figure of either paper; SettingsError if there is none of that name."""
+    known = {**FIGURES, **CACHEGEN}
+    if name not in known:
+        raise SettingsError(f"There is no figure '{name}' here. It is one of: {', '.join(known)}.")
+    return run_figure(name, known[name], wanted, picture)
 
 
 def _model(wanted: Wanted) -> HFModel:
@@ -346,7 +280,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             _picks,
             ("device", "price", "ratio", "load_s", "fuse_s", "predicted_s", "ttft_s", "taken"),
             draw_pick,
-            asks=False,
+            given=by_random_tokens,
         ),
         "fig12": Figure(
             "quality against time to first token",
@@ -369,7 +303,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             _sizes,
             ("chunks", "chunk_tokens", "full_s", "prefix_s", "fused_s", "reuse_s", "ttft_x"),
             _draw_sizes,
-            asks=False,
+            given=by_random_tokens,
         ),
         "fig16": Figure(
             "quality against time to first token, by recompute ratio",

@@ -12,6 +12,7 @@ from rich.text import Text
 from ragfuse.cli.files import find_files
 from ragfuse.cli.ingest import add_files, encode, tell_skipped
 from ragfuse.cli.options import (
+    Deadline,
     Device,
     Dtype,
     Index,
@@ -49,6 +50,7 @@ def ask(
     top_k: Annotated[int | None, typer.Option(help="Chunks retrieved.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="New tokens at most.")] = None,
     overflow: Overflow = None,
+    deadline: Deadline = None,
     no_kv: Annotated[bool, typer.Option("--no-kv", help="With --docs: index only, encode what is needed.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show what was reused and why.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Run the model's own full prefill beside it.")] = False,
@@ -88,7 +90,7 @@ def ask(
                 encode(engine, chunks, console)
         prompt = prompt_for(engine, library, question, console)
         full = _full(engine, prompt, console) if compare else None
-        answer = _stream(engine, prompt, console, heading=compare)
+        answer = _stream(engine, prompt, console, heading=compare, deadline=deadline)
         if explain or compare:
             from ragfuse.cli.show import show_trace
 
@@ -121,13 +123,14 @@ def _full(engine: Engine, prompt: Any, console: Console) -> Answer:
     return full
 
 
-def _stream(engine: Engine, prompt: Any, console: Console, heading: bool) -> Answer:
+def _stream(engine: Engine, prompt: Any, console: Console, heading: bool, deadline: float | None) -> Answer:
     from ragfuse.cli.show import Flow
+    from ragfuse.engine import Ask
 
     if heading:
         console.print("[bold]ragfuse:[/] ", end="")
     flow = Flow(console, len("ragfuse: ") if heading else 0)
-    with engine.stream(prompt) as stream:
+    with engine.stream(prompt, Ask(deadline_s=deadline)) as stream:
         for text in stream:
             flow.say(text)
         if heading:

@@ -37,6 +37,7 @@ Threads = Annotated[int, typer.Option(help="Threads of torch.")]
 Rounds = Annotated[int, typer.Option(help="Interleaved rounds.")]
 
 BY_DEFAULT = "full,prefix,none,auto"
+CONTEXT_TOKENS, QUICK_TOKENS = 6000, 1000
 DEMO_MEMORY = 3 << 30
 """Bytes of KV that the demo keeps in memory: all that stands further down in a prompt; the rest is read from disk."""
 
@@ -277,14 +278,29 @@ def quality(
 
 @bench.command("paper")
 def paper(
-    figure: Annotated[str, typer.Argument(help="fig6, 7, 8, 10, 12, 13, 15, 16 or 17 of CacheBlend, as in fig12.")],
+    figure: Annotated[
+        str,
+        typer.Argument(
+            help="fig6, 7, 8, 10, 12, 13, 15, 16 or 17 of CacheBlend, as in fig12; cg-fig3, 4, 5, 9, 11, 12, 13, 14 "
+            "or 15 of CacheGen."
+        ),
+    ],
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
     data: Annotated[
-        list[str] | None, typer.Option(help="Data set as for `bench quality`; held-out unless given. Repeat for more.")
+        list[str] | None,
+        typer.Option(
+            help="Data set as for `bench quality`; held-out unless given. Repeat for more. CacheGen: a folder of them."
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Questions of each set; 0: all.")] = 60,
+    limit: Annotated[
+        int | None, typer.Option(help="Questions of each set, 60 unless given; CacheGen: contexts, 4. 0: all.")
+    ] = None,
+    context_tokens: Annotated[int, typer.Option(help="CacheGen: tokens of a context.")] = CONTEXT_TOKENS,
+    keep_kv: Annotated[
+        Path | None, typer.Option(help="CacheGen: a folder for the contexts' KV, which the next figure takes from it.")
+    ] = None,
     chunk_tokens: Annotated[int, typer.Option(help="Pack passages into chunks of up to so many; 0: as they are.")] = 0,
     quick: Annotated[
         bool, typer.Option(help="Eight questions, or one round of the shorter prompts: to see it work.")
@@ -292,8 +308,9 @@ def paper(
     plot: Annotated[Path | None, typer.Option(help="Draw the figure here (PNG).")] = None,
     json: Json = None,
 ) -> None:
-    """A figure of the CacheBlend paper, measured here beside what the paper says."""
-    from ragfuse.bench.paper import Wanted, run_paper
+    """A figure of the CacheBlend or the CacheGen paper, measured here beside what the paper says."""
+    from ragfuse.bench.figure import Wanted
+    from ragfuse.bench.paper import run_paper
     from ragfuse.bench.plots import require_plotting
     from ragfuse.bench.runner import tune_malloc
     from ragfuse.dtypes import settled
@@ -305,7 +322,10 @@ def paper(
     rows = _rows_beside(json)
     sets = tuple(data or ("held-out",))
     tune_malloc(console)
-    wanted = Wanted(settings, sets, 8 if quick else limit, chunk_tokens, rows, console, quick)
+    usual, least = (4, 1) if figure.startswith("cg-") else (60, 8)
+    most = least if quick else usual if limit is None else limit
+    tokens = min(context_tokens, QUICK_TOKENS) if quick else context_tokens
+    wanted = Wanted(settings, sets, most, chunk_tokens, rows, console, quick, tokens, keep_kv)
     write_json(run_paper(figure, wanted, plot), json)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ragfuse.cli import ask, benches, checks, doctor, ingest, measure, models, store
+from ragfuse.cli import ask, benches, checks, doctor, ingest, kv_benches, measure, models, store
 from ragfuse.errors import RagFuseError
 
 
@@ -81,6 +81,7 @@ app.command("verify")(checks.verify_model)
 app.command("calibrate")(checks.calibrate_model)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(benches.demo)
+benches.bench.command("codec")(kv_benches.codec)
 app.add_typer(benches.bench, name="bench")
 app.add_typer(models.models, name="models")
 app.add_typer(store.store, name="store")

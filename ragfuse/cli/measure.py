@@ -16,6 +16,7 @@ from rich.table import Table
 from ragfuse.cli.ask import prompt_for
 from ragfuse.cli.ingest import homes_of, progress
 from ragfuse.cli.options import (
+    Deadline,
     Device,
     Dtype,
     Index,
@@ -95,7 +96,7 @@ def explain(
     ratio: Ratio = None,
     top_k: Annotated[int | None, typer.Option(help="Chunks retrieved.")] = None,
     overflow: Overflow = None,
-    deadline: Annotated[float | None, typer.Option(help="Seconds until the first token is wanted.", min=0.0)] = None,
+    deadline: Deadline = None,
     json: Json = None,
 ) -> None:
     """Tell what a question would read and compute, how long that takes, and why; it is not answered."""

@@ -26,6 +26,7 @@ Ratio = Annotated[float | None, typer.Option("--ratio", help="Share of reused co
 Overflow = Annotated[
     str | None, typer.Option("--overflow", help="A prompt that is too long: error, or drop its last chunks.")
 ]
+Deadline = Annotated[float | None, typer.Option("--deadline", help="Seconds until the first token is wanted.", min=0.0)]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result here as JSON ('-': standard output).")]
 Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from ragfuse.arrivals import StreamTrace
     from ragfuse.core import Trace
 
 REUSED, RECOMPUTED, FRESH = "blue", "dark_orange", "grey50"
@@ -33,6 +34,8 @@ def show_trace(console: Console, trace: Trace) -> None:
     if trace.dropped:
         names = ", ".join(Path(source).name or "a chunk" for source in trace.dropped)
         console.print(Text(f"left out, so that prompt and answer fit: {names}"))
+    if trace.stream is not None:
+        _show_stream(console, trace.stream)
     console.print(strip(trace, min(console.width, 100)))
     if trace.refusal:
         said = f"{trace.tokens} tokens, all [{FRESH}]computed[/]: {escape(trace.refusal)}"
@@ -43,6 +46,21 @@ def show_trace(console: Console, trace: Trace) -> None:
             f"average), [{FRESH}]{trace.tokens_fresh} fresh[/]"
         )
     console.print(f"{said}; first token after {trace.ttft_s:.2f} s", highlight=False)
+
+
+def _show_stream(console: Console, stream: StreamTrace) -> None:
+    """What came over a line, piece by piece, and whether that was in time."""
+    table = Table("piece", box=None, pad_edge=False)
+    for heading in ("tokens", "at s", "MB", "s", "MB/s"):
+        table.add_column(heading, justify="right")
+    table.add_column("why")
+    for piece in stream.pieces:
+        read = (f"{piece.nbytes / 1e6:.1f}", f"{piece.seconds:.2f}", f"{(piece.throughput or 0.0) / 1e6:.1f}")
+        figures = read if piece.seconds else ("", "", "")
+        table.add_row(piece.level, str(piece.tokens), f"{piece.began_s:.2f}", *figures, Text(piece.why))
+    console.print(table)
+    held = "within" if stream.held else "after"
+    console.print(f"first token {held} the deadline of {stream.deadline_s:g} s", highlight=False)
 
 
 def short(name: str) -> str:

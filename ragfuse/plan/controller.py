@@ -65,7 +65,8 @@ def plan(
             misses.append((index, "its entry holds nothing"))
         else:
             level, nbytes = next(iter(entry.sizes.items()))
-            fetch = ways.get(index) or Fetch(index, entry.key, entry.tier, level, nbytes, entry.n_tokens)
+            found = Fetch(index, entry.key, entry.tier, level, nbytes, entry.n_tokens, tuple(entry.sizes.items()))
+            fetch = ways.get(index, found)
             (unread if index in left else fetches).append(fetch)
             misses += [(index, left[index])] if index in left else []
     blended = [fetch for fetch in fetches if is_blended(prompt, fetch)]
@@ -94,6 +95,15 @@ def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
         return not lo and not fetch.key.context
     gapless = start - lo == prompt.segments[0].start
     return gapless and fetch.key.context == token_digest(prompt.token_ids[:lo])
+
+
+def blend_of(found: LoadPlan) -> Blend:
+    """A plan's fused prefill in numbers."""
+    prompt = found.prompt
+    sizes = [len(prompt.segments[fetch.segment].tokens) for fetch in found.fetches]
+    chunks = [n for n, fetch in zip(sizes, found.fetches, strict=True) if is_blended(prompt, fetch)]
+    share = share_of(found.policy, found.ratio, chunks)
+    return Blend(found.policy, len(prompt), len(prompt) - sum(sizes), sum(chunks), share)
 
 
 @dataclass(frozen=True)
@@ -160,13 +170,9 @@ class Timed:
     @classmethod
     def of(cls, times: Estimate, found: LoadPlan) -> Timed:
         """The plan with its times, those of full prefill where it reads nothing."""
-        prompt = found.prompt
-        sizes = [len(prompt.segments[fetch.segment].tokens) for fetch in found.fetches]
-        chunks = [n for n, fetch in zip(sizes, found.fetches, strict=True) if is_blended(prompt, fetch)]
-        share = share_of(found.policy, found.ratio, chunks)
-        blend = Blend(found.policy, len(prompt), len(prompt) - sum(sizes), sum(chunks), share)
+        blend = blend_of(found)
         if not found.fetches:
-            return cls(times, found, blend, times.prefill_s(len(prompt)), 0.0)
+            return cls(times, found, blend, times.prefill_s(len(found.prompt)), 0.0)
         return cls(times, found, blend, 0.0, 0.0).in_best_steps()
 
     def in_best_steps(self) -> Timed:

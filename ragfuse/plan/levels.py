@@ -33,7 +33,7 @@ def offers(
     for fetch in fetches:
         there = [entries[fetch.key], *others.get(fetch.key, ())]
         ways = [
-            Fetch(fetch.segment, entry.key, entry.tier, level, nbytes, entry.n_tokens)
+            Fetch(fetch.segment, entry.key, entry.tier, level, nbytes, entry.n_tokens, tuple(entry.sizes.items()))
             for entry in there
             for level, nbytes in entry.sizes.items()
             if entry.n_tokens == fetch.n_tokens

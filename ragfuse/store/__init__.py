@@ -4,6 +4,7 @@ from ragfuse.store.book import Book, KnownText
 from ragfuse.store.disk import DiskTier
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.opening import open_store, open_tier
+from ragfuse.store.reading import Encoded
 from ragfuse.store.store import KVStore, StoreStats
 from ragfuse.store.tier import EntryMeta, Evictor, Tier
 from ragfuse.store.writer import Writer, countdown
@@ -11,6 +12,7 @@ from ragfuse.store.writer import Writer, countdown
 __all__ = [
     "Book",
     "DiskTier",
+    "Encoded",
     "EntryMeta",
     "Evictor",
     "KVStore",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from ragfuse.codec import OtherTables
+from ragfuse.codec import LayerMeta, OtherTables
 from ragfuse.core import ChunkKey, Entry, LayerKV
 from ragfuse.store.levels import Layout, Levels, Recent
 from ragfuse.store.tier import EntryMeta, Tier
@@ -28,6 +30,38 @@ class Found(NamedTuple):
     layers: tuple[LayerKV, ...]
     meta: EntryMeta | None = None
     blobs: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Layers of a chunk at one level as they were read, from `first` on and not decoded yet.
+
+    meta: of the whole chunk at that level. `amiss` hears of a layer that cannot be decoded.
+    """
+
+    meta: EntryMeta
+    first: int
+    blobs: Sequence[Tensor]
+    decode: Callable[[Sequence[Tensor], Sequence[LayerMeta]], Sequence[LayerKV]]
+    amiss: Callable[[int, ValueError], None]
+
+    @property
+    def nbytes(self) -> int:
+        """As read."""
+        return sum(blob.numel() for blob in self.blobs)
+
+    @property
+    def layers(self) -> range:
+        """Which they are."""
+        return range(self.first, self.first + len(self.blobs))
+
+    def layer(self, at: int) -> LayerKV:
+        """One of these layers decoded, on whatever thread asks; ValueError where its bytes are none of this codec's."""
+        try:
+            return self.decode([self.blobs[at - self.first]], [self.meta.layers[at]])[0]
+        except ValueError as error:
+            self.amiss(at, error)
+            raise
 
 
 class Reading:
@@ -69,14 +103,30 @@ class Reading:
     def layers(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> Found | None:
         """`count` layers from `first` on at a level (None: the first that can be decoded); None if there are none."""
         try:
-            return self._layers(tier, key, first, count, level)
+            found = self._found(tier, key, first, count, level)
+            if found is None or found.meta is None:
+                return found
+            return self._decoded(tier, key, first, found.meta, found.blobs)
         except Exception:
             tier.counts.add("corrupt")
             log.exception("Could not read layer %d of %s from tier %s", first, key, tier.name)
             return None
 
-    def _layers(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> Found | None:
-        """As `layers`, by one read where it is known how the entry stands; else by the first one that is learned."""
+    def encoded(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str) -> Encoded | None:
+        """Layers at one level as they stand there, not decoded; None if they cannot be had."""
+        found = self._found(tier, key, first, count, level)
+        if found is None or found.meta is None or first + count > found.meta.n_layers:
+            return None
+        decode = partial(self._levels.decoded, key, level)
+        return Encoded(found.meta, first, found.blobs, decode, partial(self._amiss, tier, key, level))
+
+    def is_best(self, tier: str, key: ChunkKey, level: str) -> bool:
+        """Whether nothing that can be decoded of an entry loses less than this level."""
+        known = self._layouts.get((tier, key))
+        return known is None or self._levels.best(key, known.levels, None) == level
+
+    def _found(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> Found | None:
+        """Bytes alone, by one read where it is known how the entry stands; else by the first one that is learned."""
         known = self._layouts.get((tier.name, key))
         for _ in range(_TRIES):
             chosen = self._chosen(key, known.levels, level) if known is not None else None
@@ -95,7 +145,7 @@ class Reading:
                 self._layouts.add((tier.name, key), known)
             chosen = self._chosen(key, meta.levels, level)
             if chosen is not None and known.first(chosen) == at:
-                return self._decoded(tier, key, first, meta.only(chosen), blobs)
+                return Found((), meta.only(chosen), blobs)
         return None
 
     def _chosen(self, key: ChunkKey, levels: Sequence[str], level: str | None) -> str | None:
@@ -108,11 +158,15 @@ class Reading:
         try:
             described = meta.layers[first : first + len(blobs)]
             return Found(tuple(self._levels.decoded(key, meta.levels[0], blobs, described)), meta, blobs)
-        except OtherTables as error:
-            self._levels.leave(key, meta.levels[0], str(error))
-            return None
         except ValueError as error:
-            tier.counts.add("corrupt")
-            log.warning("Dropped %s from tier %s: it cannot be decoded from layer %d: %s", key, tier.name, first, error)
-            tier.delete([key])
+            self._amiss(tier, key, meta.levels[0], first, error)
             return None
+
+    def _amiss(self, tier: Tier, key: ChunkKey, level: str, layer: int, error: ValueError) -> None:
+        """An entry that cannot be decoded is dropped; one that is made for other tables is left alone."""
+        if isinstance(error, OtherTables):
+            self._levels.leave(key, level, str(error))
+            return
+        tier.counts.add("corrupt")
+        log.warning("Dropped %s from tier %s: it cannot be decoded from layer %d: %s", key, tier.name, layer, error)
+        tier.delete([key])

@@ -24,7 +24,7 @@ from ragfuse.store import manage
 from ragfuse.store.archive import Text
 from ragfuse.store.levels import TABLELESS, Codecs, Content, Levels, loss_of, only, pieces_of
 from ragfuse.store.manage import Outcome, Progress
-from ragfuse.store.reading import Reading
+from ragfuse.store.reading import Encoded, Reading
 from ragfuse.store.recode import recode
 from ragfuse.store.saves import Saves
 from ragfuse.store.tier import Counts, EntryMeta, Expects, Expired, Freed, Tier, Whole, answers
@@ -145,6 +145,20 @@ class KVStore:
                     self._saves.promote(key, first, found.meta, found.blobs, epoch)
                 return found.layers
         return None
+
+    def read_encoded(self, key: ChunkKey, first: int, count: int, tier: str, level: str) -> Encoded | None:
+        """Layers at one level of one tier, to be decoded by whoever asks; None if they cannot be had.
+
+        They enter fast tiers where nothing less lossy stands beside them: what was hurried is no reason to lose more.
+        """
+        source, epoch = self.tier(tier), self._saves.epoch
+        found = None if self._closed else self._reading.encoded(source, key, first, count, level)
+        if found is not None:
+            if first == 0:
+                self._uses.note(key, source.name, self._clock(), self.tell_every_s)
+            if source is not self.tiers[0] and self._reading.is_best(tier, key, level):
+                self._saves.promote(key, first, found.meta, found.blobs, epoch)
+        return found
 
     def expect(self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None) -> None:
         """Tell a tier which layers will be read soon, so that it may bring them."""

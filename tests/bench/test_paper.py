@@ -11,7 +11,8 @@ from rich.console import Console
 
 from ragfuse import Settings
 from ragfuse.bench import paper, storage
-from ragfuse.bench.paper import FIGURES, Wanted, run_paper
+from ragfuse.bench.figure import Wanted
+from ragfuse.bench.paper import FIGURES, run_paper
 from ragfuse.errors import SettingsError
 from tests.tiny import CHUNKS
 

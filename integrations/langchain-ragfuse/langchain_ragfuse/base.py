@@ -17,7 +17,18 @@ from ragfuse import Answer, AnswerStream, Ask, Engine, Grammar, InputError, Sett
 
 CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=())
 SAMPLING = ("temperature", "top_p", "top_k")
-OVERRIDES = ("policy", "ratio", "reuse", "max_tokens", *SAMPLING, "seed", "timeout", "overflow", "grammar")
+OVERRIDES = (
+    "policy",
+    "ratio",
+    "reuse",
+    "max_tokens",
+    *SAMPLING,
+    "seed",
+    "timeout",
+    "overflow",
+    "deadline_s",
+    "grammar",
+)
 PER_CALL = ("model", *OVERRIDES, "model_kwargs", "response_format", "stream")
 """What a call may say: `llm.invoke(messages, ratio=1.0)` or `llm.bind(reuse=False)`."""
 
@@ -58,6 +69,8 @@ class RagFuseModel(BaseModel):
     seed: int | None = None
     timeout: float | None = None
     """Seconds for writing an answer, after which it ends as it is."""
+    deadline_s: float | None = Field(default=None, ge=0)
+    """Seconds until the first token is wanted: what a store brings over a slow line comes smaller, or is computed."""
     grammar: Grammar | None = Field(default=None, repr=False)
     """What every answer must follow."""
     streaming: bool = False
@@ -112,6 +125,7 @@ class RagFuseModel(BaseModel):
             "max_tokens": ask.max_tokens or settings.max_tokens,
             "seed": ask.seed,
             "stop_sequences": list(ask.stop),  # as `stop`, LangChain writes what a call says over it
+            **({"deadline_s": ask.deadline_s} if ask.deadline_s is not None else {}),
             **({"grammar": repr(ask.grammar)} if ask.grammar is not None else {}),
             **ask.options,
         }
@@ -138,6 +152,7 @@ class RagFuseModel(BaseModel):
             stop=(self.stop or ()) if stop is None else stop,
             seed=said("seed"),
             overflow=said("overflow"),
+            deadline_s=said("deadline_s"),
             grammar=_grammar(call.get("response_format")) or said("grammar"),
             options=_options(said),
         )

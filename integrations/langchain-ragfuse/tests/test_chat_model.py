@@ -103,6 +103,16 @@ def test_a_seed_repeats_a_sampled_answer(engine: Engine) -> None:
     assert llm.invoke(ASKED, temperature=0).content == ChatRagFuse(engine=engine).invoke(ASKED).content
 
 
+def test_a_deadline_is_a_field_and_a_word_of_a_call(engine: Engine) -> None:
+    llm = ChatRagFuse(engine=engine, deadline_s=5.0)
+    assert llm._ask(None, {}).deadline_s == 5.0
+    assert llm._ask(None, {"deadline_s": 0.5}).deadline_s == 0.5
+    assert llm._identifying_params["deadline_s"] == 5.0
+    assert llm.invoke(ASKED, deadline_s=0.5).content == ChatRagFuse(engine=engine).invoke(ASKED).content
+    with pytest.raises(ValueError, match="deadline_s"):
+        ChatRagFuse(engine=engine, deadline_s=-1.0)
+
+
 def test_max_tokens_and_timeout_end_an_answer(engine: Engine) -> None:
     llm = ChatRagFuse(engine=engine, max_tokens=3)
     assert llm.invoke(ASKED).usage_metadata["output_tokens"] == 3

@@ -81,7 +81,7 @@ async def test_wishes_that_nobody_knows_are_refused(llm: RagFuseLLM, call: str) 
 
 
 def test_fields_that_cannot_be_are_refused_at_once(tiny_settings: Settings) -> None:
-    for wrong in ({"ratio": 2.0}, {"overflow": "cut"}, {"temprature": 1.0}):
+    for wrong in ({"ratio": 2.0}, {"deadline_s": -1.0}, {"overflow": "cut"}, {"temprature": 1.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             RagFuseLLM(settings=tiny_settings, **wrong)
 

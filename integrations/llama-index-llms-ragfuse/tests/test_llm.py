@@ -55,6 +55,13 @@ async def test_the_eight_calls_agree_and_reuse_what_is_known(llm: RagFuseLLM) ->
         assert response.raw["usage"] == chats[0].raw["usage"]
 
 
+def test_a_deadline_is_a_field_and_a_word_of_a_call(engine: Engine) -> None:
+    llm = RagFuseLLM(engine=engine, deadline_s=5.0)
+    assert llm._ask({}).deadline_s == 5.0
+    assert llm._ask({"deadline_s": 0.5}).deadline_s == 0.5
+    assert llm.complete(ASKED, deadline_s=0.5).text == RagFuseLLM(engine=engine).complete(ASKED).text
+
+
 async def test_deltas_make_up_the_text(llm: RagFuseLLM) -> None:
     whole = llm.complete(ASKED).text
     streams = [list(llm.stream_complete(ASKED)), await gathered(llm.astream_complete(ASKED))]

@@ -32,7 +32,8 @@ from ragfuse import Answer, AnswerStream, Ask, Engine, InputError, Settings, Tur
 
 Prompt = str | list[Turn]
 SAMPLING = ("temperature", "top_p", "top_k")
-FIELDS = ("policy", "ratio", "reuse", "overflow", "max_tokens", "stop", "seed", "timeout", "generate_kwargs", *SAMPLING)
+ENDS = ("max_tokens", "stop", "timeout", "deadline_s")
+FIELDS = ("policy", "ratio", "reuse", "overflow", *ENDS, "seed", "generate_kwargs", *SAMPLING)
 """Fields that a call may override: `llm.chat(messages, ratio=1.0)`."""
 PER_CALL = MappingProxyType({"tools": (), "tool_choice": "auto", "grammar": None})
 """What only a call says."""
@@ -70,6 +71,12 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     stop: list[str] | None = Field(default=None, description="An answer ends before any of these.")
     seed: int | None = None
     timeout: float | None = Field(default=None, description="Seconds of writing after which an answer ends as it is.")
+    deadline_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="Seconds until the first token is wanted: what a store brings over a slow line comes smaller, or "
+        "is computed.",
+    )
     context_window: int | None = Field(default=None, description="Tokens of prompt and answer; None: the model's own.")
     generate_kwargs: dict[str, Any] = Field(default_factory=dict, description="More options of transformers' generate.")
 
@@ -266,6 +273,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             reuse=said["reuse"],
             stop=said["stop"] or (),
             seed=said["seed"],
+            deadline_s=said["deadline_s"],
             options=_options(said),
             tools=tuple(said["tools"] or ()),
             tool_choice=said["tool_choice"] or "auto",

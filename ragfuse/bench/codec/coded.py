@@ -1,0 +1,131 @@
+"""KV through a codec and back: bytes, seconds and what came out; and which codecs there are to compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from ragfuse.bench.codec.contexts import profiled_texts
+from ragfuse.codec import LEVELS, Codec, LayerMeta, UniformCodec, codec_for
+from ragfuse.codec.cachegen import CODERS, CacheGenCodec
+from ragfuse.codec.levels import PACKED, PAPER
+from ragfuse.codec.profile import profile_tables
+from ragfuse.codec.tables import CodecTables
+from ragfuse.core import ChunkKV
+from ragfuse.hf.model import HFModel
+
+INT8 = "int8"
+BASELINES = (UniformCodec(4), UniformCodec(3))
+"""Uniform quantisation beside the level `int8`: what the paper compares itself with, and no levels of a store."""
+PROFILED, WORDS = 1500, 512
+"""Tokens of each text that tables are made of where a model has none; words that random ids are drawn from."""
+
+
+@dataclass(frozen=True)
+class Coded:
+    """What a codec made of KV: what is decoded, bytes, and seconds of CPU time for both ways."""
+
+    kv: ChunkKV
+    nbytes: int
+    encode_s: float
+    decode_s: float
+
+
+def coded(codec: Codec, kv: ChunkKV) -> Coded:
+    """Every layer encoded, then every layer decoded."""
+    start = time.process_time()
+    blobs = [codec.encode(layer, at) for at, layer in enumerate(kv.layers)]
+    between = time.process_time()
+    layers = tuple(codec.decode(blob, LayerMeta.of(layer, blob)) for layer, blob in zip(kv.layers, blobs, strict=True))
+    end = time.process_time()
+    return Coded(ChunkKV(layers), sum(blob.numel() for blob in blobs), between - start, end - between)
+
+
+def fp16_nbytes(kv: ChunkKV) -> int:
+    """Bytes of the same KV with two bytes a value."""
+    return sum(2 * (layer.keys.numel() + layer.values.numel()) for layer in kv.layers)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts that come along, to make tables of; random ids for a model that reads none."""
+
+    model: HFModel
+
+    @cached_property
+    def kv(self) -> list[ChunkKV]:
+        """Their KV, computed once, when it is wanted."""
+        model = self.model
+        texts = profiled_texts(model, PROFILED) if model.tokenizer is not None else [random_ids(WORDS)]
+        return [model.encode(ids) for ids in texts]
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """What is compared on one model: levels by name, least loss first, then baselines; the default level of a stream.
+
+    others: the levels as `name/coder`, by the coder that is not theirs. texts: what tables are made of.
+    """
+
+    texts: Texts
+    tables: CodecTables
+    levels: Mapping[str, Codec]
+    default: str
+    others: Mapping[str, Codec]
+
+    @property
+    def all(self) -> dict[str, Codec]:
+        """Levels and baselines."""
+        return {**self.levels, **{f"int{codec.bits}": codec for codec in BASELINES}}
+
+
+def codecs_of(model: HFModel) -> Codecs:
+    """The codecs of a model, by the tables in its profile; by those of some text here where there are none."""
+    texts = Texts(model)
+    tables = CodecTables.from_dict(model.profile.codec) if model.profile.codec else None
+    tables = tables or profile_tables(texts.kv, model.profile.rope)
+    levels = {name: codec_for(name, tables) for name in LEVELS if name != "raw"}
+    ours = {name: codec for name, codec in levels.items() if isinstance(codec, CacheGenCodec)}
+    others = {
+        f"{name}/{coder}": CacheGenCodec(tables, replace(codec.level, coder=coder))
+        for name, codec in ours.items()
+        for coder in CODERS
+        if coder != codec.level.coder
+    }
+    return Codecs(texts, tables, levels, list(ours)[(len(ours) - 1) // 2], others)
+
+
+def ideas_of(given: Codecs) -> dict[str, Codec]:
+    """The paper's bins with each of its ideas added (figure 15), then what is done beside them, one by one."""
+    paper = replace(PAPER, coder="ans")
+    start = replace(paper, deltas=False, layerwise=False, grouping="global")
+    own = replace(paper, deltas=False, odd=PACKED[0].odd)
+    turned = {
+        "one bin, one distribution": start,
+        "+ distributions by channel and layer": replace(start, grouping="channel-layer"),
+        "+ deltas to anchors": replace(paper, layerwise=False),
+        "+ bins by layer: the paper": paper,
+        "the paper without deltas": replace(paper, deltas=False),
+        "the same, odd tokens apart": own,
+        "the same, one bin": replace(own, layerwise=False),
+        "the same by zstd": replace(own, layerwise=False, coder="zstd"),
+    }
+    left = profile_tables(given.texts.kv)
+    codecs: dict[str, Codec] = {name: CacheGenCodec(given.tables, level) for name, level in turned.items()}
+    return {**codecs, "the same, RoPE left in keys": CacheGenCodec(left, turned["the same by zstd"])}
+
+
+def coder_of(codec: Codec) -> str:
+    """The entropy coder that a codec uses, "" if it uses none."""
+    return codec.level.coder if isinstance(codec, CacheGenCodec) else ""
+
+
+def random_ids(tokens: int) -> list[int]:
+    """Ids for a model without a tokenizer."""
+    drawn = torch.randint(0, WORDS, (tokens,), generator=torch.Generator().manual_seed(0))
+    ids: list[int] = drawn.tolist()
+    return ids

@@ -1,0 +1,131 @@
+"""A figure of a paper, measured here: what to measure, how it is printed beside the paper's, drawn and kept as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ragfuse.bench.plots import saved
+from ragfuse.bench.quality.cases import set_name
+from ragfuse.bench.runner import circumstances
+from ragfuse.settings import Settings
+
+Rows = list[dict[str, Any]]
+TEXTS = (
+    "dataset",
+    "method",
+    "device",
+    "taken",
+    "part",
+    "grouping",
+    "layers",
+    "level",
+    "idea",
+    "coder",
+    "what",
+    "sooner",
+)
+"""Columns that hold words."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to measure a figure with: data sets, questions of each (0: all), chunk size, where rows are kept.
+
+    quick: once, and no prompt of more than four thousand tokens, where times alone are measured; every second ratio.
+    context_tokens: of the contexts whose KV is coded. kept: a folder for KV that the next figure wants, too.
+    """
+
+    settings: Settings
+    sets: tuple[str, ...]
+    limit: int
+    chunk_tokens: int
+    rows: Path | None
+    console: Console
+    quick: bool = False
+    context_tokens: int = 6000
+    kept: Path | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of data sets, if one was named."""
+        return next((Path(name) for name in self.sets if Path(name).is_dir()), None)
+
+
+def by_questions(wanted: Wanted) -> str:
+    """What a figure that asks questions was measured with."""
+    return f"n = {wanted.limit or 'all'} a set"
+
+
+def by_random_tokens(wanted: Wanted) -> str:
+    """What a figure that measures times alone was measured with."""
+    return "random tokens"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure: its title, what the paper says, how it is measured and drawn.
+
+    given: what it was measured with, in words. absent: what of the paper's own is not at hand.
+    """
+
+    title: str
+    paper: str
+    measure: Callable[[Wanted], Rows]
+    columns: tuple[str, ...]
+    draw: Callable[[Any, Sequence[Mapping[str, Any]]], None]
+    given: Callable[[Wanted], str] = by_questions
+    absent: Callable[[Wanted], list[str]] = lambda wanted: []
+
+
+def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) -> dict[str, Any]:
+    """Measure a figure, print it beside the paper's, draw it; the result as plain JSON types."""
+    rows, console, settings = figure.measure(wanted), wanted.console, wanted.settings
+    console.print(f"[bold]{name}: {figure.title}[/]", highlight=False, soft_wrap=True)
+    print_rows(figure.columns, rows, console)
+    console.print(f"The paper: {figure.paper}", highlight=False)
+    differs = f"Here: {settings.model} in {settings.dtype} on {settings.device}, {figure.given(wanted)}."
+    console.print(differs, highlight=False)
+    absent = figure.absent(wanted)
+    for sentence in absent:
+        console.print(sentence, highlight=False)
+    if picture is not None:
+        with saved(picture, (7, 4.5)) as drawing:
+            axes = drawing.add_subplot()
+            figure.draw(axes, rows)
+            axes.set_title(f"{figure.title}\n{differs}", fontsize=9)
+            axes.grid(True, alpha=0.3)
+        console.print(f"Picture: {picture}", highlight=False)
+    return {
+        "figure": name,
+        "title": figure.title,
+        "paper": figure.paper,
+        "rows": rows,
+        **({"absent": absent} if absent else {}),
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "sets": [set_name(name) for name in wanted.sets],
+        "limit": wanted.limit,
+        "chunk_tokens": wanted.chunk_tokens,
+        **circumstances(torch.device(settings.device), torch.get_num_threads()),
+    }
+
+
+def print_rows(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """A table of some columns."""
+    table = Table(box=None)
+    for column in columns:
+        table.add_column(column, justify="left" if column in TEXTS else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_shown(row.get(column)) for column in columns))
+    console.print(table)
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)

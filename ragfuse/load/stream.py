@@ -1,0 +1,301 @@
+"""Brings KV over a line in pieces, each at the level that the deadline allows, or not at all (CacheGen 5.3).
+
+One piece comes after the other, some layers at a time, each read by a thread of its own; how fast these came decides
+how the next ones come. What has come is decoded by further threads while the next is on its way. A piece that takes too
+long is given up, and what cannot be read is tried at another level; what does not come becomes text: the fusor computes
+it. How a piece comes is decided by `plan.adapt`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from ragfuse.arrivals import PieceTrace
+from ragfuse.core import Fetch, LayerKV
+from ragfuse.load.link import Link
+from ragfuse.load.staging import Layer
+from ragfuse.plan.adapt import (
+    AGAIN,
+    LEAST,
+    PIECE_TOKENS,
+    TEXT,
+    Adapt,
+    Part,
+    Piece,
+    decide,
+    first_look_s,
+    is_given_up,
+    layers_together,
+    pieces,
+)
+from ragfuse.store import Encoded, KVStore
+
+log = logging.getLogger("ragfuse.load")
+
+CPU = torch.device("cpu")
+DECODERS = max(1, min(4, os.cpu_count() or 1))
+"""Threads that decode what has come."""
+
+IN_TIME = "computed, as that is in time"
+SOONER = "computed, as its bytes would come later"
+LATE = "given up, as its bytes came too slowly"
+UNREADABLE = "its bytes could not be read"
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a stream is to keep. began_s: `clock()` when the deadline began to run; deadline_s: seconds from then.
+
+    base_s: seconds that the prompt computes in any case, behind the last piece. prior: bytes a second that the line is
+    taken to carry before anything was read over it, None: not known.
+    """
+
+    began_s: float
+    deadline_s: float
+    base_s: float = 0.0
+    adapt: Adapt = "paper"
+    piece_tokens: int = PIECE_TOKENS
+    prior: float | None = None
+    level: str | None = None
+    """All pieces at this level, whatever the deadline; None: as it allows."""
+
+
+@dataclass
+class _Reading:
+    """Layers on their way: what has come so far, by segment. `stop` lets it end with the segment at hand."""
+
+    segments: tuple[int, ...]
+    span: tuple[int, int]
+    level: str
+    came: dict[int, Encoded] = field(default_factory=dict)
+    done: threading.Event = field(default_factory=threading.Event)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
+class _Open:
+    """The piece at hand: segments that are still wanted, and its next layer. For that layer alone: segments that lack
+    it, and levels that were tried in vain."""
+
+    piece: Piece
+    wanted: list[int]
+    at: int = 0
+    lacking: list[int] = field(default_factory=list)
+    banned: set[str] = field(default_factory=set)
+
+
+class Stream:
+    """Fetches that come over one link, in the order of `parts`. A context manager: `run` in it, then `read` layers.
+
+    pieces: what happened, step by step. text: segments that did not come and are to be computed, and why. came: by
+    segment, the level that lost most of it, and bytes. load_s: seconds until the last piece was there; wait_s: these
+    and those that `read` waited for decoding.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        fetches: Sequence[Fetch],
+        parts: Sequence[Part],
+        n_layers: int,
+        link: Link,
+        terms: Terms,
+        device: torch.device = CPU,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.pieces: list[PieceTrace] = []
+        self.text: dict[int, str] = {}
+        self.came: dict[int, tuple[str, int]] = {}
+        self.load_s = self.wait_s = self.last_s = 0.0
+        self._store, self._fetches = store, {fetch.segment: fetch for fetch in fetches}
+        self._n_layers = n_layers
+        self._pieces, self._link, self._terms = pieces(parts, terms.piece_tokens), link, terms
+        self._behind: list[Piece] = []
+        self._ranks = {level: rank for part in parts for rank, level in enumerate(part.sizes)}
+        self._tokens = {part.segment: part.tokens for part in parts}
+        self._device, self._clock = device, clock
+        self._promised_s = terms.base_s
+        self._decoders = ThreadPoolExecutor(DECODERS, "ragfuse-decode")
+        self._decoding: dict[int, dict[int, Future[LayerKV]]] = {}
+        self._levels: dict[int, set[str]] = {}
+        self._nbytes: dict[int, int] = {}
+
+    def close(self) -> None:
+        """Decode nothing more. A piece that was given up ends by itself, as its tier lets go of it."""
+        self._decoders.shutdown(cancel_futures=True)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self) -> None:
+        """Bring every piece, or decide that it is computed."""
+        began = self._clock()
+        with self._link.joined():
+            for number, piece in enumerate(self._pieces):
+                self._behind = self._pieces[number + 1 :]
+                self._bring(_Open(piece, list(piece.segments)))
+        for segment in self._decoding:
+            levels = self._levels[segment]
+            self.came[segment] = (max(levels, key=lambda level: self._ranks[level]), self._nbytes[segment])
+        self.last_s = self._clock()
+        self.load_s = self.wait_s = self.last_s - began
+
+    def read(self, layer: int) -> Layer:
+        """The layer's KV of every segment that has come, None for one that cannot be decoded."""
+        began = self._clock()
+        found = {segment: self._decoded(segment, layers[layer]) for segment, layers in self._decoding.items()}
+        self.wait_s += self._clock() - began
+        return found
+
+    # deciding
+
+    def _left(self, now: _Open) -> list[Piece]:
+        """All that is still to come, what is left of the piece at hand first."""
+        share = (self._n_layers - now.at) / self._n_layers
+        return [now.piece.rest(now.wanted, share, now.banned), *self._behind]
+
+    def _choice(self, left: Sequence[Piece]) -> str:
+        if self._terms.level is not None:
+            return self._terms.level if self._terms.level in left[0].sizes else TEXT
+        return decide(left, self._throughput, self._left_s(), self._link.sharing, self._terms.adapt)
+
+    def _left_s(self) -> float:
+        """Until the deadline, without what is to be computed by now."""
+        return self._terms.began_s + self._terms.deadline_s - self._clock() - self._promised_s
+
+    @property
+    def _throughput(self) -> float | None:
+        seen = self._link.throughput
+        return self._terms.prior if seen is None else seen
+
+    def _compute(self, now: _Open, segments: Sequence[int], why: str) -> None:
+        """These are computed, whatever came of them."""
+        rest = now.piece.rest(segments, 1.0)
+        self._promised_s += rest.text_s or 0.0
+        self.text |= dict.fromkeys(segments, why)
+        for segment in segments:
+            self._decoding.pop(segment, None)
+        now.wanted = [segment for segment in now.wanted if segment not in segments]
+        began_s = self._clock() - self._terms.began_s
+        self.pieces.append(PieceTrace(tuple(segments), rest.tokens, TEXT, began_s=began_s, why=why))
+
+    # bringing
+
+    def _bring(self, now: _Open) -> None:
+        """Layer by layer, some at a time, until all are there or the piece is computed."""
+        while now.wanted and now.at < self._n_layers:
+            now.lacking, now.banned, end = list(now.wanted), set(), now.at
+            while now.lacking:
+                left = self._left(now)
+                level = self._choice(left)
+                if level == TEXT:
+                    self._as_text(now, left)
+                    break
+                end = end if end > now.at else now.at + self._together(left[0], level, now.at)
+                self._read(now, left, level, (now.at, end))
+            now.at = end
+
+    def _as_text(self, now: _Open, left: Sequence[Piece]) -> None:
+        """All of the piece is computed; where nothing could be read, only what lacks it."""
+        if not left[0].sizes:
+            self._compute(now, now.lacking, UNREADABLE)
+        else:
+            text_s = left[0].text_s
+            in_time = text_s is not None and text_s <= self._left_s()
+            self._compute(now, now.wanted, IN_TIME if in_time else SOONER)
+        now.lacking = []
+
+    def _together(self, rest: Piece, level: str, at: int) -> int:
+        """How many layers to read now, from this one on."""
+        left, throughput = rest.sizes[level], self._throughput
+        whole_s = None if throughput is None else self._link.sharing * left / max(throughput, LEAST)
+        return layers_together(self._n_layers, self._n_layers - at, whole_s)
+
+    def _read(self, now: _Open, left: Sequence[Piece], level: str, span: tuple[int, int]) -> None:
+        """These layers of all that lack them; what did not come is lacking still, or computed."""
+        began, reading = self._clock(), _Reading(tuple(now.lacking), span, level)
+        thread = threading.Thread(target=self._run, args=(reading,), name="ragfuse-stream", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread to be had: read here
+            self._run(reading)
+        gave_up = not self._waited(reading, left, began)
+        came, seconds = dict(reading.came), self._clock() - began
+        for segment, encoded in came.items():
+            decoding = self._decoding.setdefault(segment, {})
+            decoding |= {at: self._decoders.submit(self._decode, encoded, at) for at in encoded.layers}
+            self._levels.setdefault(segment, set()).add(level)
+            self._nbytes[segment] = self._nbytes.get(segment, 0) + encoded.nbytes
+        now.lacking = [segment for segment in now.lacking if segment not in came]
+        self._note(reading, came, seconds, LATE if gave_up else UNREADABLE if now.lacking else "")
+        if gave_up:
+            self._compute(now, now.wanted, LATE)
+            now.lacking = []
+        elif now.lacking:
+            now.banned.add(level)
+
+    def _waited(self, reading: _Reading, left: Sequence[Piece], began: float) -> bool:
+        """Whether it was read to its end; False: it was given up."""
+        share = (reading.span[1] - reading.span[0]) / (self._n_layers - reading.span[0])
+        step = left[0].rest(reading.segments, share)
+        nbytes, wait_s = step.sizes[reading.level], None
+        if self._terms.level is None:
+            wait_s = first_look_s(step, reading.level, self._throughput, self._link.sharing)
+        while not reading.done.wait(wait_s):
+            waited_s = self._clock() - began
+            if is_given_up(left, reading.level, nbytes / max(waited_s, LEAST), self._left_s(), self._terms.adapt):
+                reading.stop.set()
+                return False
+            wait_s = waited_s * (AGAIN - 1)
+        return True
+
+    def _run(self, reading: _Reading) -> None:
+        """On a thread of its own: read segment after segment, up to the first that cannot be."""
+        first, end = reading.span
+        try:
+            with self._link.turn():
+                for segment in reading.segments:
+                    fetch = self._fetches[segment]
+                    found = self._store.read_encoded(fetch.key, first, end - first, fetch.tier, reading.level)
+                    if found is None or reading.stop.is_set():
+                        break
+                    reading.came[segment] = found
+        except Exception as error:
+            log.warning("A piece at level %s could not be read: %s", reading.level, error)
+        finally:
+            reading.done.set()
+
+    def _note(self, reading: _Reading, came: Mapping[int, Encoded], seconds: float, why: str) -> None:
+        """How fast it came: for what is next, and for the trace. What broke at once says nothing of the line."""
+        nbytes, sharing = sum(encoded.nbytes for encoded in came.values()), self._link.sharing
+        throughput = self._link.saw(nbytes, seconds) if nbytes or why == LATE else None
+        tokens = sum(self._tokens[segment] for segment in reading.segments)
+        began_s = self._clock() - seconds - self._terms.began_s
+        what = (reading.segments, tokens, reading.level, reading.span)
+        self.pieces.append(PieceTrace(*what, nbytes, began_s, seconds, throughput, sharing, why))
+
+    # decoding
+
+    def _decode(self, encoded: Encoded, at: int) -> LayerKV:
+        kv = encoded.layer(at)
+        if kv.keys.device == self._device:
+            return kv
+        return LayerKV(kv.keys.to(self._device), kv.values.to(self._device))
+
+    def _decoded(self, segment: int, layer: Future[LayerKV]) -> LayerKV | None:
+        try:
+            return layer.result()
+        except Exception as error:
+            log.warning("What came of segment %d cannot be decoded: %s", segment, error)
+            return None

@@ -1,0 +1,195 @@
+"""How the next piece of a stream comes: as text, which is computed, or at a level (CacheGen 5.3 and its algorithm 1).
+
+Text is the level without loss. It wins wherever it meets the deadline; else the level with the least loss that does,
+else whatever is done soonest. Raw KV, which the paper does not send, loses nothing either: where both are in time, the
+sooner is taken. Arithmetic only: throughput and seconds are handed in, nothing here waits or reads.
+
+The two differ in what text must fit into what is left of the deadline: in 5.3 all pieces that are still to come, as for
+every other level; in algorithm 1 the next one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, inf
+from typing import Literal
+
+Adapt = Literal["paper", "algorithm"]
+"""Section 5.3 of the paper, or its algorithm 1."""
+TEXT, RAW = "text", "raw"
+"""What comes as text is computed. What comes raw is as it was computed."""
+PIECE_TOKENS = 1500
+"""Tokens of a piece, about: small enough to answer to a line that changes, large enough to be computed at once."""
+
+STEPS = 6
+"""A piece is read in at most so many steps, some layers at a time, so that what a line does is seen within it."""
+STEP_S = 0.05
+"""Seconds that a step takes at least, if more than one: each costs a round trip."""
+PATIENCE = 2.0
+"""A piece that takes so many times as long as was foreseen is looked at again."""
+AGAIN = 1.5
+"""And then after so many times as long as it was waited for."""
+LEAST = 1e-9
+"""Stands for a throughput of nothing."""
+LEAST_S = 0.02
+"""Seconds before which nothing is late: below that, waiting says more of the machine than of the line."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A segment of a prompt that is to come. sizes: bytes by level, the least lossy first. decode_s: seconds by level.
+
+    text_s: seconds that computing it adds to the prompt's; None: not known, and text is no choice then.
+    """
+
+    segment: int
+    tokens: int
+    sizes: Mapping[str, int]
+    text_s: float | None = None
+    decode_s: Mapping[str, float] = field(default_factory=dict)
+
+    def rest(self, share: float, banned: Collection[str] = ()) -> Part:
+        """The same with a share of its bytes left, and not at those levels."""
+        sizes = {level: ceil(share * size) for level, size in self.sizes.items() if level not in banned}
+        return replace(self, sizes=sizes, decode_s={level: share * each for level, each in self.decode_s.items()})
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Parts that come together, in the order of the prompt."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Which of the prompt's they are."""
+        return tuple(part.segment for part in self.parts)
+
+    @property
+    def tokens(self) -> int:
+        """Of all parts."""
+        return sum(part.tokens for part in self.parts)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes by those levels that all parts have, the least lossy first."""
+        first, *others = (part.sizes for part in self.parts)
+        return {
+            level: size + sum(other[level] for other in others)
+            for level, size in first.items()
+            if all(level in other for other in others)
+        }
+
+    @property
+    def text_s(self) -> float | None:
+        """Seconds to compute all parts; None: not known."""
+        return _sum(part.text_s for part in self.parts)
+
+    def decode_s(self, level: str) -> float:
+        """Seconds to decode all parts."""
+        return sum(part.decode_s.get(level, 0.0) for part in self.parts)
+
+    def seconds(self, level: str, rank: int, throughput: float) -> tuple[float, float]:
+        """To read and to decode it at a level that is another piece's `rank`-th; lacking it, at its own of that rank.
+
+        Where it has none at all, it is computed.
+        """
+        levels = list(self.sizes)
+        if not levels:
+            return 0.0, self.text_s or 0.0
+        own = level if level in levels else levels[min(rank, len(levels) - 1)]
+        return self.sizes[own] / max(throughput, LEAST), self.decode_s(own)
+
+    def rest(self, segments: Collection[int], share: float, banned: Collection[str] = ()) -> Piece:
+        """What is still to come of these: a share of all bytes, and not at those levels; computed, it takes as long."""
+        parts = (part for part in self.parts if part.segment in segments)
+        return Piece(tuple(part.rest(share, banned) for part in parts))
+
+
+def pieces(parts: Sequence[Part], most: int = PIECE_TOKENS) -> list[Piece]:
+    """Parts in order, as many together as have at most so many tokens and the same levels; a longer one alone."""
+    cut: list[list[Part]] = []
+    for part in parts:
+        alike = bool(cut) and list(part.sizes) == list(cut[-1][-1].sizes)
+        if not alike or sum(each.tokens for each in cut[-1]) + part.tokens > most:
+            cut.append([])
+        cut[-1].append(part)
+    return [Piece(tuple(each)) for each in cut]
+
+
+def decide(
+    left: Sequence[Piece],
+    throughput: float | None,
+    left_s: float,
+    sharing: int = 1,
+    adapt: Adapt = "paper",
+) -> str:
+    """`TEXT` or the level of the first of the pieces that are still to come.
+
+    throughput: bytes a second of the line, as last seen; None: not known, then a medium level unless text is in time.
+    left_s: until the deadline, without what must be computed in any case. sharing: streams on that line, this one too
+    (the paper's N_c).
+    """
+    text_s = _sum(piece.text_s for piece in (left if adapt == "paper" else left[:1]))
+    levels, is_text_in_time = list(left[0].sizes), text_s is not None and text_s <= left_s
+    if not levels or throughput is None:
+        return TEXT if is_text_in_time or not levels else levels[len(levels) // 2]
+    delays, all_s = {level: delay_s(left, level, throughput, sharing) for level in levels}, _total_text_s(left)
+    if is_text_in_time:
+        return RAW if delays.get(RAW, inf) < min(left_s, inf if all_s is None else all_s) else TEXT
+    return next((level for level in levels if delays[level] <= left_s), None) or _soonest(delays, all_s)
+
+
+def delay_s(left: Sequence[Piece], level: str, throughput: float, sharing: int = 1) -> float:
+    """Until all of these are decoded at one level, each while the next is on its way."""
+    rank = list(left[0].sizes).index(level)
+    read_s = done_s = 0.0
+    for piece in left:
+        alone_s, then_s = piece.seconds(level, rank, throughput)
+        read_s += sharing * alone_s
+        done_s = max(done_s, read_s) + then_s
+    return done_s
+
+
+def layers_together(n_layers: int, left: int, whole_s: float | None) -> int:
+    """How many of the layers that are left of a piece are read next; whole_s: seconds of all of it, None: not known."""
+    steps = STEPS if whole_s is None else max(1, min(STEPS, int(whole_s / STEP_S)))
+    return min(left, ceil(n_layers / steps))
+
+
+def first_look_s(piece: Piece, level: str, throughput: float | None, sharing: int = 1) -> float | None:
+    """How long to wait for a piece before looking whether it is late; None: as long as the tier itself does.
+
+    Where nothing is known of the line: as long as computing the piece takes.
+    """
+    if throughput is None:
+        return None if piece.text_s is None else max(LEAST_S, piece.text_s)
+    return max(LEAST_S, PATIENCE * sharing * piece.sizes[level] / max(throughput, LEAST))
+
+
+def is_given_up(left: Sequence[Piece], level: str, throughput: float, left_s: float, adapt: Adapt = "paper") -> bool:
+    """Whether a late piece is better computed, were the line to carry only so many bytes a second for it.
+
+    What is handed in is what it would have carried were the piece there now: it is taken to need as long again as it
+    was waited for.
+    """
+    late, *others = left
+    alone = Piece(tuple(replace(part, sizes={level: part.sizes[level]}) for part in late.parts))
+    return decide([alone, *others], throughput, left_s, adapt=adapt) == TEXT
+
+
+def _soonest(delays: Mapping[str, float], text_s: float | None) -> str:
+    level = min(delays, key=lambda each: delays[each])
+    return TEXT if text_s is not None and text_s < delays[level] else level
+
+
+def _total_text_s(left: Sequence[Piece]) -> float | None:
+    """Seconds to compute all of these."""
+    return _sum(piece.text_s for piece in left)
+
+
+def _sum(each: Iterable[float | None]) -> float | None:
+    """None where one of them is not known."""
+    known = list(each)
+    return None if None in known else sum(seconds for seconds in known if seconds is not None)

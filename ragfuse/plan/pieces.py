@@ -1,0 +1,46 @@
+"""What the segments of a plan cost when they come over a line: as bytes of each level, and computed instead.
+
+Arithmetic over what was measured, which may be nothing. How they come is decided by `plan.adapt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ragfuse.core import Fetch, LoadPlan
+from ragfuse.plan.adapt import Part
+from ragfuse.plan.controller import blend_of, is_blended
+from ragfuse.plan.estimate import Estimate
+
+
+def parts_of(found: LoadPlan, fetches: Sequence[Fetch], times: Estimate | None) -> list[Part]:
+    """A part for each of these fetches of a plan; None for `times` where nothing was measured."""
+    made = []
+    for fetch in fetches:
+        n = len(found.prompt.segments[fetch.segment].tokens)
+        sizes = dict(fetch.sizes) or {fetch.level: fetch.nbytes}
+        decode = {} if times is None else {level: n * times.machine.decode.get(level, 0.0) for level in sizes}
+        made.append(Part(fetch.segment, n, sizes, text_s(found, fetch, times), decode))
+    return made
+
+
+def text_s(found: LoadPlan, fetch: Fetch, times: Estimate | None) -> float | None:
+    """Seconds that a plan takes longer where one of its fetches is computed instead; None: not known."""
+    if times is None:
+        return None
+    blend, n = blend_of(found), len(found.prompt.segments[fetch.segment].tokens)
+    offered = n if is_blended(found.prompt, fetch) else 0
+    instead = replace(blend, forced=blend.forced + n, offered=blend.offered - offered)
+    return max(0.0, times.fused_s(instead) - times.fused_s(blend))
+
+
+def base_s(found: LoadPlan, times: Estimate | None) -> float:
+    """Seconds that a plan computes although all of its fetches are there; 0 where nothing was measured."""
+    return 0.0 if times is None else times.fused_s(blend_of(found))
+
+
+def prior(fetches: Sequence[Fetch], times: Estimate | None) -> float | None:
+    """Bytes a second of the line to the first of these, as it was measured; None where it was not."""
+    speed = times.machine.tiers.get(fetches[0].tier) if times is not None and fetches else None
+    return 1 / speed.byte_s if speed is not None and speed.byte_s > 0 else None

@@ -1,0 +1,137 @@
+"""A context's KV is computed once, and what is read on from it is what the model says itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from ragfuse.bench.codec.answers import RAW, ask_all, scores
+from ragfuse.bench.codec.contexts import Question, Reading
+from ragfuse.bench.codec.fidelity import Told, mean_loss, rounded, rounded_between
+from ragfuse.bench.codec.kv import Bank, Continued, before_rope
+from ragfuse.bench.presets import bench_model
+from ragfuse.core import ChunkKV
+from ragfuse.hf.model import HFModel
+
+
+@pytest.fixture(scope="module")
+def model(varied_path: Path) -> HFModel:
+    return bench_model(str(varied_path), "float32", "cpu", varied_path)
+
+
+@pytest.fixture(scope="module")
+def ids(model: HFModel) -> list[int]:
+    return model.tokens("The keeper of the northern lighthouse counted forty ships in one night; its door is green.")
+
+
+def test_what_is_read_behind_kv_is_what_the_model_says_of_the_whole_text(model: HFModel, ids: list[int]) -> None:
+    found = Continued(model, model.encode(ids[:60])).logits(ids[60:])
+    with torch.no_grad():
+        whole = model.model(input_ids=torch.tensor([ids])).logits[0, 60:]
+    assert torch.allclose(found, whole, atol=1e-3)
+
+
+def test_reading_on_twice_says_the_same_and_leaves_the_kv_alone(model: HFModel, ids: list[int]) -> None:
+    kv = model.encode(ids[:60])
+    before = [layer.keys.clone() for layer in kv.layers]
+    continued = Continued(model, kv)
+    first = continued.logits(ids[60:])
+    continued.logits([5, 6, 7])
+    assert torch.equal(first, continued.logits(ids[60:]))
+    assert all(torch.equal(a, layer.keys) for a, layer in zip(before, kv.layers, strict=True))
+
+
+@pytest.mark.parametrize("spoiled", [None, 0, 3])
+def test_an_answer_is_the_same_with_a_right_a_wrong_and_no_guess(
+    model: HFModel, ids: list[int], spoiled: int | None
+) -> None:
+    continued = Continued(model, model.encode(ids[:60]))
+    plain = continued.answer(ids[60:70], 8)
+    assert len(plain.token_ids) == 8
+    assert plain.along.shape[0] == 9
+    guess = list(plain.token_ids)
+    if spoiled is not None:
+        guess[spoiled] = (guess[spoiled] + 1) % 200
+    again = continued.answer(ids[60:70], 8, guess)
+    assert again.token_ids == plain.token_ids
+    assert again.along.shape[0] == 9
+    assert torch.allclose(again.along[0], plain.along[0], atol=1e-3)
+
+
+def test_kept_kv_comes_back_bit_by_bit_and_is_not_computed_again(
+    model: HFModel, ids: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = Bank(model, tmp_path / "kept")
+    first = bank.kv(ids)
+    monkeypatch.setattr(model, "encode", lambda *_: pytest.fail("it was computed twice"))
+    again = bank.kv(ids)
+    for a, b in zip(first.layers, again.layers, strict=True):
+        assert torch.equal(a.keys, b.keys)
+        assert torch.equal(a.values, b.values)
+
+
+def test_before_rope_a_token_s_key_does_not_depend_on_where_it_stands(model: HFModel) -> None:
+    layer = model.encode([9] * 12).layers[0]
+    turned = before_rope(layer, 0, model.profile)
+    assert torch.allclose(turned.keys, turned.keys[:, :1].expand_as(turned.keys), atol=1e-4)
+    assert not torch.allclose(layer.keys, layer.keys[:, :1].expand_as(layer.keys), atol=1e-2)
+    assert torch.equal(turned.values, layer.values)
+
+
+def test_unchanged_kv_loses_nothing_and_coarser_rounding_loses_more(model: HFModel, ids: list[int]) -> None:
+    kv = model.encode(ids[:50])
+    told = Told.of(model, kv, ids[50:])
+    same = told.loss(model, kv)
+    assert (same.kl, same.top1, same.n) == (0.0, 1.0, len(ids) - 51)
+    assert same.nll == pytest.approx(same.raw_nll)
+    losses = [told.loss(model, rounded_between(kv, 0, 3, bits)).kl for bits in (8, 4, 2)]
+    assert 0 < losses[0] < losses[1] < losses[2]
+
+
+def test_only_the_named_layers_and_part_are_rounded(model: HFModel, ids: list[int]) -> None:
+    kv = model.encode(ids)
+    changed = rounded_between(kv, 1, 2, 3, "values")
+    assert all(torch.equal(kv.layers[at].keys, changed.layers[at].keys) for at in range(3))
+    assert [torch.equal(kv.layers[at].values, changed.layers[at].values) for at in range(3)] == [True, False, True]
+
+
+def test_rounding_leaves_as_many_steps_as_the_bits_say() -> None:
+    rows = torch.linspace(-1, 1, 101)[None, None]
+    assert [len(rounded(rows, bits).unique()) for bits in (2, 3, 4)] == [3, 7, 15]
+
+
+def test_losses_are_averaged_by_tokens(model: HFModel, ids: list[int]) -> None:
+    kv = model.encode(ids[:50])
+    short, long = (
+        Told.of(model, kv, ids[50:stop]).loss(model, rounded_between(kv, 0, 3, 2)) for stop in (53, len(ids))
+    )
+    both = mean_loss([short, long])
+    assert both.n == short.n + long.n
+    assert both.kl == pytest.approx((short.kl * short.n + long.kl * long.n) / both.n)
+
+
+def test_questions_over_raw_kv_are_their_own_measure_and_a_spoiled_way_is_told_from_it(
+    model: HFModel, ids: list[int]
+) -> None:
+    first = Continued(model, model.encode(ids[:40])).answer(ids[40:50], 24)
+    questions = (Question("a", tuple(ids[40:50]), (model.text(first.token_ids),)), Question("b", (9, 9), ("none",)))
+    reading = Reading(tuple(ids[:40]), questions)
+
+    def nothing(kv: ChunkKV) -> ChunkKV:
+        return kv
+
+    def spoil(kv: ChunkKV) -> ChunkKV:
+        return rounded_between(kv, 0, 3, 2)
+
+    found = ask_all([reading], Bank(model), {"same": nothing, "spoiled": spoil}, Console(quiet=True))
+    told = scores(found)
+    assert list(told) == [RAW, "same", "spoiled"]
+    assert told[RAW]["f1"] == 0.5
+    for name in (RAW, "same"):
+        assert told[name]["f1_delta"] == 0
+        assert told[name]["same_answer"] == told[name]["top1_answers"] == 1
+        assert told[name]["kl_answers"] == pytest.approx(0, abs=1e-6)
+    assert told["spoiled"]["kl_answers"] > 0.01
+    assert told["spoiled"]["same_answer"] < 1
+    assert told["spoiled"]["n"] == 2

@@ -1,0 +1,281 @@
+"""Pieces of KV over real lines to real servers: each arrives whole, at a level that the deadline allows, or is text."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from ragfuse.arrivals import PieceTrace
+from ragfuse.bench.line import Line, Trace, constant, drawn, line_to
+from ragfuse.core import ChunkKV, Fetch
+from ragfuse.load.link import Link, Links
+from ragfuse.load.stream import IN_TIME, LATE, SOONER, UNREADABLE, Stream, Terms
+from ragfuse.plan.adapt import TEXT, Part
+from ragfuse.plan.evict import lru
+from ragfuse.store import KVStore, Tier
+from ragfuse.store.redis import RedisTier
+from tests.load.proxy import published
+from tests.store import s3_server
+from tests.store.kit import CODECS, encoded_at, key, kv, same
+from tests.store.redis_server import RedisServer, until
+
+LAYERS, TOKENS, PIECES = 3, 1000, 4
+CHUNKS: tuple[ChunkKV, ...] = tuple(kv(seed, TOKENS, n_layers=LAYERS) for seed in range(PIECES))
+SIZES = {level: encoded_at(CHUNKS[0], level)[0].nbytes for level in ("raw", "int8")}
+TRACES = {**published(), "random": drawn(1, 0.1, 0.1, 10.0)}
+
+
+class Watched(KVStore):
+    """A store with one tier that says which piece is about to be read."""
+
+    def __init__(self, tier: Tier, line: Line) -> None:
+        super().__init__([tier], codecs=lambda level, model: CODECS.get(level))
+        self.line, self.before = line, lambda number: None
+        self.reads: list[int] = []
+
+    def read_encoded(self, wanted, first, count, tier, level):
+        number = next(at for at in range(PIECES) if key(at) == wanted)
+        if first == 0:
+            self.reads.append(number)
+            self.before(number)
+        return super().read_encoded(wanted, first, count, tier, level)
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory) -> Iterator[int]:
+    """The port of a server."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server.port
+    server.kill()
+
+
+def redis_tier(server: RedisServer, **options) -> RedisTier:
+    return RedisTier(f"redis://127.0.0.1:{server}/0", 1 << 30, lru, **options)
+
+
+@pytest.fixture(params=["redis", "objects"])
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def store(kind, request, monkeypatch) -> Iterator[Watched]:
+    """Chunks at two levels on a real server behind a line."""
+    made = s3_server.shared() if kind == "objects" else None
+    port = made.port if made is not None else request.getfixturevalue("redis")
+    with line_to(port) as line:
+        if made is not None:
+            tier = made.tier(made.new_url(), 1 << 30, port=line.port, name="line", timeout_s=1.0)
+        else:
+            tier = redis_tier(line.port, name="line", timeout_s=1.0)
+        for number, chunk in enumerate(CHUNKS):
+            assert tier.write(key(number), *encoded_at(chunk, "raw", "int8"))
+        with Watched(tier, line) as store:
+            store.lookup([key(number) for number in range(PIECES)])
+            yield store
+
+
+@dataclass
+class Case:
+    """A stream to be: seconds of its deadline, and to compute a piece."""
+
+    store: Watched
+    text_s: float | None = 1.0
+    link: Link = field(default_factory=Link)
+
+    def run(self, deadline_s: float, **terms) -> Stream:
+        """What came, decoded and compared."""
+        parts = [Part(at, TOKENS, SIZES, self.text_s) for at in range(PIECES)]
+        fetches = [Fetch(at, key(at), "line", "raw", SIZES["raw"]) for at in range(PIECES)]
+        given = {"piece_tokens": TOKENS, **terms}
+        with Stream(self.store, fetches, parts, LAYERS, self.link, Terms(0.0, deadline_s, **given), clock=Since()) as s:
+            s.run()
+            for layer in range(LAYERS):
+                found = s.read(layer)
+                assert set(found) == set(s.came)
+                for segment in s.came:
+                    (level,) = {each.level for each in s.pieces if _brought(each, segment, layer)}
+                    assert same(found[segment], at_level(segment, level, layer))
+        for segment, (level, nbytes) in s.came.items():
+            steps = [each for each in s.pieces if segment in each.segments and not each.why]
+            assert (level == "int8") == any(each.level == "int8" for each in steps)
+            assert nbytes == sum(each.nbytes for each in steps)
+        assert set(s.came) | set(s.text) == set(range(PIECES))
+        assert not set(s.came) & set(s.text)
+        return s
+
+
+def _brought(step: PieceTrace, segment: int, layer: int) -> bool:
+    return segment in step.segments and layer in range(*step.layers) and not step.why
+
+
+class Since:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        import time
+
+        self._clock, self._began = time.perf_counter, time.perf_counter()
+
+    def __call__(self) -> float:
+        return self._clock() - self._began
+
+
+def at_level(segment: int, level: str, layer: int):
+    meta, blobs = encoded_at(CHUNKS[segment], level)
+    return CODECS[level].decode(blobs[layer], meta.layers[layer])
+
+
+def levels(stream: Stream) -> list[str]:
+    """What each piece came as, by its first step."""
+    return [piece.level for piece in stream.pieces if not piece.layers[0]]
+
+
+def mbps(number: float) -> Trace:
+    return constant(number * 1e6)
+
+
+def test_a_line_that_is_fast_enough_brings_everything_without_loss(store):
+    store.line.start(mbps(8))
+    assert levels(Case(store, text_s=60.0).run(30.0, prior=1e9)) == ["raw"] * PIECES
+
+
+def test_text_that_is_in_time_is_read_by_nobody(store):
+    store.line.start(mbps(8))
+    stream = Case(store, text_s=1.0).run(60.0)
+    assert (levels(stream), store.reads, set(stream.text.values())) == ([TEXT] * PIECES, [], {IN_TIME})
+
+
+def test_a_line_that_is_too_slow_for_raw_brings_less_of_each_piece(store):
+    store.line.start(mbps(1))
+    whole_s = PIECES * SIZES["raw"] / 1e6
+    stream = Case(store, text_s=None).run(0.8 * whole_s, prior=1e6)
+    assert levels(stream)[0] == "int8"
+    assert sum(piece.nbytes for piece in stream.pieces) < PIECES * SIZES["raw"]
+
+
+def test_the_first_piece_on_an_unknown_line_is_a_medium_one_and_then_it_is_known(store):
+    store.line.start(mbps(8))
+    stream = Case(store, text_s=None).run(60.0)
+    assert levels(stream) == ["int8", "raw", "raw", "raw"]
+    assert all(piece.throughput > 0 for piece in stream.pieces)
+
+
+def test_a_line_that_gets_slower_brings_the_rest_at_a_lesser_level(store):
+    store.line.start(mbps(20))
+    store.before = lambda number: store.line.start(mbps(0.5)) if number == 1 else None
+    stream = Case(store, text_s=None).run(1.0, prior=20e6)
+    assert levels(stream)[:2] == ["raw", "raw"]
+    assert levels(stream)[2:] == ["int8", "int8"]
+    assert {each.level for each in stream.pieces if each.segments == (1,)} <= {"raw", "int8"}
+
+
+def test_a_line_that_gets_faster_brings_the_rest_without_loss(store):
+    store.line.start(mbps(1))
+    store.before = lambda number: store.line.start(None) if number == 1 else None
+    stream = Case(store, text_s=None).run(1.0, prior=0.2e6)
+    assert levels(stream)[:1] == ["int8"]
+    assert levels(stream)[2:] == ["raw", "raw"]
+
+
+def test_a_line_that_stands_still_is_given_up_and_the_rest_is_computed(store):
+    store.line.start(mbps(20))
+    store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
+    stream = Case(store, text_s=0.2).run(0.3, prior=20e6)
+    assert levels(stream) == ["raw", "raw", "raw", TEXT, TEXT]
+    assert stream.text == {2: LATE, 3: SOONER} or stream.text == {2: LATE, 3: IN_TIME}
+    assert max(store.reads) == 2
+
+
+def test_nothing_hangs_on_a_line_that_stands_still_where_computing_is_not_timed(store):
+    store.line.start(mbps(20))
+    store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
+    stream = Case(store, text_s=None).run(0.3, prior=20e6)
+    assert sorted(stream.came) == [0, 1]
+    assert stream.text == {2: UNREADABLE, 3: UNREADABLE}
+
+
+def test_a_line_that_breaks_in_the_middle_of_a_piece_loses_nothing_but_bytes(store):
+    store.line.start(mbps(8), breaks=[1.5 * SIZES["raw"]])
+    stream = Case(store, text_s=60.0).run(30.0, prior=1e9)
+    assert 0 in stream.came
+    assert [piece.why for piece in stream.pieces].count("") >= len(stream.came)
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_whatever_a_line_does_each_segment_arrives_whole_or_is_text(store, name):
+    store.line.start(TRACES[name].scaled(1.0, speed=30).to_mean(2e6, 1.0))
+    stream = Case(store, text_s=0.5).run(1.0)
+    assert sum(piece.nbytes for piece in stream.pieces) <= store.line.carried
+
+
+def test_a_slow_start_is_no_trouble(store):
+    store.line.start(mbps(8).slow_start(0.1e6, 0.05))
+    stream = Case(store, text_s=60.0).run(30.0)
+    assert sorted(stream.came) == list(range(PIECES))
+
+
+@pytest.mark.parametrize("level", ["raw", "int8"])
+def test_a_level_that_is_asked_for_is_taken_whatever_the_deadline(store, level):
+    store.line.start(mbps(4))
+    assert levels(Case(store, text_s=0.0).run(0.0, level=level)) == [level] * PIECES
+
+
+def test_streams_at_the_same_time_know_of_each_other(store):
+    store.line.start(mbps(4))
+    link, streams, gate = Link(), list[Stream](), threading.Barrier(3)
+    store.before = lambda number: gate.wait(30) if number == 0 else None
+    threads = [threading.Thread(target=lambda: streams.append(Case(store, None, link).run(60.0))) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert [len(each.came) for each in streams] == [PIECES] * 3
+    assert max(piece.sharing for each in streams for piece in each.pieces) == 3
+    assert link.sharing == 1
+
+
+def test_a_piece_that_was_given_up_ends_when_its_tier_lets_go_of_it(store):
+    store.line.start(constant(0.0))
+    Case(store, text_s=0.05).run(0.0, prior=1e9)
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name == "ragfuse-stream"])
+
+
+# without a server
+
+
+def test_a_link_lets_so_many_read_at_once_and_no_more():
+    link, inside, most = Link(2), list[int](), list[int]()
+
+    def read() -> None:
+        with link.turn():
+            inside.append(1)
+            most.append(len(inside))
+            threading.Event().wait(0.01)
+            inside.pop()
+
+    threads = [threading.Thread(target=read) for _ in range(6)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert max(most) <= 2
+
+
+def test_what_a_link_carried_counts_for_all_who_share_it_and_not_for_ever():
+    now = [0.0]
+    link = Link(clock=lambda: now[0])
+    assert link.throughput is None
+    with link.joined(), link.joined():
+        link.saw(1000, 2.0)
+    assert link.throughput == 1000.0
+    now[0] = 1e6
+    assert link.throughput is None
+
+
+def test_a_tier_has_one_link():
+    links = Links()
+    assert links.of("redis") is links.of("redis") is not links.of("objects")

@@ -1,0 +1,209 @@
+"""How the next piece of a stream comes: like section 5.3 and algorithm 1, followed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from ragfuse.plan.adapt import (
+    LEAST_S,
+    PATIENCE,
+    STEP_S,
+    STEPS,
+    TEXT,
+    Adapt,
+    Part,
+    Piece,
+    decide,
+    delay_s,
+    first_look_s,
+    is_given_up,
+    layers_together,
+    pieces,
+)
+from tests.reference import Sent, algorithm_1, section_5_3
+
+NAMES = ("raw", "int8", "cg1", "cg2", "cg3")
+SIZES = {"raw": 8_000_000, "int8": 4_000_000, "cg1": 1_600_000, "cg2": 1_000_000, "cg3": 600_000}
+
+
+def piece(segment: int = 0, tokens: int = 1500, text_s: float | None = 1.0, **sizes: int) -> Piece:
+    return Piece((Part(segment, tokens, sizes or SIZES, text_s),))
+
+
+@some.composite
+def streams(draw) -> list[Sent]:
+    """Pieces that all have levels of the same order, though not all of them all."""
+    seconds = some.floats(0, 5)
+    timed = draw(some.booleans())
+    made = []
+    for _ in range(draw(some.integers(1, 5))):
+        names = draw(some.lists(some.sampled_from(NAMES), unique=True, max_size=5))
+        levels = tuple((name, draw(some.integers(1, 10**7)), draw(seconds)) for name in sorted(names, key=NAMES.index))
+        made.append(Sent(levels, draw(seconds) if timed or draw(some.booleans()) else None))
+    return made
+
+
+def as_pieces(stream: Sequence[Sent]) -> list[Piece]:
+    return [
+        Piece(
+            (
+                Part(
+                    at,
+                    1500,
+                    {name: nbytes for name, nbytes, _ in sent.levels},
+                    sent.text_s,
+                    {name: seconds for name, _, seconds in sent.levels},
+                ),
+            )
+        )
+        for at, sent in enumerate(stream)
+    ]
+
+
+@pytest.mark.parametrize(("adapt", "by_hand"), [("paper", section_5_3), ("algorithm", algorithm_1)])
+@given(
+    stream=streams(),
+    throughput=some.one_of(some.none(), some.floats(1e3, 1e9)),
+    left_s=some.floats(-1, 30),
+    others=some.integers(0, 4),
+)
+def test_every_choice_is_the_papers(adapt, by_hand, stream, throughput, left_s, others):
+    found = decide(as_pieces(stream), throughput, left_s, 1 + others, adapt)
+    assert found == by_hand(stream, throughput, left_s, others)
+
+
+@given(
+    stream=streams(),
+    throughput=some.floats(1e3, 1e9),
+    left_s=some.floats(-1, 30),
+    adapt=some.sampled_from(get_args(Adapt)),
+)
+def test_more_time_never_means_more_loss(stream, throughput, left_s, adapt):
+    def loss(seconds: float) -> int:
+        """Of what is in time: 0 for text and raw."""
+        cut = as_pieces(stream)
+        choice = decide(cut, throughput, seconds, 1, adapt)
+        return 0 if choice in (TEXT, "raw") else 1 + list(cut[0].sizes).index(choice)
+
+    left = as_pieces(stream)
+    if any(delay_s(left, level, throughput) <= left_s for level in left[0].sizes):
+        assert loss(left_s + 1) <= loss(left_s)
+
+
+def test_text_wins_where_it_is_in_time_and_the_line_needs_not_be_known():
+    assert decide([piece(int8=1, cg1=1)], 1e12, 1.0) == TEXT
+    assert decide([piece()], None, 1.0) == TEXT
+
+
+def test_raw_loses_nothing_either_and_wins_where_it_is_there_before():
+    assert decide([piece()], 8.1e6, 1.0) == "raw"
+    assert decide([piece()], 7.9e6, 1.0) == TEXT
+    assert decide([piece(text_s=0.1)], 10e6, 1.0) == TEXT
+
+
+def test_the_two_differ_in_what_text_must_fit_into():
+    left = [piece(at, int8=10, cg1=1) for at in range(4)]
+    assert decide(left, 1e8, 1.5, adapt="paper") == "int8"
+    assert decide(left, 1e8, 1.5, adapt="algorithm") == TEXT
+
+
+@pytest.mark.parametrize(
+    ("mbps", "level"), [(40, "raw"), (39, "int8"), (20, "int8"), (19, "cg1"), (8, "cg1"), (5, "cg2"), (3, "cg3")]
+)
+def test_the_level_with_the_least_loss_that_is_in_time_is_taken(mbps, level):
+    assert decide([piece(at) for at in range(5)], mbps * 1e6, 1.0 + 1e-9) == level
+
+
+def test_what_is_in_time_counts_all_pieces_that_are_still_to_come():
+    assert decide([piece()], 10e6, 0.9) == "raw"
+    assert decide([piece(), piece(1)], 10e6, 0.9) == "int8"
+
+
+def test_streams_that_share_a_line_take_so_many_times_as_long():
+    assert decide([piece()], 10e6, 0.9, sharing=1) == "raw"
+    assert decide([piece()], 10e6, 0.9, sharing=2) == "int8"
+    assert decide([piece()], 10e6, 0.9, sharing=5) == "cg1"
+
+
+def test_where_nothing_is_in_time_the_soonest_is_taken_which_may_be_text():
+    assert decide([piece()], 1e6, 0.1) == "cg3"
+    assert decide([piece()], 0.5e6, 0.1) == TEXT
+    assert decide([piece(text_s=None)], 0.5e6, 0.1) == "cg3"
+
+
+def test_the_first_piece_of_an_unknown_line_comes_at_a_medium_level():
+    assert decide([piece()], None, 0.5) == "cg1"
+    assert decide([piece(raw=10, cg2=1)], None, 0.5) == "cg2"
+    assert decide([piece(raw=10)], None, 0.5) == "raw"
+
+
+def test_text_that_cannot_be_timed_is_taken_only_where_there_are_no_levels():
+    assert decide([piece(text_s=None)], 1e3, 1e9) == "raw"
+    assert decide([Piece((Part(0, 10, {}, None),))], 1e9, 0.0) == TEXT
+
+
+def test_decoding_counts_and_hides_behind_what_is_still_on_its_way():
+    slow = [Piece((Part(at, 1500, {"cg1": 1_000_000}, None, {"cg1": 0.5}),)) for at in range(3)]
+    assert delay_s(slow, "cg1", 1e6) == pytest.approx(3.5)
+    assert delay_s(slow, "cg1", 1e7) == pytest.approx(1.6)
+
+
+def test_levels_of_a_piece_are_those_that_all_its_parts_have():
+    both = Piece((Part(0, 10, {"raw": 4, "int8": 2, "cg1": 1}), Part(1, 10, {"raw": 4, "cg1": 1})))
+    assert both.sizes == {"raw": 8, "cg1": 2}
+
+
+def test_a_piece_that_lacks_the_level_counts_at_its_own_of_that_rank():
+    left = [piece(raw=100, cg1=10), piece(1, raw=100, cg3=6), piece(2, raw=50)]
+    assert delay_s(left, "cg1", 1.0) == 10 + 6 + 50
+
+
+@given(some.lists(some.integers(1, 4000), max_size=30), some.integers(1, 3000))
+def test_pieces_are_whole_segments_in_order_and_as_long_as_allowed(tokens, most):
+    parts = [Part(at, n, {}) for at, n in enumerate(tokens)]
+    cut = pieces(parts, most)
+    assert [part for each in cut for part in each.parts] == parts
+    for each, after in zip(cut, [*cut[1:], None], strict=False):
+        assert each.tokens <= most or len(each.parts) == 1
+        assert after is None or each.tokens + after.parts[0].tokens > most
+
+
+def test_what_is_left_of_a_piece_has_its_share_of_bytes_and_is_computed_whole():
+    whole = Piece(tuple(Part(at, 10, {"raw": 40, "cg1": 10}, 1.0, {"cg1": 0.5}) for at in range(3)))
+    rest = whole.rest([0, 2], 0.5, ["raw"])
+    assert (rest.segments, rest.sizes, rest.text_s, rest.decode_s("cg1")) == ((0, 2), {"cg1": 10}, 2.0, 0.5)
+    assert whole.rest([1], 1.0).sizes == {"raw": 40, "cg1": 10}
+
+
+@given(some.integers(1, 80), some.one_of(some.none(), some.floats(0, 100)))
+def test_a_piece_is_read_in_a_few_steps_none_of_which_is_short(n_layers, whole_s):
+    at, sizes = 0, []
+    while at < n_layers:
+        sizes.append(layers_together(n_layers, n_layers - at, whole_s))
+        at += sizes[-1]
+    assert at == n_layers
+    assert 1 <= len(sizes) <= STEPS
+    assert len(sizes) == 1 or whole_s is None or whole_s / len(sizes) >= STEP_S
+
+
+def test_a_piece_is_late_after_some_times_what_was_foreseen():
+    assert first_look_s(piece(), "int8", 4e6) == pytest.approx(PATIENCE)
+    assert first_look_s(piece(), "int8", 4e6, sharing=3) == pytest.approx(3 * PATIENCE)
+    assert first_look_s(piece(), "int8", 1e12) == LEAST_S
+
+
+def test_on_an_unknown_line_a_piece_is_late_when_it_would_be_computed():
+    assert first_look_s(piece(text_s=0.7), "int8", None) == 0.7
+    assert first_look_s(piece(text_s=None), "int8", None) is None
+
+
+def test_a_late_piece_is_given_up_once_waiting_as_long_again_is_worse_than_computing():
+    left = [piece(text_s=1.0, int8=4_000_000), piece(1, text_s=1.0, int8=4_000_000)]
+    assert not is_given_up(left, "int8", 4_000_000 / 0.9, 0.0)
+    assert is_given_up(left, "int8", 4_000_000 / 1.1, 0.0)
+    assert not is_given_up([piece(text_s=None)], "int8", 4e4, 0.0)
