@@ -15,6 +15,7 @@ from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_be
 from ragfuse.calling import Caller, Reply, Tool, offered
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.counting import Tally
+from ragfuse.dtypes import settled
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
 from ragfuse.fitting import fitted, limit_of
@@ -57,7 +58,7 @@ class Engine:
     def __init__(
         self, settings: Settings | None = None, model: HFModel | None = None, store: KVStore | None = None
     ) -> None:
-        self.settings = settings or Settings()
+        self.settings = settled(settings or Settings())
         known_policy(self.settings.policy)
         self.book = Book(self.settings.store_path) if store is None and self.settings.disk_bytes else None
         self.store = store if store is not None else open_kept(self.settings)
@@ -74,7 +75,7 @@ class Engine:
     @staticmethod
     def shared(settings: Settings | None = None) -> Engine:
         """The engine of all who name the same settings. It is closed when the process ends, not before."""
-        settings = settings or Settings()
+        settings = settled(settings or Settings())
         return shared(("engine", settings), lambda: _closed_at_exit(Engine(settings)))
 
     @property

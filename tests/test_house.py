@@ -26,6 +26,7 @@ ENGINE = {
     "asking",
     "bytestore",
     "calling",
+    "dtypes",
     "encoding",
     "engine",
     "fitting",
