@@ -23,6 +23,8 @@ from ragfuse.store.named import as_entry, value_of
 from ragfuse.text import sample
 
 if TYPE_CHECKING:  # a store is looked after without any model
+    from torch import Tensor
+
     from ragfuse.gate import Booked
     from ragfuse.hf.model import HFModel
 
@@ -30,6 +32,8 @@ log = logging.getLogger("ragfuse.engine")
 
 ASK_AGAIN_S = 60.0
 """Seconds after which the book, or a tier, is asked again for tables that it did not have."""
+LONGEST = 240
+"""Tokens of a text that tables are made from; some models take no more than twice as many."""
 OWNER = digest("codec tables")
 """What tables in a tier are kept under, where KV has its model."""
 
@@ -131,7 +135,7 @@ def wants_tables(settings: Settings) -> bool:
 def made_tables(model: HFModel) -> CodecTables:
     """A model's tables, from text that comes along."""
     began = time.perf_counter()
-    tables = profile_tables(_chunks(model), model.profile.rope)
+    tables = profile_tables(_chunks(model), model.profile.rope, _queries(model))
     told = model.name, time.perf_counter() - began, tables.digest
     log.info("How %s's KV is spread was seen on text that comes along, in %.1f s: tables %s", *told)
     return tables
@@ -140,10 +144,24 @@ def made_tables(model: HFModel) -> CodecTables:
 def _chunks(model: HFModel) -> Iterator[ChunkKV]:
     """KV of every text, as it is kept: behind another text."""
     before: Sequence[int] = ()
-    for text in sample():
-        ids = model.tokens(text)
+    for ids in _runs(model):
         yield model.encode_amid(ids, before)
         before = ids
+
+
+def _runs(model: HFModel) -> list[list[int]]:
+    """Texts that come along, each short enough to stand behind another in any model's window."""
+    return [model.tokens(text)[:LONGEST] for text in sample()]
+
+
+def _queries(model: HFModel) -> tuple[Tensor, ...]:
+    """How large the queries are that meet each key's channel; nothing where keys are kept in another form."""
+    from ragfuse.hf.queries import query_sizes
+
+    runs = _runs(model)
+    sizes, kept = query_sizes(model, runs), model.encode(runs[0][:2]).layers
+    shapes = [tuple(size.shape) for size in sizes]
+    return sizes if shapes == [(layer.keys.shape[0], layer.keys.shape[2]) for layer in kept] else ()
 
 
 def _key(tables: str) -> ChunkKey:

@@ -65,15 +65,17 @@ def replace_memory(settings: Settings) -> Settings:
 
 
 def test_what_another_machine_packed_with_its_own_tables_is_read_with_these(tiny_settings, tmp_path, monkeypatch):
-    first, second = (at(tiny_settings, tmp_path / name, objects=["cg1"]) for name in "ab")
+    first, second, third = (at(tiny_settings, tmp_path / name, objects=["cg1"]) for name in "abc")
     with Engine(first) as engine:
         ingest(engine)
         assert levels_in(engine, "objects") == {("cg1",)}
-        ours, expected = engine.model.profile.codec, engine.answer(messages()).text
-        model = engine.model
+        ours, model = engine.model.profile.codec, engine.model
+    with Engine(second) as same:
+        assert read(same) == {("objects", "cg1")}
+        expected = same.answer(messages()).text
     model.profile = replace(model.profile, codec=None)  # which engines of one process share
     monkeypatch.setattr("ragfuse.coding.sample", lambda: ("Quite another text, so that the tables differ. " * 9,) * 2)
-    with Engine(second) as other:
+    with Engine(third) as other:
         assert other.model.profile.codec != ours
         assert read(other) == {("objects", "cg1")}
         assert other.answer(messages()).text == expected

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from ragfuse.dtypes import quick_dtype
 from ragfuse.errors import SettingsError
 from ragfuse.gate import as_shipped
 from ragfuse.hf.blank import random_model
@@ -60,6 +61,7 @@ def preset(name: str) -> Preset | None:
 
 def bench_model(name: str, dtype: str, device: str, home: Path) -> HFModel:
     """The model to measure: a preset, an embedded name, a Hugging Face id or a folder."""
+    dtype = quick_dtype(device) if dtype == "auto" else dtype
     if dtype not in DTYPES:
         raise SettingsError(f"No dtype '{dtype}'. It is one of: {', '.join(DTYPES)}.")
     known = preset(name)

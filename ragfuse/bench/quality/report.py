@@ -16,6 +16,7 @@ from ragfuse.bench.quality.methods import default_method, methods_of
 from ragfuse.bench.quality.run import Plan, measure
 from ragfuse.bench.quality.table import results_of, show_quality
 from ragfuse.bench.runner import circumstances
+from ragfuse.dtypes import settled
 from ragfuse.errors import ModelError
 from ragfuse.settings import Settings
 
@@ -27,6 +28,7 @@ def run_quality(
     settings: Settings, plan: Plan, names: Sequence[str], ratios: Sequence[float], console: Console
 ) -> dict[str, Any]:
     """The result as plain JSON types; ModelError for a model that cannot be fused or reads no text."""
+    settings = settled(settings)
     model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
     if model.profile.refusal:
         raise ModelError(f"{settings.model} cannot be fused: {model.profile.refusal} Measure another model.")

@@ -1,0 +1,60 @@
+"""Sizes of queries, against those that the model's own projections give."""
+
+import pytest
+import torch
+
+from ragfuse.coding import made_tables
+from ragfuse.hf.queries import query_sizes
+from tests.hf.families import FAMILIES
+from tests.hf.kit import family
+
+RUNS = ([5, 6, 7, 8, 9, 10, 11], [40, 3, 77])
+
+
+def projected(model, runs) -> list[torch.Tensor]:
+    """Sums over tokens of squared outputs of q_proj, [Hq * D] a layer: rotation, which is later, keeps a pair's."""
+    sums = {}
+
+    def note(at):
+        return lambda module, args, out: sums.__setitem__(at, sums.get(at, 0) + out[0].double().square().sum(0))
+
+    handles = [
+        layer.self_attn.q_proj.register_forward_hook(note(at)) for at, layer in enumerate(model.model.model.layers)
+    ]
+    for run in runs:
+        with torch.no_grad():
+            model.model(input_ids=torch.tensor([run]))
+    for handle in handles:
+        handle.remove()
+    return [sums[at] for at in sorted(sums)]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "llama-one-kv-head"])
+def test_sizes_are_what_the_projections_give_head_by_head(name):
+    model = family(name)
+    found, wanted = query_sizes(model, RUNS), projected(model, RUNS)
+    assert len(found) == model.n_layers
+    for size, power in zip(found, wanted, strict=True):
+        heads, dim = size.shape
+        by_head = power.view(heads, -1, dim).mean(1) / sum(map(len, RUNS))
+        pairs = by_head.view(heads, 2, dim // 2).sum(1)
+        assert torch.allclose(size.double().square().view(heads, 2, dim // 2).sum(1), pairs, rtol=1e-4)
+
+
+def test_the_model_is_left_as_it_was():
+    model = family("llama")
+    before = model.model.config._attn_implementation
+    query_sizes(model, RUNS)
+    assert model.model.config._attn_implementation == before
+
+
+def test_of_nothing_and_of_families_that_attend_by_themselves_nothing_is_known():
+    assert query_sizes(family("llama"), []) == ()
+    own = next(name for name in FAMILIES if family(name).profile.mode == "dense")
+    assert query_sizes(family(own), RUNS) == ()
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_gets_its_tables(name):
+    tables = made_tables(family(name))
+    assert len(tables.layers) == family(name).n_layers
