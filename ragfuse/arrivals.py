@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,10 @@ class PieceTrace:
 class StreamTrace:
     """All pieces, in the order in which they were decided. held: whether the first token came within the deadline.
 
-    prior: bytes a second that the line was taken to carry at first, None: nothing was known.
+    adapt: as in the settings. prior: bytes a second that the line was taken to carry at first, None: nothing was known.
     """
 
-    adapt: Literal["paper", "algorithm"]
+    adapt: str
     deadline_s: float
     held: bool
     pieces: tuple[PieceTrace, ...]

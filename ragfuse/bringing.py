@@ -24,7 +24,7 @@ from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.pieces import base_s, parts_of, prior
 from ragfuse.planning import Planner
 from ragfuse.profiles import ModelProfile
-from ragfuse.settings import Settings
+from ragfuse.settings import LEVELS, Settings
 from ragfuse.store import KVStore
 from ragfuse.store.tier import Breaks
 from ragfuse.telemetry import planned
@@ -70,7 +70,7 @@ class Brought:
         if self.stream is None or self.terms is None:
             return None
         terms = self.terms
-        return StreamTrace(terms.adapt, self.deadline_s, False, tuple(self.stream.pieces), terms.prior)
+        return StreamTrace(terms.level or terms.adapt, self.deadline_s, False, tuple(self.stream.pieces), terms.prior)
 
     def close(self) -> None:
         """Nothing more of it is needed."""
@@ -153,9 +153,10 @@ class Bringer:
             brought.began_s,
             brought.deadline_s,
             base_s(plan, times),
-            settings.adapt,
+            "algorithm" if settings.adapt == "algorithm" else "paper",
             settings.piece_tokens,
             prior(far, times),
+            settings.adapt if settings.adapt in LEVELS else None,
         )
         parts, link = parts_of(plan, far, times), self.links.of(far[0].tier)
         brought.stream = stream = Stream(self.store, far, parts, model.n_layers, link, terms, model.device)

@@ -74,8 +74,8 @@ class Engine:
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
         self._prefetcher = Prefetcher(self.store, lambda: self.encoder, self._booked)
         self._prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
-        links = Links(self.settings.streams)
-        self._bringer = Bringer(self.settings, self.store, self._planner, links, self._prefetcher.leave)
+        self.links = Links(self.settings.streams)
+        self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
         self.marker, self._caller = self._prompter.marker, Caller()
 
     @staticmethod

@@ -67,3 +67,8 @@ class Links:
         """The link that all streams from this tier share."""
         with self._lock:
             return self._links.setdefault(tier, Link(self._most))
+
+    def forget(self) -> None:
+        """What was seen of lines is not known any more."""
+        with self._lock:
+            self._links = {}

@@ -110,6 +110,20 @@ def read_questions(model: HFModel, limit: int = 0) -> list[Reading]:
     return readings
 
 
+def reading_of(model: HFModel, paragraphs: Sequence[Mapping[str, Any]]) -> Reading:
+    """These paragraphs of a SQuAD article with all questions on them, worded as for every benchmark."""
+    before, after = ASKED["answer"]
+    passages = "\n\n".join(paragraph["context"].strip() for paragraph in paragraphs)
+    head, tail = _in_template(model, f"{before}{passages}", after)
+    return Reading((*model.tokens(head, special=True),), tuple(_asked(model, tail, paragraphs)))
+
+
+def paragraphs_of(path: Path) -> Iterator[Mapping[str, Any]]:
+    """All paragraphs of a SQuAD file, article by article."""
+    for article in _json(path)["data"]:
+        yield from article["paragraphs"]
+
+
 def held_out() -> Path:
     """The SQuAD articles that the reader never saw."""
     return Path(str(files("ragfuse.bench"))) / "sets" / "squad_held_out.json"
