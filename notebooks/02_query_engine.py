@@ -40,7 +40,7 @@ from ragfuse.models import resolve_embedder
 logging.disable_progress_bar()
 plain_logging.getLogger("llama_index").setLevel(plain_logging.ERROR)
 folder = Path(tempfile.mkdtemp())  # a store of this notebook's own, removed at its end
-llm = RagFuseLLM(max_tokens=24, settings=Settings(store=folder, dtype="float32"))
+llm = RagFuseLLM(max_tokens=24, settings=Settings(store=folder))
 embedder = HuggingFaceEmbedding(model_name=str(resolve_embedder("minilm-l6", Settings().home)), device="cpu")
 
 # %% [markdown]
@@ -71,7 +71,7 @@ template = PromptTemplate(
     "Question: {query_str}\nAnswer:"
 )
 engine = index.as_query_engine(llm=llm, similarity_top_k=5, text_qa_template=template)
-question = "Under what name did Ford sell the compact Mazda Truck?"
+question = "Which country's oil minister was Ahmed Zaki Yamani?"
 response = engine.query(question)
 print(response)
 for source in response.source_nodes:

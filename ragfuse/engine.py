@@ -17,6 +17,7 @@ from ragfuse.calling import Caller, Reply, Tool, offered
 from ragfuse.coding import Coding
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.counting import Tally
+from ragfuse.dtypes import settled
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
 from ragfuse.fitting import fitted, limit_of
@@ -60,7 +61,7 @@ class Engine:
     def __init__(
         self, settings: Settings | None = None, model: HFModel | None = None, store: KVStore | None = None
     ) -> None:
-        self.settings = settings or Settings()
+        self.settings = settled(settings or Settings())
         known_policy(self.settings.policy)
         self.book = Book(self.settings.store_path) if store is None and self.settings.disk_bytes else None
         self._coding = Coding(self._booked, lambda: self.store.tiers)
@@ -81,7 +82,7 @@ class Engine:
     @staticmethod
     def shared(settings: Settings | None = None) -> Engine:
         """The engine of all who name the same settings. It is closed when the process ends, not before."""
-        settings = settings or Settings()
+        settings = settled(settings or Settings())
         return shared(("engine", settings), lambda: _closed_at_exit(Engine(settings)))
 
     @property

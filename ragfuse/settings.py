@@ -65,7 +65,9 @@ class Settings(BaseSettings):
     embedder: str = Field(
         default="minilm-l6", description="Embedded name, Hugging Face id or local folder of the embedder."
     )
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(default="bfloat16", description="Weights and KV.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Weights and KV; auto: bfloat16 where the device has units for it, else float32."
+    )
     device: str = Field(default="cpu", description="cpu, cuda or cuda:N.")
 
     home: Path = Field(

@@ -27,6 +27,7 @@ ENGINE = {
     "bringing",
     "bytestore",
     "calling",
+    "dtypes",
     "encoding",
     "engine",
     "fitting",

@@ -66,7 +66,7 @@ class DropinOptions:
     """What to measure. questions: of the demo's, all on one article; splits: the article's first so many chunks."""
 
     model: str = "smollm2-135m-reader"
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     article: str = "french-and-indian-war"
     questions: int = 4
     splits: int = 24
@@ -77,8 +77,8 @@ class DropinOptions:
     home: Path = field(default_factory=lambda: Settings().home)
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16"):
-            raise SettingsError(f"--dtype is '{self.dtype}'; wanted float32 or bfloat16.")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise SettingsError(f"--dtype is '{self.dtype}'; wanted auto, float32 or bfloat16.")
         if min(self.questions, self.rounds, self.threads) < 1 or self.splits < TOP or self.chunk_tokens < 16:
             raise SettingsError(f"Questions and rounds are from 1 on, chunks from {TOP} on, of 16 tokens or more.")
 
@@ -95,7 +95,7 @@ def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
         Engine(_settings(options, Path(folder))) as engine,
     ):
         asked, splits = _material(options, engine)
-        found = {}
+        dtype, found = engine.settings.dtype, {}
         for name in FRAMEWORKS:
             theirs, ours = (make(engine, splits) for make in MAKERS[name])
             found[name] = _measure(name, theirs, ours, asked, options, engine, console)
@@ -105,7 +105,7 @@ def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
     result: dict[str, Any] = {
         **found,
         "model": options.model,
-        "dtype": options.dtype,
+        "dtype": dtype,
         "clock": "wall",
         "timed": "from the question to the first text of the answer's stream, retrieval included",
         "options": given,

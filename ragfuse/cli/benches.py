@@ -224,7 +224,7 @@ def dropin(
     model: Annotated[str, typer.Option(help="Embedded name, Hugging Face id or folder; the same weights for both.")] = (
         "smollm2-135m-reader"
     ),
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16, which not every CPU is quick in.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto: what this CPU is quick in.")] = "auto",
     questions: Annotated[int, typer.Option(help="Questions, of the demo's on one article.")] = 4,
     splits: Annotated[int, typer.Option(help="Chunks of the article that are indexed.")] = 24,
     chunk_tokens: ChunkTokens = 512,
@@ -284,9 +284,10 @@ def quality(
     from ragfuse.bench.quality.report import QUICK, QUICK_METHODS, run_quality
     from ragfuse.bench.quality.run import Plan
     from ragfuse.bench.runner import tune_malloc
+    from ragfuse.dtypes import settled
 
     console = console_for(json)
-    settings = settings_of(model=model, dtype=dtype, device=device)
+    settings = settled(settings_of(model=model, dtype=dtype, device=device))
     if quick and (data or limit or methods != BY_DEFAULT):
         raise InputError("--quick has its own questions and methods: leave out --data, --limit and --methods.")
     if not quick and not data:
@@ -351,9 +352,10 @@ def paper(
     from ragfuse.bench.paper import run_paper
     from ragfuse.bench.plots import require_plotting
     from ragfuse.bench.runner import tune_malloc
+    from ragfuse.dtypes import settled
 
     console = console_for(json)
-    settings = settings_of(model=model, dtype=dtype, device=device)
+    settings = settled(settings_of(model=model, dtype=dtype, device=device))
     if plot is not None:
         require_plotting()
     rows = _rows_beside(json)

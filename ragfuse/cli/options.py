@@ -16,7 +16,7 @@ from ragfuse.errors import InputError, SettingsError
 from ragfuse.settings import Settings
 
 Model = Annotated[str | None, typer.Option("--model", help="Embedded name, Hugging Face id or folder of the LLM.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32, bfloat16 or float16.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N.")]
 Store = Annotated[Path | None, typer.Option("--store", help="Folder of the KV store.")]
 Policy = Annotated[

@@ -83,7 +83,7 @@ def _loaded(settings: Settings, console: Console, stack: ExitStack, rows: list[R
         with console.status("loading the model"):
             model = engine.model
         took = f"{time.perf_counter() - began:.1f} s"
-        yield Row("model", "ok", f"{settings.model}, {settings.dtype} on {model.device}, loaded in {took}")
+        yield Row("model", "ok", f"{settings.model}, {engine.settings.dtype} on {model.device}, loaded in {took}")
         yield _probed(model.profile)
         engines.append(engine)
 

@@ -99,7 +99,7 @@ def test_every_setting_stands_in_the_table() -> None:
     table = book_reference.settings_table()
     for name in Settings.model_fields:
         assert f"| `{name}` | `RAGFUSE_{name.upper()}` |" in table
-    assert "| `dtype` | `RAGFUSE_DTYPE` | `bfloat16` |" in table
+    assert "| `dtype` | `RAGFUSE_DTYPE` | `auto` |" in table
 
 
 def test_every_command_has_its_heading_and_its_options() -> None:
