@@ -1,15 +1,16 @@
 """Whole numbers, many rows of them, as few bytes: rows whose numbers are spread alike share one model.
 
 zstd: every class of rows is a frame of its own, whose literals zstd codes by one Huffman table; where numbers are
-small, two stand in a byte, so that less than a bit for each is possible. ANS (constriction): one stream, with a model
-for every class, drawn from the profiled shape. Numbers too large for their class stand apart, in order.
+small, two or three stand in a byte, so that less than a bit for each is possible. ANS (constriction): one stream, with
+a model for every class, drawn from the profiled shape. Numbers too large for their class stand apart, in order.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Literal
 
 import constriction  # type: ignore[import-untyped]
@@ -23,22 +24,33 @@ Coder = Literal["zstd", "ans"]
 Order = npt.NDArray[np.intp]
 Shape = npt.NDArray[np.float64]
 
-PAIR: Final = 7
-"""Two numbers from -PAIR to PAIR, or signs that they are larger, stand in one byte."""
-PAIR_SPREAD: Final = 5
-"""Up to this code of a spread (1.5 bins) numbers stand in pairs."""
 SINGLE: Final = 127
+PAIR: Final = 7
+TRIPLE: Final = 2
+"""One, two or three numbers up to these, or signs that they are larger, stand in one byte."""
+PAIR_SPREAD: Final = 5
+TRIPLE_SPREAD: Final = -6
+"""Up to these codes of a spread (1.5 and .6 bins) numbers stand in pairs and triples."""
+TOGETHER: Final[Mapping[int, int]] = MappingProxyType({SINGLE: 1, PAIR: 2, TRIPLE: 3})
 COARSEST: Final = -24
 FINEST: Final = 64
 """Codes of spreads are held between these: 256 bins, and an eighth of one, where nearly all are 0."""
 SECTION: Final = struct.Struct("<II")
 MAX_NUMBER: Final = 1 << 30
-_LOW = np.arange(256, dtype=np.int64)
-PAIRS: Final[npt.NDArray[np.uint64]] = (
-    np.stack([_LOW // 16 - PAIR, _LOW % 16 - PAIR], axis=1).astype(np.float32).view(np.uint64).reshape(-1)
-)
-"""Both numbers of every byte as two float32."""
-PAIRS.setflags(write=False)
+
+
+def _unpacking(most: int) -> Floats:
+    """float32 [256, together]: the numbers up to `most` that stand in every byte."""
+    base, byte = 2 * most + 2, np.arange(256)
+    found = np.stack([byte // base**at % base for at in reversed(range(TOGETHER[most]))], axis=1)
+    table = (found - most).astype(np.float32)
+    table.setflags(write=False)
+    return table
+
+
+PAIRS: Final = _unpacking(PAIR).view(np.uint64)[:, 0]
+"""Both numbers of a byte as one word: read faster than two."""
+TRIPLES: Final = _unpacking(TRIPLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +71,13 @@ def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
     middles = [int(classes[order[end - 1]]) * width + width // 2 for end in ends]
     firsts = [0, *ends[:-1]]
     return order, tuple(
-        Section(int(first), int(end), middle, PAIR if middle <= PAIR_SPREAD else SINGLE)
+        Section(int(first), int(end), middle, _most(middle))
         for first, end, middle in zip(firsts, ends, middles, strict=True)
     )
+
+
+def _most(code: int) -> int:
+    return TRIPLE if code <= TRIPLE_SPREAD else PAIR if code <= PAIR_SPREAD else SINGLE
 
 
 def encode(numbers: Ints, sections: Sequence[Section], coder: Coder, below: Shape) -> list[bytes]:
@@ -128,12 +144,9 @@ def _apart(apart: memoryview, count: int, most: int) -> Ints:
 
 
 def _squeezed(flat: Ints, section: Section) -> bytes:
-    codes = (flat + section.most).astype(np.uint8)
-    if section.most == SINGLE:
-        return _frame(codes.tobytes(), 1)
-    if len(codes) % 2:
-        codes = np.append(codes, np.uint8(PAIR))
-    return _frame((codes[0::2] * 16 + codes[1::2]).tobytes(), 1)
+    together, base = TOGETHER[section.most], 2 * section.most + 2
+    codes = np.append(flat, [0] * (-len(flat) % together)).reshape(-1, together) + section.most
+    return _frame((codes @ base ** np.arange(together)[::-1]).astype(np.uint8).tobytes(), 1)
 
 
 def _frame(data: bytes, width: int) -> bytes:
@@ -161,12 +174,13 @@ def _unframed(body: memoryview, lengths: Sequence[int], sections: Sequence[Secti
     decompressor, begin = zstandard.ZstdDecompressor(), 0
     for section, length in zip(sections, lengths, strict=True):
         flat = out[section.first : section.last].reshape(-1)
-        nbytes = len(flat) if section.most == SINGLE else -(-len(flat) // 2)
+        nbytes = -(-len(flat) // TOGETHER[section.most])
         data = np.frombuffer(_unsqueezed(decompressor, body[begin : begin + length], nbytes), dtype=np.uint8)
         if section.most == SINGLE:
             np.subtract(data, np.float32(SINGLE), out=flat)
         else:
-            flat[:] = PAIRS[data].view(np.float32)[: len(flat)]
+            words = PAIRS[data] if section.most == PAIR else TRIPLES[data]
+            flat[:] = words.view(np.float32).reshape(-1)[: len(flat)]
         begin += length
 
 

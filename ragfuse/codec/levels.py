@@ -11,10 +11,10 @@ from ragfuse.codec.tables import CodecTables
 from ragfuse.codec.uniform import INT8
 
 PACKED: Final = (
-    Level("cg1", (0.3, 0.3, 0.3)),
-    Level("cg2", (0.55, 0.55, 0.55)),
-    Level("cg3", (0.9, 0.9, 0.9)),
-    Level("cg4", (1.5, 1.5, 1.5)),
+    Level("cg1", (0.4, 0.4, 0.4)),
+    Level("cg2", (0.9, 0.9, 0.9)),
+    Level("cg3", (1.3, 1.3, 1.3)),
+    Level("cg4", (1.9, 1.9, 1.9)),
 )
 """CacheGen's codec at four widths of bins, the finest first."""
 PAPER: Final = Level("paper", deltas=True, odd=0)

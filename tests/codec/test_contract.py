@@ -1,6 +1,7 @@
 """What every codec owes: a layer that decodes alone, to what its slow twin says, the same everywhere, or an error."""
 
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,12 +15,14 @@ from hypothesis import strategies as st
 
 from ragfuse.codec import INT8, LEVELS, PACKED, PAPER, CacheGenCodec, LayerMeta, OtherTables, UniformCodec, codec_for
 from ragfuse.codec.codec import DTYPES
+from ragfuse.codec.container import HEADER, SUM_NBYTES
 from ragfuse.codec.quantise import odd_ones
 from ragfuse.core import LayerKV
 from tests import reference
 from tests.codec.kit import layer, resum, tables
 
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
+SIZES = list(zip((1, 2, 9, 10, 11, 37, 300), (*HALVES, *HALVES, torch.float32), strict=True))
 TABLES, UNTURNED = tables(), tables(rope=False)
 SWITCHED = [
     *(replace(level, coder=coder) for level in (*PACKED, PAPER) for coder in ("zstd", "ans")),
@@ -51,9 +54,7 @@ def same(left, right):
 
 
 @every
-@pytest.mark.parametrize(
-    ("n", "dtype"), zip((1, 2, 9, 10, 11, 37, 300), (*HALVES, *HALVES, torch.float32), strict=True)
-)
+@pytest.mark.parametrize(("n", "dtype"), SIZES)
 def test_a_layer_comes_back_in_its_shape_and_dtype_and_near_what_it_was(codec, dtype, n):
     before = layer(n=n, dtype=dtype, seed=7, like=1)
     after = there_and_back(codec, before, 1)
@@ -226,6 +227,39 @@ def test_foreign_bytes_are_refused_or_decode_to_the_shape_that_was_wanted(codec,
     except ValueError:
         return
     assert (after.keys.shape, after.values.shape) == (before.keys.shape, before.values.shape)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent / "corpus").iterdir()), ids=lambda path: path.name[:8])
+def test_what_fuzzing_found_worth_keeping_is_refused_or_decodes(path):
+    blob = bytearray(path.read_bytes())
+    resum(blob)
+    before, told = layer(n=30), torch.frombuffer(blob or bytearray(1), dtype=torch.uint8)
+    for codec in EVERY[1:]:
+        try:
+            after = codec.decode(told, LayerMeta.of(before, torch.zeros(1)))
+        except ValueError:
+            continue
+        assert (after.keys.shape, after.values.shape) == (before.keys.shape, before.values.shape)
+
+
+def enormous(nbytes: int) -> bytes:
+    """A zstd frame of some bytes that says it holds `nbytes`."""
+    return b"\x28\xb5\x2f\xfd" + bytes([0xE0]) + nbytes.to_bytes(8, "little") + b"\x01\x00\x00"
+
+
+def test_a_frame_that_says_it_is_enormous_asks_for_no_memory():
+    before, codec = layer(n=30), codec_for("cg2", TABLES)
+    blob = bytearray(codec.encode(before).numpy().tobytes())
+    lengths = [int.from_bytes(blob[HEADER.size + 4 * part :][:4], "little") for part in range(7)]
+    stream = HEADER.size + 28 + SUM_NBYTES + sum(lengths[:5])
+    first = blob.index(b"\x28\xb5\x2f\xfd", stream)
+    frame = enormous(1 << 45)
+    blob[first : first + len(frame)] = frame
+    resum(blob)
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match="another found"):
+        codec.decode(torch.frombuffer(blob, dtype=torch.uint8), LayerMeta.of(before, torch.zeros(1)))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 50_000
 
 
 def test_dtypes_of_eight_bits_are_kept_too():

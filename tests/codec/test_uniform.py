@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ragfuse.codec import INT8, LEVELS, LayerMeta, UniformCodec, codec_for
 from ragfuse.codec.codec import DTYPES
 from ragfuse.core import LayerKV
-from tests.codec.kit import layer
+from tests.codec.kit import layer, tables
 from tests.reference import uniform
 
 
@@ -100,6 +100,7 @@ def test_bytes_of_another_shape_are_refused(change, match):
 
 
 def test_every_level_has_its_codec_and_a_name_that_is_none_is_told_all():
-    assert [codec_for(level).name for level in LEVELS] == list(LEVELS)
-    with pytest.raises(ValueError, match=r"raw, int8.*'zip'"):
+    known = tables()
+    assert [codec_for(level, known).name for level in LEVELS] == list(LEVELS)
+    with pytest.raises(ValueError, match=r"raw, int8, cg1, cg2, cg3, cg4\) wanted, 'zip'"):
         codec_for("zip")
