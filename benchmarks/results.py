@@ -12,6 +12,8 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
 Result = Mapping[str, Any]
+MOST_ROWS = 30
+"""Of a figure's table; the file has all."""
 
 HEAD = """# Results
 
@@ -136,8 +138,57 @@ def _figure(run: Result) -> Iterator[str]:
     yield ""
     wanted = ("dataset", "method", "layer", "chunks", "chunk_tokens", "ratio", "share", "n", "deviation", "of_reuse")
     wanted += ("holds", "correlation", "score", "to_full", "kl_over_reuse", "full_s", "prefix_s", "fused_s", "reuse_s")
-    columns = [name for name in (*wanted, "ttft_x") if any(row.get(name) is not None for row in run["rows"])]
-    yield from table(columns, [[_cell(row.get(name)) for name in columns] for row in run["rows"]])
+    known = run.get("columns") or (*wanted, "ttft_x")
+    columns = [name for name in known if any(row.get(name) is not None for row in run["rows"])]
+    yield from table(columns, [[_cell(row.get(name)) for name in columns] for row in run["rows"][:MOST_ROWS]])
+    for sentence in run.get("absent", ()):
+        yield ""
+        yield sentence
+
+
+def _codec(run: Result) -> Iterator[str]:
+    raw, piece = run["answers"]["raw"], run["piece"]
+    reached = ", ".join(run["reached"]) or "no level"
+    yield (
+        f"Contexts of {run['context_tokens']:,} tokens; F1 on n = {raw['n']} questions, {raw['f1']:.3f} over raw KV; "
+        f"speeds on {piece['tokens']:,} tokens, by the second of one core. Small and close enough: {reached}."
+    )
+    yield ""
+    columns = ("level", "of fp16", "int8 over it", "KL", "top-1", "top-1 in answers", "F1 - raw (95%)")
+    columns += ("encode MB/s", "decode MB/s", "decoding over prefilling")
+    rows = [*run["levels"], *run["baselines"]]
+    yield from table(columns, [_codec_row(row) for row in rows])
+    yield ""
+    keys = ("bytes_over_fp16", "kl", "top1")
+    ideas = [[idea["name"], *(_number(idea[key]) for key in keys)] for idea in run["ideas"]]
+    yield from table(("idea", "of fp16", "KL", "top-1"), ideas)
+    yield ""
+    found = [(f"{row['shape']}, {_coded_by(row['level'], row)}", row["decode_over_prefill"]) for row in run["shapes"]]
+    shapes = [[name, f"{share:.4f}"] for name, share in found]
+    yield from table(("shape, level", "decoding over prefilling"), shapes)
+    yield ""
+    yield f"The paper: {run['paper']}"
+    for sentence in run["absent"]:
+        yield ""
+        yield sentence
+
+
+def _coded_by(name: str, row: Result) -> str:
+    return f"{name} by {row['coder']}" if row["coder"] else name
+
+
+def _codec_row(row: Result) -> list[str]:
+    delta = row["f1_delta"]
+    return [
+        _coded_by(row["name"], row),
+        _number(row["bytes_over_fp16"]),
+        _number(row["x_vs_int8"], ".2f"),
+        _number(row["kl"], ".4f"),
+        *(_number(row[key]) for key in ("top1", "top1_answers")),
+        "" if delta is None else f"{delta:+.3f} ({_interval(row['f1_delta_ci'], '+.3f')})",
+        *(_number(row[key], ",.0f") for key in ("encode_mbps", "decode_mbps")),
+        _number(row["decode_over_prefill"], ".1%"),
+    ]
 
 
 def _cell(value: Any) -> str:
@@ -279,7 +330,9 @@ def _has(name: str, inside: str = "") -> Callable[[Result], bool]:
 SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator[str]]], ...] = (
     ("Quality", _has("results", "dataset"), _quality),
     ("Calibration", _has("tried", "is_safe"), _calibration),
-    ("The figures of the CacheBlend paper", _has("figure"), _figure),
+    ("The figures of the CacheBlend paper", lambda run: run.get("figure", "").startswith("fig"), _figure),
+    ("Levels of KV", _has("levels", "encode_mbps"), _codec),
+    ("The figures of the CacheGen paper", lambda run: run.get("figure", "").startswith("cg-"), _figure),
     ("Beside what people use today", _has("results", "peer"), _peers),
     ("The model swapped in a chain", _has("langchain"), _dropin),
     ("Time to first token, random weights", _has("prefix_x"), _ttft),

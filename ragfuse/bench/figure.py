@@ -106,6 +106,7 @@ def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) 
         "figure": name,
         "title": figure.title,
         "paper": figure.paper,
+        "columns": list(figure.columns),
         "rows": rows,
         **({"absent": absent} if absent else {}),
         "model": settings.model,

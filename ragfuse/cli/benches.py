@@ -330,7 +330,8 @@ def paper(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Data set as for `bench quality`; held-out unless given. Repeat for more. CacheGen: a folder of them."
+            help="Data set as for `bench quality`; held-out unless given. Repeat for more. CacheGen: a folder of them; "
+            "cg-fig13: what `bench stream` wrote."
         ),
     ] = None,
     limit: Annotated[

@@ -32,9 +32,10 @@ def codec(
     from ragfuse.bench.figure import Wanted
     from ragfuse.bench.plots import require_plotting
     from ragfuse.bench.runner import tune_malloc
+    from ragfuse.dtypes import settled
 
     console = console_for(json)
-    settings = settings_of(model=model, dtype=dtype, device=device)
+    settings = settled(settings_of(model=model, dtype=dtype, device=device))
     if plot is not None:
         require_plotting()
     if data is not None and not data.is_dir():

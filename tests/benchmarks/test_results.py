@@ -43,6 +43,15 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     swap |= {"agree": 0.5, "right_theirs": 1, "right_ours": 2, "tokens": 3000, "tokens_reused": 2400}
     swap |= {"tokens_in_all": 3000, "questions": [{}, {}], "lines": {"changed": 1, "imports": 1, "added": 1, "of": 6}}
     runs["i"] = {"langchain": swap, "llama_index": swap, "chunks": 6, "timed": "from question to token", "model": "m"}
+    level = {"name": "cg2", "coder": "zstd", "bytes_over_fp16": 0.19, "x_vs_int8": 2.7, "kl": 0.0123, "top1": 0.95}
+    level |= {"top1_answers": 0.97, "f1_delta": -0.01, "f1_delta_ci": [-0.03, 0.01], "encode_mbps": 90.0}
+    level |= {"decode_mbps": 1200.0, "decode_over_prefill": 0.05}
+    runs["j"] = {"levels": [level], "baselines": [{**level, "name": "int4", "coder": "", "f1_delta": None}]}
+    runs["j"] |= {"ideas": [{**level, "name": "+ deltas"}], "shapes": [{**level, "shape": "l8b", "level": "cg2"}]}
+    runs["j"] |= {"answers": {"raw": {"n": 300, "f1": 0.6}}, "piece": {"tokens": 1500}, "reached": ["cg2"]}
+    runs["j"] |= {"context_tokens": 6000, "paper": "p", "absent": ["Not at hand: Mistral-7B."]}
+    row = {"gbps": 3.0, "text_s": 9.0, "sooner": "cg2"}
+    runs["k"] = {"figure": "cg-fig11", "title": "t", "paper": "p", "rows": [row] * 40, "columns": ["gbps", "sooner"]}
     for name, run in runs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
     made = page(tmp_path)
@@ -52,8 +61,14 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         "| 30 | hkvd | 0.15 | 0.42 | 0.41",
         "| disk | 900 | 1,000",
         "| llama_index, 3,000 tokens | 3.00 s | 0.75 s | 4.0x | 4.2x | yes | 50% | 1 and 2 of 2 | 80% |",
+        "| cg2 by zstd | 0.190 | 2.70 | 0.0123 | 0.950 | 0.970 | -0.010 (-0.030..+0.010) | 90 | 1,200 | 5.0% |",
+        "| + deltas | 0.190",
+        "| l8b, cg2 by zstd | 0.0500 |",
+        "Not at hand: Mistral-7B.",
+        "| 3.000 | cg2 |",
         "Lines changed: 1 of the chain's 6",
     )
     for wanted in said:
         assert wanted in made
+    assert made.count("| 3.000 | cg2 |") == 30
     assert made.count("](benchmarks/") == len(runs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ragfuse.bench.codec.coded import INT8, Coded, coded, fp16_nbytes
@@ -31,15 +32,19 @@ class Found:
 
 
 def fidelities(
-    model: HFModel, given: Iterable[tuple[Context, ChunkKV]], codecs: Mapping[str, Codec]
+    model: HFModel,
+    given: Iterable[tuple[Context, ChunkKV]],
+    codecs: Mapping[str, Codec],
+    once: Mapping[str, Codec] = MappingProxyType({}),
 ) -> dict[str, list[Found]]:
-    """Each context by each codec, in order."""
-    found = defaultdict[str, list[Found]](list)
+    """Each context by each codec, in order; the first one of each set by those of `once`, too."""
+    found, seen = defaultdict[str, list[Found]](list), set[str]()
     for context, kv in given:
         told = Told.of(model, kv, context.follow)
-        for name, codec in codecs.items():
+        for name, codec in (codecs if context.dataset in seen else {**codecs, **once}).items():
             done = coded(codec, kv)
             found[name].append(Found.of(context, told.loss(model, done.kv), done))
+        seen.add(context.dataset)
     return dict(found)
 
 

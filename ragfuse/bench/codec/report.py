@@ -40,7 +40,7 @@ def run_codec(wanted: Wanted, questions: int, picture: Path | None) -> Result:
     model = model_of(wanted)
     codecs, runner = codecs_of(model), Runner(1 if wanted.quick else 3, model.device, wanted.console)
     ideas = ideas_of(codecs)
-    found = fidelities(model, with_kv(wanted, model, "levels"), {**codecs.all, **ideas})
+    found = fidelities(model, with_kv(wanted, model, "levels"), codecs.all, ideas)
     answered = _answers(wanted, model, codecs.all, questions)
     fast = speeds(model, piece_of(wanted, model), {**codecs.all, **codecs.others}, runner)
     rows = {row["name"]: row for row in rows_of(found)}

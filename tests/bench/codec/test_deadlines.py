@@ -1,0 +1,50 @@
+"""Figure 13 says what a file of `ragfuse bench stream` says, and asks for one where there is none."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ragfuse import Settings
+from ragfuse.bench.figure import Wanted
+from ragfuse.bench.paper import run_paper
+from ragfuse.errors import InputError
+
+MEASURED = {
+    "deadlines": [
+        {"deadline_s": 1.0, "violations": {"int8": 0.8, "adaptive": 0.05}, "f1": {"int8": 0.58, "adaptive": 0.57}},
+        {"deadline_s": 2.0, "violations": {"int8": 0.4, "adaptive": 0.0}, "f1": {"int8": 0.58}},
+    ]
+}
+
+
+def wanted(*sets: str) -> Wanted:
+    return Wanted(Settings(model="m", dtype="float32"), sets, 1, 0, None, Console(file=io.StringIO(), width=200))
+
+
+def test_every_deadline_and_way_is_a_row_with_its_f1(tmp_path: Path) -> None:
+    path = tmp_path / "stream.json"
+    path.write_text(json.dumps(MEASURED))
+    result = run_paper("cg-fig13", wanted(str(path)), tmp_path / "late.png")
+    assert result["rows"] == [
+        {"deadline_s": 1.0, "method": "int8", "violations": 0.8, "f1": 0.58},
+        {"deadline_s": 1.0, "method": "adaptive", "violations": 0.05, "f1": 0.57},
+        {"deadline_s": 2.0, "method": "int8", "violations": 0.4, "f1": 0.58},
+        {"deadline_s": 2.0, "method": "adaptive", "violations": 0.0, "f1": None},
+    ]
+    assert (tmp_path / "late.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_file_the_command_that_makes_it_is_named() -> None:
+    with pytest.raises(InputError, match="bench stream --json"):
+        run_paper("cg-fig13", wanted("held-out"), None)
+
+
+@pytest.mark.parametrize("text", ["no json", "[]", '{"deadlines": [{"deadline_s": 1}]}', '{"levels": []}'])
+def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"other\.json"):
+        run_paper("cg-fig13", wanted(str(path)), None)
