@@ -147,7 +147,7 @@ class KVStore:
         return None
 
     def read_encoded(self, key: ChunkKey, first: int, count: int, tier: str, level: str) -> Encoded | None:
-        """Layers at one level of one tier, not decoded; None if not there. Fast tiers get them where nothing loses less."""
+        """Layers at one level of one tier, not decoded, or None. Fast tiers get them where nothing loses less."""
         source, epoch = self.tier(tier), self._saves.epoch
         found = None if self._closed else self._reading.encoded(source, key, first, count, level)
         if found is not None and first == 0:
