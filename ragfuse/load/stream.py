@@ -44,6 +44,9 @@ CPU = torch.device("cpu")
 DECODERS = max(1, min(4, os.cpu_count() or 1))
 """Threads that decode what has come."""
 
+SPARE = 0.05
+"""Share of a deadline that is not planned away: computing takes now a little more, now a little less than foreseen."""
+
 IN_TIME = "computed, as that is in time"
 SOONER = "computed, as its bytes would come later"
 LATE = "given up, as its bytes came too slowly"
@@ -172,7 +175,7 @@ class Stream:
 
     def _left_s(self) -> float:
         """Until the deadline, without what is to be computed by now."""
-        return self._terms.began_s + self._terms.deadline_s - self._clock() - self._promised_s
+        return self._terms.began_s + (1 - SPARE) * self._terms.deadline_s - self._clock() - self._promised_s
 
     @property
     def _throughput(self) -> float | None:
