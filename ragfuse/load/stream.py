@@ -44,6 +44,9 @@ CPU = torch.device("cpu")
 DECODERS = max(1, min(4, os.cpu_count() or 1))
 """Threads that decode what has come."""
 
+SPARE = 0.05
+"""Share of a deadline that is not planned away: computing takes now a little more, now a little less than foreseen."""
+
 IN_TIME = "computed, as that is in time"
 SOONER = "computed, as its bytes would come later"
 LATE = "given up, as its bytes came too slowly"
@@ -172,7 +175,7 @@ class Stream:
 
     def _left_s(self) -> float:
         """Until the deadline, without what is to be computed by now."""
-        return self._terms.began_s + self._terms.deadline_s - self._clock() - self._promised_s
+        return self._terms.began_s + (1 - SPARE) * self._terms.deadline_s - self._clock() - self._promised_s
 
     @property
     def _throughput(self) -> float | None:
@@ -247,15 +250,16 @@ class Stream:
 
     def _waited(self, reading: _Reading, left: Sequence[Piece], began: float) -> bool:
         """Whether it was read to its end; False: it was given up."""
-        share = (reading.span[1] - reading.span[0]) / (self._n_layers - reading.span[0])
-        step = left[0].rest(reading.segments, share)
-        nbytes, wait_s = step.sizes[reading.level], None
+        first, end = reading.span
+        step = left[0].rest(reading.segments, (end - first) / (self._n_layers - first))
+        nbytes, behind, wait_s = step.sizes[reading.level], (self._n_layers - end) / (self._n_layers - first), None
         if self._terms.level is None:
             wait_s = first_look_s(step, reading.level, self._throughput, self._link.sharing)
         while not reading.done.wait(wait_s):
             waited_s = self._clock() - began
-            if is_given_up(left, reading.level, nbytes / max(waited_s, LEAST), self._left_s(), self._terms.adapt):
+            if is_given_up(left, behind, nbytes, waited_s, self._left_s()):
                 reading.stop.set()
+                self._link.saw(nbytes, 2 * waited_s)
                 return False
             wait_s = waited_s * (AGAIN - 1)
         return True
@@ -279,7 +283,7 @@ class Stream:
     def _note(self, reading: _Reading, came: Mapping[int, Encoded], seconds: float, why: str) -> None:
         """How fast it came: for what is next, and for the trace. What broke at once says nothing of the line."""
         nbytes, sharing = sum(encoded.nbytes for encoded in came.values()), self._link.sharing
-        throughput = self._link.saw(nbytes, seconds) if nbytes or why == LATE else None
+        throughput = self._link.saw(nbytes, seconds) if nbytes and why != LATE else None
         tokens = sum(self._tokens[segment] for segment in reading.segments)
         began_s = self._clock() - seconds - self._terms.began_s
         what = (reading.segments, tokens, reading.level, reading.span)

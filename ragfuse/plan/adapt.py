@@ -168,15 +168,28 @@ def first_look_s(piece: Piece, level: str, throughput: float | None, sharing: in
     return max(LEAST_S, PATIENCE * sharing * piece.sizes[level] / max(throughput, LEAST))
 
 
-def is_given_up(left: Sequence[Piece], level: str, throughput: float, left_s: float, adapt: Adapt = "paper") -> bool:
-    """Whether a late piece is better computed, were the line to carry only so many bytes a second for it.
+def is_given_up(left: Sequence[Piece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
+    """Whether the piece at hand is better computed than waited for, as a step of it is late.
 
-    What is handed in is what it would have carried were the piece there now: it is taken to need as long again as it
-    was waited for.
+    share: of the piece, that is still to come behind the step; nbytes: of the step. It is taken to need as long again
+    as it was waited for, and the line to stay as slow. What can be in time is waited for.
     """
-    late, *others = left
-    alone = Piece(tuple(replace(part, sizes={level: part.sizes[level]}) for part in late.parts))
-    return decide([alone, *others], throughput, left_s, adapt=adapt) == TEXT
+    piece, *others = left
+    if piece.text_s is None:
+        return False
+    throughput = nbytes / max(2 * waited_s, LEAST)
+    behind = [piece.rest(piece.segments, share)] if share > 0 else []
+    waiting_s = waited_s + _soonest_s([*behind, *others], throughput)
+    return waiting_s > left_s and piece.text_s + _soonest_s(others, throughput) < waiting_s
+
+
+def _soonest_s(left: Sequence[Piece], throughput: float) -> float:
+    """Seconds until all of these are there or computed, whatever that loses."""
+    if not left:
+        return 0.0
+    text_s = _total_text_s(left)
+    delays = (delay_s(left, level, throughput) for level in left[0].sizes)
+    return min((*delays, inf if text_s is None else text_s))
 
 
 def _soonest(delays: Mapping[str, float], text_s: float | None) -> str:

@@ -147,17 +147,13 @@ class KVStore:
         return None
 
     def read_encoded(self, key: ChunkKey, first: int, count: int, tier: str, level: str) -> Encoded | None:
-        """Layers at one level of one tier, to be decoded by whoever asks; None if they cannot be had.
-
-        They enter fast tiers where nothing less lossy stands beside them: what was hurried is no reason to lose more.
-        """
+        """Layers at one level of one tier, not decoded, or None. Fast tiers get them where nothing loses less."""
         source, epoch = self.tier(tier), self._saves.epoch
         found = None if self._closed else self._reading.encoded(source, key, first, count, level)
-        if found is not None:
-            if first == 0:
-                self._uses.note(key, source.name, self._clock(), self.tell_every_s)
-            if source is not self.tiers[0] and self._reading.is_best(tier, key, level):
-                self._saves.promote(key, first, found.meta, found.blobs, epoch)
+        if found is not None and first == 0:
+            self._uses.note(key, source.name, self._clock(), self.tell_every_s)
+        if found is not None and source is not self.tiers[0] and self._reading.is_best(tier, key, level):
+            self._saves.promote(key, first, found.meta, found.blobs, epoch)
         return found
 
     def expect(self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None) -> None:

@@ -68,9 +68,9 @@ def store(kind, request, monkeypatch) -> Iterator[Watched]:
     port = made.port if made is not None else request.getfixturevalue("redis")
     with line_to(port) as line:
         if made is not None:
-            tier = made.tier(made.new_url(), 1 << 30, port=line.port, name="line", timeout_s=1.0)
+            tier = made.tier(made.new_url(), 1 << 30, port=line.port, name="line", timeout_s=3.0)
         else:
-            tier = redis_tier(line.port, name="line", timeout_s=1.0)
+            tier = redis_tier(line.port, name="line", timeout_s=3.0)
         for number, chunk in enumerate(CHUNKS):
             assert tier.write(key(number), *encoded_at(chunk, "raw", "int8"))
         with Watched(tier, line) as store:
@@ -176,7 +176,7 @@ def test_a_line_that_gets_slower_brings_the_rest_at_a_lesser_level(store):
 def test_a_line_that_gets_faster_brings_the_rest_without_loss(store):
     store.line.start(mbps(1))
     store.before = lambda number: store.line.start(None) if number == 1 else None
-    stream = Case(store, text_s=None).run(1.0, prior=0.2e6)
+    stream = Case(store, text_s=None).run(10.0, prior=0.02e6)
     assert levels(stream)[:1] == ["int8"]
     assert levels(stream)[2:] == ["raw", "raw"]
 

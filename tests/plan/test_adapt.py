@@ -204,6 +204,18 @@ def test_on_an_unknown_line_a_piece_is_late_when_it_would_be_computed():
 
 def test_a_late_piece_is_given_up_once_waiting_as_long_again_is_worse_than_computing():
     left = [piece(text_s=1.0, int8=4_000_000), piece(1, text_s=1.0, int8=4_000_000)]
-    assert not is_given_up(left, "int8", 4_000_000 / 0.9, 0.0)
-    assert is_given_up(left, "int8", 4_000_000 / 1.1, 0.0)
-    assert not is_given_up([piece(text_s=None)], "int8", 4e4, 0.0)
+    assert not is_given_up(left, 0.0, 4_000_000, 0.9, 0.0)
+    assert is_given_up(left, 0.0, 4_000_000, 1.1, 0.0)
+    assert not is_given_up([piece(text_s=None)], 0.0, 4_000_000, 100.0, 0.0)
+
+
+def test_what_may_still_be_in_time_is_waited_for():
+    assert is_given_up([piece(text_s=1.0)], 0.0, 4_000_000, 1.1, 1.0)
+    assert not is_given_up([piece(text_s=1.0)], 0.0, 4_000_000, 1.1, 1.2)
+
+
+def test_a_late_step_is_waited_for_where_the_rest_can_come_at_a_lesser_level():
+    left = [piece(text_s=3.0, int8=4_000_000, cg3=400_000), piece(1, text_s=3.0, int8=4_000_000, cg3=400_000)]
+    assert not is_given_up(left, 0.5, 400_000, 0.5, 1.0)
+    only = [piece(text_s=3.0, int8=4_000_000), piece(1, text_s=3.0, int8=4_000_000)]
+    assert is_given_up(only, 0.5, 400_000, 0.5, 1.0)

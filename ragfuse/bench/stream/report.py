@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -11,13 +12,12 @@ from rich.table import Table
 
 from ragfuse.bench.plots import saved
 
-STYLES = {
-    "text": ("tab:grey", "o:"),
-    "int8": ("tab:blue", "s--"),
-    "fixed": ("tab:green", "^-."),
-    "adaptive": ("C1", "o-"),
-}
-COLORS = {"raw": "#08306b", "int8": "#2171b5", "cg1": "#41ab5d", "cg2": "#a1d99b", "cg3": "#fdae6b", "cg4": "#e6550d"}
+STYLES = MappingProxyType(
+    {"text": ("tab:grey", "o:"), "int8": ("tab:blue", "s--"), "fixed": ("tab:green", "^-."), "adaptive": ("C1", "o-")}
+)
+COLORS = MappingProxyType(
+    {"raw": "#08306b", "int8": "#2171b5", "cg1": "#41ab5d", "cg2": "#a1d99b", "cg3": "#fdae6b", "cg4": "#e6550d"}
+)
 TEXT_COLOR = "#bdbdbd"
 
 

@@ -1,0 +1,116 @@
+"""Streams over changing lines, measured: the scale is the paper's, and the result says what it is made of."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+from ragfuse.bench.codec.kv import Continued
+from ragfuse.bench.codec.links import PAPER_LOAD_OVER_TEXT
+from ragfuse.bench.stream.lines import Scale, drawn_by_piece, published
+from ragfuse.bench.stream.material import Cut, Judge, context_kv, long_readings
+from ragfuse.bench.stream.run import METHODS, StreamOptions, run_stream
+from ragfuse.errors import SettingsError
+from ragfuse.fuse.fusor import Run
+from ragfuse.hf.model import HFModel
+from ragfuse.load.layers import LayerReader
+from ragfuse.plan.controller import is_exact, plan
+from ragfuse.plan.evict import lru
+from ragfuse.store import KVStore, MemoryTier
+
+SCALE = Scale(int8_nbytes=60e6, text_s=20.0)
+
+
+@pytest.fixture
+def model(engine) -> HFModel:
+    return engine.model
+
+
+def test_loading_8_bits_takes_the_same_share_of_text_as_in_the_paper():
+    load_s = SCALE.int8_nbytes / (3 * SCALE.bytes_per_gbps)
+    assert load_s / SCALE.text_s == pytest.approx(PAPER_LOAD_OVER_TEXT)
+    assert SCALE.seconds * SCALE.paper_text_s == pytest.approx(SCALE.text_s)
+    assert SCALE.as_dict()["derived"]
+
+
+def test_drawn_bandwidths_are_the_papers_and_each_piece_has_one():
+    course = drawn_by_piece(3, 5, SCALE)
+    assert course == drawn_by_piece(3, 5, SCALE)
+    assert len(set(course.rates)) == 5
+    assert all(0.1 <= rate / SCALE.bytes_per_gbps <= 10 for rate in course.rates)
+
+
+def test_measured_bandwidths_come_along_and_are_brought_to_the_papers():
+    found = list(published(None, SCALE, 3.0))
+    assert len(found) >= 4
+    for course in found:
+        last = course.trace.steps[-1][0]
+        assert course.trace.carried(last) / last == pytest.approx(3.0 * SCALE.bytes_per_gbps)
+
+
+def test_a_context_cut_into_pieces_is_what_full_prefill_computed(engine, model):
+    ids = tuple(range(40, 100))
+    cut = Cut.of(engine.digest, ids, 20)
+    prompt, kv = cut.prompt([5, 6, 7]), model.encode(ids)
+    with KVStore([MemoryTier(1 << 30, lru)]) as store:
+        for key, piece in cut.pieces(kv, model):
+            store.put(key, piece)
+        found = plan(prompt, store.lookup(cut.keys))
+        assert [is_exact(prompt, fetch) for fetch in found.fetches] == [True] * 3
+        runs = [Run(at, *prompt.spans[at], prompt.segments[at].start, blend=False) for at in range(3)]
+        with LayerReader(store, found.fetches, model.n_layers) as reader:
+            prefill = model.fuse(prompt.token_ids, prompt.positions, runs, reader, "none", 0.0)
+    full = model.full_prefill(prompt.token_ids)
+    torch.testing.assert_close(prefill.logits, full.logits, rtol=1e-4, atol=1e-4)
+    for again, layer in zip(context_kv(prefill, len(ids)).layers, kv.layers, strict=True):
+        torch.testing.assert_close(again.keys, layer.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(again.values, layer.values, rtol=1e-4, atol=1e-4)
+
+
+def test_readings_hold_text_of_that_length_and_questions_on_it(model):
+    (reading,) = long_readings(model, 1500, 1, 3)
+    assert len(reading.token_ids) >= 1500
+    assert len(reading.questions) == 3
+
+
+def test_raw_kv_is_worth_what_it_is_compared_with(model):
+    (reading,) = long_readings(model, 1000, 1, 2)
+    kv = model.encode(reading.token_ids)
+    judge = Judge(model, reading, kv)
+    found, raw = judge.worth(kv), judge.raw()
+    assert (found.f1, found.top1) == (raw.f1, 1.0)
+    assert found.kl == pytest.approx(0.0, abs=1e-6)
+    assert Continued(model, kv).n_tokens == len(reading.token_ids)
+
+
+@pytest.mark.slow
+def test_the_result_says_how_often_each_way_was_late(varied_path, tmp_path):
+    options = StreamOptions(
+        model=str(varied_path),
+        tokens=600,
+        piece_tokens=150,
+        contexts=1,
+        questions=1,
+        traces=4,
+        deadlines=(0.5, 50.0),
+        curve=(3.0,),
+        home=tmp_path,
+        plot=tmp_path / "curve.png",
+    )
+    result = run_stream(options, Console(file=io.StringIO()))
+    assert result["traces"] == 4
+    assert [set(each["violations"]) for each in result["deadlines"]] == [set(METHODS)] * 2
+    assert all(0 <= share <= 1 for each in result["deadlines"] for share in each["violations"].values())
+    assert result["deadlines"][1]["violations"]["adaptive"] == 0
+    assert result["ttft_x_vs_text"] > 0
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+    assert (tmp_path / "curve-timeline.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"deadlines": ()}, {"levels": ("cg1",)}, {"fixed": "cg9"}])
+def test_what_cannot_be_measured_is_refused(wrong):
+    with pytest.raises(SettingsError):
+        StreamOptions(**wrong)
