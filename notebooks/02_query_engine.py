@@ -128,9 +128,10 @@ plt.show()
 
 # %%
 ways = {mode: {"response_mode": mode} for mode in ("compact", "refine", "tree_summarize")}
-ways["RagFuseSynthesizer"] = {"response_synthesizer": RagFuseSynthesizer(llm)}
+ways["RagFuseSynthesizer"] = {"response_synthesizer": RagFuseSynthesizer(llm, text_qa_template=template)}
+own = {"text_qa_template": template, "summary_template": template}
 for name, options in ways.items():
-    asked = index.as_query_engine(llm=llm, similarity_top_k=3, **options)
+    asked = index.as_query_engine(llm=llm, similarity_top_k=5, **own, **options)
     began = time.perf_counter()
     answer = str(asked.query(question)).strip()
     print(f"{name:18} {time.perf_counter() - began:5.2f} s in all  {answer[:70]}")

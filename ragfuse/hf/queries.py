@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Final
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragfuse.hf.model import HFModel
 
-LOOKING: Final = "ragfuse-queries"
-_seen: ContextVar[dict[int, Tensor] | None] = ContextVar("ragfuse_queries", default=None)
+Attention = Callable[..., tuple[Tensor, None]]
 
 
 def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
@@ -24,7 +23,8 @@ def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, 
     """
     if model.profile.mode != "rows" or model.profile.refusal or not runs:
         return ()
-    with model.lock, torch.no_grad(), _looking(model) as powers:
+    powers: dict[int, Tensor] = {}
+    with model.lock, torch.no_grad(), _attending(model, _noting(powers, ALL_ATTENTION_FUNCTIONS["sdpa"])):
         try:
             for run in runs:
                 model.model(input_ids=torch.tensor([list(run)], device=model.device), use_cache=False)
@@ -35,27 +35,31 @@ def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, 
     return tuple((powers[at] / sum(map(len, runs))).sqrt() for at in range(model.n_layers))
 
 
+def _noting(powers: dict[int, Tensor], attention: Attention) -> Attention:
+    """The same attention, which adds up its queries' squares by layer."""
+
+    @wraps(attention)
+    def noted(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        at, heads = getattr(module, "layer_idx", None), key.shape[1]
+        if at is not None:
+            power = query[0].float().square().sum(1).view(heads, -1, query.shape[-1]).mean(1).cpu()
+            powers[at] = powers[at] + power if at in powers else power
+        return attention(module, query, key, value, *args, **options)
+
+    return noted
+
+
 @contextmanager
-def _looking(model: HFModel) -> Iterator[dict[int, Tensor]]:
-    """While it lasts, the model's attention adds up its queries' squares by layer."""
-    config, powers = model.model.config, dict[int, Tensor]()
-    before, token = config._attn_implementation, _seen.set(powers)
-    config._attn_implementation = LOOKING
+def _attending(model: HFModel, attention: Attention) -> Iterator[None]:
+    """While it lasts, the model attends so; under a name of its own, as other models may run meanwhile."""
+    config, name = model.model.config, f"ragfuse-queries-{id(attention)}"
+    before = config._attn_implementation
+    ALL_ATTENTION_FUNCTIONS[name] = attention
+    config._attn_implementation = name
     try:
-        yield powers
+        yield
     finally:
         config._attn_implementation = before
-        _seen.reset(token)
-
-
-def _attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
-    powers, at = _seen.get(), getattr(module, "layer_idx", None)
-    if powers is not None and at is not None:
-        groups = query.shape[1] // key.shape[1]
-        power = query[0].float().square().sum(1).view(key.shape[1], groups, -1).mean(1).cpu()
-        powers[at] = powers[at] + power if at in powers else power
-    found: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, *args, **options)
-    return found
-
-
-ALL_ATTENTION_FUNCTIONS.register(LOOKING, _attention)
+        del ALL_ATTENTION_FUNCTIONS[name]
