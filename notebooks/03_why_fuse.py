@@ -136,7 +136,7 @@ plt.show()
 # comes with: its chunks were encoded amid other text, and the rows are those that share words with the question.
 
 # %%
-N = 4
+N = 2
 names, shares = ["none", "hkvd@alone", "lexical"], [0.05, 0.15]
 plan = Plan(("held-out",), tuple(methods_of(names, shares, model)), limit=N, answers=False, passages=3)
 results = results_of(measure(plan, model, Console(quiet=True)))

@@ -25,7 +25,8 @@ def show_trace(console: Console, trace: Trace) -> None:
     for heading in ("from", "recomputed", "why"):
         table.add_column(heading)
     for segment in trace.segments:
-        where = f"{segment.tier}, {segment.nbytes / 1e6:.1f} MB" if segment.hit else "computed"
+        level = f" as {segment.level}" if segment.level not in ("", "raw") else ""
+        where = f"{segment.tier}{level}, {segment.nbytes / 1e6:.1f} MB" if segment.hit else "computed"
         again = "exact prefix" if segment.exact else f"{segment.recomputed} rows" if segment.hit else "all"
         name = Path(segment.source).name if segment.source else segment.kind
         table.add_row(Text(short(name)), str(segment.n_tokens), where, again, Text(segment.why))

@@ -286,6 +286,13 @@ def test_the_explanation_fits_eighty_columns_and_names_everything():
     assert "a-file-th...-on[1].txt" in said
 
 
+def test_the_explanation_names_levels_that_are_not_raw():
+    console = screen()
+    show_trace(console, replace(TRACE, segments=(*SEGMENTS[:1], replace(SEGMENTS[1], level="cg2"))))
+    assert "disk as cg2, 0.9 MB" in shown(console)
+    assert "memory, 0.5 MB" in shown(console)
+
+
 def test_the_strip_has_the_colours_of_what_was_done():
     styles = [str(span.style) for span in strip(TRACE, 100).spans]
     assert styles == ["blue"] * 40 + ["dark_orange"] * 9 + ["blue"] * 11 + ["grey50"] * 40
