@@ -60,7 +60,7 @@ def fetch(line: Line, nbytes: int = NBYTES) -> int:
         return came
 
 
-steps = some.lists(some.tuples(some.floats(0.01, 5), some.floats(0, 1e6)), min_size=1, max_size=6)
+steps = some.lists(some.tuples(some.floats(0.01, 5), some.just(0.0) | some.floats(1, 1e6)), min_size=1, max_size=6)
 
 
 def trace_of(spans: list[tuple[float, float]]) -> Trace:

@@ -62,18 +62,18 @@ def test_a_full_prefill_that_was_asked_for_saves_nothing(engine):
     assert engine.store.entries() == []
 
 
-class Struck(KVStore):
-    """An open store in which something happens to a file right before one layer of a chunk is read."""
+def struck(store: KVStore, target, layer, strike) -> threading.Event:
+    """Lets something happen to a file right before one layer of a chunk is read; set once it has."""
+    read, done = store.read_layers, threading.Event()
 
-    def __init__(self, store: KVStore, key, layer, strike) -> None:
-        self.__dict__ = store.__dict__
-        self.target, self.strike, self.struck = (key, layer), strike, threading.Event()
+    def read_layers(key, first, count=1, tier=None, level=None):
+        if key == target and layer in range(first, first + count) and not done.is_set():
+            strike()
+            done.set()
+        return read(key, first, count, tier, level)
 
-    def read_layers(self, key, first, count=1, tier=None, level=None):
-        if key == self.target[0] and self.target[1] in range(first, first + count) and not self.struck.is_set():
-            self.strike()
-            self.struck.set()
-        return super().read_layers(key, first, count, tier, level)
+    store.read_layers = read_layers
+    return done
 
 
 def flip(path):
@@ -95,9 +95,9 @@ def test_an_entry_that_is_corrupted_in_the_middle_is_a_miss_and_the_answer_is_ri
         full = engine.answer(messages(), Ask(reuse=False))
         key = engine.prompt(messages()).segments[3].keys[0]
         path = file_of(engine, CHUNKS[1], key.context)
-        engine.store = Struck(engine.store, key, layer, lambda: strike(path))
+        done = struck(engine.store, key, layer, lambda: strike(path))
         answer = engine.answer(messages(), Ask(ratio=1.0))
-        assert engine.store.struck.is_set()
+        assert done.is_set()
         assert answer.token_ids == full.token_ids
         lost = [segment for segment in answer.trace.segments if not segment.hit]
         assert [segment.why for segment in lost] == ["its entry could not be read"]
@@ -112,24 +112,21 @@ def test_a_file_that_is_deleted_between_lookup_and_read_is_a_miss(tiny_settings,
     with on_disk_only(tiny_settings) as again:
         key = again.prompt(messages()).segments[3].keys[0]
         path = file_of(again, CHUNKS[1], key.context)
-        again.store = Struck(again.store, key, 0, path.unlink)
+        done = struck(again.store, key, 0, path.unlink)
         trace = again.answer(messages()).trace
+        assert done.is_set()
         assert chunk_hits(trace) == [True, False, True, True, True, True]
         again.flush()
         assert chunk_hits(again.answer(messages()).trace) == [True] * 6
 
 
 def test_a_store_that_loses_everything_still_answers(tiny_settings):
-    class Unplugged(KVStore):
-        def __init__(self, store: KVStore) -> None:
-            self.__dict__ = store.__dict__
-
-        def read_layers(self, key, first, count=1, tier=None, level=None):
-            raise RuntimeError("the cable was pulled")
+    def unplugged(*_):
+        raise RuntimeError("the cable was pulled")
 
     with on_disk_only(tiny_settings) as engine:
         ingest(engine)
-        engine.store = Unplugged(engine.store)
+        engine.store.read_layers = unplugged
         answer, full = engine.answer(messages()), engine.answer(messages(), Ask(reuse=False))
     assert answer.token_ids == full.token_ids
     assert answer.trace.refusal == "nothing of it is in the store"
