@@ -107,45 +107,6 @@ def ttft(
     write_json(run_ttft(chosen, console), json)
 
 
-@bench.command("stream")
-def stream(
-    model: Shape = "smollm2-135m-reader",
-    dtype: BenchDtype = "float32",
-    device: BenchDevice = "cpu",
-    tokens: Annotated[int, typer.Option(help="Tokens of a context, about.")] = 6000,
-    piece_tokens: Annotated[int, typer.Option(help="Tokens of a piece, about.")] = 1000,
-    contexts: Annotated[int, typer.Option(help="Contexts that take turns.")] = 2,
-    questions: Annotated[int, typer.Option(help="Questions on each, to judge what came.")] = 15,
-    traces: Annotated[int, typer.Option(help="Bandwidth traces: half drawn, half measured ones.")] = 20,
-    deadlines: Annotated[str, typer.Option(help="Seconds of the paper's, scaled to this machine.")] = "1,2",
-    fixed: Annotated[str, typer.Option(help="The fixed level; default: the medium one.")] = "",
-    adapt: Annotated[str, typer.Option(help="paper (section 5.3) or algorithm (its algorithm 1).")] = "paper",
-    bandwidths: Annotated[str, typer.Option(help="Gbit/s of the paper's, for the curve.")] = "0.1,0.3,1,3,10,30,100",
-    threads: Threads = 1,
-    data: Annotated[Path | None, typer.Option(help="Folder of data sets: SQuAD, published bandwidths.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", "--png", help="Draw the curve here (PNG), a timeline beside it.")
-    ] = None,
-    json: Json = None,
-) -> None:
-    """Questions with a deadline over a changing line: text, 8 bits, one level, levels as the deadline allows."""
-    from ragfuse.bench.stream.run import StreamOptions, run_stream
-
-    console = console_for(json)
-    counted: dict[str, Any] = {"tokens": tokens, "piece_tokens": piece_tokens, "contexts": contexts}
-    counted |= {"questions": questions, "traces": traces, "threads": threads}
-    named: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "fixed": fixed, "adapt": adapt}
-    chosen = StreamOptions(
-        **counted,
-        **named,
-        deadlines=_numbers(deadlines, "--deadlines"),
-        curve=_numbers(bandwidths, "--bandwidths"),
-        data=data,
-        plot=plot,
-    )
-    write_json(run_stream(chosen, console), json)
-
-
 @bench.command("load")
 def load(
     model: Shape = "q05",
@@ -168,7 +129,7 @@ def load(
     console = console_for(json)
     options: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "policy": policy, "plot": plot}
     options |= {"chunks": chunks, "chunk_tokens": chunk_tokens, "ratio": ratio, "threads": threads, "rounds": rounds}
-    chosen = LoadOptions(**options, mbps=_numbers(mbps, "--mbps"))
+    chosen = LoadOptions(**options, mbps=numbers(mbps, "--mbps"))
     tune_malloc(console)
     write_json(run_load(chosen, console), json)
 
@@ -191,7 +152,7 @@ def controller(
 
     console = console_for(json)
     options: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "plans": plans, "plot": plot}
-    chosen = ControllerOptions(**options, threads=threads, rounds=rounds, mbps=_numbers(mbps, "--mbps"))
+    chosen = ControllerOptions(**options, threads=threads, rounds=rounds, mbps=numbers(mbps, "--mbps"))
     tune_malloc(console)
     write_json(run_controller(chosen, console), json)
 
@@ -376,7 +337,7 @@ def _rows_beside(result: Path | None) -> Path | None:
 
 def _shares(text: str) -> tuple[float, ...]:
     """0.05,0.15 as shares."""
-    shares = _numbers(text, "--ratios")
+    shares = numbers(text, "--ratios")
     if not all(0 <= share <= 1 for share in shares):
         raise SettingsError(f"--ratios is '{text}'; wanted shares from 0 to 1.")
     return shares
@@ -390,7 +351,7 @@ def _counts(text: str) -> tuple[int, ...]:
         raise SettingsError(f"--chunks is '{text}'; wanted a number, or several as in 2,4,6.") from error
 
 
-def _numbers(text: str, option: str) -> tuple[float, ...]:
+def numbers(text: str, option: str) -> tuple[float, ...]:
     """0.05,0.15 as numbers."""
     try:
         return tuple(float(part) for part in text.split(","))

@@ -1,13 +1,13 @@
-"""`ragfuse bench codec`: what the levels that KV is kept in are worth."""
+"""`ragfuse bench codec` and `stream`: what the levels that KV is kept in are worth, and on a changing line."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ragfuse.cli.benches import CONTEXT_TOKENS, QUICK_TOKENS
+from ragfuse.cli.benches import CONTEXT_TOKENS, QUICK_TOKENS, BenchDevice, BenchDtype, Shape, Threads, numbers
 from ragfuse.cli.options import Device, Dtype, Json, Model, console_for, settings_of, write_json
 from ragfuse.errors import InputError
 
@@ -47,3 +47,41 @@ def codec(
     sets = (str(data),) if data is not None else ()
     wanted = Wanted(settings, sets, most, 0, None, console, quick, tokens, keep_kv)
     write_json(run_codec(wanted, asked, plot), json)
+
+
+def stream(
+    model: Shape = "smollm2-135m-reader",
+    dtype: BenchDtype = "float32",
+    device: BenchDevice = "cpu",
+    tokens: Annotated[int, typer.Option(help="Tokens of a context, about.")] = 6000,
+    piece_tokens: Annotated[int, typer.Option(help="Tokens of a piece, about.")] = 1000,
+    contexts: Annotated[int, typer.Option(help="Contexts that take turns.")] = 2,
+    questions: Annotated[int, typer.Option(help="Questions on each, to judge what came.")] = 15,
+    traces: Annotated[int, typer.Option(help="Bandwidth traces: half drawn, half measured ones.")] = 20,
+    deadlines: Annotated[str, typer.Option(help="Seconds of the paper's, scaled to this machine.")] = "1,2",
+    fixed: Annotated[str, typer.Option(help="The fixed level; default: the medium one.")] = "",
+    adapt: Annotated[str, typer.Option(help="paper (section 5.3) or algorithm (its algorithm 1).")] = "paper",
+    bandwidths: Annotated[str, typer.Option(help="Gbit/s of the paper's, for the curve.")] = "0.1,0.3,1,3,10,30,100",
+    threads: Threads = 1,
+    data: Annotated[Path | None, typer.Option(help="Folder of data sets: SQuAD, published bandwidths.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve here (PNG), a timeline beside it.")] = None,
+    json: Json = None,
+) -> None:
+    """Questions with a deadline over a changing line: text, 8 bits, one level, levels as the deadline allows."""
+    from ragfuse.bench.runner import tune_malloc
+    from ragfuse.bench.stream.run import StreamOptions, run_stream
+
+    console = console_for(json)
+    counted: dict[str, Any] = {"tokens": tokens, "piece_tokens": piece_tokens, "contexts": contexts}
+    counted |= {"questions": questions, "traces": traces, "threads": threads}
+    named: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "fixed": fixed, "adapt": adapt}
+    chosen = StreamOptions(
+        **counted,
+        **named,
+        deadlines=numbers(deadlines, "--deadlines"),
+        curve=numbers(bandwidths, "--bandwidths"),
+        data=data,
+        plot=plot,
+    )
+    tune_malloc(console)
+    write_json(run_stream(chosen, console), json)

@@ -78,13 +78,11 @@ def test_an_entry_written_anew_at_other_levels_replaces_all_of_the_old_one(make_
     assert tier.read(key("a"), 3) is None
 
 
-def test_who_writes_an_entry_anew_in_a_full_tier_pushes_out_another_first(make_tier, unit):
+def test_who_writes_an_entry_anew_in_a_full_tier_pushes_out_another_first_but_in_memory(make_tier, unit):
     tier = make_tier(2 * unit)
-    if isinstance(tier, MemoryTier):
-        pytest.skip("memory gives up the old entry's room at once")
     put(tier, "a", "b")
     assert tier.write(key("a"), *encoded_at(kv(), "int8"))
-    assert names(tier, *"ab") == "a"
+    assert names(tier, *"ab") == ("ab" if isinstance(tier, MemoryTier) else "a")  # which gives up its room at once
     assert list(tier.entries()[key("a")].sizes) == ["int8"]
 
 
@@ -262,6 +260,7 @@ def test_capacity_is_kept_under_concurrent_writers(make_tier, unit):
         while not done.is_set():
             if tier.nbytes > tier.capacity:
                 over.append(tier.nbytes)
+            done.wait(0.001)  # the writers get on meanwhile: beside one who only spins, each step of theirs waits
 
     watcher = threading.Thread(target=watch)
     watcher.start()
