@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragfuse.codec import INT8, RAW, Codec, LayerMeta, OtherTables
 from ragfuse.codec.container import tables_of
-from ragfuse.core import ChunkKey, Entry, LayerKV
+from ragfuse.core import ChunkKey, ChunkKV, Entry, LayerKV
 from ragfuse.settings import LEVELS
 from ragfuse.store.tier import EntryMeta, Whole
 
@@ -156,6 +156,11 @@ class Levels:
         if not found:
             return only(whole, RAW.name) if RAW.name in meta.levels else whole
         return joined(found)
+
+    def nbytes(self, key: ChunkKey, kv: ChunkKV, wanted: Sequence[str]) -> int:
+        """Bytes that the KV of a key takes at the wanted levels; it is encoded, to know."""
+        blobs = tuple(RAW.encode(layer, at).cpu() for at, layer in enumerate(kv.layers))
+        return self.made(key, (EntryMeta.of(kv, RAW.name, blobs), blobs), wanted)[0].nbytes
 
     def _at_or_none(self, key: ChunkKey, whole: Whole, level: str) -> Whole | None:
         """The entry at one level; None, and told, where it cannot be encoded so."""
