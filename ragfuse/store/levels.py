@@ -99,6 +99,7 @@ class Levels:
     def __init__(self, codecs: Codecs = TABLELESS, written: Mapping[str, Sequence[str]] | None = None) -> None:
         self.codecs, self._written = codecs, {tier: by_loss(levels) for tier, levels in (written or {}).items()}
         self._strange = Recent[tuple[ChunkKey, str], str](_REMEMBERED)
+        self._unwritten = Recent[tuple[str, str, str], None](_REMEMBERED)  # model, level, why: told once
 
     @property
     def is_mixed(self) -> bool:
@@ -169,7 +170,9 @@ class Levels:
         try:
             return self.at(key, whole, level)
         except ValueError as error:
-            log.warning("%s is not written as %s: %s", key, level, error)
+            if (told := (key.model, level, str(error))) not in self._unwritten:
+                self._unwritten.add(told, None)
+                log.warning("%s is not written as %s, nor are others like it: %s", key, level, error)
             return None
 
     def check(self, key: ChunkKey, level: str, whole: Whole) -> None:
