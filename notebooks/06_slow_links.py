@@ -25,6 +25,7 @@
 import shutil
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -33,6 +34,7 @@ from langchain_text_splitters import RecursiveCharacterTextSplitter
 from ragfuse import Ask, Engine, Piece, Settings
 from ragfuse.bench.presets import bench_model
 from ragfuse.demo import corpus_path
+from ragfuse.measure import measure
 
 folder = Path(tempfile.mkdtemp())  # everything of this notebook, removed at its end
 LEVELS, SIZE = ["raw", "int8", "cg1", "cg2", "cg3", "cg4"], 256  # of chunks: levels, tokens
@@ -47,6 +49,7 @@ settings = Settings(
 )
 model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
 engine = Engine(settings, model)
+engine.learn(measure(model, [], longest=768, rounds=1))  # how long computing takes here; the line is not known yet
 
 # %% [markdown]
 # ## What a level takes
@@ -116,7 +119,6 @@ class Line:
 line = Line(far)
 ask = Ask(max_tokens=24)
 engine.answer(question, ask)  # what a first question does once
-began = time.perf_counter()
 full = engine.answer(question, Ask(reuse=False, max_tokens=24))
 text_s = full.trace.prefill_s
 print(f"Computing the whole prompt takes {text_s:.2f} s; the answer: {full.text.strip()}")
@@ -135,10 +137,10 @@ for mbps in speeds:
     line.set((0, mbps))
     answer = engine.answer(question, deadline)
     stream = answer.trace.stream
-    came = ", ".join(piece.level for piece in stream.pieces)
+    came = ", ".join(f"{level} {n}" for level, n in Counter(piece.level for piece in stream.pieces).items())
     held = "held" if stream.held else "missed"
-    print(f"{mbps:7.1f} MB/s  {answer.trace.ttft_s:.2f} s of {deadline.deadline_s:.2f} ({held})  {came}")
-    print(f"              {answer.text.strip()}")
+    print(f"{mbps:7.2f} MB/s: first token after {answer.trace.ttft_s:.2f} s of {deadline.deadline_s:.2f}, {held};", end=" ")
+    print(f"{answer.text.strip()!r}; pieces: {came}")
 
 # %% [markdown]
 # ## One stream, and a line that drops
