@@ -78,6 +78,8 @@ class Engine:
         self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
         self._answerer = Answerer(self.settings, self._planner, self._prefiller, self._bringer, self._save_later)
         self.marker, self._caller = self._prompter.marker, Caller()
+        if model is not None:
+            self._coding.prepare(self.digest, model, self.settings)
 
     @staticmethod
     def shared(settings: Settings | None = None) -> Engine:
