@@ -21,6 +21,8 @@ WAITING = 256
 """Runs that may wait to be encoded; more are left for their next question."""
 EXIT_S = 5.0
 """Seconds that a process which ends without closing its engine spends on what still waits."""
+WAIT_S = 2.0
+"""Seconds that a run waits for a moment in which no answer is written: encoding one takes as long as many tokens."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ BELOW_ENGINE = {"text", "codec", "plan", "fuse", "sessions", "jobs", "profiles",
 # floor 4
 ENGINE = {
     "adapters",
+    "answering",
     "asking",
     "bringing",
     "bytestore",
