@@ -15,12 +15,13 @@ from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_be
 from ragfuse.bringing import Bringer
 from ragfuse.calling import Caller, Reply, Tool, offered
 from ragfuse.coding import Coding
+from ragfuse.conversing import Conversations
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.counting import Tally
 from ragfuse.dtypes import settled
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, StoreError
-from ragfuse.fitting import fitted, limit_of
+from ragfuse.fitting import limit_of
 from ragfuse.forgetting import chunk_of, forget_chunks
 from ragfuse.gate import Profiles, as_shipped
 from ragfuse.hf.handover import generate
@@ -77,7 +78,8 @@ class Engine:
         self._prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
         self.links = Links(self.settings.streams)
         self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
-        self.marker, self._caller = self._prompter.marker, Caller()
+        self._talks = Conversations(self.settings, self._booked, self._prompter, lambda: self.encoder, self.store)
+        self.marker, self._caller, self.sessions = self._prompter.marker, Caller(), self._talks.sessions
 
     @staticmethod
     def shared(settings: Settings | None = None) -> Engine:
@@ -226,15 +228,17 @@ class Engine:
             room = min((r.room for r in ready if r.room is not None), default=None)
             options = reply.options(options_of(ask, self.settings, room))
             streamer = first if is_streamable(options, self.model) else None
-            stopping = [StopWhen(gone), *reply.stopping]
+            stopping, prefills = [StopWhen(gone), *reply.stopping], [each.prefill for each in ready]
+            self._talks.begin(ready, ask)
             with span("decode"):
-                prefills = [each.prefill for each in ready]
                 rows = generate(self.model, prefills, options, streamer, stopping, ask.seed)
         rows = rows[:: sequences_per_prompt(options, self.model)]
         self._save_later(ready, ask)
-        return [
-            self._finish(each, ids, reply, options, began, first.first_s) for each, ids in zip(ready, rows, strict=True)
-        ]
+        told = zip(ready, rows, strict=True)
+        answers = [self._finish(each, ids, reply, options, began, first.first_s) for each, ids in told]
+        if not gone.is_set():
+            self._talks.after(ready, rows, answers, ask)
+        return answers
 
     def verify(self, progress: Callable[[str], object] = lambda check: None) -> Verdict:
         """Measure on the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
@@ -267,6 +271,7 @@ class Engine:
         """Wait until every chunk met so far is encoded and written, and all that is prefetched is there."""
         self._prefetcher.flush()
         self._saver.flush()
+        self._talks.flush()
         self.store.flush()
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -276,6 +281,7 @@ class Engine:
         left = countdown(timeout_s)
         self._prefetcher.close(left())
         self._saver.close(left())
+        self._talks.close(left())
         self.store.close(left())
         book, self.book = self.book, None
         if book is not None:
@@ -303,8 +309,8 @@ class Engine:
     def _fitted(self, question: Question, ask: Ask) -> Prompt:
         """The prompt of a question; without its last chunks where it is too long and they may be left out."""
         tools, limit = offered(ask), limit_of(ask, self.settings, self.model)
-        prompt = fitted(lambda n: self._prompter.prompt(question, self.digest, tools, leave_out=n), limit)
-        return self._prefetcher.note(prompt)
+        make = partial(self._prompter.prompt, digest=self.digest, tools=tools)
+        return self._prefetcher.note(self._talks.fitted(question, ask, lambda q, n: make(q, leave_out=n), limit))
 
     @answered
     def _answer(
@@ -321,6 +327,7 @@ class Engine:
                 raise InputError("The stream was closed before its answer began.")
             ready = self._prefiller.prepare(assembled, ask, model, self.profile, brought)
             options = reply.options(options_of(ask, self.settings, ready.room))
+            self._talks.begin([ready], ask)
             sink = reply.sink(say, options)
             streamer = sink if is_streamable(options, model) else None
             with span("decode"):
@@ -328,6 +335,8 @@ class Engine:
                 rows = generate(model, [ready.prefill], options, streamer, stopping, ask.seed)
         self._save_later([ready], ask)
         answer = self._finish(ready, rows[0], reply, options, began, sink.first_s)
+        if not gone.is_set():
+            self._talks.after([ready], rows[:1], [answer], ask)
         if streamer is None and say is not None:
             say(answer.text)
         return answer
