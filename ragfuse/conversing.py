@@ -57,8 +57,9 @@ class Conversations:
         store: KVStore,
     ) -> None:
         self._settings, self._prompter, self._encoder = settings, prompter, encoder
-        self.sessions = Sessions(store, booked, lambda: [encoder().digest], settings.session_ttl_s)
         self._writer, self._lock = Writers(["history"], settings.writer_queue), threading.Lock()
+        whose, ttl_s = lambda: [encoder().digest], settings.session_ttl_s
+        self.sessions = Sessions(store, booked, whose, ttl_s, settle=self._writer.flush)
         self._waiting_bytes, self.dropped = 0, 0
 
     # before the answer
@@ -100,6 +101,9 @@ class Conversations:
         version, session = self.sessions.get(digest, name) or (0, Session(name))
         stays = self._settings.history_chunks
         if any(message.role == "assistant" for message in given):
+            if not session.turns:  # a way of its own from what another one said, perhaps
+                known = self.sessions.ending(digest, heard(given), lasts=True)
+                session = replace(known[1], id=name) if known is not None else session
             kept = _agreed(session, given)
             return Talk(kept, tuple(given[len(kept.messages) :]), version, True, stays)
         first = session.messages[:1]

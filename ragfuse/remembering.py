@@ -12,15 +12,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ragfuse.core import ChunkKey
 from ragfuse.errors import InputError
 from ragfuse.forgetting import dropped
-from ragfuse.gate import Booked
 from ragfuse.sessions import Session, heard, truncated
 from ragfuse.store import KVStore, SessionLine
 from ragfuse.store.manage import unanswered
+
+if TYPE_CHECKING:
+    from ragfuse.gate import Booked
 
 log = logging.getLogger("ragfuse.engine")
 
@@ -64,7 +66,7 @@ class Sessions:
     """The sessions of a store. Threads and processes may share it.
 
     whose: digests of the tenants that are meant where none is named, None: all. ttl_s: sessions unused for so long are
-    deleted, when others are written.
+    deleted, when others are written. settle: waits for what is on its way into the store, so that it can be deleted.
     """
 
     def __init__(
@@ -74,9 +76,10 @@ class Sessions:
         whose: Callable[[], Sequence[str] | None],
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.time,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
         self._store, self._booked, self._whose, self._ttl_s, self._clock = store, booked, whose, ttl_s, clock
-        self._lock = threading.Lock()
+        self._lock, self._settle = threading.Lock(), settle
         self._here: OrderedDict[tuple[str, str], tuple[int, float, Session]] = OrderedDict()  # used last at the end
         self._swept = 0.0
 
@@ -195,6 +198,7 @@ class Sessions:
         raise InputError(f"There is no session '{id}'. `ragfuse sessions ls` lists them.")
 
     def _delete(self, model: str, id: str) -> Deleted:
+        self._settle()
         with self._lock:
             here = self._here.pop((model, id), None)
             others = {key for _, _, session in self._here.values() for key in session.keys}

@@ -1,4 +1,4 @@
-"""Turns of a conversation on a tiny model in float32: what the next one reuses, and that it is what full prefill gives."""
+"""Turns of a conversation on a tiny model in float32: what the next reuses, and that it is what full prefill gives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_second_turn_reuses_all_of_the_first_but_its_last_token(engine):
 def test_a_prompt_with_its_history_is_full_prefill(engine, turns):
     talk(engine, QUESTIONS[:turns])
     ready = prepared(engine, [("user", QUESTIONS[turns])], session="one")
-    assert len([fetch for fetch in ready.plan.fetches]) == 2 * turns
+    assert len(ready.plan.fetches) == 2 * turns
     assert is_full_prefill(engine, ready)
 
 
@@ -215,7 +215,8 @@ def test_the_salt_of_another_tenant_meets_nothing(engine, tiny_settings):
 def test_chunks_of_earlier_turns_stay_and_what_was_blended_is_never_taken_for_exact(engine):
     ingest(engine)
     first = engine.answer(messages(), Ask(session="one"))
-    assert first.trace.tokens_reused and not all(segment.exact for segment in first.trace.segments)
+    assert first.trace.tokens_reused
+    assert not all(segment.exact for segment in first.trace.segments)
     ready = prepared(engine, [("user", QUESTIONS[0])], session="one")
     assert ready.plan.prompt.token_ids[: first.trace.tokens] == engine.prompt(messages()).token_ids
     kept = [stretch.key for stretch in engine.sessions.show("one").stretches]
@@ -233,7 +234,8 @@ def test_chunks_of_earlier_turns_leave_when_they_shall(tiny_settings):
         second = engine.answer(messages(CHUNKS[:2], "And what colour?"), Ask(session="one"))
         said = engine.model.words.decode(engine._fitted([("user", "So?")], Ask(session="one")).token_ids)
         assert not any(chunk in said for chunk in CHUNKS)
-        assert INSTRUCTION.strip() in said and "And what colour?" in said
+        assert INSTRUCTION.strip() in said
+        assert "And what colour?" in said
         n_chunks = sum(len(engine.tokens(chunk)) for chunk in CHUNKS)
         assert second.trace.history_reused == first.trace.tokens - n_chunks + len(first.token_ids) - 1
         assert [segment.kind for segment in second.trace.segments].count("chunk") == 2
