@@ -80,6 +80,8 @@ class Engine:
         self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
         self._talks = Conversations(self.settings, self._booked, self._prompter, lambda: self.encoder, self.store)
         self.marker, self._caller, self.sessions = self._prompter.marker, Caller(), self._talks.sessions
+        if model is not None:
+            self._coding.prepare(self.digest, model, self.settings)
 
     @staticmethod
     def shared(settings: Settings | None = None) -> Engine:
@@ -300,10 +302,8 @@ class Engine:
         """How runs of tokens come into the store."""
         settings = self.settings
         shortest, other, model = settings.min_chunk_tokens, settings.amid_tokens, self.model
-        home, levels = (
-            partial(self._planner.home, model, self.profile),
-            partial(self._planner.levels, model, self.profile),
-        )
+        home = partial(self._planner.home, model, self.profile)
+        levels = partial(self._planner.levels, model, self.profile)
         return Encoder(model, self.store, self.digest, shortest, other, home, levels)
 
     def _fitted(self, question: Question, ask: Ask) -> Prompt:
