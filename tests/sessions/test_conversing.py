@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ragfuse import Ask, Engine, Settings
@@ -293,3 +295,10 @@ def test_a_store_without_memory_reads_its_history_from_disk(tiny_settings: Setti
         first, second = talk(engine, QUESTIONS[:2])
         assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
         assert {type(tier) for tier in engine.store.tiers} == {DiskTier}
+
+
+def test_a_model_that_must_not_be_blended_still_has_its_history_and_nothing_is_said_of_it(engine, caplog):
+    engine.learn(replace(engine.profile, safe=False))
+    first, second = talk(engine, QUESTIONS[:2])
+    assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
+    assert "calibrate" not in caplog.text
