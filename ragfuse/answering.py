@@ -17,6 +17,7 @@ from typing import Any
 from ragfuse.asking import Ask, is_streamable, options_of
 from ragfuse.bringing import Bringer, Brought
 from ragfuse.calling import Reply
+from ragfuse.conversing import Conversations
 from ragfuse.core import Answer, Prompt
 from ragfuse.errors import InputError
 from ragfuse.hf.handover import generate
@@ -52,6 +53,7 @@ class Answerer:
     planner: Planner
     prefiller: Prefiller
     bringer: Bringer
+    talks: Conversations
     saves: Callable[[Ready, Ask], None]
 
     def one(self, prompt: Prompt, asked: Asked, say: Say, gone: threading.Event) -> Answer:
@@ -86,6 +88,7 @@ class Answerer:
             if any(end.is_set() for end in ends):
                 raise InputError("The stream was closed before its answer began.")
             ready = self.prefiller.prepare(prompt, ask, reply.model, asked.profile, brought)
+            self.talks.begin([ready], ask)
         options = reply.options(options_of(ask, self.settings, ready.room))
         sink = reply.sink(say, options)
         streamer = sink if is_streamable(options, reply.model) else None
@@ -94,6 +97,8 @@ class Answerer:
             rows = generate(reply.model, ready.prefill, options, streamer, stopping, ask.seed)
         self.saves(ready, ask)
         answer = self._read(ready, rows[0], asked, options, sink.first_s)
+        if not any(end.is_set() for end in ends):
+            self.talks.after([ready], rows[:1], [answer], ask)
         if streamer is None and say is not None:
             say(answer.text)
         return answer

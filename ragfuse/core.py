@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from ragfuse.arrivals import StreamTrace
+from ragfuse.forecast import Forecast
 
 FORMAT_VERSION = 2
 """Version of everything that is written: keys, headers, profiles. A change makes old entries misses."""
@@ -82,7 +83,7 @@ class Segment:
     """A run of tokens of a prompt that is handled as one: placed at `start`, fresh or taken from the store.
 
     `keys` are the places to look for its KV, best first; it is empty iff the segment is fresh. `source` says where the
-    text came from, for people; `text` is a chunk's own text.
+    text came from, for people; `text` is a chunk's own text. `rows` lo:hi of the stored run are meant (None: all).
     """
 
     tokens: tuple[int, ...]
@@ -91,12 +92,19 @@ class Segment:
     keys: tuple[ChunkKey, ...] = ()
     source: str = ""
     text: str = field(default="", repr=False, compare=False)
+    rows: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if bool(self.keys) == (self.kind == "fresh"):
             raise ValueError(f"A {self.kind} segment has {len(self.keys)} keys; only a fresh one has none.")
-        if not self.tokens:
-            raise ValueError("A segment holds at least one token.")
+        lo, hi = self.rows or (0, len(self.tokens))
+        if not self.tokens or not 0 <= lo == hi - len(self.tokens):
+            raise ValueError(f"A segment holds at least one token, as many as rows: {len(self.tokens)}, {self.rows}.")
+
+    @property
+    def turn(self) -> int:
+        """By how many positions the keys of its stored run are turned."""
+        return self.start - (self.rows or (0, 0))[0]
 
     @property
     def stop(self) -> int:
@@ -104,16 +112,28 @@ class Segment:
         return self.start + len(self.tokens)
 
 
+class Talk(Protocol):
+    """A conversation under way, as far as a prompt knows of it."""
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        ...
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Segments in order. Positions strictly increase, gaps allowed; the last segment is fresh.
 
     So there is always a token to compute, and its row yields the first logits. dropped: sources of chunks that were
-    left out, so that it fits.
+    left out, so that it fits. talk: the conversation that it goes on with, for who keeps that; truncated: tokens of the
+    conversation that it lacks, so that it fits.
     """
 
     segments: tuple[Segment, ...]
     dropped: tuple[str, ...] = ()
+    truncated: int = 0
+    talk: Talk | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[-1].kind != "fresh":
@@ -244,39 +264,6 @@ class Fetch:
     sizes: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
 
-Bound = Literal["floor", "loading", "deadline", "asked"]
-"""What the ratio stopped at: the least that is safe, what loading hides, a deadline, or what was asked for."""
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """How long a plan will take, as far as this machine was measured, in seconds.
-
-    load_s: all that is read, one after the other. recompute_s: all that is computed, were every byte at hand. ttft_s:
-    until the first logits, one behind the other. full_s: full prefill. segments: (segment, seconds to read it, seconds
-    to compute its rows) of all that could be reused; those that are left unread say what reading would take.
-    corrections: (tier, times) of tiers that lately took so many times as long as measured; all of this counts with it.
-    """
-
-    load_s: float
-    recompute_s: float
-    ttft_s: float
-    full_s: float
-    bound: Bound = "floor"
-    deadline_s: float | None = None
-    segments: tuple[tuple[int, float, float], ...] = ()
-    corrections: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the first logits come after the deadline."""
-        return self.deadline_s is not None and self.ttft_s > self.deadline_s
-
-    def full(self) -> Forecast:
-        """The same for full prefill instead."""
-        return replace(self, load_s=0.0, recompute_s=self.full_s, ttft_s=self.full_s, segments=())
-
-
 @dataclass(frozen=True)
 class LoadPlan:
     """What will be read and what computed. A value: `load` obeys it, `fuse` does not know that it exists.
@@ -343,7 +330,8 @@ class Trace:
     made without timings of this machine); corrections as in its `Forecast`. promoted: chunks that were copied to a
     faster tier in the background since the trace before this one, because they are used often. dropped: sources of
     chunks that were left out of the prompt, so that it and its answer fit. stream: what came over a line under a
-    deadline, piece by piece.
+    deadline, piece by piece. session: the conversation that it goes on with, "" for none; truncated: tokens of that
+    which the prompt lacks, the earliest ones.
     """
 
     model: str = ""
@@ -369,6 +357,13 @@ class Trace:
     promoted: int = 0
     dropped: tuple[str, ...] = ()
     stream: StreamTrace | None = None
+    session: str = ""
+    truncated: int = 0
+
+    @property
+    def history_reused(self) -> int:
+        """Tokens of earlier turns whose KV came from the store."""
+        return sum(segment.n_tokens for segment in self.segments if segment.kind == "history" and segment.hit)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -16,12 +16,13 @@ from ragfuse.asking import Ask, known_policy, room_behind
 from ragfuse.bringing import Bringer
 from ragfuse.calling import Caller, Tool, offered
 from ragfuse.coding import Coding
+from ragfuse.conversing import Conversations
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.counting import Tally
 from ragfuse.dtypes import settled
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import StoreError
-from ragfuse.fitting import fitted, limit_of
+from ragfuse.fitting import limit_of
 from ragfuse.forgetting import chunk_of, forget_chunks
 from ragfuse.gate import Profiles, as_shipped
 from ragfuse.hf.model import HFModel, load_model
@@ -76,8 +77,10 @@ class Engine:
         self._prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
         self.links = Links(self.settings.streams)
         self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
-        self._answerer = Answerer(self.settings, self._planner, self._prefiller, self._bringer, self._save_later)
-        self.marker, self._caller = self._prompter.marker, Caller()
+        self._talks = Conversations(self.settings, self._booked, self._prompter, lambda: self.encoder, self.store)
+        own = self._planner, self._prefiller, self._bringer, self._talks
+        self._answerer = Answerer(self.settings, *own, self._save_later)
+        self.marker, self._caller, self.sessions = self._prompter.marker, Caller(), self._talks.sessions
         if model is not None:
             self._coding.prepare(self.digest, model, self.settings)
 
@@ -255,6 +258,7 @@ class Engine:
         """Wait until every chunk met so far is encoded and written, and all that is prefetched is there."""
         self._prefetcher.flush()
         self._saver.flush()
+        self._talks.flush()
         self.store.flush()
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -264,6 +268,7 @@ class Engine:
         left = countdown(timeout_s)
         self._prefetcher.close(left())
         self._saver.close(left())
+        self._talks.close(left())
         self.store.close(left())
         book, self.book = self.book, None
         if book is not None:
@@ -282,17 +287,15 @@ class Engine:
         """How runs of tokens come into the store."""
         settings = self.settings
         shortest, other, model = settings.min_chunk_tokens, settings.amid_tokens, self.model
-        home, levels = (
-            partial(self._planner.home, model, self.profile),
-            partial(self._planner.levels, model, self.profile),
-        )
+        home = partial(self._planner.home, model, self.profile)
+        levels = partial(self._planner.levels, model, self.profile)
         return Encoder(model, self.store, self.digest, shortest, other, home, levels)
 
     def _fitted(self, question: Question, ask: Ask) -> Prompt:
         """The prompt of a question; without its last chunks where it is too long and they may be left out."""
         tools, limit = offered(ask), limit_of(ask, self.settings, self.model)
-        prompt = fitted(lambda n: self._prompter.prompt(question, self.digest, tools, leave_out=n), limit)
-        return self._prefetcher.note(prompt)
+        make = partial(self._prompter.prompt, digest=self.digest, tools=tools)
+        return self._prefetcher.note(self._talks.fitted(question, ask, lambda q, n: make(q, leave_out=n), limit))
 
     @answered
     def _answer(

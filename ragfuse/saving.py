@@ -52,7 +52,7 @@ def work_after(plan: LoadPlan) -> Iterator[Work]:
     hits = {fetch.segment: fetch.key for fetch in (*plan.fetches, *plan.unread)}
     prefix = segments[0].tokens if 0 in hits and segments[0].kind == "module" else ()
     for index, segment in enumerate(segments):
-        if segment.kind == "fresh":
+        if segment.kind in ("fresh", "history"):  # what is said is kept by `conversing.py`
             continue
         if index not in hits or (prefix and hits[index] != segment.keys[0]):
             yield Work(segment.tokens, prefix if index else (), segment.text, segment.source)

@@ -130,6 +130,31 @@ class Settings(BaseSettings):
         default="error",
         description="For a prompt that is too long: error, or drop its last chunks until it fits with its answer.",
     )
+    history: Literal["auto", "asked", "all"] = Field(
+        default="auto",
+        description="Whose turns' KV is kept for the next turn: asked, of questions that name a session; auto, also of "
+        "other messages without retrieved chunks, in memory alone; all, of all messages, written down like sessions.",
+    )
+    history_chunks: bool = Field(
+        default=True,
+        description="Whether a session's later prompts hold the chunks that were retrieved for its earlier turns.",
+    )
+    history_buffer_bytes: int = Field(
+        default=1 << 30, ge=0, description="KV of answers that may wait to be saved; a turn beyond it is not saved."
+    )
+    window_tokens: int | None = Field(
+        default=None, ge=2, description="Tokens of a conversation's prompt and answer; default: what the model takes."
+    )
+    truncate_ratio: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Share of the window that a conversation is shortened by, from its beginning, once it is too long.",
+    )
+    sinks: int = Field(default=0, ge=0, description="First tokens of a conversation that stay then.")
+    session_ttl_s: float | None = Field(
+        default=None, gt=0, description="Sessions unused for so long are deleted; none: never."
+    )
 
     @field_validator("tiers", mode="before")
     @classmethod

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ragfuse.cli import ask, benches, checks, doctor, ingest, kv_benches, measure, models, store
+from ragfuse.cli import ask, benches, checks, doctor, ingest, kv_benches, measure, models, sessions, store, talk_benches
 from ragfuse.errors import RagFuseError
 
 
@@ -83,9 +83,11 @@ app.command("doctor")(doctor.doctor)
 app.command("demo")(benches.demo)
 benches.bench.command("codec")(kv_benches.codec)
 benches.bench.command("stream")(kv_benches.stream)
+benches.bench.command("conversation")(talk_benches.conversation)
 app.add_typer(benches.bench, name="bench")
 app.add_typer(models.models, name="models")
 app.add_typer(store.store, name="store")
+app.add_typer(sessions.sessions, name="sessions")
 
 
 @app.callback(invoke_without_command=True)

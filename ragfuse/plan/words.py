@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from ragfuse.core import Encoded, Fetch, Forecast, Kind, LoadPlan
+from ragfuse.core import Encoded, Fetch, Kind, LoadPlan
+from ragfuse.forecast import Forecast
 from ragfuse.plan.controller import is_blended, is_exact
 from ragfuse.plan.estimate import Kind as Needs
 from ragfuse.plan.estimate import is_adjustable, kind_of
