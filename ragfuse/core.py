@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -50,7 +51,7 @@ class ChunkKey:
 
     `model` covers weights, dtype, rope settings, tokenizer, drift, format version and the tenant's salt; `tokens` the
     ids; `context` what the run attended to before itself: "" nothing, a token digest just those tokens, `amid` of
-    either those and then other text. `layout` is "" for positions 0..n-1.
+    either those and then other text. `layout` is "" for positions 0..n-1, else a digest of them.
     """
 
     model: str
@@ -82,7 +83,8 @@ class Segment:
     """A run of tokens of a prompt that is handled as one: placed at `start`, fresh or taken from the store.
 
     `keys` are the places to look for its KV, best first; it is empty iff the segment is fresh. `source` says where the
-    text came from, for people; `text` is a chunk's own text.
+    text came from, for people; `text` is a chunk's own text. `rows` lo:hi of the stored run are meant (None: all of
+    it), whose own position 0 stands at `origin` (None: its rows stand as one, so that lo stands at `start`).
     """
 
     tokens: tuple[int, ...]
@@ -91,12 +93,20 @@ class Segment:
     keys: tuple[ChunkKey, ...] = ()
     source: str = ""
     text: str = field(default="", repr=False, compare=False)
+    rows: tuple[int, int] | None = None
+    origin: int | None = None
 
     def __post_init__(self) -> None:
         if bool(self.keys) == (self.kind == "fresh"):
             raise ValueError(f"A {self.kind} segment has {len(self.keys)} keys; only a fresh one has none.")
-        if not self.tokens:
-            raise ValueError("A segment holds at least one token.")
+        lo, hi = self.rows or (0, len(self.tokens))
+        if not self.tokens or not 0 <= lo == hi - len(self.tokens):
+            raise ValueError(f"A segment holds at least one token, as many as rows: {len(self.tokens)}, {self.rows}.")
+
+    @property
+    def turn(self) -> int:
+        """By how many positions the keys of its stored run are turned."""
+        return self.origin if self.origin is not None else self.start - (self.rows or (0, 0))[0]
 
     @property
     def stop(self) -> int:
@@ -108,8 +118,7 @@ class Segment:
 class Prompt:
     """Segments in order. Positions strictly increase, gaps allowed; the last segment is fresh.
 
-    So there is always a token to compute, and its row yields the first logits. dropped: sources of chunks that were
-    left out, so that it fits.
+    So there is always a token to compute, whose row yields the first logits. dropped: sources of chunks left out.
     """
 
     segments: tuple[Segment, ...]
@@ -118,7 +127,7 @@ class Prompt:
     def __post_init__(self) -> None:
         if not self.segments or self.segments[-1].kind != "fresh":
             raise ValueError("A prompt ends with a fresh segment: something must be computed to answer.")
-        for before, after in zip(self.segments, self.segments[1:], strict=False):
+        for before, after in pairwise(self.segments):
             if after.start < before.stop:
                 raise ValueError(f"Positions must increase: {after.start} follows {before.stop - 1}.")
 
@@ -135,11 +144,7 @@ class Prompt:
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """Rows lo:hi of every segment, as indices into the T tokens."""
-        spans, lo = [], 0
-        for segment in self.segments:
-            spans.append((lo, lo + len(segment.tokens)))
-            lo = spans[-1][1]
-        return tuple(spans)
+        return tuple(pairwise((0, *accumulate(len(segment.tokens) for segment in self.segments))))
 
     @cached_property
     def asked(self) -> tuple[Tensor, ...]:
@@ -298,18 +303,15 @@ class LoadPlan:
 
     def refused(self, why: str) -> LoadPlan:
         """Full prefill instead, and the reason."""
-        forecast = self.forecast.full() if self.forecast is not None else None
-        return replace(self, refusal=why, fetches=(), misses=(), forecast=forecast)
+        return replace(self, refusal=why, fetches=(), misses=(), forecast=self.forecast and self.forecast.full())
 
     def explain(self) -> str:
         """The plan in one line a person can read; `plan.words` tells all of it."""
         if self.refusal:
             return f"full prefill of {len(self.prompt)} tokens: {self.refusal}"
         nbytes = sum(fetch.nbytes for fetch in self.fetches)
-        return (
-            f"{len(self.fetches)} segments from the store ({nbytes / 1e6:.1f} MB), {len(self.misses)} missing, "
-            f"ratio {self.ratio:.2f} by {self.policy}"
-        )
+        found, missing = f"{len(self.fetches)} segments from the store", f"{len(self.misses)} missing"
+        return f"{found} ({nbytes / 1e6:.1f} MB), {missing}, ratio {self.ratio:.2f} by {self.policy}"
 
 
 @dataclass(frozen=True)
@@ -342,8 +344,7 @@ class Trace:
     time from the prompt to its first logits, predicted_ttft_s and predicted_load_s what the plan foresaw (None: it was
     made without timings of this machine); corrections as in its `Forecast`. promoted: chunks that were copied to a
     faster tier in the background since the trace before this one, because they are used often. dropped: sources of
-    chunks that were left out of the prompt, so that it and its answer fit. stream: what came over a line under a
-    deadline, piece by piece.
+    chunks that were left out of the prompt, so that it and its answer fit. stream: what came over a line.
     """
 
     model: str = ""
