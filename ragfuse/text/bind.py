@@ -49,10 +49,11 @@ def bind(request: Request, layout: Layout, encode: Encode, key_of: KeyOf, blend:
     placing = _Placing(layout, wishes, _sources(layout, wishes.imports), key_of, "chunk" if blend else "module")
     placing.scope(layout.root)
     placing.free(_Free(_asking(request, layout, encode), request.at))
+    prompt = placing.prompt(request.at)
     return Bound(
-        placing.prompt(request.at),
+        prompt,
         tuple(placing.imported),
-        tuple(dict.fromkeys(piece.run for piece in placing.pieces if piece.run is not None)),
+        tuple(placing.used),
         tuple(dict.fromkeys(_others(layout, wishes.imports))),
         placing.moved,
     )
@@ -221,6 +222,7 @@ class _Placing:
     kind: Kind
     pieces: list[_Piece] = field(default_factory=list)
     imported: list[str] = field(default_factory=list)
+    used: dict[Run, None] = field(default_factory=dict)
     cursor: int = 0
     moved: int = 0
     _last: _Free | None = None
@@ -292,11 +294,13 @@ class _Placing:
         """The segments. Where the last one is cached, its last token is fresh: something must be computed."""
         if not self.pieces:
             raise at.error("a prompt without a token", "text, or modules that have text")
-        segments = [self._segment(piece) for piece in self.pieces]
-        last = segments[-1]
-        if last.kind != "fresh":
-            segments[-1:] = _but_last(last)
-        return Prompt(tuple(segments))
+        last = self.pieces[-1]
+        if last.run is not None:
+            token = _Piece(last.stop - 1, [last.tokens.pop()])
+            self.pieces[-1:] = [last] if last.tokens else []
+            self._add(token)
+        self.used = dict.fromkeys(piece.run for piece in self.pieces if piece.run is not None)
+        return Prompt(tuple(self._segment(piece) for piece in self.pieces))
 
     def _segment(self, piece: _Piece) -> Segment:
         if piece.run is None:
@@ -306,20 +310,3 @@ class _Placing:
         if rows == (0, len(piece.run.tokens)):
             return Segment(tuple(piece.tokens), piece.start, self.kind, keys, source)
         return Segment(tuple(piece.tokens), piece.start, self.kind, keys, source, rows=rows, origin=piece.origin)
-
-
-def _but_last(segment: Segment) -> Iterator[Segment]:
-    """A cached segment without its last token, which is fresh."""
-    *tokens, last = segment.tokens
-    lo, hi = segment.rows or (0, len(segment.tokens))
-    if tokens:
-        yield Segment(
-            tuple(tokens),
-            segment.start,
-            segment.kind,
-            segment.keys,
-            segment.source,
-            rows=(lo, hi - 1),
-            origin=segment.origin,
-        )
-    yield Segment((last,), segment.stop - 1)

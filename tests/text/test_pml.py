@@ -240,7 +240,7 @@ def test_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PMLError, match=f"wanted at most {MAX_CHARS}"):
         parse(" " * (MAX_CHARS + 1))
     monkeypatch.setattr(pml, "MAX_ELEMENTS", 100)
-    with pytest.raises(PMLError, match="1:412: found more than 100 elements; wanted fewer"):
+    with pytest.raises(PMLError, match="1:416: found more than 100 elements; wanted fewer"):
         parse("<prompt schema='s'>" + "<a/>" * 100)
 
 
