@@ -6,7 +6,7 @@ stands, for errors, and does not count when two are compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -139,6 +139,17 @@ def inner(items: tuple[Item, ...]) -> Iterator[Item]:
             yield from inner(item.items)
         elif isinstance(item, Union):
             yield from item.modules
+
+
+def joined(items: Iterable[Item]) -> tuple[Item, ...]:
+    """Neighbouring texts as one, as they are read."""
+    found: list[Item] = []
+    for item in items:
+        if isinstance(item, Text) and found and isinstance(found[-1], Text):
+            found[-1] = Text(found[-1].text + item.text, found[-1].at)
+        else:
+            found.append(item)
+    return tuple(found)
 
 
 def check_scope(items: tuple[Item, ...]) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TypeGuard
 
 import torch
 
@@ -234,18 +233,19 @@ class _Builder:
     def place(self, module: Module, path: str, start: int, in_message: bool, head: tuple[int, ...] = ()) -> Place:
         """A module from `start` on, `head` before all else."""
         check_scope(module.items)
-        parts: list[Part] = [Stretch(path, start, head)] if head else []
-        at = start + len(head)
+        parts, text, at = list[Part](), list(head), start + len(head)
         for item, inside in self._flat(module.items, in_message):
             part = self._part(item, path, at, inside)
             at = part.stop
-            before = parts[-1] if parts else None
-            if isinstance(part, Stretch) and not part.tokens:
+            if isinstance(part, Stretch) and not part.param:
+                text += part.tokens
                 continue
-            if _is_text(part) and _is_text(before):
-                parts[-1] = Stretch(path, before.start, before.tokens + part.tokens)
-            else:
-                parts.append(part)
+            if text:
+                parts.append(Stretch(path, part.start - len(text), tuple(text)))
+                text = []
+            parts.append(part)
+        if text:
+            parts.append(Stretch(path, at - len(text), tuple(text)))
         return Place(module.name, path, start, at, tuple(parts), module.cache, in_message, module.at)
 
     def _flat(self, items: Sequence[Item], in_message: bool) -> Iterator[tuple[Item | tuple[int, ...], bool]]:
@@ -303,10 +303,6 @@ class _Builder:
         fork = Fork(at, max((place.stop for place in places), default=at), places, default)
         self.forks.update((place.path, fork) for place in places)
         return fork
-
-
-def _is_text(part: Part | None) -> TypeGuard[Stretch]:
-    return isinstance(part, Stretch) and not part.param
 
 
 def _below(path: str, name: str) -> str:
