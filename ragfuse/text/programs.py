@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import update_wrapper
 from types import FunctionType
-from typing import Annotated, Any, ParamSpec, cast, get_args, get_origin, overload
+from typing import Any, ParamSpec, cast, overload
 
 from ragfuse.errors import PMLError
 from ragfuse.text.nodes import Import, Item, Module, Param, Request, Role, RoleName, Schema, Spot, Text, Union, joined
@@ -185,7 +185,7 @@ class _Compiler:
             raise self._error(self.definition, f"an annotation that cannot be read ({error})", "types") from error
         rooms = {}
         for name, hint in hints.items():
-            for each in get_args(hint) if get_origin(hint) is Annotated else ():
+            for each in getattr(hint, "__metadata__", ()):  # of Annotated
                 if isinstance(each, MaxTokens):
                     rooms[name] = each.n
         return rooms
@@ -355,7 +355,7 @@ def _called(test: ast.expr) -> str:
         case ast.UnaryOp(ast.Not(), inner):
             return f"not-{_called(inner)}"
         case ast.Compare(left, [ast.Eq()], [ast.Constant(value)]):
-            return f"{_called(left)}-{value}"
+            return "-".join((_called(left), str(value)))
         case _:
             return "if"
 
