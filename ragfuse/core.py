@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -51,7 +52,7 @@ class ChunkKey:
 
     `model` covers weights, dtype, rope settings, tokenizer, drift, format version and the tenant's salt; `tokens` the
     ids; `context` what the run attended to before itself: "" nothing, a token digest just those tokens, `amid` of
-    either those and then other text. `layout` is "" for positions 0..n-1.
+    either those and then other text. `layout` is "" for positions 0..n-1, else a digest of them.
     """
 
     model: str
@@ -83,7 +84,8 @@ class Segment:
     """A run of tokens of a prompt that is handled as one: placed at `start`, fresh or taken from the store.
 
     `keys` are the places to look for its KV, best first; it is empty iff the segment is fresh. `source` says where the
-    text came from, for people; `text` is a chunk's own text. `rows` lo:hi of the stored run are meant (None: all).
+    text came from, for people; `text` is a chunk's own text. `rows` lo:hi of the stored run are meant (None: all of
+    it), whose own position 0 stands at `origin` (None: its rows stand as one, so that lo stands at `start`).
     """
 
     tokens: tuple[int, ...]
@@ -93,6 +95,7 @@ class Segment:
     source: str = ""
     text: str = field(default="", repr=False, compare=False)
     rows: tuple[int, int] | None = None
+    origin: int | None = None
 
     def __post_init__(self) -> None:
         if bool(self.keys) == (self.kind == "fresh"):
@@ -104,7 +107,7 @@ class Segment:
     @property
     def turn(self) -> int:
         """By how many positions the keys of its stored run are turned."""
-        return self.start - (self.rows or (0, 0))[0]
+        return self.origin if self.origin is not None else self.start - (self.rows or (0, 0))[0]
 
     @property
     def stop(self) -> int:
@@ -138,7 +141,7 @@ class Prompt:
     def __post_init__(self) -> None:
         if not self.segments or self.segments[-1].kind != "fresh":
             raise ValueError("A prompt ends with a fresh segment: something must be computed to answer.")
-        for before, after in zip(self.segments, self.segments[1:], strict=False):
+        for before, after in pairwise(self.segments):
             if after.start < before.stop:
                 raise ValueError(f"Positions must increase: {after.start} follows {before.stop - 1}.")
 
@@ -155,11 +158,7 @@ class Prompt:
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """Rows lo:hi of every segment, as indices into the T tokens."""
-        spans, lo = [], 0
-        for segment in self.segments:
-            spans.append((lo, lo + len(segment.tokens)))
-            lo = spans[-1][1]
-        return tuple(spans)
+        return tuple(pairwise((0, *accumulate(len(segment.tokens) for segment in self.segments))))
 
     @cached_property
     def asked(self) -> tuple[Tensor, ...]:
@@ -285,18 +284,15 @@ class LoadPlan:
 
     def refused(self, why: str) -> LoadPlan:
         """Full prefill instead, and the reason."""
-        forecast = self.forecast.full() if self.forecast is not None else None
-        return replace(self, refusal=why, fetches=(), misses=(), forecast=forecast)
+        return replace(self, refusal=why, fetches=(), misses=(), forecast=self.forecast and self.forecast.full())
 
     def explain(self) -> str:
         """The plan in one line a person can read; `plan.words` tells all of it."""
         if self.refusal:
             return f"full prefill of {len(self.prompt)} tokens: {self.refusal}"
         nbytes = sum(fetch.nbytes for fetch in self.fetches)
-        return (
-            f"{len(self.fetches)} segments from the store ({nbytes / 1e6:.1f} MB), {len(self.misses)} missing, "
-            f"ratio {self.ratio:.2f} by {self.policy}"
-        )
+        found, missing = f"{len(self.fetches)} segments from the store", f"{len(self.misses)} missing"
+        return f"{found} ({nbytes / 1e6:.1f} MB), {missing}, ratio {self.ratio:.2f} by {self.policy}"
 
 
 @dataclass(frozen=True)
