@@ -93,7 +93,9 @@ class JobQueue(Generic[T]):
     def take(self, timeout_s: float | None = None) -> Job[T] | None:
         """The next job, which now runs; waits for one, for at most so long. None: there is none, or it is closed."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s) or not self._waiting:
+            if not self._waiting and timeout_s != 0:
+                self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s)
+            if not self._waiting:
                 return None
             tenant, jobs = next(iter(self._tenants.items()))
             _, job = jobs.popitem(last=False)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ragfuse.cli import ask, benches, checks, doctor, ingest, kv_benches, measure, models, store
+from ragfuse.cli import ask, benches, checks, doctor, ingest, kv_benches, measure, models, session_benches, store
 from ragfuse.errors import RagFuseError
 
 
@@ -83,6 +83,7 @@ app.command("doctor")(doctor.doctor)
 app.command("demo")(benches.demo)
 benches.bench.command("codec")(kv_benches.codec)
 benches.bench.command("stream")(kv_benches.stream)
+benches.bench.command("sessions")(session_benches.sessions)
 app.add_typer(benches.bench, name="bench")
 app.add_typer(models.models, name="models")
 app.add_typer(store.store, name="store")

@@ -69,10 +69,12 @@ def buffer_excess(used_bytes: int, capacity_bytes: int, free_share: float) -> in
 
 
 def taken_until(found: Iterable[Item], excess_bytes: int) -> Iterator[Item]:
-    """The first of these that have as many bytes together as the excess; all of them where they have fewer."""
-    for item in found:
-        if excess_bytes <= 0:
-            return
+    """The first of these that have as many bytes together as the excess; all of them where they have fewer.
+
+    No further one is asked for: who asks may be dropping them.
+    """
+    left = iter(found)
+    while excess_bytes > 0 and (item := next(left, None)) is not None:
         excess_bytes -= item.nbytes
         yield item
 

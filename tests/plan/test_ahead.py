@@ -80,7 +80,9 @@ def test_a_tier_with_more_than_its_buffer_free_is_left_alone():
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(-3, 30))
 def test_so_many_go_as_give_the_room_and_not_one_more(sizes, excess):
-    found = list(taken_until((Item(n, (), size, 0.0) for n, size in enumerate(sizes)), excess))
+    offered = iter([Item(n, (), size, 0.0) for n, size in enumerate(sizes)])
+    found = list(taken_until(offered, excess))
+    assert len(list(offered)) == len(sizes) - len(found)
     freed = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
     enough = [n for n, nbytes in enumerate(freed) if nbytes >= excess]
     assert len(found) == (enough[0] if enough else len(sizes))
