@@ -49,7 +49,7 @@ class Given:
 
 @dataclass
 class Tally:
-    """Counts after the warm-up. Turns: first ones, later ones, and where the later ones' KV was found.
+    """Counts after the warm-up. Turns: first ones (no history, or all of it cut), and where the others' KV was found.
 
     first_token_s: from being taken to the first token, summed; saved_tokens: of history that was not computed again.
     waiting: how many waited when a turn was taken, summed. gpu_s: the GPUs' time, prefilling and decoding in full
@@ -215,7 +215,7 @@ class Simulation:
         tally.first_token_s += first_s - self._now
         tally.gpu_s += gpu_s
         tally.saved_tokens += history if where is not None else 0
-        tally.waiting += len(self._queue)
+        tally.waiting += self._waiting
 
     # looking ahead
 
@@ -225,28 +225,33 @@ class Simulation:
             place = self._places[talk][0] if self._places[talk] else None
             self._tiers.wait(talk, float(place) if place is not None and place < self._known else None)
 
+    @property
+    def _waiting(self) -> int:
+        return len(self._arrived) - 1 - self._taken
+
     def _look(self) -> None:
         """Learn of jobs that came into the window, and fetch the next that memory has room for."""
         if not self._looks_ahead:
             return
-        given, mean = self._given, self._tiers.mean_bytes
-        end = len(self._arrived)
+        given, end = self._given, len(self._arrived)
         if not given.whole_queue:
-            head = end - len(self._queue)
-            end = min(end, head + eviction_window(given.memory_bytes, given.disk_bytes, mean))
+            window = eviction_window(given.memory_bytes, given.disk_bytes, self._tiers.mean_bytes)
+            end = min(end, self._taken + 1 + window)
         while self._known < end:
             self._known += 1
             self._tell(self._arrived[self._known - 1])
         if self._fetching is None and len(self._tiers.disk):
-            self._fetch_next(prefetch_window(given.memory_bytes, mean))
+            self._fetch_next()
 
-    def _fetch_next(self, window: int) -> None:
+    def _fetch_next(self) -> None:
         """Begin to read the next conversation that is wanted; the queue is looked through when a part of it is new."""
-        head = len(self._arrived) - len(self._queue)
-        is_new = head - self._looked_at >= window * LOOK_AGAIN or len(self._queue) <= window
-        if not self._wanted and is_new:
-            self._looked_at = head
-            self._wanted.extend(map(int, self._tiers.wanted(self._queue.conversations(window))))  # type: ignore[arg-type]
+        if not self._wanted:
+            window = prefetch_window(self._given.memory_bytes, self._tiers.mean_bytes)
+            if self._taken - self._looked_at < window * LOOK_AGAIN and self._waiting > window:
+                return
+            self._looked_at = self._taken
+            wanted = self._tiers.wanted(self._queue.conversations(window))
+            self._wanted.extend(talk for talk in wanted if isinstance(talk, int))
         while self._wanted:
             talk = self._wanted.popleft()
             item = self._tiers.disk.get(talk) if self._places[talk] else None
