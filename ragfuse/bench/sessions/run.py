@@ -175,7 +175,7 @@ def print_settings(settings: Sequence[Mapping[str, Any]], console: Console) -> N
 def draw_settings(axes: Any, settings: Sequence[Mapping[str, Any]]) -> None:
     """Bars as in the paper's figure 21a: hits in memory, hits on disk above them."""
     names = [policy.replace("-", "_") for policy in POLICIES]
-    labels = [f"{row['name']}\n{name.replace('_', ' ')}" for row in settings for name in names]
+    labels = [f"{row['name']} {name}".replace(" ", "\n").replace("_", " ") for row in settings for name in names]
     ram, disk = ([row[name][key] for row in settings for name in names] for key in ("ram", "disk"))
     axes.bar(labels, ram, label="hit in memory", color="tab:blue")
     axes.bar(labels, disk, bottom=ram, label="hit on disk", color="tab:orange")
