@@ -6,6 +6,7 @@
     │   └── PMLError       a schema or prompt in PML, or a template or program that stands for one, with the line
     ├── ModelError         a model cannot be found, loaded or prepared
     │   └── RefusedError   a model whose KV cannot be placed elsewhere (answers fall back to full prefill)
+    ├── BusyError          no room for another request now; it says when to come again
     └── StoreError         the store itself is not usable (a bad entry never is: it is a miss)
 
 A message says what was wanted, what was found, and what to do. A cache miss is never an error.
@@ -46,3 +47,11 @@ class RefusedError(ModelError):
 
 class StoreError(RagFuseError):
     """A store that cannot be opened or written as a whole."""
+
+
+class BusyError(RagFuseError):
+    """A queue that has no room for another request now; after `wait_s` seconds it may have some."""
+
+    def __init__(self, message: str, wait_s: float) -> None:
+        super().__init__(message)
+        self.wait_s = wait_s

@@ -76,6 +76,12 @@ class Settings(BaseSettings):
     store: Path | None = Field(default=None, description="Folder of the disk tier; default home/store.")
     gpu_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the tier in the GPU's memory, on a GPU.")
     memory_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the memory tier.")
+    memory_free: float = Field(
+        default=0.0,
+        ge=0,
+        le=0.9,
+        description="Share of the memory tier that a write leaves free, so that what is fetched next finds room.",
+    )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
     tiers: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),

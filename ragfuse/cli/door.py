@@ -12,7 +12,20 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ragfuse.cli import ask, benches, checks, doctor, ingest, kv_benches, measure, models, sessions, store, talk_benches
+from ragfuse.cli import (
+    ask,
+    benches,
+    checks,
+    doctor,
+    ingest,
+    kv_benches,
+    measure,
+    models,
+    session_benches,
+    sessions,
+    store,
+    talk_benches,
+)
 from ragfuse.errors import RagFuseError
 
 
@@ -84,6 +97,7 @@ app.command("demo")(benches.demo)
 benches.bench.command("codec")(kv_benches.codec)
 benches.bench.command("stream")(kv_benches.stream)
 benches.bench.command("conversation")(talk_benches.conversation)
+benches.bench.command("sessions")(session_benches.sessions)
 app.add_typer(benches.bench, name="bench")
 app.add_typer(models.models, name="models")
 app.add_typer(store.store, name="store")
