@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ragfuse.cli import ask, benches, checks, doctor, ingest, kv_benches, measure, models, store
+from ragfuse.cli import ask, benches, checks, doctor, ingest, kv_benches, measure, models, serve, store
 from ragfuse.errors import RagFuseError
 
 
@@ -79,6 +79,7 @@ app.command("explain")(measure.explain)
 app.command("measure")(measure.measure)
 app.command("verify")(checks.verify_model)
 app.command("calibrate")(checks.calibrate_model)
+app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(benches.demo)
 benches.bench.command("codec")(kv_benches.codec)
