@@ -68,6 +68,7 @@ class Run:
         self._wishes, self._due_s, self._done = wishes, due_s, done
         self._items: asyncio.Queue[Said | Written | BaseException | None] = asyncio.Queue()
         self._is_late = False
+        self._stream: AnswerStream | None = None
         self._task = asyncio.get_running_loop().create_task(self._write())
 
     async def read(self) -> AsyncIterator[Said | Written]:
@@ -76,6 +77,12 @@ class Run:
             if isinstance(item, BaseException):
                 raise item
             yield item
+
+    def finish(self) -> None:
+        """The time is over: what is written is the answer."""
+        self._is_late = True
+        if self._stream is not None:
+            self._stream.finish()
 
     def cancel(self) -> None:
         """Write no more."""
@@ -100,8 +107,8 @@ class Run:
 
     async def _one(self, index: int, wish: Wish) -> None:
         loop, said = asyncio.get_running_loop(), 0
-        stream = await asyncio.to_thread(self.engine.stream, wish.question, wish.ask)
-        timers = loop.call_at(self._due_s, self._finish, stream), loop.call_at(self._due_s + HARD_S, stream.cancel)
+        self._stream = stream = await asyncio.to_thread(self.engine.stream, wish.question, wish.ask)
+        timers = loop.call_at(self._due_s, self.finish), loop.call_at(self._due_s + HARD_S, stream.cancel)
         try:
             async for text in stream:
                 said += len(text)
@@ -114,7 +121,3 @@ class Run:
                 timer.cancel()
             stream.cancel()
             await asyncio.to_thread(stream.close)
-
-    def _finish(self, stream: AnswerStream) -> None:
-        self._is_late = True
-        stream.finish()

@@ -73,6 +73,8 @@ def ask_of(request: Wanted, tenant: str) -> Ask:
         seed=request.seed,
         options=_sampling(request),
     )
+    if request.session_id is not None and (request.n or 1) > 1:
+        raise Refusal(400, "A conversation goes on with one answer; wanted n 1, or no session_id.", "unusable", "n")
     return in_session(ask, request.session_id)
 
 

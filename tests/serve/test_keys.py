@@ -29,9 +29,7 @@ def locked(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield made
 
 
-@pytest.mark.parametrize(
-    "told", ["", "Bearer", f"Basic {BLUE}", f"Bearer {BLUE[:-1]}", "Bearer salt-of-blue"]
-)
+@pytest.mark.parametrize("told", ["", "Bearer", f"Basic {BLUE}", f"Bearer {BLUE[:-1]}", "Bearer salt-of-blue"])
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/ragfuse/store", "/metrics", "/openapi.json", "/nope"])
 def test_without_a_key_nothing_is_told(locked: Served, told: str, path: str) -> None:
     answer = locked.get(path, **({"authorization": told} if told else {}))

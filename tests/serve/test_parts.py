@@ -78,6 +78,11 @@ def test_each_of_several_answers_has_a_seed_of_its_own() -> None:
     assert [wish.ask.seed for wish in chat_wishes(chat(n=2), "")] == [None, None]
 
 
+def test_a_conversation_goes_on_with_one_answer() -> None:
+    with pytest.raises(Refusal, match="one answer"):
+        chat_wishes(chat(n=2, session_id="s"), "")
+
+
 def test_every_prompt_has_as_many_wishes_as_answers_are_wanted() -> None:
     request = TextRequest.model_validate({"model": "m", "prompt": ["a", "b"], "n": 2, "documents": ["c"]})
     wishes = text_wishes(request, "", lambda text, source: f"<{source}:{text}>")

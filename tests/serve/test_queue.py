@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from ragfuse import Settings
+from ragfuse import Ask, Engine, Settings
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.replies import Reply
+from ragfuse.serve.run import Run, Said, Wish, Written
 from ragfuse.serve.turnstile import Turnstile
 from tests.serve.kit import Served, said, serving, wait_for, with_documents, writers
 from tests.serve.test_gone import is_idle, long_request, raw, send
@@ -51,8 +55,7 @@ def test_what_waits_is_brought_to_memory_meanwhile(narrow: Served) -> None:
     engine = narrow.service.engine(narrow.service.keys.tenants[0])
     engine.flush()
     memory = engine.store.tier("memory")
-    for key in list(memory.entries()):
-        memory.delete(key)
+    memory.delete(list(memory.entries()))
     with raw(narrow.port) as first, raw(narrow.port) as second:
         send(first, long_request(narrow))
         wait_for(writers)
@@ -62,25 +65,44 @@ def test_what_waits_is_brought_to_memory_meanwhile(narrow: Served) -> None:
     wait_for(lambda: is_idle(narrow))
 
 
-def test_a_turn_that_does_not_come_in_time_is_told(tiny_path: Path, tmp_path: Path) -> None:
-    settings = Settings(
-        model=str(tiny_path), dtype="float32", store=tmp_path / "store", serve_together=1, serve_timeout_s=2.0
-    )
-    with serving(settings) as served, raw(served.port) as first:
-        send(first, long_request(served, stream=True))
-        wait_for(writers)
+def test_a_turn_that_does_not_come_in_time_is_told(tiny_settings: Settings) -> None:
+    with serving(tiny_settings.model_copy(update={"serve_together": 1, "serve_timeout_s": 0.5})) as served:
+        jobs = served.service.turnstile.jobs
+        jobs.submit(Future())  # type: ignore[arg-type]
+        held = jobs.take(0)
         answer = served.chat()
-        assert (answer.status_code, answer.json()["error"]["code"]) in ((504, "timeout"), (200, None))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        assert held is not None
+        jobs.done(held)
+        assert served.service.turnstile.is_idle
 
 
-def test_an_answer_whose_time_is_over_is_what_was_written_until_then(tiny_path: Path, tmp_path: Path) -> None:
-    settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store", serve_timeout_s=2.0)
-    with serving(settings) as served:
-        told = served.post("/v1/chat/completions", long_request(served)).json()
-        assert told["choices"][0]["finish_reason"] == "length"
-        assert 0 < told["usage"]["completion_tokens"] < 3000
-        assert len(told["choices"][0]["message"]["content"]) > 0
-        assert not writers()
+def test_an_answer_that_does_not_begin_in_time_is_told(tiny_settings: Settings) -> None:
+    with serving(tiny_settings.model_copy(update={"serve_timeout_s": 0.001})) as served:
+        for streams in (False, True):
+            answer = served.chat(stream=streams)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        wait_for(lambda: is_idle(served))
+
+
+async def test_an_answer_whose_time_is_over_is_what_was_written_until_then(tiny_path: Path, tmp_path: Path) -> None:
+    settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store")
+    ended = asyncio.Event()
+    with Engine(settings) as engine:
+        wishes = [Wish([("user", "Who?")], Ask(max_tokens=3000))]
+        run = Run(wishes, engine, asyncio.get_running_loop().time() + 600, ended.set)
+        items = run.read()
+        first = await anext(items)
+        run.finish()
+        *_, last = [item async for item in items]
+    assert isinstance(first, Said)
+    assert isinstance(last, Written)
+    assert last.is_late
+    assert 0 < len(last.answer.token_ids) < 3000
+    assert last.answer.text.startswith(first.text)
+    assert ended.is_set()
+    told = Reply("m", True, "f", lambda id: "").whole([last], {})
+    assert told["choices"][0]["finish_reason"] == "length"
 
 
 async def test_tenants_take_turns_however_many_one_has_sent() -> None:
@@ -158,8 +180,6 @@ def test_two_hundred_clients_at_once_all_get_their_own_answers(varied_path: Path
 
 
 def _text(answer: httpx.Response) -> str:
-    import json
-
     if not answer.headers["content-type"].startswith("text/event-stream"):
         return str(answer.json()["choices"][0]["message"]["content"])
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
