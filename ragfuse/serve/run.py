@@ -100,15 +100,14 @@ class Run:
         except asyncio.CancelledError:
             self._items.put_nowait(Refusal(503, "The answer was given up: the server is stopping.", "stopping"))
         except Exception as error:
-            late = Refusal(504, "The answer did not begin in time. Ask for less, or later.", "timeout")
-            self._items.put_nowait(late if self._is_late else error)
+            self._items.put_nowait(_late() if self._is_late else error)
         finally:
             self._done()
 
     async def _one(self, index: int, wish: Wish) -> None:
         loop, said = asyncio.get_running_loop(), 0
         self._stream = stream = await asyncio.to_thread(self.engine.stream, wish.question, wish.ask)
-        timers = loop.call_at(self._due_s, self.finish), loop.call_at(self._due_s + HARD_S, stream.cancel)
+        timers = loop.call_at(self._due_s, self.finish), loop.call_at(self._due_s + HARD_S, self._give_up)
         try:
             async for text in stream:
                 said += len(text)
@@ -121,3 +120,12 @@ class Run:
                 timer.cancel()
             stream.cancel()
             await asyncio.to_thread(stream.close)
+
+    def _give_up(self) -> None:
+        """Its reader waits no more; the turn ends when the writing does."""
+        self._items.put_nowait(_late())
+        self.cancel()
+
+
+def _late() -> Refusal:
+    return Refusal(504, "The answer did not begin in time. Ask for less, or later.", "timeout")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ragfuse.engine import Engine
@@ -16,6 +17,8 @@ from ragfuse.serve.run import Run, Wish
 from ragfuse.serve.stats import Counts
 from ragfuse.serve.turnstile import Turnstile
 from ragfuse.settings import Settings
+
+log = logging.getLogger("ragfuse.serve")
 
 
 class Service:
@@ -97,10 +100,18 @@ class Service:
 
 
 def prefetch(engine: Engine, wishes: Sequence[Wish]) -> None:
-    """Bring what these read to memory while they wait."""
+    """Bring what these read to memory while they wait; what is wrong with them is told when they are answered."""
+    try:
+        engine.prefetch(_texts(engine, wishes))
+    except Exception as error:
+        log.debug("What a waiting request reads is not prefetched: %s", error)
+
+
+def _texts(engine: Engine, wishes: Sequence[Wish]) -> Iterable[str]:
+    """Of all chunks in the questions, each once."""
     texts: dict[str, None] = {}
     for question in {id(wish.question): wish.question for wish in wishes}.values():
         contents = [question] if isinstance(question, str) else [t.content for t in question if isinstance(t, Turn)]
         for content in contents:
             texts |= {piece.text: None for piece in engine.pieces(content) if piece.kind == "chunk"}
-    engine.prefetch(texts)
+    return texts
