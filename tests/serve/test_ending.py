@@ -34,7 +34,7 @@ def ended(run: subprocess.Popen[str]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_answers_end_and_saves_what_they_brought(tiny_settings: Settings, sent: int) -> None:
-    with process(tiny_settings, RAGFUSE_MAX_TOKENS="400") as (run, root):
+    with process(tiny_settings, RAGFUSE_MAX_TOKENS="200", RAGFUSE_SERVE_GRACE_S="600") as (run, root):
         with httpx.stream(
             "POST",
             f"{root}/v1/chat/completions",
@@ -70,10 +70,12 @@ def test_answers_that_take_too_long_are_given_up_and_the_end_is_clean(tiny_setti
 
 
 def test_while_it_stops_new_requests_are_refused_and_old_ones_answered(tiny_path: Path, tmp_path: Path) -> None:
-    settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store", serve_together=1)
+    settings = Settings(
+        model=str(tiny_path), dtype="float32", store=tmp_path / "store", serve_together=1, serve_grace_s=600
+    )
     with serving(settings) as served:
         whole: list[httpx.Response] = []
-        first = threading.Thread(target=lambda: whole.append(served.chat(max_tokens=400)))
+        first = threading.Thread(target=lambda: whole.append(served.chat(max_tokens=200)))
         first.start()
         wait_for(writers)
         with raw(served.port) as second:
@@ -88,7 +90,7 @@ def test_while_it_stops_new_requests_are_refused_and_old_ones_answered(tiny_path
         assert (health.status_code, health.json()["status"]) == (503, "stopping")
         first.join(120)
         assert whole[0].status_code == 200
-        assert whole[0].json()["usage"]["completion_tokens"] == 400
+        assert whole[0].json()["usage"]["completion_tokens"] == 200
         served.thread.join(60)
         assert not served.thread.is_alive()
 

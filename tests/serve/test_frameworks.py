@@ -24,7 +24,10 @@ def chat(served: Served) -> Any:
 def like(served: Served) -> Any:
     made = pytest.importorskip("llama_index.llms.openai_like", reason="llama-index-llms-openai-like is not installed")
     return lambda **told: made.OpenAILike(
-        model=served.service.model, api_base=served.url, context_window=4096, max_tokens=12, **{**FIELDS, **told}
+        model=served.service.model,
+        api_base=served.url,
+        context_window=4096,
+        **{"max_tokens": 12, "temperature": 0.0, **FIELDS, **told},
     )
 
 
