@@ -65,6 +65,12 @@ class Encoder:
         """The key of a run of tokens with this context."""
         return ChunkKey(self.digest, token_digest(tokens), context)
 
+    def nbytes_in(self, tier: str, tokens: Sequence[int]) -> int:
+        """Bytes that one entry of a run takes in a tier, at the levels that it is written at there; it is encoded."""
+        kv = self.model.encode(tokens)
+        wanted = self.levels(len(tokens), kv.nbytes).get(tier) or self.store.levels.of(tier)
+        return self.store.levels.nbytes(self.key(tokens), kv, wanted)
+
     def keep(self, tokens: Sequence[int], prefix: Sequence[int] = ()) -> int:
         """Encode and keep a run behind `prefix`, or alone behind a short one; bytes of new KV."""
         context = self._context(prefix)

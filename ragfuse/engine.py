@@ -78,6 +78,8 @@ class Engine:
         self.links = Links(self.settings.streams)
         self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
         self.marker, self._caller = self._prompter.marker, Caller()
+        if model is not None:
+            self._coding.prepare(self.digest, model, self.settings)
 
     @staticmethod
     def shared(settings: Settings | None = None) -> Engine:

@@ -64,6 +64,15 @@ def replace_memory(settings: Settings) -> Settings:
     return settings.model_copy(update={"memory_bytes": 0})
 
 
+def test_a_model_that_is_handed_in_has_its_tables_too(tiny_settings, caplog):
+    with Engine(tiny_settings) as other:
+        model = other.model
+    with Engine(at(tiny_settings, disk=["cg2"]), model) as engine:
+        ingest(engine)
+        assert levels_in(engine, "disk") == {("cg2",)}
+    assert "is not written as" not in caplog.text
+
+
 def test_what_another_machine_packed_with_its_own_tables_is_read_with_these(tiny_settings, tmp_path, monkeypatch):
     first, second, third = (at(tiny_settings, tmp_path / name, objects=["cg1"]) for name in "abc")
     with Engine(first) as engine:

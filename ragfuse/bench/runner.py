@@ -93,6 +93,12 @@ class Runner:
     device: torch.device
     console: Console
 
+    def __post_init__(self) -> None:
+        """Set aside what is loaded, once: looking through it for what to clean up takes longer than a short run."""
+        if not gc.get_freeze_count():
+            gc.collect()
+            gc.freeze()
+
     @property
     def clock(self) -> Clock:
         """The clock that counts here."""

@@ -187,22 +187,30 @@ def homes_of(engine: Engine, n_tokens: int) -> list[str]:
 
 def _what_fits(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
     """The chunks whose KV the store has room for, from the first on: more would push the first out again."""
-    sample = chunks[:: max(1, len(chunks) // 50)]
-    n_tokens = sum(len(engine.tokens(text)) for text, _ in sample) / len(sample)
-    per_chunk = n_tokens * engine.model.nbytes_per_token * (2 if engine.settings.amid_tokens else 1)
-    silent = engine.store.silent()
-    rooms = {name: _room_nbytes(engine, name) for name in homes_of(engine, int(n_tokens)) if name not in silent}
-    widest = max(rooms, key=lambda name: rooms[name], default="")  # each of them gets all chunks
-    if not widest or per_chunk * len(chunks) <= rooms[widest]:
+    sample = [engine.tokens(text) for text, _ in chunks[:: max(1, len(chunks) // 50)]]
+    n_tokens = sum(map(len, sample)) / len(sample)
+    silent, n_entries = engine.store.silent(), len(chunks) * (2 if engine.settings.amid_tokens else 1)
+    homes = [name for name in homes_of(engine, int(n_tokens)) if name not in silent]
+    per_token = {name: _token_nbytes(engine, name, sample[0]) for name in homes}
+    rooms = {name: _room_nbytes(engine, name) for name in homes}
+    widest = max(homes, key=lambda name: rooms[name] / per_token[name], default="")  # each of them gets all chunks
+    wanted = n_tokens * n_entries * per_token.get(widest, 0.0)
+    if not widest or wanted <= rooms[widest]:
         return chunks
-    fitting = int(rooms[widest] / per_chunk * 0.95)
+    fitting = int(rooms[widest] / wanted * len(chunks) * 0.95)
     setting = OWN.get(widest, "RAGFUSE_TIER_BYTES")
     console.print(
-        f"[yellow]The KV of all {len(chunks):,} chunks takes about {_size(per_chunk * len(chunks))}, {widest} has room "
+        f"[yellow]The KV of all {len(chunks):,} chunks takes about {_size(wanted)}, {widest} has room "
         f"for {_size(rooms[widest])}[/]: the first {fitting:,} {'is' if fitting == 1 else 'are'} encoded now, the "
         f"others when a question needs them. {setting} gives it more; --no-kv encodes none."
     )
     return chunks[:fitting]
+
+
+def _token_nbytes(engine: Engine, tier: str, run: Sequence[int]) -> float:
+    """Bytes of KV that a token takes in a tier, as this run does there where it is packed."""
+    packed = engine.store.levels.of(tier) != ("raw",) and len(run) > 0
+    return engine.encoder.nbytes_in(tier, run) / len(run) if packed else engine.model.nbytes_per_token
 
 
 def _room_nbytes(engine: Engine, name: str) -> float:

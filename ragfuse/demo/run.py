@@ -51,7 +51,7 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
     said = questions()
     short = Demo(engine, said["template"], chunk_tokens=CHUNK_TOKENS)
     long = Demo(engine, said["template"], chunk_tokens=512)
-    short.ingest(console)
+    short.ingest([item["question"] for item in said["questions"]], console)
     console.print(f"[bold]{len(said['questions'])} questions[/]: {said['chosen_how']}\n", highlight=False)
     short.warm_up(said["questions"][0]["question"])
     asked = []
@@ -98,22 +98,27 @@ class Demo:
         self.parser = StrOutputParser()
         self.retriever: Any = None
 
-    def ingest(self, console: Console) -> None:
-        """All chunks into the FAISS index and the store, behind the prompt's own beginning."""
+    def ingest(self, asked: Sequence[str], console: Console) -> None:
+        """All chunks into the FAISS index; those that the questions find into the store, behind the prompt's beginning.
+
+        KV of the others would change nothing but how long one waits for the first question.
+        """
         console.print(f"Indexing {len(self.texts)} chunks (FAISS, MiniLM) ...")
         with console.status("indexing"):
             self._index()
+            found = {document.page_content for question in asked for document in self.retriever.invoke(question)}
+        texts = [(text, source) for text, source in self.texts if text in found]
         columns = TextColumn("encoding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=len(self.texts))
+            task = bar.add_task("", total=len(texts))
 
             def show(done: Ingested) -> None:
                 bar.update(task, completed=done.chunks)
 
-            done = self.engine.ingest(self.texts, self._prefix(), show)
+            done = self.engine.ingest(texts, self._prefix(), show)
         console.print(
-            f"{done.chunks} chunks; {done.encoded} encoded now ({done.tokens:,} tokens, {done.nbytes / 1e6:,.0f} MB "
-            f"of KV in {done.seconds:.0f} s), the others were in the store."
+            f"The questions find {done.chunks} of them; {done.encoded} encoded now ({done.tokens:,} tokens, "
+            f"{done.nbytes / 1e6:,.0f} MB of KV in {done.seconds:.0f} s), the others were in the store."
         )
         self._warm()
         console.print("KV for places further down in a prompt is in memory, for its first chunk on disk.\n")

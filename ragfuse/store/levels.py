@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragfuse.codec import INT8, RAW, Codec, LayerMeta, OtherTables
 from ragfuse.codec.container import tables_of
-from ragfuse.core import ChunkKey, Entry, LayerKV
+from ragfuse.core import ChunkKey, ChunkKV, Entry, LayerKV
 from ragfuse.settings import LEVELS
 from ragfuse.store.tier import EntryMeta, Whole
 
@@ -99,6 +99,7 @@ class Levels:
     def __init__(self, codecs: Codecs = TABLELESS, written: Mapping[str, Sequence[str]] | None = None) -> None:
         self.codecs, self._written = codecs, {tier: by_loss(levels) for tier, levels in (written or {}).items()}
         self._strange = Recent[tuple[ChunkKey, str], str](_REMEMBERED)
+        self._unwritten = Recent[tuple[str, str, str], None](_REMEMBERED)  # model, level, why: told once
 
     @property
     def is_mixed(self) -> bool:
@@ -157,6 +158,11 @@ class Levels:
             return only(whole, RAW.name) if RAW.name in meta.levels else whole
         return joined(found)
 
+    def nbytes(self, key: ChunkKey, kv: ChunkKV, wanted: Sequence[str]) -> int:
+        """Bytes that the KV of a key takes at the wanted levels; it is encoded, to know."""
+        blobs = tuple(RAW.encode(layer, at).cpu() for at, layer in enumerate(kv.layers))
+        return self.made(key, (EntryMeta.of(kv, RAW.name, blobs), blobs), wanted)[0].nbytes
+
     def _at_or_none(self, key: ChunkKey, whole: Whole, level: str) -> Whole | None:
         """The entry at one level; None, and told, where it cannot be encoded so."""
         if level not in whole[0].levels and RAW.name not in whole[0].levels:
@@ -164,7 +170,9 @@ class Levels:
         try:
             return self.at(key, whole, level)
         except ValueError as error:
-            log.warning("%s is not written as %s: %s", key, level, error)
+            if (told := (key.model, level, str(error))) not in self._unwritten:
+                self._unwritten.add(told, None)
+                log.warning("%s is not written as %s, nor are others like it: %s", key, level, error)
             return None
 
     def check(self, key: ChunkKey, level: str, whole: Whole) -> None:

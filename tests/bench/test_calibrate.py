@@ -73,10 +73,17 @@ def test_the_curve_is_worked_out_on_the_same_questions() -> None:
     assert all(each.low <= 0.25 <= each.high for each in found)
 
 
-@pytest.fixture
-def unsafe(tiny_settings: Settings) -> dict[str, Any]:
-    """A model of random weights, calibrated."""
-    with Engine(tiny_settings) as engine:
+@pytest.fixture(scope="module")
+def random_weights(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """A model of random weights over a store that remembers what its calibration said."""
+    home = tmp_path_factory.mktemp("calibrated")
+    return Settings(model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def unsafe(random_weights: Settings) -> dict[str, Any]:
+    """What that said."""
+    with Engine(random_weights) as engine:
         result = calibrate(engine.model, made_cases(DOCUMENTS, 5), Console(quiet=True), "random")
         engine.learn(engine.profile.calibrated(result["safe"]))
     return result
@@ -91,9 +98,9 @@ def test_a_model_of_random_weights_is_called_unsafe(unsafe: dict[str, Any]) -> N
 
 
 def test_an_unsafe_model_answers_by_full_prefill_in_the_next_process_too(
-    unsafe: dict[str, Any], tiny_settings: Settings
+    unsafe: dict[str, Any], random_weights: Settings
 ) -> None:
-    with Engine(tiny_settings) as engine:
+    with Engine(random_weights) as engine:
         engine.ingest([(chunk, "book") for chunk in CHUNKS])
         answer = engine.answer(messages())
         assert "calibrate" in answer.trace.refusal

@@ -131,6 +131,16 @@ def test_what_does_not_fit_the_store_is_told_and_left_for_later(run, book):
     assert 0 < encoded < 20
 
 
+def test_of_what_is_kept_packed_as_many_more_chunks_fit(run, book, tmp_path):
+    fitting = []
+    for levels in ("raw", "int8"):
+        settings = {"STORE": tmp_path / levels, "DISK_BYTES": 300_000, "LEVELS": json.dumps({"disk": [levels]})}
+        result = run("ingest", book, **{f"RAGFUSE_{name}": str(value) for name, value in settings.items()})
+        assert result.exit_code == 0, result.output
+        fitting.append(int(re.search(r"the first (\d+)", " ".join(result.stdout.split()))[1]))
+    assert 3 * fitting[0] < fitting[1] < 4.5 * fitting[0]
+
+
 def test_what_does_not_fit_the_disk_and_fits_a_tier_behind_it_is_encoded(run, book, tmp_path):
     tiers = json.dumps([f"file://{tmp_path}/bucket"])
     done = run("ingest", book, "--json", "-", RAGFUSE_DISK_BYTES="1000000", RAGFUSE_TIERS=tiers)

@@ -165,9 +165,9 @@ def test_the_first_piece_on_an_unknown_line_is_a_medium_one_and_then_it_is_known
 
 
 def test_a_line_that_gets_slower_brings_the_rest_at_a_lesser_level(store):
-    store.line.start(mbps(20))
-    store.before = lambda number: store.line.start(mbps(0.5)) if number == 1 else None
-    stream = Case(store, text_s=None).run(1.0, prior=20e6)
+    store.line.start(mbps(5))
+    store.before = lambda number: store.line.start(mbps(0.125)) if number == 1 else None
+    stream = Case(store, text_s=None).run(4.0, prior=5e6)
     assert levels(stream)[:2] == ["raw", "raw"]
     assert levels(stream)[2:] == ["int8", "int8"]
     assert {each.level for each in stream.pieces if each.segments == (1,)} <= {"raw", "int8"}
@@ -182,18 +182,18 @@ def test_a_line_that_gets_faster_brings_the_rest_without_loss(store):
 
 
 def test_a_line_that_stands_still_is_given_up_and_the_rest_is_computed(store):
-    store.line.start(mbps(20))
+    store.line.start(mbps(4))
     store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
-    stream = Case(store, text_s=0.2).run(0.3, prior=20e6)
+    stream = Case(store, text_s=1.0).run(1.5, prior=4e6)
     assert levels(stream) == ["raw", "raw", "raw", TEXT, TEXT]
     assert stream.text == {2: LATE, 3: SOONER} or stream.text == {2: LATE, 3: IN_TIME}
     assert max(store.reads) == 2
 
 
 def test_nothing_hangs_on_a_line_that_stands_still_where_computing_is_not_timed(store):
-    store.line.start(mbps(20))
+    store.line.start(mbps(4))
     store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
-    stream = Case(store, text_s=None).run(0.3, prior=20e6)
+    stream = Case(store, text_s=None).run(1.5, prior=4e6)
     assert sorted(stream.came) == [0, 1]
     assert stream.text == {2: UNREADABLE, 3: UNREADABLE}
 

@@ -156,6 +156,7 @@ def draw_sizes(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
                 f"{each['level']}, top-1 {each['top1']:.0%}", at, (4, 4), textcoords="offset points", fontsize=7
             )
     axes.set_yscale("log")
+    axes.set_xlim(right=1.25 * max(each["bits_a_value"] for each in every))  # a label stands behind the last one
     axes.set_xlabel("size (bits a value, everything counted)")
     axes.set_ylabel("KL to raw KV (nats a token)")
     axes.legend()
