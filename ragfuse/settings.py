@@ -162,6 +162,27 @@ class Settings(BaseSettings):
         default=None, gt=0, description="Sessions unused for so long are deleted; none: never."
     )
 
+    api_keys: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        repr=False,
+        description="Who may ask a server: KEY, or SALT:KEY for the tenant of that salt, several parted by commas.",
+    )
+    serve_together: int = Field(default=8, ge=1, description="Requests that a server answers at the same time.")
+    serve_waiting: int = Field(default=256, ge=1, description="Requests that wait for their turn; more are refused.")
+    serve_timeout_s: float = Field(default=300.0, gt=0, description="How long a request may take, waiting included.")
+    serve_patience_s: float = Field(default=20.0, gt=0, description="How long sending a request may take.")
+    serve_grace_s: float = Field(default=30.0, ge=0, description="How long answers go on once a server is to stop.")
+    serve_body_bytes: int = Field(default=4 << 20, ge=1024, description="The largest request.")
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _listed(cls, given: Any) -> Any:
+        """Texts, or one text with commas."""
+        parts = given.split(",") if isinstance(given, str) else given
+        if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+            raise ValueError("wanted texts, found something else; write them so: RAGFUSE_API_KEYS=KEY,SALT:KEY")
+        return tuple(part.strip() for part in parts if part.strip())
+
     @field_validator("tiers", mode="before")
     @classmethod
     def _urls(cls, given: Any) -> Any:

@@ -21,6 +21,7 @@ from ragfuse.cli import (
     kv_benches,
     measure,
     models,
+    serve,
     session_benches,
     sessions,
     store,
@@ -92,6 +93,7 @@ app.command("explain")(measure.explain)
 app.command("measure")(measure.measure)
 app.command("verify")(checks.verify_model)
 app.command("calibrate")(checks.calibrate_model)
+app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(benches.demo)
 benches.bench.command("codec")(kv_benches.codec)
