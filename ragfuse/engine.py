@@ -223,9 +223,9 @@ class Engine:
 
     @batched
     def _batch(self, prompts: Sequence[Question], ask: Ask, gone: threading.Event) -> list[Answer]:
-        began, model = time.perf_counter(), self.model
+        began = time.perf_counter()
         assembled = [self._fitted(prompt, ask) for prompt in prompts]
-        return self._answerer.all(assembled, self._asked(ask, model, began), gone) if assembled else []
+        return self._answerer.all(assembled, self._asked(ask, self.model, began), gone) if assembled else []
 
     def verify(self, progress: Callable[[str], object] = lambda check: None) -> Verdict:
         """Measure on the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""

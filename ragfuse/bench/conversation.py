@@ -148,8 +148,10 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
     for heading in ("tokens", "reused", "full s", "history s", "less", "same answer"):
         table.add_column(heading, justify="right")
     for row in result["turns"]:
-        timed = [f"{row['full_s']:.2f}", f"{row['history_s']:.3f}", f"{row['reduction']:.0%}"]
-        cells = [f"{row['tokens']:,}", f"{row['reused']:,}", *(timed if "reduction" in row else ["", "", ""])]
+        timed = ["", "", ""]
+        if "reduction" in row:
+            timed = [f"{row['full_s']:.2f}", f"{row['history_s']:.3f}", f"{row['reduction']:.0%}"]
+        cells = [f"{row['tokens']:,}", f"{row['reused']:,}", *timed]
         table.add_row(str(row["turn"]), *cells, "yes" if row["equal"] else "no")
     console.print(table)
     ppl = result["perplexity"]

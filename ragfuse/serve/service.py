@@ -65,7 +65,10 @@ class Service:
                     tenant.name, session, lambda: loop.run_in_executor(None, prefetch, engine, wishes)
                 )
         except TimeoutError:
-            raise Refusal(504, "The request's turn did not come in time. Ask later.", "timeout", None, 5) from None
+            raise _late() from None
+        if loop.time() >= due_s:
+            self.turnstile.leave(job)
+            raise _late()
 
         def done() -> None:
             self._runs.discard(run)
@@ -97,6 +100,10 @@ class Service:
         settings = self.settings
         told = {"salt": tenant.salt, "memory_bytes": settings.memory_bytes // share, "api_keys": ()}
         return settings.model_copy(update={**told, "gpu_bytes": settings.gpu_bytes // share})
+
+
+def _late() -> Refusal:
+    return Refusal(504, "The request's turn did not come in time. Ask later.", "timeout", None, 5)
 
 
 def prefetch(engine: Engine, wishes: Sequence[Wish]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from ragfuse.asking import Ask
@@ -80,13 +80,7 @@ def ask_of(request: Wanted, tenant: str) -> Ask:
 
 def in_session(ask: Ask, session: str | None) -> Ask:
     """The same as a turn of a conversation."""
-    if session is None:
-        return ask
-    if "session" not in {field.name for field in fields(Ask)}:
-        raise Refusal(
-            400, "Conversations are not kept by this version; leave session_id out.", "unusable", "session_id"
-        )
-    return replace(ask, session=session)  # type: ignore[call-arg]
+    return ask if session is None else replace(ask, session=session)
 
 
 def _sampling(request: Wanted) -> dict[str, Any]:

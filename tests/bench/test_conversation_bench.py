@@ -64,6 +64,7 @@ def test_dialogues_are_read_from_a_folder(tmp_path):
     (tmp_path / "mt_bench.jsonl").write_text("\n".join(map(json.dumps, rows)))
     said = dialogue_of(tmp_path, 4, 30, words)
     assert (said.source, len(said.questions)) == ("mt_bench.jsonl", 4)
-    assert "This, 2 times." in said.questions[0]
+    assert "This, 0 times." in said.questions[0]
+    assert said.questions[1] == "What is asked in dialogue 7?"
     with pytest.raises(InputError, match="found none"):
         dialogue_of(tmp_path / "none", 4, 30, words)

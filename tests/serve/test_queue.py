@@ -78,7 +78,7 @@ def test_a_turn_that_does_not_come_in_time_is_told(tiny_settings: Settings) -> N
 
 
 def test_an_answer_that_does_not_begin_in_time_is_told(tiny_settings: Settings) -> None:
-    with serving(tiny_settings.model_copy(update={"serve_timeout_s": 0.001})) as served:
+    with serving(tiny_settings.model_copy(update={"serve_timeout_s": 1e-6})) as served:
         for streams in (False, True):
             answer = served.chat(stream=streams)
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
