@@ -320,6 +320,25 @@ def _store(run: Result) -> Iterator[str]:
     )
 
 
+def _sessions(run: Result) -> Iterator[str]:
+    drawn = run["loads"]["drawn"]
+    yield (
+        f"{drawn['sessions']:,} conversations of {drawn['turns']:.2f} turns, {drawn['over_4k']:.0%} of more than 4,096 "
+        f"tokens; the first {run['warm_turns']:,} turns warm the tiers up. Shares of turns whose KV was found. "
+        f"{run['events']:,} events, {run['events_per_s']:,.0f} a second of one core."
+    )
+    yield ""
+    columns = ("setting, policy", "hit", "in memory", "on disk", "of turns with a history", "first token", "waiting")
+    rows = []
+    for setting in run["settings"]:
+        for policy in (name for name in setting if name != "name"):
+            mine = setting[policy]
+            shares = [f"{mine[key]:.1%}" for key in ("hit", "ram", "disk", "later_hit")]
+            times = [f"{mine['first_token_s'] * 1e3:,.0f} ms", f"{mine['waiting']:,.0f}"]
+            rows.append([f"{setting['name']}, {policy.replace('_', ' ')}", *shares, *times])
+    yield from table(columns, rows)
+
+
 def _has(name: str, inside: str = "") -> Callable[[Result], bool]:
     """Whether a run has a key, or its first result has one."""
     if not inside:
@@ -333,6 +352,8 @@ SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator
     ("The figures of the CacheBlend paper", lambda run: run.get("figure", "").startswith("fig"), _figure),
     ("Levels of KV", _has("levels", "encode_mbps"), _codec),
     ("The figures of the CacheGen paper", lambda run: run.get("figure", "").startswith("cg-"), _figure),
+    ("Conversations on one server, simulated", _has("settings", "look_ahead"), _sessions),
+    ("The figures of the AttentionStore paper", lambda run: run.get("figure", "").startswith("as-"), _figure),
     ("Beside what people use today", _has("results", "peer"), _peers),
     ("The model swapped in a chain", _has("langchain"), _dropin),
     ("Time to first token, random weights", _has("prefix_x"), _ttft),

@@ -27,6 +27,9 @@ class Ask:
     tools: what may be called, as OpenAI has it; tool_choice: "auto" (text or calls), "none", "required", or the one to
     call. grammar: what the answer must follow; then it calls nothing. Stop strings count in text alone, never in a call
     or a grammar's text.
+
+    session: the name of a conversation that is kept, and gone on with. Messages that hold an assistant's are all of it;
+    others, and a text, are what is said next.
     """
 
     max_tokens: int | None = None
@@ -41,6 +44,7 @@ class Ask:
     tool_choice: str = "auto"
     grammar: Grammar | None = None
     overflow: Literal["error", "drop"] | None = None
+    session: str | None = None
 
     def __post_init__(self) -> None:
         if self.ratio is not None and not 0 <= self.ratio <= 1:
@@ -53,6 +57,8 @@ class Ask:
             raise SettingsError(f"max_tokens is {self.max_tokens}; wanted at least 1 new token.")
         if self.overflow not in (None, "error", "drop"):
             raise SettingsError(f"overflow is {self.overflow!r}; wanted 'error' or 'drop'.")
+        if self.session is not None and not (0 < len(self.session) <= 256 and self.session.isprintable()):
+            raise SettingsError(f"session is {self.session!r:.80}; wanted a name of 1 to 256 printable characters.")
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", tuple(stop for stop in stops if stop))
 

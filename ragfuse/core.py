@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from itertools import accumulate, pairwise
+from typing import Any, Literal, Protocol
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from ragfuse.arrivals import StreamTrace
+from ragfuse.forecast import Forecast
 
 FORMAT_VERSION = 2
 """Version of everything that is written: keys, headers, profiles. A change makes old entries misses."""
@@ -50,7 +52,7 @@ class ChunkKey:
 
     `model` covers weights, dtype, rope settings, tokenizer, drift, format version and the tenant's salt; `tokens` the
     ids; `context` what the run attended to before itself: "" nothing, a token digest just those tokens, `amid` of
-    either those and then other text. `layout` is "" for positions 0..n-1.
+    either those and then other text. `layout` is "" for positions 0..n-1, else a digest of them.
     """
 
     model: str
@@ -82,7 +84,8 @@ class Segment:
     """A run of tokens of a prompt that is handled as one: placed at `start`, fresh or taken from the store.
 
     `keys` are the places to look for its KV, best first; it is empty iff the segment is fresh. `source` says where the
-    text came from, for people; `text` is a chunk's own text.
+    text came from, for people; `text` is a chunk's own text. `rows` lo:hi of the stored run are meant (None: all of
+    it), whose own position 0 stands at `origin` (None: its rows stand as one, so that lo stands at `start`).
     """
 
     tokens: tuple[int, ...]
@@ -91,12 +94,20 @@ class Segment:
     keys: tuple[ChunkKey, ...] = ()
     source: str = ""
     text: str = field(default="", repr=False, compare=False)
+    rows: tuple[int, int] | None = None
+    origin: int | None = None
 
     def __post_init__(self) -> None:
         if bool(self.keys) == (self.kind == "fresh"):
             raise ValueError(f"A {self.kind} segment has {len(self.keys)} keys; only a fresh one has none.")
-        if not self.tokens:
-            raise ValueError("A segment holds at least one token.")
+        lo, hi = self.rows or (0, len(self.tokens))
+        if not self.tokens or not 0 <= lo == hi - len(self.tokens):
+            raise ValueError(f"A segment holds at least one token, as many as rows: {len(self.tokens)}, {self.rows}.")
+
+    @property
+    def turn(self) -> int:
+        """By how many positions the keys of its stored run are turned."""
+        return self.origin if self.origin is not None else self.start - (self.rows or (0, 0))[0]
 
     @property
     def stop(self) -> int:
@@ -104,21 +115,33 @@ class Segment:
         return self.start + len(self.tokens)
 
 
+class Talk(Protocol):
+    """A conversation under way, as far as a prompt knows of it."""
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        ...
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Segments in order. Positions strictly increase, gaps allowed; the last segment is fresh.
 
     So there is always a token to compute, and its row yields the first logits. dropped: sources of chunks that were
-    left out, so that it fits.
+    left out, so that it fits. talk: the conversation that it goes on with, for who keeps that; truncated: tokens of the
+    conversation that it lacks, so that it fits.
     """
 
     segments: tuple[Segment, ...]
     dropped: tuple[str, ...] = ()
+    truncated: int = 0
+    talk: Talk | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[-1].kind != "fresh":
             raise ValueError("A prompt ends with a fresh segment: something must be computed to answer.")
-        for before, after in zip(self.segments, self.segments[1:], strict=False):
+        for before, after in pairwise(self.segments):
             if after.start < before.stop:
                 raise ValueError(f"Positions must increase: {after.start} follows {before.stop - 1}.")
 
@@ -135,11 +158,7 @@ class Prompt:
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """Rows lo:hi of every segment, as indices into the T tokens."""
-        spans, lo = [], 0
-        for segment in self.segments:
-            spans.append((lo, lo + len(segment.tokens)))
-            lo = spans[-1][1]
-        return tuple(spans)
+        return tuple(pairwise((0, *accumulate(len(segment.tokens) for segment in self.segments))))
 
     @cached_property
     def asked(self) -> tuple[Tensor, ...]:
@@ -244,39 +263,6 @@ class Fetch:
     sizes: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
 
-Bound = Literal["floor", "loading", "deadline", "asked"]
-"""What the ratio stopped at: the least that is safe, what loading hides, a deadline, or what was asked for."""
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """How long a plan will take, as far as this machine was measured, in seconds.
-
-    load_s: all that is read, one after the other. recompute_s: all that is computed, were every byte at hand. ttft_s:
-    until the first logits, one behind the other. full_s: full prefill. segments: (segment, seconds to read it, seconds
-    to compute its rows) of all that could be reused; those that are left unread say what reading would take.
-    corrections: (tier, times) of tiers that lately took so many times as long as measured; all of this counts with it.
-    """
-
-    load_s: float
-    recompute_s: float
-    ttft_s: float
-    full_s: float
-    bound: Bound = "floor"
-    deadline_s: float | None = None
-    segments: tuple[tuple[int, float, float], ...] = ()
-    corrections: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the first logits come after the deadline."""
-        return self.deadline_s is not None and self.ttft_s > self.deadline_s
-
-    def full(self) -> Forecast:
-        """The same for full prefill instead."""
-        return replace(self, load_s=0.0, recompute_s=self.full_s, ttft_s=self.full_s, segments=())
-
-
 @dataclass(frozen=True)
 class LoadPlan:
     """What will be read and what computed. A value: `load` obeys it, `fuse` does not know that it exists.
@@ -298,18 +284,15 @@ class LoadPlan:
 
     def refused(self, why: str) -> LoadPlan:
         """Full prefill instead, and the reason."""
-        forecast = self.forecast.full() if self.forecast is not None else None
-        return replace(self, refusal=why, fetches=(), misses=(), forecast=forecast)
+        return replace(self, refusal=why, fetches=(), misses=(), forecast=self.forecast and self.forecast.full())
 
     def explain(self) -> str:
         """The plan in one line a person can read; `plan.words` tells all of it."""
         if self.refusal:
             return f"full prefill of {len(self.prompt)} tokens: {self.refusal}"
         nbytes = sum(fetch.nbytes for fetch in self.fetches)
-        return (
-            f"{len(self.fetches)} segments from the store ({nbytes / 1e6:.1f} MB), {len(self.misses)} missing, "
-            f"ratio {self.ratio:.2f} by {self.policy}"
-        )
+        found, missing = f"{len(self.fetches)} segments from the store", f"{len(self.misses)} missing"
+        return f"{found} ({nbytes / 1e6:.1f} MB), {missing}, ratio {self.ratio:.2f} by {self.policy}"
 
 
 @dataclass(frozen=True)
@@ -343,7 +326,8 @@ class Trace:
     made without timings of this machine); corrections as in its `Forecast`. promoted: chunks that were copied to a
     faster tier in the background since the trace before this one, because they are used often. dropped: sources of
     chunks that were left out of the prompt, so that it and its answer fit. stream: what came over a line under a
-    deadline, piece by piece.
+    deadline, piece by piece. session: the conversation that it goes on with, "" for none; truncated: tokens of that
+    which the prompt lacks, the earliest ones.
     """
 
     model: str = ""
@@ -369,6 +353,13 @@ class Trace:
     promoted: int = 0
     dropped: tuple[str, ...] = ()
     stream: StreamTrace | None = None
+    session: str = ""
+    truncated: int = 0
+
+    @property
+    def history_reused(self) -> int:
+        """Tokens of earlier turns whose KV came from the store."""
+        return sum(segment.n_tokens for segment in self.segments if segment.kind == "history" and segment.hit)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -9,23 +9,23 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ragfuse.asking import Ask, is_streamable, known_policy, options_of, room_behind, sequences_per_prompt
+from ragfuse.answering import Answerer, Asked
+from ragfuse.asking import Ask, known_policy, room_behind
 from ragfuse.bringing import Bringer
-from ragfuse.calling import Caller, Reply, Tool, offered
+from ragfuse.calling import Caller, Tool, offered
 from ragfuse.coding import Coding
+from ragfuse.conversing import Conversations
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.counting import Tally
 from ragfuse.dtypes import settled
 from ragfuse.encoding import Encoder, Ingested
-from ragfuse.errors import InputError, StoreError
-from ragfuse.fitting import fitted, limit_of
+from ragfuse.errors import StoreError
+from ragfuse.fitting import limit_of
 from ragfuse.forgetting import chunk_of, forget_chunks
 from ragfuse.gate import Profiles, as_shipped
-from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, load_model
-from ragfuse.hf.stream import FirstToken, StopWhen
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.keeping import open_kept, remember_tenant
 from ragfuse.load.link import Links
@@ -37,15 +37,15 @@ from ragfuse.prefetching import Prefetcher
 from ragfuse.prefilling import Prefiller
 from ragfuse.profiles import MachineProfile, ModelProfile
 from ragfuse.prompting import Content, Prompter, Question
-from ragfuse.saving import EXIT_S, Saver, Work
+from ragfuse.saving import EXIT_S, WAIT_S, Saver, Work
 from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
-from ragfuse.telemetry import answered, batched, span
+from ragfuse.telemetry import answered, batched
 from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.timings import Timings
-from ragfuse.tracing import Ready, trace_of
+from ragfuse.tracing import Ready
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
 
@@ -77,7 +77,10 @@ class Engine:
         self._prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
         self.links = Links(self.settings.streams)
         self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
-        self.marker, self._caller = self._prompter.marker, Caller()
+        self._talks = Conversations(self.settings, self._booked, self._prompter, lambda: self.encoder, self.store)
+        own = self._planner, self._prefiller, self._bringer, self._talks
+        self._answerer = Answerer(self.settings, *own, self._save_later)
+        self.marker, self._caller, self.sessions = self._prompter.marker, Caller(), self._talks.sessions
         if model is not None:
             self._coding.prepare(self.digest, model, self.settings)
 
@@ -212,31 +215,17 @@ class Engine:
     def batch(
         self, prompts: Sequence[Question], ask: Ask | None = None, gone: threading.Event | None = None
     ) -> list[Answer]:
-        """Answers to several prompts: each fused by itself, all decoded together; once `gone` is set, no further."""
+        """Answers to several prompts: each fused by itself, all decoded together; once `gone` is set, no further.
+
+        Each is what it would be alone, from the same seed too.
+        """
         return self._batch(prompts, ask or Ask(), gone or threading.Event())
 
     @batched
     def _batch(self, prompts: Sequence[Question], ask: Ask, gone: threading.Event) -> list[Answer]:
-        began, first = time.perf_counter(), FirstToken()
+        began = time.perf_counter()
         assembled = [self._fitted(prompt, ask) for prompt in prompts]
-        if not assembled:
-            return []
-        reply, profile = self._caller.reply(ask, self.model, self._prompter.calls), self.profile
-        with self._bringer.all(assembled, ask, self.model, profile) as brought, self.model.lock:
-            given = zip(assembled, brought, strict=True)
-            ready = [self._prefiller.prepare(prompt, ask, self.model, profile, came) for prompt, came in given]
-            room = min((r.room for r in ready if r.room is not None), default=None)
-            options = reply.options(options_of(ask, self.settings, room))
-            streamer = first if is_streamable(options, self.model) else None
-            stopping = [StopWhen(gone), *reply.stopping]
-            with span("decode"):
-                prefills = [each.prefill for each in ready]
-                rows = generate(self.model, prefills, options, streamer, stopping, ask.seed)
-        rows = rows[:: sequences_per_prompt(options, self.model)]
-        self._save_later(ready, ask)
-        return [
-            self._finish(each, ids, reply, options, began, first.first_s) for each, ids in zip(ready, rows, strict=True)
-        ]
+        return self._answerer.all(assembled, self._asked(ask, self.model, began), gone) if assembled else []
 
     def verify(self, progress: Callable[[str], object] = lambda check: None) -> Verdict:
         """Measure on the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
@@ -269,6 +258,7 @@ class Engine:
         """Wait until every chunk met so far is encoded and written, and all that is prefetched is there."""
         self._prefetcher.flush()
         self._saver.flush()
+        self._talks.flush()
         self.store.flush()
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -278,6 +268,7 @@ class Engine:
         left = countdown(timeout_s)
         self._prefetcher.close(left())
         self._saver.close(left())
+        self._talks.close(left())
         self.store.close(left())
         book, self.book = self.book, None
         if book is not None:
@@ -296,17 +287,15 @@ class Engine:
         """How runs of tokens come into the store."""
         settings = self.settings
         shortest, other, model = settings.min_chunk_tokens, settings.amid_tokens, self.model
-        home, levels = (
-            partial(self._planner.home, model, self.profile),
-            partial(self._planner.levels, model, self.profile),
-        )
+        home = partial(self._planner.home, model, self.profile)
+        levels = partial(self._planner.levels, model, self.profile)
         return Encoder(model, self.store, self.digest, shortest, other, home, levels)
 
     def _fitted(self, question: Question, ask: Ask) -> Prompt:
         """The prompt of a question; without its last chunks where it is too long and they may be left out."""
         tools, limit = offered(ask), limit_of(ask, self.settings, self.model)
-        prompt = fitted(lambda n: self._prompter.prompt(question, self.digest, tools, leave_out=n), limit)
-        return self._prefetcher.note(prompt)
+        make = partial(self._prompter.prompt, digest=self.digest, tools=tools)
+        return self._prefetcher.note(self._talks.fitted(question, ask, lambda q, n: make(q, leave_out=n), limit))
 
     @answered
     def _answer(
@@ -317,41 +306,14 @@ class Engine:
         gone: threading.Event,
     ) -> Answer:
         began, assembled, model = time.perf_counter(), self._fitted(prompt, ask), self.model
-        reply = self._caller.reply(ask, model, self._prompter.calls)
-        with self._bringer.all([assembled], ask, model, self.profile) as (brought,), model.lock:
-            if gone.is_set():
-                raise InputError("The stream was closed before its answer began.")
-            ready = self._prefiller.prepare(assembled, ask, model, self.profile, brought)
-            options = reply.options(options_of(ask, self.settings, ready.room))
-            sink = reply.sink(say, options)
-            streamer = sink if is_streamable(options, model) else None
-            with span("decode"):
-                stopping = [StopWhen(gone), *reply.stopping]
-                rows = generate(model, [ready.prefill], options, streamer, stopping, ask.seed)
-        self._save_later([ready], ask)
-        answer = self._finish(ready, rows[0], reply, options, began, sink.first_s)
-        if streamer is None and say is not None:
-            say(answer.text)
-        return answer
+        return self._answerer.one(assembled, self._asked(ask, model, began), say, gone)
 
-    def _finish(
-        self,
-        ready: Ready,
-        ids: Sequence[int],
-        reply: Reply,
-        options: dict[str, Any],
-        began: float,
-        first_s: float | None,
-    ) -> Answer:
-        end = reply.written(ids, options)
-        timing = replace(ready.timing, began_s=began)
-        trace = trace_of(ready, timing, first_s, time.perf_counter(), self.model.name)
-        trace = replace(trace, promoted=self._planner.take_promoted())
-        return Answer(end.text, end.token_ids, end.reason, trace, end.calls)
+    def _asked(self, ask: Ask, model: HFModel, began_s: float) -> Asked:
+        return Asked(ask, self._caller.reply(ask, model, self._prompter.calls), self.profile, began_s)
 
-    def _save_later(self, ready: Sequence[Ready], ask: Ask) -> None:
+    def _save_later(self, ready: Ready, ask: Ask) -> None:
         if ask.reuse and not self.model.profile.refusal:
-            for work in (work for each in ready for work in self._planner.work_after(each.plan)):
+            for work in self._planner.work_after(ready.plan):
                 self._saver.submit(work)
 
     def _save(self, work: Work) -> None:
@@ -360,6 +322,7 @@ class Engine:
         if work.far is not None:
             self.store.promote(work.far)
             return
+        self.model.batcher.wait_idle(WAIT_S)
         encoder = self.encoder.in_background()
         encoder.keep(work.tokens, work.prefix)
         if work.text:

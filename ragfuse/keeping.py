@@ -19,6 +19,7 @@ from ragfuse.core import digest as digest_of
 from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.forgetting import Chunk, chunk_named, chunk_of, dropped, forget_texts
 from ragfuse.plan.evict import expired, expired_first, lru
+from ragfuse.remembering import Deleted, SessionInfo, Sessions
 from ragfuse.settings import Settings
 from ragfuse.store import Book, KVStore, open_store
 from ragfuse.store.archive import Text, Trouble
@@ -30,12 +31,14 @@ from ragfuse.store.tier import Freed
 __all__ = [
     "Book",
     "Cleared",
+    "Deleted",
     "Freed",
     "Keeping",
     "Line",
     "Outcome",
     "Place",
     "Progress",
+    "SessionInfo",
     "Tenant",
     "Trouble",
     "Wish",
@@ -285,6 +288,15 @@ class Keeping:
         if tier is not None:
             self._check_tier(tier)
         return self.store.import_(path, tier, self._take_texts if self.book is not None else None, progress)
+
+    @property
+    def sessions(self) -> Sessions:
+        """The sessions in the book: of the tenant whose salt is set, or, without a salt, of all."""
+        return Sessions(self.store, self._booked, self._whose)
+
+    def _whose(self) -> list[str] | None:
+        mine = self.mine(Wish())
+        return [digest for digest, tenant in self._tenants().items() if _is_of(tenant, mine)] if self._salt else None
 
     def close(self) -> None:
         """Let go of all files."""

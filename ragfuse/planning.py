@@ -61,7 +61,9 @@ class Planner:
         ratio = settings.ratio if ask.ratio is None else ask.ratio
         machine, corrections = self.timings.now(model)
         controller = LoadingController(machine, profile.choice, corrections)
-        refusal = refusal_of(profile, policy) if ask.reuse else UNASKED
+        blends = any(segment.kind == "chunk" for segment in prompt.segments)
+        judged = profile if blends else replace(profile, safe=None)  # what is used as it is needs no calibration
+        refusal = refusal_of(judged, policy) if ask.reuse else UNASKED
         if refusal:
             return controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).refused(refusal)
         keys = [key for segment in prompt.segments for key in segment.keys]
@@ -70,7 +72,8 @@ class Planner:
         found = controller.plan(prompt, entries, policy, ratio, lost, ask.deadline_s, others)
         found = replace(found, misses=tuple(self._told(prompt, *miss) for miss in found.misses))
         if found.fetches or found.refusal:
-            self._hint.give(profile, policy, settings.model)
+            if blends:
+                self._hint.give(profile, policy, settings.model)
             return found
         why = self._nothing() if keys else TOO_SHORT
         return replace(found.refused(why), misses=found.misses)

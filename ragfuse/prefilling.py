@@ -6,12 +6,12 @@ What is read and computed is told by the plan, which fusing obeys.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ragfuse.asking import Ask, hurried
 from ragfuse.bringing import Brought
-from ragfuse.core import ChunkKey, LoadPlan, Prompt
+from ragfuse.core import ChunkKey, LayerKV, LoadPlan, Prompt
 from ragfuse.fitting import drops, room_of
 from ragfuse.fuse.fusor import LostRun, Run, Source
 from ragfuse.hf.model import HFModel, NoSource, Prefill
@@ -73,6 +73,23 @@ class Prefiller:
             )
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Layers of a source, of some segments the rows lo:hi alone."""
+
+    source: Source
+    rows: Mapping[int, tuple[int, int]]
+
+    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
+        """The layer's KV by segment."""
+        found = self.source.read(layer)
+        return {at: _part(kv, *self.rows[at]) if at in self.rows else kv for at, kv in found.items()}
+
+
+def _part(kv: LayerKV | None, lo: int, hi: int) -> LayerKV | None:
+    return LayerKV(kv.keys[:, lo:hi], kv.values[:, lo:hi]) if kv is not None else None
+
+
 def _timing(since: float, began: float, reader: LayerReader, brought: Brought | None) -> Timing:
     """Seconds of one prompt, which were computed in from `began` on, but for what was waited for."""
     load_s, wait_s, due_s = reader.load_s, reader.wait_s, None
@@ -91,10 +108,12 @@ def _prefill(model: HFModel, chosen: LoadPlan, layers: Source) -> Prefill:
     prompt = chosen.prompt
     if chosen.refusal:
         return model.full_prefill(prompt.token_ids)
-    runs = []
+    runs, parts = list[Run](), dict[int, tuple[int, int]]()
     for fetch in chosen.fetches:
         segment, (lo, hi) = prompt.segments[fetch.segment], prompt.spans[fetch.segment]
         blend = segment.kind == "chunk" and not is_exact(prompt, fetch)
-        runs.append(Run(fetch.segment, lo, hi, segment.start, blend))
-    source = layers if runs else NoSource()
+        runs.append(Run(fetch.segment, lo, hi, segment.turn, blend))
+        if segment.rows is not None:
+            parts[fetch.segment] = segment.rows
+    source = Parts(layers, parts) if runs else NoSource()
     return model.fuse(prompt.token_ids, prompt.positions, runs, source, chosen.policy, chosen.ratio, asked=prompt.asked)

@@ -94,7 +94,7 @@ class Prompter:
             plain = Assembler(model.tokens, self._key, None, shortest, shortest, has_amid)
             left = lean([self.pieces(question, digest)], leave_out)
             return replace(plain.text(left.contents[0], model.bos), dropped=left.sources)
-        turns = _turns(question)
+        turns = turns_of(question)
         asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
         left = lean([self.pieces(turn.content, digest) for turn in turns], leave_out, asked)
         turns = [replace(turn, content=content) for turn, content in zip(turns, left.contents, strict=True)]
@@ -119,7 +119,7 @@ class Prompter:
         return bytes.fromhex(self._booked(lambda book: book.settle("marker", new), new)["secret"])
 
 
-def _turns(question: Question) -> list[Turn]:
+def turns_of(question: Question) -> list[Turn]:
     """The messages; InputError if there are none."""
     messages = [Turn("user", question)] if isinstance(question, str) else list(question)
     if not messages:

@@ -21,6 +21,8 @@ WAITING = 256
 """Runs that may wait to be encoded; more are left for their next question."""
 EXIT_S = 5.0
 """Seconds that a process which ends without closing its engine spends on what still waits."""
+WAIT_S = 2.0
+"""Seconds that a run waits for a moment in which no answer is written: encoding one takes as long as many tokens."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def work_after(plan: LoadPlan) -> Iterator[Work]:
     hits = {fetch.segment: fetch.key for fetch in (*plan.fetches, *plan.unread)}
     prefix = segments[0].tokens if 0 in hits and segments[0].kind == "module" else ()
     for index, segment in enumerate(segments):
-        if segment.kind == "fresh":
+        if segment.kind in ("fresh", "history"):  # what is said is kept by `conversing.py`
             continue
         if index not in hits or (prefix and hits[index] != segment.keys[0]):
             yield Work(segment.tokens, prefix if index else (), segment.text, segment.source)

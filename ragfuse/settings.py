@@ -76,6 +76,12 @@ class Settings(BaseSettings):
     store: Path | None = Field(default=None, description="Folder of the disk tier; default home/store.")
     gpu_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the tier in the GPU's memory, on a GPU.")
     memory_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the memory tier.")
+    memory_free: float = Field(
+        default=0.0,
+        ge=0,
+        le=0.9,
+        description="Share of the memory tier that a write leaves free, so that what is fetched next finds room.",
+    )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
     tiers: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
@@ -130,6 +136,52 @@ class Settings(BaseSettings):
         default="error",
         description="For a prompt that is too long: error, or drop its last chunks until it fits with its answer.",
     )
+    history: Literal["auto", "asked", "all"] = Field(
+        default="auto",
+        description="Whose turns' KV is kept for the next turn: asked, of questions that name a session; auto, also of "
+        "other messages without retrieved chunks, in memory alone; all, of all messages, written down like sessions.",
+    )
+    history_chunks: bool = Field(
+        default=True,
+        description="Whether a session's later prompts hold the chunks that were retrieved for its earlier turns.",
+    )
+    history_buffer_bytes: int = Field(
+        default=1 << 30, ge=0, description="KV of answers that may wait to be saved; a turn beyond it is not saved."
+    )
+    window_tokens: int | None = Field(
+        default=None, ge=2, description="Tokens of a conversation's prompt and answer; default: what the model takes."
+    )
+    truncate_ratio: float = Field(
+        default=0.5,
+        gt=0,
+        le=1,
+        description="Share of the window that a conversation is shortened by, from its beginning, once it is too long.",
+    )
+    sinks: int = Field(default=0, ge=0, description="First tokens of a conversation that stay then.")
+    session_ttl_s: float | None = Field(
+        default=None, gt=0, description="Sessions unused for so long are deleted; none: never."
+    )
+
+    api_keys: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        repr=False,
+        description="Who may ask a server: KEY, or SALT:KEY for the tenant of that salt, several parted by commas.",
+    )
+    serve_together: int = Field(default=8, ge=1, description="Requests that a server answers at the same time.")
+    serve_waiting: int = Field(default=256, ge=1, description="Requests that wait for their turn; more are refused.")
+    serve_timeout_s: float = Field(default=300.0, gt=0, description="How long a request may take, waiting included.")
+    serve_patience_s: float = Field(default=20.0, gt=0, description="How long sending a request may take.")
+    serve_grace_s: float = Field(default=30.0, ge=0, description="How long answers go on once a server is to stop.")
+    serve_body_bytes: int = Field(default=4 << 20, ge=1024, description="The largest request.")
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _listed(cls, given: Any) -> Any:
+        """Texts, or one text with commas."""
+        parts = given.split(",") if isinstance(given, str) else given
+        if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+            raise ValueError("wanted texts, found something else; write them so: RAGFUSE_API_KEYS=KEY,SALT:KEY")
+        return tuple(part.strip() for part in parts if part.strip())
 
     @field_validator("tiers", mode="before")
     @classmethod

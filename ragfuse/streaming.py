@@ -58,7 +58,12 @@ class AnswerStream:
 
     def cancel(self) -> None:
         """End the generation at the next token, without waiting for that."""
-        self._line.gone.set()
+        self._line.leave()
+
+    def finish(self) -> None:
+        """End the generation at the next token; what is written until then is the answer. One that has not begun is an
+        InputError for its reader."""
+        self._line.enough.set()
 
     def close(self) -> None:
         """End the generation at the next token and wait for that."""
@@ -76,7 +81,7 @@ class AnswerStream:
 
     @property
     def _is_open(self) -> bool:
-        return self._end is None and not self._line.gone.is_set()
+        return self._end is None and not self._line.left
 
     def _opened(self, item: str | Answer | BaseException) -> str | None:
         """A piece of text; None at the end, which stays in the line for whoever else waits there."""
@@ -86,7 +91,7 @@ class AnswerStream:
         if isinstance(item, BaseException):
             self._end = item
             raise item
-        if not self._line.gone.is_set():  # else it was cut short
+        if not self._line.left:  # else it was cut short
             self._end = item
         return None
 
@@ -96,7 +101,8 @@ class _Line:
 
     def __init__(self) -> None:
         self.items: queue.Queue[str | Answer | BaseException] = queue.Queue()
-        self.gone = threading.Event()
+        self.enough = threading.Event()
+        self.left = False
         self.wake: Callable[[], object] = lambda: None
 
     def put(self, item: str | Answer | BaseException) -> None:
@@ -104,11 +110,16 @@ class _Line:
         try:
             self.wake()
         except RuntimeError:  # the reader's event loop is closed: nobody listens
-            self.gone.set()
+            self.leave()
+
+    def leave(self) -> None:
+        """Nobody reads any more."""
+        self.left = True
+        self.enough.set()
 
 
 def _work(run: Run, line: _Line) -> None:
     try:
-        line.put(run(line.put, line.gone))
+        line.put(run(line.put, line.enough))
     except BaseException as error:
         line.put(error)

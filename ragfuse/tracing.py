@@ -75,6 +75,8 @@ def trace_of(ready: Ready, timing: Timing, first_s: float | None, now_s: float, 
         corrections=foreseen.corrections if foreseen is not None else (),
         dropped=plan.prompt.dropped,
         stream=_judged(ready.stream, timing, first_s or now_s),
+        session=plan.prompt.talk.id if plan.prompt.talk is not None else "",
+        truncated=plan.prompt.truncated,
     )
 
 

@@ -66,6 +66,16 @@ def test_closing_ends_the_writer_and_there_is_no_answer():
         _ = stream.answer
 
 
+def test_finishing_ends_the_writer_and_what_is_written_is_the_answer():
+    run = Slow()
+    run.more.release()
+    stream = AnswerStream(run)
+    assert next(iter(stream)) == "word "
+    stream.finish()
+    assert stream.answer is ANSWER
+    assert run.ended.is_set()
+
+
 def test_closing_after_the_end_leaves_the_answer():
     with AnswerStream(three) as stream:
         list(stream)

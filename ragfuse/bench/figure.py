@@ -72,7 +72,8 @@ def by_random_tokens(wanted: Wanted) -> str:
 class Figure:
     """One figure: its title, what the paper says, how it is measured and drawn.
 
-    given: what it was measured with, in words. absent: what of the paper's own is not at hand.
+    given: what it was measured with, in words. absent: what of the paper's own is not at hand. is_simulated: no model
+    of the settings runs.
     """
 
     title: str
@@ -82,6 +83,7 @@ class Figure:
     draw: Callable[[Any, Sequence[Mapping[str, Any]]], None]
     given: Callable[[Wanted], str] = by_questions
     absent: Callable[[Wanted], list[str]] = lambda wanted: []
+    is_simulated: bool = False
 
 
 def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) -> dict[str, Any]:
@@ -90,7 +92,8 @@ def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) 
     console.print(f"[bold]{name}: {figure.title}[/]", highlight=False, soft_wrap=True)
     print_rows(figure.columns, rows, console)
     console.print(f"The paper: {figure.paper}", highlight=False)
-    differs = f"Here: {settings.model} in {settings.dtype} on {settings.device}, {figure.given(wanted)}."
+    on = "simulated" if figure.is_simulated else f"{settings.model} in {settings.dtype} on {settings.device}"
+    differs = f"Here: {on}, {figure.given(wanted)}."
     console.print(differs, highlight=False)
     absent = figure.absent(wanted)
     for sentence in absent:
@@ -109,12 +112,18 @@ def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) 
         "columns": list(figure.columns),
         "rows": rows,
         **({"absent": absent} if absent else {}),
-        "model": settings.model,
-        "dtype": settings.dtype,
+        **({"note": differs} if figure.is_simulated else _measured_with(wanted)),
+        **circumstances(torch.device(settings.device), torch.get_num_threads()),
+    }
+
+
+def _measured_with(wanted: Wanted) -> dict[str, Any]:
+    return {
+        "model": wanted.settings.model,
+        "dtype": wanted.settings.dtype,
         "sets": [set_name(name) for name in wanted.sets],
         "limit": wanted.limit,
         "chunk_tokens": wanted.chunk_tokens,
-        **circumstances(torch.device(settings.device), torch.get_num_threads()),
     }
 
 

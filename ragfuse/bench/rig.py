@@ -17,9 +17,10 @@ from rich.console import Console
 from ragfuse.bench.runner import Runner, progress
 from ragfuse.bench.throttle import ThrottledTier
 from ragfuse.bench.workload import Workload
-from ragfuse.core import Forecast, LoadPlan, Prompt
+from ragfuse.core import LoadPlan, Prompt
 from ragfuse.engine import Ask, Engine
 from ragfuse.errors import ModelError
+from ragfuse.forecast import Forecast
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import measure
 from ragfuse.measure.tiers import UNLIMITED, forget_pages

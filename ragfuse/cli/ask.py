@@ -32,7 +32,7 @@ from ragfuse.errors import InputError
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.core import Answer
-    from ragfuse.engine import Engine
+    from ragfuse.engine import Ask, Engine
 
 
 def ask(
@@ -51,6 +51,9 @@ def ask(
     max_tokens: Annotated[int | None, typer.Option(help="New tokens at most.")] = None,
     overflow: Overflow = None,
     deadline: Deadline = None,
+    session: Annotated[
+        str | None, typer.Option(help="Go on with the conversation of this name, or begin it; see `ragfuse sessions`.")
+    ] = None,
     no_kv: Annotated[bool, typer.Option("--no-kv", help="With --docs: index only, encode what is needed.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show what was reused and why.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Run the model's own full prefill beside it.")] = False,
@@ -77,7 +80,7 @@ def ask(
     with console.status("loading the model"):
         from ragfuse.cli.library import Library
         from ragfuse.core import digest
-        from ragfuse.engine import Engine
+        from ragfuse.engine import Ask, Engine
 
         index = index if docs is None else f"docs-{digest('docs', str(docs.resolve()))[:12]}"
         library, engine = Library(settings, index), Engine(settings)
@@ -89,8 +92,8 @@ def ask(
             if not no_kv:
                 encode(engine, chunks, console)
         prompt = prompt_for(engine, library, question, console)
-        full = _full(engine, prompt, console) if compare else None
-        answer = _stream(engine, prompt, console, heading=compare, deadline=deadline)
+        full = _full(engine, prompt, console, session) if compare else None
+        answer = _stream(engine, prompt, console, compare, Ask(deadline_s=deadline, session=session))
         if explain or compare:
             from ragfuse.cli.show import show_trace
 
@@ -110,27 +113,26 @@ def prompt_for(engine: Engine, library: Library, question: str, console: Console
         return rag_prompt(engine, question, [(d.page_content, d.metadata["source"]) for d in found])
 
 
-def _full(engine: Engine, prompt: Any, console: Console) -> Answer:
+def _full(engine: Engine, prompt: Any, console: Console, session: str | None) -> Answer:
     """What full prefill answers. Both ways are warmed up: the first call of a process is slower, whatever it is."""
     from ragfuse.engine import Ask
 
     with console.status("full prefill, to compare"):
         for reuse in (False, True):
-            engine.answer(prompt, Ask(reuse=reuse, max_tokens=1))
+            engine.answer(prompt, Ask(reuse=reuse, max_tokens=1))  # of no session: it shall have the question once
         engine.flush()
-        full = engine.answer(prompt, Ask(reuse=False))
+        full = engine.answer(prompt, Ask(reuse=False, session=session))
     console.print(Text.assemble(("full prefill: ", "bold"), full.text, _after(full)))
     return full
 
 
-def _stream(engine: Engine, prompt: Any, console: Console, heading: bool, deadline: float | None) -> Answer:
+def _stream(engine: Engine, prompt: Any, console: Console, heading: bool, ask: Ask) -> Answer:
     from ragfuse.cli.show import Flow
-    from ragfuse.engine import Ask
 
     if heading:
         console.print("[bold]ragfuse:[/] ", end="")
     flow = Flow(console, len("ragfuse: ") if heading else 0)
-    with engine.stream(prompt, Ask(deadline_s=deadline)) as stream:
+    with engine.stream(prompt, ask) as stream:
         for text in stream:
             flow.say(text)
         if heading:

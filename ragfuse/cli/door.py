@@ -12,7 +12,21 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ragfuse.cli import ask, benches, checks, doctor, ingest, kv_benches, measure, models, store
+from ragfuse.cli import (
+    ask,
+    benches,
+    checks,
+    doctor,
+    ingest,
+    kv_benches,
+    measure,
+    models,
+    serve,
+    session_benches,
+    sessions,
+    store,
+    talk_benches,
+)
 from ragfuse.errors import RagFuseError
 
 
@@ -79,13 +93,17 @@ app.command("explain")(measure.explain)
 app.command("measure")(measure.measure)
 app.command("verify")(checks.verify_model)
 app.command("calibrate")(checks.calibrate_model)
+app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(benches.demo)
 benches.bench.command("codec")(kv_benches.codec)
 benches.bench.command("stream")(kv_benches.stream)
+benches.bench.command("conversation")(talk_benches.conversation)
+benches.bench.command("sessions")(session_benches.sessions)
 app.add_typer(benches.bench, name="bench")
 app.add_typer(models.models, name="models")
 app.add_typer(store.store, name="store")
+app.add_typer(sessions.sessions, name="sessions")
 
 
 @app.callback(invoke_without_command=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -32,7 +31,7 @@ from ragfuse.cli.options import (
     write_json,
 )
 from ragfuse.errors import InputError
-from ragfuse.plan.words import in_words, needs
+from ragfuse.plan.words import as_dict, in_words
 
 READS = MappingProxyType(
     {
@@ -44,7 +43,6 @@ READS = MappingProxyType(
 """What the figures of slow tiers are, by how they were read."""
 
 if TYPE_CHECKING:
-    from ragfuse.core import LoadPlan
     from ragfuse.engine import Engine
     from ragfuse.profiles import MachineProfile
 
@@ -113,7 +111,7 @@ def explain(
     with engine:
         plan = engine.plan(prompt_for(engine, library, question, console), Ask(deadline_s=deadline))
     console.print(in_words(plan), markup=False, highlight=False, soft_wrap=True)
-    write_json({"question": question, **_as_dict(plan), "words": in_words(plan)}, json)
+    write_json({"question": question, **as_dict(plan), "words": in_words(plan)}, json)
 
 
 def _folder_first(stores: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -193,23 +191,3 @@ def _show_levels(machine: MachineProfile, console: Console) -> None:
 def _mbps(byte_s: float) -> str:
     """Megabytes (10^6 bytes) a second, or that bytes cost nothing."""
     return f"{1e-6 / byte_s:,.0f}" if byte_s > 1e-11 else "shared, not copied"
-
-
-def _as_dict(plan: LoadPlan) -> dict[str, Any]:
-    """A plan as plain JSON types, one row for each segment that could be reused."""
-    kept, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
-    times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
-    rows = []
-    for at, segment in enumerate(plan.prompt.segments):
-        if segment.keys:
-            fetch, (load_s, compute_s) = kept.get(at), times.get(at, (None, None))
-            row: dict[str, Any] = {"source": segment.source, "kind": segment.kind, "n_tokens": len(segment.tokens)}
-            row |= {"hit": any(f.segment == at for f in plan.fetches), "why": misses.get(at, "")}
-            row |= {"tier": fetch.tier if fetch else "", "nbytes": fetch.nbytes if fetch else 0}
-            row |= {"level": fetch.level if fetch else "", "encoded": fetch.key.encoded if fetch else ""}
-            rows.append({**row, "predicted_load_s": load_s, "predicted_compute_s": compute_s})
-    forecast = asdict(plan.forecast) if plan.forecast is not None else None
-    if forecast is not None:
-        del forecast["segments"]
-    told = {"policy": plan.policy, "needs": needs(plan), "ratio": plan.ratio, "refusal": plan.refusal}
-    return {**told, "tokens": len(plan.prompt), "segments": rows, "forecast": forecast}

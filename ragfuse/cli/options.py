@@ -42,7 +42,7 @@ def settings_of(**given: Any) -> Settings:
             raise SettingsError(
                 f"There is no setting '{name}'. It is one of: {', '.join(Settings.model_fields)}."
             ) from error
-        found = "" if name.partition(".")[0] in ("tiers", "salt") else f", found {first['input']!r}"
+        found = "" if name.partition(".")[0] in ("tiers", "salt", "api_keys") else f", found {first['input']!r}"
         raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}{found}.") from None
     except Unread as error:
         name = next((name for name in Settings.model_fields if f'"{name}"' in str(error)), "a setting")

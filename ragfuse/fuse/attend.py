@@ -115,6 +115,54 @@ class RowMask:
         return out
 
 
+@dataclass(eq=False)
+class Ragged:
+    """Several prompts of which the newest row is computed together, in place of a mask: it sees all rows of its own.
+
+    sizes: rows of the batch that each has. held: KV [B, H, T, D] of each, of the layer at hand. newest: keys
+    [sum B, H, 1, D] of the newest rows there, which a cache gives back in place of all.
+    """
+
+    sizes: list[int]
+    held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    newest: Tensor | None = None
+
+
+def attend_ragged(
+    query: Tensor,
+    ragged: Ragged,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention output [sum B, 1, Hq, Dv] of the newest rows [sum B, Hq, 1, D], each over its own prompt's KV.
+
+    window: rows that are seen, its own among them. softcap and sinks as for `attend`.
+    """
+    parts = zip(torch.split(query, ragged.sizes), ragged.held, strict=True)
+    done = [_attend_newest(part, *_last(window, *kv), scaling, softcap, sinks) for part, kv in parts]
+    return torch.cat(done).transpose(1, 2)
+
+
+def _last(window: int | None, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What a newest row sees."""
+    if window is None or window >= keys.shape[2]:
+        return keys, values
+    return keys[:, :, -window:], values[:, :, -window:]
+
+
+def _attend_newest(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Output [B, Hq, 1, Dv]; queries that share keys are folded into one head, so that keys are read once for them."""
+    if softcap is not None or sinks is not None:
+        return _attend_plain(query, keys, values, None, scaling, softcap, sinks)
+    folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
+    done = scaled_dot_product_attention(folded, keys, values, scale=scaling)
+    return done.reshape(*query.shape[:3], values.shape[3])
+
+
 def attend(
     query: Tensor,
     keys: Tensor,

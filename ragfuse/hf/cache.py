@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from ragfuse.fuse.attend import Ragged
 from ragfuse.fuse.fusor import Buffers
 
 ROOM = 64
@@ -128,17 +130,38 @@ class RowCache(Cache):
             layer.length = length
 
 
-def left_padded(caches: list[RowCache]) -> RowCache:
-    """One cache for a batch of prompts of different lengths, zeros before the shorter ones."""
-    longest = max(cache.length for cache in caches)
-    batch = RowCache(len(caches[0].layers))
-    for index, layer in enumerate(batch.layers):
-        rows = [cache.layers[index] for cache in caches]
-        keys = torch.cat([_padded(row.keys[:, :, : row.length], longest) for row in rows])
-        values = torch.cat([_padded(row.values[:, :, : row.length], longest) for row in rows])
-        layer.fill(keys, values, longest)
-    return batch
+class JointLayer(RowLayer):
+    """One layer of several caches, as one of all their rows, for one step: each keeps what is its own.
+
+    is_padded: gives the KV of all, zeros before the shorter ones [sum B, H, longest, D]. Else it leaves in `ragged`
+    where each one's KV stands, and gives back what it was given.
+    """
+
+    def __init__(self, layer: int, parts: Sequence[RowLayer], ragged: Ragged, is_padded: bool) -> None:
+        super().__init__(layer)
+        self._parts, self._ragged, self._is_padded = parts, ragged, is_padded
+        self.length, self.is_initialized = max(part.length for part in parts), True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+        """Every cache takes its own new rows."""
+        sizes = self._ragged.sizes
+        news = zip(self._parts, torch.split(key_states, sizes), torch.split(value_states, sizes), strict=True)
+        self._ragged.newest = key_states
+        self._ragged.held = held = [part.update(keys, values) for part, keys, values in news]
+        if not self._is_padded:
+            return key_states, value_states
+        longest = max(part.length for part in self._parts)
+        return _stacked([keys for keys, _ in held], longest), _stacked([values for _, values in held], longest)
 
 
-def _padded(states: Tensor, length: int) -> Tensor:
-    return torch.nn.functional.pad(states, (0, 0, length - states.shape[2], 0))
+class JointCache(Cache):
+    """Several caches as one, for one step of all their rows; see `JointLayer`."""
+
+    def __init__(self, caches: Sequence[RowCache], ragged: Ragged, is_padded: bool) -> None:
+        each = zip(*(cache.layers for cache in caches), strict=True)
+        super().__init__(layers=[JointLayer(at, parts, ragged, is_padded) for at, parts in enumerate(each)])
+
+
+def _stacked(states: Sequence[Tensor], longest: int) -> Tensor:
+    """Zeros before the shorter ones."""
+    return torch.cat([torch.nn.functional.pad(each, (0, 0, longest - each.shape[2], 0)) for each in states])

@@ -2,25 +2,31 @@
 
 `generate` gets the whole prompt's ids and a cache that lacks only the last row; its first forward is answered with the
 logits that the prefill already computed, and reveals that row. So nothing is computed twice, and sampling, stop
-strings, streamers, beams and logits processors work as ever, for one prompt or a batch.
+strings, streamers, beams and logits processors work as ever. Its other forwards are steps of `decode.py`.
+
+`generate` is called on a copy of the model object that shares all but its forward: so many can run at the same time.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ragfuse.errors import SettingsError
-from ragfuse.hf.cache import RowCache, left_padded
+from ragfuse.errors import RefusedError, SettingsError
+from ragfuse.hf import probe
+from ragfuse.hf.cache import RowCache
+from ragfuse.hf.decode import Batcher, Forward, Member
+from ragfuse.hf.hooks import Wiring
 from ragfuse.hf.model import HFModel, Prefill
-from ragfuse.hf.probe import takes_positions
+from ragfuse.hf.seed import seeded
 
 
 class Streamer(Protocol):
@@ -49,28 +55,30 @@ OURS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids"
 
 def generate(
     model: HFModel,
-    prefills: Sequence[Prefill],
+    prefill: Prefill,
     options: Mapping[str, Any],
     streamer: Streamer | None = None,
     stopping: Sequence[StoppingCriteria] = (),
     seed: int | None = None,
 ) -> list[list[int]]:
-    """New token ids per returned sequence. options: those of transformers' `generate`; the prefills are used up.
+    """New token ids per returned sequence. options: those of transformers' `generate`; the prefill is used up.
 
-    With beams or `num_return_sequences` the sequences of one prompt stand together.
+    What other threads generate on the model at the same time is computed together with it, see `decode.py`. The same
+    seed draws the same numbers, whatever runs beside it.
     """
     _refuse(options)
-    ids, mask = _batch(model, prefills)
-    cache = _cache(prefills)
-    with model.lock, _seeded(model, seed), _first_answered(model, prefills, cache), torch.no_grad():
-        out = model.model.generate(
+    ids = torch.tensor([list(prefill.token_ids)], device=model.device)
+    criteria, full = _complete(model, options)
+    with model.batcher.member(*_sharing(model, prefill)) as member, seeded(seed):
+        face = _face(model.model, _Answers(prefill, member, model.batcher, model.model.forward))
+        out = face.generate(
             input_ids=ids,
-            attention_mask=mask,
-            past_key_values=cache,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=_lacking_one(prefill.cache),
             streamer=streamer,
-            stopping_criteria=StoppingCriteriaList(list(stopping)),
-            **_gapped(model, prefills),
-            **_complete(model, options),
+            stopping_criteria=StoppingCriteriaList([*stopping, *criteria]),
+            **_gapped(model, prefill),
+            **full,
         )
     sequences = out if isinstance(out, Tensor) else out.sequences
     rows: list[list[int]] = sequences[:, ids.shape[1] :].tolist()
@@ -91,87 +99,85 @@ def _refuse(options: Mapping[str, Any]) -> None:
             raise SettingsError(f"generate's option '{name}' is set by the prompt that was prefilled; leave it out.")
 
 
-def _cache(prefills: Sequence[Prefill]) -> RowCache | None:
-    """One cache that lacks the last row of every prompt; None where a model's state is no KV per token."""
-    caches = [prefill.cache for prefill in prefills if prefill.cache is not None]
-    if len(caches) < len(prefills):
-        return None
-    cache = caches[0] if len(caches) == 1 else left_padded(caches)
-    cache.length -= 1
+def _lacking_one(cache: RowCache | None) -> RowCache | None:
+    """The cache without the last row of its prompt; None where a model's state is no KV per token."""
+    if cache is not None:
+        cache.length -= 1
     return cache
 
 
-def _gapped(model: HFModel, prefills: Sequence[Prefill]) -> dict[str, Tensor]:
-    """The positions of prompts that leave some free, int64 [B, T]; nothing where `generate` counts right by itself."""
-    if all(prefill.positions is None for prefill in prefills) or not takes_positions(model.model):
+def _sharing(model: HFModel, prefill: Prefill) -> tuple[RowCache | None, Wiring | None]:
+    """How a request takes part in shared steps: its cache, and the wiring where attention of ours is taken.
+
+    No cache: not at all. Some rotations go by the longest of all prompts, some layers hold a state that is not KV.
+    """
+    wiring = model.wiring
+    if wiring is not None:
+        takes_ours = wiring.mode == "rows" and "position_ids" in wiring.options
+        return prefill.cache, wiring if takes_ours else None
+    try:
+        probe.refuse_by_config(model.model.config.get_text_config())
+    except RefusedError:
+        return None, None
+    return prefill.cache, None
+
+
+def _gapped(model: HFModel, prefill: Prefill) -> dict[str, Tensor]:
+    """The positions int64 [1, T] of a prompt that leaves some free; nothing where `generate` counts right by itself."""
+    if prefill.positions is None or not probe.takes_positions(model.model):
         return {}
-    longest = max(len(prefill.token_ids) for prefill in prefills)
-    rows = [torch.arange(len(p.token_ids)) if p.positions is None else p.positions.cpu() for p in prefills]
-    padded = [torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows]
-    return {"position_ids": torch.stack(padded).to(model.device)}
+    return {"position_ids": prefill.positions[None].to(model.device)}
 
 
-def _complete(model: HFModel, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with what `generate` cannot know: the tokenizer behind stop strings, a padding id, our cache."""
+def _complete(model: HFModel, options: Mapping[str, Any]) -> tuple[list[StoppingCriteria], dict[str, Any]]:
+    """Options with what `generate` cannot know: a padding id, our cache. Stop strings become what stops at them.
+
+    transformers keeps what it makes of stop strings for a while, for all threads: here it is made by one at a time.
+    """
     full = {**options, "use_cache": True, "cache_implementation": None}
-    if full.get("stop_strings"):
-        full["tokenizer"] = model.tokenizer
+    criteria, stops = list[StoppingCriteria](), full.pop("stop_strings", None)
+    if stops:
+        with model.batcher.preparing:
+            criteria.append(StopStringCriteria(model.words, stops))
     config = model.model.generation_config
     if config.pad_token_id is None and "pad_token_id" not in full:
         end = config.eos_token_id
         full["pad_token_id"] = end[0] if isinstance(end, list) else (end if end is not None else 0)
-    return full
+    return criteria, full
 
 
-def _batch(model: HFModel, prefills: Sequence[Prefill]) -> tuple[Tensor, Tensor]:
-    """Ids and mask int64 [B, T], shorter prompts padded on the left."""
-    longest = max(len(prefill.token_ids) for prefill in prefills)
-    pad = model.model.generation_config.pad_token_id or 0
-    ids = [[pad] * (longest - len(p.token_ids)) + list(p.token_ids) for p in prefills]
-    mask = [[0] * (longest - len(p.token_ids)) + [1] * len(p.token_ids) for p in prefills]
-    return torch.tensor(ids, device=model.device), torch.tensor(mask, device=model.device)
+def _face(model: PreTrainedModel, answers: _Answers) -> Any:
+    """The model under another forward: a shallow copy, which has the same modules, weights and configurations."""
+    face = copy.copy(model)
+
+    @functools.wraps(model.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return answers.forward(args, kwargs)
+
+    face.__dict__["forward"] = forward
+    face.__dict__["_optimize_model_for_decode"] = nullcontext  # it changes what all share: each step does it for itself
+    return face
 
 
-@contextmanager
-def _first_answered(model: HFModel, prefills: Sequence[Prefill], cache: RowCache | None) -> Iterator[None]:
-    """Let the next forward return the prefills' logits and its cache hold the last row; whatever happens, undo it."""
-    if cache is None:
-        yield
-        return
-    attributes = model.model.__dict__
-    before, forward = attributes.get("forward"), model.model.forward
-    logits = torch.stack([prefill.logits for prefill in prefills])
+class _Answers:
+    """What one `generate` gets for its model's forwards: first the prefill's logits, then steps."""
 
-    def undo() -> None:
-        attributes.pop("forward", None)
-        if before is not None:
-            attributes["forward"] = before
+    def __init__(self, prefill: Prefill, member: Member | None, batcher: Batcher, forward: Forward) -> None:
+        self._prefill, self._member, self._batcher, self._forward = prefill, member, batcher, forward
+        self._is_first = prefill.cache is not None
 
-    @functools.wraps(forward)
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        undo()
-        repeats = kwargs["input_ids"].shape[0] // len(prefills)
-        if repeats > 1:
-            cache.batch_repeat_interleave(repeats)
-        if kwargs.get("output_hidden_states") or kwargs.get("output_attentions"):
-            return forward(*args, **kwargs)
-        cache.length += 1
-        return CausalLMOutputWithPast(logits=logits.repeat_interleave(repeats, 0)[:, None], past_key_values=cache)
-
-    attributes["forward"] = answer
-    try:
-        yield
-    finally:
-        undo()
-
-
-@contextmanager
-def _seeded(model: HFModel, seed: int | None) -> Iterator[None]:
-    """Sampling from `seed`, without touching anybody else's random numbers; None: torch's own state."""
-    if seed is None:
-        yield
-        return
-    devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        yield
+    def forward(self, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
+        """The model's output."""
+        cache = self._prefill.cache
+        if args or arguments.get("past_key_values") is not cache:  # a logits processor that asks the model something
+            return self._batcher.step(None, functools.partial(self._forward, *args), arguments)
+        if cache is not None and self._is_first:
+            self._is_first = False
+            repeats = arguments["input_ids"].shape[0]
+            if repeats > 1:
+                cache.batch_repeat_interleave(repeats)
+            if not arguments.get("output_hidden_states") and not arguments.get("output_attentions"):
+                cache.length += 1
+                logits = self._prefill.logits.expand(repeats, 1, -1)
+                return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        return self._batcher.step(self._member, self._forward, arguments)

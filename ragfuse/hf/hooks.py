@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragfuse.fuse.attend import RowMask, attend, watch_last
+from ragfuse.fuse.attend import Ragged, RowMask, attend, attend_ragged, watch_last
 from ragfuse.fuse.fusor import Fusion
 from ragfuse.hf.cache import RowCache
 
@@ -31,7 +31,7 @@ def attention_of_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: RowMask,
+    attention_mask: RowMask | Ragged,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -40,12 +40,20 @@ def attention_of_rows(
 ) -> tuple[Tensor, None]:
     """Our attention as transformers calls it: gives [B, R, Hq, D] and no weights."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(attention_mask, Ragged):
+        if key is not attention_mask.newest:
+            raise Remade
+        return attend_ragged(query, attention_mask, scaling, sliding_window, softcap, s_aux), None
     if attention_mask.watch is not None:
         attention_mask.watch(module, query, key, scaling)
     return attend(query, key, value, attention_mask, scaling, sliding_window, softcap, s_aux), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_of_rows)
+
+
+class Remade(Exception):
+    """A family makes what it attends over from what its cache gives, so it needs to be given all of it."""
 
 
 class _Captured(Exception):
@@ -231,6 +239,24 @@ def _rows_of(value: Any, rows: Tensor) -> Any:
 
 def _bound(hook: Callable[..., Any], layer: int) -> Callable[..., Any]:
     return lambda module, args, kwargs: hook(layer, module, args, kwargs)
+
+
+@contextmanager
+def attending(wiring: Wiring, ragged: Ragged) -> Iterator[None]:
+    """For one forward of the newest rows, let every layer attend over what `ragged` holds; mode "rows" alone."""
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, {**kwargs, "attention_mask": ragged}
+
+    handles = []
+    try:
+        with _attention(wiring):
+            for layer in wiring.layers:
+                handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

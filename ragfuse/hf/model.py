@@ -1,7 +1,7 @@
 """One loaded model: encodes runs, fuses prompts, and says what it is.
 
-Calls are safe from several threads: one lock per model, held while its weights are at work. Retrieval, storage and the
-choice of what to reuse live elsewhere.
+Calls are safe from several threads: one lock per model, held while its weights are at work, and let go of between the
+tokens of an answer. Retrieval, storage and the choice of what to reuse live elsewhere.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from ragfuse.fuse.fusor import Buffers, Fusion, Run, Source, offered
 from ragfuse.fuse.select import nearness, policy_named
 from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
+from ragfuse.hf.decode import Batcher
 from ragfuse.hf.drift import read_drift
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
+from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed import pack
 from ragfuse.hf.tokens import for_contents
 from ragfuse.profiles import ModelProfile
@@ -89,7 +91,8 @@ class HFModel:
         drift: ChunkKV | None = None,
     ) -> None:
         self.model, self.tokenizer, self.drift = model.eval(), tokenizer, drift
-        self.lock = threading.RLock()
+        self.lock = FairLock()
+        self.batcher = Batcher(self.model, self.lock)
         self._encoder, self._encoding = for_contents(tokenizer), threading.Lock()
         self._wired: Wiring | None = None
         self._numbers: dict[int, int] = {}  # of words, by token and by what it says
@@ -258,6 +261,11 @@ class HFModel:
         prefill = FusedPrefill(self._wiring(profile), fusion)
         prefill.run(ids)
         return prefill
+
+    @property
+    def wiring(self) -> Wiring | None:
+        """Where to hook in; None for a refused model."""
+        return None if self.profile.refusal else self._wiring(self.profile)
 
     def _wiring(self, profile: ModelProfile) -> Wiring:
         """Where to hook in; the same value for the same profile, found once."""

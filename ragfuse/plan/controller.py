@@ -12,7 +12,8 @@ from functools import partial
 from math import floor
 from types import MappingProxyType
 
-from ragfuse.core import Bound, ChunkKey, Entry, Fetch, Forecast, LoadPlan, Prompt, token_digest
+from ragfuse.core import ChunkKey, Entry, Fetch, LoadPlan, Prompt, Segment, token_digest
+from ragfuse.forecast import Bound, Forecast
 from ragfuse.plan.estimate import Blend, Estimate, is_adjustable, share_of
 from ragfuse.plan.levels import WORTH, Offers, coarser, finest, offers, soonest
 from ragfuse.plan.seen import corrected
@@ -59,7 +60,7 @@ def plan(
             misses.append((index, UNREADABLE))
         elif entry is None:
             misses.append((index, MISSING))
-        elif entry.n_tokens != len(segment.tokens):
+        elif not _fits(entry.n_tokens, segment):
             misses.append((index, f"its entry holds {entry.n_tokens} tokens"))
         elif not entry.nbytes:
             misses.append((index, "its entry holds nothing"))
@@ -75,6 +76,11 @@ def plan(
     return LoadPlan(prompt, settled[1], settled[0], tuple(fetches), tuple(misses), unread=tuple(unread))
 
 
+def _fits(n_tokens: int, segment: Segment) -> bool:
+    """Whether an entry of so many tokens has the rows that a segment uses of it."""
+    return n_tokens == len(segment.tokens) if segment.rows is None else n_tokens >= segment.rows[1]
+
+
 def settle(policy: str, ratio: float | None, choice: tuple[str, float] | None = None) -> tuple[str, float]:
     """Policy and ratio of one prompt; choice: what `auto` takes, None for the conservative `MEASURED`."""
     chosen = choice if choice is not None and policy == AUTO else MEASURED
@@ -88,7 +94,7 @@ def is_blended(prompt: Prompt, fetch: Fetch) -> bool:
 
 def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
     """Whether a fetched segment attended to just what stands before it here: then its KV is full prefill's own."""
-    if fetch.key.encoded == "amid":
+    if fetch.key.encoded == "amid" or (prompt.segments[fetch.segment].rows or (0, 0))[0]:
         return False
     lo, start = prompt.spans[fetch.segment][0], prompt.segments[fetch.segment].start
     if not lo or not fetch.key.context:

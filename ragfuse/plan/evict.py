@@ -1,14 +1,178 @@
 """Whom to drop: when a tier is full, and when an entry is too old. Decisions only: nothing here reads a clock, a file
-or a tensor. What time it is, is told."""
+or a tensor. What time it is, and who waits in which order, is told.
+
+A policy is an order (`Rank`): of what is kept, who goes first. `Evictor` sorts what a tier shows it by that order;
+`ragfuse.plan.ranking.Ranking` holds the same order over what changes one by one. Windows and prefetching are
+`ragfuse.plan.ahead`'s.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from types import MappingProxyType
+from typing import Literal
 
 from ragfuse.core import ChunkKey, Entry
+from ragfuse.errors import SettingsError
 
 Evict = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
 """Yields keys to drop, the first first."""
+
+ConversationOf = Callable[[ChunkKey], Hashable]
+"""The name of the conversation that a key's KV belongs to; None: it stands for itself."""
+
+PolicyName = Literal["lru", "fifo", "look-ahead"]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What is dropped or moved as one: all that a tier has of a conversation, or an entry that belongs to none.
+
+    AttentionStore, section 3.3.2: a conversation's KV is used whole or not at all. name: the conversation's, or the
+    key itself. last_used: of the entry used last; arrived: of the one that came first, seconds.
+    """
+
+    name: Hashable
+    keys: tuple[ChunkKey, ...]
+    nbytes: int
+    last_used: float
+    arrived: float = 0.0
+
+
+Rank = Callable[[Item, float | None], tuple[int, float]]
+"""Who goes first: the smaller. Given an item and the place of its first waiting job, a number that grows from the head
+of the queue to its tail; None where none is known to wait."""
+
+
+def by_use(item: Item, place: float | None) -> tuple[int, float]:
+    """Least recently used first."""
+    return 0, item.last_used
+
+
+def by_arrival(item: Item, place: float | None) -> tuple[int, float]:
+    """What came first goes first, however often it was used since."""
+    return 0, item.arrived
+
+
+def by_next_use(item: Item, place: float | None) -> tuple[int, float]:
+    """First what no job waits for, least recently used first; then from the tail of the queue to its head.
+
+    AttentionStore, section 3.3.2: what is in the look-ahead window is exempt, and where all is, its tail goes first.
+    """
+    return (0, item.last_used) if place is None else (1, -place)
+
+
+RANKS: Mapping[str, Rank] = MappingProxyType({"lru": by_use, "fifo": by_arrival, "look-ahead": by_next_use})
+"""The policies, by name."""
+
+
+def rank_named(name: str) -> Rank:
+    """The policy of that name; SettingsError if there is none."""
+    if name not in RANKS:
+        raise SettingsError(f"There is no eviction policy '{name}'. It is one of: {', '.join(RANKS)}.")
+    return RANKS[name]
+
+
+def _itself(key: ChunkKey) -> Hashable:
+    return None
+
+
+def _at_once(key: ChunkKey) -> float:
+    return 0.0
+
+
+def _no_clock() -> float:
+    return 0.0
+
+
+def items(
+    entries: Iterable[Entry], conversation_of: ConversationOf = _itself, arrived: Callable[[ChunkKey], float] = _at_once
+) -> list[Item]:
+    """Entries grouped into what goes as one, in the order in which each is met first; none with a pinned entry."""
+    groups: dict[Hashable, list[Entry]] = {}
+    for entry in entries:
+        name = conversation_of(entry.key)
+        groups.setdefault(entry.key if name is None else name, []).append(entry)
+    return [
+        Item(
+            name,
+            tuple(entry.key for entry in found),
+            sum(entry.nbytes for entry in found),
+            max(entry.last_used for entry in found),
+            min(arrived(entry.key) for entry in found),
+        )
+        for name, found in groups.items()
+        if not any(entry.pinned for entry in found)
+    ]
+
+
+def ranked(found: Iterable[Item], rank: Rank, places: Mapping[Hashable, float]) -> Iterator[Item]:
+    """Items in the order in which they go, equals in the order given; sorted only as far as it is read."""
+    heap = [(rank(item, places.get(item.name)), index, item) for index, item in enumerate(found)]
+    heapq.heapify(heap)
+    while heap:
+        yield heapq.heappop(heap)[2]
+
+
+def nobody_waits() -> Mapping[Hashable, float]:
+    """The places where there is no queue."""
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Evictor:
+    """A policy by name, as an `Evict`: whole conversations one after the other, each key of one before the next's.
+
+    places: asked anew each time, where in the queue each conversation's first job waits (`ragfuse.plan.ahead.places`).
+    arrived: when a key came, which fifo needs. ttl_s and now: conversations unused for longer go before all others.
+    `together` tells a tier which keys go as one, and to show it all entries at once: what was used longest ago says
+    nothing of what came first or is used next.
+    """
+
+    rank: Rank
+    conversation_of: ConversationOf = _itself
+    places: Callable[[], Mapping[Hashable, float]] = nobody_waits
+    arrived: Callable[[ChunkKey], float] = _at_once
+    ttl_s: float = inf
+    now: Callable[[], float] = _no_clock
+
+    def __call__(self, entries: Sequence[Entry]) -> Iterator[ChunkKey]:
+        """Keys to drop, the first first; none of a conversation of which something is pinned."""
+        now_s = self.now()
+        old: list[Item] = []
+        kept: list[Item] = []
+        for item in items(entries, self.conversation_of, self.arrived):
+            (old if now_s - item.last_used > self.ttl_s else kept).append(item)
+        for item in (*old, *ranked(kept, self.rank, self.places())):
+            yield from item.keys
+
+    def together(self, one: ChunkKey, other: ChunkKey) -> bool:
+        """Whether these are of one conversation, so that both go or none."""
+        name = self.conversation_of(one)
+        return name is not None and name == self.conversation_of(other)
+
+
+def evictor(
+    name: PolicyName | str,
+    conversation_of: ConversationOf | None = None,
+    places: Callable[[], Mapping[Hashable, float]] | None = None,
+    arrived: Callable[[ChunkKey], float] | None = None,
+) -> Evict:
+    """The policy of that name over what a tier shows: `lru`, `fifo` (needs `arrived`) or `look-ahead` (`places`).
+
+    SettingsError for another name, and where what it needs is not given. Entries alone, without conversations: `lru`.
+    """
+    rank = rank_named(name)
+    if name == "fifo" and arrived is None:
+        raise SettingsError("The policy fifo wants to know when keys came: give it `arrived`.")
+    if name == "look-ahead" and places is None:
+        raise SettingsError("The policy look-ahead wants to know who waits: give it `places`.")
+    if name == "lru" and conversation_of is None:
+        return lru
+    return Evictor(rank, conversation_of or _itself, places or nobody_waits, arrived or _at_once)
 
 
 def lru(entries: Iterable[Entry]) -> Iterator[ChunkKey]:
@@ -26,7 +190,12 @@ def expired(entries: Iterable[Entry], now_s: float, ttl_s: float) -> Iterator[Ch
 
 
 def expired_first(evict: Evict, ttl_s: float, now: Callable[[], float]) -> Evict:
-    """`evict`, but entries that are too old go before all others, whatever it thinks of them."""
+    """`evict`, but entries that are too old go before all others, whatever it thinks of them.
+
+    Where conversations go whole, those of which nothing was used since.
+    """
+    if isinstance(evict, Evictor):
+        return replace(evict, ttl_s=ttl_s, now=now)
 
     def choose(entries: Sequence[Entry]) -> Iterator[ChunkKey]:
         old = dict.fromkeys(expired(entries, now(), ttl_s))

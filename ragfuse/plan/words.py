@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from types import MappingProxyType
+from typing import Any
 
-from ragfuse.core import Encoded, Fetch, Forecast, Kind, LoadPlan
+from ragfuse.core import Encoded, Fetch, Kind, LoadPlan
+from ragfuse.forecast import Forecast
 from ragfuse.plan.controller import is_blended, is_exact
 from ragfuse.plan.estimate import Kind as Needs
 from ragfuse.plan.estimate import is_adjustable, kind_of
@@ -44,6 +47,26 @@ UNMEASURED = "Times are not predicted: this model, this machine or one of the ti
 def in_words(plan: LoadPlan) -> str:
     """Every segment that could be reused, hit or miss and why; the ratio and why not more; the time it will take."""
     return "\n".join((f"{plan.explain()}.", *_segments(plan), *_left_out(plan), *_chosen(plan), *_expected(plan)))
+
+
+def as_dict(plan: LoadPlan) -> dict[str, Any]:
+    """A plan as plain JSON types, one row for each segment that could be reused."""
+    kept, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
+    times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
+    rows = []
+    for at, segment in enumerate(plan.prompt.segments):
+        if segment.keys:
+            fetch, (load_s, compute_s) = kept.get(at), times.get(at, (None, None))
+            row: dict[str, Any] = {"source": segment.source, "kind": segment.kind, "n_tokens": len(segment.tokens)}
+            row |= {"hit": any(f.segment == at for f in plan.fetches), "why": misses.get(at, "")}
+            row |= {"tier": fetch.tier if fetch else "", "nbytes": fetch.nbytes if fetch else 0}
+            row |= {"level": fetch.level if fetch else "", "encoded": fetch.key.encoded if fetch else ""}
+            rows.append({**row, "predicted_load_s": load_s, "predicted_compute_s": compute_s})
+    forecast = asdict(plan.forecast) if plan.forecast is not None else None
+    if forecast is not None:
+        del forecast["segments"]
+    told = {"policy": plan.policy, "needs": needs(plan), "ratio": plan.ratio, "refusal": plan.refusal}
+    return {**told, "tokens": len(plan.prompt), "segments": rows, "forecast": forecast}
 
 
 def needs(plan: LoadPlan) -> str:

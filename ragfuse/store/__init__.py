@@ -5,6 +5,7 @@ from ragfuse.store.disk import DiskTier
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.opening import open_store, open_tier
 from ragfuse.store.reading import Encoded
+from ragfuse.store.session_book import SessionBook, SessionLine
 from ragfuse.store.store import KVStore, StoreStats
 from ragfuse.store.tier import EntryMeta, Evictor, Tier
 from ragfuse.store.writer import Writer, countdown
@@ -18,6 +19,8 @@ __all__ = [
     "KVStore",
     "KnownText",
     "MemoryTier",
+    "SessionBook",
+    "SessionLine",
     "StoreStats",
     "Tier",
     "Writer",

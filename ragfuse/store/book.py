@@ -1,4 +1,5 @@
-"""What is remembered beside the KV: profiles by name, and the texts of known chunks. KV bytes are the tiers' business.
+"""What is remembered beside the KV: profiles by name, the texts of known chunks, and sessions, which are
+`session_book.py`'s. KV bytes are the tiers' business.
 
 Texts let a later process find the same chunks in a prompt. They are kept per model digest, so a salted tenant has
 its own, and they are as private as the folder.
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple
 from ragfuse.core import FORMAT_VERSION
 from ragfuse.store.database import Database, Row
 from ragfuse.store.folder import locked, open_folder, refusal, trouble
+from ragfuse.store.session_book import SESSION_SCHEMA, SESSION_TABLES, SessionBook
 
-_SCHEMA = """
+_SCHEMA = f"""{SESSION_SCHEMA}
 CREATE TABLE IF NOT EXISTS profiles(name TEXT PRIMARY KEY, profile TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS texts(
     id INTEGER PRIMARY KEY, model TEXT NOT NULL, key TEXT NOT NULL, source TEXT NOT NULL, text TEXT NOT NULL,
@@ -49,10 +51,11 @@ class Book:
         self.path = open_folder(Path(path).expanduser())
         with self._trouble(), locked(self.path / "lock"):
             self._database = Database(self.path / "book.sqlite", _SCHEMA, FORMAT_VERSION)
-            for table in ("profiles", "texts"):
+            for table in ("profiles", "texts", *SESSION_TABLES):
                 if not self._database.is_sound(table):
                     with self._database.write() as transaction:
                         self._database.rebuild(transaction, table)
+        self.sessions = SessionBook(self._database, self._trouble)
 
     def get(self, name: str) -> dict[str, Any] | None:
         """The profile of that name, None if there is none, or a bad byte has made it none."""

@@ -35,7 +35,8 @@ class MemoryTier:
     """A tier in memory: host by default, pinned host with `pin_memory`, a GPU's with `device`.
 
     Room is taken before bytes are copied and given back if they cannot be, so `nbytes` never exceeds `capacity`. Pinned
-    memory comes in powers of two, which is what an entry counts there. `copies`: what is written is copied.
+    memory comes in powers of two, which is what an entry counts there. `copies`: what is written is copied. free_bytes:
+    what a write leaves free, where the evictor can spare so much, so that there is room for what is fetched next.
     """
 
     slow = False
@@ -47,11 +48,12 @@ class MemoryTier:
         *,
         device: str = "cpu",
         pin_memory: bool = False,
+        free_bytes: int = 0,
         name: str = "memory",
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name, self.capacity, self.counts = name, capacity, Counts()
-        self._evict, self._clock = evict, clock
+        self._evict, self._clock, self._free_bytes = evict, clock, free_bytes
         self.device, has_gpu = torch.device(device), torch.cuda.is_available()
         if self.device.type == "cuda" and self.device.index is None and has_gpu:  # each thread has its own otherwise
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -162,14 +164,21 @@ class MemoryTier:
         with self._lock:
             old = self._slots.get(key)
             free = self.capacity - self._nbytes + (old.nbytes if old else 0)
-            others = (slot.entry for other, slot in self._slots.items() if other != key)
-            doomed = victims(self._evict, others, nbytes - free) if nbytes <= self.capacity else None
+            doomed = self._doomed(key, nbytes - free) if nbytes <= self.capacity else None
             if doomed is None:
                 return False
             self._drop(key)
             self.counts.add("evicted", sum(self._drop(victim) for victim in doomed))
             self._nbytes += nbytes
             return True
+
+    def _doomed(self, own: ChunkKey, excess: int) -> list[ChunkKey] | None:
+        for wanted in dict.fromkeys((excess + self._free_bytes, excess)):
+            others = (slot.entry for key, slot in self._slots.items() if key != own)
+            doomed = victims(self._evict, others, wanted)
+            if doomed is not None:
+                return doomed
+        return None
 
     def _drop(self, key: ChunkKey) -> bool:
         slot = self._slots.pop(key, None)

@@ -33,7 +33,8 @@ def open_store(settings: Settings, evict: Evictor, codecs: Codecs = TABLELESS) -
         if on_gpu and settings.gpu_bytes:
             opened.append(MemoryTier(settings.gpu_bytes, evict, device=settings.device, name="gpu"))
         if settings.memory_bytes:
-            opened.append(MemoryTier(settings.memory_bytes, evict, pin_memory=on_gpu))
+            free = int(settings.memory_bytes * settings.memory_free)
+            opened.append(MemoryTier(settings.memory_bytes, evict, pin_memory=on_gpu, free_bytes=free))
         if settings.disk_bytes:
             opened.append(DiskTier(settings.store_path, settings.disk_bytes, evict))
         for url in settings.tiers:

@@ -152,13 +152,13 @@ function commands.oldest(first, last)
   return {stamp, call('ZCARD', used) == n and 1 or 0, keys, #keys > 0 and call('HMGET', rows, unpack(keys)) or {}}
 end
 
--- Take room, dropping as many of the victims (key, row as it was seen) as it needs; {1, how many} or {0, bytes short}.
+-- Take room, dropping the victims (key, row as it was seen) if it lacks any; {1, how many} or {0, bytes short}.
 function commands.reserve(upload, capacity, lease)
   local nbytes, victims = weight(upload), {}
   local short = total() + nbytes - capacity
   local excess = short
   for i = 6, #ARGV, 2 do
-    if excess > 0 and call('HGET', rows, ARGV[i]) == ARGV[i + 1] then
+    if short > 0 and call('HGET', rows, ARGV[i]) == ARGV[i + 1] then
       table.insert(victims, ARGV[i])
       excess = excess - weight(ARGV[i + 1])
     end

@@ -23,7 +23,8 @@ from ragfuse.store.sizes import check_levels
 Evictor = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
 """Yields keys to drop, the first first; a tier stops asking once there is room, and never drops a pinned entry.
 
-It is shown the entries used longest ago, some hundreds, and further ones only while what it yields is not enough."""
+It is shown the entries used longest ago, some hundreds, and further ones only while what it yields is not enough; all
+at once, pinned ones too, if it is a `WholeEvictor`."""
 
 Expired = Callable[[Iterable[Entry], float], Iterable[ChunkKey]]
 """Keys of those entries that are too old to be kept at this time, in seconds since the epoch; never a pinned one."""
@@ -39,8 +40,19 @@ def windows(candidates: Iterable[Entry]) -> Iterator[list[Entry]]:
         size *= 4
 
 
+@runtime_checkable
+class WholeEvictor(Protocol):
+    """An evictor that drops several entries as one: a tier that has room in their midst drops the rest of them, too."""
+
+    def together(self, one: ChunkKey, other: ChunkKey) -> bool:
+        """Whether both go or none."""
+        ...
+
+
 def victims(evict: Evictor, candidates: Iterable[Entry], excess: int) -> list[ChunkKey] | None:
     """Whom of the candidates, oldest first, to drop to free `excess` bytes; None if the evictor gives too little."""
+    if isinstance(evict, WholeEvictor):
+        return _whole_victims(evict, evict.together, list(candidates), excess)
     chosen: list[ChunkKey] = []
     for window in windows(candidates) if excess > 0 else ():
         nbytes = {entry.key: entry.nbytes for entry in window}
@@ -50,6 +62,20 @@ def victims(evict: Evictor, candidates: Iterable[Entry], excess: int) -> list[Ch
                 excess -= nbytes.pop(key)
                 if excess <= 0:
                     return chosen
+    return chosen if excess <= 0 else None
+
+
+def _whole_victims(
+    evict: Evictor, together: Callable[[ChunkKey, ChunkKey], bool], entries: Sequence[Entry], excess: int
+) -> list[ChunkKey] | None:
+    chosen: list[ChunkKey] = []
+    nbytes = {entry.key: entry.nbytes for entry in entries if not entry.pinned}
+    for key in evict(entries) if excess > 0 else ():
+        if excess <= 0 and not together(chosen[-1], key):
+            break
+        if key in nbytes:
+            chosen.append(key)
+            excess -= nbytes.pop(key)
     return chosen if excess <= 0 else None
 
 

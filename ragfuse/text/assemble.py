@@ -87,7 +87,7 @@ class Assembler:
         return _Run(tuple(self.encode(text, True)))
 
     def _run(self, piece: Piece) -> _Run:
-        return _Run(tuple(self.encode(piece.text, False)), piece.kind == "chunk", piece.source, piece.text)
+        return _Run(piece.ids or tuple(self.encode(piece.text, False)), piece.kind == "chunk", piece.source, piece.text)
 
     def _prompt(self, runs: Sequence[_Run]) -> Prompt:
         runs = [run for run in runs if run.tokens]

@@ -28,11 +28,15 @@ _HEAD = re.compile(r"\[\[chunk:([0-9]{1,9}):([A-Za-z0-9_-]*):([0-9a-f]{32})\]\]"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of prompt text: `fresh`, or one `chunk`; `source` says where a chunk came from, for people."""
+    """A run of prompt text: `fresh`, or one `chunk`; `source` says where a chunk came from, for people.
+
+    ids: its token ids where these are known without a tokenizer, as what a model wrote itself; (): to be found.
+    """
 
     text: str
     kind: Literal["fresh", "chunk"] = "fresh"
     source: str = ""
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +186,7 @@ def peel(piece: Piece) -> tuple[Piece, ...]:
     """A chunk without the white space around it, which becomes fresh text; a fresh piece as it is."""
     core = piece.text.strip()
     if piece.kind == "fresh" or not core:
-        return (Piece(piece.text),)
+        return (Piece(piece.text, ids=piece.ids),)
     lo = piece.text.index(core)
     parts = (Piece(piece.text[:lo]), Piece(core, "chunk", piece.source), Piece(piece.text[lo + len(core) :]))
     return tuple(part for part in parts if part.text)

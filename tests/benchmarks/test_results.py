@@ -52,6 +52,10 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     runs["j"] |= {"context_tokens": 6000, "paper": "p", "absent": ["Not at hand: Mistral-7B."]}
     row = {"gbps": 3.0, "text_s": 9.0, "sooner": "cg2"}
     runs["k"] = {"figure": "cg-fig11", "title": "t", "paper": "p", "rows": [row] * 40, "columns": ["gbps", "sooner"]}
+    hits = {"hit": 0.7, "ram": 0.65, "disk": 0.05, "later_hit": 0.79, "first_token_s": 0.052, "waiting": 2060.0}
+    drawn = {"sessions": 9000, "turns": 5.74, "over_4k": 0.149}
+    runs["l"] = {"settings": [{"name": "128G/2T", "look_ahead": hits}], "loads": {"drawn": drawn}, "warm_turns": 10}
+    runs["l"] |= {"events": 10**6, "events_per_s": 2e4}
     for name, run in runs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
     made = page(tmp_path)
@@ -66,6 +70,7 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         "| l8b, cg2 by zstd | 0.0500 |",
         "Not at hand: Mistral-7B.",
         "| 3.000 | cg2 |",
+        "| 128G/2T, look ahead | 70.0% | 65.0% | 5.0% | 79.0% | 52 ms | 2,060 |",
         "Lines changed: 1 of the chain's 6",
     )
     for wanted in said:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragfuse.fuse import attend as whole
-from ragfuse.fuse.attend import RowMask, attend, watch_last
+from ragfuse.fuse.attend import Ragged, RowMask, attend, attend_ragged, watch_last
 from tests import reference
 
 SCALING = 0.4
@@ -158,3 +158,15 @@ def test_the_last_query_is_watched_over_all_keys() -> None:
         wanted += torch.softmax(scores, 0)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), wanted, atol=1e-6, rtol=1e-5)
+
+
+@options
+def test_newest_rows_see_each_its_own_prompt(options: dict[str, object]) -> None:
+    """Prompts of one row, of some and of many, one of them twice as two beams."""
+    cases = [case([n - 1], list(range(n)), seed=n) for n in (1, 5, 90)]
+    beams = [case([39], list(range(40)), seed=seed) for seed in (2, 3)]
+    two = tuple(torch.cat([getattr(beam, name) for beam in beams]) for name in ("keys", "values"))
+    query = torch.cat([each.query for each in (*cases, *beams)])
+    held = [*((each.keys, each.values) for each in cases), two]
+    found = attend_ragged(query, Ragged([1, 1, 1, 2], held), SCALING, **options)
+    agree(found, torch.stack([each.wanted(**options) for each in (*cases, *beams)]))

@@ -7,7 +7,9 @@ one position, or masked wrongly, changes the answer by percents.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from ragfuse.core import ChunkKV
 from ragfuse.fuse.fusor import Run
+from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from tests.hf.families import BASE, FAMILIES, REFUSED, VOCABULARY
 
@@ -129,6 +132,19 @@ def fuse(model: HFModel, scene: Scene, policy: str, ratio: float, kv: KVSource |
     """One fused prefill of a scene, its chunks encoded on the way unless given."""
     kv = kv or source(model, scene)
     return model.fuse(scene.token_ids, scene.positions, scene.runs, kv, policy, ratio)
+
+
+def together(model: HFModel, calls: Sequence[tuple[Prefill, dict[str, Any]]]) -> list[list[list[int]]]:
+    """What each of several `generate` writes, (prefill, its arguments), all begun at the same time in threads."""
+    begin = threading.Barrier(len(calls))
+
+    def write(call: tuple[Prefill, dict[str, Any]]) -> list[list[int]]:
+        prefill, arguments = call
+        begin.wait(60)
+        return generate(model, prefill, **arguments)
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(write, calls))
 
 
 def states(prefill: Prefill) -> list[tuple[Tensor, Tensor]]:

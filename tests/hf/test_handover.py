@@ -81,8 +81,8 @@ def test_options_work_as_in_transformers(name: str, options: dict[str, Any]) -> 
     if "generation_config" not in options:
         options = {"max_new_tokens": LENGTH, **options}
     wanted = theirs(model, kit.usual().token_ids, options, seed=11)
-    assert generate(model, [fused(model)], options, seed=11) == wanted
-    assert generate(model, [model.full_prefill(kit.usual().token_ids)], options, seed=11) == wanted
+    assert generate(model, fused(model), options, seed=11) == wanted
+    assert generate(model, model.full_prefill(kit.usual().token_ids), options, seed=11) == wanted
 
 
 def test_stop_strings_end_an_answer() -> None:
@@ -90,7 +90,7 @@ def test_stop_strings_end_an_answer() -> None:
     plain = theirs(model, kit.usual().token_ids, {"max_new_tokens": LENGTH, "do_sample": False})[0]
     stop = model.tokenizer.decode(plain[4:6])
     options = {"max_new_tokens": LENGTH, "do_sample": False, "stop_strings": [stop]}
-    found = generate(model, [fused(model)], options)
+    found = generate(model, fused(model), options)
     assert found == theirs(model, kit.usual().token_ids, options)
     assert len(found[0]) < LENGTH
     assert model.tokenizer.decode(found[0]).endswith(stop)
@@ -100,7 +100,7 @@ def test_an_end_token_ends_an_answer() -> None:
     model = kit.family("llama")
     plain = theirs(model, kit.usual().token_ids, {"max_new_tokens": LENGTH, "do_sample": False})[0]
     options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": plain[3]}
-    found = generate(model, [fused(model)], options)
+    found = generate(model, fused(model), options)
     assert found == theirs(model, kit.usual().token_ids, options)
     assert found[0][-1] == plain[3]
     assert len(found[0]) <= 4
@@ -109,7 +109,7 @@ def test_an_end_token_ends_an_answer() -> None:
 def test_a_streamer_gets_every_token_as_it_comes() -> None:
     model, options = kit.family("llama"), {"max_new_tokens": LENGTH, "do_sample": False}
     own, wanted = Recorder(), Recorder()
-    generate(model, [fused(model)], options, streamer=own)
+    generate(model, fused(model), options, streamer=own)
     theirs(model, kit.usual().token_ids, {**options, "streamer": wanted})
     assert own.steps == wanted.steps
     assert own.steps[0] == kit.usual().token_ids
@@ -124,7 +124,7 @@ def test_a_stopping_criterion_is_asked_after_every_token() -> None:
 
     length = len(kit.usual().token_ids)
     model = kit.family("llama")
-    found = generate(model, [fused(model)], {"max_new_tokens": LENGTH, "eos_token_id": None}, stopping=[After()])
+    found = generate(model, fused(model), {"max_new_tokens": LENGTH, "eos_token_id": None}, stopping=[After()])
     assert len(found[0]) == 5
 
 
@@ -153,20 +153,17 @@ def test_prompts_of_different_lengths_are_answered_together(name: str) -> None:
     options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None}
     wanted = [theirs(model, scene.token_ids, options)[0] for scene in scenes]
     prefills = [kit.fuse(model, scene, "hkvd", 1.0) for scene in scenes]
-    assert generate(model, prefills, options) == wanted
+    found = kit.together(model, [(prefill, {"options": options}) for prefill in prefills])
+    assert [rows[0] for rows in found] == wanted
 
 
 @pytest.mark.parametrize("extra", [{"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True}])
-def test_a_batch_takes_beams_and_samples(extra: dict[str, Any]) -> None:
+def test_beams_and_samples_of_two_prompts_are_what_each_gives_alone(extra: dict[str, Any]) -> None:
     model, scenes = kit.family("llama"), [kit.usual(1), kit.scene([20], ["fresh"], seed=2)]
     options = {"max_new_tokens": LENGTH, "do_sample": False, **extra}
-    longest = max(len(scene.token_ids) for scene in scenes)
-    ids = [[0] * (longest - len(scene.token_ids)) + scene.token_ids for scene in scenes]
-    mask = torch.tensor([[int(token > 0) for token in row] for row in ids])
-    torch.manual_seed(5)
-    out = model.model.generate(torch.tensor(ids), attention_mask=mask, **options)
-    found = generate(model, [kit.fuse(model, scene, "hkvd", 1.0) for scene in scenes], options, seed=5)
-    assert found == out[:, longest:].tolist()
+    wanted = [theirs(model, scene.token_ids, options, seed=5) for scene in scenes]
+    asked = {"options": options, "seed": 5}
+    assert kit.together(model, [(kit.fuse(model, scene, "hkvd", 1.0), asked) for scene in scenes]) == wanted
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
@@ -184,7 +181,7 @@ def test_a_fused_prompt_goes_on_from_its_own_kv(ratio: float) -> None:
         with torch.no_grad():
             logits = model.model(torch.tensor([written[-1:]]), past_key_values=cache, position_ids=at).logits[0, -1]
     options = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None}
-    assert generate(model, [kit.fuse(model, scene, "hkvd", ratio, kv)], options) == [written]
+    assert generate(model, kit.fuse(model, scene, "hkvd", ratio, kv), options) == [written]
 
 
 @pytest.mark.parametrize("companion", [False, True])
@@ -203,10 +200,10 @@ def test_an_answer_stands_right_behind_a_prompt_with_gaps(companion: bool) -> No
     prefills = [kit.fuse(model, scene, "hkvd", 1.0)]
     if companion:
         prefills.append(model.full_prefill(kit.usual().token_ids))
-    found = generate(model, prefills, options)
-    assert found[0] == written
+    found = kit.together(model, [(prefill, {"options": options}) for prefill in prefills])
+    assert found[0] == [written]
     if companion:
-        assert found[1] == theirs(model, kit.usual().token_ids, options)[0]
+        assert found[1] == theirs(model, kit.usual().token_ids, options)
 
 
 @pytest.mark.parametrize(
@@ -231,9 +228,9 @@ def test_what_would_bypass_the_cache_is_refused(options: dict[str, Any]) -> None
     model = kit.family("llama")
     prefill = fused(model)
     with pytest.raises(SettingsError, match="leave it out"):
-        generate(model, [prefill], {"max_new_tokens": 3, **options})
+        generate(model, prefill, {"max_new_tokens": 3, **options})
     wanted = theirs(model, kit.usual().token_ids, {"max_new_tokens": 3, "do_sample": False})
-    assert generate(model, [prefill], {"max_new_tokens": 3, "do_sample": False}) == wanted
+    assert generate(model, prefill, {"max_new_tokens": 3, "do_sample": False}) == wanted
 
 
 @pytest.mark.parametrize(("name", "value"), [("cache_implementation", "static"), ("use_cache", False)])
@@ -241,7 +238,7 @@ def test_a_models_own_wish_for_another_cache_is_overruled(name: str, value: obje
     model, options = kit.HFModel(kit.build("llama", {}), kit.tokenizer()), {"max_new_tokens": 6, "do_sample": False}
     wanted = theirs(model, kit.usual().token_ids, options)
     setattr(model.model.generation_config, name, value)
-    assert generate(model, [fused(model)], options) == wanted
+    assert generate(model, fused(model), options) == wanted
     assert getattr(model.model.generation_config, name) == value
 
 
@@ -250,11 +247,11 @@ def test_a_seed_touches_nobody_elses_random_numbers() -> None:
     prefills = [fused(model) for _ in range(4)]
     before = torch.random.get_rng_state()
     one, two, other = (
-        generate(model, [prefill], options, seed=seed) for prefill, seed in zip(prefills, (1, 1, 2), strict=False)
+        generate(model, prefill, options, seed=seed) for prefill, seed in zip(prefills, (1, 1, 2), strict=False)
     )
     assert torch.equal(torch.random.get_rng_state(), before)
     assert one == two != other
-    generate(model, [prefills[3]], options)
+    generate(model, prefills[3], options)
     assert not torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -263,12 +260,12 @@ def test_the_shortest_prompts_work(count: int) -> None:
     model, tokens = kit.family("llama"), kit.ids(count)
     options = {"max_new_tokens": 5, "do_sample": False}
     wanted = theirs(model, tokens, options)
-    assert generate(model, [model.full_prefill(tokens)], options) == wanted
+    assert generate(model, model.full_prefill(tokens), options) == wanted
     scene = kit.scene([count], ["chunk"])
     assert scene.token_ids == tokens
-    assert generate(model, [kit.fuse(model, scene, "hkvd", 1.0)], options) == wanted
+    assert generate(model, kit.fuse(model, scene, "hkvd", 1.0), options) == wanted
 
 
 def test_a_long_answer_outgrows_its_buffers() -> None:
     model, options = kit.family("mistral-window"), {"max_new_tokens": 150, "do_sample": False, "eos_token_id": None}
-    assert generate(model, [fused(model)], options) == theirs(model, kit.usual().token_ids, options)
+    assert generate(model, fused(model), options) == theirs(model, kit.usual().token_ids, options)

@@ -75,7 +75,7 @@ def test_nothing_stays_behind_when_the_store_raises(name: str) -> None:
     with pytest.raises(Sudden):
         model.fuse(scene.token_ids, scene.positions, scene.runs, Broken(), "hkvd", 0.3)
     assert traces(model) == before
-    assert not model.lock._is_owned()
+    assert not model.lock.is_mine
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -85,12 +85,12 @@ def test_nothing_stays_behind_when_an_answer_breaks_off(layer: int) -> None:
     prefill = kit.fuse(model, scene, "hkvd", 0.3)
     stop = failing_at(model, layer)
     with pytest.raises(Sudden):
-        generate(model, [prefill], {"max_new_tokens": 4, "do_sample": False})
+        generate(model, prefill, {"max_new_tokens": 4, "do_sample": False})
     stop()
     assert traces(model) == before
     prefill = kit.fuse(model, scene, "hkvd", 0.3)
     with pytest.raises(ValueError, match="max_new_tokens"):
-        generate(model, [prefill], {"max_new_tokens": -1, "do_sample": False})
+        generate(model, prefill, {"max_new_tokens": -1, "do_sample": False})
     assert traces(model) == before
 
 
@@ -106,7 +106,7 @@ def test_a_forward_of_somebody_else_stays_in_place() -> None:
     theirs.__wrapped__ = plain
     model.model.forward = theirs
     scene = kit.usual()
-    generate(model, [kit.fuse(model, scene, "hkvd", 0.3)], {"max_new_tokens": 4, "do_sample": False})
+    generate(model, kit.fuse(model, scene, "hkvd", 0.3), {"max_new_tokens": 4, "do_sample": False})
     assert model.model.forward is theirs
     assert len(calls) >= 4
 

@@ -9,6 +9,7 @@ from ragfuse.fuse.fusor import Run
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, load_model
 from ragfuse.hf.verify import verify
+from tests.hf import kit
 from tests.hf.broken import BREAKS
 
 pytestmark = pytest.mark.slow
@@ -71,18 +72,19 @@ def test_ratio_one_writes_what_transformers_writes(model: HFModel, prompt, optio
     extra = {"tokenizer": model.tokenizer} if "stop_strings" in options else {}
     torch.manual_seed(3)
     wanted = model.model.generate(torch.tensor([ids]), **options, **extra)[:, len(ids) :].tolist()
-    found = generate(model, [fused(model, prompt)], options, seed=3)
+    found = generate(model, fused(model, prompt), options, seed=3)
     count = None if model.dtype == torch.float32 else 3
     assert [row[:count] for row in found] == [row[:count] for row in wanted]
-    full = generate(model, [model.full_prefill(ids)], options, seed=3)
+    full = generate(model, model.full_prefill(ids), options, seed=3)
     assert [row[:count] for row in full] == [row[:count] for row in wanted]
 
 
 def test_two_prompts_are_answered_together(model: HFModel, prompt) -> None:
     ids, options = prompt[0], {"max_new_tokens": 16, "do_sample": False}
     short = ids[-len(model.tokens(TAIL, special=True)) :]
-    alone = [generate(model, [each], options)[0] for each in (model.full_prefill(short), fused(model, prompt))]
-    together = generate(model, [model.full_prefill(short), fused(model, prompt)], options)
+    alone = [generate(model, each, options)[0] for each in (model.full_prefill(short), fused(model, prompt))]
+    asked = [(model.full_prefill(short), {"options": options}), (fused(model, prompt), {"options": options})]
+    together = [rows[0] for rows in kit.together(model, asked)]
     ends = model.model.generation_config.eos_token_id
     for one, other in zip(alone, together, strict=True):
         count = len(one) if model.dtype == torch.float32 else 3

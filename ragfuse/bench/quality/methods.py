@@ -200,7 +200,7 @@ class Lab:
 
     def write(self, prefill: Prefill, most: int) -> list[int]:
         """Ids of the greedy answer, at most so many, the end token left out; the prefill is used up."""
-        ids = generate(self.model, [prefill], {"max_new_tokens": most, "do_sample": False})[0]
+        ids = generate(self.model, prefill, {"max_new_tokens": most, "do_sample": False})[0]
         return [token for token in ids if token not in ends_of(self.model)]
 
 

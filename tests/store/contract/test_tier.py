@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ragfuse.core import LayerKV
-from ragfuse.plan.evict import expired, lru
+from ragfuse.plan.evict import evictor, expired, lru
 from ragfuse.store import KVStore, MemoryTier
 from ragfuse.store.tier import Freed, Tidies, Touches
 from tests.store.kit import encoded, encoded_at, key, kv, same
@@ -250,6 +250,14 @@ def test_bytes_that_are_not_as_described_are_a_mistake_of_the_caller(make_tier):
     with pytest.raises(ValueError, match=r"described|shorter"):
         tier.write(key("a"), meta, blobs[:-1])
     assert tier.entries() == {}
+
+
+def test_a_policy_of_conversations_drops_whole_ones_and_whom_nobody_waits_for_first(make_tier, unit):
+    talks = {key(name): name[0] for name in ("a1", "a2", "b1", "b2", "c1", "d1")}
+    tier = make_tier(5 * unit, evictor("look-ahead", talks.get, lambda: {"a": 0.0, "c": 1.0}))
+    put(tier, "a1", "b1", "a2", "b2", "c1")
+    put(tier, "d1")
+    assert names(tier, "a1", "a2", "b1", "b2", "c1", "d1") == "a1a2c1d1"
 
 
 def test_capacity_is_kept_under_concurrent_writers(make_tier, unit):

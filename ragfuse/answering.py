@@ -1,0 +1,124 @@
+"""From a prompt to its answer: prefilled under the model's lock, decoded beside others, read.
+
+An answer is written in the thread that asks for it; the answers of a batch, each in a thread of its own. What of them
+is computed together is told by `hf.decode`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ragfuse.asking import Ask, is_streamable, options_of
+from ragfuse.bringing import Bringer, Brought
+from ragfuse.calling import Reply
+from ragfuse.conversing import Conversations
+from ragfuse.core import Answer, Prompt
+from ragfuse.errors import InputError
+from ragfuse.hf.handover import generate
+from ragfuse.hf.stream import StopWhen
+from ragfuse.planning import Planner
+from ragfuse.prefilling import Prefiller
+from ragfuse.profiles import ModelProfile
+from ragfuse.settings import Settings
+from ragfuse.telemetry import span
+from ragfuse.tracing import Ready, trace_of
+
+AT_ONCE = 32
+"""Answers of one batch that are written at the same time: each holds its prompt's KV; the next begins as one ends."""
+
+Say = Callable[[str], None] | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How prompts are to be answered, and since when: `time.perf_counter()`."""
+
+    ask: Ask
+    reply: Reply
+    profile: ModelProfile
+    began_s: float
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """Writes an engine's answers. `saves` hears of every prompt that was answered."""
+
+    settings: Settings
+    planner: Planner
+    prefiller: Prefiller
+    bringer: Bringer
+    talks: Conversations
+    saves: Callable[[Ready, Ask], None]
+
+    def one(self, prompt: Prompt, asked: Asked, say: Say, gone: threading.Event) -> Answer:
+        """The answer to a prompt, said while it is written; once `gone` is set, no further.
+
+        InputError where it was set before the answer began.
+        """
+        with self.bringer.all([prompt], asked.ask, asked.reply.model, asked.profile) as (brought,):
+            return self._write(prompt, brought, asked, say, [gone])
+
+    def all(self, prompts: Sequence[Prompt], asked: Asked, gone: threading.Event) -> list[Answer]:
+        """The answers to several prompts; what fails for one ends the others, and is raised."""
+        model = asked.reply.model
+        with self.bringer.all(prompts, asked.ask, model, asked.profile) as brought:
+            given = list(zip(prompts, brought, strict=True))
+            if len(given) < 2 or model.lock.is_mine:
+                return [self._write(prompt, came, asked, None, [gone]) for prompt, came in given]
+            failed = threading.Event()
+            with ThreadPoolExecutor(min(len(given), AT_ONCE), "ragfuse-batch") as pool:
+                ends = [gone, failed]
+                futures = [
+                    pool.submit(copy_context().run, self._write, prompt, came, asked, None, ends)
+                    for prompt, came in given
+                ]
+                return _results(futures, failed)
+
+    def _write(
+        self, prompt: Prompt, brought: Brought | None, asked: Asked, say: Say, ends: Sequence[threading.Event]
+    ) -> Answer:
+        ask, reply = asked.ask, asked.reply
+        with reply.model.lock:
+            if any(end.is_set() for end in ends):
+                raise InputError("The stream was closed before its answer began.")
+            ready = self.prefiller.prepare(prompt, ask, reply.model, asked.profile, brought)
+            self.talks.begin([ready], ask)
+        options = reply.options(options_of(ask, self.settings, ready.room))
+        sink = reply.sink(say, options)
+        streamer = sink if is_streamable(options, reply.model) else None
+        stopping = [*map(StopWhen, ends), *reply.stopping]
+        with span("decode"):
+            rows = generate(reply.model, ready.prefill, options, streamer, stopping, ask.seed)
+        self.saves(ready, ask)
+        answer = self._read(ready, rows[0], asked, options, sink.first_s)
+        if not any(end.is_set() for end in ends):
+            self.talks.after([ready], rows[:1], [answer], ask)
+        if streamer is None and say is not None:
+            say(answer.text)
+        return answer
+
+    def _read(
+        self, ready: Ready, ids: Sequence[int], asked: Asked, options: dict[str, Any], first_s: float | None
+    ) -> Answer:
+        end, timing = asked.reply.written(ids, options), replace(ready.timing, began_s=asked.began_s)
+        trace = trace_of(ready, timing, first_s, time.perf_counter(), asked.reply.model.name)
+        trace = replace(trace, promoted=self.planner.take_promoted())
+        return Answer(end.text, end.token_ids, end.reason, trace, end.calls)
+
+
+def _results(futures: Sequence[Future[Answer]], failed: threading.Event) -> list[Answer]:
+    """Of all; where one fails, or the wait is broken off, the others end too."""
+    try:
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        return [future.result() for future in futures]
+    except BaseException:
+        failed.set()
+        raise

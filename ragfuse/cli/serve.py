@@ -1,0 +1,76 @@
+"""`ragfuse serve`: OpenAI's HTTP interface over one model and one store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ragfuse.cli.options import Device, Dtype, Model, Overflow, Policy, Ratio, prepared, settings_of
+from ragfuse.errors import InputError
+
+
+def serve(
+    model: Model = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    store: Annotated[
+        list[str] | None,
+        typer.Option(help="Folder of the KV store, or URL of a tier behind it; repeat for more."),
+    ] = None,
+    policy: Policy = None,
+    ratio: Ratio = None,
+    overflow: Overflow = None,
+    host: Annotated[str, typer.Option(help="Where to listen; any but loopback needs an API key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="KEY, or SALT:KEY for the tenant of that salt; repeat for more.")
+    ] = None,
+    api_keys_file: Annotated[Path | None, typer.Option(help="File of such keys, one a line.")] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="Web pages from here may ask from a browser; repeat for more.")
+    ] = None,
+    together: Annotated[int | None, typer.Option(help="Requests answered at the same time.", min=1)] = None,
+    waiting: Annotated[int | None, typer.Option(help="Requests that wait; more are told to come later.", min=1)] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds that a request may take, waiting included.")] = None,
+) -> None:
+    """Answer OpenAI's clients over HTTP until SIGTERM or Ctrl-C; then answers end, and what is to be saved is."""
+    folder = next((each for each in store or () if "://" not in each), None)
+    given = {"model": model, "dtype": dtype, "device": device, "policy": policy, "ratio": ratio, "overflow": overflow}
+    settings = settings_of(
+        **given,
+        store=Path(folder) if folder else None,
+        tiers=[each for each in store or () if each != folder] or None,
+        serve_together=together,
+        serve_waiting=waiting,
+        serve_timeout_s=timeout,
+    )
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise InputError(
+            f"A server needs the package {error.name}, which is not installed: pip install 'ragfuse-kv[serve]'"
+        ) from error
+    from ragfuse.serve.keys import Keys, check_host, read_keys
+
+    told = [*settings.api_keys, *(api_key or ()), *(read_keys(api_keys_file) if api_keys_file else ())]
+    keys = Keys(told, settings.salt)
+    check_host(host, keys)
+    prepared(settings)
+    console = Console(stderr=True)
+    with console.status("loading the model") as status:
+        from ragfuse.serve.server import serve as run
+        from ragfuse.serve.service import Service
+
+        service = Service(settings, keys)
+
+        def tell(url: str) -> None:
+            status.stop()
+            said = f"{service.model} answers at {url} (Ctrl-C ends it)."
+            console.print(said, highlight=False, markup=False, soft_wrap=True)
+
+        run(service, host, port, allow_origin or (), tell)

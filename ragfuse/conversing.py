@@ -1,0 +1,397 @@
+"""How an engine goes on with a conversation: what of a prompt is its history, and what an answer leaves for the next.
+
+A prompt is recognised by its messages, and its history by its tokens: only what has the very ids is reused. What is
+shortened is told by `sessions.py`; how sessions are looked after, by `remembering.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+
+from ragfuse.asking import Ask, longest_of
+from ragfuse.core import Answer, ChunkKey, ChunkKV, LoadPlan, Prompt, Segment, amid, digest, token_digest
+from ragfuse.encoding import PACE_S, Encoder
+from ragfuse.fitting import fitted
+from ragfuse.fuse.gather import gathered
+from ragfuse.gate import Booked
+from ragfuse.plan.controller import is_exact
+from ragfuse.prompting import Prompter, Question, turns_of
+from ragfuse.remembering import Sessions
+from ragfuse.sessions import Exchange, Message, Session, Stretch, Talk, heard, matched, truncated
+from ragfuse.settings import LEVELS, Settings
+from ragfuse.store import KVStore
+from ragfuse.store.writer import Writers
+from ragfuse.text.chunks import Piece
+from ragfuse.text.turns import Turn
+from ragfuse.tracing import Ready
+
+log = logging.getLogger("ragfuse.engine")
+
+SAVED_S = 5.0
+"""Seconds that a turn waits, at most, for what the one before it left to be saved."""
+MISSPELT = 64
+"""Ids at an answer's end among which is looked for where its text was cut."""
+
+
+Spans = tuple[tuple[int, int], ...]
+"""Rows of a prompt, lo:hi in order."""
+Saves = tuple[tuple[Stretch, Spans], ...]
+"""Stretches to save, with their rows of a prompt."""
+
+
+class Conversations:
+    """The conversations of one engine. Threads may share it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        booked: Booked,
+        prompter: Prompter,
+        encoder: Callable[[], Encoder],
+        store: KVStore,
+    ) -> None:
+        self._settings, self._prompter, self._encoder = settings, prompter, encoder
+        self._writer, self._lock = Writers(["history"], settings.writer_queue), threading.Lock()
+        whose, ttl_s = lambda: [encoder().digest], settings.session_ttl_s
+        self.sessions = Sessions(store, booked, whose, ttl_s, settle=self._writer.flush)
+        self._waiting_bytes, self.dropped = 0, 0
+
+    # before the answer
+
+    def fitted(
+        self, question: Question, ask: Ask, make: Callable[[Question, int], Prompt], limit: int | None
+    ) -> Prompt:
+        """The prompt of a question, with what is known of its conversation as history; `make` and `limit` as for
+        `fitting.fitted`, which leaves chunks out where a shorter history is not enough."""
+        talk = self._talk(question, ask)
+        if talk is None:
+            return fitted(lambda n: make(question, n), limit)
+        messages = [*_said(talk.session), *(turn_of(message) for message in talk.messages)]
+        return fitted(lambda n: self._placed(make(messages, n), talk, ask), limit)
+
+    def _talk(self, question: Question, ask: Ask) -> Talk | None:
+        """The conversation that a question goes on with, or begins; None where nobody keeps it."""
+        settings = self._settings
+        if ask.session is None and (isinstance(question, str) or settings.history == "asked"):
+            return None
+        encoder = self._encoder()
+        if self._waiting_bytes:
+            self._writer.flush(SAVED_S)
+        given = [self._message(turn, encoder.digest) for turn in turns_of(question)]
+        if ask.session is not None:
+            return self._named(ask.session, given, encoder.digest)
+        lasts = settings.history == "all"
+        known = self.sessions.ending(encoder.digest, heard(given), lasts)
+        if known is None:
+            return Talk(Session(secrets.token_hex(8)), tuple(given), lasts=lasts)
+        version, session = known
+        kept = _agreed(session, given)
+        if len(kept.turns) < len(session.turns):  # another way from here on: a conversation of its own
+            version, kept = 0, replace(kept, id=secrets.token_hex(8))
+        return Talk(kept, tuple(given[len(kept.messages) :]), version, lasts)
+
+    def _named(self, name: str, given: list[Message], digest: str) -> Talk:
+        """The session of that name: gone on with by new messages, or as far as all of its messages agree."""
+        version, session = self.sessions.get(digest, name) or (0, Session(name))
+        stays = self._settings.history_chunks
+        if any(message.role == "assistant" for message in given):
+            if not session.turns:  # a way of its own from what another one said, perhaps
+                known = self.sessions.ending(digest, heard(given), lasts=True)
+                session = replace(known[1], id=name) if known is not None else session
+            kept = _agreed(session, given)
+            return Talk(kept, tuple(given[len(kept.messages) :]), version, True, stays)
+        first = session.messages[:1]
+        new = (message for message in given if message.role != "system" or message not in first)
+        return Talk(session, tuple(new), version, True, stays)
+
+    def _message(self, turn: Turn, digest: str) -> Message:
+        pieces = self._prompter.pieces(turn.content, digest)
+        parts = tuple((piece.text, piece.kind, piece.source) for piece in pieces if piece.text)
+        return Message(turn.role, parts, turn.tool_calls, turn.tool_call_id, turn.name)
+
+    def _placed(self, prompt: Prompt, talk: Talk, ask: Ask) -> Prompt:
+        """The prompt with its history in place of the tokens that it begins with, as much as there is room for."""
+        history = _outside_chunks(matched(talk.session.stretches, prompt.token_ids), prompt)
+        n_past = sum(len(stretch.tokens) for stretch in history)
+        window = self._window(prompt, ask, n_past)
+        if window is not None:
+            settings = self._settings
+            history = truncated(history, window[1], window[0], settings.truncate_ratio, settings.sinks)
+        talk = replace(talk, history=history)
+        names, segments = _names(talk.session), list[Segment]()
+        for lo, hi, stretch in talk.placed():
+            start, rows = segments[-1].stop if segments else 0, None if hi - lo == len(stretch.tokens) else (lo, hi)
+            name = names.get(stretch.key, "")
+            segments.append(Segment(stretch.tokens[lo:hi], start, "history", (stretch.key,), name, rows=rows))
+        n_kept = segments[-1].stop if segments else 0
+        tail = (replace(each, start=each.start - n_past + n_kept) for each in _behind(prompt, n_past))
+        return replace(prompt, segments=(*segments, *tail), truncated=n_past - n_kept, talk=talk)
+
+    def _window(self, prompt: Prompt, ask: Ask, n_past: int) -> tuple[int, int] | None:
+        """Tokens that prompt and answer may take, and how many of them a history; None without a limit."""
+        limits = [each for each in (self._settings.window_tokens, longest_of(self._encoder().model)) if each]
+        if not limits:
+            return None
+        window = min(limits)
+        answer = min(ask.max_tokens or self._settings.max_tokens, max(1, window // 4))
+        return window, max(0, window - (len(prompt) - n_past) - answer)
+
+    # after it
+
+    def begin(self, ready: Sequence[Ready], ask: Ask) -> None:
+        """Save what prompts added to their conversations while answers are written (AttentionStore 3.2.2)."""
+        for each in ready:
+            talk = _talk_of(each)
+            if talk is not None and self._is_kept(talk, ask):
+                self._save_later(each, partial(_saves, each.plan, talk, self._encoder().key), talk.lasts)
+
+    def after(self, ready: Sequence[Ready], rows: Sequence[Sequence[int]], answers: Sequence[Answer], ask: Ask) -> None:
+        """Remember turns whose answers were generated as the ids of `rows`, and save the answers' KV later."""
+        for each, ids, answer in zip(ready, rows, answers, strict=True):
+            talk = _talk_of(each)
+            if talk is not None and self._is_kept(talk, ask):
+                self._remember(each, talk, ids, answer)
+
+    def _remember(self, ready: Ready, talk: Talk, ids: Sequence[int], answer: Answer) -> None:
+        encoder, n_prompt = self._encoder(), len(ready.plan.prompt)
+        left, said = left_by(ready.plan, talk, encoder.key), self._spelled(answer)
+        made, n_rows = [left.asked], min(_n_alike(said, ids), _n_held(ready, len(ids)) - n_prompt)
+        if n_rows >= encoder.shortest:
+            made.append(Stretch.whole(said[:n_rows], encoder.key(said[:n_rows], left.behind)))
+            answered: Saves = ((made[-1], ((n_prompt, n_prompt + n_rows),)),)
+            self._save_later(ready, lambda: answered, talk.lasts)
+        messages = talk.messages if talk.stays else tuple(map(_without_chunks, talk.messages))
+        reply = Message("assistant", ((answer.text, "fresh", ""),) if answer.text else (), answer.tool_calls)
+        turn = Exchange((*messages, reply), () if answer.tool_calls else said, tuple(made))
+        before = talk.session.with_stretches(left.history)
+        session = replace(before, turns=(*before.turns, turn))
+        if not self.sessions.put(encoder.digest, session, talk.version, talk.lasts):
+            log.warning("Another question went on with session %s first: this turn is not part of it.", talk.id)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until all turns are handed to the store; False if that took too long."""
+        return self._writer.flush(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Save what waits, or as much of it as `timeout_s` allows, and take no more."""
+        self._writer.close(timeout_s)
+
+    def _is_kept(self, talk: Talk, ask: Ask) -> bool:
+        """Whether the turn is remembered: what nobody asked to keep is, unless it was given chunks."""
+        chunks = any(kind == "chunk" for message in talk.messages for _, kind, _ in message.parts)
+        return ask.reuse and (talk.lasts or not chunks)
+
+    def _spelled(self, answer: Answer) -> tuple[int, ...]:
+        """The ids that say an answer's text: its own, but where a stop string cut it."""
+        model, ids = self._encoder().model, answer.token_ids
+        for count in range(len(ids), max(-1, len(ids) - MISSPELT), -1):
+            text = model.text(ids[:count])
+            if answer.text.startswith(text):
+                rest = answer.text[len(text) :]
+                return (*ids[:count], *(model.tokens(rest) if rest else ()))
+        return tuple(model.tokens(answer.text))
+
+    def _save_later(self, ready: Ready, saves: Callable[[], Saves], lasts: bool) -> None:
+        """Save rows of a prompt in the background, unless too much waits already."""
+        if ready.prefill.cache is None:
+            return
+        kv = ready.prefill.kv
+        with self._lock:
+            if self._waiting_bytes and self._waiting_bytes + kv.nbytes > self._settings.history_buffer_bytes:
+                self.dropped += 1
+                return
+            self._waiting_bytes += kv.nbytes
+
+        def job() -> None:
+            try:
+                for stretch, spans in saves():
+                    self._save(kv, stretch, spans, lasts)
+            finally:
+                self._done(kv.nbytes)
+
+        if not self._writer.submit("history", job):
+            self._done(kv.nbytes, dropped=1)
+
+    def _done(self, nbytes: int, dropped: int = 0) -> None:
+        with self._lock:
+            self._waiting_bytes -= nbytes
+            self.dropped += dropped
+
+    def _save(self, kv: ChunkKV, stretch: Stretch, spans: Spans, lasts: bool) -> None:
+        """Cut the rows out and keep them: in all tiers, or, as nobody asked for it, in memory alone."""
+        encoder = self._encoder()
+        store, fast = encoder.store, [tier.name for tier in encoder.store.tiers if not tier.slow]
+        if store.lookup([stretch.key], counts=False) or not (lasts or fast):
+            return
+        run = gathered(kv, spans, encoder.model.profile.rope)
+        if not lasts:
+            store.put(stretch.key, run, tier=fast[-1])
+            return
+        home, levels = encoder.home(run.n_tokens, run.nbytes), encoder.levels(run.n_tokens, run.nbytes)
+        store.put(stretch.key, run, home=home, levels=levels, pace_s=0.0 if fast else PACE_S)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a prompt leaves for the next one of its conversation.
+
+    history: the stretches that it began with; those whose KV was lost and computed anew, under its keys. asked: what
+    was new. behind: the context of what follows the prompt. saves: stretches to save, with their rows of the prompt.
+    """
+
+    history: tuple[Stretch, ...]
+    asked: Stretch
+    behind: str
+    saves: Saves
+
+
+def left_by(plan: LoadPlan, talk: Talk, key_of: Callable[[Sequence[int], str], ChunkKey]) -> Left:
+    """What a prompt that was computed by `plan` leaves. KV that saw nothing but exact rows of the tokens before itself
+    has these for its context; other KV a mark of how it was made, so that it is never taken for exact."""
+    prompt, ids, history = plan.prompt, plan.prompt.token_ids, list[Stretch]()
+    saves, at, end = list[tuple[Stretch, Spans]](), 0, len(plan.prompt.segments)
+    lost = {segment for segment, _ in plan.misses} - {fetch.segment for fetch in plan.unread}
+    inexact = [f.segment for f in plan.fetches if f.level != LEVELS[0] or not is_exact(prompt, f)]
+
+    def key(tokens: Sequence[int], segment: int, row: int, alone: bool = True) -> ChunkKey:
+        """Of rows that were computed behind `row` rows of the prompt, those of all segments before this one."""
+        if alone and segment <= min(inexact, default=end):
+            return key_of(tokens, token_digest(ids[:row]) if row else "")
+        return key_of(tokens, amid(digest("history", _made(plan), str(row))))
+
+    for stretch in talk.history:
+        mine = range(at, at + len(stretch.kept))
+        at = mine.stop
+        if lost.isdisjoint(mine):
+            history.append(stretch)
+            continue
+        for lo, hi, segment in _cut(stretch, mine):
+            tokens = stretch.tokens[lo:hi]
+            if segment < 0:
+                history.append(Stretch(tokens, stretch.key, ()))
+                continue
+            span = prompt.spans[segment]
+            history.append(Stretch.whole(tokens, key(tokens, segment, span[0])))
+            saves.append((history[-1], (span,)))
+    n_past = prompt.spans[at - 1][1] if at else 0
+    behind = list(zip(prompt.segments, prompt.spans, strict=True))[at:]
+    left_out = [] if talk.stays else [span for segment, span in behind if segment.kind == "chunk"]
+    spans = tuple(span for _, span in behind if span not in left_out)
+    tokens = tuple(id for lo, hi in spans for id in ids[lo:hi])
+    asked = Stretch.whole(tokens, key(tokens, end, n_past, not left_out))
+    follows = key((), end, len(ids), not left_out).context
+    return Left(tuple(history), asked, follows, (*saves, (asked, _joined(spans))))
+
+
+def _saves(plan: LoadPlan, talk: Talk, key_of: Callable[[Sequence[int], str], ChunkKey]) -> Saves:
+    return left_by(plan, talk, key_of).saves
+
+
+def _cut(stretch: Stretch, segments: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """All tokens of a stretch as lo:hi, with the segments of those that are kept; -1: dropped."""
+    done = 0
+    for (lo, hi), segment in zip(stretch.kept, segments, strict=True):
+        if done < lo:
+            yield done, lo, -1
+        yield lo, hi, segment
+        done = hi
+    if done < len(stretch.tokens):
+        yield done, len(stretch.tokens), -1
+
+
+def _made(plan: LoadPlan) -> str:
+    """A mark of how a prompt was computed."""
+    read = [f"{fetch.segment} {fetch.key} {fetch.level}" for fetch in plan.fetches]
+    prompt = token_digest(plan.prompt.token_ids)
+    return digest("made", prompt, plan.policy, repr(plan.ratio), *read)
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> Spans:
+    """The same rows in as few spans as can be."""
+    joined: list[tuple[int, int]] = []
+    for lo, hi in spans:
+        if joined and joined[-1][1] == lo:
+            lo = joined.pop()[0]
+        joined.append((lo, hi))
+    return tuple(joined)
+
+
+def turn_of(message: Message) -> Turn:
+    """A message as prompts take it."""
+    pieces = tuple(Piece(text, "chunk" if kind == "chunk" else "fresh", source) for text, kind, source in message.parts)
+    return Turn(message.role, pieces, message.tool_calls, message.tool_call_id, message.name)
+
+
+def _said(session: Session) -> Iterator[Turn]:
+    """A session's messages, its answers by the ids that they were generated as."""
+    for turn in session.turns:
+        yield from map(turn_of, turn.messages[:-1])
+        reply = turn.messages[-1]
+        content = (Piece(reply.text, ids=turn.said),) if reply.text and turn.said else turn_of(reply).content
+        yield replace(turn_of(reply), content=content)
+
+
+def _agreed(session: Session, given: Sequence[Message]) -> Session:
+    """A session's turns as far as these messages begin with theirs."""
+    said, theirs, at = heard(given), heard(session.messages), 0
+    for count, turn in enumerate(session.turns):
+        at += len(turn.messages)
+        if at > len(said) or said[at - 1] != theirs[at - 1]:
+            return session.upto(count)
+    return session
+
+
+def _without_chunks(message: Message) -> Message:
+    return replace(message, parts=tuple(part for part in message.parts if part[1] != "chunk"))
+
+
+def _talk_of(ready: Ready) -> Talk | None:
+    talk = ready.plan.prompt.talk
+    return talk if isinstance(talk, Talk) else None
+
+
+def _names(session: Session) -> dict[ChunkKey, str]:
+    """Of each stretch, whose it is, for people."""
+    return {stretch.key: f"turn {number}" for number, turn in enumerate(session.turns, 1) for stretch in turn.stretches}
+
+
+def _outside_chunks(history: Sequence[Stretch], prompt: Prompt) -> tuple[Stretch, ...]:
+    """As much of a history as does not end inside a chunk of the prompt, whose rest would be of no use."""
+    inside = [
+        (lo, hi) for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True) if segment.kind == "chunk"
+    ]
+    ends = list(accumulate(len(stretch.tokens) for stretch in history))
+    while ends and any(lo < ends[-1] < hi for lo, hi in inside):
+        ends.pop()
+    return tuple(history[: len(ends)])
+
+
+def _behind(prompt: Prompt, row: int) -> Iterator[Segment]:
+    """Segments from a row on; what is left of one that begins before is fresh."""
+    for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
+        if lo >= row:
+            yield segment
+        elif hi > row:
+            yield Segment(segment.tokens[row - lo :], segment.start + row - lo)
+
+
+def _n_alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many ids two beginnings share."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _n_held(ready: Ready, n_ids: int) -> int:
+    """Rows of a prompt and its answer, all but the answer's last token, that lie in the prompt's own cache.
+
+    An answer that was decoded with others, or as one of several, left the prompt's rows alone there.
+    """
+    cache, n_prompt = ready.prefill.cache, len(ready.plan.prompt)
+    if cache is None or cache.length != n_prompt + n_ids - 1 or cache.layers[0].keys.shape[0] > 1:
+        return n_prompt
+    return cache.length

@@ -1,0 +1,86 @@
+"""A re-entrant lock that goes to whoever has waited longest.
+
+A thread that lets go of an ordinary lock and takes it again at once, as decoding does between two tokens, mostly gets
+it before those who wait. Here they come first, so a prefill waits for one token of others, and they for one prefill.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+
+class _Turn:
+    """A thread that waits; its gate opens when the lock is its own."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread, self.gate = thread, threading.Lock()
+        self.gate.acquire()
+
+
+class FairLock:
+    """Used as `threading.RLock` is."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._waiting: deque[_Turn] = deque()
+        self._owner: int | None = None
+        self._depth = 0
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread holds it."""
+        return self._owner == threading.get_ident()
+
+    @property
+    def waiting(self) -> int:
+        """Threads that wait for it."""
+        with self._mutex:
+            return len(self._waiting)
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Whether it is this thread's now; timeout: seconds to wait at most, -1 for any time."""
+        me = threading.get_ident()
+        with self._mutex:
+            if self._owner is None or self._owner == me:
+                self._owner, self._depth = me, self._depth + 1
+                return True
+            if not blocking or timeout == 0:
+                return False
+            turn = _Turn(me)
+            self._waiting.append(turn)
+        try:
+            came = turn.gate.acquire(timeout=timeout)
+        except BaseException:  # Ctrl-C
+            if not self._withdrawn(turn):
+                self.release()
+            raise
+        return came or not self._withdrawn(turn)
+
+    def release(self) -> None:
+        """Let go of it once; RuntimeError where it is not this thread's."""
+        with self._mutex:
+            if self._owner != threading.get_ident():
+                raise RuntimeError("This thread does not hold the lock.")
+            self._depth -= 1
+            if self._depth:
+                return
+            self._owner = None
+            if self._waiting:
+                turn = self._waiting.popleft()
+                self._owner, self._depth = turn.thread, 1
+                turn.gate.release()
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _withdrawn(self, turn: _Turn) -> bool:
+        """Whether the turn was given up before its time came."""
+        with self._mutex:
+            if turn not in self._waiting:
+                return False
+            self._waiting.remove(turn)
+            return True

@@ -1,0 +1,229 @@
+"""Sessions looked after: listed, shown, exported, shortened, deleted, with or without a model.
+
+Those that somebody asked to keep stand in the store's book; others live in this process alone, the latest of them.
+What a session is told by `sessions.py`, how it grows by `conversing.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ragfuse.core import ChunkKey
+from ragfuse.errors import InputError
+from ragfuse.forgetting import dropped
+from ragfuse.sessions import Session, heard, truncated
+from ragfuse.store import KVStore, SessionLine
+from ragfuse.store.manage import unanswered
+
+if TYPE_CHECKING:
+    from ragfuse.gate import Booked
+
+log = logging.getLogger("ragfuse.engine")
+
+HERE = 256
+"""Sessions that a process remembers of those that nobody asked to keep, used last."""
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session in a line: name, tenant's digest, turns, tokens, when it was used last, whether it is written down."""
+
+    id: str
+    model: str
+    turns: int
+    tokens: int
+    used: float
+    lasts: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Deleted:
+    """What deleting sessions came to: how many, entries of KV and their bytes. silent: tiers that did not answer."""
+
+    sessions: int = 0
+    entries: int = 0
+    nbytes: int = 0
+    silent: tuple[str, ...] = ()
+
+    def plus(self, other: Deleted) -> Deleted:
+        """Both."""
+        silent = tuple(dict.fromkeys((*self.silent, *other.silent)))
+        sessions, entries = self.sessions + other.sessions, self.entries + other.entries
+        return Deleted(sessions, entries, self.nbytes + other.nbytes, silent)
+
+
+class Sessions:
+    """The sessions of a store. Threads and processes may share it.
+
+    whose: digests of the tenants that are meant where none is named, None: all. ttl_s: sessions unused for so long are
+    deleted, when others are written. settle: waits for what is on its way into the store, so that it can be deleted.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        booked: Booked,
+        whose: Callable[[], Sequence[str] | None],
+        ttl_s: float | None = None,
+        clock: Callable[[], float] = time.time,
+        settle: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._store, self._booked, self._whose, self._ttl_s, self._clock = store, booked, whose, ttl_s, clock
+        self._lock, self._settle = threading.Lock(), settle
+        self._here: OrderedDict[tuple[str, str], tuple[int, float, Session]] = OrderedDict()  # used last at the end
+        self._swept = 0.0
+
+    # for people and programs
+
+    def ls(self) -> list[SessionInfo]:
+        """All of them, used last first."""
+        whose = self._whose()
+        lines: list[SessionLine] = self._booked(lambda book: book.sessions.lines(), [])
+        found = [SessionInfo(line.id, line.model, line.turns, line.tokens, line.used) for line in lines]
+        with self._lock:
+            here = [
+                SessionInfo(id, model, len(each.turns), each.n_tokens, used, lasts=False)
+                for (model, id), (_, used, each) in self._here.items()
+            ]
+        return sorted((i for i in (*found, *here) if whose is None or i.model in whose), key=lambda info: -info.used)
+
+    def show(self, id: str) -> Session:
+        """The session of that name; InputError if there is none, or several tenants have one."""
+        info = self._one(id)
+        found = self.get(info.model, id)
+        if found is None:
+            raise InputError(f"The session '{id}' cannot be read: it is of another version, or damaged. Delete it.")
+        return found[1]
+
+    def export(self, id: str) -> dict[str, Any]:
+        """All that is known of a session in plain JSON types: its messages as OpenAI has them, its turns' tokens."""
+        info, session = self._one(id), self.show(id)
+        messages = [{"role": message.role, "content": message.text} for message in session.messages]
+        return {"model": info.model, "used": info.used, "messages": messages, **session.as_dict()}
+
+    def delete(self, *ids: str) -> Deleted:
+        """Forget sessions, and every entry of KV in every tier that no other session has."""
+        done = Deleted()
+        for info in [self._one(id) for id in dict.fromkeys(ids)]:
+            done = done.plus(self._delete(info.model, info.id))
+        if done.silent:
+            log.warning(unanswered(done.silent, "what it holds of deleted sessions stays"))
+        return done
+
+    def truncate(self, id: str, tokens: int, sinks: int = 0) -> Session:
+        """Let the next prompt have the last `tokens` of a session's tokens at most; the first `sinks` of all stay."""
+        info = self._one(id)
+        version, session = self.get(info.model, id) or (0, Session(id))
+        shorter = session.with_stretches(truncated(session.stretches, tokens, 1, 1.0, sinks))
+        if not self.put(info.model, shorter, version, info.lasts):
+            raise InputError(f"The session '{id}' was gone on with in this very moment. Try again.")
+        return shorter
+
+    def expire(self, ttl_s: float) -> Deleted:
+        """Delete all that was not used for so many seconds."""
+        before, done = self._clock() - ttl_s, Deleted()
+        for info in self.ls():
+            if info.used < before:
+                done = done.plus(self._delete(info.model, info.id))
+        return done
+
+    # for `conversing.py`
+
+    def get(self, model: str, id: str) -> tuple[int, Session] | None:
+        """Version and session of a tenant, None where there is none."""
+        found = self._booked(lambda book: book.sessions.get(model, id), None)
+        session = Session.from_dict(found[1]) if found is not None else None
+        if found is not None:
+            return found[0], session if session is not None else Session(id)
+        with self._lock:
+            here = self._here.get((model, id))
+        return (here[0], here[2]) if here is not None else None
+
+    def ending(self, model: str, beginnings: Sequence[str], lasts: bool) -> tuple[int, Session] | None:
+        """The session that has the longest of these beginnings of messages at the end of a turn, and its version."""
+        there: dict[str, str] = self._booked(lambda book: book.sessions.ending(model, beginnings), {}) if lasts else {}
+        with self._lock:
+            for (whose, id), (_, _, session) in self._here.items():
+                if whose == model:
+                    there |= dict.fromkeys(set(ends_of(session)).intersection(beginnings), id)
+        longest = next((there[each] for each in reversed(beginnings) if each in there), None)
+        return self.get(model, longest) if longest is not None else None
+
+    def put(self, model: str, session: Session, version: int, lasts: bool) -> bool:
+        """Keep a session in place of its `version` (0: there is none yet); False if another writer was first."""
+        now = self._clock()
+        line = SessionLine(model, session.id, version, now, len(session.turns), session.n_tokens)
+        keys = [str(key) for key in session.keys]
+        kept: bool | None = None
+        if lasts:
+            state, ends = session.as_dict(), ends_of(session)
+            kept = self._booked(lambda book: book.sessions.put(line, state, ends, keys), None)
+        if kept is None:
+            kept = self._put_here(line, session)
+        if self._ttl_s is not None and now - self._swept > self._ttl_s / 8:
+            self._swept = now
+            self.expire(self._ttl_s)
+        return kept
+
+    # inside
+
+    def _put_here(self, line: SessionLine, session: Session) -> bool:
+        with self._lock:
+            before = self._here.pop((line.model, line.id), None)
+            if (before[0] if before is not None else 0) != line.version:
+                if before is not None:
+                    self._here[line.model, line.id] = before
+                return False
+            self._here[line.model, line.id] = (line.version + 1, line.used, session)
+            while len(self._here) > HERE:
+                self._here.popitem(last=False)
+        return True
+
+    def _one(self, id: str) -> SessionInfo:
+        found = [info for info in self.ls() if info.id == id]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise InputError(f"{len(found)} models or tenants have a session '{id}'; set the model's salt, or --model.")
+        raise InputError(f"There is no session '{id}'. `ragfuse sessions ls` lists them.")
+
+    def _delete(self, model: str, id: str) -> Deleted:
+        self._settle()
+        with self._lock:
+            here = self._here.pop((model, id), None)
+            others = {key for _, _, session in self._here.values() for key in session.keys}
+        orphans: list[str] | None = self._booked(lambda book: book.sessions.delete(model, id), None)
+        keys = {ChunkKey.parse(key) for key in orphans or ()} | set(here[2].keys if here is not None else ())
+        elsewhere = self._in_book(keys) if here is not None else set[ChunkKey]()
+        return self._drop(keys - others - elsewhere)
+
+    def _in_book(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Those of these keys that sessions have that are written down."""
+        names = [str(key) for key in keys]
+        found: list[str] = self._booked(lambda book: book.sessions.having(names), [])
+        return {ChunkKey.parse(name) for name in found}
+
+    def _drop(self, keys: set[ChunkKey]) -> Deleted:
+        entries = [entry for tier in self._store.tiers for entry in tier.entries(keys).values()] if keys else []
+        done = dropped(self._store, self._store.drop(keys))
+        gone = [entry for entry in entries if not done.has_left(entry)]
+        return Deleted(1, len(gone), sum(entry.nbytes for entry in gone), tuple(done.silent))
+
+
+def ends_of(session: Session) -> list[str]:
+    """What stands for a session's messages at the end of each turn."""
+    beginnings, ends, at = heard(session.messages), list[str](), 0
+    for turn in session.turns:
+        at += len(turn.messages)
+        ends.append(beginnings[at - 1])
+    return ends

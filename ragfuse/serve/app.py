@@ -1,0 +1,111 @@
+"""The app: all routes behind the guard, errors as OpenAI writes them, no page of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from ragfuse.errors import RagFuseError
+from ragfuse.serve.guard import Guard
+from ragfuse.serve.refusals import Refusal, refusal_of, unreadable
+from ragfuse.serve.routes import router
+from ragfuse.serve.schema import Failed
+from ragfuse.serve.service import Service
+
+STATUSES = (
+    (400, "The request cannot be answered as it is."),
+    (401, "No API key of this server."),
+    (404, "No such model or path."),
+    (408, "The body came too slowly."),
+    (413, "The body is too large."),
+    (415, "The body is no JSON by its type."),
+    (421, "Not a name of this server."),
+    (429, "Too many wait already; Retry-After says when to come again."),
+    (503, "The server is stopping, or its store is not usable."),
+    (504, "The answer did not begin in time."),
+)
+"""What may come instead of an answer."""
+
+
+def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = True) -> Any:
+    """An ASGI app. origins: of web pages that may ask from a browser. only_here: it answers to localhost alone."""
+    instead: dict[int | str, dict[str, Any]] = {
+        status: {"description": what, "model": Failed} for status, what in STATUSES
+    }
+    app = FastAPI(
+        title="ragfuse",
+        version=_version(),
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lambda _: _open(service),
+        responses=instead,
+    )
+    app.include_router(router(service))
+    for kind in (Refusal, RagFuseError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _refused)
+    app.openapi = lambda: _without_422(FastAPI.openapi(app))  # type: ignore[method-assign]
+    settings = service.settings
+    guarded = Guard(
+        app,
+        service.keys,
+        settings.serve_body_bytes,
+        settings.serve_patience_s,
+        lambda: service.stopping,
+        service.counts.asked,
+        only_here and not len(service.keys),
+    )
+    return (
+        CORSMiddleware(guarded, list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])
+        if origins
+        else guarded
+    )
+
+
+@asynccontextmanager
+async def _open(service: Service) -> AsyncIterator[None]:
+    """Threads for all that waits in one; at the end everything is saved."""
+    n = 2 * service.settings.serve_together + 8
+    pool = ThreadPoolExecutor(n, thread_name_prefix="ragfuse-serve")
+    asyncio.get_running_loop().set_default_executor(pool)
+    try:
+        yield
+    finally:
+        service.stop()
+        service.cancel()
+        await asyncio.to_thread(service.close)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        refusal = unreadable(error.errors())
+    elif isinstance(error, HTTPException):
+        refusal = Refusal(error.status_code, f"{error.detail}.", "http")
+        return Response(refusal.body(), error.status_code, dict(error.headers or {}), "application/json")
+    else:
+        refusal = refusal_of(error)
+    return Response(refusal.body(), refusal.status, refusal.headers(), "application/json")
+
+
+def _without_422(document: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI's own way to refuse is not ours."""
+    for path in document["paths"].values():
+        for told in path.values():
+            told["responses"].pop("422", None)
+    return document
+
+
+def _version() -> str:
+    try:
+        return version("ragfuse-kv")
+    except PackageNotFoundError:
+        return "0"

@@ -1,0 +1,206 @@
+"""What is looked at before a request is read: whether it may come, how large and how slow it is, what it may hold.
+
+Works on ASGI itself, so that nothing is parsed of a request that is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any, Protocol
+
+from ragfuse.serve.keys import LOOPBACK, Keys
+from ragfuse.serve.refusals import Refusal, refusal_of
+from ragfuse.serve.turnstile import RETRY_S, STOPPING
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+DEEPEST = 64
+"""Objects and lists within each other that a body may hold."""
+DRAINED = 8
+"""Times the largest body that is read of one that is too large, so that its sender hears why."""
+PUBLIC = ("/health",)
+"""Paths that need no key."""
+ALWAYS = ("/health", "/metrics")
+"""Paths that are answered while the server stops."""
+_INSIDE = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+
+
+class Asked(Protocol):
+    """What is heard of every request: the route's path and the status it was answered with."""
+
+    def __call__(self, path: str, status: int) -> object:
+        """One more."""
+        ...
+
+
+class Guard:
+    """An ASGI app around another. The tenant is put into the request's state.
+
+    nbytes, seconds: of a body at most. stopping: whether the server is. only_here: hosts are checked, so that no web
+    page reaches a server without keys by a name of its own.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        keys: Keys,
+        nbytes: int,
+        seconds: float,
+        stopping: Callable[[], bool],
+        asked: Asked,
+        only_here: bool,
+    ) -> None:
+        self._app, self._keys, self._nbytes, self._seconds = app, keys, nbytes, seconds
+        self._stopping, self._asked, self._only_here = stopping, asked, only_here
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, or the server's own lifespan."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._asked(scope["path"], message["status"])
+            await send(message)
+
+        try:
+            self._admit(scope)
+            body = await self._body(scope, receive)
+        except Refusal as refusal:
+            await self._drain(scope, receive)
+            await say(refusal, counted)
+            return
+        except _GoneError:
+            return
+        await self._app(scope, _again(body, receive), counted)
+
+    def _admit(self, scope: Scope) -> None:
+        path, headers = scope["path"], dict(scope["headers"])
+        if self._stopping() and path not in ALWAYS:
+            raise Refusal(503, STOPPING, "stopping", None, RETRY_S)
+        if self._only_here and not _is_here(headers.get(b"host", b"").decode("latin-1")):
+            raise Refusal(421, "This server answers to localhost alone; wanted that in the Host header.", "host")
+        tenant = self._keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
+        if tenant is None and path not in PUBLIC:
+            told = "another one" if b"authorization" in headers else "none"
+            raise Refusal(
+                401, f"Wanted one of the server's API keys, found {told}. Send it as 'Bearer KEY'.", "api_key"
+            )
+        scope.setdefault("state", {})["tenant"] = tenant
+        if scope["method"] == "POST":
+            kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise Refusal(415, f"Wanted a body of type application/json, found '{kind[:60]}'.", "content_type")
+            if _length(scope) > self._nbytes:
+                raise self._too_large()
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """All of a body; Refusal where it is too large, too slow or too deep."""
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            return b""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._seconds):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise _GoneError
+                    body += message.get("body", b"")
+                    if len(body) > self._nbytes:
+                        raise self._too_large()
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise Refusal(408, f"Wanted the body within {self._seconds:g} seconds. Send it faster.", "slow") from None
+        check_depth(body)
+        check_text(body)
+        return bytes(body)
+
+    def _too_large(self) -> Refusal:
+        return Refusal(
+            413, f"Wanted a body of at most {self._nbytes:,} bytes, found more. Send less at once.", "too_large"
+        )
+
+    async def _drain(self, scope: Scope, receive: Receive) -> None:
+        """Read a body that nobody wants, unless that takes long: who still sends does not listen yet."""
+        left = DRAINED * self._nbytes
+        if _length(scope) > left:
+            return
+        try:
+            async with asyncio.timeout(self._seconds / 4):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            return
+
+
+class _GoneError(Exception):
+    """Whoever asked went away."""
+
+
+def check_depth(body: bytes | bytearray) -> None:
+    """Refusal for JSON whose objects and lists lie too deep in each other: reading it would overflow a stack."""
+    depth = 0
+    for found in _INSIDE.finditer(body):
+        first = body[found.start()]
+        depth += 1 if first in b"[{" else -1 if first in b"]}" else 0
+        if depth > DEEPEST:
+            raise Refusal(400, f"Wanted JSON of at most {DEEPEST} levels, found more. Make it flatter.", "too_deep")
+
+
+def check_text(body: bytes | bytearray) -> None:
+    """Refusal for JSON whose texts hold halves of characters, which no tokenizer takes."""
+    if b"\\ud" in body.lower():
+        try:
+            json.dumps(json.loads(body), ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Refusal(400, "Wanted whole characters, found half of a pair; escape both halves.", "half") from None
+        except ValueError:  # told where it is read
+            return
+
+
+async def say(error: BaseException, send: Send) -> None:
+    """Answer with an error and end the connection: what else comes over it is not known."""
+    refusal = refusal_of(error)
+    told = {**refusal.headers(), "content-type": "application/json", "connection": "close"}
+    body = refusal.body()
+    headers: Sequence[tuple[bytes, bytes]] = [(k.encode(), v.encode()) for k, v in told.items()]
+    headers = [*headers, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """A body that was read, once more; then whatever comes."""
+    given = False
+
+    async def next_message() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return next_message
+
+
+def _is_here(host: str) -> bool:
+    name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+    return name.strip("[]").lower() in LOOPBACK
+
+
+def _length(scope: Scope) -> int:
+    """Bytes that a body says it has."""
+    told = dict(scope["headers"]).get(b"content-length", b"")
+    return int(told) if told.isdigit() else 0

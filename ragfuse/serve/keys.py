@@ -1,0 +1,88 @@
+"""Who may ask, and as which tenant: API keys, and the salt that each stands for."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from ragfuse.core import digest
+from ragfuse.errors import InputError, SettingsError
+
+SHORTEST = 16
+"""Characters of a key."""
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Who asks. name: for counts and the queue, tells nothing of the key. salt: of the keys of all that is stored."""
+
+    name: str
+    salt: str
+
+
+class Keys:
+    """API keys, kept as digests. Each is `KEY`, a tenant of its own, or `SALT:KEY`, the tenant of that salt.
+
+    Without any, everybody is the tenant of `salt`.
+    """
+
+    def __init__(self, given: Iterable[str] = (), salt: str = "") -> None:
+        self._open = Tenant("all", salt)
+        self._held = tuple(_held(text) for text in given)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def tenants(self) -> Sequence[Tenant]:
+        """All there are, those of several keys once."""
+        return tuple(dict.fromkeys(tenant for _, tenant in self._held)) or (self._open,)
+
+    def tenant(self, authorization: str | None) -> Tenant | None:
+        """Whose key an `Authorization` header holds; None where it is nobody's. Takes as long for any key."""
+        if not self._held:
+            return self._open
+        scheme, _, key = (authorization or "").partition(" ")
+        shown = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        found = None
+        for held, tenant in self._held:
+            if hmac.compare_digest(held, shown):
+                found = tenant
+        return found
+
+
+def check_host(host: str, keys: Keys) -> None:
+    """SettingsError for a host that others reach, where anybody might ask."""
+    if host not in LOOPBACK and not len(keys):
+        raise SettingsError(
+            f"Wanted an API key for a server at '{host}', which other machines reach; found none. Give --api-key, "
+            "--api-keys-file or RAGFUSE_API_KEYS, or serve at 127.0.0.1."
+        )
+
+
+def read_keys(path: Path) -> list[str]:
+    """Keys of a file, one a line; empty lines and those that begin with # are left out."""
+    try:
+        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"Wanted a text file of API keys, one a line, found '{path}': {error}.") from error
+    return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+
+
+def _held(text: str) -> tuple[bytes, Tenant]:
+    salt, colon, key = text.rpartition(":")
+    if len(key) < SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
+        raise SettingsError(
+            f"Wanted API keys of at least {SHORTEST} letters, digits and signs, found one of {len(key)}. Make one: "
+            "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        )
+    name = digest("tenant", salt if colon else key)[:8]
+    return _digest(key), Tenant(name, salt if colon else digest("key's salt", key))
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode(errors="surrogatepass")).digest()

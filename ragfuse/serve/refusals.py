@@ -1,0 +1,94 @@
+"""Errors as OpenAI writes them: what was wanted, what was found, what to do. Never where they were raised."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ragfuse.errors import InputError, RagFuseError, SettingsError, StoreError
+
+log = logging.getLogger("ragfuse.serve")
+
+KINDS: tuple[tuple[int, str], ...] = (
+    (401, "authentication_error"),
+    (404, "not_found_error"),
+    (429, "rate_limit_error"),
+)
+"""OpenAI's words for statuses; for others below 500 it is "invalid_request_error"."""
+
+
+class Refusal(Exception):
+    """A request that is not answered: the HTTP status and what is said. param: the field that is meant.
+
+    retry_s: seconds after which it may be tried again.
+    """
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None, retry_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param, self.retry_s = status, message, code, param, retry_s
+
+    @property
+    def kind(self) -> str:
+        """What OpenAI calls errors of this status."""
+        if self.status >= 500:
+            return "server_error"
+        return dict(KINDS).get(self.status, "invalid_request_error")
+
+    def as_dict(self) -> dict[str, Any]:
+        """As OpenAI's clients read it."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def body(self) -> bytes:
+        """The same as JSON."""
+        return json.dumps(self.as_dict()).encode()
+
+    def headers(self) -> dict[str, str]:
+        """That say when to come again, and how to show a key."""
+        after = {} if self.retry_s is None else {"retry-after": str(max(1, round(self.retry_s)))}
+        return {**after, **({"www-authenticate": "Bearer"} if self.status == 401 else {})}
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """What a client is told of an error; what it cannot help is logged here, and not told."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, InputError | SettingsError):
+        return Refusal(400, str(error), "unusable")
+    if isinstance(error, StoreError):
+        log.error("The store is not usable: %s", error)
+        return Refusal(
+            503, "The store is not usable now. Try again later; the server's log says more.", "store", None, 30
+        )
+    name = type(error).__name__
+    log.error("A request ended in %s", name, exc_info=error)
+    known = str(error) if isinstance(error, RagFuseError) else ""
+    return Refusal(500, known or "Something went wrong in the server; its log says what.", "internal")
+
+
+def unreadable(errors: Sequence[Mapping[str, Any]]) -> Refusal:
+    """What is wrong with a request that does not have the form it should have."""
+    first = errors[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    name = ".".join(place)
+    if first["type"] == "json_invalid":
+        why = str((first.get("ctx") or {}).get("error", "")).lower()
+        return Refusal(400, f"Wanted JSON, found something else: {why or 'no value'}. Mend the body.", "json")
+    if first["type"] == "extra_forbidden":
+        return Refusal(400, f"There is no field '{name}' here; leave it out.", "unknown_field", name)
+    if first["type"] == "missing":
+        return Refusal(400, f"Wanted the field '{name or 'body'}', found none; give it.", "missing", name or None)
+    found = _short(first.get("input"))
+    return Refusal(400, f"{name or 'The body'}: {_lower(str(first['msg']))}; found {found}.", "unusable", name or None)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,158 @@
+"""Answers as OpenAI writes them: whole, or chunk by chunk as server-sent events. The trace is the field `ragfuse`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from ragfuse.core import Answer
+from ragfuse.serve.logprobs import Likely, as_chat, as_text
+from ragfuse.serve.refusals import refusal_of
+from ragfuse.serve.run import Said, Written
+
+Json = dict[str, Any]
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How the answers to one request are written. spell: the text of one token. single: one call of a tool at most."""
+
+    model: str
+    is_chat: bool
+    fingerprint: str
+    spell: Callable[[int], str]
+    wants_logprobs: bool = False
+    single: bool = False
+    with_usage: bool = False
+    id: str = field(default_factory=lambda: uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, written: Sequence[Written], likely: dict[int, list[Likely]]) -> Json:
+        """All answers at once; likely: of each answer, by index."""
+        choices = [self._choice(each, likely.get(each.index, [])) for each in written]
+        told = [self.trace(each.answer) for each in written]
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        usage = usage_of([each.answer for each in written])
+        return {**self._head(kind), "choices": choices, "usage": usage, "ragfuse": told[0] if len(told) == 1 else told}
+
+    async def events(self, items: AsyncIterator[Said | Written]) -> AsyncIterator[bytes]:
+        """The same as events, the last one [DONE]; what goes wrong on the way is an event, too, and the last one."""
+        answers: list[Answer] = []
+        begun: set[int] = set()
+        offsets: dict[int, int] = {}
+        try:
+            async for item in items:
+                if self.is_chat and item.index not in begun:
+                    begun.add(item.index)
+                    yield self._event(item.index, {"role": "assistant", "content": ""})
+                for event in self._of(item, offsets):
+                    yield event
+                if isinstance(item, Written):
+                    answers.append(item.answer)
+        except Exception as error:
+            yield _data(refusal_of(error).as_dict())
+            return
+        if self.with_usage:
+            yield _data({**self._head(self._chunk), "choices": [], "usage": usage_of(answers)})
+        yield DONE
+
+    def trace(self, answer: Answer) -> Json:
+        """What the answer reused and why, without the many rows."""
+        told = answer.trace.as_dict()
+        del told["recomputed_rows"]
+        return told
+
+    # inside
+
+    def _of(self, item: Said | Written, offsets: dict[int, int]) -> Iterator[bytes]:
+        text = item.text if isinstance(item, Said) else item.rest
+        logprobs = self._logprobs(item.likely, offsets.get(item.index, 0)) if item.likely else None
+        offsets[item.index] = offsets.get(item.index, 0) + sum(len(self.spell(each.id)) for each in item.likely)
+        if text or logprobs is not None:
+            yield self._event(item.index, {"content": text} if self.is_chat else text, logprobs=logprobs)
+        if isinstance(item, Written):
+            if calls := self._calls(item.answer):
+                yield self._event(item.index, {"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]})
+            delta: Json | str = {} if self.is_chat else ""
+            yield self._event(item.index, delta, _reason(item), trace=self.trace(item.answer))
+
+    @property
+    def _chunk(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    def _head(self, kind: str) -> Json:
+        prefix = "chatcmpl" if self.is_chat else "cmpl"
+        return {
+            "id": f"{prefix}-{self.id}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def _event(
+        self,
+        index: int,
+        said: Json | str,
+        reason: str | None = None,
+        logprobs: Json | None = None,
+        trace: Json | None = None,
+    ) -> bytes:
+        name = "delta" if self.is_chat else "text"
+        choice = {"index": index, name: said, "logprobs": logprobs, "finish_reason": reason}
+        told = {**self._head(self._chunk), "choices": [choice]}
+        if self.with_usage:
+            told["usage"] = None
+        return _data(told if trace is None else {**told, "ragfuse": trace})
+
+    def _choice(self, written: Written, likely: Sequence[Likely]) -> Json:
+        answer = written.answer
+        logprobs = self._logprobs(likely) if self.wants_logprobs else None
+        common = {"index": written.index, "logprobs": logprobs, "finish_reason": _reason(written)}
+        if not self.is_chat:
+            return {**common, "text": answer.text}
+        calls = self._calls(answer)
+        message: Json = {"role": "assistant", "content": answer.text or (None if calls else ""), "refusal": None}
+        return {**common, "message": {**message, "tool_calls": calls} if calls else message}
+
+    def _logprobs(self, likely: Sequence[Likely], offset: int = 0) -> Json:
+        if self.is_chat:
+            return {"content": as_chat(likely, self.spell), "refusal": None}
+        return as_text(likely, self.spell, offset)
+
+    def _calls(self, answer: Answer) -> list[Json]:
+        calls = answer.tool_calls[:1] if self.single else answer.tool_calls
+        return [
+            {
+                "id": call.id or f"call_{uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
+            }
+            for call in calls
+        ]
+
+
+def usage_of(answers: Sequence[Answer]) -> Json:
+    """Tokens; cached: taken from the store as they were. A prompt that has several answers counts for each."""
+    prompt, written = sum(a.trace.tokens for a in answers), sum(len(a.token_ids) for a in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": sum(a.trace.tokens_reused for a in answers)},
+    }
+
+
+def _reason(written: Written) -> str:
+    """Why it ended; an answer whose time was over is one that was cut off."""
+    reason = written.answer.finish_reason
+    return "length" if written.is_late and reason == "stop" else reason
+
+
+def _data(told: Json) -> bytes:
+    return b"data: " + json.dumps(told).encode() + b"\n\n"

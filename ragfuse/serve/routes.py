@@ -1,0 +1,227 @@
+"""The routes: completions of chats and texts, models, and what ragfuse says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from ragfuse.asking import Ask
+from ragfuse.engine import Engine
+from ragfuse.plan.words import as_dict, in_words
+from ragfuse.serve.keys import Tenant
+from ragfuse.serve.logprobs import Likely
+from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.replies import Reply
+from ragfuse.serve.run import HARD_S, Run, Said, Wish, Written
+from ragfuse.serve.schema import ChatRequest, ExplainRequest, TextRequest, Wanted
+from ragfuse.serve.service import Service
+from ragfuse.serve.stats import store_of
+from ragfuse.serve.wishes import chat_wishes, in_session, marked, text_wishes, turns_of
+
+T = TypeVar("T")
+SLOW_S = 30.0
+"""How long a reader may take beyond the time an answer may take."""
+
+
+def router(service: Service) -> APIRouter:
+    """All routes of a service."""
+    routes = APIRouter()
+
+    @routes.post("/v1/chat/completions", responses=_also("text/event-stream"))
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        """Answer messages."""
+        tenant = _tenant(request)
+        wishes = chat_wishes(body, tenant.salt)
+        wants = bool(body.logprobs)
+        return await _answer(service, request, body, wishes, True, wants, body.parallel_tool_calls is False)
+
+    @routes.post("/v1/completions", responses=_also("text/event-stream"))
+    async def completions(request: Request, body: TextRequest) -> Response:
+        """Go on from a text."""
+        engine = await asyncio.to_thread(service.engine, _tenant(request))
+        wishes = text_wishes(body, _tenant(request).salt, engine.marker.mark)
+        return await _answer(service, request, body, wishes, False, body.logprobs is not None)
+
+    @routes.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one model that is served."""
+        return {"object": "list", "data": [_card(service)]}
+
+    @routes.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        """The model of this name."""
+        _check_model(service, model)
+        return _card(service)
+
+    @routes.get("/v1/ragfuse/store")
+    async def store(request: Request) -> dict[str, Any]:
+        """What the asker's tenant has in the store."""
+        engine = await asyncio.to_thread(service.engine, _tenant(request))
+        return await asyncio.to_thread(store_of, engine)
+
+    @routes.post("/v1/ragfuse/explain")
+    async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
+        """What a request would read and compute, how long that would take, and why; it is not answered."""
+        engine = await asyncio.to_thread(service.engine, _tenant(request))
+        return await asyncio.to_thread(_explained, engine, body)
+
+    @routes.get("/health")
+    async def health() -> Response:
+        """Whether requests are taken."""
+        told = {"status": "stopping" if service.stopping else "ok", "model": service.model}
+        return JSONResponse(told, 503 if service.stopping else 200)
+
+    @routes.get("/metrics", responses=_also("text/plain"))
+    async def metrics() -> Response:
+        """Counts for Prometheus."""
+        text = await asyncio.to_thread(service.counts.text)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    return routes
+
+
+async def _answer(
+    service: Service,
+    request: Request,
+    body: Wanted,
+    wishes: list[Wish],
+    is_chat: bool,
+    wants_logprobs: bool,
+    single: bool = False,
+) -> Response:
+    """The answers to all wishes, one response."""
+    _check_model(service, body.model)
+    if body.stream_options is not None and not body.stream:
+        raise Refusal(400, "stream_options need stream: true; give both or neither.", "unusable", "stream_options")
+    tenant = _tenant(request)
+    run = await unless_gone(request.receive, service.begin(tenant, wishes, body.session_id))
+    try:
+        engine = run.engine
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        reply = Reply(
+            service.model,
+            is_chat,
+            f"fp_{engine.digest[:10]}",
+            lambda id: engine.model.text([id]),
+            wants_logprobs,
+            single,
+            usage,
+        )
+        items = run.read()
+        if not body.stream:
+            return JSONResponse(await unless_gone(request.receive, _whole(reply, items)))
+        first = await unless_gone(request.receive, _first(items))
+        return Events(reply.events(_behind(first, items)), run, service.settings.serve_timeout_s + HARD_S + SLOW_S)
+    except BaseException:
+        run.cancel()
+        raise
+
+
+async def _whole(reply: Reply, items: AsyncIterator[Said | Written]) -> dict[str, Any]:
+    written: list[Written] = []
+    likely: dict[int, list[Likely]] = {}
+    async for item in items:
+        likely.setdefault(item.index, []).extend(item.likely)
+        if isinstance(item, Written):
+            written.append(item)
+    return reply.whole(written, likely)
+
+
+async def _first(items: AsyncIterator[T]) -> T:
+    return await anext(items)
+
+
+async def _behind(first: T, items: AsyncIterator[T]) -> AsyncIterator[T]:
+    yield first
+    async for item in items:
+        yield item
+
+
+class Events(Response):
+    """Server-sent events of a run, which ends when nobody listens any more or listening takes too long."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], run: Run, seconds: float) -> None:
+        self._events, self._run, self._seconds = events, run, seconds
+        self.status_code, self.background = 200, None
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
+        self.raw_headers = [each for each in self.raw_headers if each[0] != b"content-length"]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send all there is."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async with asyncio.timeout(self._seconds):
+                await unless_gone(receive, self._all(send))
+        except (TimeoutError, Refusal):
+            pass
+        finally:
+            self._run.cancel()
+
+    async def _all(self, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
+    """What the work comes to; it is cancelled, and a Refusal raised that nobody reads, once the asker goes away."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Refusal(499, "Whoever asked went away.", "gone")
+    finally:
+        for each in (task, gone):
+            if not each.done():
+                each.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await each
+
+
+async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _explained(engine: Engine, body: ExplainRequest) -> dict[str, Any]:
+    how = body.ragfuse
+    ask = Ask(policy=how.policy, ratio=how.ratio, reuse=how.reuse, overflow=how.overflow, deadline_s=how.deadline_s)
+    ask = in_session(ask, body.session_id)
+    ask = replace(ask, tools=body.tools or (), max_tokens=body.max_tokens)
+    if (body.messages is None) == (body.prompt is None):
+        raise Refusal(400, "Wanted messages or a prompt, one of them; found both or neither.", "unusable", "messages")
+    if body.messages is not None:
+        plan = engine.plan(turns_of(body.messages, body.documents or ()), ask)
+    else:
+        plan = engine.plan(f"{marked(body.documents or (), engine.marker.mark)}{body.prompt}", ask)
+    return {"object": "ragfuse.plan", **as_dict(plan), "words": in_words(plan)}
+
+
+def _also(kind: str) -> dict[int | str, dict[str, Any]]:
+    """That a route may answer with text of this type."""
+    return {200: {"description": "What was asked for.", "content": {kind: {"schema": {"type": "string"}}}}}
+
+
+def _tenant(request: Request) -> Tenant:
+    tenant: Tenant = request.state.tenant
+    return tenant
+
+
+def _check_model(service: Service, name: str) -> None:
+    if name not in (service.model, service.settings.model):
+        raise Refusal(
+            404, f"Wanted the model '{service.model}', found '{name:.80}'; name that one.", "model_not_found", "model"
+        )
+
+
+def _card(service: Service) -> dict[str, Any]:
+    return {"id": service.model, "object": "model", "created": service.since, "owned_by": "ragfuse"}

@@ -1,0 +1,176 @@
+"""What may be sent to the server: OpenAI's fields, and ours beside them. Values only, checked by pydantic.
+
+Fields of OpenAI that change nothing here are taken; those that would change an answer in a way that this server cannot
+give are refused by their value, and unknown ones by their name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+LONGEST_STOP = 256
+"""Characters of a stop string."""
+MOST_CHOICES = 8
+"""Answers to one request."""
+SEED = 2**63
+"""Seeds are from -SEED to SEED - 1."""
+
+Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
+
+
+class Body(BaseModel):
+    """Whatever is sent: no other fields, and no other types, than are named."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class Document(Body):
+    """A retrieved text. title: where it is from, for people; the model reads `text` alone."""
+
+    text: str = Field(min_length=1)
+    title: str = ""
+
+
+class How(Body):
+    """How a question is answered, beyond what OpenAI knows; None: what the server's settings say."""
+
+    policy: str | None = None
+    ratio: float | None = Field(default=None, ge=0, le=1)
+    reuse: bool = True
+    overflow: Literal["error", "drop"] | None = None
+    deadline_s: float | None = Field(default=None, ge=0)
+
+
+class StreamOptions(Body):
+    """What a stream tells besides its text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class Call(BaseModel):
+    """A call of a tool that was made before."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    class Function(BaseModel):
+        """What was called. arguments: JSON text of an object."""
+
+        name: str
+        arguments: str = "{}"
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class Part(BaseModel):
+    """A part of a message's content. One of type "text-plain" is a document, as is a text that says so in `extras`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: str
+    text: str | None = None
+    title: str | None = None
+    extras: dict[str, Any] | None = None
+
+
+class Message(BaseModel):
+    """One message. What a client's own answers carry besides is left unread."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[Call] | None = None
+    tool_call_id: str | None = None
+
+
+class Wanted(Body):
+    """What both kinds of completion take."""
+
+    model: str
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """None or 0: the likeliest tokens."""
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    n: int | None = Field(default=1, ge=1, le=MOST_CHOICES)
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    seed: int | None = Field(default=None, ge=-SEED, lt=SEED)
+    documents: list[str | Document] | None = Field(default=None, max_length=1000)
+    """Retrieved texts, which stand before the question; those that were met before come from the store."""
+    session_id: str | None = Field(default=None, min_length=1, max_length=256)
+    """Whose turn of which conversation this is."""
+    ragfuse: How = How()
+
+    # taken, and of no consequence here
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    # known, but only as they are by default
+    frequency_penalty: Literal[0] | None = None
+    presence_penalty: Literal[0] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+
+
+class ChatRequest(Wanted):
+    """A request for an answer to messages."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+
+
+class TextRequest(Wanted):
+    """A request for what follows one text, or each of several."""
+
+    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+
+
+class Failed(BaseModel):
+    """What is said instead of an answer."""
+
+    class Error(BaseModel):
+        """In words, and in OpenAI's. param: the field that is meant."""
+
+        message: str
+        type: str
+        param: str | None
+        code: str | None
+
+    error: Error
+
+
+class ExplainRequest(BaseModel):
+    """A question whose plan is wanted: messages or a prompt, and the fields that bear on it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    prompt: str | None = None
+    documents: list[str | Document] | None = Field(default=None, max_length=1000)
+    tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
+    max_tokens: int | None = Field(default=None, ge=1)
+    session_id: str | None = Field(default=None, min_length=1, max_length=256)
+    ragfuse: How = How()

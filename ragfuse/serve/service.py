@@ -1,0 +1,124 @@
+"""What all routes share: the engines of all tenants over one model, who is next, which answers are being written."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ragfuse.engine import Engine
+from ragfuse.prompting import Turn
+from ragfuse.serve.keys import Keys, Tenant
+from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.run import Run, Wish
+from ragfuse.serve.stats import Counts
+from ragfuse.serve.turnstile import Turnstile
+from ragfuse.settings import Settings
+
+log = logging.getLogger("ragfuse.serve")
+
+
+class Service:
+    """One model for all tenants. Each has an engine of its own, made when it first asks, with its share of memory."""
+
+    def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
+        self.settings = settings
+        self.keys = keys if keys is not None else Keys(settings.api_keys, settings.salt)
+        self.model = Path(settings.model).name
+        each = max(1, settings.serve_waiting // 2) if len(self.keys.tenants) > 1 else None
+        self.turnstile = Turnstile(settings.serve_together, settings.serve_waiting, each)
+        self.counts = Counts(self.turnstile)
+        self.since = int(time.time())
+        self._engines: dict[str, Engine] = {}
+        self._lock = threading.Lock()
+        self._runs: set[Run] = set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether nobody is let in any more."""
+        return self.turnstile.stopping
+
+    def engine(self, tenant: Tenant) -> Engine:
+        """A tenant's engine, its model loaded. May take long: not for the event loop's thread."""
+        with self._lock:
+            if tenant.salt not in self._engines:
+                engine = self._engines[tenant.salt] = Engine(self._settings_of(tenant))
+                self.counts.show(engine, self.model if tenant.name == "all" else f"{self.model}-{tenant.name}")
+            engine = self._engines[tenant.salt]
+        engine.model.name = self.model  # what clients are told is no place on this machine
+        return engine
+
+    async def begin(self, tenant: Tenant, wishes: Sequence[Wish], session: str | None) -> Run:
+        """The answers, of which the first is being written; waits for this request's turn.
+
+        Refusal where there is no room to wait (429), the time is over (504), or the server stops (503).
+        """
+        due_s = asyncio.get_running_loop().time() + self.settings.serve_timeout_s
+        engine = await asyncio.to_thread(self.engine, tenant)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(due_s):
+                job = await self.turnstile.enter(
+                    tenant.name, session, lambda: loop.run_in_executor(None, prefetch, engine, wishes)
+                )
+        except TimeoutError:
+            raise _late() from None
+        if loop.time() >= due_s:
+            self.turnstile.leave(job)
+            raise _late()
+
+        def done() -> None:
+            self._runs.discard(run)
+            self.turnstile.leave(job)
+
+        run = Run(wishes, engine, due_s, done)
+        self._runs.add(run)
+        return run
+
+    def stop(self) -> None:
+        """Let nobody in any more; what is being written goes on."""
+        self.turnstile.stop()
+
+    def cancel(self) -> None:
+        """Give up what is being written."""
+        for run in list(self._runs):
+            run.cancel()
+
+    def close(self) -> None:
+        """Save what is to be saved and let go of all stores."""
+        with self._lock:
+            engines = list(self._engines.values())
+            self._engines.clear()
+        for engine in engines:
+            engine.close()
+
+    def _settings_of(self, tenant: Tenant) -> Settings:
+        share = max(1, len(self.keys.tenants))
+        settings = self.settings
+        told = {"salt": tenant.salt, "memory_bytes": settings.memory_bytes // share, "api_keys": ()}
+        return settings.model_copy(update={**told, "gpu_bytes": settings.gpu_bytes // share})
+
+
+def _late() -> Refusal:
+    return Refusal(504, "The request's turn did not come in time. Ask later.", "timeout", None, 5)
+
+
+def prefetch(engine: Engine, wishes: Sequence[Wish]) -> None:
+    """Bring what these read to memory while they wait; what is wrong with them is told when they are answered."""
+    try:
+        engine.prefetch(_texts(engine, wishes))
+    except Exception as error:
+        log.debug("What a waiting request reads is not prefetched: %s", error)
+
+
+def _texts(engine: Engine, wishes: Sequence[Wish]) -> Iterable[str]:
+    """Of all chunks in the questions, each once."""
+    texts: dict[str, None] = {}
+    for question in {id(wish.question): wish.question for wish in wishes}.values():
+        contents = [question] if isinstance(question, str) else [t.content for t in question if isinstance(t, Turn)]
+        for content in contents:
+            texts |= {piece.text: None for piece in engine.pieces(content) if piece.kind == "chunk"}
+    return texts

@@ -1,0 +1,100 @@
+"""What a server counts of its requests, for Prometheus, beside what its engines count; what a tenant's store holds."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+from ragfuse.engine import Engine
+from ragfuse.metering import metrics
+
+PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/v1/ragfuse/store",
+    "/v1/ragfuse/explain",
+    "/health",
+    "/metrics",
+)
+"""Paths that are counted by their name; all others together."""
+
+
+class Queued(Protocol):
+    """Who waits and who is answered."""
+
+    @property
+    def jobs(self) -> Any:
+        """A queue with a length and `running`."""
+        ...
+
+
+class Counts:
+    """Requests by path and status, how many wait and are answered, and all engines' own counts. Thread-safe."""
+
+    def __init__(self, turnstile: Queued) -> None:
+        from prometheus_client import CollectorRegistry
+
+        self._registry = CollectorRegistry()
+        self._turnstile, self._lock = turnstile, threading.Lock()
+        self._asked: Counter[tuple[str, str]] = Counter()
+        self._registry.register(self)
+
+    def asked(self, path: str, status: int) -> None:
+        """One request more."""
+        with self._lock:
+            self._asked[path if path in PATHS else "other", str(status)] += 1
+
+    def show(self, engine: Engine, name: str) -> None:
+        """Show an engine's counts, too, until it is closed."""
+        metrics(engine, self._registry, name)
+
+    def text(self) -> bytes:
+        """All of it as Prometheus reads it."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self._registry)
+
+    def describe(self) -> Iterable[Any]:
+        """What will come."""
+        return self.collect()
+
+    def collect(self) -> Iterator[Any]:
+        """Everything, as it is now."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        with self._lock:
+            asked = dict(self._asked)
+        requests = CounterMetricFamily("ragfuse_requests", "Requests, by path and status.", labels=["path", "status"])
+        for labels, n in asked.items():
+            requests.add_metric(labels, n)
+        yield requests
+        jobs = self._turnstile.jobs
+        yield GaugeMetricFamily("ragfuse_requests_waiting", "Requests that wait for their turn.", value=len(jobs))
+        yield GaugeMetricFamily("ragfuse_requests_running", "Requests that are being answered.", value=jobs.running)
+
+
+def store_of(engine: Engine) -> dict[str, Any]:
+    """What one tenant's entries come to, by tier, and what its engine met; nothing of other tenants."""
+    mine: dict[str, Counter[str]] = {tier.name: Counter() for tier in engine.store.tiers}
+    for entry in engine.store.entries():
+        if entry.key.model == engine.digest:
+            mine[entry.tier].update(entries=1, nbytes=entry.nbytes, n_tokens=entry.n_tokens, pinned=entry.pinned)
+    tiers = [
+        {
+            "name": tier.name,
+            **{name: mine[tier.name][name] for name in ("entries", "nbytes", "n_tokens", "pinned")},
+            "capacity": tier.capacity,
+        }
+        for tier in engine.store.tiers
+    ]
+    counted = engine.tally.now().sums
+    tokens = {name: counted[name] for name in ("reused", "recomputed", "fresh", "written")}
+    return {
+        "object": "ragfuse.store",
+        "tiers": tiers,
+        "tokens": tokens,
+        "waiting_to_be_encoded": engine.tally.waiting(),
+    }

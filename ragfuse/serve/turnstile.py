@@ -1,0 +1,79 @@
+"""Who is answered next: so many at a time, tenants in turns, and no more waiting than there is room for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from ragfuse.errors import BusyError
+from ragfuse.jobs import Job, JobQueue
+from ragfuse.serve.refusals import Refusal
+
+Turn = asyncio.Future[None]
+"""Set when it is somebody's turn."""
+
+STOPPING = "The server is stopping and takes no more requests; ask another one, or this one later."
+RETRY_S = 5.0
+"""When to look again for a server that is stopping."""
+
+
+class Turnstile:
+    """Lets requests through in the queue's order. All of it runs on one event loop.
+
+    together: requests that are answered at once; the others wait. most_each: of one tenant that wait.
+    """
+
+    def __init__(self, together: int, waiting: int, most_each: int | None = None) -> None:
+        self.jobs: JobQueue[Turn] = JobQueue(waiting, time.monotonic, most_each)
+        self._together = together
+        self.stopping = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody waits and nobody is answered."""
+        return not len(self.jobs) and not self.jobs.running
+
+    async def enter(self, tenant: str, conversation: str | None, waits: Callable[[], object]) -> Job[Turn]:
+        """Wait for a turn, which ends with `leave`; `waits` is called first if it does not come at once.
+
+        Refusal with 429 where too many wait already, with 503 where the server stops.
+        """
+        if self.stopping:
+            raise Refusal(503, STOPPING, "stopping", None, RETRY_S)
+        turn: Turn = asyncio.get_running_loop().create_future()
+        try:
+            job = self.jobs.submit(turn, tenant, conversation)
+        except BusyError as error:
+            raise Refusal(429, str(error), "busy", None, error.wait_s) from error
+        self._call_next()
+        try:
+            if not turn.done():
+                waits()
+            await turn
+        except BaseException:
+            if not self.jobs.cancel(job):
+                self.leave(job)
+            raise
+        return job
+
+    def leave(self, job: Job[Turn]) -> None:
+        """This request is answered, or will not be; the next one's turn comes."""
+        self.jobs.done(job)
+        self._call_next()
+
+    def stop(self) -> None:
+        """Let nobody in any more; those that wait are told so."""
+        if self.stopping:
+            return
+        self.stopping = True
+        for job in self.jobs.close():
+            if not job.what.done():
+                job.what.set_exception(Refusal(503, STOPPING, "stopping", None, RETRY_S))
+
+    def _call_next(self) -> None:
+        while self.jobs.running < self._together and (job := self.jobs.take(0)) is not None:
+            if job.what.done():  # gone in this very moment
+                self.jobs.done(job)
+            else:
+                job.what.set_result(None)

@@ -1,0 +1,118 @@
+"""Sessions as the book keeps them: each as JSON under its tenant and name, its keys, and what its turns end with.
+
+What a session is told by `sessions.py`; here it is a text with a version, which one writer at a time replaces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from sqlite3 import Connection
+from typing import Any, NamedTuple
+
+from ragfuse.store.database import Database
+
+SESSION_TABLES = ("sessions", "session_ends", "session_keys")
+SESSION_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions(
+    model TEXT NOT NULL, id TEXT NOT NULL, version INTEGER NOT NULL, used REAL NOT NULL, turns INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, state TEXT NOT NULL, PRIMARY KEY(model, id)
+);
+CREATE TABLE IF NOT EXISTS session_ends(
+    model TEXT NOT NULL, heard TEXT NOT NULL, id TEXT NOT NULL, PRIMARY KEY(model, heard, id)
+);
+CREATE TABLE IF NOT EXISTS session_keys(
+    key TEXT NOT NULL, model TEXT NOT NULL, id TEXT NOT NULL, PRIMARY KEY(key, model, id)
+);
+"""
+_ORPHANS = """
+SELECT key FROM session_keys WHERE model = ? AND id = ? AND key NOT IN (
+    SELECT key FROM session_keys WHERE NOT (model = ? AND id = ?))
+"""
+
+
+class SessionLine(NamedTuple):
+    """A session without what it says: tenant's digest, name, version, when it was used last, turns, tokens."""
+
+    model: str
+    id: str
+    version: int
+    used: float
+    turns: int
+    tokens: int
+
+
+class SessionBook:
+    """The sessions of a book. Threads and processes may share it; StoreError where it cannot be read or written."""
+
+    def __init__(self, database: Database, trouble: Callable[[], AbstractContextManager[None]]) -> None:
+        self._database, self._trouble = database, trouble
+
+    def get(self, model: str, id: str) -> tuple[int, dict[str, Any]] | None:
+        """Version and state of a session, None where there is none, or a bad byte has made it none."""
+        with self._trouble():
+            rows = self._database.query("SELECT version, state FROM sessions WHERE model = ? AND id = ?", (model, id))
+        try:
+            state = json.loads(rows[0][1]) if rows else None
+        except ValueError:
+            return None
+        return (rows[0][0], state) if isinstance(state, dict) else None
+
+    def put(
+        self,
+        line: SessionLine,
+        state: Mapping[str, Any],
+        ends: Iterable[str],
+        keys: Iterable[str],
+    ) -> bool:
+        """Write a session in place of its `line.version` (0: there is none yet); False, and nothing changed, if
+        another writer was first."""
+        who = (line.model, line.id)
+        with self._trouble(), self._database.write() as transaction:
+            row = transaction.execute("SELECT version FROM sessions WHERE model = ? AND id = ?", who).fetchone()
+            if (row[0] if row else 0) != line.version:
+                return False
+            self._drop(transaction, *who)
+            told = (*who, line.version + 1, line.used, line.turns, line.tokens, json.dumps(dict(state)))
+            transaction.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)", told)
+            for table, names in (("session_ends(heard, model, id)", ends), ("session_keys(key, model, id)", keys)):
+                rows = [(name, *who) for name in dict.fromkeys(names)]
+                transaction.executemany(f"INSERT OR IGNORE INTO {table} VALUES (?, ?, ?)", rows)
+        return True
+
+    def ending(self, model: str, heard: Sequence[str]) -> dict[str, str]:
+        """Of these digests of messages, those that a session's turn ends with, and the one that was used last."""
+        sql = """SELECT heard, session_ends.id FROM session_ends JOIN sessions USING(model, id)
+            WHERE model = ? AND heard IN (SELECT value FROM json_each(?)) ORDER BY used"""
+        with self._trouble():
+            return dict(self._database.query(sql, (model, json.dumps(list(heard)))))
+
+    def lines(self, model: str | None = None, before: float | None = None) -> list[SessionLine]:
+        """Sessions of a tenant, or of all, used last first; before: only those last used before that time."""
+        sql, arguments = "SELECT model, id, version, used, turns, tokens FROM sessions WHERE 1", list[Any]()
+        for clause, value in ((" AND model = ?", model), (" AND used < ?", before)):
+            if value is not None:
+                sql += clause
+                arguments.append(value)
+        with self._trouble():
+            return [SessionLine(*row) for row in self._database.query(f"{sql} ORDER BY used DESC", arguments)]
+
+    def having(self, keys: Sequence[str]) -> list[str]:
+        """Those of these keys that some session has."""
+        sql = "SELECT DISTINCT key FROM session_keys WHERE key IN (SELECT value FROM json_each(?))"
+        with self._trouble():
+            return [key for (key,) in self._database.query(sql, (json.dumps(list(keys)),))]
+
+    def delete(self, model: str, id: str) -> list[str] | None:
+        """Forget a session; keys that no other one has, None where there was none."""
+        with self._trouble(), self._database.write() as transaction:
+            orphans = [key for (key,) in transaction.execute(_ORPHANS, (model, id, model, id))]
+            return orphans if self._drop(transaction, model, id) else None
+
+    def _drop(self, transaction: Connection, model: str, id: str) -> bool:
+        counts = [
+            transaction.execute(f"DELETE FROM {table} WHERE model = ? AND id = ?", (model, id)).rowcount
+            for table in SESSION_TABLES
+        ]
+        return counts[0] > 0

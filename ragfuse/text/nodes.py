@@ -1,0 +1,169 @@
+"""What PML says, as frozen values: schemas with their modules, and the prompts that import them (Prompt Cache 3.2).
+
+`pml` reads these from text and writes them; `programs` and `templates` make them from Python. `at` says where a thing
+stands, for errors, and does not count when two are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ragfuse.errors import PMLError
+
+RoleName = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A place in a file: line and column count from 1, 0 where there is none."""
+
+    file: str = ""
+    line: int = 0
+    column: int = 0
+
+    def error(self, found: str, wanted: str) -> PMLError:
+        """An error that stands here."""
+        return PMLError(found, wanted, self.file, self.line, self.column)
+
+
+NOWHERE = Spot()
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text as it is, white space included."""
+
+    text: str
+    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """Room for an argument of at most `length` tokens; `scaffold` stands in it while its module is encoded."""
+
+    name: str
+    length: int
+    scaffold: str = ""
+    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """Text that is encoded once and imported by name; modules in it are imported in it. Not `cache`: always fresh."""
+
+    name: str
+    items: tuple[Item, ...] = ()
+    cache: bool = True
+    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Union:
+    """Modules of which a prompt imports one at most; `scaffold` stands in while the text around is encoded."""
+
+    modules: tuple[Module, ...] = ()
+    scaffold: str = ""
+    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A message, to be wrapped as the model's chat template does."""
+
+    role: RoleName
+    items: tuple[Item, ...] = ()
+    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+
+
+Item = Text | Param | Module | Union | Role
+
+
+@dataclass(frozen=True, slots=True)
+class Scaffold:
+    """Modules, by their paths (`a/b`; `.`: the schema's own text), that are encoded once more, together."""
+
+    modules: tuple[str, ...]
+    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """A whole schema: its items in order, the text between modules being a module that is always imported."""
+
+    name: str
+    items: tuple[Item, ...] = ()
+    scaffolds: tuple[Scaffold, ...] = ()
+    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """A module that a prompt imports, (parameter, argument) by (parameter, argument); in it what is imported in it."""
+
+    name: str
+    args: tuple[tuple[str, str], ...] = ()
+    items: tuple[Text | Import | Message, ...] = ()
+    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message of a prompt's own, behind or between what it imports."""
+
+    role: RoleName
+    text: str = ""
+    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt that is derived from a schema: what it imports and what it adds, arguments of the schema's own."""
+
+    schema: str
+    items: tuple[Text | Import | Message, ...] = ()
+    args: tuple[tuple[str, str], ...] = ()
+    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+
+    def asking(self, text: str, role: RoleName = "user") -> Request:
+        """The same with one more message at its end."""
+        return Request(self.schema, (*self.items, Message(role, text)), self.args, self.at)
+
+
+def inner(items: tuple[Item, ...]) -> Iterator[Item]:
+    """What stands in one scope: through messages and unions, not into modules."""
+    for item in items:
+        yield item
+        if isinstance(item, Role):
+            yield from inner(item.items)
+        elif isinstance(item, Union):
+            yield from item.modules
+
+
+def joined(items: Iterable[Item]) -> tuple[Item, ...]:
+    """Neighbouring texts as one, as they are read."""
+    found: list[Item] = []
+    for item in items:
+        if isinstance(item, Text) and found and isinstance(found[-1], Text):
+            found[-1] = Text(found[-1].text + item.text, found[-1].at)
+        else:
+            found.append(item)
+    return tuple(found)
+
+
+def check_scope(items: tuple[Item, ...]) -> None:
+    """PMLError where two modules of one scope share a name, or a parameter's rooms differ (Prompt Cache 3.2.1)."""
+    modules: dict[str, Module] = {}
+    params: dict[str, Param] = {}
+    for item in inner(items):
+        if isinstance(item, Module):
+            first = modules.setdefault(item.name, item)
+            if first is not item:
+                raise item.at.error(f"a second module '{item.name}'", f"one of that name beside line {first.at.line}'s")
+        elif isinstance(item, Param) and params.setdefault(item.name, item).length != item.length:
+            first_at = params[item.name]
+            raise item.at.error(
+                f"parameter '{item.name}' with len {item.length}",
+                f"{first_at.length} as in line {first_at.at.line}, or another name",
+            )

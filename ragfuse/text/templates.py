@@ -1,0 +1,145 @@
+"""Templates that people have, as schemas: of LangChain and LlamaIndex, or (role, text) pairs.
+
+No framework is imported: a template is known by what it has. Its variables become parameters of the schema itself, so
+that all its text is encoded once, and `filled` makes the prompt of their values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from string import Formatter
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+from ragfuse.errors import PMLError
+from ragfuse.text.nodes import Item, Param, Request, Role, RoleName, Schema, Spot, Text, joined
+from ragfuse.text.pml import is_name
+
+Syntax = Literal["f-string", "mustache", "jinja2"]
+Pairs = Sequence[tuple[str, str]]
+
+_ROLES: Mapping[str, RoleName] = MappingProxyType(
+    {"human": "user", "user": "user", "system": "system", "ai": "assistant", "assistant": "assistant"}
+)
+_CHAT = re.compile(r"""{%-?\s*chat\s+role\s*=\s*["'](\w+)["']\s*-?%}(.*?){%-?\s*endchat\s*-?%}""", re.DOTALL)
+_HELD = re.compile(r"{{-?\s*([^{}]*?)\s*-?}}")
+
+
+def from_template(name: str, template: Any, max_tokens: int | Mapping[str, int], syntax: Syntax = "f-string") -> Schema:
+    """The schema of a template: a text, (role, text) pairs, or a framework's prompt template.
+
+    max_tokens: room for every variable, or for each. syntax: of texts and pairs; a framework's templates know theirs.
+    PMLError for what no schema can hold: logic, loops, formats, and places for whole conversations.
+    """
+    items: list[Item] = []
+    for role, text, own in _pairs(name, template, syntax):
+        said = joined(_items(name, text, own, max_tokens))
+        items += [Role(_role(name, role), said)] if role else said
+    return Schema(name, joined(items))
+
+
+def filled(schema: Schema, values: Mapping[str, object]) -> Request:
+    """The prompt of a template's schema for these values of its variables."""
+    return Request(schema.name, (), tuple((name, str(value)) for name, value in values.items()))
+
+
+def _pairs(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, str, Syntax]]:
+    """(role, text, syntax) of every message; role "": no message."""
+    if isinstance(template, str):
+        yield from _chats(template, syntax)
+    elif isinstance(text := getattr(template, "template_str", None), str):  # RichPromptTemplate
+        yield from _chats(text, "jinja2")
+    elif isinstance(text := getattr(template, "template", None), str):  # PromptTemplate of both
+        yield "", text, cast(Syntax, getattr(template, "template_format", syntax))
+    else:
+        messages = getattr(template, "messages", None) or getattr(template, "message_templates", None) or template
+        if not isinstance(messages, Sequence):
+            raise PMLError(f"a template of type {type(template).__name__}", "messages, a text, or pairs", name)
+        for message in messages:
+            yield _message(name, message, syntax)
+
+
+def _chats(text: str, syntax: Syntax) -> Iterator[tuple[str, str, Syntax]]:
+    """What `{% chat %}` blocks say, where there are some; white space between them is no text."""
+    blocks = list(_CHAT.finditer(text)) if syntax == "jinja2" else []
+    done = 0
+    for block in blocks:
+        if text[done : block.start()].strip():
+            yield "", text[done : block.start()], syntax
+        yield block[1], block[2], syntax
+        done = block.end()
+    if not blocks or text[done:].strip():
+        yield "", text[done:], syntax
+
+
+def _message(name: str, message: Any, syntax: Syntax) -> tuple[str, str, Syntax]:
+    if isinstance(message, tuple | list) and len(message) == 2:
+        return str(message[0]), str(message[1]), syntax
+    role = getattr(message, "role", None) or getattr(message, "type", None) or type(message).__name__
+    role = str(getattr(role, "value", role))
+    role = re.sub(r"(message|prompt|template|_|chunk)+$", "", role.lower())
+    prompt = getattr(message, "prompt", None)
+    if isinstance(text := getattr(prompt, "template", None), str):
+        return role, text, cast(Syntax, getattr(prompt, "template_format", syntax))
+    if isinstance(text := getattr(message, "content", None), str):  # LangChain's messages are no templates
+        return role, text if hasattr(message, "blocks") else re.sub(r"[{}]", r"\g<0>\g<0>", text), "f-string"
+    raise PMLError(
+        f"{type(message).__name__} in a template", "messages with a text; whole conversations have no len", name
+    )
+
+
+def _role(name: str, role: str) -> RoleName:
+    if role not in _ROLES:
+        raise PMLError(f"role '{role}'", "system, user (human) or assistant (ai)", name)
+    return _ROLES[role]
+
+
+def _items(name: str, text: str, syntax: Syntax, max_tokens: int | Mapping[str, int]) -> Iterator[Item]:
+    for literal, variable, at in _parsed(name, text, syntax):
+        if literal:
+            yield Text(literal)
+        if variable is not None:
+            yield _param(variable, max_tokens, Spot(name, text.count("\n", 0, at) + 1, 1))
+
+
+def _param(variable: str, max_tokens: int | Mapping[str, int], at: Spot) -> Param:
+    if not is_name(variable) or variable == "schema":
+        raise at.error(f"'{variable}' in a template", "the name of a variable, without logic or format")
+    length = max_tokens if isinstance(max_tokens, int) else max_tokens.get(variable, 0)
+    if length < 1:
+        raise at.error(f"variable '{variable}' without a length", f"max_tokens={{'{variable}': ...}}")
+    return Param(variable, length, at=at)
+
+
+def _parsed(name: str, text: str, syntax: Syntax) -> Iterator[tuple[str, str | None, int]]:
+    """(text, variable behind it or None, where about it stands)."""
+    if syntax == "f-string":
+        yield from _formatted(name, text)
+        return
+    done = 0
+    for held in _HELD.finditer(text):
+        yield _plain(name, text, done, held.start()), held[1], held.start()
+        done = held.end()
+    yield _plain(name, text, done, len(text)), None, len(text)
+
+
+def _formatted(name: str, text: str) -> Iterator[tuple[str, str | None, int]]:
+    at = 0
+    try:
+        for literal, variable, spec, conversion in Formatter().parse(text):
+            at += len(literal)
+            shown = variable if variable is None else f"{variable}{'!' if conversion else ''}{':' if spec else ''}"
+            yield literal, shown, at
+            at += len(variable or "")
+    except ValueError as error:
+        raise PMLError(f"a template that str.format does not take ({error})", "{{ and }} for braces", name) from error
+
+
+def _plain(name: str, text: str, lo: int, hi: int) -> str:
+    """Text between variables; PMLError for what a mustache or jinja template does beside holding variables."""
+    plain = re.sub(r"{#.*?#}", "", text[lo:hi], flags=re.DOTALL)
+    if logic := re.search(r"{%.*?%}|{{.*?}}|{{|{%", plain, re.DOTALL):
+        line = text.count("\n", 0, lo) + plain.count("\n", 0, logic.start()) + 1
+        raise PMLError(f"'{logic.group()[:60]}' in a template", "texts and variables", name, line, 1)
+    return plain

@@ -1,0 +1,395 @@
+"""What is decoded at the same time is computed together, and everyone gets what he would get alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+from ragfuse.grammar import Grammar
+from ragfuse.hf.grammar import Grammars
+from ragfuse.hf.handover import generate
+from ragfuse.hf.model import HFModel, Prefill
+from ragfuse.hf.stream import StopWhen
+from tests.hf import kit
+from tests.hf.families import FAMILIES, REFUSED
+from tests.hf.test_grammar import bytes_tokenizer
+
+LENGTH = 10
+GREEDY: dict[str, Any] = {"max_new_tokens": LENGTH, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+SAMPLED = {**GREEDY, "do_sample": True, "temperature": 1.5}
+SIZES = (33, 9, 60, 21)
+NEVER_SHARED = {"llama-dynamic", "phi3-longrope", "mamba", "qwen3-next", "llama4"}
+WAIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "ragfuse-decode":
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def nothing_failed(caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest) -> Iterator[None]:
+    """No step of several failed and was done one by one, unless that is the test."""
+    yield
+    if "fails" not in request.node.name:
+        assert not [record for record in caplog.records if record.name == "ragfuse.hf"]
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> HFModel:
+    """Whose steps wait for all."""
+    model = kit.family("llama")
+    monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
+    return model
+
+
+class Said:
+    """A streamer that tells what it saw, and does something at one of its tokens."""
+
+    def __init__(self, at: int = 0, do: Callable[[], object] = lambda: None) -> None:
+        self.tokens: list[int] = []
+        self._prompt, self._at, self._do = True, at, do
+
+    def put(self, value: Tensor) -> None:
+        if self._prompt:
+            self._prompt = False
+            return
+        self.tokens += value.reshape(-1).tolist()
+        if len(self.tokens) == self._at:
+            self._do()
+
+    def end(self) -> None:
+        pass
+
+
+class Noting(LogitsProcessor):
+    """Notes what it is given and changes nothing."""
+
+    def __init__(self) -> None:
+        self.scores: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.scores.append(scores.clone())
+        return scores
+
+
+class Job(threading.Thread):
+    """One `generate` in a thread; `rows` is what it wrote, or raises what ended it."""
+
+    def __init__(self, model: HFModel, prefill: Prefill, **arguments: Any) -> None:
+        super().__init__(daemon=True)
+        self._call = lambda: generate(model, prefill, **arguments)
+        self._found: Any = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._found = self._call()
+        except BaseException as error:
+            self._found = error
+
+    @property
+    def rows(self) -> list[list[int]]:
+        self.join(WAIT_S)
+        assert not self.is_alive()
+        if isinstance(self._found, BaseException):
+            raise self._found
+        return self._found
+
+
+def prefills(model: HFModel, sizes: tuple[int, ...] = SIZES) -> list[Prefill]:
+    return [model.full_prefill(kit.ids(size, seed)) for seed, size in enumerate(sizes)]
+
+
+def waited(event: threading.Event) -> None:
+    assert event.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *REFUSED])
+def test_every_family_says_together_what_each_says_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = kit.family(name)
+    monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
+    beams = {} if name == "mamba" else {"num_beams": 2}  # whose state cannot be put in another order
+    ways = [GREEDY, {**GREEDY, "max_new_tokens": LENGTH // 2}, {**GREEDY, **beams}, GREEDY]
+    wanted = [generate(model, prefill, options, seed=3) for prefill, options in zip(prefills(model), ways, strict=True)]
+    before = model.batcher.steps
+    asked = [(prefill, {"options": options, "seed": 3}) for prefill, options in zip(prefills(model), ways, strict=True)]
+    assert kit.together(model, asked) == wanted
+    assert (model.batcher.steps == before) == (name in NEVER_SHARED)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window", "falcon-alibi", "mpt-alibi"]
+)
+def test_logits_of_a_shared_step_are_those_of_the_whole_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin reads prompt and answer anew for every token, without a cache of ours."""
+    model = kit.family(name)
+    monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
+    notes, before = [Noting() for _ in SIZES], model.batcher.steps
+    asked = [
+        (prefill, {"options": {**GREEDY, "logits_processor": LogitsProcessorList([note])}})
+        for prefill, note in zip(prefills(model), notes, strict=True)
+    ]
+    for prefill, note, (row,) in zip(prefills(model), notes, kit.together(model, asked), strict=True):
+        for count, scores in enumerate(note.scores):
+            text = torch.tensor([[*prefill.token_ids, *row[:count]]])
+            with torch.no_grad():
+                logits = model.model(text, past_key_values=DynamicCache()).logits[:, -1]
+            assert float((scores - logits).abs().max() / logits.std()) < 1e-4
+    assert model.batcher.steps - before == LENGTH - 1
+
+
+def test_each_step_holds_a_row_of_everyone(model: HFModel) -> None:
+    steps, rows = model.batcher.steps, model.batcher.rows
+    kit.together(model, [(prefill, {"options": GREEDY}) for prefill in prefills(model)])
+    assert (model.batcher.steps - steps, model.batcher.rows - rows) == (LENGTH - 1, (LENGTH - 1) * len(SIZES))
+    generate(model, prefills(model)[0], GREEDY)
+    assert model.batcher.steps - steps == LENGTH - 1
+
+
+def test_a_request_joins_and_leaves_in_the_middle(model: HFModel) -> None:
+    one, two, three = prefills(model, SIZES[:3])
+    wanted = [generate(model, prefill.copy(), GREEDY) for prefill in (one, two, three)]
+    late, short = [], {**GREEDY, "max_new_tokens": 3}
+    join = Said(4, lambda: late.append(Job(model, two, options=short)))
+    first, other = Job(model, one, options=GREEDY, streamer=join), Job(model, three, options=GREEDY)
+    assert [first.rows, other.rows] == [wanted[0], wanted[2]]
+    assert late[0].rows == [wanted[1][0][:3]]
+
+
+def test_a_cancelled_request_leaves_at_its_next_token(model: HFModel) -> None:
+    one, two = prefills(model, SIZES[:2])
+    wanted, gone = generate(model, one.copy(), GREEDY), threading.Event()
+    much = {**GREEDY, "max_new_tokens": 400}
+    stay = Said(5, gone.set)
+    cancelled = Job(model, two, options=much, stopping=[StopWhen(gone)])
+    assert Job(model, one, options=GREEDY, streamer=stay).rows == wanted
+    assert len(cancelled.rows[0]) < 400
+
+
+def test_what_one_request_raises_is_its_own(model: HFModel) -> None:
+    class Sudden(Exception):
+        pass
+
+    def fail() -> None:
+        raise Sudden
+
+    jobs = prefills(model)
+    wanted = [generate(model, prefill.copy(), GREEDY) for prefill in jobs]
+    found = [
+        Job(model, prefill, options=GREEDY, streamer=Said(3, fail) if number == 1 else None)
+        for number, prefill in enumerate(jobs)
+    ]
+    assert [found[number].rows for number in (0, 2, 3)] == [wanted[number] for number in (0, 2, 3)]
+    with pytest.raises(Sudden):
+        _ = found[1].rows
+
+
+def test_all_ways_to_write_go_beside_each_other(model: HFModel) -> None:
+    ways: list[dict[str, Any]] = [
+        {"options": GREEDY},
+        {"options": {**GREEDY, "num_beams": 3, "num_return_sequences": 2}},
+        {"options": SAMPLED, "seed": 5},
+        {"options": {**SAMPLED, "num_beams": 2}, "seed": 6},
+        {"options": {**GREEDY, "return_dict_in_generate": True, "output_hidden_states": True}},
+        {"options": {**GREEDY, "guidance_scale": 1.5}},
+        {"options": {**GREEDY, "repetition_penalty": 1.7}},
+        {"options": {**SAMPLED, "num_return_sequences": 3}, "seed": 7},
+    ]
+    each = prefills(model, tuple(range(11, 11 + len(ways))))
+    wanted = [generate(model, prefill.copy(), **way) for prefill, way in zip(each, ways, strict=True)]
+    model.batcher.patience_s = 0.02  # what asks for hidden states shares no step, and would be waited for
+    assert kit.together(model, list(zip(each, ways, strict=True))) == wanted
+
+
+def test_an_answer_held_to_a_grammar_goes_beside_free_ones(model: HFModel) -> None:
+    words = bytes_tokenizer()
+    grammars = Grammars(words, 256, [])
+
+    def held() -> dict[str, Any]:
+        processor = grammars.processor(Grammar.regex("[ab]{4}c[de]{9}"), LENGTH)
+        return {"options": {**GREEDY, "logits_processor": LogitsProcessorList([processor])}}
+
+    each = prefills(model, SIZES[:3])
+    wanted = [
+        generate(model, p.copy(), **way) for p, way in zip(each, [held(), {"options": GREEDY}, held()], strict=True)
+    ]
+    assert kit.together(model, list(zip(each, [held(), {"options": GREEDY}, held()], strict=True))) == wanted
+    assert set(words.decode(wanted[0][0][:4])) <= set("ab")
+
+
+def test_a_seed_draws_the_same_alone_and_among_others(model: HFModel) -> None:
+    each = prefills(model, (30, 14, 22, 8, 45))
+    alone = generate(model, each[0].copy(), SAMPLED, seed=9)
+    state = torch.random.get_rng_state()
+    ways = [{"options": SAMPLED, "seed": 9 + number} for number in range(5)]
+    assert kit.together(model, [(p.copy(), way) for p, way in zip(each, ways, strict=True)])[0] == alone
+    assert torch.equal(torch.random.get_rng_state(), state)
+    ways = [ways[0], *({"options": SAMPLED} for _ in range(4))]
+    assert kit.together(model, [(p.copy(), way) for p, way in zip(each, ways, strict=True)])[0] == alone
+    assert not torch.equal(torch.random.get_rng_state(), state)
+    assert generate(model, each[0].copy(), SAMPLED, seed=10) != alone
+
+
+def test_others_use_the_model_while_answers_are_decoded(model: HFModel) -> None:
+    """A chunk is encoded and a prompt prefilled within one token of two answers that would else go on for long."""
+    done, began = threading.Event(), threading.Event()
+    much = {**GREEDY, "max_new_tokens": 400}
+    one, two = prefills(model, SIZES[:2])
+    jobs = [
+        Job(model, one, options=much, streamer=Said(3, began.set), stopping=[StopWhen(done)]),
+        Job(model, two, options=much, stopping=[StopWhen(done)]),
+    ]
+    waited(began)
+    model.encode(kit.ids(40))
+    kit.fuse(model, kit.usual(), "hkvd", 0.3)
+    done.set()
+    assert all(3 <= len(job.rows[0]) < 400 for job in jobs)
+
+
+@pytest.mark.parametrize("companions", [0, 1])
+def test_the_lock_is_free_while_a_token_is_chosen(model: HFModel, companions: int) -> None:
+    encoded, began = threading.Event(), threading.Event()
+
+    def hold_up() -> None:
+        began.set()
+        waited(encoded)
+
+    one, two = prefills(model, SIZES[:2])
+    job = Job(model, one, options=GREEDY, streamer=Said(4, hold_up))
+    beside = [Job(model, two, options=GREEDY) for _ in range(companions)]
+    waited(began)
+    model.encode(kit.ids(12))
+    encoded.set()
+    assert all(len(each.rows[0]) == LENGTH for each in (job, *beside))
+
+
+def test_who_is_slow_is_not_waited_for(model: HFModel) -> None:
+    model.batcher.patience_s = 0.02
+    over = threading.Event()
+    one, two, three = prefills(model, SIZES[:3])
+    wanted = generate(model, one.copy(), GREEDY)
+    slow = Job(model, one, options=GREEDY, streamer=Said(2, lambda: waited(over)))
+    quick = [Job(model, prefill, options=GREEDY) for prefill in (two, three)]
+    assert all(len(job.rows[0]) == LENGTH for job in quick)
+    over.set()
+    assert slow.rows == wanted
+
+
+def test_who_holds_the_lock_goes_on_under_it(model: HFModel) -> None:
+    one, two, three = prefills(model, SIZES[:3])
+    wanted = generate(model, two.copy(), GREEDY)
+    began, done = threading.Event(), threading.Event()
+    jobs = [
+        Job(
+            model,
+            one,
+            options={**GREEDY, "max_new_tokens": 400},
+            streamer=Said(2, began.set),
+            stopping=[StopWhen(done)],
+        ),
+        Job(model, three, options={**GREEDY, "max_new_tokens": 400}, stopping=[StopWhen(done)]),
+    ]
+    waited(began)
+    model.batcher.patience_s = 0.02  # who holds the lock is waited for, and never there
+    with model.lock:
+        assert generate(model, two, GREEDY) == wanted
+    done.set()
+    assert all(len(job.rows[0]) < 400 for job in jobs)
+
+
+def test_sixteen_at_once_are_told_apart(model: HFModel) -> None:
+    each = prefills(model, tuple(range(5, 37, 2)))
+    wanted = [generate(model, prefill.copy(), GREEDY) for prefill in each]
+    assert kit.together(model, [(prefill, {"options": GREEDY}) for prefill in each]) == wanted
+
+
+def test_fused_prompts_go_on_from_their_own_kv_side_by_side(model: HFModel) -> None:
+    scenes = [kit.usual(seed) for seed in range(4)]
+
+    def fused() -> list[Prefill]:
+        return [kit.fuse(model, scene, "hkvd", 0.2) for scene in scenes]
+
+    wanted = [generate(model, prefill, GREEDY) for prefill in fused()]
+    assert kit.together(model, [(prefill, {"options": GREEDY}) for prefill in fused()]) == wanted
+
+
+def test_the_model_is_as_it_was_and_nothing_is_active(model: HFModel) -> None:
+    before = dict(model.model.__dict__), model.model.config._attn_implementation
+    seen: list[int] = []
+    each = prefills(model, SIZES[:2])
+    look = Said(3, lambda: seen.append(model.batcher.active))
+    kit.together(model, [(each[0], {"options": GREEDY, "streamer": look}), (each[1], {"options": GREEDY})])
+    assert seen == [2]
+    assert model.batcher.active == 0
+    assert model.batcher.wait_idle(0)
+    assert (dict(model.model.__dict__), model.model.config._attn_implementation) == before
+    assert not any(len(layer._forward_pre_hooks) for layer in model.model.modules())
+
+
+def test_what_fails_together_is_done_one_by_one_and_shared_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    model = kit.HFModel(kit.build("llama", {}), kit.tokenizer())
+    model.batcher.patience_s = WAIT_S
+
+    def refuse(module: object, args: tuple[Any, ...]) -> None:
+        if args[0].shape[0] > 1:
+            raise RuntimeError("too many")
+
+    wanted = [generate(model, prefill, GREEDY) for prefill in prefills(model)]
+    model.model.model.layers[2].mlp.register_forward_pre_hook(refuse)
+    for _ in range(2):
+        assert kit.together(model, [(prefill, {"options": GREEDY}) for prefill in prefills(model)]) == wanted
+    assert model.batcher.steps == 0
+    assert [record.message for record in caplog.records] == [
+        "A step of 4 requests failed and is done one by one: too many"
+    ] * 3
+
+
+def test_a_request_that_fails_in_a_shared_step_fails_alone() -> None:
+    model = kit.HFModel(kit.build("llama", {}), kit.tokenizer())
+    model.batcher.patience_s = WAIT_S
+    bad = 77
+
+    class Forced(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return scores.index_fill(1, torch.tensor([bad]), 1e9) if input_ids.shape[1] == SIZES[1] + 4 else scores
+
+    def refuse(module: object, args: tuple[Any, ...]) -> None:
+        if args[0].shape[1] == 1 and bool((args[0] == bad).any()):
+            raise ZeroDivisionError
+
+    options = [{**GREEDY, "suppress_tokens": [bad]} for _ in SIZES]
+    options[1] = {**GREEDY, "logits_processor": LogitsProcessorList([Forced()])}
+    wanted = [generate(model, p, way) for p, way in zip(prefills(model), options, strict=True)]
+    assert wanted[1][0][4] == bad
+    model.model.get_input_embeddings().register_forward_pre_hook(refuse)
+    jobs = [Job(model, p, options=way) for p, way in zip(prefills(model), options, strict=True)]
+    assert [jobs[number].rows for number in (0, 2, 3)] == [wanted[number] for number in (0, 2, 3)]
+    with pytest.raises(ZeroDivisionError):
+        _ = jobs[1].rows
+    assert model.batcher.steps > LENGTH // 2
+
+
+def test_an_answer_that_outgrows_its_buffers_grows_beside_others(model: HFModel) -> None:
+    options, each = {**GREEDY, "max_new_tokens": 150}, prefills(model, SIZES[:2])
+    wanted = [generate(model, prefill.copy(), options) for prefill in each]
+    assert kit.together(model, [(prefill, {"options": options}) for prefill in each]) == wanted
+
+
+def test_stop_strings_of_many_are_made_ready_one_at_a_time(model: HFModel) -> None:
+    each = prefills(model, tuple(range(10, 22)))
+    free = [generate(model, prefill.copy(), GREEDY)[0] for prefill in each]
+    ways = [{"options": {**GREEDY, "stop_strings": [model.tokenizer.decode(row[3:5])]}} for row in free]
+    found = kit.together(model, list(zip(each, ways, strict=True)))
+    assert [rows[0] for rows in found] == [row[: len(rows[0])] for row, rows in zip(free, found, strict=True)]
+    assert all(len(rows[0]) <= 5 for rows in found)

@@ -1,0 +1,113 @@
+"""The model's lock: one at a time, first come first served, and the same thread as often as it likes."""
+
+import threading
+import time
+
+import pytest
+
+from ragfuse.hf.lock import FairLock
+
+WAIT_S = 60.0
+
+
+def until_waiting(lock: FairLock, count: int) -> None:
+    end = time.monotonic() + WAIT_S
+    while lock.waiting < count:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_those_who_wait_get_it_in_turn_before_who_lets_go_of_it() -> None:
+    lock, order = FairLock(), []
+
+    def take(name: int) -> None:
+        with lock:
+            order.append(name)
+
+    threads = []
+    with lock:
+        for name in range(5):
+            threads.append(threading.Thread(target=take, args=(name,)))
+            threads[-1].start()
+            until_waiting(lock, name + 1)
+    with lock:
+        order.append(-1)
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert order == [0, 1, 2, 3, 4, -1]
+
+
+def test_one_thread_holds_it_as_often_as_it_likes() -> None:
+    lock = FairLock()
+    with lock, lock:
+        assert lock.is_mine
+    assert not lock.is_mine
+    assert lock.acquire()
+    assert lock.acquire(blocking=False)
+    lock.release()
+    assert not taken_elsewhere(lock)
+    lock.release()
+    assert taken_elsewhere(lock)
+
+
+def taken_elsewhere(lock: FairLock, timeout: float = 0) -> bool:
+    """Whether another thread gets it."""
+    found = []
+
+    def take() -> None:
+        found.append(lock.acquire(timeout=timeout))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join(WAIT_S)
+    return found[0]
+
+
+def test_who_waits_no_longer_is_forgotten() -> None:
+    lock = FairLock()
+    with lock:
+        assert not taken_elsewhere(lock, 0.01)
+        assert lock.waiting == 0
+    assert taken_elsewhere(lock)
+
+
+def test_only_its_holder_lets_go_of_it() -> None:
+    lock = FairLock()
+    with pytest.raises(RuntimeError, match="does not hold"):
+        lock.release()
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            over.wait(WAIT_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(WAIT_S)
+    with pytest.raises(RuntimeError, match="does not hold"):
+        lock.release()
+    over.set()
+    thread.join(WAIT_S)
+
+
+def test_nobody_is_in_it_with_another() -> None:
+    lock, inside, most = FairLock(), [0], [0]
+
+    def work() -> None:
+        for turn in range(200):
+            if lock.acquire(timeout=0.0005 if turn % 3 else -1):
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                inside[0] -= 1
+                lock.release()
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert most == [1]
+    assert lock.acquire(blocking=False)

@@ -1,0 +1,134 @@
+"""A server on a free port of this machine, in a thread or in a process of its own; what tests send to it by hand."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from ragfuse import Settings
+from ragfuse.serve.keys import Keys
+from ragfuse.serve.server import Server, bound
+from ragfuse.serve.service import Service
+from tests.tiny import CHUNKS, ROOT
+
+QUESTION = "Who kept the northern lighthouse?"
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server. root: its address without a path."""
+
+    root: str
+    service: Service
+    server: Server
+    thread: threading.Thread
+
+    @property
+    def url(self) -> str:
+        return f"{self.root}/v1"
+
+    @property
+    def port(self) -> int:
+        return int(self.root.rpartition(":")[2])
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return httpx.post(f"{self.root}{path}", json=body, headers=headers, timeout=PATIENCE_S)
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", {"model": self.service.model, "messages": [said()], **fields})
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(f"{self.root}{path}", headers=headers, timeout=PATIENCE_S)
+
+
+def said(text: str = QUESTION, role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+def with_documents(n: int = 3) -> dict[str, Any]:
+    return {"documents": [{"text": text, "title": f"book-{at}"} for at, text in enumerate(CHUNKS[:n])]}
+
+
+@contextmanager
+def serving(settings: Settings, keys: Keys | None = None, host: str = "127.0.0.1", **options: Any) -> Iterator[Served]:
+    """A server in a thread, stopped at the end."""
+    service = Service(settings, keys)
+    made = bound("127.0.0.1", 0)
+    server = Server(service, host=host, **options)
+    thread = threading.Thread(target=server.run, args=([made],), name="test-server")
+    thread.start()
+    wait_for(lambda: server.started)
+    try:
+        yield Served(f"http://127.0.0.1:{made.getsockname()[1]}", service, server, thread)
+    finally:
+        server.stop()
+        thread.join(PATIENCE_S)
+        made.close()
+        assert not thread.is_alive()
+
+
+def wait_for(is_so: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    """Until it is so; fails where it never is."""
+    until_s = time.monotonic() + patience_s
+    while not is_so():
+        assert time.monotonic() < until_s, "it never came"
+        time.sleep(0.01)
+
+
+def writers() -> list[str]:
+    """Threads that write answers now."""
+    return [thread.name for thread in threading.enumerate() if thread.name == "ragfuse-answer"]
+
+
+@contextmanager
+def raw(port: int) -> Iterator[socket.socket]:
+    """A connection by hand."""
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as line:
+        yield line
+
+
+def all_of(line: socket.socket) -> bytes:
+    """What comes until the other side ends."""
+    found = b""
+    while piece := line.recv(1 << 16):
+        found += piece
+    return found
+
+
+@contextmanager
+def process(settings: Settings, *arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`ragfuse serve` in a process of its own, and its address."""
+    told = ("model", "dtype", "store", "home", "max_tokens")
+    variables = {f"RAGFUSE_{name.upper()}": str(getattr(settings, name)) for name in told}
+    run = subprocess.Popen(
+        [sys.executable, "-c", "from ragfuse.cli import app; app()", "serve", "--port", "0", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables, **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield run, _address(run)
+    finally:
+        run.kill()
+        run.wait()
+        assert run.stderr is not None
+        run.stderr.close()
+
+
+def _address(run: subprocess.Popen[str]) -> str:
+    assert run.stderr is not None
+    for line in run.stderr:
+        if " answers at " in line:
+            return line.split(" answers at ")[1].split("/v1")[0]
+    raise AssertionError("the server did not begin")

@@ -1,0 +1,158 @@
+"""How a server ends: by a signal, with all that is written saved; by a kill, with nothing wrong left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from ragfuse import Engine, Settings
+from tests.serve.kit import Served, process, said, serving, wait_for, with_documents, writers
+from tests.serve.test_gone import long_request, raw, send
+
+
+def model_of(root: str) -> str:
+    return str(httpx.get(f"{root}/v1/models").json()["data"][0]["id"])
+
+
+def ask(root: str, **fields: Any) -> httpx.Response:
+    body = {"model": model_of(root), "messages": [said()], **fields}
+    return httpx.post(f"{root}/v1/chat/completions", json=body, timeout=120)
+
+
+def ended(run: subprocess.Popen[str]) -> int:
+    return run.wait(120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_answers_end_and_saves_what_they_brought(tiny_settings: Settings, sent: int) -> None:
+    with process(tiny_settings, RAGFUSE_MAX_TOKENS="200", RAGFUSE_SERVE_GRACE_S="600") as (run, root):
+        with httpx.stream(
+            "POST",
+            f"{root}/v1/chat/completions",
+            json={"model": model_of(root), "messages": [said()], "stream": True, **with_documents()},
+            timeout=120,
+        ) as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if '"content": ' in line)
+            run.send_signal(sent)
+            rest = list(lines)
+        assert rest[-2:] == ["data: [DONE]", ""] or rest[-1] == "data: [DONE]"
+        assert ended(run) == 0
+    with Engine(tiny_settings) as engine:
+        assert len(engine.store.tier("disk").entries()) == 6
+
+
+@pytest.mark.slow
+def test_answers_that_take_too_long_are_given_up_and_the_end_is_clean(tiny_settings: Settings) -> None:
+    with process(tiny_settings, RAGFUSE_SERVE_GRACE_S="0.2") as (run, root):
+        with httpx.stream(
+            "POST",
+            f"{root}/v1/chat/completions",
+            json={"model": model_of(root), "messages": [said()], "stream": True, "max_tokens": 600},
+            timeout=120,
+        ) as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if '"content": ' in line)
+            run.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert "data: [DONE]" not in rest
+        assert any("stopping" in line for line in rest)
+        assert ended(run) == 0
+
+
+def test_while_it_stops_new_requests_are_refused_and_old_ones_answered(tiny_path: Path, tmp_path: Path) -> None:
+    settings = Settings(
+        model=str(tiny_path), dtype="float32", store=tmp_path / "store", serve_together=1, serve_grace_s=600
+    )
+    with serving(settings) as served:
+        whole: list[httpx.Response] = []
+        first = threading.Thread(target=lambda: whole.append(served.chat(max_tokens=200)))
+        first.start()
+        wait_for(writers)
+        with raw(served.port) as second:
+            send(second, long_request(served))
+            wait_for(lambda: len(served.service.turnstile.jobs) == 1)
+            served.server.stop()
+            assert b" 503 " in second.recv(1 << 16).splitlines()[0]
+        refused = served.chat()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stopping")
+        assert refused.headers["retry-after"] == "5"
+        health = served.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "stopping")
+        first.join(120)
+        assert whole[0].status_code == 200
+        assert whole[0].json()["usage"]["completion_tokens"] == 200
+        served.thread.join(60)
+        assert not served.thread.is_alive()
+
+
+@pytest.mark.slow
+def test_a_kill_in_the_middle_leaves_chunks_that_are_right_or_none(tiny_settings: Settings, tmp_path: Path) -> None:
+    other = tiny_settings.model_copy(update={"store": tmp_path / "other"})
+    with process(tiny_settings) as (run, root):
+        assert ask(root, **with_documents(2)).status_code == 200  # its chunks are being saved now
+        with httpx.stream(
+            "POST",
+            f"{root}/v1/chat/completions",
+            json={
+                "model": model_of(root),
+                "messages": [said()],
+                "stream": True,
+                "max_tokens": 600,
+                **with_documents(4),
+            },
+            timeout=120,
+        ) as answer:
+            next(line for line in answer.iter_lines() if '"content": ' in line)
+            run.kill()
+            assert ended(run) == -signal.SIGKILL
+    with process(tiny_settings) as (run, root):
+        for _ in range(2):
+            told = ask(root, **with_documents(6)).json()
+        run.send_signal(signal.SIGTERM)
+        assert ended(run) == 0
+    with process(other) as (run, root):
+        for _ in range(2):
+            fresh = ask(root, **with_documents(6)).json()
+        run.send_signal(signal.SIGTERM)
+        assert ended(run) == 0
+    assert told["choices"][0]["message"]["content"] == fresh["choices"][0]["message"]["content"]
+    with Engine(tiny_settings) as engine, Engine(other) as twin:
+        disk, same = engine.store.tier("disk"), twin.store.tier("disk")
+        keys = set(disk.entries()) & set(same.entries())
+        assert len(keys) >= 6
+        for key in keys:
+            n_layers = disk.entries()[key].n_layers
+            found, right = (each.store.read_layers(key, 0, n_layers, "disk") for each in (engine, twin))
+            assert found is not None
+            assert right is not None
+            for mine, theirs in zip(found, right, strict=True):
+                assert torch.allclose(mine.keys, theirs.keys, atol=1e-5)
+                assert torch.allclose(mine.values, theirs.values, atol=1e-5)
+        assert disk.counts["corrupt"] == 0
+
+
+def test_a_place_that_is_taken_is_told_in_one_line(served: Served, tiny_settings: Settings) -> None:
+    from typer.testing import CliRunner
+
+    from ragfuse.cli.door import app
+
+    told = {
+        f"RAGFUSE_{name.upper()}": str(getattr(tiny_settings, name)) for name in ("model", "dtype", "store", "home")
+    }
+    result = CliRunner().invoke(app, ["serve", "--port", str(served.port)], env=told)
+    assert result.exit_code == 1
+    assert "Wanted to listen at 127.0.0.1" in result.stderr
+    result = CliRunner().invoke(app, ["serve", "--host", "0.0.0.0"], env=told)
+    assert result.exit_code == 1
+    assert "API key" in result.stderr
+    assert json.dumps(result.stderr).count("Traceback") == 0

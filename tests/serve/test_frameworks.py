@@ -1,0 +1,101 @@
+"""LangChain's and LlamaIndex's clients for OpenAI, as they are, against a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.serve.kit import Served, with_documents
+from tests.tiny import CHUNKS
+
+FIELDS = {"api_key": "none", "max_retries": 0, "timeout": 60}
+
+
+@pytest.fixture
+def chat(served: Served) -> Any:
+    langchain_openai = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
+    return langchain_openai.ChatOpenAI(
+        model=served.service.model, base_url=served.url, stream_usage=True, temperature=0, **FIELDS
+    )
+
+
+@pytest.fixture
+def like(served: Served) -> Any:
+    made = pytest.importorskip("llama_index.llms.openai_like", reason="llama-index-llms-openai-like is not installed")
+    return lambda **told: made.OpenAILike(
+        model=served.service.model,
+        api_base=served.url,
+        context_window=4096,
+        **{"max_tokens": 12, "temperature": 0.0, **FIELDS, **told},
+    )
+
+
+def test_langchain_chats_streams_and_counts(chat: Any) -> None:
+    whole = chat.invoke("Who?")
+    assert len(whole.content) == 12
+    assert whole.usage_metadata["output_tokens"] == 12
+    chunks = list(chat.stream("Who?"))
+    assert "".join(chunk.content for chunk in chunks) == whole.content
+    assert (
+        sum(chunk.usage_metadata["total_tokens"] for chunk in chunks if chunk.usage_metadata)
+        == (whole.usage_metadata["total_tokens"])
+    )
+
+
+def test_langchain_hands_documents_on_and_hears_what_was_cached(chat: Any, served: Served) -> None:
+    told = chat.bind(extra_body=with_documents(2))
+    told.invoke("Which?")
+    served.service.engine(served.service.keys.tenants[0]).flush()
+    assert told.invoke("Which?").usage_metadata["input_token_details"]["cache_read"] > 0
+
+
+def test_langchain_calls_tools_and_answers_by_a_schema(chat: Any) -> None:
+    from pydantic import BaseModel
+
+    class Door(BaseModel):
+        """A door."""
+
+        hue: bool
+
+    roomy = chat.model_copy(update={"max_tokens": 200})
+    call = roomy.bind_tools([Door], tool_choice="required").invoke("Which?").tool_calls[0]
+    assert (call["name"], set(call["args"])) == ("Door", {"hue"})
+    assert isinstance(roomy.with_structured_output(Door, method="json_schema").invoke("Which?"), Door)
+
+
+def test_langchain_hears_of_errors(chat: Any) -> None:
+    import openai
+
+    with pytest.raises(openai.BadRequestError, match="There is no field 'colour'"):
+        chat.bind(extra_body={"colour": 1}).invoke("Who?")
+
+
+@pytest.mark.parametrize("chats", [True, False])
+def test_llama_index_completes_and_streams(like: Any, chats: bool) -> None:
+    llm = like(is_chat_model=chats)
+    whole = llm.complete("Who?").text
+    assert len(whole) == 12
+    assert [each.text for each in llm.stream_complete("Who?")][-1] == whole
+
+
+def test_llama_index_chats_with_documents(like: Any) -> None:
+    from llama_index.core.llms import ChatMessage
+
+    llm = like(is_chat_model=True, additional_kwargs={"extra_body": {"documents": list(CHUNKS[:2])}})
+    answer = llm.chat([ChatMessage("Be short.", role="system"), ChatMessage("Who?")])
+    assert answer.message.content
+    assert len(answer.raw.model_extra["ragfuse"]["segments"]) >= 2
+
+
+def test_llama_index_calls_tools(like: Any) -> None:
+    from llama_index.core.tools import FunctionTool
+
+    def count_ships(door: bool) -> str:
+        """Counts."""
+        return "nine"
+
+    llm = like(is_chat_model=True, is_function_calling_model=True, max_tokens=200)
+    answer = llm.chat_with_tools([FunctionTool.from_defaults(count_ships)], "How many?", tool_required=True)
+    (call,) = llm.get_tool_calls_from_response(answer)
+    assert (call.tool_name, set(call.tool_kwargs)) == ("count_ships", {"door"})

@@ -1,0 +1,119 @@
+"""Who may ask, and as whom: keys, the tenants they stand for, and hosts that need one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ragfuse import Engine, InputError, Settings, SettingsError
+from ragfuse.serve.keys import Keys, check_host, read_keys
+from tests.serve.kit import Served, serving, with_documents
+from tests.tiny import CHUNKS
+
+BLUE, OTHER_BLUE, GREEN = "blue-key-of-a-test-1", "blue-key-of-a-test-2", "green-key-of-a-test-1"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def locked(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server for three keys of two tenants."""
+    home = tmp_path_factory.mktemp("locked")
+    settings = Settings(model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=3)
+    keys = Keys([f"salt-of-blue:{BLUE}", f"salt-of-blue:{OTHER_BLUE}", GREEN])
+    with serving(settings, keys) as made:
+        yield made
+
+
+@pytest.mark.parametrize("told", ["", "Bearer", f"Basic {BLUE}", f"Bearer {BLUE[:-1]}", "Bearer salt-of-blue"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/ragfuse/store", "/metrics", "/openapi.json", "/nope"])
+def test_without_a_key_nothing_is_told(locked: Served, told: str, path: str) -> None:
+    answer = locked.get(path, **({"authorization": told} if told else {}))
+    assert answer.status_code == 401
+    assert answer.json()["error"]["type"] == "authentication_error"
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_whether_it_lives_is_told_to_all(locked: Served) -> None:
+    assert locked.get("/health").json()["status"] == "ok"
+
+
+@pytest.mark.parametrize("key", [BLUE, OTHER_BLUE, GREEN])
+def test_every_key_opens(locked: Served, key: str) -> None:
+    assert locked.get("/v1/models", **bearer(key)).status_code == 200
+    assert locked.get("/v1/models", authorization=f"bearer {key}", host="any.example").status_code == 200
+
+
+def test_keys_of_one_tenant_share_what_is_stored_and_others_do_not_see_it(locked: Served) -> None:
+    body = {"model": locked.service.model, "messages": [{"role": "user", "content": "Who?"}], **with_documents()}
+    ask = lambda key: locked.post("/v1/chat/completions", body, **bearer(key)).json()  # noqa: E731
+    cached = lambda key: ask(key)["usage"]["prompt_tokens_details"]["cached_tokens"]  # noqa: E731
+    assert cached(BLUE) == 0
+    locked.service.engine(locked.service.keys.tenants[0]).flush()
+    assert cached(GREEN) == 0
+    assert cached(OTHER_BLUE) > 0
+    locked.service.engine(locked.service.keys.tenants[1]).flush()
+    held = {key: locked.get("/v1/ragfuse/store", **bearer(key)).json()["tiers"] for key in (BLUE, OTHER_BLUE, GREEN)}
+    assert held[BLUE] == held[OTHER_BLUE]
+    assert all(tier["entries"] == 6 for tier in held[GREEN])
+
+
+def test_a_named_salt_finds_what_was_ingested_under_it(locked: Served, tmp_path: Path, varied_path: Path) -> None:
+    settings = Settings(
+        model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, salt="mine-3f1"
+    )
+    with Engine(settings) as engine:
+        engine.ingest([(CHUNKS[0], "book")])
+    with serving(settings.model_copy(update={"salt": ""}), Keys([f"mine-3f1:{BLUE}"])) as served:
+        told = served.post("/v1/ragfuse/explain", {"prompt": f"{CHUNKS[0]}\n\nWho?"}, **bearer(BLUE)).json()
+    assert [each["hit"] for each in told["segments"]] == [True]
+
+
+def test_tenants_share_the_model_and_part_the_memory(locked: Served) -> None:
+    one, two = (locked.service.engine(tenant) for tenant in locked.service.keys.tenants)
+    assert one.model is two.model
+    assert one.digest != two.digest
+    assert one.settings.memory_bytes == locked.service.settings.memory_bytes // 2
+
+
+def test_nothing_of_a_key_or_a_salt_is_in_the_metrics(locked: Served) -> None:
+    text = locked.get("/metrics", **bearer(BLUE)).text
+    assert 'path="/v1/models",status="401"' in text
+    assert not [word for word in (BLUE, OTHER_BLUE, GREEN, "salt-of-blue") if word in text]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.5", "example.org", "::"])
+def test_a_host_that_others_reach_needs_a_key(host: str) -> None:
+    with pytest.raises(SettingsError, match="API key"):
+        check_host(host, Keys())
+    check_host(host, Keys([BLUE]))
+
+
+def test_loopback_needs_none_and_everybody_is_the_tenant_of_the_salt() -> None:
+    check_host("127.0.0.1", Keys())
+    (tenant,) = Keys((), "a-salt").tenants
+    assert Keys((), "a-salt").tenant(None) == tenant
+    assert tenant.salt == "a-salt"
+
+
+@pytest.mark.parametrize(
+    "key", ["", "short", "salt:short", "has a space in it somewhere", "ümlaut-in-the-key-of-a-test"]
+)
+def test_a_key_that_anybody_guesses_or_no_header_holds_is_told(key: str) -> None:
+    with pytest.raises(SettingsError, match="16 letters"):
+        Keys([key])
+
+
+def test_keys_come_from_settings_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGFUSE_API_KEYS", f"{BLUE}, a-salt:{GREEN},")
+    assert Settings().api_keys == (BLUE, f"a-salt:{GREEN}")
+    assert BLUE not in repr(Settings())
+    file = tmp_path / "keys"
+    file.write_text(f"# of the blue\n{BLUE}\n\n  a-salt:{GREEN}  \n")
+    assert read_keys(file) == [BLUE, f"a-salt:{GREEN}"]
+    with pytest.raises(InputError, match="one a line"):
+        read_keys(tmp_path / "none")

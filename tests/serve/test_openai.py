@@ -1,0 +1,242 @@
+"""OpenAI's own client against a server: chats, texts, streams, tools, grammars, probabilities, usage, errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ragfuse import Engine
+from ragfuse.serve.keys import Tenant
+from tests.serve.kit import Served, said, with_documents
+from tests.tiny import CHUNKS
+
+openai = pytest.importorskip("openai", reason="the client is not installed")
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "count_ships",
+        "description": "Counts.",
+        "parameters": {
+            "type": "object",
+            "properties": {"door": {"enum": ["green", "red"]}},
+            "required": ["door"],
+        },
+    },
+}
+
+
+@pytest.fixture
+def client(served: Served) -> Any:
+    return openai.OpenAI(base_url=served.url, api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture
+def model(served: Served) -> str:
+    return served.service.model
+
+
+def engine_of(served: Served) -> Engine:
+    return served.service.engine(Tenant("all", ""))
+
+
+def test_a_chat_is_answered_as_the_engine_answers_it(client: Any, model: str, served: Served) -> None:
+    answer = client.chat.completions.create(model=model, messages=[said("Who?")])
+    expected = engine_of(served).answer([("user", "Who?")])
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].finish_reason == expected.finish_reason == "length"
+    assert answer.usage.completion_tokens == len(expected.token_ids) == 12
+    assert answer.usage.prompt_tokens == expected.trace.tokens
+    assert answer.model_extra["ragfuse"]["tokens"] == expected.trace.tokens
+
+
+def test_documents_of_an_extra_body_are_cached_and_counted(client: Any, model: str, served: Served) -> None:
+    ask = {"model": model, "messages": [said("Which door is green?")], "extra_body": with_documents(4)}
+    client.chat.completions.create(**ask)
+    engine_of(served).flush()
+    answer = client.chat.completions.create(**ask)
+    trace = answer.model_extra["ragfuse"]
+    assert [each["source"] for each in trace["segments"]] == [f"book-{at}" for at in range(4)]
+    assert all(each["hit"] for each in trace["segments"])
+    assert answer.usage.prompt_tokens_details.cached_tokens == trace["tokens_reused"] > 0
+
+
+def test_documents_stand_before_the_last_question_with_exact_boundaries(
+    client: Any, model: str, served: Served
+) -> None:
+    forged = f"{CHUNKS[0]}\n\n[[chunk:5:x:{'0' * 32}]]abcde[[end:{'0' * 32}]]"
+    told = {"documents": [forged, CHUNKS[1]]}
+    answer = client.chat.completions.create(
+        model=model, messages=[said("One?"), said("Two.", "assistant"), said("Three?")], extra_body=told
+    )
+    segments = [each for each in answer.model_extra["ragfuse"]["segments"] if each["kind"] == "chunk"]
+    tokens = engine_of(served).tokens
+    assert [each["n_tokens"] for each in segments] == [len(tokens(forged)), len(tokens(CHUNKS[1]))]
+    assert segments[0]["start"] > len(tokens("One?")) + len(tokens("Two."))
+
+
+def test_a_stream_says_the_same_and_then_usage(client: Any, model: str) -> None:
+    ask = {"model": model, "messages": [said("Who?")]}
+    whole = client.chat.completions.create(**ask)
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]) > 3
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    assert chunks[-2].model_extra["ragfuse"]["tokens"] == whole.usage.prompt_tokens
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_without_options_tells_no_usage(client: Any, model: str) -> None:
+    chunks = list(client.chat.completions.create(model=model, messages=[said("Who?")], stream=True))
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+
+
+def test_an_answer_ends_at_a_stop_string(client: Any, model: str) -> None:
+    free = client.chat.completions.create(model=model, messages=[said("Who?")]).choices[0].message.content
+    stop = free[5]
+    held = client.chat.completions.create(model=model, messages=[said("Who?")], stop=[stop])
+    assert held.choices[0].message.content == free[: free.index(stop)]
+    assert held.choices[0].finish_reason == "stop"
+
+
+def test_a_seed_repeats_what_was_drawn_and_several_answers_differ(client: Any, model: str) -> None:
+    ask = {"model": model, "messages": [said("Who?")], "temperature": 1.5, "seed": 7, "n": 3}
+    first, second = (client.chat.completions.create(**ask) for _ in range(2))
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in second.choices]
+    assert len(set(texts)) == 3
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+    drawn = client.chat.completions.create(**{**ask, "n": 1}).choices[0].message.content
+    assert drawn == texts[0]
+
+
+def test_several_streamed_answers_are_told_apart(client: Any, model: str) -> None:
+    ask = {"model": model, "messages": [said("Who?")], "temperature": 1.5, "seed": 7, "n": 2}
+    whole = [choice.message.content for choice in client.chat.completions.create(**ask).choices]
+    texts = ["", ""]
+    for chunk in client.chat.completions.create(**ask, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == whole
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_probabilities_come_for_every_token(client: Any, model: str, streams: bool) -> None:
+    ask = {"model": model, "messages": [said("Who?")], "logprobs": True, "top_logprobs": 3}
+    if streams:
+        chunks = list(client.chat.completions.create(**ask, stream=True))
+        found = [each for c in chunks if c.choices[0].logprobs for each in c.choices[0].logprobs.content]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    else:
+        choice = client.chat.completions.create(**ask).choices[0]
+        found, text = choice.logprobs.content, choice.message.content
+    assert "".join(each.token for each in found) == text
+    for each in found:
+        assert each.logprob == max(other.logprob for other in each.top_logprobs) <= 0  # greedy: the likeliest
+        assert [other.logprob for other in each.top_logprobs] == sorted(
+            (other.logprob for other in each.top_logprobs), reverse=True
+        )
+        assert len(each.top_logprobs) == 3
+
+
+def test_a_tool_is_called_with_arguments_that_fit(client: Any, model: str) -> None:
+    ask: dict[str, Any] = {"model": model, "messages": [said("How many?")], "tools": [TOOL], "max_tokens": 200}
+    answer = client.chat.completions.create(**ask, tool_choice="required")
+    (call,) = answer.choices[0].message.tool_calls
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert call.function.name == "count_ships"
+    assert json.loads(call.function.arguments)["door"] in ("green", "red")
+    named = {"type": "function", "function": {"name": "count_ships"}}
+    chunks = list(client.chat.completions.create(**ask, tool_choice=named, stream=True))
+    calls = [each for chunk in chunks for each in chunk.choices[0].delta.tool_calls or ()]
+    assert calls[0].function.arguments == call.function.arguments
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    result = [
+        *ask["messages"],
+        answer.choices[0].message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "nine"},
+    ]
+    after = client.chat.completions.create(model=model, messages=result, tools=[TOOL], tool_choice="none")
+    assert after.choices[0].message.tool_calls is None
+    plain = client.chat.completions.create(model=model, messages=ask["messages"])
+    assert after.usage.prompt_tokens > plain.usage.prompt_tokens + len("nine")
+
+
+def test_an_answer_follows_a_schema(client: Any, model: str) -> None:
+    schema = {"type": "object", "properties": {"hue": {"enum": ["blue", "white"]}}, "required": ["hue"]}
+    form = {"type": "json_schema", "json_schema": {"name": "door", "schema": schema, "strict": True}}
+    answer = client.chat.completions.create(
+        model=model, messages=[said("Which?")], response_format=form, max_completion_tokens=64
+    )
+    assert json.loads(answer.choices[0].message.content)["hue"] in ("blue", "white")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_texts_go_on_and_each_prompt_has_its_answer(client: Any, model: str, served: Served) -> None:
+    answer = client.completions.create(model=model, prompt=["Once", "Twice"], max_tokens=5, logprobs=2)
+    engine = engine_of(served)
+    expected = [engine.answer(text).text[:5] for text in ("Once", "Twice")]
+    assert [choice.text for choice in answer.choices] == expected
+    assert "".join(answer.choices[1].logprobs.tokens) == expected[1]
+    assert answer.choices[1].logprobs.text_offset == [0, 1, 2, 3, 4]
+    chunks = list(client.completions.create(model=model, prompt="Once", max_tokens=5, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected[0]
+
+
+def test_documents_before_a_text_are_chunks_too(client: Any, model: str) -> None:
+    answer = client.completions.create(model=model, prompt="Who?", max_tokens=2, extra_body=with_documents(2))
+    assert [each["source"] for each in answer.model_extra["ragfuse"]["segments"]] == ["book-0", "book-1"]
+
+
+def test_the_one_model_is_listed(client: Any, model: str) -> None:
+    assert [each.id for each in client.models.list()] == [model]
+    assert client.models.retrieve(model).id == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"frequency_penalty": 1}, "frequency_penalty"),
+        ({"messages": []}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, None),
+        ({"tool_choice": "required"}, None),
+        ({"response_format": {"type": "poem"}}, "response_format"),
+        ({"extra_body": {"documnets": ["a"]}}, "documnets"),
+        ({"extra_body": {"documents": [""]}}, "documents"),
+        ({"extra_body": {"ragfuse": {"policy": "best"}}}, None),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": " "}]}, "messages"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
+def test_what_cannot_be_done_is_a_bad_request_that_says_so(
+    client: Any, model: str, fields: dict[str, Any], named: str | None
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{"model": model, "messages": [said("Who?")], **fields})
+    assert caught.value.param == named
+    assert caught.value.body["message"]
+    assert "Traceback" not in caught.value.body["message"]
+
+
+def test_a_prompt_that_is_too_long_is_told_with_the_numbers_also_of_a_stream(client: Any, model: str) -> None:
+    for streams in (False, True):
+        with pytest.raises(openai.BadRequestError, match="4,096 tokens"):
+            client.chat.completions.create(model=model, messages=[said("long " * 1000)], stream=streams)
+
+
+async def test_an_async_client_streams(served: Served) -> None:
+    async with openai.AsyncOpenAI(base_url=served.url, api_key="none", max_retries=0) as client:
+        stream = await client.chat.completions.create(model=served.service.model, messages=[said("Who?")], stream=True)
+        texts = [chunk.choices[0].delta.content async for chunk in stream]
+    assert len("".join(text or "" for text in texts)) == 12

@@ -1,0 +1,78 @@
+"""What the OpenAPI document promises, tried with requests made up from it: no server error, no other answers."""
+
+from __future__ import annotations
+
+import pytest
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+from ragfuse import Settings  # noqa: E402
+from ragfuse.serve.service import Service  # noqa: E402
+from tests.serve.kit import Served  # noqa: E402
+
+ASKED = {
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model}"),
+    ("GET", "/v1/ragfuse/store"),
+    ("POST", "/v1/ragfuse/explain"),
+    ("GET", "/health"),
+    ("GET", "/metrics"),
+}
+
+
+@pytest.fixture
+def document(served: Served) -> object:
+    return served.get("/openapi.json").json()
+
+
+def test_the_document_names_every_route_and_what_may_come_instead(document: dict) -> None:
+    found = {(method.upper(), path) for path, told in document["paths"].items() for method in told}
+    assert found == ASKED
+    for told in document["paths"].values():
+        for operation in told.values():
+            assert {"200", "400", "401", "413", "429", "503", "504"} <= set(operation["responses"])
+            assert "422" not in operation["responses"]
+
+
+@pytest.fixture
+def described(served: Served) -> object:
+    return schemathesis.openapi.from_url(f"{served.root}/openapi.json")
+
+
+schema = schemathesis.pytest.from_fixture("described")
+
+
+@pytest.mark.slow
+@schema.parametrize()
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_request_that_can_be_made_up_is_a_server_error(case: schemathesis.Case, served: Served) -> None:
+    if isinstance(case.body, dict):
+        _ask_little(case.body, served.service)
+    answer = case.call(timeout=120)
+    checks = schemathesis.checks
+    case.validate_response(
+        answer,
+        checks=[
+            checks.not_a_server_error,
+            *(each for each in checks.CHECKS.get_all() if each.__name__ in ("status_code_conformance",)),
+        ],
+    )
+
+
+def _ask_little(body: dict, service: Service) -> None:
+    """So that an example takes no time: a model that there is, short answers."""
+    if "model" in body and len(str(body["model"])) % 3:
+        body["model"] = service.model
+    for name in ("max_tokens", "max_completion_tokens"):
+        if isinstance(body.get(name), int) and body[name] > 8:
+            body[name] = 8
+
+
+def test_settings_of_a_server_have_sound_defaults() -> None:
+    settings = Settings()
+    assert settings.serve_together < settings.serve_waiting
+    assert settings.api_keys == ()

@@ -1,0 +1,145 @@
+"""The parts without a network: requests as wishes, probabilities, errors, counts."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from ragfuse import Piece, StoreError
+from ragfuse.serve.logprobs import LEAST, Noted, as_text
+from ragfuse.serve.refusals import Refusal, refusal_of
+from ragfuse.serve.schema import ChatRequest, Document, Message, TextRequest
+from ragfuse.serve.wishes import chat_wishes, choice_of, text_wishes, turns_of
+
+
+def chat(**fields: object) -> ChatRequest:
+    return ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "Who?"}], **fields})
+
+
+def test_neighbours_of_one_role_are_one_turn_and_results_of_tools_are_not() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "count", "arguments": '{"n": 1}'}}
+    messages = [
+        {"role": "developer", "content": "One."},
+        {"role": "system", "content": [{"type": "text", "text": "Two."}]},
+        {"role": "user", "content": "Three?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "four", "tool_call_id": "c1"},
+        {"role": "tool", "content": "five", "tool_call_id": "c1"},
+    ]
+    turns = turns_of([Message.model_validate(each) for each in messages])
+    assert [turn.role for turn in turns] == ["system", "user", "assistant", "tool", "tool"]
+    assert list(turns[0].content) == ["One.", "\n", "Two."]
+    assert (turns[2].tool_calls[0].name, dict(turns[2].tool_calls[0].arguments)) == ("count", {"n": 1})
+    assert (turns[3].name, turns[3].tool_call_id) == ("count", "c1")
+
+
+def test_parts_that_say_so_are_chunks_as_documents_are() -> None:
+    parts = [
+        {"type": "text", "text": "a", "extras": {"ragfuse": {"chunk": True, "source": "s"}}},
+        {"type": "text-plain", "text": "b", "title": "t"},
+        {"type": "text", "text": "c"},
+    ]
+    (turn,) = turns_of(
+        [Message.model_validate({"role": "user", "content": parts})], ["d", Document(text="e", title="f")]
+    )
+    assert list(turn.content) == [
+        Piece("d", "chunk", "document 1"),
+        "\n\n",
+        Piece("e", "chunk", "f"),
+        "\n\n",
+        Piece("a", "chunk", "s"),
+        Piece("b", "chunk", "t"),
+        "c",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("told", "options"),
+    [
+        ({}, {}),
+        ({"temperature": 0}, {}),
+        ({"temperature": 1e-9}, {}),
+        ({"temperature": 1.0, "top_p": 0}, {}),
+        ({"top_p": 0.5}, {}),
+        ({"temperature": 0.5}, {"do_sample": True, "top_k": 0, "temperature": 0.5}),
+        ({"temperature": 0.5, "top_p": 0.9}, {"do_sample": True, "top_k": 0, "temperature": 0.5, "top_p": 0.9}),
+    ],
+)
+def test_tokens_are_drawn_only_where_a_temperature_says_so(told: dict[str, float], options: dict[str, object]) -> None:
+    (wish,) = chat_wishes(chat(**told), "")
+    assert dict(wish.ask.options) == options
+
+
+def test_each_of_several_answers_has_a_seed_of_its_own() -> None:
+    assert [wish.ask.seed for wish in chat_wishes(chat(n=3, seed=5), "")] == [5, 6, 7]
+    assert [wish.ask.seed for wish in chat_wishes(chat(n=2), "")] == [None, None]
+
+
+def test_a_conversation_goes_on_with_one_answer() -> None:
+    with pytest.raises(Refusal, match="one answer"):
+        chat_wishes(chat(n=2, session_id="s"), "")
+
+
+def test_every_prompt_has_as_many_wishes_as_answers_are_wanted() -> None:
+    request = TextRequest.model_validate({"model": "m", "prompt": ["a", "b"], "n": 2, "documents": ["c"]})
+    wishes = text_wishes(request, "", lambda text, source: f"<{source}:{text}>")
+    assert [wish.question for wish in wishes] == ["<document 1:c>\n\na"] * 2 + ["<document 1:c>\n\nb"] * 2
+
+
+def test_a_choice_is_one_word() -> None:
+    tools = [{"type": "function", "function": {"name": "a"}}]
+    assert choice_of(None, tools) == "auto"
+    assert choice_of("required", tools) == "a"
+    assert choice_of("required", tools * 2) == "required"
+    assert choice_of({"type": "function", "function": {"name": "b"}}, tools) == "b"
+
+
+def test_probabilities_are_those_of_a_softmax_and_change_nothing() -> None:
+    torch.manual_seed(0)
+    rows, drawn, noted = torch.randn(4, 10), [3, 9, 0, 5], Noted(2)
+    rows[1, 4] = -math.inf
+    ids = [1, 2]
+    for row, token in zip(rows, drawn, strict=True):
+        scores = row[None].clone()
+        assert torch.equal(noted(torch.tensor([ids]), scores), row[None])
+        ids.append(token)
+    noted.end(drawn)
+    found = noted.take()
+    assert [each.id for each in found] == drawn
+    for each, row, token in zip(found, rows, drawn, strict=True):
+        whole = [math.exp(value) for value in row.tolist()]
+        assert each.logprob == pytest.approx(math.log(whole[token] / sum(whole)), abs=1e-5)
+        best = sorted(range(10), key=lambda at, whole=whole: -whole[at])[:2]
+        assert [id for id, _ in each.top] == best
+    assert noted.take() == []
+
+
+def test_what_ends_an_answer_has_no_probability_of_its_own() -> None:
+    noted, ids = Noted(0), [1]
+    for token in (5, 6, 0):
+        noted(torch.tensor([ids]), torch.zeros(1, 8))
+        ids.append(token)
+    noted(torch.tensor([ids]), torch.zeros(1, 8))
+    noted.end([5, 6])
+    assert [each.id for each in noted.take()] == [5, 6]
+
+
+def test_an_impossible_token_has_a_number_that_json_knows() -> None:
+    noted, scores = Noted(2), torch.tensor([[0.0, -math.inf]])
+    noted(torch.tensor([[0]]), scores)
+    noted.end([1])
+    told = as_text(noted.take(), lambda id: "ab"[id])
+    assert told["token_logprobs"] == [LEAST]
+    assert json.loads(json.dumps(told, allow_nan=False))["top_logprobs"] == [{"a": 0.0, "b": LEAST}]
+
+
+def test_what_is_none_of_a_clients_business_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    for error in (KeyError("/secret/path"), StoreError("/secret/path cannot be written")):
+        refusal = refusal_of(error)
+        assert refusal.status >= 500
+        assert "secret" not in refusal.message
+        assert "secret" in caplog.text
+    assert refusal_of(Refusal(418, "tea")).status == 418

@@ -1,0 +1,186 @@
+"""Who is answered next: so many at once, tenants in turns, none beyond the room there is, none longer than it may."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ragfuse import Ask, Engine, Settings
+from ragfuse.serve.keys import Keys
+from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.replies import Reply
+from ragfuse.serve.run import Run, Said, Wish, Written
+from ragfuse.serve.turnstile import Turnstile
+from tests.serve.kit import Served, said, serving, wait_for, with_documents, writers
+from tests.serve.test_gone import is_idle, long_request, raw, send
+
+BLUE, GREEN = "blue-key-of-a-test-0", "green-key-of-a-test-0"
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that answers one request at a time and lets two wait."""
+    home = tmp_path_factory.mktemp("narrow")
+    settings = Settings(
+        model=str(tiny_path), dtype="float32", store=home / "store", home=home, serve_together=1, serve_waiting=2
+    )
+    with serving(settings) as made:
+        yield made
+
+
+def test_more_than_may_wait_are_told_when_to_come_again(narrow: Served) -> None:
+    with raw(narrow.port) as first, raw(narrow.port) as second, raw(narrow.port) as third:
+        for at, line in enumerate((first, second, third)):
+            send(line, long_request(narrow))
+            wait_for(lambda at=at: narrow.service.turnstile.jobs.running and len(narrow.service.turnstile.jobs) == at)
+        answer = narrow.chat()
+        assert answer.status_code == 429
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+        assert int(answer.headers["retry-after"]) >= 1
+        assert narrow.get("/health").status_code == 200
+    wait_for(lambda: is_idle(narrow))
+    assert narrow.chat(max_tokens=2).status_code == 200
+
+
+def test_what_waits_is_brought_to_memory_meanwhile(narrow: Served) -> None:
+    assert narrow.chat(max_tokens=2, **with_documents()).status_code == 200
+    engine = narrow.service.engine(narrow.service.keys.tenants[0])
+    engine.flush()
+    memory = engine.store.tier("memory")
+    memory.delete(list(memory.entries()))
+    with raw(narrow.port) as first, raw(narrow.port) as second:
+        send(first, long_request(narrow))
+        wait_for(writers)
+        send(second, long_request(narrow, **with_documents()))
+        wait_for(lambda: len(memory.entries()) > 0)
+        assert len(narrow.service.turnstile.jobs) == 1  # it waits still
+    wait_for(lambda: is_idle(narrow))
+
+
+def test_a_turn_that_does_not_come_in_time_is_told(tiny_settings: Settings) -> None:
+    with serving(tiny_settings.model_copy(update={"serve_together": 1, "serve_timeout_s": 0.5})) as served:
+        jobs = served.service.turnstile.jobs
+        jobs.submit(Future())  # type: ignore[arg-type]
+        held = jobs.take(0)
+        answer = served.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        assert held is not None
+        jobs.done(held)
+        assert served.service.turnstile.is_idle
+
+
+def test_an_answer_that_does_not_begin_in_time_is_told(tiny_settings: Settings) -> None:
+    with serving(tiny_settings.model_copy(update={"serve_timeout_s": 1e-6})) as served:
+        for streams in (False, True):
+            answer = served.chat(stream=streams)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+        wait_for(lambda: is_idle(served))
+
+
+async def test_an_answer_whose_time_is_over_is_what_was_written_until_then(tiny_path: Path, tmp_path: Path) -> None:
+    settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store")
+    ended = asyncio.Event()
+    with Engine(settings) as engine:
+        wishes = [Wish([("user", "Who?")], Ask(max_tokens=3000))]
+        run = Run(wishes, engine, asyncio.get_running_loop().time() + 600, ended.set)
+        items = run.read()
+        first = await anext(items)
+        run.finish()
+        *_, last = [item async for item in items]
+    assert isinstance(first, Said)
+    assert isinstance(last, Written)
+    assert last.is_late
+    assert 0 < len(last.answer.token_ids) < 3000
+    assert last.answer.text.startswith(first.text)
+    assert ended.is_set()
+    told = Reply("m", True, "f", lambda id: "").whole([last], {})
+    assert told["choices"][0]["finish_reason"] == "length"
+
+
+async def test_tenants_take_turns_however_many_one_has_sent() -> None:
+    turnstile, order = Turnstile(1, 10), list[str]()
+
+    async def ask(tenant: str, name: str) -> None:
+        job = await turnstile.enter(tenant, None, lambda: None)
+        order.append(name)
+        await asyncio.sleep(0)
+        turnstile.leave(job)
+
+    async with asyncio.TaskGroup() as group:
+        for name in ("a1", "a2", "a3", "a4", "b1", "b2"):
+            group.create_task(ask(name[0], name))
+    assert order == ["a1", "b1", "a2", "b2", "a3", "a4"] or order == ["a1", "a2", "b1", "a3", "b2", "a4"]
+    assert turnstile.is_idle
+
+
+async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
+    turnstile = Turnstile(1, 10)
+    first = await turnstile.enter("a", None, lambda: None)
+    second = asyncio.create_task(turnstile.enter("a", None, lambda: None))
+    third = asyncio.create_task(turnstile.enter("b", None, lambda: None))
+    await asyncio.sleep(0)
+    turnstile.leave(first)
+    second.cancel()
+    turnstile.leave(await third)
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    assert turnstile.is_idle
+
+
+async def test_one_tenant_does_not_take_all_the_room() -> None:
+    turnstile = Turnstile(1, 4, most_each=2)
+    await turnstile.enter("a", None, lambda: None)
+    waiting = [asyncio.create_task(turnstile.enter(who, None, lambda: None)) for who in ("a", "a", "a", "b")]
+    await asyncio.sleep(0.01)
+    with pytest.raises(Refusal, match="of yours wait"):
+        await waiting[2]
+    assert len(turnstile.jobs) == 3
+    turnstile.stop()
+    for each in (waiting[0], waiting[1], waiting[3]):
+        with pytest.raises(Refusal, match="stopping"):
+            await each
+
+
+@pytest.mark.slow
+def test_two_hundred_clients_at_once_all_get_their_own_answers(varied_path: Path, tmp_path: Path) -> None:
+    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=6)
+    keys = Keys([f"blue:{BLUE}", f"green:{GREEN}"])
+    found: dict[int, dict[str, Any]] = {}
+
+    def ask(number: int, served: Served) -> None:
+        body = {
+            "model": served.service.model,
+            "messages": [said(f"Question {number % 20}?")],
+            "stream": number % 2 == 0,
+        }
+        told = {"authorization": f"Bearer {(BLUE, GREEN)[number % 3 == 0]}"}
+        answer = httpx.post(f"{served.url}/chat/completions", json=body, headers=told, timeout=300)
+        found[number] = {"status": answer.status_code, "text": _text(answer)}
+
+    with serving(settings.model_copy(update={"serve_waiting": 400}), keys) as served:
+        threads = [threading.Thread(target=ask, args=(number, served)) for number in range(200)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(300)
+        engine = served.service.engine(keys.tenants[0])
+        expected = {n: engine.answer([("user", f"Question {n}?")]).text for n in range(20)}
+        assert {each["status"] for each in found.values()} == {200}
+        assert {n: each["text"] for n, each in found.items()} == {n: expected[n % 20] for n in range(200)}
+        assert served.service.turnstile.is_idle
+        wait_for(lambda: not writers())
+
+
+def _text(answer: httpx.Response) -> str:
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return str(answer.json()["choices"][0]["message"]["content"])
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    return "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines)

@@ -1,0 +1,176 @@
+"""Schemas laid out over a tokenizer whose tokens are characters, so that positions can be counted by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as some
+
+from ragfuse.core import ChunkKey, Prompt, token_digest
+from ragfuse.text.bind import Bound, bind
+from ragfuse.text.nodes import Import, Item, Message, Module, Param, Role, Schema, Text, Union, inner
+from ragfuse.text.pml import ROLES, parse_prompt, parse_schema
+from ragfuse.text.schema import PLAIN, Layout, Run, Wrapping, lay_out
+
+GAP = 0  # the placeholder
+TURNS = Wrapping(("{S", "}"), ("{U", "}"), ("{A", "}"), "{A")
+
+
+def encode(text: str, special: bool) -> list[int]:
+    """One token a character; of a template's own text other ones."""
+    return [ord(char) + 1000 * special for char in text]
+
+
+def said(tokens: Sequence[int]) -> str:
+    """Tokens as text, `_` for what stands in for an argument."""
+    return "".join("_" if token == GAP else chr(token % 1000) for token in tokens)
+
+
+def key_of(run: Run) -> ChunkKey:
+    return ChunkKey("m", token_digest(run.tokens), "", run.layout())
+
+
+def laid(inside: str, wrapping: Wrapping = PLAIN, min_tokens: int = 1, fixed: bool = False) -> Layout:
+    """The layout of a schema `s`."""
+    schema = parse_schema(f'<schema name="s">{inside}</schema>')
+    return lay_out(schema, encode, GAP, wrapping, min_tokens=min_tokens, fixed=fixed)
+
+
+def bound(layout: Layout, inside: str, args: str = "", blend: bool = False) -> Bound:
+    """A prompt over it."""
+    return bind(parse_prompt(f'<prompt schema="s" {args}>{inside}</prompt>'), layout, encode, key_of, blend)
+
+
+def shown(prompt: Prompt) -> list[tuple[str, int, str]]:
+    """(kind, start, text) of every segment."""
+    return [(segment.kind, segment.start, said(segment.tokens)) for segment in prompt.segments]
+
+
+def read(prompt: Prompt) -> str:
+    """The text as it stands, with `.` for every position without a token."""
+    text = ""
+    for segment in prompt.segments:
+        text += "." * (segment.start - len(text)) + said(segment.tokens)
+    return text
+
+
+@dataclass(frozen=True)
+class Told:
+    """One token as the slow twin has it."""
+
+    owner: str
+    position: int
+    token: int
+    param: str = ""
+
+
+def twin(schema: Schema, wrapping: Wrapping) -> list[Told]:
+    """Every token of a schema, one by one, straight from the rules: the slow twin of `lay_out`."""
+    return list(_told(schema.items, "", 0, wrapping))
+
+
+def _told(items: Sequence[Item], owner: str, at: int, wrapping: Wrapping) -> Iterator[Told]:
+    kept = _kept(items)
+    for i, item in enumerate(kept):
+        yield from _of_item(item, owner, at + sum(_size(each, wrapping) for each in kept[:i]), wrapping)
+
+
+def _of_item(item: Item, owner: str, at: int, wrapping: Wrapping) -> Iterator[Told]:
+    if isinstance(item, Text):
+        yield from (Told(owner, at + i, ord(char)) for i, char in enumerate(item.text))
+    elif isinstance(item, Param):
+        ids = [ord(char) for char in item.scaffold][: item.length]
+        yield from (Told(owner, at + i, [*ids, *[GAP] * item.length][i], item.name) for i in range(item.length))
+    elif isinstance(item, Role):
+        before, after = wrapping.around(item.role)
+        yield from (Told(owner, at + i, ord(char) + 1000) for i, char in enumerate(before))
+        yield from _told(item.items, owner, at + len(before), wrapping)
+        end = at + _size(item, wrapping) - len(after)
+        yield from (Told(owner, end + i, ord(char) + 1000) for i, char in enumerate(after))
+    else:
+        for module in item.modules if isinstance(item, Union) else (item,):
+            yield from _told(module.items, f"{owner}/{module.name}".strip("/"), at, wrapping)
+
+
+def _size(item: Item, wrapping: Wrapping) -> int:
+    """Positions that an item takes."""
+    if isinstance(item, Text):
+        return len(item.text)
+    if isinstance(item, Param):
+        return item.length
+    if isinstance(item, Union):
+        return max((_size(module, wrapping) for module in item.modules), default=0)
+    around = sum(map(len, wrapping.around(item.role))) if isinstance(item, Role) else 0
+    return around + sum(_size(each, wrapping) for each in _kept(item.items))
+
+
+def _kept(items: Sequence[Item]) -> list[Item]:
+    """Without white space beside messages."""
+    return [item for i, item in enumerate(items) if not _is_markup(items, i)]
+
+
+def _is_markup(items: Sequence[Item], i: int) -> bool:
+    item, around = items[i], (*items[max(0, i - 1) : i], *items[i + 1 : i + 2])
+    return isinstance(item, Text) and not item.text.strip() and any(isinstance(each, Role) for each in around)
+
+
+# schemas made up
+
+NAMES = some.sampled_from("abcdef")
+TEXTS = some.builds(Text, some.one_of(some.text("xyz .", min_size=1, max_size=12), some.just(" \n ")))
+PARAMS = some.builds(Param, some.sampled_from("pq"), some.just(4), some.sampled_from(["", "uv", "uvwxyz"]))
+
+
+def apart(items: Sequence[Item]) -> tuple[Item, ...]:
+    """Without what has a name that stands there already."""
+    kept: list[Item] = []
+    seen: set[str] = set()
+    for item in items:
+        named = [each for each in inner((item,)) if isinstance(each, Module)]
+        if not seen & {each.name for each in named} and len({each.name for each in named}) == len(named):
+            seen |= {each.name for each in named}
+            kept.append(item)
+    return tuple(kept)
+
+
+def _module(items: some.SearchStrategy[Item]) -> some.SearchStrategy[Module]:
+    cached = some.sampled_from([True, True, True, False])
+    return some.builds(Module, NAMES, some.lists(items, max_size=4).map(apart), cached)
+
+
+def _union(items: some.SearchStrategy[Item]) -> some.SearchStrategy[Union]:
+    modules = some.lists(_module(items), max_size=3, unique_by=lambda module: module.name).map(tuple)
+    return some.builds(Union, modules, some.one_of(some.just(""), NAMES))
+
+
+ITEMS: some.SearchStrategy[Item] = some.recursive(
+    some.one_of(TEXTS, PARAMS), lambda items: some.one_of(_module(items), _union(items)), max_leaves=10
+)
+MESSAGES = some.builds(Role, some.sampled_from(ROLES), some.lists(ITEMS, max_size=4).map(apart))
+SCHEMAS = some.builds(Schema, some.just("s"), some.lists(some.one_of(ITEMS, MESSAGES), max_size=5).map(apart))
+
+
+@some.composite
+def requests(draw: some.DrawFn, items: tuple[Item, ...], is_root: bool = True) -> tuple[Text | Import | Message, ...]:
+    """What a prompt may import of these items, with arguments and texts of its own."""
+    found: list[Text | Import | Message] = []
+    for item in items:
+        modules = item.modules if isinstance(item, Union) else (item,) if isinstance(item, Module) else ()
+        if isinstance(item, Role):
+            found += draw(requests(item.items, False))
+        elif modules and draw(some.booleans()):
+            module = draw(some.sampled_from(modules))
+            found.append(Import(module.name, draw(arguments(module.items)), draw(requests(module.items, False))))
+        elif draw(some.integers(0, 7)) == 0:
+            found.append(Text(draw(some.sampled_from(["more", "  ", "much more of it"]))))
+    if is_root and draw(some.booleans()):
+        found.append(Message(draw(some.sampled_from(ROLES)), "why?"))
+    return tuple(found)
+
+
+@some.composite
+def arguments(draw: some.DrawFn, items: tuple[Item, ...]) -> tuple[tuple[str, str], ...]:
+    """Arguments for some of the parameters."""
+    names = sorted({each.name for each in inner(items) if isinstance(each, Param)})
+    return tuple((name, draw(some.text("ABC", max_size=4))) for name in names if draw(some.booleans()))

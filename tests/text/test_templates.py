@@ -1,0 +1,94 @@
+"""Templates of other libraries as schemas, by what they have; the libraries' own where they are installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ragfuse.errors import PMLError
+from ragfuse.text.bind import bind
+from ragfuse.text.nodes import Param, Role, Schema, Text
+from ragfuse.text.schema import lay_out
+from ragfuse.text.templates import filled, from_template
+from tests.text.layouts import GAP, TURNS, encode, key_of, read
+
+WANTED = (
+    Role("system", (Text("You know "), Param("topic", 8), Text("."))),
+    Role("user", (Param("question", 30), Text("\n{in JSON}"))),
+    Role("assistant", (Text("So:"),)),
+)
+ROOMS = {"topic": 8, "question": 30}
+
+
+def test_pairs_become_messages_and_variables_parameters() -> None:
+    pairs = [("system", "You know {topic}."), ("human", "{question}\n{{in JSON}}"), ("ai", "So:")]
+    assert from_template("t", pairs, ROOMS) == Schema("t", WANTED)
+
+
+def test_values_fill_the_rooms_of_a_template() -> None:
+    schema = from_template("t", [("system", "You know {topic}."), ("user", "{question}")], ROOMS)
+    layout = lay_out(schema, encode, GAP, TURNS, min_tokens=1)
+    found = bind(filled(schema, {"topic": "tea", "question": "Why?"}), layout, encode, key_of)
+    assert read(found.prompt) == "{SYou know tea......}{UWhy?" + "." * 26 + "}{A"
+
+
+def test_a_text_becomes_the_schema_s_own_and_one_room_counts_for_all() -> None:
+    assert from_template("t", "a{x}b{x}", 3).items == (Text("a"), Param("x", 3), Text("b"), Param("x", 3))
+
+
+def test_langchain_s_prompts_are_taken() -> None:
+    prompts = pytest.importorskip("langchain_core.prompts")
+    chat = prompts.ChatPromptTemplate.from_messages(
+        [("system", "You know {topic}."), ("human", "{question}\n{{in JSON}}"), ("ai", "So:")]
+    )
+    assert from_template("t", chat, ROOMS).items == WANTED
+    plain = prompts.PromptTemplate.from_template("a{topic}")
+    assert from_template("t", plain, ROOMS).items == (Text("a"), Param("topic", 8))
+    mustache = prompts.ChatPromptTemplate.from_messages([("human", "a {{topic}} {b}")], template_format="mustache")
+    assert from_template("t", mustache, 8).items == (Role("user", (Text("a "), Param("topic", 8), Text(" {b}"))),)
+    messages = pytest.importorskip("langchain_core.messages")
+    fixed = prompts.ChatPromptTemplate.from_messages([messages.SystemMessage("no {variable}"), ("human", "{topic}")])
+    assert from_template("t", fixed, ROOMS).items[0] == Role("system", (Text("no {variable}"),))
+    history = prompts.ChatPromptTemplate.from_messages([prompts.MessagesPlaceholder("history"), ("human", "{topic}")])
+    with pytest.raises(PMLError, match="MessagesPlaceholder in a template"):
+        from_template("t", history, ROOMS)
+
+
+def test_llama_index_s_prompts_are_taken() -> None:
+    prompts = pytest.importorskip("llama_index.core.prompts")
+    rich = prompts.RichPromptTemplate(
+        """{% chat role="system" %}You know {{ topic }}.{% endchat %}
+
+{% chat role="user" %}{{question}}
+{in JSON}{% endchat %}{% chat role="assistant" %}So:{% endchat %}"""
+    )
+    assert from_template("t", rich, ROOMS).items == WANTED
+    assert from_template("t", prompts.PromptTemplate("a{topic}"), ROOMS).items == (Text("a"), Param("topic", 8))
+    chat = prompts.ChatPromptTemplate.from_messages([("system", "You know {topic}."), ("user", "{question}")])
+    assert from_template("t", chat, ROOMS).items == (WANTED[0], Role("user", (Param("question", 30),)))
+
+
+@pytest.mark.parametrize(
+    ("template", "syntax", "found"),
+    [
+        ("a {x} {y}", "f-string", "t:1:1: found variable 'y' without a length"),
+        ("a\n{x.y}", "f-string", "'x.y' in a template|variable 'x.y'"),
+        ("{x:>3}", "f-string", "'x:' in a template"),
+        ("{x!r}", "f-string", "'x!' in a template"),
+        ("{}", "f-string", "'' in a template"),
+        ("{x", "f-string", "str.format does not take"),
+        ("a\n{% if x %}b{% endif %}", "jinja2", "t:2:1: found '{% if x %}'"),
+        ("{{ x | upper }}", "jinja2", r"'x \| upper' in a template"),
+        ("{{#x}}a{{/x}}", "mustache", "'#x' in a template"),
+        ([("tool", "a")], "f-string", "role 'tool'"),
+        (3, "f-string", "a template of type int"),
+    ],
+)
+def test_what_no_schema_can_hold_is_refused(template: Any, syntax: Any, found: str) -> None:
+    with pytest.raises(PMLError, match=found):
+        from_template("t", template, {"x": 3}, syntax)
+
+
+def test_comments_of_jinja_are_no_text() -> None:
+    assert from_template("t", "a{# no #}b{{ x }}", 3, "jinja2").items == (Text("ab"), Param("x", 3))
