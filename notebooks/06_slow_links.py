@@ -139,7 +139,8 @@ for mbps in speeds:
     stream = answer.trace.stream
     came = ", ".join(f"{level} {n}" for level, n in Counter(piece.level for piece in stream.pieces).items())
     held = "held" if stream.held else "missed"
-    print(f"{mbps:7.2f} MB/s: first token after {answer.trace.ttft_s:.2f} s of {deadline.deadline_s:.2f}, {held};", end=" ")
+    took = f"{answer.trace.ttft_s:.2f} s of {deadline.deadline_s:.2f}"
+    print(f"{mbps:7.2f} MB/s: first token after {took}, {held};", end=" ")
     print(f"{answer.text.strip()!r}; pieces: {came}")
 
 # %% [markdown]
