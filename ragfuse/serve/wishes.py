@@ -98,19 +98,13 @@ def turns_of(messages: Sequence[Message], documents: Sequence[str | Document] = 
     for message in messages:
         turn = _turn(message, names)
         names |= {call.id: call.name for call in turn.tool_calls}
-        if turns and turn.role == turns[-1].role != "tool":
-            turn = _joined(turns.pop(), turn)
         turns.append(turn)
+    turns = Turn.joined(turns)
     if not any(turn.tool_calls or any(_text(part).strip() for part in turn.content) for turn in turns):
         raise Refusal(
             400, "The messages hold no text; wanted at least one that asks something.", "unusable", "messages"
         )
     return _with_documents(turns, documents) if documents else turns
-
-
-def _joined(one: Turn, other: Turn) -> Turn:
-    between = ["\n"] if one.content and other.content else []
-    return Turn(one.role, [*one.content, *between, *other.content], one.tool_calls + other.tool_calls)
 
 
 def _with_documents(turns: list[Turn], documents: Sequence[str | Document]) -> list[Turn]:

@@ -67,6 +67,7 @@ _ATTRIBUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(("parameter", "param"), ("name", "len", "length", "scaffold")),
     }
 )
+_LINE_END = re.compile(r"\r\n?|\n")
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _HELP = "well-formed XML: in text write &lt; for < and &amp; for &, or put it into <![CDATA[...]]>"
 
@@ -177,7 +178,7 @@ class _Reader:
         if error.code == expat.errors.codes[expat.errors.XML_ERROR_TAG_MISMATCH] and self._open:
             last = self._open[-1]
             return at.error(f"the end of another element ({what})", f"'</{last.tag}>' of line {last.at.line} first")
-        line = self._text.split("\n", error.lineno)[error.lineno - 1] if error.lineno else ""
+        line = _LINE_END.split(self._text, error.lineno)[error.lineno - 1] if error.lineno else ""
         return at.error(f"{what} in {line[max(0, error.offset - 30) : error.offset + 30].strip()!r}", _HELP)
 
     def _here(self) -> Spot:

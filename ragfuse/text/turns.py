@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ragfuse.core import ToolCall
@@ -24,3 +24,23 @@ class Turn:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+
+    @staticmethod
+    def joined(turns: Iterable[Turn]) -> list[Turn]:
+        """These turns, neighbours of one role as one: a chat template may want roles to alternate.
+
+        What tools returned stays apart, each by the call that it answers.
+        """
+        found: list[Turn] = []
+        for turn in turns:
+            if found and turn.role == found[-1].role != "tool":
+                before = found.pop()
+                between = ["\n"] if before.content and turn.content else []
+                content = [*_listed(before.content), *between, *_listed(turn.content)]
+                turn = Turn(turn.role, content, before.tool_calls + turn.tool_calls)
+            found.append(turn)
+        return found
+
+
+def _listed(content: Content) -> Sequence[str | Piece]:
+    return [content] if isinstance(content, str) else content

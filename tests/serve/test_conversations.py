@@ -1,24 +1,10 @@
-"""Turns of a conversation that a client names, where conversations are kept; else it is told that they are not."""
+"""Turns of a conversation that a client names."""
 
 from __future__ import annotations
 
-from dataclasses import fields
-
-import pytest
-
-from ragfuse import Ask
 from tests.serve.kit import Served, said
 
-ARE_KEPT = "session" in {field.name for field in fields(Ask)}
 
-
-@pytest.mark.skipif(ARE_KEPT, reason="conversations are kept")
-def test_where_conversations_are_not_kept_a_named_one_is_told(served: Served) -> None:
-    answer = served.chat(session_id="one")
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "session_id")
-
-
-@pytest.mark.skipif(not ARE_KEPT, reason="conversations are not kept")
 def test_a_conversation_is_gone_on_with_by_its_name(served: Served) -> None:
     first = served.chat(session_id="one", messages=[said("How many ships came?")]).json()
     second = served.chat(session_id="one", messages=[said("And then?")]).json()
@@ -28,7 +14,6 @@ def test_a_conversation_is_gone_on_with_by_its_name(served: Served) -> None:
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= used[0]
 
 
-@pytest.mark.skipif(not ARE_KEPT, reason="conversations are not kept")
 def test_a_conversation_resent_as_a_whole_is_recognised(served: Served) -> None:
     first = served.chat(session_id="two", messages=[said("How many?")]).json()
     heard = first["choices"][0]["message"]["content"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as some
 
 from ragfuse.errors import InputError, PMLError
@@ -397,5 +397,7 @@ def test_any_inside_of_a_schema_is_read_or_refused_with_a_reason(text: str) -> N
 
 
 @given(some.binary(max_size=60))
+@example(b"\r")
+@example(b"\r\n\r<")
 def test_any_bytes_are_read_or_refused_with_a_reason(data: bytes) -> None:
     assert outcome(data.decode("latin-1"))

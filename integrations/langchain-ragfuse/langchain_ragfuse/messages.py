@@ -40,21 +40,18 @@ MIN_CHARS = 24
 
 
 def turns_of(messages: Sequence[BaseMessage]) -> list[Turn]:
-    """A turn per message, neighbours of one role as one: a chat template may want them to alternate.
+    """A turn per message, neighbours joined as `Turn.joined` does.
 
     In a content, a str is text in which marked and known chunks are found; a Piece is a chunk with just these
-    boundaries. What tools returned stays apart, each by the call it answers.
+    boundaries.
     """
     turns: list[Turn] = []
     names: dict[str, str] = {}
     for message in messages:
         turn = _turn(message, names)
         names |= {call.id: call.name for call in turn.tool_calls}
-        if turns and turn.role == turns[-1].role != "tool":
-            before = turns.pop()
-            joined = [*before.content, *(["\n"] if before.content and turn.content else []), *turn.content]
-            turn = Turn(turn.role, joined, before.tool_calls + turn.tool_calls)
         turns.append(turn)
+    turns = Turn.joined(turns)
     if not any(turn.tool_calls or any(_text(part).strip() for part in turn.content) for turn in turns):
         raise InputError(f"The {len(messages)} messages hold no text; wanted at least one that asks something.")
     return turns
