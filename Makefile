@@ -45,7 +45,7 @@ demo: $(READY) ## real questions over real documents, full prefill and ragfuse s
 	@$(BIN)/ragfuse demo $(ARGS)
 
 test: lint ## lint, types and all tests that are neither slow nor long on the embedded model, with coverage
-	@$(ONE) $(BIN)/python -m pytest -m 'not slow and not embedded' -n $(WORKERS) --dist loadfile --cov=ragfuse --cov-report=term-missing $(ARGS)
+	@$(ONE) $(BIN)/python -m slipcover --source ragfuse --skip-covered -m pytest -m 'not slow and not embedded' -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(READY) ## the longer tests, and the notebooks
 	@$(ONE) $(BIN)/python -m pytest -m 'slow or embedded' $(ARGS)
@@ -72,6 +72,6 @@ results: $(READY) ## docs/results.md anew from the runs under docs/benchmarks
 	@$(BIN)/python -m benchmarks.results
 
 clean: ## remove .venv, caches and reports; the prepared models stay in the user's cache
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage htmlcov build dist docs/_build docs/api/made
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist docs/_build docs/api/made
 	rm -f demo-report.json demo-report.png
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

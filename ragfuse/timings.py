@@ -103,8 +103,7 @@ class Timings:
             known = self._of(model)
             known.rows, before = rows_after(known.rows, rows, seconds), known.rows
             if known.rows and not before:
-                name, kept = self._name_of(model), {"row_s": known.rows[0]}
-                self._booked(lambda book: book.put(ROWS + name, kept), None)
+                self._keep(self._name_of(model), known.rows[0])
 
     def name(self, fingerprint: str, device: str, threads: int) -> str:
         """Timings are only as good as the machine, the libraries and the further tiers that they were taken with."""
@@ -125,6 +124,13 @@ class Timings:
 
     def _name_of(self, model: HFModel) -> str:
         return self.name(model.fingerprint, str(model.device), torch.get_num_threads())
+
+    def _keep(self, name: str, row_s: float) -> None:
+        """For later processes; a book that cannot be written is no reason not to answer."""
+        try:
+            self._booked(lambda book: book.put(ROWS + name, {"row_s": row_s}), None)
+        except StoreError as error:
+            log.debug("What computing takes on this machine could not be written down: %s", error)
 
     def _rows(self, name: str) -> tuple[float, ...]:
         """What a process before this one saw."""

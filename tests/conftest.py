@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from transformers import AutoTokenizer, GenerationConfig
 
 from integrations.tests.kit import tiny_path
@@ -18,6 +19,9 @@ __all__ = ["tiny_path"]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the background of a shell ignores Ctrl-C; tests send it
+
+settings.register_profile("unhurried", deadline=None)  # a busy machine fails no property
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")

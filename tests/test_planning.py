@@ -126,7 +126,7 @@ def throttled(tiny_settings, tmp_path):
     disk.close()
 
 
-@pytest.mark.parametrize("slower", [0.1, 10.0])
+@pytest.mark.parametrize("slower", [0.05, 10.0])
 def test_a_tier_of_another_speed_than_measured_is_planned_as_it_is_after_three_answers(throttled, slower):
     engine, tier, at_1_s = throttled
     ask = Ask(policy="hkvd", ratio=0.2, max_tokens=1)

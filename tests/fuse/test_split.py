@@ -37,7 +37,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (1, 2), (2, 1)])
 @pytest.mark.parametrize(("total", "rows"), ROWS.values(), ids=ROWS.keys())
 @pytest.mark.parametrize("window", [None, 1, 50])
 def test_parts_make_up_the_whole(total: int, rows: list[int], heads: int, groups: int, window: int | None) -> None:
@@ -50,7 +50,7 @@ def test_parts_make_up_the_whole(total: int, rows: list[int], heads: int, groups
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("total", "rows"), ROWS.values(), ids=ROWS.keys())
 def test_low_precision_is_off_by_rounding_only(total: int, rows: list[int], dtype: torch.dtype) -> None:
-    query, keys, values = tensors(total, rows, 2, 3, dtype)
+    query, keys, values = tensors(total, rows, 1, 2, dtype)
     found = attend(query, keys, values, RowMask(torch.tensor(rows), torch.arange(total)), 0.25)[0]
     wanted = reference.attention(query[0], keys[0], values[0], rows, list(range(total)), 0.25)
     assert found.dtype == dtype

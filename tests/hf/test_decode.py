@@ -149,7 +149,8 @@ def test_logits_of_a_shared_step_are_those_of_the_whole_text(name: str, monkeypa
     assert model.batcher.steps - before == LENGTH - 1
 
 
-def test_each_step_holds_a_row_of_everyone(model: HFModel) -> None:
+def test_each_step_holds_a_row_of_everyone(model: HFModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
     steps, rows = model.batcher.steps, model.batcher.rows
     kit.together(model, [(prefill, {"options": GREEDY}) for prefill in prefills(model)])
     assert (model.batcher.steps - steps, model.batcher.rows - rows) == (LENGTH - 1, (LENGTH - 1) * len(SIZES))
