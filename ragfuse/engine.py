@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from ragfuse.answering import Answerer, Asked
@@ -31,23 +32,27 @@ from ragfuse.keeping import open_kept, remember_tenant
 from ragfuse.load.link import Links
 from ragfuse.measure import Progress
 from ragfuse.models import quietly, resolve_llm
+from ragfuse.modules import Registered, Schemas
 from ragfuse.plan.controller import settle
 from ragfuse.planning import Planner
 from ragfuse.prefetching import Prefetcher
 from ragfuse.prefilling import Prefiller
 from ragfuse.profiles import MachineProfile, ModelProfile
 from ragfuse.prompting import Content, Prompter, Question
+from ragfuse.registry import Registry
 from ragfuse.saving import EXIT_S, WAIT_S, Saver, Work
 from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
 from ragfuse.telemetry import answered, batched
+from ragfuse.text.bind import Taken
 from ragfuse.text.chunks import KnownChunks, Piece
+from ragfuse.text.nodes import Request, Schema
 from ragfuse.timings import Timings
 from ragfuse.tracing import Ready
 
-__all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
+__all__ = ["Ask", "Content", "Engine", "Ingested", "Ready", "Registered"]
 
 T = TypeVar("T")
 
@@ -78,6 +83,8 @@ class Engine:
         self.links = Links(self.settings.streams)
         self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
         self._talks = Conversations(self.settings, self._booked, self._prompter, lambda: self.encoder, self.store)
+        registry = Registry(self.store, self._booked, self.settings.salt)
+        self.schemas = Schemas(self.settings, registry, self._prompter, lambda: self.encoder)
         own = self._planner, self._prefiller, self._bringer, self._talks
         self._answerer = Answerer(self.settings, *own, self._save_later)
         self.marker, self._caller, self.sessions = self._prompter.marker, Caller(), self._talks.sessions
@@ -124,8 +131,11 @@ class Engine:
     def prompt(self, prompt: Question, tools: Sequence[Tool] = ()) -> Prompt:
         """Tokens, chunks and positions of a prompt: one text, or messages by the chat template, which tells of tools.
 
-        Chunks are what carries this engine's marks, and every known chunk that stands in the text.
+        Chunks are what carries this engine's marks, and every known chunk that stands in the text. A prompt in PML has
+        its modules where its schema has them.
         """
+        if isinstance(prompt, Request):
+            return self.schemas.prompt(prompt, Ask())
         return self._prefetcher.note(self._prompter.prompt(prompt, self.digest, tools))
 
     def pieces(self, content: Content) -> Sequence[Piece]:
@@ -162,6 +172,13 @@ class Engine:
             if progress is not None:
                 progress(done)
         return done
+
+    def register(self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None) -> Registered:
+        """Take prompts in PML for this schema from now on, also in later processes; its modules are encoded now.
+
+        schema: as read, its PML, or its file. See `Schemas.register`; `schemas` lists, shows and removes them.
+        """
+        return self.schemas.register(schema, progress)
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
         """(text, source) of chunks that are found in prompts from now on, without an ingest.
@@ -293,6 +310,8 @@ class Engine:
 
     def _fitted(self, question: Question, ask: Ask) -> Prompt:
         """The prompt of a question; without its last chunks where it is too long and they may be left out."""
+        if isinstance(question, Request):
+            return self.schemas.prompt(question, ask)
         tools, limit = offered(ask), limit_of(ask, self.settings, self.model)
         make = partial(self._prompter.prompt, digest=self.digest, tools=tools)
         return self._prefetcher.note(self._talks.fitted(question, ask, lambda q, n: make(q, leave_out=n), limit))
@@ -312,9 +331,12 @@ class Engine:
         return Asked(ask, self._caller.reply(ask, model, self._prompter.calls), self.profile, began_s)
 
     def _save_later(self, ready: Ready, ask: Ask) -> None:
-        if ask.reuse and not self.model.profile.refusal:
+        taken, profile = ready.plan.prompt.taken, self.model.profile
+        if ask.reuse and (not profile.refusal or (profile.fixed and taken is not None)):
             for work in self._planner.work_after(ready.plan):
                 self._saver.submit(work)
+        if ask.reuse and isinstance(taken, Taken):
+            self._prefetcher.submit_keys(taken.others)  # of the unions used: the next prompt may want another one
 
     def _save(self, work: Work) -> None:
         if work.used:
@@ -324,6 +346,9 @@ class Engine:
             return
         self.model.batcher.wait_idle(WAIT_S)
         encoder = self.encoder.in_background()
+        if work.run is not None:
+            encoder.keep_run(work.run)
+            return
         encoder.keep(work.tokens, work.prefix)
         if work.text:
             encoder.keep_amid(work.tokens, work.prefix)

@@ -24,12 +24,13 @@ from ragfuse.text.call_probe import call_format
 from ragfuse.text.calls import CallFormat
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
 from ragfuse.text.fit import lean
+from ragfuse.text.nodes import Request
 from ragfuse.text.turns import Content, Turn
 
 __all__ = ["Content", "Prompter", "Question", "Turn"]
 
-Question = str | Sequence[tuple[str, Content] | Turn]
-"""What is asked: one text, or messages for the chat template, each a (role, content) or a turn."""
+Question = str | Sequence[tuple[str, Content] | Turn] | Request
+"""What is asked: one text; messages for the chat template, each a (role, content) or a turn; or a prompt in PML."""
 
 
 class Prompter:
@@ -78,7 +79,7 @@ class Prompter:
         if self._calls is None:
             model, words = self._model(), self._model().words
             own = [str(token) for token in words.added_tokens_decoder.values()]
-            self._calls = call_format(self._render, own, [words.decode([end]) for end in ends_of(model)])
+            self._calls = call_format(self.render, own, [words.decode([end]) for end in ends_of(model)])
         return self._calls
 
     def prompt(
@@ -98,7 +99,7 @@ class Prompter:
         asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
         left = lean([self.pieces(turn.content, digest) for turn in turns], leave_out, asked)
         turns = [replace(turn, content=content) for turn, content in zip(turns, left.contents, strict=True)]
-        render = self._render if getattr(model.words, "chat_template", None) else None
+        render = self.render if getattr(model.words, "chat_template", None) else None
         chat = Assembler(model.tokens, self._key, render, shortest, shortest, has_amid, self.calls)
         return replace(chat.chat(turns, tools), dropped=left.sources)
 
@@ -109,7 +110,8 @@ class Prompter:
         parts = ((part,) if isinstance(part, Piece) else self.pieces(part, digest) for part in content)
         return [piece for part in parts for piece in part]
 
-    def _render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = (), ask: bool = True) -> str:
+    def render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = (), ask: bool = True) -> str:
+        """Messages as the chat template writes them; ask: with what makes the model answer."""
         words, given = self._model().words, [dict(tool) for tool in tools] or None
         return str(words.apply_chat_template(messages, tools=given, tokenize=False, add_generation_prompt=ask))
 
@@ -120,7 +122,9 @@ class Prompter:
 
 
 def turns_of(question: Question) -> list[Turn]:
-    """The messages; InputError if there are none."""
+    """The messages; InputError if there are none, as in PML, which is bound where its schema is registered."""
+    if isinstance(question, Request):
+        raise InputError(f"A prompt for schema '{question.schema}' has no messages of its own; wanted some, or a text.")
     messages = [Turn("user", question)] if isinstance(question, str) else list(question)
     if not messages:
         raise InputError("There are no messages; wanted at least one, such as ('user', 'a question').")
