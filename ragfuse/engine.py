@@ -38,7 +38,7 @@ from ragfuse.planning import Planner
 from ragfuse.prefetching import Prefetcher
 from ragfuse.prefilling import Prefiller
 from ragfuse.profiles import MachineProfile, ModelProfile
-from ragfuse.prompting import Content, Prompter, Question
+from ragfuse.prompting import Content, Inquiry, Prompter
 from ragfuse.registry import Registry
 from ragfuse.saving import EXIT_S, WAIT_S, Saver, Work
 from ragfuse.settings import Settings
@@ -128,7 +128,7 @@ class Engine:
         """Ids of a text; unless `special`, what looks like a special token in it stays text."""
         return self.model.tokens(text, special)
 
-    def prompt(self, prompt: Question, tools: Sequence[Tool] = ()) -> Prompt:
+    def prompt(self, prompt: Inquiry, tools: Sequence[Tool] = ()) -> Prompt:
         """Tokens, chunks and positions of a prompt: one text, or messages by the chat template, which tells of tools.
 
         Chunks are what carries this engine's marks, and every known chunk that stands in the text. A prompt in PML has
@@ -142,7 +142,7 @@ class Engine:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
         return self._prompter.pieces(content, self.digest)
 
-    def prefix(self, prompt: Question) -> tuple[int, ...]:
+    def prefix(self, prompt: Inquiry) -> tuple[int, ...]:
         """The ids before the first chunk of a prompt, () if there is none: what `ingest` may encode chunks behind."""
         first = self.prompt(prompt).segments[0]
         return first.tokens if first.kind == "module" else ()
@@ -208,7 +208,7 @@ class Engine:
         """Texts of known chunks that came from this source."""
         return self._prompter.known_from(self.digest, source)
 
-    def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
+    def plan(self, prompt: Inquiry, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""
         ask = ask or Ask()
         return self._planner.plan(self._fitted(prompt, ask), ask, self.model, self.profile)
@@ -219,18 +219,18 @@ class Engine:
         with self._bringer.all([prompt], ask, self.model, self.profile) as (brought,):
             return self._prefiller.prepare(prompt, ask, self.model, self.profile, brought)
 
-    def answer(self, prompt: Question, ask: Ask | None = None) -> Answer:
+    def answer(self, prompt: Inquiry, ask: Ask | None = None) -> Answer:
         """The answer to a prompt, with the trace of what was reused."""
         return self._answer(prompt, ask or Ask(), None, threading.Event())
 
-    def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
+    def stream(self, prompt: Inquiry, ask: Ask | None = None) -> AnswerStream:
         """The answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
         ask = ask or Ask()
         offered(ask)  # what cannot be used is told here, not while reading
         return AnswerStream(lambda say, gone: self._answer(prompt, ask, say, gone))
 
     def batch(
-        self, prompts: Sequence[Question], ask: Ask | None = None, gone: threading.Event | None = None
+        self, prompts: Sequence[Inquiry], ask: Ask | None = None, gone: threading.Event | None = None
     ) -> list[Answer]:
         """Answers to several prompts: each fused by itself, all decoded together; once `gone` is set, no further.
 
@@ -239,7 +239,7 @@ class Engine:
         return self._batch(prompts, ask or Ask(), gone or threading.Event())
 
     @batched
-    def _batch(self, prompts: Sequence[Question], ask: Ask, gone: threading.Event) -> list[Answer]:
+    def _batch(self, prompts: Sequence[Inquiry], ask: Ask, gone: threading.Event) -> list[Answer]:
         began = time.perf_counter()
         assembled = [self._fitted(prompt, ask) for prompt in prompts]
         return self._answerer.all(assembled, self._asked(ask, self.model, began), gone) if assembled else []
@@ -308,7 +308,7 @@ class Engine:
         levels = partial(self._planner.levels, model, self.profile)
         return Encoder(model, self.store, self.digest, shortest, other, home, levels)
 
-    def _fitted(self, question: Question, ask: Ask) -> Prompt:
+    def _fitted(self, question: Inquiry, ask: Ask) -> Prompt:
         """The prompt of a question; without its last chunks where it is too long and they may be left out."""
         if isinstance(question, Request):
             return self.schemas.prompt(question, ask)
@@ -319,7 +319,7 @@ class Engine:
     @answered
     def _answer(
         self,
-        prompt: Question,
+        prompt: Inquiry,
         ask: Ask,
         say: Callable[[str], None] | None,
         gone: threading.Event,

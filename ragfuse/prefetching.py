@@ -158,7 +158,7 @@ class Prefetcher:
 
     def _found(self, wish: _Wish) -> list[Entry]:
         """What the store has under the keys that the next prompt will look for, likeliest first."""
-        wanted = [(key,) for key in wish.keys] or list(self._wanted(wish.texts))
+        wanted = list(self._wanted(wish.texts)) if wish.texts else [(key,) for key in wish.keys]
         found = self._store.lookup((key for keys in wanted for key in keys), counts=False)
         best = (next((found[key] for key in keys if key in found), None) for keys in wanted)
         return list({entry.key: entry for entry in best if entry is not None}.values())

@@ -27,10 +27,12 @@ from ragfuse.text.fit import lean
 from ragfuse.text.nodes import Request
 from ragfuse.text.turns import Content, Turn
 
-__all__ = ["Content", "Prompter", "Question", "Turn"]
+__all__ = ["Content", "Inquiry", "Prompter", "Question", "Turn"]
 
-Question = str | Sequence[tuple[str, Content] | Turn] | Request
-"""What is asked: one text; messages for the chat template, each a (role, content) or a turn; or a prompt in PML."""
+Question = str | Sequence[tuple[str, Content] | Turn]
+"""What is asked: one text, or messages for the chat template, each a (role, content) or a turn."""
+Inquiry = Question | Request
+"""What an engine answers: a question, or a prompt in PML, which it binds to the modules of its schema."""
 
 
 class Prompter:
@@ -122,9 +124,7 @@ class Prompter:
 
 
 def turns_of(question: Question) -> list[Turn]:
-    """The messages; InputError if there are none, as in PML, which is bound where its schema is registered."""
-    if isinstance(question, Request):
-        raise InputError(f"A prompt for schema '{question.schema}' has no messages of its own; wanted some, or a text.")
+    """The messages; InputError if there are none."""
     messages = [Turn("user", question)] if isinstance(question, str) else list(question)
     if not messages:
         raise InputError("There are no messages; wanted at least one, such as ('user', 'a question').")

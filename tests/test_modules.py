@@ -10,6 +10,7 @@ from ragfuse.core import ChunkKey
 from ragfuse.errors import PMLError
 from ragfuse.text.bind import Taken
 from ragfuse.text.pml import parse_prompt, parse_schema
+from tests.hf import kit
 from tests.tiny import adds_up
 
 TRIP = """
@@ -310,3 +311,60 @@ def test_messages_are_wrapped_as_the_models_template_does(engine: Engine) -> Non
     mine = engine.prompt(parse_prompt('<prompt schema="talk"><user>And that?</user></prompt>'))
     assert mine.token_ids == engine.prompt([*said, ("user", "And that?")]).token_ids
     assert engine.model.text(mine.token_ids).startswith("Be brief")
+
+
+# families
+
+
+@pytest.fixture
+def of(tiny_settings):
+    """Makes an engine over a tiny model of a family, over a store on disk."""
+    made: list[Engine] = []
+
+    def engine(name: str) -> Engine:
+        made.append(Engine(tiny_settings.model_copy(update={"memory_bytes": 0}), kit.family(name)))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-latent", "smollm3-some-nope", "bloom-alibi", "gpt2", "gptj"])
+def test_in_every_family_a_scaffold_over_all_is_full_prefill_and_modules_are_read(of, name: str) -> None:
+    engine = of(name)
+    engine.register(LINES)
+    engine.flush()
+    prompt = parse_prompt(ALL_LINES)
+    ready = engine.prepare(engine.prompt(prompt))
+    assert {fetch.tier for fetch in ready.plan.fetches} == {"disk"}
+    whole = engine.prepare(engine.prompt(prompt), Ask(reuse=False)).prefill
+    assert off(states(ready.prefill), states(whole)) < 1e-4
+    engine.register(TRIP)
+    trace = engine.answer(parse_prompt(PROMPT)).trace
+    assert trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+    assert trace.refusal == ""
+
+
+def test_kv_that_cannot_be_moved_is_used_in_place_alone(of) -> None:
+    engine = of("gpt2")
+    engine.register(LINES)
+    long = parse_prompt(f'<prompt schema="lines"><two/>{"word " * 30}<three/>What?</prompt>')
+    with pytest.raises(PMLError, match="cannot be moved"):
+        engine.answer(long)
+    blended = engine.answer(parse_prompt(ALL_LINES), Ask(blend=True)).trace
+    assert "hidden states" in blended.refusal
+    assert engine.answer([("user", "Anything else.")]).trace.refusal != ""
+    engine.flush()
+    engine.store.clear()
+    assert engine.answer(parse_prompt(ALL_LINES)).trace.modules == ()
+    engine.flush()
+    assert engine.answer(parse_prompt(ALL_LINES)).trace.modules == (".", "two", "three")
+
+
+def test_a_refused_model_answers_by_full_prefill(of) -> None:
+    engine = of("llama-dynamic")
+    assert engine.register(LINES).done.encoded == 0
+    answer = engine.answer(parse_prompt(ALL_LINES))
+    assert "dynamic" in answer.trace.refusal
+    assert answer.token_ids == full(engine, parse_prompt(ALL_LINES)).token_ids

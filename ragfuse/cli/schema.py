@@ -16,6 +16,7 @@ from ragfuse.cli.entries import counted, plain
 from ragfuse.cli.ingest import progress
 from ragfuse.cli.opened import opened
 from ragfuse.cli.options import Device, Dtype, Json, Model, Store, console_for, prepared, settings_of, write_json
+from ragfuse.cli.show import short
 from ragfuse.settings import Settings
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ def ls(store: Store = None, json: Json = None) -> None:
         found = keeping.schemas.ls()
     table = Table("schema", "modules", "scaffolds", "file", box=None, pad_edge=False)
     for info in found:
-        table.add_row(Text(plain(info.name)), f"{info.modules:,}", f"{info.scaffolds:,}", Text(plain(info.file)))
+        table.add_row(
+            Text(plain(info.name)), f"{info.modules:,}", f"{info.scaffolds:,}", Text(short(plain(Path(info.file).name)))
+        )
     console.print(table if found else "No schema is registered here. Register one: ragfuse schema add FILE.")
     write_json({"schemas": [info.as_dict() for info in found]}, json)
 

@@ -256,8 +256,8 @@ class HFModel:
         wanted, wired = (profile.windows, mode, profile.fixed), self._wired
         if wired is None or (wired.windows, wired.mode, wired.pads) != wanted:
             layers = probe.decoder_layers(self.model)
-            self._wired = Wiring.of(self.model, layers, profile.windows, mode, profile.fixed)
-        return self._wired
+            self._wired = wired = Wiring.of(self.model, layers, profile.windows, mode, profile.fixed)
+        return wired
 
     def _probed(self) -> ModelProfile:
         """What this model allows; a refusal is part of the answer, not an error."""
