@@ -346,22 +346,6 @@ def test_in_every_family_a_scaffold_over_all_is_full_prefill_and_modules_are_rea
     assert trace.refusal == ""
 
 
-def test_kv_that_cannot_be_moved_is_used_in_place_alone(of) -> None:
-    engine = of("gpt2")
-    engine.register(LINES)
-    long = parse_prompt(f'<prompt schema="lines"><two/>{"word " * 30}<three/>What?</prompt>')
-    with pytest.raises(PMLError, match="cannot be moved"):
-        engine.answer(long)
-    blended = engine.answer(parse_prompt(ALL_LINES), Ask(blend=True)).trace
-    assert "hidden states" in blended.refusal
-    assert engine.answer([("user", "Anything else.")]).trace.refusal != ""
-    engine.flush()
-    engine.store.clear()
-    assert engine.answer(parse_prompt(ALL_LINES)).trace.modules == ()
-    engine.flush()
-    assert engine.answer(parse_prompt(ALL_LINES)).trace.modules == (".", "two", "three")
-
-
 def test_a_refused_model_answers_by_full_prefill(of) -> None:
     engine = of("llama-dynamic")
     assert engine.register(LINES).done.encoded == 0
