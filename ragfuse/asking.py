@@ -28,6 +28,8 @@ class Ask:
     call. grammar: what the answer must follow; then it calls nothing. Stop strings count in text alone, never in a call
     or a grammar's text.
 
+    blend: of a prompt in PML, modules are blended as chunks are: rows of them are computed again, by policy and ratio.
+
     session: the name of a conversation that is kept, and gone on with. Messages that hold an assistant's are all of it;
     others, and a text, are what is said next.
     """
@@ -45,6 +47,7 @@ class Ask:
     grammar: Grammar | None = None
     overflow: Literal["error", "drop"] | None = None
     session: str | None = None
+    blend: bool = False
 
     def __post_init__(self) -> None:
         if self.ratio is not None and not 0 <= self.ratio <= 1:

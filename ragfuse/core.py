@@ -130,13 +130,14 @@ class Prompt:
 
     So there is always a token to compute, and its row yields the first logits. dropped: sources of chunks that were
     left out, so that it fits. talk: the conversation that it goes on with, for who keeps that; truncated: tokens of the
-    conversation that it lacks, so that it fits.
+    conversation that it lacks, so that it fits. taken: what it takes from a schema (`text.bind.Taken`).
     """
 
     segments: tuple[Segment, ...]
     dropped: tuple[str, ...] = ()
     truncated: int = 0
     talk: Talk | None = field(default=None, repr=False, compare=False)
+    taken: object = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[-1].kind != "fresh":
@@ -327,7 +328,8 @@ class Trace:
     faster tier in the background since the trace before this one, because they are used often. dropped: sources of
     chunks that were left out of the prompt, so that it and its answer fit. stream: what came over a line under a
     deadline, piece by piece. session: the conversation that it goes on with, "" for none; truncated: tokens of that
-    which the prompt lacks, the earliest ones.
+    which the prompt lacks, the earliest ones. schema: whose prompt it is, "" for none; modules: paths of its modules
+    whose text was reused (".": the schema's own).
     """
 
     model: str = ""
@@ -355,6 +357,8 @@ class Trace:
     stream: StreamTrace | None = None
     session: str = ""
     truncated: int = 0
+    schema: str = ""
+    modules: tuple[str, ...] = ()
 
     @property
     def history_reused(self) -> int:

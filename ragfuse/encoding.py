@@ -1,4 +1,5 @@
-"""Runs into the store: alone or behind a prompt's prefix, and a second time amid other text.
+"""Runs into the store: alone or behind a prompt's prefix, and a second time amid other text; a schema's once, at their
+positions.
 
 Right behind the prefix a chunk is exact where it stands first. Further down, a chunk that was encoded as if it stood
 first brings along what a model computes only once, at the beginning of a text; one that saw other text before itself
@@ -15,6 +16,7 @@ from ragfuse.core import ChunkKey, ChunkKV, amid, token_digest
 from ragfuse.hf.model import HFModel
 from ragfuse.store import KVStore
 from ragfuse.text import stand_in
+from ragfuse.text.schema import Run
 
 GAP = "\n\n"
 """What stands between the other text and a chunk."""
@@ -65,6 +67,10 @@ class Encoder:
         """The key of a run of tokens with this context."""
         return ChunkKey(self.digest, token_digest(tokens), context)
 
+    def key_of(self, run: Run) -> ChunkKey:
+        """The key of a schema's run, which is encoded alone, with the gaps between its positions."""
+        return ChunkKey(self.digest, token_digest(run.tokens), "", run.layout(self.model.profile.fixed))
+
     def nbytes_in(self, tier: str, tokens: Sequence[int]) -> int:
         """Bytes that one entry of a run takes in a tier, at the levels that it is written at there; it is encoded."""
         kv = self.model.encode(tokens)
@@ -75,7 +81,18 @@ class Encoder:
         """Encode and keep a run behind `prefix`, or alone behind a short one; bytes of new KV."""
         context = self._context(prefix)
         seldom = bool(self.other_tokens and context)  # only the chunk that stands first in a prompt is read from here
-        return self._put(tokens, context, lambda: self.model.encode(tokens, prefix if context else ()), fast=not seldom)
+        key, behind = self.key(tokens, context), prefix if context else ()
+        return self._put(tokens, key, lambda: self.model.encode(tokens, behind), fast=not seldom)
+
+    def keep_run(self, run: Run) -> int:
+        """Encode and keep a schema's run (Prompt Cache 3.3); bytes of new KV.
+
+        Its own positions begin at 0, but where KV cannot be moved: there it is encoded where it stands.
+        """
+        start = run.start if self.model.profile.fixed else 0
+        positions = [start + position for position in run.positions]
+        encoded = lambda: self.model.encode_at(run.tokens, positions)  # noqa: E731
+        return self._put(run.tokens, self.key_of(run), encoded, fast=True, stays=True)
 
     def keep_amid(self, tokens: Sequence[int], prefix: Sequence[int] = ()) -> int:
         """Encode and keep a chunk behind `prefix` and other text; bytes of new KV, 0 where there is no room for it."""
@@ -88,11 +105,15 @@ class Encoder:
             before = prefix if context else ()
             return self.model.encode_amid(tokens, (*before, *self.model.tokens(stand_in() + GAP)[-other:]))
 
-        return self._put(tokens, amid(context), encoded, fast=True)
+        return self._put(tokens, self.key(tokens, amid(context)), encoded, fast=True)
 
-    def _put(self, tokens: Sequence[int], context: str, encoded: Callable[[], ChunkKV], fast: bool) -> int:
-        key = self.key(tokens, context)
-        if len(tokens) < self.shortest or self.model.profile.refusal or self.store.lookup([key]):
+    def _put(
+        self, tokens: Sequence[int], key: ChunkKey, encoded: Callable[[], ChunkKV], fast: bool, stays: bool = False
+    ) -> int:
+        """stays: it is used where it was encoded, if the model's KV cannot be moved."""
+        profile = self.model.profile
+        refused = profile.refusal and not (stays and profile.fixed)
+        if len(tokens) < self.shortest or refused or self.store.lookup([key]):
             return 0
         kv = encoded()
         home, levels = self.home(len(tokens), kv.nbytes), self.levels(len(tokens), kv.nbytes)

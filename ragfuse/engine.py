@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from ragfuse.answering import Answerer, Asked
@@ -31,23 +32,27 @@ from ragfuse.keeping import open_kept, remember_tenant
 from ragfuse.load.link import Links
 from ragfuse.measure import Progress
 from ragfuse.models import quietly, resolve_llm
+from ragfuse.modules import Registered, Schemas
 from ragfuse.plan.controller import settle
 from ragfuse.planning import Planner
 from ragfuse.prefetching import Prefetcher
 from ragfuse.prefilling import Prefiller
 from ragfuse.profiles import MachineProfile, ModelProfile
-from ragfuse.prompting import Content, Prompter, Question
+from ragfuse.prompting import Content, Inquiry, Prompter
+from ragfuse.registry import Registry
 from ragfuse.saving import EXIT_S, WAIT_S, Saver, Work
 from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
 from ragfuse.telemetry import answered, batched
+from ragfuse.text.bind import Taken
 from ragfuse.text.chunks import KnownChunks, Piece
+from ragfuse.text.nodes import Request, Schema
 from ragfuse.timings import Timings
 from ragfuse.tracing import Ready
 
-__all__ = ["Ask", "Content", "Engine", "Ingested", "Ready"]
+__all__ = ["Ask", "Content", "Engine", "Ingested", "Ready", "Registered"]
 
 T = TypeVar("T")
 
@@ -78,6 +83,8 @@ class Engine:
         self.links = Links(self.settings.streams)
         self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
         self._talks = Conversations(self.settings, self._booked, self._prompter, lambda: self.encoder, self.store)
+        registry = Registry(self.store, self._booked, self.settings.salt)
+        self.schemas = Schemas(self.settings, registry, self._prompter, lambda: self.encoder)
         own = self._planner, self._prefiller, self._bringer, self._talks
         self._answerer = Answerer(self.settings, *own, self._save_later)
         self.marker, self._caller, self.sessions = self._prompter.marker, Caller(), self._talks.sessions
@@ -121,18 +128,21 @@ class Engine:
         """Ids of a text; unless `special`, what looks like a special token in it stays text."""
         return self.model.tokens(text, special)
 
-    def prompt(self, prompt: Question, tools: Sequence[Tool] = ()) -> Prompt:
+    def prompt(self, prompt: Inquiry, tools: Sequence[Tool] = ()) -> Prompt:
         """Tokens, chunks and positions of a prompt: one text, or messages by the chat template, which tells of tools.
 
-        Chunks are what carries this engine's marks, and every known chunk that stands in the text.
+        Chunks are what carries this engine's marks, and every known chunk that stands in the text. A prompt in PML has
+        its modules where its schema has them.
         """
+        if isinstance(prompt, Request):
+            return self.schemas.prompt(prompt, Ask())
         return self._prefetcher.note(self._prompter.prompt(prompt, self.digest, tools))
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
         return self._prompter.pieces(content, self.digest)
 
-    def prefix(self, prompt: Question) -> tuple[int, ...]:
+    def prefix(self, prompt: Inquiry) -> tuple[int, ...]:
         """The ids before the first chunk of a prompt, () if there is none: what `ingest` may encode chunks behind."""
         first = self.prompt(prompt).segments[0]
         return first.tokens if first.kind == "module" else ()
@@ -163,6 +173,13 @@ class Engine:
                 progress(done)
         return done
 
+    def register(self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None) -> Registered:
+        """Take prompts in PML for this schema from now on, also in later processes; its modules are encoded now.
+
+        schema: as read, its PML, or its file. See `Schemas.register`; `schemas` lists, shows and removes them.
+        """
+        return self.schemas.register(schema, progress)
+
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
         """(text, source) of chunks that are found in prompts from now on, without an ingest.
 
@@ -191,7 +208,7 @@ class Engine:
         """Texts of known chunks that came from this source."""
         return self._prompter.known_from(self.digest, source)
 
-    def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
+    def plan(self, prompt: Inquiry, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""
         ask = ask or Ask()
         return self._planner.plan(self._fitted(prompt, ask), ask, self.model, self.profile)
@@ -202,18 +219,18 @@ class Engine:
         with self._bringer.all([prompt], ask, self.model, self.profile) as (brought,):
             return self._prefiller.prepare(prompt, ask, self.model, self.profile, brought)
 
-    def answer(self, prompt: Question, ask: Ask | None = None) -> Answer:
+    def answer(self, prompt: Inquiry, ask: Ask | None = None) -> Answer:
         """The answer to a prompt, with the trace of what was reused."""
         return self._answer(prompt, ask or Ask(), None, threading.Event())
 
-    def stream(self, prompt: Question, ask: Ask | None = None) -> AnswerStream:
+    def stream(self, prompt: Inquiry, ask: Ask | None = None) -> AnswerStream:
         """The answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
         ask = ask or Ask()
         offered(ask)  # what cannot be used is told here, not while reading
         return AnswerStream(lambda say, gone: self._answer(prompt, ask, say, gone))
 
     def batch(
-        self, prompts: Sequence[Question], ask: Ask | None = None, gone: threading.Event | None = None
+        self, prompts: Sequence[Inquiry], ask: Ask | None = None, gone: threading.Event | None = None
     ) -> list[Answer]:
         """Answers to several prompts: each fused by itself, all decoded together; once `gone` is set, no further.
 
@@ -222,7 +239,7 @@ class Engine:
         return self._batch(prompts, ask or Ask(), gone or threading.Event())
 
     @batched
-    def _batch(self, prompts: Sequence[Question], ask: Ask, gone: threading.Event) -> list[Answer]:
+    def _batch(self, prompts: Sequence[Inquiry], ask: Ask, gone: threading.Event) -> list[Answer]:
         began = time.perf_counter()
         assembled = [self._fitted(prompt, ask) for prompt in prompts]
         return self._answerer.all(assembled, self._asked(ask, self.model, began), gone) if assembled else []
@@ -291,8 +308,10 @@ class Engine:
         levels = partial(self._planner.levels, model, self.profile)
         return Encoder(model, self.store, self.digest, shortest, other, home, levels)
 
-    def _fitted(self, question: Question, ask: Ask) -> Prompt:
+    def _fitted(self, question: Inquiry, ask: Ask) -> Prompt:
         """The prompt of a question; without its last chunks where it is too long and they may be left out."""
+        if isinstance(question, Request):
+            return self.schemas.prompt(question, ask)
         tools, limit = offered(ask), limit_of(ask, self.settings, self.model)
         make = partial(self._prompter.prompt, digest=self.digest, tools=tools)
         return self._prefetcher.note(self._talks.fitted(question, ask, lambda q, n: make(q, leave_out=n), limit))
@@ -300,7 +319,7 @@ class Engine:
     @answered
     def _answer(
         self,
-        prompt: Question,
+        prompt: Inquiry,
         ask: Ask,
         say: Callable[[str], None] | None,
         gone: threading.Event,
@@ -312,9 +331,12 @@ class Engine:
         return Asked(ask, self._caller.reply(ask, model, self._prompter.calls), self.profile, began_s)
 
     def _save_later(self, ready: Ready, ask: Ask) -> None:
-        if ask.reuse and not self.model.profile.refusal:
+        taken, profile = ready.plan.prompt.taken, self.model.profile
+        if ask.reuse and (not profile.refusal or (profile.fixed and taken is not None)):
             for work in self._planner.work_after(ready.plan):
                 self._saver.submit(work)
+        if ask.reuse and isinstance(taken, Taken):
+            self._prefetcher.submit_keys(taken.others)  # of the unions used: the next prompt may want another one
 
     def _save(self, work: Work) -> None:
         if work.used:
@@ -324,6 +346,9 @@ class Engine:
             return
         self.model.batcher.wait_idle(WAIT_S)
         encoder = self.encoder.in_background()
+        if work.run is not None:
+            encoder.keep_run(work.run)
+            return
         encoder.keep(work.tokens, work.prefix)
         if work.text:
             encoder.keep_amid(work.tokens, work.prefix)

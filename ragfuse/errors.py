@@ -6,6 +6,7 @@
     │   └── PMLError       a schema or prompt in PML, or a template or program that stands for one, with the line
     ├── ModelError         a model cannot be found, loaded or prepared
     │   └── RefusedError   a model whose KV cannot be placed elsewhere (answers fall back to full prefill)
+    │       └── FixedError    but may be used where it was encoded: modules of a schema never move
     ├── BusyError          no room for another request now; it says when to come again
     └── StoreError         the store itself is not usable (a bad entry never is: it is a miss)
 
@@ -43,6 +44,10 @@ class ModelError(RagFuseError):
 
 class RefusedError(ModelError):
     """A model whose cached KV cannot be moved or fused, with the reason."""
+
+
+class FixedError(RefusedError):
+    """A model whose cached KV is right where it was encoded, and nowhere else."""
 
 
 class StoreError(RagFuseError):

@@ -19,6 +19,7 @@ from ragfuse.core import digest as digest_of
 from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.forgetting import Chunk, chunk_named, chunk_of, dropped, forget_texts
 from ragfuse.plan.evict import expired, expired_first, lru
+from ragfuse.registry import Registry
 from ragfuse.remembering import Deleted, SessionInfo, Sessions
 from ragfuse.settings import Settings
 from ragfuse.store import Book, KVStore, open_store
@@ -288,6 +289,11 @@ class Keeping:
         if tier is not None:
             self._check_tier(tier)
         return self.store.import_(path, tier, self._take_texts if self.book is not None else None, progress)
+
+    @property
+    def schemas(self) -> Registry:
+        """Schemas of the salt's tenant, as they are written down."""
+        return Registry(self.store, self._booked, self._salt)
 
     @property
     def sessions(self) -> Sessions:

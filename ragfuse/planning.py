@@ -63,6 +63,8 @@ class Planner:
         controller = LoadingController(machine, profile.choice, corrections)
         blends = any(segment.kind == "chunk" for segment in prompt.segments)
         judged = profile if blends else replace(profile, safe=None)  # what is used as it is needs no calibration
+        if profile.fixed and not blends and prompt.taken is not None:
+            judged = replace(judged, refusal="")  # a schema's modules stand where they were encoded
         refusal = refusal_of(judged, policy) if ask.reuse else UNASKED
         if refusal:
             return controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).refused(refusal)

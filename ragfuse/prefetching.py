@@ -33,10 +33,12 @@ SHARE = 0.5
 
 
 class _Wish:
-    """Texts to bring. left: keys that a question reads for itself by now."""
+    """Texts to bring, or keys. left: keys that a question reads for itself by now."""
 
-    def __init__(self, texts: tuple[str, ...], bring: Callable[[_Wish], Iterator[None]]) -> None:
-        self.texts, self.left = texts, set[ChunkKey]()
+    def __init__(
+        self, texts: tuple[str, ...], bring: Callable[[_Wish], Iterator[None]], keys: tuple[ChunkKey, ...] = ()
+    ) -> None:
+        self.texts, self.keys, self.left = texts, keys, set[ChunkKey]()
         self.steps = bring(self)
 
 
@@ -58,9 +60,15 @@ class Prefetcher:
 
     def submit(self, texts: Iterable[str]) -> None:
         """Bring these some time soon, before all that waits."""
-        wish = _Wish((texts,) if isinstance(texts, str) else tuple(texts), self._bring)
+        self._wish(_Wish((texts,) if isinstance(texts, str) else tuple(texts), self._bring))
+
+    def submit_keys(self, keys: Iterable[ChunkKey]) -> None:
+        """The same for entries under these keys, likeliest first."""
+        self._wish(_Wish((), self._bring, tuple(keys)))
+
+    def _wish(self, wish: _Wish) -> None:
         with self._changed:
-            if self._closed or not wish.texts:
+            if self._closed or not (wish.texts or wish.keys):
                 return
             self._wishes.append(wish)
             if self._thread is None:
@@ -119,7 +127,7 @@ class Prefetcher:
                 else:
                     self._done(wish)
             except Exception as error:
-                log.warning("Of %d texts nothing more is prefetched: %s", len(wish.texts), error)
+                log.warning("Of %d texts nothing more is prefetched: %s", len(wish.texts or wish.keys), error)
                 log.debug("Where it failed", exc_info=True)
                 self._done(wish)
 
@@ -138,7 +146,7 @@ class Prefetcher:
 
     def _bring(self, wish: _Wish) -> Iterator[None]:
         """Read the entries of a wish, one a step."""
-        entries = self._affordable(self._found(wish.texts))
+        entries = self._affordable(self._found(wish))
         for tier in {entry.tier for entry in entries}:
             there = [entry for entry in entries if entry.tier == tier]
             self._store.expect(tier, [entry.key for entry in there], 0, there[0].n_layers)
@@ -148,9 +156,9 @@ class Prefetcher:
                 self._store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
                 yield
 
-    def _found(self, texts: Sequence[str]) -> list[Entry]:
+    def _found(self, wish: _Wish) -> list[Entry]:
         """What the store has under the keys that the next prompt will look for, likeliest first."""
-        wanted = list(self._wanted(texts))
+        wanted = list(self._wanted(wish.texts)) if wish.texts else [(key,) for key in wish.keys]
         found = self._store.lookup((key for keys in wanted for key in keys), counts=False)
         best = (next((found[key] for key in keys if key in found), None) for keys in wanted)
         return list({entry.key: entry for entry in best if entry is not None}.values())

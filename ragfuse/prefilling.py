@@ -109,7 +109,7 @@ def _timing(since: float, began: float, reader: LayerReader, brought: Brought | 
 def _prefill(model: HFModel, chosen: LoadPlan, layers: Source) -> Prefill:
     prompt = chosen.prompt
     if chosen.refusal:
-        return model.full_prefill(prompt.token_ids)
+        return model.full_prefill(prompt.token_ids, prompt.positions)
     runs, parts = list[Run](), dict[int, tuple[int, int]]()
     for fetch in chosen.fetches:
         segment, (lo, hi) = prompt.segments[fetch.segment], prompt.spans[fetch.segment]

@@ -24,12 +24,15 @@ from ragfuse.text.call_probe import call_format
 from ragfuse.text.calls import CallFormat
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
 from ragfuse.text.fit import lean
+from ragfuse.text.nodes import Request
 from ragfuse.text.turns import Content, Turn
 
-__all__ = ["Content", "Prompter", "Question", "Turn"]
+__all__ = ["Content", "Inquiry", "Prompter", "Question", "Turn"]
 
 Question = str | Sequence[tuple[str, Content] | Turn]
 """What is asked: one text, or messages for the chat template, each a (role, content) or a turn."""
+Inquiry = Question | Request
+"""What an engine answers: a question, or a prompt in PML, which it binds to the modules of its schema."""
 
 
 class Prompter:
@@ -78,7 +81,7 @@ class Prompter:
         if self._calls is None:
             model, words = self._model(), self._model().words
             own = [str(token) for token in words.added_tokens_decoder.values()]
-            self._calls = call_format(self._render, own, [words.decode([end]) for end in ends_of(model)])
+            self._calls = call_format(self.render, own, [words.decode([end]) for end in ends_of(model)])
         return self._calls
 
     def prompt(
@@ -98,7 +101,7 @@ class Prompter:
         asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
         left = lean([self.pieces(turn.content, digest) for turn in turns], leave_out, asked)
         turns = [replace(turn, content=content) for turn, content in zip(turns, left.contents, strict=True)]
-        render = self._render if getattr(model.words, "chat_template", None) else None
+        render = self.render if getattr(model.words, "chat_template", None) else None
         chat = Assembler(model.tokens, self._key, render, shortest, shortest, has_amid, self.calls)
         return replace(chat.chat(turns, tools), dropped=left.sources)
 
@@ -109,7 +112,8 @@ class Prompter:
         parts = ((part,) if isinstance(part, Piece) else self.pieces(part, digest) for part in content)
         return [piece for part in parts for piece in part]
 
-    def _render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = (), ask: bool = True) -> str:
+    def render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = (), ask: bool = True) -> str:
+        """Messages as the chat template writes them; ask: with what makes the model answer."""
         words, given = self._model().words, [dict(tool) for tool in tools] or None
         return str(words.apply_chat_template(messages, tools=given, tokenize=False, add_generation_prompt=ask))
 

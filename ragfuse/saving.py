@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from ragfuse.core import ChunkKey, LoadPlan
+from ragfuse.text.bind import Taken
+from ragfuse.text.schema import Run
 
 log = logging.getLogger("ragfuse.engine")
 
@@ -31,6 +33,7 @@ class Work:
 
     far: the run is in the store under this key and was computed all the same, as it loads too slowly from where it is.
     used: nothing is to be encoded; these chunks were used, and may have come to deserve a faster tier.
+    run: of a schema, to be encoded as a whole at its positions.
     """
 
     tokens: tuple[int, ...]
@@ -39,6 +42,7 @@ class Work:
     source: str = ""
     far: ChunkKey | None = None
     used: tuple[ChunkKey, ...] = ()
+    run: Run | None = None
 
 
 def work_after(plan: LoadPlan) -> Iterator[Work]:
@@ -50,6 +54,11 @@ def work_after(plan: LoadPlan) -> Iterator[Work]:
     for fetch in plan.unread:
         yield Work(segments[fetch.segment].tokens, (), far=fetch.key)
     hits = {fetch.segment: fetch.key for fetch in (*plan.fetches, *plan.unread)}
+    taken = plan.prompt.taken
+    if isinstance(taken, Taken):
+        lacking = {segments[at].keys[0] for at, _ in plan.misses} - set(hits.values())
+        yield from (Work(run.tokens, (), run=run) for key, run in taken.runs.items() if key in lacking)
+        return
     prefix = segments[0].tokens if 0 in hits and segments[0].kind == "module" else ()
     for index, segment in enumerate(segments):
         if segment.kind in ("fresh", "history"):  # what is said is kept by `conversing.py`

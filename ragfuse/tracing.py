@@ -11,6 +11,7 @@ from ragfuse.arrivals import StreamTrace
 from ragfuse.core import LoadPlan, Segment, SegmentTrace, Trace
 from ragfuse.hf.model import Prefill
 from ragfuse.plan.controller import is_exact
+from ragfuse.text.bind import Taken
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,15 @@ def trace_of(ready: Ready, timing: Timing, first_s: float | None, now_s: float, 
         stream=_judged(ready.stream, timing, first_s or now_s),
         session=plan.prompt.talk.id if plan.prompt.talk is not None else "",
         truncated=plan.prompt.truncated,
+        schema=plan.prompt.taken.schema if isinstance(plan.prompt.taken, Taken) else "",
+        modules=_modules(plan),
     )
+
+
+def _modules(plan: LoadPlan) -> tuple[str, ...]:
+    """Paths of a schema's modules whose text was reused."""
+    taken, keys = plan.prompt.taken, {fetch.key for fetch in plan.fetches}
+    return tuple(path for path, key in taken.modules if key in keys) if isinstance(taken, Taken) else ()
 
 
 def _judged(stream: StreamTrace | None, timing: Timing, first_s: float) -> StreamTrace | None:

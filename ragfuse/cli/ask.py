@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,9 +37,13 @@ if TYPE_CHECKING:
 
 
 def ask(
-    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    question: Annotated[str, typer.Argument(help="What you want to know.")] = "",
     docs: Annotated[
         Path | None, typer.Option(help="Ingest this file or folder first, into an index of its own.")
+    ] = None,
+    pml: Annotated[
+        Path | None,
+        typer.Option("--pml", help="Ask this prompt in PML, over its schema's modules; a QUESTION follows it."),
     ] = None,
     index: Index = "default",
     model: Model = None,
@@ -60,8 +65,10 @@ def ask(
     json: Json = None,
 ) -> None:
     """Answer a question over ingested documents; the answer is printed as it is written."""
-    if not question.strip():
+    if not question.strip() and pml is None:
         raise InputError('The question is empty. Ask something: ragfuse ask "Who built the bridge?"')
+    if pml is not None and (docs is not None or index != "default" or session is not None):
+        raise InputError("--pml asks over the modules of a schema: leave out --docs, --index and --session.")
     if docs is not None and index != "default":
         raise InputError("--docs makes an index of its own: leave out --index, or ingest into it first.")
     settings = settings_of(
@@ -78,9 +85,15 @@ def ask(
     console, found = console_for(json), find_files([docs]) if docs else None
     prepared(settings)
     with console.status("loading the model"):
-        from ragfuse.cli.library import Library
         from ragfuse.core import digest
         from ragfuse.engine import Ask, Engine
+
+        if pml is not None:
+            asked = Asking(console, explain, compare, Ask(deadline_s=deadline))
+            with Engine(settings) as engine:
+                write_json(_result(question, *_answers(engine, prompt_in(pml, question), asked)), json)
+            return
+        from ragfuse.cli.library import Library
 
         index = index if docs is None else f"docs-{digest('docs', str(docs.resolve()))[:12]}"
         library, engine = Library(settings, index), Engine(settings)
@@ -92,15 +105,41 @@ def ask(
             if not no_kv:
                 encode(engine, chunks, console)
         prompt = prompt_for(engine, library, question, console)
-        full = _full(engine, prompt, console, session) if compare else None
-        answer = _stream(engine, prompt, console, compare, Ask(deadline_s=deadline, session=session))
-        if explain or compare:
-            from ragfuse.cli.show import show_trace
-
-            show_trace(console, answer.trace)
-        if full is not None:
-            _tell_which_was_sooner(console, full, answer)
+        asked = Asking(console, explain, compare, Ask(deadline_s=deadline, session=session))
+        answer, full = _answers(engine, prompt, asked)
     write_json(_result(question, answer, full), json)
+
+
+def prompt_in(pml: Path, question: str) -> Any:
+    """The prompt in PML that a file holds, and a question behind it, if there is one."""
+    from ragfuse.modules import read_prompt
+
+    found = read_prompt(pml)
+    return found.asking(question) if question.strip() else found
+
+
+@dataclass(frozen=True)
+class Asking:
+    """How a question is asked here, and what is shown of it."""
+
+    console: Console
+    explain: bool
+    compare: bool
+    ask: Ask
+
+
+def _answers(engine: Engine, prompt: Any, asked: Asking) -> tuple[Answer, Answer | None]:
+    """The answer, printed as it is written, and full prefill's where both are wanted."""
+    console = asked.console
+    full = _full(engine, prompt, console, asked.ask.session) if asked.compare else None
+    answer = _stream(engine, prompt, console, asked.compare, asked.ask)
+    if asked.explain or asked.compare:
+        from ragfuse.cli.show import show_trace
+
+        show_trace(console, answer.trace)
+    if full is not None:
+        _tell_which_was_sooner(console, full, answer)
+    return answer, full
 
 
 def prompt_for(engine: Engine, library: Library, question: str, console: Console) -> Any:

@@ -21,6 +21,7 @@ from ragfuse.cli import (
     kv_benches,
     measure,
     models,
+    schema,
     serve,
     session_benches,
     sessions,
@@ -104,6 +105,7 @@ app.add_typer(benches.bench, name="bench")
 app.add_typer(models.models, name="models")
 app.add_typer(store.store, name="store")
 app.add_typer(sessions.sessions, name="sessions")
+app.add_typer(schema.schema, name="schema")
 
 
 @app.callback(invoke_without_command=True)

@@ -70,7 +70,7 @@ class Wiring:
 
     mode: "rows" where the family passes its mask on to an attention function of ours; "dense" where it attends by
     itself, under its own mask if it made one (with ALiBi in it, say), else under ours. windows: sliding
-    window per layer (None: none), for our dense mask.
+    window per layer (None: none), for our dense mask. pads: the last layer gives as many rows as came to the first.
     """
 
     model: PreTrainedModel
@@ -78,6 +78,7 @@ class Wiring:
     windows: tuple[int | None, ...]
     mode: AttentionMode
     options: frozenset[str]
+    pads: bool = False
 
     @classmethod
     def of(
@@ -86,9 +87,11 @@ class Wiring:
         layers: tuple[nn.Module, ...],
         windows: tuple[int | None, ...],
         mode: AttentionMode,
+        pads: bool = False,
     ) -> Wiring:
         """The wiring of a model, with the names of its forward's arguments."""
-        return cls(model, layers, windows, mode, frozenset(inspect.signature(type(model).forward).parameters))
+        options = frozenset(inspect.signature(type(model).forward).parameters)
+        return cls(model, layers, windows, mode, options, pads)
 
     def forward_options(self, positions: Tensor) -> dict[str, Any]:
         """Arguments of the model's forward that not every family has."""
@@ -143,7 +146,7 @@ class FusedPrefill:
         """The pre-hook: let only the rows of this layer in."""
         fusion = self.fusion
         fusion.buffers.open(layer)
-        inputs = _Inputs(args, kwargs)
+        inputs = _Inputs.of(module, args, kwargs)
         if layer == 0:
             inputs = inputs.narrowed(fusion.rows)
         if fusion.needs_check(layer):
@@ -198,10 +201,18 @@ class FusedPrefill:
                 for index, layer in enumerate(self.wiring.layers):
                     hook = _bound(self.before_layer, index)
                     handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+                if self.wiring.pads:
+                    handles.append(self.wiring.layers[-1].register_forward_hook(self._padded))
                 yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _padded(self, module: object, args: object, output: Any) -> Any:
+        """What the last layer gives, [1, R, d], as if it were of all T rows; the last one counts."""
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = hidden[:, -1:].expand(-1, len(self.fusion.positions), -1)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 _PER_ROW = ("position_embeddings", "position_ids")
@@ -213,6 +224,13 @@ class _Inputs:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+        """Those a layer was called with; where its mask came by place, all but the hidden states by name."""
+        names = list(inspect.signature(type(module).forward).parameters)[2:] if len(args) > 1 else []
+        given = dict(zip(names, args[1:], strict=False))
+        return cls(args[:1], {**given, **kwargs}) if "attention_mask" in given else cls(args, kwargs)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -6,18 +6,17 @@ tokens of an answer. Retrieval, storage and the choice of what to reuse live els
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ragfuse.core import FORMAT_VERSION, ChunkKV, LayerKV, digest
-from ragfuse.errors import ModelError, RefusedError
+from ragfuse.core import ChunkKV, LayerKV
+from ragfuse.errors import FixedError, ModelError, RefusedError
 from ragfuse.fuse.drift import added
 from ragfuse.fuse.fusor import Buffers, Fusion, Run, Source, offered
 from ragfuse.fuse.select import nearness, policy_named
@@ -25,56 +24,19 @@ from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.drift import read_drift
+from ragfuse.hf.fingerprint import fingerprint
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed import pack
+from ragfuse.hf.prefill import KVSource, NoSource, Prefill
 from ragfuse.hf.tokens import for_contents
 from ragfuse.profiles import ModelProfile
+
+__all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint", "load_model"]
 
 ROOM = 64
 CONTEXTS = 2
 """Contexts whose KV is kept at hand, for the many chunks that are encoded behind one prefix."""
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """A prompt whose KV is ready: ids, cache of all T rows, logits [V] of the last, and what was computed.
-
-    cache: None where a refused model's state is no KV per token. positions: int64 [T], None for 0..T-1. chosen: int64,
-    rows on offer that were recomputed in the check layer; mean_ratio: their share per layer.
-    """
-
-    token_ids: tuple[int, ...]
-    cache: RowCache | None
-    logits: Tensor
-    positions: Tensor | None = None
-    chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    mean_ratio: float = 0.0
-
-    @property
-    def kv(self) -> ChunkKV:
-        """The KV of all T rows, as views; RefusedError where there is none."""
-        if self.cache is None:
-            raise RefusedError("This model's state is not KV per token.")
-        layers, length = self.cache.layers, self.cache.length
-        return ChunkKV(tuple(LayerKV(layer.keys[0, :, :length], layer.values[0, :, :length]) for layer in layers))
-
-    def copy(self) -> Prefill:
-        """The same with a cache of its own, for one of two continuations."""
-        if self.cache is None:
-            return self
-        cache = RowCache(len(self.cache.layers))
-        for mine, theirs in zip(cache.layers, self.cache.layers, strict=True):
-            mine.fill(theirs.keys.clone(), theirs.values.clone(), theirs.length)
-        return replace(self, cache=cache)
-
-
-class NoSource:
-    """The source of a prompt without cached runs."""
-
-    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Nothing."""
-        return {}
 
 
 class HFModel:
@@ -150,6 +112,18 @@ class HFModel:
             layers = probe.plain_kv(self.model, ids, positions, self._behind(tuple(context)))
         return ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous()) for kv in layers))
 
+    def encode_at(self, token_ids: Sequence[int], positions: Sequence[int]) -> ChunkKV:
+        """KV of a run alone at these positions, which increase: keys as the model has them there (Prompt Cache 3.3)."""
+        if list(positions) == list(range(len(token_ids))):
+            return self.encode(token_ids)
+        at = torch.tensor(list(positions), device=self.device)
+        if self.profile.refusal:
+            with self.lock:
+                layers = probe.plain_kv(self.model, torch.tensor([list(token_ids)], device=self.device), at)
+            return ChunkKV(layers)
+        kv = self.fuse(token_ids, at, [], NoSource(), "none", 0.0).kv
+        return ChunkKV(tuple(LayerKV(layer.keys.clone(), layer.values.clone()) for layer in kv.layers))
+
     def encode_amid(self, token_ids: Sequence[int], context: Sequence[int]) -> ChunkKV:
         """KV of a run behind a `context` that only stands in for what a prompt will hold: with the model's drift."""
         kv = self.encode(token_ids, context)
@@ -168,17 +142,26 @@ class HFModel:
             del self._contexts[next(iter(self._contexts))]
         return found
 
-    def full_prefill(self, token_ids: Sequence[int]) -> Prefill:
-        """The model's own prefill of a whole prompt."""
+    def full_prefill(self, token_ids: Sequence[int], positions: Tensor | None = None) -> Prefill:
+        """The model's own prefill of a whole prompt; positions: int64 [T], where they are not 0..T-1."""
         ids = torch.tensor([list(token_ids)], device=self.device)
+        at = self._gapped(positions) if positions is not None else None
+        if at is not None and not self.profile.refusal:
+            return self.fuse(token_ids, at, [], NoSource(), "none", 0.0)
         given = None if self.profile.refusal else DynamicCache()
+        options = probe.at_positions(self.model, at) | probe.last_logits(self.model)
         with self.lock, torch.no_grad():
-            out = self.model(input_ids=ids, past_key_values=given, use_cache=True, **probe.last_logits(self.model))
+            out = self.model(input_ids=ids, past_key_values=given, use_cache=True, **options)
         found = getattr(out, "past_key_values", None)
         cache = RowCache(self.n_layers) if probe.is_whole(found, self.n_layers, ids.shape[1]) else None
         if cache is not None:
             cache.adopt(found)
-        return Prefill(tuple(token_ids), cache, out.logits[0, -1])
+        return Prefill(tuple(token_ids), cache, out.logits[0, -1], at)
+
+    def _gapped(self, positions: Tensor) -> Tensor | None:
+        """Positions int64 [T] on the model's device; None for 0..T-1."""
+        positions = positions.to(self.device)
+        return None if torch.equal(positions, torch.arange(len(positions), device=self.device)) else positions
 
     def along(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
         """Logits float32 [n, V] that predict each of n ids after the prompt; the prefill is used up."""
@@ -207,7 +190,7 @@ class HFModel:
         words: the first that share one with the chunks count. By default those behind the last run, then all outside.
         """
         profile = profile or self.profile
-        if profile.refusal:
+        if profile.refusal and not (profile.fixed and runs and not any(run.blend for run in runs)):
             raise RefusedError(f"{self.name}: {profile.refusal}")
         ids, positions = torch.tensor([list(token_ids)], device=self.device), positions.to(self.device)
         chosen = policy_named(policy if ratio > 0 else "none")
@@ -223,7 +206,7 @@ class HFModel:
             fusion = Fusion(buffers, positions, runs, chosen, ratio, score)
             run = self._run(fusion, ids, profile)
         run.cache.fill(buffers)
-        at = None if torch.equal(positions, torch.arange(len(positions), device=self.device)) else positions
+        at = self._gapped(positions)
         return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen.cpu(), fusion.mean_ratio)
 
     def _nearness(self, token_ids: Sequence[int], runs: Sequence[Run], asked: Sequence[Tensor]) -> Tensor | None:
@@ -269,15 +252,19 @@ class HFModel:
 
     def _wiring(self, profile: ModelProfile) -> Wiring:
         """Where to hook in; the same value for the same profile, found once."""
-        if self._wired is None or (self._wired.windows, self._wired.mode) != (profile.windows, profile.mode):
-            mode: AttentionMode = "rows" if profile.mode == "rows" else "dense"
-            self._wired = Wiring.of(self.model, probe.decoder_layers(self.model), profile.windows, mode)
-        return self._wired
+        mode: AttentionMode = "rows" if profile.mode == "rows" else "dense"
+        wanted, wired = (profile.windows, mode, profile.fixed), self._wired
+        if wired is None or (wired.windows, wired.mode, wired.pads) != wanted:
+            layers = probe.decoder_layers(self.model)
+            self._wired = wired = Wiring.of(self.model, layers, profile.windows, mode, profile.fixed)
+        return wired
 
     def _probed(self) -> ModelProfile:
         """What this model allows; a refusal is part of the answer, not an error."""
         try:
             return self._probe()
+        except FixedError as error:
+            return self._probe_fixed(str(error))
         except RefusedError as error:
             return ModelProfile(self.fingerprint, self.n_layers, refusal=str(error))
 
@@ -293,13 +280,31 @@ class HFModel:
             profile = ModelProfile(self.fingerprint, len(layers), rope, windows, mode)
             try:
                 error = self._self_test(profile)
-            except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as failure:
+            except probe.UNFIT as failure:
                 worst = f"its own forward does not take a fused prefill ({type(failure).__name__}: {failure})"
                 continue
             if error <= probe.logits_bound(self.dtype):
                 return ModelProfile(self.fingerprint, len(layers), rope, windows, mode, errors={"ratio_one": error})
             worst = f"a fused prefill at ratio 1 is off by {error:.2g}"
         raise RefusedError(f"Its self-test failed: {worst}.")
+
+    def _probe_fixed(self, why: str) -> ModelProfile:
+        """What a model allows whose KV cannot be moved: to use it where it was encoded, if it comes out right there."""
+        config, n_layers = self.model.config.get_text_config(), len(probe.decoder_layers(self.model))
+        ids = probe.probe_tokens(config.vocab_size, 48, self.device)[0].tolist()
+        windows = probe.windows(config, n_layers)
+        refused = ModelProfile(self.fingerprint, n_layers, (None,) * n_layers, windows, refusal=why)
+        for mode in ("rows", "dense") if self.model._supports_attention_backend else ("dense",):
+            profile = replace(refused, mode=mode, fixed=True)
+            source, runs = KVSource([self.encode(ids[:24])]), [Run(0, 0, 24, 0, blend=False)]
+            try:
+                fused = self.fuse(ids, torch.arange(48), runs, source, "none", 0.0, profile)
+                error = probe.logits_error(fused.logits, self.full_prefill(ids).logits)
+            except probe.UNFIT:
+                continue
+            if error <= probe.logits_bound(self.dtype):
+                return replace(profile, errors={"fixed": error})
+        return refused
 
     def _self_test(self, profile: ModelProfile) -> float:
         """Relative error at ratio 1, over a prompt longer than any window: of the logits, or of typical rows."""
@@ -319,40 +324,6 @@ class HFModel:
         return max(
             error for a, b in pairs for error in (probe.typical(a.keys, b.keys), probe.typical(a.values, b.values))
         )
-
-
-@dataclass(frozen=True)
-class KVSource:
-    """Runs whose KV is at hand, by segment number."""
-
-    chunks: Sequence[ChunkKV]
-
-    def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """That layer of every chunk."""
-        return {index: chunk.layers[layer] for index, chunk in enumerate(self.chunks)}
-
-
-def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, drift: ChunkKV | None = None) -> str:
-    """Digest of what decides a model's KV: config, samples of all weights, dtype, tokenizer, format version, drift."""
-    config = model.config.to_diff_dict()
-    kept = sorted((k, str(v)) for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype"))
-    hasher = [str(FORMAT_VERSION), str(model.dtype), repr(kept)]
-    for name, weight in model.state_dict().items():
-        flat = weight.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // 256)][:256].float().cpu().numpy().tobytes()
-        hasher.append(digest(name, str(tuple(weight.shape)), sample))
-    for layer in drift.layers if drift is not None else ():
-        hasher.append(digest(*(part.float().cpu().numpy().tobytes() for part in (layer.keys, layer.values))))
-    return digest(*hasher, _tokenizer_digest(tokenizer))
-
-
-def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Digest of what a tokenizer makes of text, without how it was last asked to pad or to cut."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return digest(type(tokenizer).__name__)
-    parts = json.loads(backend.to_str())
-    return digest(json.dumps({**parts, "padding": None, "truncation": None}, sort_keys=True))
 
 
 def load_model(

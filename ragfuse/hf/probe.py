@@ -10,18 +10,21 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ragfuse.core import LayerKV, RopeLayout
-from ragfuse.errors import RefusedError
+from ragfuse.errors import FixedError, RefusedError
 from ragfuse.fuse.rope import moved
 
 DELTA = 37
 RUN_TOKENS = 24
 UNMOVABLE_ROPE = ("dynamic", "longrope")
+UNFIT = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
+"""What a forward raises that does not take a fused prefill."""
 UNKNOWN_LAYERS = ("linear_attention", "chunked_attention", "mamba", "conv", "recurrent")
 
 
@@ -82,13 +85,18 @@ def plain_kv(
     cache = DynamicCache()
     for layer, kv in enumerate(before):
         cache.update(kv.keys[None], kv.values[None], layer)
-    options = {"position_ids": positions[None]} if takes_positions(model) else {}
+    options = last_logits(model) | at_positions(model, positions)
     with torch.no_grad():
-        model(input_ids=token_ids, past_key_values=cache, use_cache=True, **last_logits(model), **options)
+        model(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
     return tuple(LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers)
 
 
-def last_logits(model: PreTrainedModel) -> dict[str, int]:
+def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, Any]:
+    """The argument that says where tokens stand, int64 [n], where the family has it; None: where they stand anyway."""
+    return {"position_ids": positions[None]} if positions is not None and takes_positions(model) else {}
+
+
+def last_logits(model: PreTrainedModel) -> dict[str, Any]:
     """The argument that keeps a forward from computing logits of all rows, where the family has it."""
     return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
 
@@ -106,7 +114,8 @@ def takes_positions(model: PreTrainedModel) -> bool:
 
 
 def find_rope(model: PreTrainedModel, token_ids: Tensor, tolerance: float) -> tuple[RopeLayout | None, ...]:
-    """How each layer's keys carry position, from a run int64 [1, n] encoded at 0 and at DELTA; RefusedError if odd."""
+    """How each layer's keys carry position, from a run int64 [1, n] encoded at 0 and at DELTA; RefusedError if
+    odd, FixedError where the KV is right at its own positions all the same."""
     near = torch.arange(token_ids.shape[1], device=token_ids.device)
     first = plain_kv(model, token_ids, near)
     if not takes_positions(model):
@@ -130,12 +139,12 @@ def _layer_rope(
     if not turned:
         return None
     if len(turned) > 1:
-        raise RefusedError(f"Keys and values of layer {layer} both depend on the position: the hidden states carry it.")
+        raise FixedError(f"Keys and values of layer {layer} both depend on the position: the hidden states carry it.")
     before, after = getattr(near, turned[0]), getattr(far, turned[0])
     fitting = list(_candidates(tables, before.shape[-1], turned[0]))
     errors = [typical(moved(before, DELTA, layout), after) for layout in fitting]
     if not errors or min(errors) > tolerance:
-        raise RefusedError(f"The {turned[0]} of layer {layer} carry position in a way that one rotation does not undo.")
+        raise FixedError(f"The {turned[0]} of layer {layer} carry position in a way that one rotation does not undo.")
     return fitting[errors.index(min(errors))]
 
 

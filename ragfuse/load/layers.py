@@ -17,7 +17,7 @@ from types import TracebackType
 
 import torch
 
-from ragfuse.core import Fetch, LayerKV
+from ragfuse.core import ChunkKey, Fetch, LayerKV
 from ragfuse.load.staging import Layer, Sent, Staging
 from ragfuse.plan.steps import layers_a_read, room, spans, steps
 from ragfuse.store import KVStore, Tier
@@ -108,12 +108,14 @@ class LayerReader:
             self._ready.put(self._staging.send(self._load()))
 
     def _load(self) -> list[Layer]:
-        """The next layers, by one read of each segment."""
+        """The next layers, by one read of each entry; segments that take rows from one share what was read."""
         began = time.perf_counter()
         first, end = self._spans.popleft()
         count = end - first
         self._expect()
-        found = {fetch.segment: self._read(fetch, first, count) for fetch in self._fetches}
+        reads = {_entry(fetch): fetch for fetch in self._fetches}
+        read = {entry: self._read(fetch, first, count) for entry, fetch in reads.items()}
+        found = {fetch.segment: read[_entry(fetch)] for fetch in self._fetches}
         self.last_s = time.perf_counter()
         self.load_s += self.last_s - began
         return [{at: None if layers is None else layers[i] for at, layers in found.items()} for i in range(count)]
@@ -124,7 +126,8 @@ class LayerReader:
             return
         first, end = self._spans[0]
         for tier, level in {(fetch.tier, fetch.level) for fetch in self._fetches}:
-            keys = [fetch.key for fetch in self._fetches if (fetch.tier, fetch.level) == (tier, level)]
+            wanted = [fetch.key for fetch in self._fetches if (fetch.tier, fetch.level) == (tier, level)]
+            keys = list(dict.fromkeys(wanted))
             self._store.expect(tier, keys, first, end - first, level)
 
     def _read(self, fetch: Fetch, first: int, count: int) -> tuple[LayerKV, ...] | None:
@@ -134,3 +137,8 @@ class LayerReader:
         except Exception as error:
             log.warning("Layer %d of %s could not be read from %s: %s", first, fetch.key, fetch.tier, error)
             return None
+
+
+def _entry(fetch: Fetch) -> tuple[ChunkKey, str, str]:
+    """What is read for a fetch."""
+    return fetch.key, fetch.tier, fetch.level

@@ -70,12 +70,18 @@ class Staging:
     def _send(self, layers: Sequence[Layer]) -> Sent:
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
-        pinned = iter(buffer.room([part.nbytes for part in _parts(layers) if _is_pageable(part)]))
+        parts = {id(part): part for part in _parts(layers)}
+        pinned = iter(buffer.room([part.nbytes for part in parts.values() if _is_pageable(part)]))
+        sent: dict[int, Tensor] = {}
 
         def over(part: Tensor) -> Tensor:
-            if _is_pageable(part):
-                part = next(pinned).view(part.dtype).view(part.shape).copy_(part)
-            return part.to(self._device, non_blocking=True)
+            """The part on the device, sent once for all segments that it is read for."""
+            at = id(part)
+            if at not in sent:
+                if _is_pageable(part):
+                    part = next(pinned).view(part.dtype).view(part.shape).copy_(part)
+                sent[at] = part.to(self._device, non_blocking=True)
+            return sent[at]
 
         moved = [
             {at: None if kv is None else LayerKV(over(kv.keys), over(kv.values)) for at, kv in layer.items()}

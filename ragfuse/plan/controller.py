@@ -6,7 +6,7 @@ where that was measured (CacheBlend 5.1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import floor
@@ -70,10 +70,20 @@ def plan(
             fetch = ways.get(index, found)
             (unread if index in left else fetches).append(fetch)
             misses += [(index, left[index])] if index in left else []
+    fetches = list(_once(fetches))
     blended = [fetch for fetch in fetches if is_blended(prompt, fetch)]
     all_amid = bool(blended) and all(f.key.encoded == "amid" for f in blended)
     settled = settle(policy, ratio, choice if all_amid else None)
     return LoadPlan(prompt, settled[1], settled[0], tuple(fetches), tuple(misses), unread=tuple(unread))
+
+
+def _once(fetches: Sequence[Fetch]) -> Iterator[Fetch]:
+    """The same, with the bytes of an entry that several segments take rows from counted once: it is read once."""
+    seen = set()
+    for fetch in fetches:
+        read = (fetch.key, fetch.tier, fetch.level)
+        yield replace(fetch, nbytes=0) if read in seen else fetch
+        seen.add(read)
 
 
 def _fits(n_tokens: int, segment: Segment) -> bool:
@@ -94,9 +104,13 @@ def is_blended(prompt: Prompt, fetch: Fetch) -> bool:
 
 def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
     """Whether a fetched segment attended to just what stands before it here: then its KV is full prefill's own."""
-    if fetch.key.encoded == "amid" or (prompt.segments[fetch.segment].rows or (0, 0))[0]:
+    segment, before = prompt.segments[fetch.segment], prompt.segments[: fetch.segment]
+    lo, start = prompt.spans[fetch.segment][0], segment.start
+    if fetch.key.encoded == "amid":
         return False
-    lo, start = prompt.spans[fetch.segment][0], prompt.segments[fetch.segment].start
+    if segment.rows is not None and segment.rows[0]:
+        whole = all(fetch.key in each.keys and each.turn == segment.turn for each in before)
+        return whole and segment.rows[0] == lo and not fetch.key.context
     if not lo or not fetch.key.context:
         return not lo and not fetch.key.context
     gapless = start - lo == prompt.segments[0].start

@@ -69,6 +69,11 @@ class Book:
         with self._trouble(), self._database.write() as transaction:
             transaction.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?)", (name, text))
 
+    def delete(self, name: str) -> None:
+        """Forget the profile of that name, if there is one."""
+        with self._trouble(), self._database.write() as transaction:
+            transaction.execute("DELETE FROM profiles WHERE name = ?", (name,))
+
     def settle(self, name: str, profile: Mapping[str, Any]) -> dict[str, Any]:
         """The profile of that name; `profile` becomes it if there is none. All who ask at once get the same."""
         with self._trouble(), self._database.write() as transaction:

@@ -9,7 +9,7 @@ moves by what is missing, which its keys can. Messages behind all imports stand 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ragfuse.core import ChunkKey, Kind, Prompt, Segment
 from ragfuse.text.nodes import Import, Message, Request, Spot, Text
@@ -18,6 +18,20 @@ from ragfuse.text.schema import Encode, Fork, Layout, Place, Run, Stretch, check
 
 KeyOf = Callable[[Run], ChunkKey]
 """The key of a run that was encoded alone, at its own positions; its layout is `Run.layout`."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a prompt takes from its schema, for those who see the prompt alone: `Prompt.taken`.
+
+    modules: (path, key of the run that it is taken from) in order of positions, None: it is computed; "." is the
+    schema's own text. runs: by key. others: keys of `Bound.others`.
+    """
+
+    schema: str
+    modules: tuple[tuple[str, ChunkKey | None], ...]
+    runs: Mapping[ChunkKey, Run] = field(repr=False)
+    others: tuple[ChunkKey, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,14 +63,9 @@ def bind(request: Request, layout: Layout, encode: Encode, key_of: KeyOf, blend:
     placing = _Placing(layout, wishes, _sources(layout, wishes.imports), key_of, "chunk" if blend else "module")
     placing.scope(layout.root)
     placing.free(_Free(_asking(request, layout, encode), request.at))
-    prompt = placing.prompt(request.at)
-    return Bound(
-        prompt,
-        tuple(placing.imported),
-        tuple(placing.used),
-        tuple(dict.fromkeys(_others(layout, wishes.imports))),
-        placing.moved,
-    )
+    prompt, others = placing.prompt(request.at), tuple(dict.fromkeys(_others(layout, wishes.imports)))
+    taken = placing.taken(tuple(map(key_of, others)))
+    return Bound(replace(prompt, taken=taken), tuple(placing.imported), tuple(placing.used), others, placing.moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +310,14 @@ class _Placing:
             self._add(token)
         self.used = dict.fromkeys(piece.run for piece in self.pieces if piece.run is not None)
         return Prompt(tuple(self._segment(piece) for piece in self.pieces))
+
+    def taken(self, others: tuple[ChunkKey, ...]) -> Taken:
+        """What of the schema is in the prompt, after `prompt`."""
+        runs = {self.key_of(run): run for run in self.used}
+        sources = {path: self.key_of(run) for path, run in self.sources.items() if run in self.used}
+        own = [("", sources[""])] if "" in sources else []
+        modules = [*own, *((path, sources.get(path)) for path in self.imported)]
+        return Taken(self.layout.schema.name, tuple((path or ".", key) for path, key in modules), runs, others)
 
     def _segment(self, piece: _Piece) -> Segment:
         if piece.run is None:

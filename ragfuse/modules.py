@@ -1,0 +1,183 @@
+"""Schemas that an engine answers prompts over: registered, written down in the store's book, laid out for its model.
+
+What a schema says is told by `text.pml`, where its tokens stand by `text.schema`, what a prompt takes by `text.bind`. A
+schema belongs to a tenant; what is encoded of it, to a model. Schemas without a model: `registry.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragfuse.asking import Ask, room_behind
+from ragfuse.core import Prompt
+from ragfuse.encoding import Encoder, Ingested
+from ragfuse.errors import InputError
+from ragfuse.prompting import Prompter
+from ragfuse.registry import Kept, Registry, SchemaInfo
+from ragfuse.settings import Settings
+from ragfuse.text.bind import bind
+from ragfuse.text.nodes import Item, Module, Request, Role, Schema, inner
+from ragfuse.text.pml import parse_schema, read, to_pml
+from ragfuse.text.schema import PLAIN, Layout, Place, Wrapping, lay_out
+from ragfuse.text.wrap_probe import wrapping_of
+
+__all__ = ["Registered", "SchemaInfo", "Schemas", "read_prompt"]
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A schema as it is laid out for the model, and what encoding it did: its runs are the chunks of `done`."""
+
+    layout: Layout
+    done: Ingested
+
+    @property
+    def name(self) -> str:
+        """What prompts call it by."""
+        return self.layout.schema.name
+
+
+def read_prompt(path: str | Path) -> Request:
+    """The prompt in PML that a file holds; PMLError with the line where it holds none."""
+    found = read(path)
+    if not isinstance(found, Request):
+        raise found.at.error("<schema>", "<prompt>")
+    return found
+
+
+class Schemas:
+    """The schemas of one engine's tenant. Threads may share it, and processes what it writes down."""
+
+    def __init__(
+        self, settings: Settings, registry: Registry, prompter: Prompter, encoder: Callable[[], Encoder]
+    ) -> None:
+        self._settings, self._registry, self._prompter, self._encoder = settings, registry, prompter, encoder
+        self._lock = threading.Lock()
+        self._laid: dict[str, tuple[str, Layout]] = {}
+        self._template: tuple[str, Wrapping] | None = None
+
+    def register(self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None) -> Registered:
+        """Lay a schema out, encode what is not kept yet of its runs, and know it from now on, also in later processes.
+
+        A text that begins with `<` is PML, any other one names a file. A schema of that name makes way; of what both
+        have nothing is encoded again. PMLError for what cannot be laid out, InputError for what the model cannot take.
+        """
+        kept = _kept(schema)
+        layout, encoder, began = self._lay_out(kept), self._encoder(), time.perf_counter()
+        room_behind(layout.n_positions, encoder.model, f"Schema '{kept.name}'", "Make its modules shorter.")
+        done = Ingested()
+        for run in layout.runs:
+            done = done.plus(len(run.tokens), encoder.keep_run(run), time.perf_counter() - began)
+            if progress is not None:
+                progress(done)
+        keys = [str(encoder.key_of(run)) for run in layout.runs]
+        self._registry.put(kept, encoder.digest, keys)
+        with self._lock:
+            self._laid[kept.name] = kept.pml, layout
+        return Registered(layout, done)
+
+    def ls(self) -> list[SchemaInfo]:
+        """All that are registered, by name."""
+        return self._registry.ls()
+
+    def show(self, name: str | Path) -> Layout:
+        """How a schema is laid out for this engine's model: a registered one, or one in a file, which is not read on.
+
+        InputError where there is neither.
+        """
+        kept = self._registry.get(str(name))
+        if kept is None and Path(name).is_file():
+            kept = _kept(Path(name))
+        if kept is None:
+            raise InputError(f"There is no schema '{name}'; wanted {self._registry.names_told()}.")
+        return self._layout(kept)
+
+    def remove(self, name: str) -> int:
+        """Forget a schema, and the KV that no other registered one has, in every tier; bytes freed."""
+        with self._lock:
+            self._laid.pop(name, None)
+        return self._registry.remove(name)
+
+    def prompt(self, request: Request, ask: Ask) -> Prompt:
+        """The prompt of a request: modules at the schema's positions, and new text; see `text.bind`."""
+        if ask.session is not None:
+            raise InputError("A prompt in PML goes on with no session: leave out `session`, or ask by messages.")
+        if ask.tools:
+            raise InputError("A prompt in PML tells of no tools: leave out `tools`, or ask by messages.")
+        kept, encoder = self._registry.get(request.schema), self._encoder()
+        if kept is None:
+            wanted = self._registry.names_told()
+            raise request.at.error(
+                f"a prompt for schema '{request.schema}', which is not registered", f"{wanted} (Engine.register)"
+            )
+        return bind(request, self._layout(kept), encoder.model.tokens, encoder.key_of, ask.blend).prompt
+
+    # inside
+
+    def _layout(self, kept: Kept) -> Layout:
+        """The layout of what another process may have written down since it was made last."""
+        with self._lock:
+            pml, layout = self._laid.get(kept.name, ("", None))
+        if layout is None or pml != kept.pml:
+            layout = self._lay_out(kept)
+            with self._lock:
+                self._laid[kept.name] = kept.pml, layout
+        return layout
+
+    def _lay_out(self, kept: Kept) -> Layout:
+        model, schema = self._encoder().model, parse_schema(kept.pml, kept.file)
+        begins, wrapping = self._wrapping()
+        bos = model.tokens(begins, True) if begins and _has_messages(schema.items) else model.bos
+        unknown = model.words.unk_token_id
+        placeholder = unknown if isinstance(unknown, int) else model.tokens(" ")[0]
+        shortest, fixed = self._settings.min_chunk_tokens, model.profile.fixed
+        return lay_out(schema, model.tokens, placeholder, wrapping, bos, shortest, fixed)
+
+    def _wrapping(self) -> tuple[str, Wrapping]:
+        """What the model's template writes, found once."""
+        if self._template is None:
+            words = self._encoder().model.words
+            has_template = getattr(words, "chat_template", None)
+            render: Any = lambda messages, ask: self._prompter.render(messages, (), ask)  # noqa: E731
+            self._template = wrapping_of(render, str(words.bos_token or "")) if has_template else ("", PLAIN)
+        return self._template
+
+
+def outline(layout: Layout, nbytes_per_token: int) -> Iterator[dict[str, Any]]:
+    """Everything with a place, in order, as plain JSON types: what it is, where, and what is kept of it.
+
+    tokens: its own text and room for arguments; nbytes: of the KV of its run.
+    """
+    for depth, what, part in layout.outline():
+        row: dict[str, Any] = {"depth": depth, "what": what, "start": part.start, "stop": part.stop}
+        if isinstance(part, Place):
+            run = layout.modules.get(part.path)
+            n_kept = len(run.tokens) if run is not None else 0
+            own = sum(len(each.tokens) for each in part.own)
+            row |= {"name": part.name, "path": part.path, "tokens": own, "nbytes": n_kept * nbytes_per_token}
+        elif what == "param":
+            row |= {"name": getattr(part, "param", ""), "tokens": part.stop - part.start}
+        yield row
+
+
+def _has_messages(items: tuple[Item, ...]) -> bool:
+    scope = list(inner(items))
+    deeper = (_has_messages(each.items) for each in scope if isinstance(each, Module))
+    return any(isinstance(each, Role) for each in scope) or any(deeper)
+
+
+def _kept(schema: Schema | Path | str) -> Kept:
+    """A schema as it is written down; it can be read back."""
+    if isinstance(schema, Schema):
+        return Kept(schema.name, to_pml(schema), schema.at.file)
+    if isinstance(schema, str) and schema.lstrip().startswith("<"):
+        return Kept(parse_schema(schema).name, schema)
+    found = read(schema)
+    if not isinstance(found, Schema):
+        raise found.at.error("<prompt>", "<schema>")
+    return Kept(found.name, Path(schema).read_text("utf-8"), str(schema))

@@ -1,0 +1,147 @@
+"""Schemas as they are written down: by tenant, in the store's book or, without one, in this process alone.
+
+No model is needed: what was encoded of a schema is written down beside it, by model, so that it can be deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ragfuse.core import ChunkKey, digest
+from ragfuse.errors import InputError, PMLError
+from ragfuse.forgetting import dropped
+from ragfuse.gate import Booked
+from ragfuse.store import KVStore
+from ragfuse.store.manage import unanswered
+from ragfuse.text.nodes import Item, Module, inner
+from ragfuse.text.pml import one_of, parse_schema
+
+log = logging.getLogger("ragfuse.engine")
+
+
+@dataclass(frozen=True)
+class SchemaInfo:
+    """A registered schema in a line: name, the file that it came from, modules, scaffolds, when it was registered."""
+
+    name: str
+    file: str
+    modules: int
+    scaffolds: int
+    added: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A schema's text and where it came from; keys: of what was encoded of it, by digest of model and tenant."""
+
+    name: str
+    pml: str
+    file: str = ""
+    added: float = 0.0
+    keys: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Kept | None:
+        """What was written down, None where that is something else."""
+        try:
+            keys = {str(model): [str(key) for key in keys] for model, keys in data["keys"].items()}
+            return cls(str(data["name"]), str(data["pml"]), str(data["file"]), float(data["added"]), keys)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return None
+
+
+class Registry:
+    """The schemas of a tenant, by its salt. Threads and processes may share it; of two that write one name, the last.
+
+    clock: seconds since 1970.
+    """
+
+    def __init__(self, store: KVStore, booked: Booked, salt: str = "", clock: Callable[[], float] = time.time) -> None:
+        self._store, self._booked, self._clock = store, booked, clock
+        self._prefix, self._lock = f"schema-{digest('schemas', salt)}-", threading.Lock()
+        self._here: dict[str, dict[str, Any]] = {}
+
+    def put(self, kept: Kept, model: str, keys: Sequence[str]) -> None:
+        """Write a schema down in place of another of its name. keys: of its runs, for the digest `model`."""
+        with self._lock:
+            before = self._get(kept.name)
+            others = {name: list(old) for name, old in before.keys.items()} if before is not None else {}
+            stale = others.get(model, [])
+            others[model] = list(dict.fromkeys([*keys, *stale]))
+            data = asdict(Kept(kept.name, kept.pml, kept.file, self._clock(), others))
+            self._here[kept.name] = data
+            self._booked(lambda book: book.put(self._prefix + kept.name, data), None)
+
+    def get(self, name: str) -> Kept | None:
+        """The schema of that name, None if there is none."""
+        with self._lock:
+            return self._get(name)
+
+    def ls(self) -> list[SchemaInfo]:
+        """All of them, by name; what cannot be read any more has no modules."""
+        return [SchemaInfo(kept.name, kept.file, *_counts(kept), kept.added) for kept in self._all()]
+
+    def names_told(self) -> str:
+        """Which there are, for an error."""
+        names = [kept.name for kept in self._all()]
+        return f"{one_of('', names)}" if names else "a schema that is registered: there is none yet"
+
+    def remove(self, name: str) -> int:
+        """Forget a schema, and the KV that no other one of the tenant has, in every tier; bytes freed.
+
+        InputError where there is none. What a tier holds that does not answer stays, and is told in the log.
+        """
+        kept = self.get(name)
+        if kept is None:
+            raise InputError(f"There is no schema '{name}'; wanted {self.names_told()}.")
+        others = {key for each in self._all() if each.name != name for key in _keys(each)}
+        with self._lock:
+            self._here.pop(name, None)
+            self._booked(lambda book: book.delete(self._prefix + name), None)
+        gone = {key for key in _keys(kept) if key not in others}
+        sizes = [(entry, entry.nbytes) for tier in self._store.tiers for entry in tier.entries(gone).values()]
+        done = dropped(self._store, self._store.drop(gone))
+        if done.silent:
+            log.warning(unanswered(done.silent, f"what it holds of schema '{name}' stays"))
+        return sum(nbytes for entry, nbytes in sizes if not done.has_left(entry))
+
+    def _all(self) -> list[Kept]:
+        names: list[str] = self._booked(lambda book: book.names(), [])
+        written = [name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)]
+        found = (self.get(name) for name in sorted({*written, *self._here}))
+        return [kept for kept in found if kept is not None]
+
+    def _get(self, name: str) -> Kept | None:
+        here = self._here.get(name)
+        data = self._booked(lambda book: book.get(self._prefix + name), here)
+        return Kept.from_dict(data) if data else None
+
+
+def _keys(kept: Kept) -> Iterator[ChunkKey]:
+    for keys in kept.keys.values():
+        for key in keys:
+            try:
+                yield ChunkKey.parse(key)
+            except ValueError:  # a bad byte costs one entry
+                continue
+
+
+def _counts(kept: Kept) -> tuple[int, int]:
+    try:
+        schema = parse_schema(kept.pml, kept.file)
+    except PMLError:
+        return 0, 0
+    return _n_modules(schema.items), len(schema.scaffolds)
+
+
+def _n_modules(items: tuple[Item, ...]) -> int:
+    return sum(1 + _n_modules(each.items) for each in inner(items) if isinstance(each, Module))

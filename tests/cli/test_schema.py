@@ -1,0 +1,105 @@
+"""`ragfuse schema` and `ragfuse ask --pml`: schemas registered, listed, shown, asked over and removed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from ragfuse import Engine
+from ragfuse.cli.door import app
+from tests.test_modules import PROMPT, TRIP
+
+
+@pytest.fixture
+def given(tiny_settings, tmp_path, monkeypatch):
+    """A folder with a schema and a prompt, over the tiny model and an empty store."""
+    monkeypatch.setenv("RAGFUSE_MODEL", tiny_settings.model)
+    monkeypatch.setenv("RAGFUSE_DTYPE", "float32")
+    monkeypatch.setenv("RAGFUSE_STORE", str(tiny_settings.store))
+    monkeypatch.setenv("RAGFUSE_HOME", str(tmp_path))
+    (tmp_path / "trip.xml").write_text(TRIP, "utf-8")
+    (tmp_path / "ask.xml").write_text(PROMPT, "utf-8")
+    return tmp_path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def said(*arguments):
+    done = run(*arguments, "--json", "-")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_a_schema_is_added_once_listed_and_removed(given):
+    first, again = said("schema", "add", given / "trip.xml"), said("schema", "add", given / "trip.xml")
+    assert first["encoded"] == first["runs"] > 3
+    assert first["nbytes"] > 0
+    assert (again["encoded"], again["positions"]) == (0, first["positions"])
+    assert [each["name"] for each in said("schema", "ls")["schemas"]] == ["trip"]
+    assert "trip.xml" in run("schema", "ls").output
+    assert said("schema", "rm", "trip")["nbytes"] > 0
+    assert said("schema", "ls")["schemas"] == []
+    assert "schema add FILE" in run("schema", "ls").output
+
+
+@pytest.mark.parametrize("by", ["file", "name"])
+def test_a_schema_is_shown_with_positions_tokens_and_bytes(given, by):
+    if by == "name":
+        run("schema", "add", given / "trip.xml")
+    told = said("schema", "show", given / "trip.xml" if by == "file" else "trip")
+    places = {row["path"]: row for row in told["parts"] if row["what"] == "module"}
+    assert places["plan/abroad/oslo"]["start"] == places["plan/abroad/lisbon"]["start"]
+    assert places["diet"]["nbytes"] == places["diet"]["tokens"] * told["nbytes_per_token"]
+    assert told["mb_per_token"] == told["nbytes_per_token"] / 1e6
+    shown = run("schema", "show", given / "trip.xml").output
+    assert all(name in shown for name in ("oslo", "lisbon", "param days", "the schema's own text"))
+
+
+def test_a_schema_is_drawn(given):
+    (given / "less.xml").write_text(TRIP.replace("and no fish on Fridays", ""), "utf-8")
+    drawn = []
+    for name in ("trip", "less"):
+        path = given / f"{name}.png"
+        assert run("schema", "show", given / f"{name}.xml", "--png", path).exit_code == 0
+        drawn.append(path.read_bytes())
+    assert drawn[0][:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(drawn[0][16:20], "big") > 500
+    assert drawn[0] != drawn[1]
+
+
+def test_a_prompt_in_a_file_is_asked_over_its_modules(given, tiny_settings):
+    run("schema", "add", given / "trip.xml")
+    told = said("ask", "--pml", given / "ask.xml")
+    assert told["trace"]["modules"] == [".", "plan", "plan/abroad", "plan/abroad/oslo"]
+    with Engine(tiny_settings) as engine:
+        from ragfuse.modules import read_prompt
+
+        request = read_prompt(given / "ask.xml")
+        assert told["answer"] == engine.answer(request).text
+        more = engine.answer(request.asking("And what do I eat?")).trace.tokens
+    assert said("ask", "And what do I eat?", "--pml", given / "ask.xml")["trace"]["tokens"] == more
+    assert "trip" in run("ask", "--pml", given / "ask.xml", "--explain").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("ask", "--pml", "ask.xml"), "not registered"),
+        (("ask", "--pml", "trip.xml"), "found <schema>"),
+        (("ask", "--pml", "ask.xml", "--session", "mine"), "leave out --docs"),
+        (("ask",), "question is empty"),
+        (("schema", "add", "ask.xml"), "found <prompt>"),
+        (("schema", "add", "none.xml"), "no readable file"),
+        (("schema", "show", "none"), "no schema 'none'"),
+    ],
+)
+def test_what_cannot_be_done_is_told_in_a_line(given, arguments, why, monkeypatch):
+    monkeypatch.chdir(given)
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert why in " ".join(done.output.split())
+    assert "Traceback" not in done.output

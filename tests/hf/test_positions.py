@@ -1,0 +1,85 @@
+"""A run is encoded at positions with gaps, and a prompt over such runs is what its own prefill there would be."""
+
+import pytest
+import torch
+
+from ragfuse.errors import RefusedError
+from ragfuse.fuse.fusor import Run
+from ragfuse.hf.handover import generate
+from ragfuse.hf.model import KVSource
+from tests.hf import kit
+from tests.hf.families import REFUSED
+
+EXACT = 5e-6
+ROTATED = ["llama", "gemma3-two-ropes", "glm-interleaved", "smollm3-some-nope", "deepseek-latent", "gpt-neox-partial"]
+UNMARKED = ["bloom-alibi", "falcon-alibi", "mpt-alibi"]
+FIXED = ["gpt2", "opt", "gpt-bigcode", "xglm", "gptj", "codegen", "hunyuan"]
+GAPPED = [*range(9), *range(20, 33), *range(40, 44)]
+options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def at(start: int) -> list[int]:
+    return [start + position for position in GAPPED]
+
+
+def own(name: str, ids: list[int], positions: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The KV of the family's own forward at these positions."""
+    model = kit.family(name).model
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), use_cache=True)
+    return [(layer.keys[0], layer.values[0]) for layer in out.past_key_values.layers]
+
+
+@pytest.mark.parametrize("name", [*ROTATED, *FIXED])
+def test_a_run_with_gaps_equals_the_models_own_forward_there(name: str) -> None:
+    model, ids = kit.family(name), kit.ids(len(GAPPED))
+    encoded = model.encode_at(ids, at(7))
+    windowed = any(window is not None for window in model.profile.windows)
+    assert windowed or kit.worst(kit.copied(encoded), own(name, ids, at(7))) < EXACT
+    assert kit.worst(kit.copied(encoded), kit.copied(model.encode_at(ids, range(7, 7 + len(ids))))) > 1e-4
+    for layer in encoded.layers:
+        assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
+
+
+@pytest.mark.parametrize("name", [*ROTATED, *UNMARKED, *FIXED])
+def test_a_run_without_gaps_is_encoded_as_ever(name: str) -> None:
+    model, ids = kit.family(name), kit.ids(20)
+    pairs = zip(kit.copied(model.encode_at(ids, range(20))), kit.copied(model.encode(ids)), strict=True)
+    assert all(torch.equal(a, b) for one, other in pairs for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", [*ROTATED, *UNMARKED, *FIXED])
+def test_a_prompt_from_one_run_with_gaps_equals_its_full_prefill(name: str) -> None:
+    """Encoded from 0 on and turned to where it stands; where nothing can be turned, encoded there."""
+    model, ids, start = kit.family(name), kit.ids(len(GAPPED) + 3), 11
+    positions = torch.tensor([*at(start), 60, 61, 62])
+    n_run = len(GAPPED)
+    kv = model.encode_at(ids[:n_run], at(start if model.profile.fixed else 0))
+    turn = 0 if model.profile.fixed else start
+    fused = model.fuse(ids, positions, [Run(0, 0, n_run, turn, blend=False)], KVSource([kv]), "none", 0.0)
+    full = model.full_prefill(ids, positions)
+    assert kit.off(fused.logits, full.logits) < EXACT
+    assert kit.worst(kit.states(fused), kit.states(full)) < EXACT
+    assert generate(model, fused, options) == generate(model, full, options)
+
+
+@pytest.mark.parametrize("name", [*ROTATED, *FIXED])
+def test_a_full_prefill_honours_its_positions(name: str) -> None:
+    model, ids = kit.family(name), kit.ids(len(GAPPED))
+    gapped, plain = model.full_prefill(ids, torch.tensor(at(0))), model.full_prefill(ids)
+    assert kit.off(gapped.logits, plain.logits) > 1e-4
+    assert torch.equal(model.full_prefill(ids, torch.arange(len(ids))).logits, plain.logits)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_stays_where_it_was_encoded_is_used_there_and_never_blended(name: str) -> None:
+    model, ids = kit.family(name), kit.ids(30)
+    assert model.profile.fixed
+    assert model.profile.refusal
+    source = KVSource([model.encode(ids[:20])])
+    with pytest.raises(RefusedError):
+        model.fuse(ids, torch.arange(30), [Run(0, 0, 20, 0, blend=True)], source, "hkvd", 0.3)
+
+
+def test_only_what_is_right_at_its_own_positions_stays_there() -> None:
+    assert sorted(name for name in REFUSED if kit.family(name).profile.fixed) == sorted(FIXED)

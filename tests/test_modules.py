@@ -1,0 +1,354 @@
+"""The engine over prompts in PML: what is encoded once, where it stands, what is exact, and what is left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ragfuse import Ask, Engine, InputError
+from ragfuse.core import ChunkKey
+from ragfuse.errors import PMLError
+from ragfuse.text.bind import Taken
+from ragfuse.text.pml import parse_prompt, parse_schema
+from tests.hf import kit
+from tests.tiny import adds_up
+
+TRIP = """
+<schema name="trip">
+  <system>You plan journeys, and you say little.</system>
+  <user>
+    <module name="plan">I have <param name="days" len="12"/> for a journey of my own.
+      <union>
+        <module name="home">I stay in my own country, close to where I live.</module>
+        <module name="abroad">I cross the border and take the train all the way there.
+          <union>
+            <module name="lisbon">I want to see Lisbon and its trams, which are yellow.</module>
+            <module name="oslo">I want to see Oslo and its fjords.</module>
+          </union>
+        </module>
+      </union>
+    </module>
+    <module name="diet">I eat no meat, and no fish on Fridays.</module>
+  </user>
+</schema>
+"""
+PROMPT = """
+<prompt schema="trip">
+  <plan days="a week"><abroad><oslo/></abroad></plan>
+  <user>What do I pack?</user>
+</prompt>
+"""
+LINES = """
+<schema name="lines">The first line stands by itself, and is long enough.
+<module name="two">The second line is a module of its own, which comes next.
+</module><module name="three">The third line is one more, and the last of all.
+</module><scaffold modules=". two three"/></schema>
+"""
+ALL_LINES = '<prompt schema="lines"><two/><three/>What is said here?</prompt>'
+
+
+@pytest.fixture
+def trip(engine: Engine) -> Engine:
+    engine.register(TRIP)
+    return engine
+
+
+def full(engine: Engine, prompt, **options):
+    return engine.answer(prompt, Ask(reuse=False, **options))
+
+
+def states(prefill):
+    return [(layer.keys.double(), layer.values.double()) for layer in prefill.kv.layers]
+
+
+def off(one, other) -> float:
+    pairs = [(a, b) for mine, theirs in zip(one, other, strict=True) for a, b in zip(mine, theirs, strict=True)]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+# registering
+
+
+def test_a_schema_is_encoded_once(engine: Engine) -> None:
+    seen = []
+    first = engine.register(TRIP, seen.append)
+    runs = first.layout.runs
+    assert first.name == "trip"
+    assert (first.done.chunks, first.done.encoded) == (len(runs), len(runs))
+    assert [done.chunks for done in seen] == list(range(1, len(runs) + 1))
+    assert first.done.tokens == sum(len(run.tokens) for run in runs)
+    assert engine.register(TRIP).done.encoded == 0
+
+
+def test_an_edit_encodes_what_it_changes_alone(trip: Engine) -> None:
+    edited = TRIP.replace("Oslo and its fjords", "Oslo and the sea")
+    changed = trip.register(edited)
+    before = trip.schemas.show("trip")
+    assert changed.done.encoded == 1
+    assert before.places["plan/abroad/oslo"].stop == changed.layout.places["plan/abroad/oslo"].stop
+
+
+def test_another_process_on_the_store_has_it(trip: Engine, tiny_settings) -> None:
+    answer = trip.answer(parse_prompt(PROMPT))
+    trip.close()
+    with Engine(tiny_settings) as later:
+        again = later.answer(parse_prompt(PROMPT))
+        assert again.token_ids == answer.token_ids
+        assert again.trace.modules == answer.trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+
+
+def test_a_file_and_nodes_are_taken_as_well_as_text(engine: Engine, tmp_path) -> None:
+    path = tmp_path / "trip.xml"
+    path.write_text(TRIP, "utf-8")
+    layouts = [engine.register(schema).layout for schema in (TRIP, path, str(path), parse_schema(TRIP))]
+    runs = [[(run.tokens, run.positions, run.start) for run in layout.runs] for layout in layouts]
+    assert runs[1:] == [runs[0]] * 3
+    assert [layout.root.at.file for layout in layouts] == ["", str(path), str(path), ""]
+    assert engine.schemas.ls()[0].modules == 6
+
+
+def test_what_is_registered_is_listed_shown_and_removed_with_its_kv(trip: Engine) -> None:
+    trip.register(LINES)
+    assert [info.name for info in trip.schemas.ls()] == ["lines", "trip"]
+    assert trip.schemas.show("lines").places["two"].start > 0
+    trip.flush()
+    keys = {trip.encoder.key_of(run) for run in trip.schemas.show("trip").runs}
+    assert set(trip.store.lookup(keys)) == keys
+    assert trip.schemas.remove("trip") > 0
+    assert trip.store.lookup(keys) == {}
+    assert [info.name for info in trip.schemas.ls()] == ["lines"]
+    assert trip.answer(parse_prompt(ALL_LINES)).trace.modules == (".", "two", "three")
+
+
+def test_what_two_schemas_share_stays_with_the_one_that_is_left(trip: Engine) -> None:
+    trip.register(TRIP.replace('name="trip"', 'name="voyage"'))
+    trip.flush()
+    trip.schemas.remove("trip")
+    assert trip.answer(parse_prompt(PROMPT.replace("trip", "voyage"))).trace.modules[-1] == "plan/abroad/oslo"
+
+
+def test_a_schema_that_is_not_registered_is_told_with_those_that_are(trip: Engine) -> None:
+    with pytest.raises(PMLError, match=r"'tripp', which is not registered; wanted 'trip'"):
+        trip.answer(parse_prompt(PROMPT.replace("trip", "tripp")))
+    for ask in (trip.schemas.show, trip.schemas.remove):
+        with pytest.raises(InputError, match="no schema 'voyage'; wanted 'trip'"):
+            ask("voyage")
+
+
+def test_a_schema_that_the_model_cannot_take_is_refused(engine: Engine) -> None:
+    with pytest.raises(InputError, match=r"'long' does not fit: wanted at most 4,096 tokens"):
+        engine.register(f'<schema name="long"><module name="m">{"word " * 1000}</module></schema>')
+    assert engine.schemas.ls() == []
+
+
+def test_a_salt_has_schemas_of_its_own(trip: Engine, tiny_settings) -> None:
+    with Engine(tiny_settings.model_copy(update={"salt": "other"})) as other:
+        assert other.schemas.ls() == []
+
+
+def test_without_a_book_schemas_live_in_the_process(tiny_settings) -> None:
+    with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
+        engine.register(TRIP)
+        assert engine.answer(parse_prompt(PROMPT)).trace.modules[0] == "."
+        assert engine.schemas.remove("trip") > 0
+        assert engine.schemas.ls() == []
+
+
+# answers
+
+
+def test_a_prompt_takes_its_modules_from_the_store_at_the_schemas_positions(trip: Engine) -> None:
+    prompt, layout = trip.prompt(parse_prompt(PROMPT)), trip.schemas.show("trip")
+    trace = trip.answer(parse_prompt(PROMPT)).trace
+    assert trace.schema == "trip"
+    assert trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+    assert adds_up(trace)
+    assert trace.tokens_fresh == sum(len(s.tokens) for s in prompt.segments if s.kind == "fresh")
+    oslo = next(segment for segment in trace.segments if segment.source == "trip: plan/abroad/oslo")
+    assert (oslo.hit, oslo.start) == (True, layout.places["plan/abroad/oslo"].start)
+    assert trace.tokens_recomputed == 0
+
+
+def test_a_scaffold_that_covers_the_prompt_equals_full_prefill(engine: Engine) -> None:
+    engine.register(LINES)
+    prompt = engine.prompt(parse_prompt(ALL_LINES))
+    ready, whole = engine.prepare(prompt), engine.prepare(prompt, Ask(reuse=False))
+    assert {fetch.key for fetch in ready.plan.fetches} == {
+        engine.encoder.key_of(engine.schemas.show("lines").scaffolds[0])
+    }
+    assert off(states(ready.prefill), states(whole.prefill)) < 1e-4
+    assert engine.answer(parse_prompt(ALL_LINES)).token_ids == full(engine, parse_prompt(ALL_LINES)).token_ids
+    assert all(segment.exact for segment in engine.answer(parse_prompt(ALL_LINES)).trace.segments)
+
+
+def test_a_single_module_at_the_start_equals_full_prefill(engine: Engine) -> None:
+    engine.register('<schema name="one"><module name="m">The only module of all stands right here.</module></schema>')
+    prompt = parse_prompt('<prompt schema="one"><m/>And a question.</prompt>')
+    ready = engine.prepare(engine.prompt(prompt))
+    assert len(ready.plan.fetches) == 1
+    assert off(states(ready.prefill), states(engine.prepare(engine.prompt(prompt), Ask(reuse=False)).prefill)) < 1e-4
+    assert engine.answer(prompt).token_ids == full(engine, prompt).token_ids
+
+
+def test_the_order_of_imports_does_not_matter(trip: Engine) -> None:
+    one = parse_prompt('<prompt schema="trip"><diet/><plan days="a week"/><user>What now?</user></prompt>')
+    other = parse_prompt('<prompt schema="trip"><plan days="a week"/><diet/><user>What now?</user></prompt>')
+    assert trip.prompt(one) == trip.prompt(other)
+    assert trip.answer(one).token_ids == trip.answer(other).token_ids
+
+
+def test_kv_placed_by_hand_is_what_a_prompt_is_answered_over(trip: Engine) -> None:
+    """Every run encoded by itself and turned to its positions, row by row; the rest computed over it."""
+    from tests.reference import turned
+
+    prompt = trip.prompt(parse_prompt(PROMPT))
+    prefill, model = trip.prepare(prompt).prefill, trip.model
+    assert isinstance(prompt.taken, Taken)
+    for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
+        if segment.kind == "module":
+            run = prompt.taken.runs[segment.keys[0]]
+            rows = slice(*(segment.rows or (0, len(segment.tokens))))
+            kv = model.encode_at(run.tokens, run.positions)
+            for layer, (layout, mine) in enumerate(zip(model.profile.rope, states(prefill), strict=True)):
+                wanted = turned(kv.layers[layer].keys[:, rows], segment.turn, layout)
+                assert torch.allclose(mine[0][:, lo:hi], wanted, atol=1e-4)
+                assert torch.equal(mine[1][:, lo:hi], kv.layers[layer].values[:, rows].double())
+
+
+def test_what_is_missing_is_computed_and_encoded_as_a_whole_afterwards(trip: Engine) -> None:
+    trip.flush()
+    run = trip.schemas.show("trip").modules["plan"]
+    trip.store.drop([trip.encoder.key_of(run)])
+    answer = trip.answer(parse_prompt(PROMPT))
+    assert answer.trace.modules == (".", "plan/abroad", "plan/abroad/oslo")
+    assert {s.why for s in answer.trace.segments if not s.hit} == {"not in the store"}
+    trip.flush()
+    assert trip.store.lookup([trip.encoder.key_of(run)])
+    assert trip.answer(parse_prompt(PROMPT)).trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+
+
+def test_a_schema_of_which_nothing_is_kept_is_encoded_after_its_first_prompt(trip: Engine) -> None:
+    trip.flush()
+    trip.store.clear()
+    first = trip.answer(parse_prompt(PROMPT)).trace
+    assert (first.modules, first.tokens_reused) == ((), 0)
+    trip.flush()
+    assert trip.answer(parse_prompt(PROMPT)).trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+
+
+def test_full_prefill_of_a_prompt_with_gaps_stands_at_its_positions(trip: Engine) -> None:
+    prompt = trip.prompt(parse_prompt(PROMPT))
+    whole = trip.prepare(prompt, Ask(reuse=False)).prefill
+    assert torch.equal(whole.positions, prompt.positions)
+    packed = trip.model.full_prefill(prompt.token_ids)
+    assert off(states(whole), states(packed)) > 1e-2
+
+
+def test_streams_batches_and_plans_take_prompts_of_modules(trip: Engine) -> None:
+    prompt = parse_prompt(PROMPT)
+    answer = trip.answer(prompt)
+    with trip.stream(prompt) as stream:
+        assert "".join(stream) == answer.text
+    other = parse_prompt('<prompt schema="trip"><diet/><user>What do I eat?</user></prompt>')
+    assert [each.token_ids for each in trip.batch([prompt, other])] == [answer.token_ids, trip.answer(other).token_ids]
+    plan = trip.plan(prompt)
+    assert len(plan.fetches) == len([s for s in plan.prompt.segments if s.keys])
+    assert trip.answer(prompt, Ask(seed=1)).trace.schema == "trip"
+
+
+def test_modules_are_blended_where_it_is_asked_for(trip: Engine) -> None:
+    prompt = parse_prompt(PROMPT)
+    blended = trip.answer(prompt, Ask(blend=True, ratio=0.3, policy="hkvd")).trace
+    assert blended.tokens_recomputed > 0
+    assert blended.modules == trip.answer(prompt).trace.modules
+    assert trip.answer(prompt, Ask(blend=True, ratio=1.0, policy="hkvd")).token_ids == full(trip, prompt).token_ids
+
+
+def test_an_entry_that_several_segments_take_rows_from_is_read_once(trip: Engine, monkeypatch) -> None:
+    trip.flush()
+    reads: list[tuple[ChunkKey, int]] = []
+    real = trip.store.read_layers
+
+    def counted(key, first, *rest):
+        reads.append((key, first))
+        return real(key, first, *rest)
+
+    monkeypatch.setattr(trip.store, "read_layers", counted)
+    prompt = trip.prompt(parse_prompt(PROMPT))
+    keys = [segment.keys[0] for segment in prompt.segments if segment.keys]
+    ready = trip.prepare(prompt)
+    assert len(set(keys)) < len(keys)
+    assert len(reads) == len(set(reads))
+    assert {key for key, _ in reads} == set(keys)
+    entries = trip.store.lookup(keys)
+    assert sum(fetch.nbytes for fetch in ready.plan.fetches) == sum(entry.nbytes for entry in entries.values())
+
+
+def test_the_other_modules_of_a_union_are_brought_to_memory(trip: Engine, tiny_settings) -> None:
+    trip.close()
+    with Engine(tiny_settings) as later:
+        later.answer(parse_prompt(PROMPT))
+        later.flush()
+        lisbon = later.encoder.key_of(later.schemas.show("trip").modules["plan/abroad/lisbon"])
+        assert later.store.lookup([lisbon])[lisbon].tier == "memory"
+        diet = later.encoder.key_of(later.schemas.show("trip").modules["diet"])
+        assert later.store.lookup([diet])[diet].tier == "disk"
+
+
+@pytest.mark.parametrize("ask", [Ask(session="mine"), Ask(tools=[{"type": "function", "function": {"name": "f"}}])])
+def test_what_a_prompt_of_modules_cannot_do_is_told(trip: Engine, ask: Ask) -> None:
+    with pytest.raises(InputError, match="A prompt in PML"):
+        trip.answer(parse_prompt(PROMPT), ask)
+
+
+def test_messages_are_wrapped_as_the_models_template_does(engine: Engine) -> None:
+    """All modules together are what the template makes of the same messages."""
+    engine.register(
+        '<schema name="talk"><system>Be brief, as ever.</system><user>What is this?</user>'
+        "<assistant>A harbour, I think.</assistant></schema>"
+    )
+    said = [("system", "Be brief, as ever."), ("user", "What is this?"), ("assistant", "A harbour, I think.")]
+    mine = engine.prompt(parse_prompt('<prompt schema="talk"><user>And that?</user></prompt>'))
+    assert mine.token_ids == engine.prompt([*said, ("user", "And that?")]).token_ids
+    assert engine.model.text(mine.token_ids).startswith("Be brief")
+
+
+# families
+
+
+@pytest.fixture
+def of(tiny_settings):
+    """Makes an engine over a tiny model of a family, over a store on disk."""
+    made: list[Engine] = []
+
+    def engine(name: str) -> Engine:
+        made.append(Engine(tiny_settings.model_copy(update={"memory_bytes": 0}), kit.family(name)))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-latent", "smollm3-some-nope", "bloom-alibi", "gpt2", "gptj"])
+def test_in_every_family_a_scaffold_over_all_is_full_prefill_and_modules_are_read(of, name: str) -> None:
+    engine = of(name)
+    engine.register(LINES)
+    engine.flush()
+    prompt = parse_prompt(ALL_LINES)
+    ready = engine.prepare(engine.prompt(prompt))
+    assert {fetch.tier for fetch in ready.plan.fetches} == {"disk"}
+    whole = engine.prepare(engine.prompt(prompt), Ask(reuse=False)).prefill
+    assert off(states(ready.prefill), states(whole)) < 1e-4
+    engine.register(TRIP)
+    trace = engine.answer(parse_prompt(PROMPT)).trace
+    assert trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+    assert trace.refusal == ""
+
+
+def test_a_refused_model_answers_by_full_prefill(of) -> None:
+    engine = of("llama-dynamic")
+    assert engine.register(LINES).done.encoded == 0
+    answer = engine.answer(parse_prompt(ALL_LINES))
+    assert "dynamic" in answer.trace.refusal
+    assert answer.token_ids == full(engine, parse_prompt(ALL_LINES)).token_ids
