@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -31,6 +31,7 @@ from ragfuse.keeping import open_kept, remember_tenant
 from ragfuse.load.link import Links
 from ragfuse.measure import Progress
 from ragfuse.models import quietly, resolve_llm
+from ragfuse.outlook import Outlook
 from ragfuse.plan.controller import settle
 from ragfuse.planning import Planner
 from ragfuse.prefetching import Prefetcher
@@ -59,13 +60,19 @@ class Engine:
     """
 
     def __init__(
-        self, settings: Settings | None = None, model: HFModel | None = None, store: KVStore | None = None
+        self,
+        settings: Settings | None = None,
+        model: HFModel | None = None,
+        store: KVStore | None = None,
+        outlook: Outlook | None = None,
     ) -> None:
         self.settings = settled(settings or Settings())
         known_policy(self.settings.policy)
         self.book = Book(self.settings.store_path) if store is None and self.settings.disk_bytes else None
         self._coding = Coding(self._booked, lambda: self.store.tiers)
-        self.store = store if store is not None else open_kept(self.settings, codecs=self._coding)
+        self.outlook = outlook if outlook is not None else Outlook()
+        evict = self.outlook.evict(self.settings)
+        self.store = store if store is not None else open_kept(self.settings, codecs=self._coding, evict=evict)
         self._model, self._lock = model, threading.Lock()
         self._profiles, self._timings = Profiles(self._booked), Timings(self.settings.tiers, self._booked)
         self._planner = Planner(self.settings, self.store, self._timings)
@@ -73,11 +80,18 @@ class Engine:
         self._saver = Saver(self._save)
         self.tally = Tally(lambda: self._saver.waiting)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
-        self._prefetcher = Prefetcher(self.store, lambda: self.encoder, self._booked)
+        self._prefetcher = Prefetcher(
+            self.store,
+            lambda: self.encoder,
+            self._booked,
+            lambda name: self._talks.keys_of(name),
+            self.settings.memory_free,
+        )
         self._prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
         self.links = Links(self.settings.streams)
         self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
-        self._talks = Conversations(self.settings, self._booked, self._prompter, lambda: self.encoder, self.store)
+        known = self._booked, self._prompter, lambda: self.encoder, self.store, self.outlook
+        self._talks = Conversations(self.settings, *known)
         own = self._planner, self._prefiller, self._bringer, self._talks
         self._answerer = Answerer(self.settings, *own, self._save_later)
         self.marker, self._caller, self.sessions = self._prompter.marker, Caller(), self._talks.sessions
@@ -177,6 +191,19 @@ class Engine:
         """Begin to bring what the store holds of these chunks to memory, for the next prompt, if that begins like
         one of the latest or as chunks were encoded behind. Returns at once, encodes nothing, may load the model."""
         self._prefetcher.submit(texts)
+
+    def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
+        """These conversations are gone on with soon, the first one first (or the one with the least number): what was
+        kept of them comes to memory, as much as it has room for, and is dropped last. In place of what was said
+        before. Returns at once, may load the model."""
+        told = sessions if isinstance(sessions, Mapping) else {name: at for at, name in enumerate(sessions)}
+        whose = self.digest
+        self.outlook.expect(whose, told)
+        self._prefetcher.look_ahead([(whose, name) for name in sorted(told, key=told.__getitem__)])
+
+    def session_of(self, prompt: Question, ask: Ask | None = None) -> str | None:
+        """The name of the kept conversation that a prompt goes on with; None where there is none."""
+        return self._talks.name_of(prompt, ask or Ask())
 
     def forget(self, texts: Iterable[str]) -> int:
         """Drop the KV of these chunks of this tenant, in any company and pinned or not, from every tier; bytes freed.

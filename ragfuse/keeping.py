@@ -18,7 +18,7 @@ from ragfuse.core import ChunkKey, Entry
 from ragfuse.core import digest as digest_of
 from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.forgetting import Chunk, chunk_named, chunk_of, dropped, forget_texts
-from ragfuse.plan.evict import expired, expired_first, lru
+from ragfuse.plan.evict import Evict, expired, expired_first, lru
 from ragfuse.remembering import Deleted, SessionInfo, Sessions
 from ragfuse.settings import Settings
 from ragfuse.store import Book, KVStore, open_store
@@ -53,11 +53,15 @@ _SHOWN = 200
 _READ = 4
 
 
-def open_kept(settings: Settings, clock: Callable[[], float] = time.time, codecs: Codecs = TABLELESS) -> KVStore:
-    """The store that the settings describe, with the policies they describe: least recently used, and `ttl_s`."""
+def open_kept(
+    settings: Settings, clock: Callable[[], float] = time.time, codecs: Codecs = TABLELESS, evict: Evict = lru
+) -> KVStore:
+    """The store that the settings describe, with `ttl_s`. evict: the policy of memory and disk; in tiers behind them,
+    which other machines may share, what was used longest ago goes first."""
     if settings.ttl_s is None:
-        return open_store(settings, lru, codecs)
-    store = open_store(settings, expired_first(lru, settings.ttl_s, clock), codecs)
+        return open_store(settings, evict, codecs, lru)
+    own, shared = (expired_first(policy, settings.ttl_s, clock) for policy in (evict, lru))
+    store = open_store(settings, own, codecs, shared)
     store.expired = partial(expired, ttl_s=settings.ttl_s)
     store.tell_every_s = min(store.tell_every_s, settings.ttl_s / 8)
     return store
