@@ -43,7 +43,18 @@ ENGINE = {
     "sharing",
     "streaming",
 }
-ENGINE |= {"outlook", "conversing", "remembering", "coding", "counting", "keeping", "metering", "telemetry", "timings", "tracing"}
+ENGINE |= {
+    "outlook",
+    "conversing",
+    "remembering",
+    "coding",
+    "counting",
+    "keeping",
+    "metering",
+    "telemetry",
+    "timings",
+    "tracing",
+}
 EVERYTHING = {*NOUNS, *BELOW_ENGINE, *ENGINE}
 
 # Room -> what it may import of ragfuse besides itself; "plan.adapt" is one file of a room.

@@ -1,4 +1,4 @@
-"""The figures of the CacheBlend paper, measured here: `ragfuse bench paper fig6` and 7, 8, 10, 12, 13, 15, 16, 17.
+"""The figures of the CacheBlend paper, measured here: `ragfuse bench paper fig6` and 7, 8, 10, 12 to 17.
 
 Those of CacheGen are `codec/figures.py`'s, those of AttentionStore that are simulated `sessions/figures.py`'s.
 
@@ -36,6 +36,7 @@ from ragfuse.bench.quality.table import results_of
 from ragfuse.bench.runner import Runner, progress
 from ragfuse.bench.sessions.figures import ATTENTIONSTORE
 from ragfuse.bench.storage import by_device, draw_by_device, draw_pick, pick
+from ragfuse.bench.throughput.figure import FIG14
 from ragfuse.bench.ttft import TtftOptions, run_ttft
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
@@ -297,6 +298,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             _SCORES,
             _draw_quality,
         ),
+        "fig14": FIG14,
         "fig15": Figure(
             "by number and length of chunks",
             "CacheBlend stays below full recompute and prefix caching at every size. It varies batch sizes too; here "
