@@ -282,7 +282,7 @@ def paper(
         str,
         typer.Argument(
             help="fig6, 7, 8, 10 or 12 to 17 of CacheBlend, as in fig12; cg-fig3, 4, 5, 9, 11, 12, 13, 14 or 15 of "
-            "CacheGen; as-fig13, 14, 17, 20, 21, 22, 23 or 24 of AttentionStore, simulated."
+            "CacheGen; as-fig13, 14, 17 to 25 or as-table1 of AttentionStore, which is simulated up to 24."
         ),
     ],
     model: Model = None,
