@@ -148,17 +148,17 @@ class Bringer:
 
     def _run(self, brought: Brought, far: Sequence[Fetch], model: HFModel) -> None:
         machine, plan, settings = self.planner.timings.corrected(model), brought.plan, self.settings
-        times = Estimate(machine) if machine is not None else None
+        times, row_s = Estimate(machine) if machine is not None else None, self.planner.timings.row_s(model)
         brought.terms = terms = Terms(
             brought.began_s,
             brought.deadline_s,
-            base_s(plan, times),
+            base_s(plan, times, row_s),
             "algorithm" if settings.adapt == "algorithm" else "paper",
             settings.piece_tokens,
             prior(far, times),
             settings.adapt if settings.adapt in LEVELS else None,
         )
-        parts, link = parts_of(plan, far, times), self.links.of(far[0].tier)
+        parts, link = parts_of(plan, far, times, row_s), self.links.of(far[0].tier)
         brought.stream = stream = Stream(self.store, far, parts, model.n_layers, link, terms, model.device)
         try:
             stream.run()

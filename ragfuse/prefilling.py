@@ -62,12 +62,14 @@ class Prefiller:
                 if brought is not None:
                     brought.lose(gone.segment)
                 continue
+            timing = _timing(since, began, reader, brought)
             if not came:
                 self.planner.timings.saw(model, chosen, reader.load_s)
+            self.planner.timings.computed(model, chosen, timing.compute_s)
             return Ready(
                 chosen,
                 prefill,
-                _timing(since, began, reader, brought),
+                timing,
                 room,
                 brought.trace() if brought is not None else None,
             )

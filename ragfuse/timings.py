@@ -19,22 +19,29 @@ from ragfuse.core import LoadPlan, digest
 from ragfuse.errors import StoreError
 from ragfuse.gate import Booked
 from ragfuse.hf.model import HFModel
-from ragfuse.plan.seen import Seen, corrected, factors, forgotten_after, seen_after
+from ragfuse.plan.controller import blend_of
+from ragfuse.plan.seen import LEAST_ROWS, Seen, corrected, factors, forgotten_after, row_s, rows_after, seen_after
 from ragfuse.profiles import MACHINE_VERSION, MachineProfile
 
 log = logging.getLogger("ragfuse.engine")
 
+ROWS = "rows-"
+"""Begins the name, in a book, of what computing a row takes."""
 ASK_AGAIN_S = 60.0
 """Seconds after which the book is asked again for timings: another process may have measured meanwhile."""
 
 
 @dataclass
 class _Known:
-    """Timings under one name, None if there are none, when the book was last asked for them, what was seen since."""
+    """Timings under one name, None if there are none, when the book was last asked for them, what was seen since.
+
+    rows: seconds of a computed row in the last prefills, oldest first, also where nothing was measured.
+    """
 
     machine: MachineProfile | None
     asked_s: float
     seen: Seen = field(default_factory=dict)
+    rows: tuple[float, ...] = ()
 
 
 class Timings:
@@ -71,7 +78,7 @@ class Timings:
         """Go by these from now on, here and in later processes on this store."""
         name = self.name(machine.model, machine.device, machine.threads)
         with self._lock:
-            self._known[name] = _Known(machine, self._clock())
+            self._known[name] = _Known(machine, self._clock(), rows=self._rows(name))
         self._booked(lambda book: book.put(name, machine.as_dict()), None)
 
     def saw(self, model: HFModel, plan: LoadPlan, load_s: float) -> None:
@@ -84,6 +91,21 @@ class Timings:
                 known.seen = seen_after(known.seen, known.machine, plan.fetches, plan.layers_a_read, load_s)
                 known.seen = forgotten_after(known.seen, [f.tier for f in plan.unread if f.tier not in read])
 
+    def row_s(self, model: HFModel) -> float | None:
+        """Seconds of a computed row, by what prefills took, for where nothing was measured; None: none was seen."""
+        with self._lock:
+            return row_s(self._of(model).rows)
+
+    def computed(self, model: HFModel, plan: LoadPlan, seconds: float) -> None:
+        """Go on from what computing took for a plan that was carried out; the first time, later processes do too."""
+        rows = sum(blend_of(plan).rows(model.n_layers)) / model.n_layers if plan.fetches else len(plan.prompt)
+        with self._lock:
+            known = self._of(model)
+            known.rows, before = rows_after(known.rows, rows, seconds), known.rows
+            if known.rows and not before:
+                name, kept = self._name_of(model), {"row_s": known.rows[0]}
+                self._booked(lambda book: book.put(ROWS + name, kept), None)
+
     def name(self, fingerprint: str, device: str, threads: int) -> str:
         """Timings are only as good as the machine, the libraries and the further tiers that they were taken with."""
         gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
@@ -92,14 +114,26 @@ class Timings:
 
     def _of(self, model: HFModel) -> _Known:
         """What is known of a model on this machine; the lock is held."""
-        name = self.name(model.fingerprint, str(model.device), torch.get_num_threads())
+        name = self._name_of(model)
         known, now = self._known.get(name), self._clock()
         if known is None or now - known.asked_s >= ASK_AGAIN_S:
             found = self._asked(name)
             if known is None or found not in (None, known.machine):
-                known = self._known[name] = _Known(found, now)
+                known = self._known[name] = _Known(found, now, rows=known.rows if known else self._rows(name))
             known.asked_s = now
         return known
+
+    def _name_of(self, model: HFModel) -> str:
+        return self.name(model.fingerprint, str(model.device), torch.get_num_threads())
+
+    def _rows(self, name: str) -> tuple[float, ...]:
+        """What a process before this one saw."""
+        try:
+            found = self._booked(lambda book: book.get(ROWS + name), None) or {}
+            return rows_after((), LEAST_ROWS, LEAST_ROWS * float(found.get("row_s", 0.0)))
+        except (StoreError, TypeError, ValueError) as error:
+            log.warning("What computing takes on this machine could not be read: %s", error)
+            return ()
 
     def _asked(self, name: str) -> MachineProfile | None:
         """What the book says; a book that cannot be read is no reason not to answer."""

@@ -114,6 +114,15 @@ def test_a_line_that_stands_still_costs_the_deadline_and_no_answer(engine, line)
     assert found.text == engine.answer(messages(), Ask(reuse=False)).text
 
 
+def test_where_nothing_was_measured_a_slow_line_is_left_for_computing_by_what_prefills_took(engine, line):
+    full = engine.answer(messages(), Ask(reuse=False))
+    line.start(constant(5e4))
+    found = engine.answer(messages(), Ask(ratio=0.0, deadline_s=NEVER))
+    assert {piece.why for piece in found.trace.stream.pieces} == {IN_TIME}
+    assert found.text == full.text
+    assert engine.answer(messages(), Ask(ratio=0.0)).trace.predicted_ttft_s is None
+
+
 def test_what_is_computed_instead_is_told_of_each_segment(engine, line):
     computing(engine, 1e-4)
     plan = engine.plan(messages())

@@ -1,11 +1,13 @@
 """Timings of this machine, as the book of a running engine's store keeps them: asked for seldom, never a hindrance."""
 
 import pytest
+import torch
 
-from ragfuse import Engine
-from ragfuse.timings import ASK_AGAIN_S, Timings
+from ragfuse import Ask, Engine
+from ragfuse.timings import ASK_AGAIN_S, ROWS, Timings
 from tests.plan.kit import timings
 from tests.store.kit import Clock
+from tests.tiny import messages
 
 
 @pytest.fixture
@@ -45,3 +47,22 @@ def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine
     clock.now += ASK_AGAIN_S
     assert found.machine(engine.model) == known
     assert "timings of this machine could not be read" in caplog.text
+
+
+def test_what_computing_took_is_known_to_later_processes_and_the_least_counts(engine, server):
+    known, clock, _ = server
+    plan = engine.plan(messages(), Ask(reuse=False))
+    assert known.row_s(engine.model) is None
+    known.computed(engine.model, plan, 2.0)
+    known.computed(engine.model, plan, 1.0)
+    assert known.row_s(engine.model) == pytest.approx(1.0 / len(plan.prompt))
+    later = Timings(engine.settings.tiers, engine._booked, clock)
+    assert later.row_s(engine.model) == pytest.approx(2.0 / len(plan.prompt))
+
+
+def test_what_the_book_says_of_computing_is_checked(engine, server, caplog):
+    known, clock, _ = server
+    name = known.name(engine.model.fingerprint, str(engine.model.device), torch.get_num_threads())
+    for wrong in ({"row_s": "soon"}, {"row_s": -1.0}, {}):
+        engine.book.put(ROWS + name, wrong)
+        assert Timings(engine.settings.tiers, engine._booked, clock).row_s(engine.model) is None

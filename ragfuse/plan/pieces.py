@@ -14,30 +14,38 @@ from ragfuse.plan.controller import blend_of, is_blended
 from ragfuse.plan.estimate import Estimate
 
 
-def parts_of(found: LoadPlan, fetches: Sequence[Fetch], times: Estimate | None) -> list[Part]:
-    """A part for each of these fetches of a plan; None for `times` where nothing was measured."""
+def parts_of(
+    found: LoadPlan, fetches: Sequence[Fetch], times: Estimate | None, row_s: float | None = None
+) -> list[Part]:
+    """A part for each of these fetches of a plan; None for `times` where nothing was measured.
+
+    row_s: seconds of a computed row, as far as anything is known of it, which then stands for what was measured.
+    """
     made = []
     for fetch in fetches:
         n = len(found.prompt.segments[fetch.segment].tokens)
         sizes = dict(fetch.sizes) or {fetch.level: fetch.nbytes}
         decode = {} if times is None else {level: n * times.machine.decode.get(level, 0.0) for level in sizes}
-        made.append(Part(fetch.segment, n, sizes, text_s(found, fetch, times), decode))
+        made.append(Part(fetch.segment, n, sizes, text_s(found, fetch, times, row_s), decode))
     return made
 
 
-def text_s(found: LoadPlan, fetch: Fetch, times: Estimate | None) -> float | None:
+def text_s(found: LoadPlan, fetch: Fetch, times: Estimate | None, row_s: float | None = None) -> float | None:
     """Seconds that a plan takes longer where one of its fetches is computed instead; None: not known."""
-    if times is None:
-        return None
     blend, n = blend_of(found), len(found.prompt.segments[fetch.segment].tokens)
     offered = n if is_blended(found.prompt, fetch) else 0
+    if times is None:
+        return None if row_s is None else row_s * (n - blend.ratio * offered)
     instead = replace(blend, forced=blend.forced + n, offered=blend.offered - offered)
     return max(0.0, times.fused_s(instead) - times.fused_s(blend))
 
 
-def base_s(found: LoadPlan, times: Estimate | None) -> float:
-    """Seconds that a plan computes although all of its fetches are there; 0 where nothing was measured."""
-    return 0.0 if times is None else times.fused_s(blend_of(found))
+def base_s(found: LoadPlan, times: Estimate | None, row_s: float | None = None) -> float:
+    """Seconds that a plan computes although all of its fetches are there; 0 where nothing is known."""
+    blend = blend_of(found)
+    if times is None:
+        return (row_s or 0.0) * (blend.forced + blend.ratio * blend.offered)
+    return times.fused_s(blend)
 
 
 def prior(fetches: Sequence[Fetch], times: Estimate | None) -> float | None:

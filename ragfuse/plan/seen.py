@@ -1,4 +1,4 @@
-"""How much longer tiers take to be read than was measured, by what the last answers took.
+"""How much longer tiers take to be read than was measured, and how long rows take to compute, by what answers took.
 
 A disk that was measured cold is read warm as often as not, and a line may be busy. Arithmetic only: what was seen is
 handed in and given back, and kept elsewhere.
@@ -27,6 +27,8 @@ SHARE = 0.2
 """A tier that a prompt's loading leaves less of says nothing of its speed."""
 LEAST_S = 1e-3
 """Loading that is foretold and done in less says nothing either."""
+LEAST_ROWS = 64
+"""A prefill of fewer rows says more of what every prefill takes than of a row."""
 
 Seen = Mapping[str, tuple[float, ...]]
 """By tier: the last readings, oldest first, each the seconds that it took over those that were measured."""
@@ -49,6 +51,18 @@ def seen_after(
 def forgotten_after(seen: Seen, tiers: Sequence[str]) -> Seen:
     """After a prompt that left what these tiers have unread: a tier that nobody reads is believed again some time."""
     return _noted(seen, {tier: 1.0 for tier in tiers if tier in seen})
+
+
+def rows_after(readings: Sequence[float], rows: float, seconds: float) -> tuple[float, ...]:
+    """Seconds of a row in the last prefills, with one more, which computed so many rows in so many seconds."""
+    usable = isfinite(seconds) and seconds > 0 and rows >= LEAST_ROWS
+    return (*readings, seconds / rows)[-KEPT:] if usable else tuple(readings)
+
+
+def row_s(readings: Sequence[float]) -> float | None:
+    """Seconds that computing a row takes: the least of the last readings, as all that ran beside them only adds to
+    them; None where there is none."""
+    return min(readings, default=None)
 
 
 def factor(readings: Sequence[float]) -> float:

@@ -9,7 +9,20 @@ from hypothesis import strategies as st
 from ragfuse.core import ChunkKey, Fetch
 from ragfuse.plan.controller import LoadingController
 from ragfuse.plan.estimate import Estimate
-from ragfuse.plan.seen import LEAST_S, MOST, Seen, corrected, factor, factors, forgotten_after, seen_after
+from ragfuse.plan.seen import (
+    KEPT,
+    LEAST_ROWS,
+    LEAST_S,
+    MOST,
+    Seen,
+    corrected,
+    factor,
+    factors,
+    forgotten_after,
+    row_s,
+    rows_after,
+    seen_after,
+)
 from tests.plan.kit import machine, prompt_of
 
 SPEEDS = machine(far=1e-8, near=1e-9)
@@ -98,3 +111,18 @@ def test_a_corrected_machine_loads_and_plans_accordingly():
     assert found.forecast.corrections == (("far", 10.0),)
     expected = LoadingController(slower).plan(prompt, entries, "hkvd", 0.2).forecast
     assert (found.forecast.load_s, found.forecast.ttft_s) == (expected.load_s, expected.ttft_s)
+
+
+def test_a_row_takes_the_least_of_the_last_readings():
+    assert row_s(()) is None
+    readings = rows_after(rows_after((), 100, 1.0), 200, 3.0)
+    assert readings == (0.01, 0.015)
+    assert row_s(readings) == 0.01
+    for _ in range(KEPT):
+        readings = rows_after(readings, 100, 2.0)
+    assert (len(readings), row_s(readings)) == (KEPT, 0.02)
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(LEAST_ROWS - 1, 1.0), (100, 0.0), (100, math.inf), (100, math.nan)])
+def test_a_prefill_that_says_nothing_of_a_row_is_not_counted(rows, seconds):
+    assert rows_after((0.5,), rows, seconds) == (0.5,)
