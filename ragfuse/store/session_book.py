@@ -102,7 +102,7 @@ class SessionBook:
         """Of every key of a session: tenant's digest, session's name, key; in the order in which sessions were used."""
         sql = "SELECT model, id, key FROM session_keys JOIN sessions USING(model, id) ORDER BY used, session_keys.rowid"
         with self._trouble():
-            return self._database.query(sql)
+            return [(model, id, key) for model, id, key in self._database.query(sql)]
 
     def having(self, keys: Sequence[str]) -> list[str]:
         """Those of these keys that some session has."""

@@ -99,7 +99,8 @@ def ask(
     """Send a request and read its answer as it comes; seconds count from `since_s` on, by the monotonic clock."""
     line = HTTPConnection(*place, timeout=patience_s)
     told = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    first_s, tokens, ended = None, 0, False
+    first_s: float | None = None
+    tokens, ended = 0, False
     try:
         line.request("POST", PATH, json.dumps(told).encode(), {"content-type": "application/json"})
         answer = line.getresponse()
