@@ -59,7 +59,7 @@ def throughput(
     told: dict[str, Any] = {"shares": numbers(rates, "--rates"), "seconds": seconds, "minutes": minutes}
     told |= {"cases": questions, "chunk_tokens": chunk_tokens, "answer_tokens": answer_tokens, "threads": threads}
     told |= {"together": together, "together_tokens": together_tokens, "seed": seed, "plot": plot}
-    options = ThroughputOptions(sets=sets_of(data or ["held-out"]), **(told | (QUICK if quick else {})))
+    options = ThroughputOptions(sets=sets_of(data or ["held-out"]), **{**told, **(QUICK if quick else {})})
     tune_malloc(console)
     prepared(settings)
     write_json(run_throughput(settings, options, console), json)

@@ -82,7 +82,7 @@ class ThroughputOptions:
             raise SettingsError("Loads take seconds above 0, and minutes from 0 on.")
 
 
-QUICK = {"shares": (0.5, 0.9), "seconds": 50.0, "minutes": 0.0}
+QUICK: Mapping[str, Any] = MappingProxyType({"shares": (0.5, 0.9), "seconds": 50.0, "minutes": 0.0})
 """Two rates for each of three methods: five minutes of load."""
 
 
