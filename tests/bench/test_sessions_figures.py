@@ -52,7 +52,7 @@ def test_with_a_read_buffer_no_prefill_waits_for_more_than_a_layer_s_rounding(pa
     layer = past * SERVER.token_bytes / LAYERS
     buffered = -int(-nbytes // layer) if layer else 0
     computed_s = LAYERS * compute_s
-    assert preloaded_s(LAYERS, load_s, compute_s, buffered) <= computed_s + load_s * 1.001
+    assert preloaded_s(LAYERS, load_s, compute_s, buffered) <= (computed_s + load_s) * 1.001
     if buffered > 1:
         assert preloaded_s(LAYERS, load_s, compute_s, buffered - 1) > computed_s
 
