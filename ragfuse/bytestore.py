@@ -11,10 +11,11 @@ from pathlib import Path
 
 from ragfuse.core import ChunkKey, digest
 from ragfuse.errors import StoreError
-from ragfuse.keeping import hidden, open_kept, unanswered
+from ragfuse.keeping import open_kept, unanswered
 from ragfuse.settings import Settings
 from ragfuse.store import Book, KVStore
 from ragfuse.store.named import as_entry, value_of
+from ragfuse.tenants import hidden
 
 
 class ByteStore:

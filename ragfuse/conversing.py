@@ -20,10 +20,11 @@ from ragfuse.encoding import PACE_S, Encoder
 from ragfuse.fitting import fitted
 from ragfuse.fuse.gather import gathered
 from ragfuse.gate import Booked
+from ragfuse.outlook import Name, Outlook
 from ragfuse.plan.controller import is_exact
 from ragfuse.prompting import Prompter, Question, turns_of
 from ragfuse.remembering import Sessions
-from ragfuse.sessions import Exchange, Message, Session, Stretch, Talk, heard, matched, truncated
+from ragfuse.sessions import Exchange, Message, Session, Stretch, Talk, agreed, heard, matched, names_of, truncated
 from ragfuse.settings import LEVELS, Settings
 from ragfuse.store import KVStore
 from ragfuse.store.writer import Writers
@@ -55,11 +56,12 @@ class Conversations:
         prompter: Prompter,
         encoder: Callable[[], Encoder],
         store: KVStore,
+        outlook: Outlook,
     ) -> None:
-        self._settings, self._prompter, self._encoder = settings, prompter, encoder
+        self._settings, self._prompter, self._encoder, self._outlook = settings, prompter, encoder, outlook
         self._writer, self._lock = Writers(["history"], settings.writer_queue), threading.Lock()
         whose, ttl_s = lambda: [encoder().digest], settings.session_ttl_s
-        self.sessions = Sessions(store, booked, whose, ttl_s, settle=self._writer.flush)
+        self.sessions = Sessions(store, booked, whose, ttl_s, settle=self._writer.flush, outlook=outlook)
         self._waiting_bytes, self.dropped = 0, 0
 
     # before the answer
@@ -74,6 +76,21 @@ class Conversations:
             return fitted(lambda n: make(question, n), limit)
         messages = [*_said(talk.session), *(turn_of(message) for message in talk.messages)]
         return fitted(lambda n: self._placed(make(messages, n), talk, ask), limit)
+
+    def name_of(self, question: Question, ask: Ask) -> str | None:
+        """The session that a question goes on with; None where none is known."""
+        digest = self._encoder().digest
+        if ask.session is not None:
+            self.sessions.get(digest, ask.session)  # another process may have gone on with it
+        if ask.session is not None or isinstance(question, str) or self._settings.history == "asked":
+            return ask.session
+        given = heard([self._message(turn, digest) for turn in turns_of(question)])
+        known = self.sessions.ending(digest, given, lasts=self._settings.history == "all")
+        return known[1].id if known is not None else None
+
+    def keys_of(self, name: Name) -> Sequence[ChunkKey]:
+        """Of a conversation's KV, as far as is known; it is looked for where nothing is."""
+        return self._outlook.keys(name) or (self.sessions.get(*name) and self._outlook.keys(name)) or ()
 
     def _talk(self, question: Question, ask: Ask) -> Talk | None:
         """The conversation that a question goes on with, or begins; None where nobody keeps it."""
@@ -91,7 +108,7 @@ class Conversations:
         if known is None:
             return Talk(Session(secrets.token_hex(8)), tuple(given), lasts=lasts)
         version, session = known
-        kept = _agreed(session, given)
+        kept = agreed(session, given)
         if len(kept.turns) < len(session.turns):  # another way from here on: a conversation of its own
             version, kept = 0, replace(kept, id=secrets.token_hex(8))
         return Talk(kept, tuple(given[len(kept.messages) :]), version, lasts)
@@ -104,7 +121,7 @@ class Conversations:
             if not session.turns:  # a way of its own from what another one said, perhaps
                 known = self.sessions.ending(digest, heard(given), lasts=True)
                 session = replace(known[1], id=name) if known is not None else session
-            kept = _agreed(session, given)
+            kept = agreed(session, given)
             return Talk(kept, tuple(given[len(kept.messages) :]), version, True, stays)
         first = session.messages[:1]
         new = (message for message in given if message.role != "system" or message not in first)
@@ -124,7 +141,7 @@ class Conversations:
             settings = self._settings
             history = truncated(history, window[1], window[0], settings.truncate_ratio, settings.sinks)
         talk = replace(talk, history=history)
-        names, segments = _names(talk.session), list[Segment]()
+        names, segments = names_of(talk.session), list[Segment]()
         for lo, hi, stretch in talk.placed():
             start, rows = segments[-1].stop if segments else 0, None if hi - lo == len(stretch.tokens) else (lo, hi)
             name = names.get(stretch.key, "")
@@ -337,16 +354,6 @@ def _said(session: Session) -> Iterator[Turn]:
         yield replace(turn_of(reply), content=content)
 
 
-def _agreed(session: Session, given: Sequence[Message]) -> Session:
-    """A session's turns as far as these messages begin with theirs."""
-    said, theirs, at = heard(given), heard(session.messages), 0
-    for count, turn in enumerate(session.turns):
-        at += len(turn.messages)
-        if at > len(said) or said[at - 1] != theirs[at - 1]:
-            return session.upto(count)
-    return session
-
-
 def _without_chunks(message: Message) -> Message:
     return replace(message, parts=tuple(part for part in message.parts if part[1] != "chunk"))
 
@@ -354,11 +361,6 @@ def _without_chunks(message: Message) -> Message:
 def _talk_of(ready: Ready) -> Talk | None:
     talk = ready.plan.prompt.talk
     return talk if isinstance(talk, Talk) else None
-
-
-def _names(session: Session) -> dict[ChunkKey, str]:
-    """Of each stretch, whose it is, for people."""
-    return {stretch.key: f"turn {number}" for number, turn in enumerate(session.turns, 1) for stretch in turn.stretches}
 
 
 def _outside_chunks(history: Sequence[Stretch], prompt: Prompt) -> tuple[Stretch, ...]:

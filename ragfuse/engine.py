@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,20 +25,20 @@ from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import StoreError
 from ragfuse.fitting import limit_of
 from ragfuse.forgetting import chunk_of, forget_chunks
-from ragfuse.gate import Profiles, as_shipped
-from ragfuse.hf.model import HFModel, load_model
+from ragfuse.gate import Profiles
+from ragfuse.hf.model import HFModel
 from ragfuse.hf.verify import Verdict, verify
-from ragfuse.keeping import open_kept, remember_tenant
+from ragfuse.keeping import open_kept
 from ragfuse.load.link import Links
 from ragfuse.measure import Progress
-from ragfuse.models import quietly, resolve_llm
 from ragfuse.modules import Registered, Schemas
+from ragfuse.outlook import Outlook
 from ragfuse.plan.controller import settle
 from ragfuse.planning import Planner
 from ragfuse.prefetching import Prefetcher
 from ragfuse.prefilling import Prefiller
 from ragfuse.profiles import MachineProfile, ModelProfile
-from ragfuse.prompting import Content, Inquiry, Prompter
+from ragfuse.prompting import Content, Inquiry, Prompter, Question
 from ragfuse.registry import Registry
 from ragfuse.saving import EXIT_S, WAIT_S, Saver, Work
 from ragfuse.settings import Settings
@@ -46,11 +46,13 @@ from ragfuse.sharing import forget, shared
 from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
 from ragfuse.telemetry import answered, batched
+from ragfuse.tenants import remember_tenant
 from ragfuse.text.bind import Taken
 from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.text.nodes import Request, Schema
 from ragfuse.timings import Timings
 from ragfuse.tracing import Ready
+from ragfuse.weights import loaded
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready", "Registered"]
 
@@ -64,13 +66,19 @@ class Engine:
     """
 
     def __init__(
-        self, settings: Settings | None = None, model: HFModel | None = None, store: KVStore | None = None
+        self,
+        settings: Settings | None = None,
+        model: HFModel | None = None,
+        store: KVStore | None = None,
+        outlook: Outlook | None = None,
     ) -> None:
         self.settings = settled(settings or Settings())
         known_policy(self.settings.policy)
         self.book = Book(self.settings.store_path) if store is None and self.settings.disk_bytes else None
         self._coding = Coding(self._booked, lambda: self.store.tiers)
-        self.store = store if store is not None else open_kept(self.settings, codecs=self._coding)
+        self.outlook = outlook if outlook is not None else Outlook()
+        evict = self.outlook.evict(self.settings)
+        self.store = store if store is not None else open_kept(self.settings, codecs=self._coding, evict=evict)
         self._model, self._lock = model, threading.Lock()
         self._profiles, self._timings = Profiles(self._booked), Timings(self.settings.tiers, self._booked)
         self._planner = Planner(self.settings, self.store, self._timings)
@@ -78,11 +86,13 @@ class Engine:
         self._saver = Saver(self._save)
         self.tally = Tally(lambda: self._saver.waiting)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
-        self._prefetcher = Prefetcher(self.store, lambda: self.encoder, self._booked)
+        keys_of, free_share = lambda name: self._talks.keys_of(name), self.settings.memory_free
+        self._prefetcher = Prefetcher(self.store, lambda: self.encoder, self._booked, keys_of, free_share)
         self._prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
         self.links = Links(self.settings.streams)
         self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
-        self._talks = Conversations(self.settings, self._booked, self._prompter, lambda: self.encoder, self.store)
+        known = self._booked, self._prompter, lambda: self.encoder, self.store, self.outlook
+        self._talks = Conversations(self.settings, *known)
         registry = Registry(self.store, self._booked, self.settings.salt)
         self.schemas = Schemas(self.settings, registry, self._prompter, lambda: self.encoder)
         own = self._planner, self._prefiller, self._bringer, self._talks
@@ -103,7 +113,7 @@ class Engine:
         with self._lock:
             if self._model is None:
                 named = self.settings.model, self.settings.dtype, self.settings.device
-                self._model = shared(("model", *named), self._load)
+                self._model = shared(("model", *named), lambda: loaded(self.settings, self._profiles))
                 self._profiles.remember(self._model.profile)
                 tenant = digest(self._model.fingerprint, self.settings.salt)
                 self._booked(lambda book: remember_tenant(book, tenant, self.settings), None)
@@ -194,6 +204,19 @@ class Engine:
         """Begin to bring what the store holds of these chunks to memory, for the next prompt, if that begins like
         one of the latest or as chunks were encoded behind. Returns at once, encodes nothing, may load the model."""
         self._prefetcher.submit(texts)
+
+    def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
+        """These conversations are gone on with soon, the first one first (or the one with the least number): what was
+        kept of them comes to memory, as much as it has room for, and is dropped last. In place of what was said
+        before. Returns at once, may load the model."""
+        told = sessions if isinstance(sessions, Mapping) else {name: at for at, name in enumerate(sessions)}
+        whose = self.digest
+        self.outlook.expect(whose, told)
+        self._prefetcher.look_ahead([(whose, name) for name in sorted(told, key=told.__getitem__)])
+
+    def session_of(self, prompt: Question, ask: Ask | None = None) -> str | None:
+        """The name of the kept conversation that a prompt goes on with; None where there is none."""
+        return self._talks.name_of(prompt, ask or Ask())
 
     def forget(self, texts: Iterable[str]) -> int:
         """Drop the KV of these chunks of this tenant, in any company and pinned or not, from every tier; bytes freed.
@@ -354,14 +377,6 @@ class Engine:
             encoder.keep_amid(work.tokens, work.prefix)
             self._prefetcher.remember(work.prefix)
             self._prompter.note(self.digest, work.text, work.source, work.tokens)
-
-    def _load(self) -> HFModel:
-        source = resolve_llm(self.settings.model, self.settings.home)
-        with quietly(source):
-            model = load_model(source, self.settings.dtype, self.settings.device, self._profiles.probed)
-        model.name = self.settings.model
-        model.profile = as_shipped(model.profile, self.settings.model)
-        return model
 
     def _booked(self, use: Callable[[Book], T], otherwise: T) -> T:
         """What the book says; `otherwise` without one, also when the engine is closed in this very moment."""

@@ -6,7 +6,8 @@ prefetching and eviction go by (`ragfuse.plan.ahead`, AttentionStore section 3.3
 
 Tenants take turns: the next job is the first one of the tenant that was served longest ago, so that a new tenant's
 first job waits for at most one job of each other tenant, however many one of them has sent. Among a tenant's own jobs
-the order is that of arrival, so the turns of a conversation stay in order.
+the order is that of arrival, but a job waits for the one of its conversation that runs: each turn goes on from what the
+one before it left.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _UNKNOWN_PACE_S = 1.0
 class Job(Generic[T]):
     """A request that waits or runs: its number, which grows with arrival, whose it is, and what is to be done.
 
-    conversation: the name under which its history is kept, None where it has none. arrived_s: by the queue's clock.
+    conversation: the name under which its tenant's history is kept, None where it has none. arrived_s: by the queue's
+    clock.
     """
 
     number: int
@@ -62,6 +64,7 @@ class JobQueue(Generic[T]):
         self._changed = Condition()
         self._tenants: OrderedDict[str, OrderedDict[int, Job[T]]] = OrderedDict()  # the one whose turn it is first
         self._running: dict[int, Job[T]] = {}
+        self._talking: set[tuple[str, Hashable]] = set()  # conversations of which a job runs
         self._waiting = self._number = 0
         self._pace_s: float | None = None
         self._done_s: float | None = None
@@ -91,19 +94,24 @@ class JobQueue(Generic[T]):
         return job
 
     def take(self, timeout_s: float | None = None) -> Job[T] | None:
-        """The next job, which now runs; waits for one, for at most so long. None: there is none, or it is closed."""
+        """The next job, which now runs; waits for one, for at most so long. None: there is none, or it is closed.
+
+        No job is taken while another one of its conversation runs.
+        """
         with self._changed:
-            if not self._waiting and timeout_s != 0:
-                self._changed.wait_for(lambda: self._waiting or self._closed, timeout_s)
-            if not self._waiting:
+            if timeout_s != 0:
+                self._changed.wait_for(lambda: self._next() or self._closed, timeout_s)
+            job = self._next()
+            if job is None:
                 return None
-            tenant, jobs = next(iter(self._tenants.items()))
-            _, job = jobs.popitem(last=False)
-            self._tenants.move_to_end(tenant)
-            self._left(tenant)
+            del self._tenants[job.tenant][job.number]
+            self._tenants.move_to_end(job.tenant)
+            self._left(job.tenant)
             if not self._running:
                 self._done_s = self._clock()  # a pause is no pace
             self._running[job.number] = job
+            if job.conversation is not None:
+                self._talking.add((job.tenant, job.conversation))
             return job
 
     def done(self, job: Job[T]) -> None:
@@ -111,6 +119,8 @@ class JobQueue(Generic[T]):
         with self._changed:
             if self._running.pop(job.number, None) is None:
                 return
+            self._talking.discard((job.tenant, job.conversation))
+            self._changed.notify_all()
             now_s = self._clock()
             took_s = max(0.0, now_s - (now_s if self._done_s is None else self._done_s))
             before_s = took_s if self._pace_s is None else self._pace_s
@@ -126,11 +136,13 @@ class JobQueue(Generic[T]):
             return True
 
     def peek(self) -> Job[T] | None:
-        """The job that would be taken next; None where none waits."""
-        return next(iter(self.ahead(1)), None)
+        """The job that would be taken next; None where none waits, or all wait for others of their conversations."""
+        with self._changed:
+            return self._next()
 
     def ahead(self, window: int | None = None) -> tuple[Job[T], ...]:
-        """The next `window` jobs (all of them for None) in the order in which they will be taken if none comes."""
+        """The next `window` jobs (all of them for None) in the order in which they will be taken if none comes, and no
+        conversation lets its next turn wait."""
         with self._changed:
             return tuple(islice(self._in_turns(), window))
 
@@ -170,6 +182,14 @@ class JobQueue(Generic[T]):
 
     def _room_in_s(self) -> float:
         return max(_UNKNOWN_PACE_S if self._pace_s is None else self._pace_s, 1.0)
+
+    def _next(self) -> Job[T] | None:
+        """Of the tenant served longest ago that has one: its first job whose conversation is not being gone on with."""
+        for jobs in self._tenants.values():
+            for job in jobs.values():
+                if (job.tenant, job.conversation) not in self._talking:
+                    return job
+        return None
 
     def _left(self, tenant: str) -> None:
         self._waiting -= 1

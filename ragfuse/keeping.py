@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 
 from ragfuse.coding import Coding
 from ragfuse.core import ChunkKey, Entry
-from ragfuse.core import digest as digest_of
 from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.forgetting import Chunk, chunk_named, chunk_of, dropped, forget_texts
-from ragfuse.plan.evict import expired, expired_first, lru
+from ragfuse.plan.evict import Evict, expired, expired_first, lru
 from ragfuse.registry import Registry
 from ragfuse.remembering import Deleted, SessionInfo, Sessions
 from ragfuse.settings import Settings
@@ -28,6 +27,7 @@ from ragfuse.store.levels import TABLELESS, Codecs
 from ragfuse.store.manage import Outcome, Progress, unanswered
 from ragfuse.store.opening import free_name, open_tier, shown
 from ragfuse.store.tier import Freed
+from ragfuse.tenants import Tenant, hidden
 
 __all__ = [
     "Book",
@@ -45,7 +45,6 @@ __all__ = [
     "Wish",
     "look",
     "open_kept",
-    "remember_tenant",
     "unanswered",
 ]
 
@@ -54,42 +53,18 @@ _SHOWN = 200
 _READ = 4
 
 
-def open_kept(settings: Settings, clock: Callable[[], float] = time.time, codecs: Codecs = TABLELESS) -> KVStore:
-    """The store that the settings describe, with the policies they describe: least recently used, and `ttl_s`."""
+def open_kept(
+    settings: Settings, clock: Callable[[], float] = time.time, codecs: Codecs = TABLELESS, evict: Evict = lru
+) -> KVStore:
+    """The store that the settings describe, with `ttl_s`. evict: the policy of memory and disk; in tiers behind them,
+    which other machines may share, what was used longest ago goes first."""
     if settings.ttl_s is None:
-        return open_store(settings, lru, codecs)
-    store = open_store(settings, expired_first(lru, settings.ttl_s, clock), codecs)
+        return open_store(settings, evict, codecs, lru)
+    own, shared = (expired_first(policy, settings.ttl_s, clock) for policy in (evict, lru))
+    store = open_store(settings, own, codecs, shared)
     store.expired = partial(expired, ttl_s=settings.ttl_s)
     store.tell_every_s = min(store.tell_every_s, settings.ttl_s / 8)
     return store
-
-
-def remember_tenant(book: Book, digest: str, settings: Settings) -> None:
-    """Write down what stands behind a digest in keys, so that people are told names; of a salt, its digest alone."""
-    found = {"model": settings.model, "dtype": settings.dtype, "tenant": hidden(settings.salt)}
-    book.settle(f"tenant-{digest}", found)
-
-
-def hidden(salt: str) -> str:
-    """What may be written down and shown of a salt: its digest, "" for none."""
-    return digest_of("tenant", salt) if salt else ""
-
-
-@dataclass(frozen=True)
-class Tenant:
-    """Who an entry belongs to: the digest in its key, and what is known of it ("" where nothing is).
-
-    tenant: the digest of the salt, "" for none.
-    """
-
-    digest: str
-    model: str = ""
-    tenant: str = ""
-
-    @property
-    def name(self) -> str:
-        """For people: the model and its tenant, or the digest's beginning."""
-        return (self.model or self.digest[:8]) + (f" (tenant {self.tenant[:8]})" if self.tenant else "")
 
 
 @dataclass(frozen=True)

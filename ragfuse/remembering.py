@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ragfuse.core import ChunkKey
 from ragfuse.errors import InputError
 from ragfuse.forgetting import dropped
+from ragfuse.outlook import Known, Outlook
 from ragfuse.sessions import Session, heard, truncated
 from ragfuse.store import KVStore, SessionLine
 from ragfuse.store.manage import unanswered
@@ -67,6 +68,7 @@ class Sessions:
 
     whose: digests of the tenants that are meant where none is named, None: all. ttl_s: sessions unused for so long are
     deleted, when others are written. settle: waits for what is on its way into the store, so that it can be deleted.
+    outlook: hears which keys each has.
     """
 
     def __init__(
@@ -77,11 +79,13 @@ class Sessions:
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.time,
         settle: Callable[[], object] = lambda: None,
+        outlook: Outlook | None = None,
     ) -> None:
         self._store, self._booked, self._whose, self._ttl_s, self._clock = store, booked, whose, ttl_s, clock
         self._lock, self._settle = threading.Lock(), settle
         self._here: OrderedDict[tuple[str, str], tuple[int, float, Session]] = OrderedDict()  # used last at the end
-        self._swept = 0.0
+        self._swept, self._outlook = 0.0, outlook or Outlook()
+        self._outlook.recall(self._owned)
 
     # for people and programs
 
@@ -143,6 +147,8 @@ class Sessions:
         """Version and session of a tenant, None where there is none."""
         found = self._booked(lambda book: book.sessions.get(model, id), None)
         session = Session.from_dict(found[1]) if found is not None else None
+        if session is not None:
+            self._outlook.note((model, id), session)
         if found is not None:
             return found[0], session if session is not None else Session(id)
         with self._lock:
@@ -170,6 +176,8 @@ class Sessions:
             kept = self._booked(lambda book: book.sessions.put(line, state, ends, keys), None)
         if kept is None:
             kept = self._put_here(line, session)
+        if kept:
+            self._outlook.note((model, session.id), session)
         if self._ttl_s is not None and now - self._swept > self._ttl_s / 8:
             self._swept = now
             self.expire(self._ttl_s)
@@ -186,8 +194,12 @@ class Sessions:
                 return False
             self._here[line.model, line.id] = (line.version + 1, line.used, session)
             while len(self._here) > HERE:
-                self._here.popitem(last=False)
+                self._outlook.forget(self._here.popitem(last=False)[0])
         return True
+
+    def _owned(self) -> Known:
+        rows: list[tuple[str, str, str]] = self._booked(lambda book: book.sessions.owned(), [])
+        return (((model, id), ChunkKey.parse(key)) for model, id, key in rows)
 
     def _one(self, id: str) -> SessionInfo:
         found = [info for info in self.ls() if info.id == id]
@@ -199,6 +211,7 @@ class Sessions:
 
     def _delete(self, model: str, id: str) -> Deleted:
         self._settle()
+        self._outlook.forget((model, id))
         with self._lock:
             here = self._here.pop((model, id), None)
             others = {key for _, _, session in self._here.values() for key in session.keys}

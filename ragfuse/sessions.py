@@ -215,6 +215,21 @@ def matched(stretches: Sequence[Stretch], token_ids: Sequence[int]) -> tuple[Str
     return tuple(stretches[:count])
 
 
+def agreed(session: Session, given: Sequence[Message]) -> Session:
+    """A session's turns as far as these messages begin with theirs."""
+    said, theirs, at = heard(given), heard(session.messages), 0
+    for count, turn in enumerate(session.turns):
+        at += len(turn.messages)
+        if at > len(said) or said[at - 1] != theirs[at - 1]:
+            return session.upto(count)
+    return session
+
+
+def names_of(session: Session) -> dict[ChunkKey, str]:
+    """Of each stretch, whose it is, for people."""
+    return {stretch.key: f"turn {number}" for number, turn in enumerate(session.turns, 1) for stretch in turn.stretches}
+
+
 @dataclass(frozen=True)
 class Talk:
     """A conversation that a question goes on with, before it is answered.

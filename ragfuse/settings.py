@@ -82,6 +82,11 @@ class Settings(BaseSettings):
         le=0.9,
         description="Share of the memory tier that a write leaves free, so that what is fetched next finds room.",
     )
+    evict: Literal["look-ahead", "lru"] = Field(
+        default="look-ahead",
+        description="What memory and the disk drop for what is new: whole conversations, those that no waiting request "
+        "goes on with first (look-ahead), or entry by entry; what was used longest ago goes first either way.",
+    )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
     tiers: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),

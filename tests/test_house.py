@@ -46,6 +46,9 @@ ENGINE = {
 ENGINE |= {
     "modules",
     "registry",
+    "outlook",
+    "tenants",
+    "weights",
     "conversing",
     "remembering",
     "coding",

@@ -54,7 +54,10 @@ def test_a_tenant_that_comes_late_waits_for_one_job_of_each_other():
     assert taken(queue).index("c0") <= 2
 
 
-STEPS = st.lists(st.tuples(st.sampled_from(["submit", "submit", "take", "cancel"]), st.integers(0, 3)), max_size=60)
+KINDS = ["submit", "submit", "take", "cancel"]
+STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 3)), max_size=60)
+TALKS = st.sampled_from([None, "one", "two"])
+TURNS = st.lists(st.tuples(st.sampled_from([*KINDS, "done"]), st.integers(0, 3), TALKS), max_size=60)
 
 
 @given(STEPS)
@@ -86,12 +89,75 @@ def test_the_queue_is_one_that_looks_for_the_tenant_served_longest_ago(steps):
     assert sorted(job.what for job in ahead) == sorted(job.what for job in waiting)
 
 
+@given(TURNS)
+def test_no_turn_runs_beside_another_of_its_conversation_and_none_overtakes_it(steps):
+    queue: JobQueue[int] = JobQueue(1000, Clock())
+    waiting, running, ring = [], [], []
+    for number, (step, who, conversation) in enumerate(steps):
+        tenant = "ab"[who % 2]
+        if step == "submit":
+            waiting.append(queue.submit(number, tenant, conversation))
+            ring = ring if tenant in ring else [*ring, tenant]
+        elif step == "take":
+            busy = {(job.tenant, job.conversation) for job in running if job.conversation is not None}
+            free = [job for job in waiting if (job.tenant, job.conversation) not in busy]
+            expected = next((job for name in ring for job in free if job.tenant == name), None)
+            job = queue.take(0)
+            assert job == expected
+            if job is not None:
+                waiting.remove(job)
+                running.append(job)
+                ring = [*(name for name in ring if name != job.tenant), job.tenant]
+        elif step == "done" and running:
+            queue.done(running.pop(who % len(running)))
+        elif step == "cancel" and waiting:
+            assert queue.cancel(waiting.pop(who % len(waiting)))
+        ring = [name for name in ring if any(job.tenant == name for job in waiting)]
+        assert len(queue) == len(waiting)
+
+
 def test_what_waits_is_told_in_the_order_in_which_it_will_run_with_its_conversations():
     queue = queue_of(("a", "1"), ("a", "2"), ("b", "3"))
     queue.submit("4", "b")
     assert queue.conversations() == ("1", "3", "2", None)
     assert queue.conversations(2) == ("1", "3") == tuple(job.what for job in queue.ahead(2))
     assert taken(queue) == ["1", "3", "2", "4"]
+
+
+def test_turns_of_one_conversation_run_one_after_the_other():
+    queue: JobQueue[str] = JobQueue(10, Clock())
+    for what, tenant, conversation in (
+        ("a1", "a", "talk"),
+        ("a2", "a", "talk"),
+        ("a3", "a", None),
+        ("b1", "b", "talk"),  # another tenant's, of the same name
+        ("a4", "a", "talk"),
+        ("a5", "a", None),
+    ):
+        queue.submit(what, tenant, conversation)
+    first = queue.take(0)
+    assert first.what == "a1"
+    assert [queue.take(0).what for _ in range(3)] == ["b1", "a3", "a5"]
+    assert (queue.take(0), queue.peek(), len(queue)) == (None, None, 2)
+    queue.done(first)
+    second = queue.take(0)
+    assert second.what == "a2"
+    assert queue.take(0) is None
+    queue.done(second)
+    assert queue.take(0).what == "a4"
+
+
+def test_who_waits_for_a_job_gets_a_turn_once_the_one_before_it_is_done():
+    queue: JobQueue[str] = JobQueue(10, Clock())
+    queue.submit("first", "a", "talk")
+    queue.submit("second", "a", "talk")
+    first, found = queue.take(), []
+    thread = Thread(target=lambda: found.append(queue.take(30)))
+    thread.start()
+    assert found == []
+    queue.done(first)
+    thread.join(30)
+    assert found[0].what == "second"
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_again():

@@ -52,12 +52,12 @@ def run_conversation(options: ConversationOptions, console: Console) -> dict[str
     with thread_count(options.threads), tempfile.TemporaryDirectory(prefix="ragfuse-talk-") as folder:
         device = torch.device(options.device)
         with console.status("loading the model"):
-            exact = _engine(options, options.dtype, Path(folder) / "exact")
+            exact = talking_engine(options, options.dtype, Path(folder) / "exact")
         said = dialogue_of(options.data, options.turns, options.opening_tokens, _counter(exact))
         with exact:
-            turns = _turns(exact, said, options, Runner(options.rounds, device, console))
+            turns = timed_turns(exact, said, options, Runner(options.rounds, device, console))
             ppl = perplexity_after(exact.model, said.text, options.window, options.texts, console)
-        with _engine(options, "bfloat16", Path(folder) / "rounded") as rounded:
+        with talking_engine(options, "bfloat16", Path(folder) / "rounded") as rounded:
             top1 = _agreement(rounded, said, min(64, options.answer_tokens), console)
         where = circumstances(device, options.threads)
     result = {**_summed(turns, top1, ppl), "turns": turns, "said": said.source, "perplexity": ppl.as_dict()}
@@ -68,7 +68,8 @@ def run_conversation(options: ConversationOptions, console: Console) -> dict[str
     return result
 
 
-def _engine(options: ConversationOptions, dtype: str, store: Path) -> Engine:
+def talking_engine(options: ConversationOptions, dtype: str, store: Path) -> Engine:
+    """An engine over an empty store; ModelError for a model that cannot reuse KV."""
     settings = Settings(model=options.model, dtype=dtype, device=options.device, store=store, min_chunk_tokens=8)
     model = bench_model(options.model, dtype, options.device, settings.home)
     if model.profile.refusal:
@@ -80,7 +81,7 @@ def _counter(engine: Engine) -> Any:
     return lambda text: len(engine.tokens(text))
 
 
-def _turns(engine: Engine, said: Dialogue, options: ConversationOptions, runner: Runner) -> list[dict[str, Any]]:
+def timed_turns(engine: Engine, said: Dialogue, options: ConversationOptions, runner: Runner) -> list[dict[str, Any]]:
     """Each turn: how long until its first logits either way, and whether it says the same."""
     rows = []
     for number, question in enumerate(said.questions, 1):

@@ -1,6 +1,6 @@
-"""The figures of the CacheBlend paper, measured here: `ragfuse bench paper fig6` and 7, 8, 10, 12, 13, 15, 16, 17.
+"""The figures of the CacheBlend paper, measured here: `ragfuse bench paper fig6` and 7, 8, 10, 12 to 17.
 
-Those of CacheGen are `codec/figures.py`'s, those of AttentionStore that are simulated `sessions/figures.py`'s.
+Those of CacheGen are `codec/figures.py`'s, those of AttentionStore `sessions/`'s.
 
 Each figure is a table beside what the paper says, a picture, and the settings that differ. Quality is measured on the
 model that is named, which is far smaller than the paper's; what should carry over are the shapes and the ratios.
@@ -34,8 +34,11 @@ from ragfuse.bench.quality.methods import Lab, Method, methods_of
 from ragfuse.bench.quality.run import Plan, drawn, measure
 from ragfuse.bench.quality.table import results_of
 from ragfuse.bench.runner import Runner, progress
+from ragfuse.bench.sessions.documents import DOCUMENTS
 from ragfuse.bench.sessions.figures import ATTENTIONSTORE
+from ragfuse.bench.sessions.loading import LOADING
 from ragfuse.bench.storage import by_device, draw_by_device, draw_pick, pick
+from ragfuse.bench.throughput.figure import FIG14
 from ragfuse.bench.ttft import TtftOptions, run_ttft
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
@@ -50,7 +53,7 @@ BLEND = "hkvd@alone"
 
 def run_paper(name: str, wanted: Wanted, picture: Path | None) -> dict[str, Any]:
     """Measure a figure of one of the papers; SettingsError if there is none of that name."""
-    known = {**FIGURES, **CACHEGEN, **ATTENTIONSTORE}
+    known = {**FIGURES, **CACHEGEN, **ATTENTIONSTORE, **LOADING, **DOCUMENTS}
     if name not in known:
         raise SettingsError(f"There is no figure '{name}' here. It is one of: {', '.join(known)}.")
     return run_figure(name, known[name], wanted, picture)
@@ -297,6 +300,7 @@ FIGURES: Mapping[str, Figure] = MappingProxyType(
             _SCORES,
             _draw_quality,
         ),
+        "fig14": FIG14,
         "fig15": Figure(
             "by number and length of chunks",
             "CacheBlend stays below full recompute and prefix caching at every size. It varies batch sizes too; here "

@@ -281,8 +281,8 @@ def paper(
     figure: Annotated[
         str,
         typer.Argument(
-            help="fig6, 7, 8, 10, 12, 13, 15, 16 or 17 of CacheBlend, as in fig12; cg-fig3, 4, 5, 9, 11, 12, 13, 14 "
-            "or 15 of CacheGen; as-fig13, 14, 17, 20, 21, 22, 23 or 24 of AttentionStore, simulated."
+            help="fig6, 7, 8, 10 or 12 to 17 of CacheBlend, as in fig12; cg-fig3, 4, 5, 9, 11, 12, 13, 14 or 15 of "
+            "CacheGen; as-fig13, 14, 17 to 25 or as-table1 of AttentionStore, which is simulated up to 24."
         ),
     ],
     model: Model = None,

@@ -19,6 +19,7 @@ from ragfuse.cli import (
     doctor,
     ingest,
     kv_benches,
+    load_benches,
     measure,
     models,
     schema,
@@ -100,6 +101,7 @@ app.command("demo")(benches.demo)
 benches.bench.command("codec")(kv_benches.codec)
 benches.bench.command("stream")(kv_benches.stream)
 benches.bench.command("conversation")(talk_benches.conversation)
+benches.bench.command("throughput")(load_benches.throughput)
 benches.bench.command("sessions")(session_benches.sessions)
 app.add_typer(benches.bench, name="bench")
 app.add_typer(models.models, name="models")

@@ -19,7 +19,8 @@ from ragfuse.settings import LEVELS
 
 if TYPE_CHECKING:
     from ragfuse.core import Entry
-    from ragfuse.keeping import Cleared, Line, Outcome, Tenant
+    from ragfuse.keeping import Cleared, Line, Outcome
+    from ragfuse.tenants import Tenant
 
 
 def show_lines(console: Console, lines: Sequence[Line]) -> None:

@@ -63,6 +63,15 @@ def to_prefetch(
             yield name
 
 
+def read_buffer(load_s: float, past_tokens: int, prefill_s: float, new_tokens: int, bytes_per_s: float) -> int:
+    """S_buf: bytes to read before a prefill begins, so that none of its layers waits for its KV (section 3.2.1).
+
+    B(T_load L_hist - T_pref L_new), rounded up; 0 where loading hides behind prefilling anyway. load_s, prefill_s: of a
+    token.
+    """
+    return max(0, -int(-bytes_per_s * (load_s * past_tokens - prefill_s * new_tokens) // 1))
+
+
 def buffer_excess(used_bytes: int, capacity_bytes: int, free_share: float) -> int:
     """Bytes to clear away so that this share of a tier is free: its buffer for what is fetched next (section 3.3.1)."""
     return max(0, used_bytes - int(capacity_bytes * (1 - free_share)))

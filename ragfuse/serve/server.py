@@ -17,6 +17,8 @@ from ragfuse.serve.keys import LOOPBACK, check_host
 from ragfuse.serve.service import Service
 from ragfuse.serve.wire import Wire
 
+BACKLOG = 2048
+"""Connections that wait to be taken."""
 AFTER_S = 5
 """How long connections may take to close once no answer is written any more."""
 
@@ -117,6 +119,7 @@ def serve(
     check_host(host, service.keys)
     with contextlib.closing(bound(host, port)) as made:
         service.engine(service.keys.tenants[0])
+        made.listen(BACKLOG)  # who comes from now on waits and is not refused
         name = f"[{host}]" if ":" in host else host
         ready(f"http://{name}:{made.getsockname()[1]}/v1")
         Server(service, origins, host).run([made])

@@ -10,11 +10,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ragfuse.engine import Engine
+from ragfuse.jobs import Job
+from ragfuse.outlook import Outlook
 from ragfuse.prompting import Turn
 from ragfuse.serve.keys import Keys, Tenant
 from ragfuse.serve.refusals import Refusal
 from ragfuse.serve.run import Run, Wish
 from ragfuse.serve.stats import Counts
+from ragfuse.serve.turnstile import Turn as Its
 from ragfuse.serve.turnstile import Turnstile
 from ragfuse.settings import Settings
 
@@ -33,7 +36,8 @@ class Service:
         self.counts = Counts(self.turnstile)
         self.since = int(time.time())
         self._engines: dict[str, Engine] = {}
-        self._lock = threading.Lock()
+        self._lock, self._telling = threading.Lock(), threading.Lock()
+        self._outlook, self._is_told = Outlook(), False
         self._runs: set[Run] = set()
 
     @property
@@ -45,7 +49,7 @@ class Service:
         """A tenant's engine, its model loaded. May take long: not for the event loop's thread."""
         with self._lock:
             if tenant.salt not in self._engines:
-                engine = self._engines[tenant.salt] = Engine(self._settings_of(tenant))
+                engine = self._engines[tenant.salt] = Engine(self._settings_of(tenant), outlook=self._outlook)
                 self.counts.show(engine, self.model if tenant.name == "all" else f"{self.model}-{tenant.name}")
             engine = self._engines[tenant.salt]
         engine.model.name = self.model  # what clients are told is no place on this machine
@@ -62,7 +66,9 @@ class Service:
         try:
             async with asyncio.timeout_at(due_s):
                 job = await self.turnstile.enter(
-                    tenant.name, session, lambda: loop.run_in_executor(None, prefetch, engine, wishes)
+                    tenant.name,
+                    session,
+                    lambda job: loop.run_in_executor(None, self._wait, job, tenant, engine, wishes),
                 )
         except TimeoutError:
             raise _late() from None
@@ -73,10 +79,23 @@ class Service:
         def done() -> None:
             self._runs.discard(run)
             self.turnstile.leave(job)
+            if self._is_told and not self.stopping:
+                loop.run_in_executor(None, self.look_ahead)
 
         run = Run(wishes, engine, due_s, done)
         self._runs.add(run)
         return run
+
+    def look_ahead(self) -> None:
+        """Let every tenant's engine know which conversations are next; what waits comes to memory, and is kept there.
+        May take long."""
+        with self._telling:
+            reading = self.turnstile.reading
+            self._is_told = bool(reading)
+            with self._lock:
+                engines = dict(self._engines)
+            for salt, engine in engines.items():
+                engine.expect({name: at for at, (whose, name) in enumerate(reading) if whose == salt})
 
     def stop(self) -> None:
         """Let nobody in any more; what is being written goes on."""
@@ -95,6 +114,17 @@ class Service:
         for engine in engines:
             engine.close()
 
+    def _wait(self, job: Job[Its], tenant: Tenant, engine: Engine, wishes: Sequence[Wish]) -> None:
+        """Bring what a request reads to memory while it waits; what is wrong with it is told when it is answered."""
+        try:
+            prefetch(engine, wishes)
+            name = engine.session_of(wishes[0].question, wishes[0].ask)
+            if name is not None:
+                self.turnstile.note(job, (tenant.salt, name))
+                self.look_ahead()
+        except Exception as error:
+            log.debug("What a waiting request reads is not prefetched: %s", error)
+
     def _settings_of(self, tenant: Tenant) -> Settings:
         share = max(1, len(self.keys.tenants))
         settings = self.settings
@@ -107,11 +137,8 @@ def _late() -> Refusal:
 
 
 def prefetch(engine: Engine, wishes: Sequence[Wish]) -> None:
-    """Bring what these read to memory while they wait; what is wrong with them is told when they are answered."""
-    try:
-        engine.prefetch(_texts(engine, wishes))
-    except Exception as error:
-        log.debug("What a waiting request reads is not prefetched: %s", error)
+    """Bring the chunks that these read to memory."""
+    engine.prefetch(_texts(engine, wishes))
 
 
 def _texts(engine: Engine, wishes: Sequence[Wish]) -> Iterable[str]:

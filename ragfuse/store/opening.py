@@ -16,8 +16,11 @@ from ragfuse.store.tier import Evictor, Tier
 REDIS = frozenset({"redis", "rediss", "unix"})
 
 
-def open_store(settings: Settings, evict: Evictor, codecs: Codecs = TABLELESS) -> KVStore:
+def open_store(
+    settings: Settings, evict: Evictor, codecs: Codecs = TABLELESS, evict_behind: Evictor | None = None
+) -> KVStore:
     """Memory, then disk, then the further tiers in their order; one of 0 bytes is left out. StoreError if unusable.
+    evict_behind: whom the further ones ask, if not the same.
 
     For a model on a GPU its own memory comes first, and the host's is pinned. Tiers whose level is to be chosen are
     written raw until somebody chooses.
@@ -38,7 +41,7 @@ def open_store(settings: Settings, evict: Evictor, codecs: Codecs = TABLELESS) -
         if settings.disk_bytes:
             opened.append(DiskTier(settings.store_path, settings.disk_bytes, evict))
         for url in settings.tiers:
-            opened.append(open_tier(url, settings, evict, [tier.name for tier in opened]))
+            opened.append(open_tier(url, settings, evict_behind or evict, [tier.name for tier in opened]))
     except BaseException:
         for tier in opened:
             getattr(tier, "close", lambda: None)()

@@ -98,6 +98,12 @@ class SessionBook:
         with self._trouble():
             return [SessionLine(*row) for row in self._database.query(f"{sql} ORDER BY used DESC", arguments)]
 
+    def owned(self) -> list[tuple[str, str, str]]:
+        """Of every key of a session: tenant's digest, session's name, key; in the order in which sessions were used."""
+        sql = "SELECT model, id, key FROM session_keys JOIN sessions USING(model, id) ORDER BY used, session_keys.rowid"
+        with self._trouble():
+            return [(model, id, key) for model, id, key in self._database.query(sql)]
+
     def having(self, keys: Sequence[str]) -> list[str]:
         """Those of these keys that some session has."""
         sql = "SELECT DISTINCT key FROM session_keys WHERE key IN (SELECT value FROM json_each(?))"

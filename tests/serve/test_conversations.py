@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 from tests.serve.kit import Served, said
 
 
@@ -20,3 +23,19 @@ def test_a_conversation_resent_as_a_whole_is_recognised(served: Served) -> None:
     messages = [said("How many?"), said(heard, "assistant"), said("Sure?")]
     second = served.chat(session_id="two", messages=messages).json()
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
+
+
+def test_turns_that_come_at_the_same_time_follow_each_other(served: Served) -> None:
+    questions = [f"Question number {number}?" for number in range(4)]
+
+    def ask(question: str) -> dict[str, Any]:
+        answer: dict[str, Any] = served.chat(session_id="four", messages=[said(question)]).json()
+        return answer
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(ask, questions))
+    engine = served.service.engine(served.service.keys.tenants[0])
+    turns = engine.sessions.show("four").turns
+    assert sorted(turn.messages[0].text for turn in turns) == sorted(questions)
+    lengths = sorted(answer["usage"]["prompt_tokens"] for answer in answers)
+    assert lengths[0] < lengths[1] < lengths[2] < lengths[3]  # each has all that was said before it

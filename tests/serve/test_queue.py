@@ -109,7 +109,7 @@ async def test_tenants_take_turns_however_many_one_has_sent() -> None:
     turnstile, order = Turnstile(1, 10), list[str]()
 
     async def ask(tenant: str, name: str) -> None:
-        job = await turnstile.enter(tenant, None, lambda: None)
+        job = await turnstile.enter(tenant, None, lambda job: None)
         order.append(name)
         await asyncio.sleep(0)
         turnstile.leave(job)
@@ -123,9 +123,9 @@ async def test_tenants_take_turns_however_many_one_has_sent() -> None:
 
 async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
     turnstile = Turnstile(1, 10)
-    first = await turnstile.enter("a", None, lambda: None)
-    second = asyncio.create_task(turnstile.enter("a", None, lambda: None))
-    third = asyncio.create_task(turnstile.enter("b", None, lambda: None))
+    first = await turnstile.enter("a", None, lambda job: None)
+    second = asyncio.create_task(turnstile.enter("a", None, lambda job: None))
+    third = asyncio.create_task(turnstile.enter("b", None, lambda job: None))
     await asyncio.sleep(0)
     turnstile.leave(first)
     second.cancel()
@@ -137,8 +137,8 @@ async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
 
 async def test_one_tenant_does_not_take_all_the_room() -> None:
     turnstile = Turnstile(1, 4, most_each=2)
-    await turnstile.enter("a", None, lambda: None)
-    waiting = [asyncio.create_task(turnstile.enter(who, None, lambda: None)) for who in ("a", "a", "a", "b")]
+    await turnstile.enter("a", None, lambda job: None)
+    waiting = [asyncio.create_task(turnstile.enter(who, None, lambda job: None)) for who in ("a", "a", "a", "b")]
     await asyncio.sleep(0.01)
     with pytest.raises(Refusal, match="of yours wait"):
         await waiting[2]

@@ -175,7 +175,7 @@ def _media(wanted: Wanted) -> Rows:
 # pictures
 
 
-def _bars(*keys: str) -> Any:
+def bars(*keys: str) -> Any:
     """Draws these columns as bars side by side, a group for each row."""
 
     def draw(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -221,7 +221,7 @@ ATTENTIONSTORE: Mapping[str, Figure] = MappingProxyType(
             "86%, 71%, 89% and 90% for LLaMA-13B, 65B, 70B and Falcon-40B.",
             _hits,
             ("what", "hit", "ram", "disk", "later_hit", "paper_hit"),
-            _bars("hit", "paper_hit"),
+            bars("hit", "paper_hit"),
             _LOAD,
         ),
         "as-fig14": _figure(
@@ -229,7 +229,7 @@ ATTENTIONSTORE: Mapping[str, Figure] = MappingProxyType(
             "85%, 61%, 87% and 86% less.",
             _first_tokens,
             ("what", "recompute_s", "ttft_s", "saved", "paper_saved"),
-            _bars("saved", "paper_saved"),
+            bars("saved", "paper_saved"),
             f"{_TIMES}; from being taken to the first token, without the wait in the queue",
         ),
         "as-fig17": _figure(
@@ -237,7 +237,7 @@ ATTENTIONSTORE: Mapping[str, Figure] = MappingProxyType(
             "70%, 43%, 66% and 68% less; storage is 16.4%, 9.0%, 9.0% and 9.0% of the cost.",
             _costs,
             ("what", "recompute_usd", "usd", "saved", "storage_share", "paper_saved"),
-            _bars("saved", "paper_saved"),
+            bars("saved", "paper_saved"),
             f"{_TIMES}; decoding in full batches, which takes most of the GPUs' time here and little of the paper's",
         ),
         "as-fig20": _figure(
@@ -245,7 +245,7 @@ ATTENTIONSTORE: Mapping[str, Figure] = MappingProxyType(
             "13% to 15% less time for prompts of 1K to 1.6K tokens and 20 steps.",
             _writing,
             ("tokens", "after_s", "behind_s", "saved"),
-            _bars("after_s", "behind_s"),
+            bars("after_s", "behind_s"),
             "reckoned for LLaMA-13B on one A100, batches of 16, PCIe at 26 GB/s",
         ),
         "as-fig21": _figure(
@@ -254,7 +254,7 @@ ATTENTIONSTORE: Mapping[str, Figure] = MappingProxyType(
             "58% and 48%. Over 99.6% of look-ahead's hits are in memory, .5% to .6% of turns with the others.",
             _policies,
             ("what", "method", "hit", "ram", "disk", "later_hit", "gpu_hours", "paper_hit"),
-            _bars("hit", "paper_hit"),
+            bars("hit", "paper_hit"),
             f"LLaMA-13B, {_LOAD} or 2 TB",
         ),
         "as-fig22": _figure(
@@ -262,7 +262,7 @@ ATTENTIONSTORE: Mapping[str, Figure] = MappingProxyType(
             "17.6, 41.5, 18.1 and 18.4 points.",
             _overflow,
             ("what", "hit", "coupled_hit", "lost", "paper_lost"),
-            _bars("lost", "paper_lost"),
+            bars("lost", "paper_lost"),
             _LOAD,
         ),
         "as-fig23": _figure(
@@ -278,7 +278,7 @@ ATTENTIONSTORE: Mapping[str, Figure] = MappingProxyType(
             "about 0 in 10 GB of GPU memory; 3.4%, 1.7%, 7.7% and 19.1% with memory; 86%, 71%, 89% and 90% with disk.",
             _media,
             ("what", "method", "hit", "later_hit", "paper_hit"),
-            _bars("hit", "paper_hit"),
+            bars("hit", "paper_hit"),
             _LOAD,
         ),
     }

@@ -1,0 +1,251 @@
+"""The benchmark of throughput on a tiny model over a real server, and what its figures are made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from ragfuse import Settings
+from ragfuse.bench.figure import Wanted
+from ragfuse.bench.paper import run_paper
+from ragfuse.bench.throughput import figure
+from ragfuse.bench.throughput.run import (
+    SOONER,
+    Measured,
+    ThroughputOptions,
+    better,
+    compared,
+    grown,
+    rate_at,
+    run_throughput,
+)
+from ragfuse.bench.throughput.served import serving
+from ragfuse.cli.load_benches import sets_of
+from ragfuse.errors import RagFuseError, SettingsError
+from tests.tiny import CHUNKS, ROOT
+
+pytest.importorskip("uvicorn", reason="the server's extra is not installed")
+TINY = {"cases": 2, "answer_tokens": 3, "shares": (0.5, 0.9), "seconds": 1.0, "together": 2, "together_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of two questions over eight passages each."""
+    file = tmp_path_factory.mktemp("data") / "musique_few.jsonl"
+    rows = [
+        {
+            "id": name,
+            "question": f"Which door of the {name} lighthouse is green?",
+            "answers": ["its own"],
+            "ctxs": [{"title": name, "text": f"{text} {name}"} for text in (*CHUNKS, "Nobody came.", "It rained.")],
+        }
+        for name in ("northern", "southern")
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def settings(tiny_path: Path, tmp_path: Path) -> Settings:
+    return Settings(
+        model=str(tiny_path), dtype="float32", home=tmp_path, store=tmp_path / "store", memory_bytes=64 << 20
+    )
+
+
+def servers() -> list[int]:
+    """Servers that were started from here and run."""
+    return [child.pid for child in psutil.Process().children(recursive=True) if "serve" in child.cmdline()]
+
+
+@pytest.mark.slow
+def test_a_tiny_load_has_the_wanted_keys_and_loses_nothing(settings, questions, tmp_path):
+    options = ThroughputOptions(sets=(str(questions),), minutes=2 / 60, plot=tmp_path / "load.png", **TINY)
+    result = run_throughput(settings, options, Console(quiet=True))
+    assert {"rate_x_vs_full", "rate_x_vs_prefix", "batch_x", "curve", "rss_growth", "lost"} <= set(result)
+    assert result["lost"] == 0
+    assert all({"rate", "full", "prefix", "ragfuse"} <= set(row) for row in result["curve"])
+    assert [row["rate"] for row in result["curve"]] == sorted(row["rate"] for row in result["curve"])
+    for name in ("full", "ragfuse"):
+        assert len([row for row in result["curve"] if row[name] is not None]) == 2
+        assert [load["n"] > 0 for load in result["methods"][name]["loads"]] == [True, True]
+    assert result["batch_x"] > 0
+    assert result["kept_busy"]["n"] > 0
+    assert result["machine"]["cores"]
+    json.dumps(result)
+    assert (tmp_path / "load.png").read_bytes()[:4] == b"\x89PNG"
+    assert servers() == []
+
+
+@pytest.mark.slow
+def test_each_method_reuses_what_it_is_said_to(settings, questions):
+    from http.client import HTTPConnection
+
+    from ragfuse.bench.throughput.run import METHODS, _Bench, _cases
+
+    options = ThroughputOptions(sets=(str(questions),), **TINY)
+    cases = _cases(settings, options)
+    seen = {}
+    for name, (_, told) in METHODS.items():
+        with serving(settings, 1, 60.0, **told) as server:
+            bench = _Bench(server, name, Path(settings.model).name, cases, options, None)  # type: ignore[arg-type]
+            bodies = bench._bodies(figure_requests(cases))
+            for body in (*bodies, *bodies):
+                line = HTTPConnection(*server.place, timeout=60)
+                line.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+                trace = json.loads(line.getresponse().read())["ragfuse"]
+                bench._settle()
+                line.close()
+            seen[name] = trace
+    assert seen["full"]["tokens_reused"] == 0
+    firsts = [segment for segment in seen["prefix"]["segments"] if segment["kind"] == "chunk"]
+    assert [segment["exact"] for segment in firsts] == [True] + [False] * 5
+    assert seen["prefix"]["tokens_recomputed"] > 0 < seen["prefix"]["tokens_reused"]
+    assert all(segment["hit"] for segment in seen["ragfuse"]["segments"] if segment["kind"] == "chunk")
+    assert seen["ragfuse"]["tokens_reused"] > seen["prefix"]["tokens_reused"]
+
+
+def figure_requests(cases):
+    from ragfuse.bench.throughput.asked import each_once
+
+    return each_once(cases[:1], 0)
+
+
+@pytest.mark.slow
+def test_figure_14_is_a_table_a_picture_and_json(settings, questions, tmp_path, monkeypatch):
+    small = ThroughputOptions(sets=(str(questions),), minutes=0.0, **{**TINY, "shares": (0.5,)})
+    monkeypatch.setattr(figure, "options_of", lambda wanted: small)
+    with (tmp_path / "said").open("w") as out:
+        wanted = Wanted(settings, (str(questions),), 2, 0, None, Console(file=out, width=200))
+        result = run_paper("fig14", wanted, tmp_path / "fig14.png")
+    assert [(row["method"], row["rate"] == 0) for row in result["rows"]] == [
+        (name, alone) for name in ("full", "prefix", "ragfuse") for alone in (True, False)
+    ]
+    assert "The paper:" in (tmp_path / "said").read_text()
+    assert (tmp_path / "fig14.png").stat().st_size > 1000
+
+
+def slow_rate(curve, ttft_s):
+    """Looked for in small steps, on straight lines between the points."""
+    points, best = sorted(curve), 0.0
+    for (low, early), (high, late) in pairwise(points):
+        for step in range(1001):
+            rate = low + (high - low) * step / 1000
+            if early + (late - early) * step / 1000 <= ttft_s:
+                best = max(best, rate)
+    return best
+
+
+CURVES = st.lists(st.tuples(st.integers(0, 50), st.floats(0.1, 9)), min_size=1, max_size=6, unique_by=lambda p: p[0])
+
+
+@given(CURVES, st.floats(0.1, 9))
+def test_the_rate_at_a_time_is_the_highest_that_takes_no_longer(curve, ttft_s):
+    rate, bound = rate_at(curve, ttft_s)
+    last = sorted(curve)[-1]
+    assert bound == (last[1] <= ttft_s)
+    if bound:
+        assert rate == last[0]
+    else:
+        assert rate == pytest.approx(slow_rate(curve, ttft_s), abs=0.06)
+
+
+def loads(*points: tuple[float, float]):
+    return [{"rate": rate, "n": 9, "lost": 0, "mean_s": mean, "p95_s": 2 * mean, "wrong": []} for rate, mean in points]
+
+
+def test_methods_are_compared_where_full_recompute_takes_twice_its_time_without_load():
+    found = {
+        "full": Measured(1.0, 1.0, loads((0.5, 1.5), (0.9, 2.5))),
+        "prefix": Measured(0.8, 1.2, loads((0.5, 1.0), (1.2, 2.4))),
+        "ragfuse": Measured(0.2, 4.0, loads((2.0, 0.4), (3.6, 1.2))),
+    }
+    result = compared(found)
+    assert result["at_ttft_s"] == SOONER * 1.0
+    assert result["rates"]["full"]["rate"] == pytest.approx(0.7)
+    assert result["rates"]["prefix"]["rate"] == pytest.approx(1.0)
+    assert result["rates"]["ragfuse"] == {"rate": 3.6, "at_least": True}
+    assert result["rate_x_vs_full"] == pytest.approx(3.6 / 0.7)
+    assert result["rate_x_vs_prefix"] == pytest.approx(3.6)
+    assert result["curve"][0] == {
+        "rate": 0.5,
+        "full": 1.5,
+        "prefix": 1.0,
+        "ragfuse": None,
+        "p95": {"full": 3.0, "prefix": 2.0, "ragfuse": None},
+    }
+    assert better(found["prefix"], found["full"]) is found["prefix"]
+    assert better(Measured(1.1, 1.0, ()), found["full"]) is found["full"]
+
+
+def test_growth_is_the_last_sixth_over_the_second_one():
+    assert grown([(0.0, 1)] * 5) is None
+    sizes = [5000, 5000, 100, 100, 110, 110, 111, 112, 120, 120, 121, 121]
+    assert grown([(float(at), size) for at, size in enumerate(sizes)]) == pytest.approx(0.21)
+
+
+@pytest.mark.slow
+def test_a_server_that_cannot_begin_says_why_and_leaves_nothing(settings, tmp_path):
+    gone = settings.model_copy(update={"model": str(tmp_path / "nowhere")})
+    with pytest.raises(RagFuseError, match="did not begin"), serving(gone, 1, 60.0):
+        pass
+    assert servers() == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_server_and_leaves_no_folder(settings, questions, tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    told = {"RAGFUSE_MODEL": settings.model, "RAGFUSE_DTYPE": "float32", "RAGFUSE_HOME": str(tmp_path)}
+    everything = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary), **told}
+    everything |= {"MALLOC_TOP_PAD_": "0"}  # as it is
+    command = "from ragfuse.cli import app; app()"
+    run = subprocess.Popen(
+        [sys.executable, "-c", command, "bench", "throughput", "--data", str(questions), "--seconds", "600"],
+        env=everything,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until_s = time.monotonic() + 240
+        while not any("serve" in child.cmdline() for child in psutil.Process(run.pid).children()):
+            assert run.poll() is None
+            assert time.monotonic() < until_s
+            time.sleep(0.1)
+        children = psutil.Process(run.pid).children()
+        run.send_signal(signal.SIGINT)
+        assert run.wait(120) == 130
+    finally:
+        run.kill()
+        run.wait()
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_folder_stands_for_the_paper_s_sets_in_it(tmp_path):
+    (tmp_path / "rag").mkdir()
+    for name in ("musique_200.jsonl", "2wikimqa_164.jsonl", "hotpotqa_199.jsonl", "cacheblend_musique_s.json"):
+        (tmp_path / "rag" / name).write_text("")
+    found = [Path(name).name for name in sets_of([str(tmp_path), "demo"])]
+    assert found == ["2wikimqa_164.jsonl", "musique_200.jsonl", "demo"]
+
+
+def test_what_cannot_be_measured_is_told():
+    for wrong in ({"cases": 0}, {"shares": ()}, {"shares": (3.0,)}, {"seconds": 0.0}, {"minutes": -1.0}):
+        with pytest.raises(SettingsError, match=r"from|wanted"):
+            ThroughputOptions(**wrong)
+
+
+def test_no_thread_is_left_of_a_load():
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("bench-")] == []

@@ -1,0 +1,114 @@
+"""What is said of the next conversations decides what a small memory keeps of them, and what comes back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+
+import pytest
+
+from ragfuse import Ask, Engine, Settings
+from tests.sessions.kit import talk
+
+
+def questions(name: str) -> tuple[str, str]:
+    return f"Who kept the lighthouse {name}, and what did he count?", f"And who wrote the names down for {name}?"
+
+
+def keys_of(engine: Engine, name: str) -> set[object]:
+    return set(engine.sessions.show(name).keys)
+
+
+def in_memory(engine: Engine, name: str) -> float:
+    """Share of a conversation's entries that lie in memory."""
+    keys = keys_of(engine, name)
+    return len(engine.store.tier("memory").entries(keys)) / len(keys)
+
+
+def said(engine: Engine, *names: str) -> None:
+    for name in names:
+        talk(engine, questions(name), session=name, max_tokens=8)
+        engine.flush()
+
+
+@contextmanager
+def small(settings: Settings, talks: float, **changes: object) -> Iterator[Engine]:
+    """An engine whose memory has room for so many conversations of two turns."""
+    with Engine(settings.model_copy(update={"store": settings.home / "measured"})) as large:
+        said(large, "x")
+        nbytes = large.store.tier("memory").nbytes
+    with Engine(settings.model_copy(update={"memory_bytes": int(talks * nbytes), **changes})) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("look-ahead", {"a", "c"}), ("lru", {"b", "c"})])
+def test_memory_keeps_the_conversation_that_is_next_and_not_the_one_used_last(tiny_settings, policy, kept):
+    with small(tiny_settings, 2.5, evict=policy) as engine:
+        said(engine, "a", "b")
+        engine.expect(["a"])
+        said(engine, "c")
+        assert {name for name in "abc" if in_memory(engine, name) == 1} == kept
+
+
+def test_a_conversation_leaves_memory_as_a_whole(tiny_settings):
+    with small(tiny_settings, 2.5) as engine:
+        said(engine, "a", "b", "c")
+        assert [in_memory(engine, name) for name in "abc"] == [0, 1, 1]
+
+
+def test_a_conversation_that_is_next_is_read_from_memory_when_its_turn_comes(tiny_settings):
+    with small(tiny_settings, 2.5) as engine:
+        said(engine, "a", "b", "c")
+        assert in_memory(engine, "a") == 0
+        engine.expect(["a"])
+        engine.flush()
+        assert in_memory(engine, "a") == 1
+        said(engine, "d")  # somebody else's turn comes first
+        answer = engine.answer([("user", "Sure?")], Ask(session="a", max_tokens=4))
+        read = [segment for segment in answer.trace.segments if segment.kind == "history"]
+        assert {segment.tier for segment in read} == {"memory"}
+        assert answer.trace.history_reused > 0
+
+
+def test_what_comes_to_memory_is_the_beginning_of_the_queue_that_fits(tiny_settings):
+    with small(tiny_settings, 2.5) as engine:
+        said(engine, "a", "b", "c", "d")
+        engine.store.tier("memory").delete(set().union(*(keys_of(engine, name) for name in "abcd")))
+        engine.expect({"d": 3.0, "a": 1.0, "nobody": 0.0, "c": 2.0})
+        engine.flush()
+        assert [in_memory(engine, name) for name in "abcd"] == [1, 0, 1, 0]
+        engine.expect([])
+        said(engine, "e")
+        assert in_memory(engine, "e") == 1
+
+
+def test_a_later_process_knows_whose_kv_lies_on_disk(tiny_settings):
+    with Engine(tiny_settings) as engine:
+        said(engine, "a", "b", "c")
+        on_disk = engine.store.tier("disk").nbytes
+    full = tiny_settings.model_copy(update={"disk_bytes": on_disk, "memory_bytes": 0})
+    with Engine(full) as engine:
+        engine.expect(["a"])
+        said(engine, "d")
+        left = {name: len(engine.store.tier("disk").entries(keys_of(engine, name))) for name in "abcd"}
+        assert left["a"] == len(keys_of(engine, "a"))
+        assert left["b"] == 0
+        assert left["d"] == len(keys_of(engine, "d"))
+
+
+def test_a_prompt_says_which_conversation_it_goes_on_with(tiny_settings):
+    numbers = count()
+
+    def asked(engine: Engine, text: str, *before: tuple[str, str]) -> tuple[str | None, str]:
+        prompt = [*before, ("user", text)]
+        name = engine.session_of(prompt)
+        return name, engine.answer(prompt, Ask(max_tokens=4 + next(numbers))).text
+
+    with Engine(tiny_settings) as engine:
+        assert engine.session_of([("user", "Who?")], Ask(session="one")) == "one"
+        nobody, answer = asked(engine, "Who kept it?")
+        assert nobody is None
+        known, _ = asked(engine, "And when?", ("user", "Who kept it?"), ("assistant", answer))
+        assert known in {info.id for info in engine.sessions.ls()}
+        assert engine.session_of("Who kept it?") is None
