@@ -92,7 +92,7 @@ class Engine:
         self.links = Links(self.settings.streams)
         self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
         known = self._booked, self._prompter, lambda: self.encoder, self.store, self.outlook
-        self._talks = Conversations(self.settings, *known)
+        self._talks: Conversations = Conversations(self.settings, *known)
         registry = Registry(self.store, self._booked, self.settings.salt)
         self.schemas = Schemas(self.settings, registry, self._prompter, lambda: self.encoder)
         own = self._planner, self._prefiller, self._bringer, self._talks
