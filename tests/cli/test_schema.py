@@ -79,7 +79,7 @@ def test_a_prompt_in_a_file_is_asked_over_its_modules(given, tiny_settings):
         from ragfuse.modules import read_prompt
 
         request = read_prompt(given / "ask.xml")
-        assert told["answer"] == engine.answer(request).text
+        assert told["answer"].startswith(engine.answer(request).text)  # which is given less room
         more = engine.answer(request.asking("And what do I eat?")).trace.tokens
     assert said("ask", "And what do I eat?", "--pml", given / "ask.xml")["trace"]["tokens"] == more
     assert "trip" in run("ask", "--pml", given / "ask.xml", "--explain").output

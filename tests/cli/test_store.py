@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 from ragfuse.cli.door import app
 from ragfuse.cli.entries import show_lines
 from ragfuse.core import ChunkKey, Entry, amid
-from ragfuse.keeping import Keeping, Line, Tenant, Wish, hidden, open_kept, remember_tenant
+from ragfuse.keeping import Keeping, Line, Wish, open_kept
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import Book, DiskTier, KVStore
+from ragfuse.tenants import Tenant, hidden, remember_tenant
 from tests.store.kit import ROOT, asked, files, key, kv
 from tests.store.redis_server import RedisServer
 from tests.store.s3_server import S3Server
