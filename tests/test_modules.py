@@ -352,3 +352,19 @@ def test_a_refused_model_answers_by_full_prefill(of) -> None:
     answer = engine.answer(parse_prompt(ALL_LINES))
     assert "dynamic" in answer.trace.refusal
     assert answer.token_ids == full(engine, parse_prompt(ALL_LINES)).token_ids
+
+
+def test_kv_that_cannot_be_moved_is_used_in_place_alone(of) -> None:
+    engine = of("gpt2")
+    engine.register(LINES)
+    long = parse_prompt(f'<prompt schema="lines"><two/>{"word " * 30}<three/>What?</prompt>')
+    with pytest.raises(PMLError, match="cannot be moved"):
+        engine.answer(long)
+    blended = engine.answer(parse_prompt(ALL_LINES), Ask(blend=True)).trace
+    assert "hidden states" in blended.refusal
+    assert engine.answer("Anything else.").trace.refusal != ""
+    engine.flush()
+    engine.store.clear()
+    assert engine.answer(parse_prompt(ALL_LINES)).trace.modules == ()
+    engine.flush()
+    assert engine.answer(parse_prompt(ALL_LINES)).trace.modules == (".", "two", "three")

@@ -500,10 +500,10 @@ def test_pins_are_kept_and_taken_off(told, filled):
 def two_tiers(monkeypatch):
     """The settings' store with a second folder behind it."""
 
-    def opened(settings, evict, codecs):
+    def opened(settings, evict, codecs, evict_behind):
         folder = settings.store_path
         disk = DiskTier(folder, settings.disk_bytes, evict)
-        return KVStore([disk, DiskTier(folder.with_name("cold"), 20 * MB, evict, name="cold")], codecs)
+        return KVStore([disk, DiskTier(folder.with_name("cold"), 20 * MB, evict_behind, name="cold")], codecs)
 
     monkeypatch.setattr("ragfuse.keeping.open_store", opened)
 
