@@ -102,7 +102,7 @@ def test_each_method_reuses_what_it_is_said_to(settings, questions):
         with serving(settings, 1, 60.0, **told) as server:
             bench = _Bench(server, name, Path(settings.model).name, cases, options, None)  # type: ignore[arg-type]
             bodies = bench._bodies(figure_requests(cases))
-            for body in (*bodies, *bodies):
+            for body in (*bodies, *bodies, *bodies):
                 line = HTTPConnection(*server.place, timeout=60)
                 line.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
                 trace = json.loads(line.getresponse().read())["ragfuse"]
