@@ -75,6 +75,7 @@ def test_random_weights_write_json_in_time(random_engine, schema, options):
         assert len(answer.token_ids) <= limit
 
 
+@pytest.mark.embedded
 def test_the_embedded_model_writes_json_in_time(small_engine):
     for schema, options in ((TWO, {}), (TWO, WARM), (TREE, {}), (TREE, WARM)):
         ask = Ask(grammar=Grammar.json(schema), max_tokens=60, options=options, seed=3)

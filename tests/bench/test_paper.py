@@ -76,6 +76,7 @@ def test_quality_stands_beside_speed(wanted: Wanted, tmp_path: Path, name: str, 
     assert all(row["kl"] is None for row in rows if row["method"].startswith("map"))
 
 
+@pytest.mark.slow
 def test_sizes_are_measured_by_number_and_by_length(wanted: Wanted, tmp_path: Path, monkeypatch: Any) -> None:
     real, asked = paper.run_ttft, []
 
@@ -103,6 +104,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "DEVICES", {"disk": 0.0, "objects 100 MB/s": 100.0, "objects 1 MB/s": 1.0})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 def test_every_device_has_the_controller_s_ratio_and_one_is_taken(wanted: Wanted, tmp_path: Path) -> None:
     rows = run("fig10", replace(wanted, quick=True), tmp_path)["rows"]
@@ -118,6 +120,7 @@ def test_every_device_has_the_controller_s_ratio_and_one_is_taken(wanted: Wanted
     assert loads[-1] > max(loads[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_chunks")
 def test_every_method_is_timed_on_every_device_beside_its_score(wanted: Wanted, tmp_path: Path) -> None:
     rows = run("fig17", replace(wanted, quick=True), tmp_path)["rows"]

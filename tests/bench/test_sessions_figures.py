@@ -74,6 +74,7 @@ def test_less_that_is_new_saves_more(wanted):
     assert all(row["ahead_s"] < row["loaded_s"] < row["recompute_s"] for row in rows)
 
 
+@pytest.mark.slow
 def test_tasks_on_a_document_reuse_it(wanted, tmp_path):
     result = run_paper("as-fig25", wanted, tmp_path / "25.png")
     assert [row["document"] for row in result["rows"]] == [100, 200, 600]

@@ -104,6 +104,7 @@ def debris(tmp_path):
     return [path for path in partial if path.parent.name != "models"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_indexing_and_while_encoding_leaves_no_debris_and_the_command_goes_on(
     start, told, long_book, tmp_path
 ):

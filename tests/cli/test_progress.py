@@ -41,6 +41,7 @@ def on_a_terminal(environment, *arguments):
     return said.decode()
 
 
+@pytest.mark.slow
 def test_verify_says_on_a_terminal_what_it_is_at_and_takes_it_away(environment):
     said = on_a_terminal(environment, "verify")
     assert re.search(r"verifying: \w+", said)  # of a tiny model's checks not each lasts until the next frame

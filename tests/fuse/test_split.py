@@ -29,7 +29,7 @@ def some(total: int, count: int) -> list[int]:
 ROWS = {
     "a few": (200, [0, 31, 32, 63, 64, 150, 199]),
     "from the first": (300, some(300, 90)),
-    "several blocks": (700, some(700, 3 * BLOCK + 5)),
+    "several blocks": (360, some(360, 2 * BLOCK + 5)),
     "one left over": (400, some(400, BLOCK + 1)),
     "at the end": (333, list(range(300, 333))),
     "on the tiles": (320, list(range(KEY_TILE - 1, 320, KEY_TILE))),

@@ -68,6 +68,7 @@ def hits(message: AIMessage) -> list[str]:
     return [each["source"] for each in segments if each["kind"] == "chunk" and each["hit"]]
 
 
+@pytest.mark.embedded
 def test_what_a_retriever_tool_returns_hits_in_an_agents_loop(llm: ChatRagFuse, retriever: Any) -> None:
     RagFuseIndexer(llm).index(DOCUMENTS)
     tools, heard = [create_retriever_tool(retriever, "search", "Searches letters from Port Elling.")], Heard()
@@ -84,6 +85,7 @@ def test_what_a_retriever_tool_returns_hits_in_an_agents_loop(llm: ChatRagFuse, 
     assert found["output"] == answered.content != ""
 
 
+@pytest.mark.embedded
 def test_artifacts_of_a_loop_by_hand_are_learnt_at_first_use(llm: ChatRagFuse, retriever: Any) -> None:
     """Nothing was indexed: the documents beside the tool's message say where each begins and ends."""
     search = create_retriever_tool(

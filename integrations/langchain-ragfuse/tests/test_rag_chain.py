@@ -62,6 +62,7 @@ def test_an_lcel_chain_reuses_what_was_indexed(real_engine: Engine, retriever: A
     assert "green" in full.content
 
 
+@pytest.mark.embedded
 def test_stuff_chain_and_fused_chain_reuse_their_documents(real_engine: Engine, retriever: Any) -> None:
     llm, given = ChatRagFuse(engine=real_engine), {"context": retriever.invoke(QUESTION), "question": QUESTION}
     message = RunnableLambda(lambda answer: answer)

@@ -129,6 +129,7 @@ async def test_precomputing_tells_its_progress(llm: RagFuseLLM) -> None:
     assert (done.chunks, done.encoded, seen) == (3, 2, [0, 1, 2])
 
 
+@pytest.mark.embedded
 async def test_a_real_index_answers_from_the_store(real_engine: Engine, minilm: str, heard: Heard) -> None:
     """Real splits, embeddings and FAISS index; nothing changed but the LLM and one step of the ingest."""
     llm, embedder = RagFuseLLM(engine=real_engine), HuggingFaceEmbedding(model_name=minilm)
