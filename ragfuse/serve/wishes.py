@@ -100,7 +100,7 @@ def turns_of(messages: Sequence[Message], documents: Sequence[str | Document] = 
         names |= {call.id: call.name for call in turn.tool_calls}
         turns.append(turn)
     turns = Turn.joined(turns)
-    if not any(turn.tool_calls or any(_text(part).strip() for part in turn.content) for turn in turns):
+    if not any(turn.says_something for turn in turns):
         raise Refusal(
             400, "The messages hold no text; wanted at least one that asks something.", "unusable", "messages"
         )
@@ -215,7 +215,3 @@ def grammar_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
             "response_format",
         )
     return Grammar.json(schema)
-
-
-def _text(part: str | Piece) -> str:
-    return part if isinstance(part, str) else part.text

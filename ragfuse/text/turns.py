@@ -25,6 +25,12 @@ class Turn:
     tool_call_id: str = ""
     name: str = ""
 
+    @property
+    def says_something(self) -> bool:
+        """Whether it holds more than white space, or calls tools."""
+        texts = (part if isinstance(part, str) else part.text for part in _listed(self.content))
+        return bool(self.tool_calls) or any(text.strip() for text in texts)
+
     @staticmethod
     def joined(turns: Iterable[Turn]) -> list[Turn]:
         """These turns, neighbours of one role as one: a chat template may want roles to alternate.

@@ -52,7 +52,7 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[Turn]:
         names |= {call.id: call.name for call in turn.tool_calls}
         turns.append(turn)
     turns = Turn.joined(turns)
-    if not any(turn.tool_calls or any(_text(part).strip() for part in turn.content) for turn in turns):
+    if not any(turn.says_something for turn in turns):
         raise InputError(f"The {len(messages)} messages hold no text; wanted at least one that asks something.")
     return turns
 
@@ -144,7 +144,3 @@ def _cut(parts: Sequence[Part], documents: Iterator[Document]) -> list[Part]:
 def _around(text: str, chunk: Piece) -> list[Part]:
     first, *others = text.split(chunk.text)
     return [part for part in (first, *(each for other in others for each in (chunk, other))) if part != ""]
-
-
-def _text(part: Part) -> str:
-    return part if isinstance(part, str) else part.text
