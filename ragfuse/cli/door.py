@@ -22,6 +22,7 @@ from ragfuse.cli import (
     load_benches,
     measure,
     models,
+    module_benches,
     schema,
     serve,
     session_benches,
@@ -103,6 +104,7 @@ benches.bench.command("stream")(kv_benches.stream)
 benches.bench.command("conversation")(talk_benches.conversation)
 benches.bench.command("throughput")(load_benches.throughput)
 benches.bench.command("sessions")(session_benches.sessions)
+benches.bench.command("modules")(module_benches.modules)
 app.add_typer(benches.bench, name="bench")
 app.add_typer(models.models, name="models")
 app.add_typer(store.store, name="store")

@@ -1,0 +1,79 @@
+"""Time to the first token against the prompt's length, all of it computed and nearly all of it cached.
+
+Computing grows faster than the prompt; placing modules grows with it (Prompt Cache 5.4, figure 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import log
+from typing import Any
+
+from ragfuse.bench.modules.asked import timed
+from ragfuse.bench.modules.cases import long_schema, over_all
+from ragfuse.bench.quality.cases import Packing, read_cases
+from ragfuse.bench.runner import Runner
+from ragfuse.core import digest
+from ragfuse.engine import Engine
+from ragfuse.errors import InputError
+
+LENGTHS = (512, 1024, 2048, 3072)
+MODULE_TOKENS = 256
+LONG, MOSTLY = 2000, 0.95
+"""Tokens and cached share of the prompts on which the cache's worth is told in one number."""
+QUESTION = "Which of these notes is the oldest?"
+
+
+def slope(engine: Engine, runner: Runner, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for a prompt of at least so many tokens, of each length; InputError where it does not fit the model."""
+    rows = []
+    for length in lengths:
+        texts = notes(engine, length)
+        schema = long_schema(f"notes-{length}", texts)
+        engine.register(schema)
+        engine.flush()
+        rows.append(timed(engine, over_all(schema, len(texts), QUESTION), runner, f"{length:,} tokens"))
+        engine.schemas.remove(schema.name)
+    return rows
+
+
+def notes(engine: Engine, tokens: int) -> list[str]:
+    """Texts of about `MODULE_TOKENS` each, from the questions that come along, of `tokens` tokens in all."""
+    found, held, left = list[str](), list[str](), tokens
+    for text in _paragraphs(engine):
+        held.append(text)
+        size = len(engine.tokens(" ".join(held)))
+        if size >= min(MODULE_TOKENS, left):
+            found.append(" ".join(held))
+            held, left = [], left - size
+        if left <= 0:
+            return found
+    raise InputError(f"Wanted text of {tokens:,} tokens, found {tokens - left:,}: take shorter prompts.")
+
+
+def _paragraphs(engine: Engine) -> Iterator[str]:
+    """Each paragraph once, however many questions are about it."""
+    seen = set[str]()
+    for case in read_cases("held-out", Packing(lambda text: len(engine.tokens(text)))):
+        for text in case.chunks:
+            if (name := digest(text)) not in seen:
+                seen.add(name)
+                yield text
+
+
+def at_length(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """How many times sooner a prompt of 2,000 tokens or more begins, 95% of it cached; None where none is so."""
+    fit = [row for row in rows if row["tokens"] >= LONG and row["cached_share"] >= MOSTLY]
+    return float(min(fit, key=lambda row: int(row["tokens"]))["ttft_x"]) if fit else None
+
+
+def growth(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """The exponent k of seconds ~ tokens^k, by least squares of their logarithms; None of fewer than two lengths.
+
+    1: linear, 2: quadratic.
+    """
+    points = [(log(row["tokens"]), log(row[key])) for row in rows]
+    if len({x for x, _ in points}) < 2:
+        return None
+    mx, my = (sum(each) / len(points) for each in zip(*points, strict=True))
+    return sum((x - mx) * (y - my) for x, y in points) / sum((x - mx) ** 2 for x, _ in points)

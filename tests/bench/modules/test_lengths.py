@@ -1,0 +1,40 @@
+"""How seconds grow, and which prompts the cache's worth is told on."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragfuse.bench.modules.lengths import at_length, growth, notes
+from ragfuse.errors import InputError
+
+
+@pytest.mark.parametrize("power", [1, 1.5, 2])
+def test_the_exponent_of_a_power_is_found(power: float) -> None:
+    rows = [{"tokens": n, "s": 0.003 * n**power} for n in (512, 1000, 3072)]
+    assert growth(rows, "s") == pytest.approx(power)
+
+
+def test_of_one_length_no_growth_is_told() -> None:
+    assert growth([{"tokens": 512, "s": 1.0}] * 2, "s") is None
+
+
+def test_the_worth_is_told_on_the_shortest_prompt_that_is_long_enough_and_mostly_cached() -> None:
+    rows = [
+        {"tokens": 3000, "cached_share": 0.99, "ttft_x": 20.0},
+        {"tokens": 1999, "cached_share": 0.99, "ttft_x": 9.0},
+        {"tokens": 2000, "cached_share": 0.94, "ttft_x": 10.0},
+        {"tokens": 2100, "cached_share": 0.95, "ttft_x": 11.0},
+    ]
+    assert at_length(rows) == 11.0
+    assert at_length(rows[1:3]) is None
+
+
+def test_notes_have_as_many_tokens_as_asked_and_each_text_once(engine) -> None:
+    found = notes(engine, 1500)
+    assert 1500 <= sum(len(engine.tokens(text)) for text in found) < 3500
+    assert len(set(found)) == len(found) > 1
+
+
+def test_more_notes_than_there_are_is_told(engine) -> None:
+    with pytest.raises(InputError, match="Wanted text of 90,000,000 tokens"):
+        notes(engine, 90_000_000)

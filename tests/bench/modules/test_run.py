@@ -1,0 +1,120 @@
+"""The benchmark of modules on a tiny model: what it says, and that both ways are what they are called."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ragfuse import Ask, Engine, Settings
+from ragfuse.bench.modules.asked import first_logits, measured, registered
+from ragfuse.bench.modules.cases import ModuleCase, uses
+from ragfuse.bench.modules.memory import Batch, batch_memory
+from ragfuse.bench.modules.memory import measured as in_this_process
+from ragfuse.bench.modules.run import ModuleOptions, by_set, run_modules
+from ragfuse.bench.runner import Runner
+from ragfuse.text.pml import parse_prompt, parse_schema
+from tests.tiny import CHUNKS
+
+KEYS = {"speedup_2k", "slope", "batch_memory_ratio", "cases"}
+DOORS = """<schema name="doors">All that is known of the doors of lighthouses:
+<module name="green">The northern one is green.</module><module name="red">The southern one is red.</module></schema>"""
+
+
+@pytest.fixture
+def doors() -> ModuleCase:
+    prompt = '<prompt schema="doors"><green/><red/>Which door is red?</prompt>'
+    return ModuleCase("doors", parse_schema(DOORS), parse_prompt(prompt), ("the southern one",), max_tokens=6)
+
+
+@pytest.fixture
+def sets(tmp_path: Path) -> tuple[str, ...]:
+    texts = [{"title": "", "text": chunk} for chunk in CHUNKS[:3]]
+    rows = [{"id": i, "question": f"Who is {i}?", "answers": ["x"], "ctxs": texts} for i in range(3)]
+    path = tmp_path / "made.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return (str(path),)
+
+
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+def test_a_tiny_run_has_the_wanted_keys_and_says_them(varied_path: Path, tmp_path: Path, sets) -> None:
+    settings = Settings(model=str(varied_path), dtype="float32", home=tmp_path)
+    console = Console(file=io.StringIO(), width=160)
+    options = ModuleOptions(uses=(), sets=sets, limit=2, lengths=(300, 2000), batch=None, rounds=1)
+    result = run_modules(settings, ModuleOptions(**{**vars(options), "plot": tmp_path / "m.png"}), console)
+    assert set(result) >= KEYS
+    assert json.loads(json.dumps(result)) == result
+    assert [set(row) >= {"tokens", "full_s", "cached_s"} for row in result["slope"]] == [True, True]
+    assert result["speedup_2k"] > 1
+    assert result["growth"]["full"] is not None
+    assert [row["name"] for row in result["cases"]] == sorted(row["name"] for row in result["cases"])
+    assert all(row["cached_share"] > 0.5 and row["answer_full"] and row["answer_cached"] for row in result["cases"])
+    assert result["by_set"][0]["n"] == len(result["cases"]) == 2
+    assert (tmp_path / "m.png").read_bytes().startswith(b"\x89PNG")
+    said = console.file.getvalue()
+    assert "made (n = 2)" in said
+    assert "MB a token" in said
+
+
+def test_both_ways_hold_the_same_tokens_at_the_same_positions(engine: Engine, doors: ModuleCase) -> None:
+    with registered(engine, doors):
+        full, cached = (first_logits(engine, doors.request, ask) for ask in (Ask(reuse=False), Ask()))
+    assert full.plan.prompt.token_ids == cached.plan.prompt.token_ids
+    assert full.plan.prompt.positions.tolist() == cached.plan.prompt.positions.tolist()
+    assert full.plan.refusal
+    assert len(cached.plan.fetches) == 3
+    assert engine.schemas.ls() == []
+
+
+def test_a_case_is_measured_with_its_answers_and_their_scores(engine: Engine, doors: ModuleCase) -> None:
+    row = measured(engine, doors, Runner(1, engine.model.device, quiet()))
+    assert row["same"] == (row["answer_full"] == row["answer_cached"])
+    assert 0 <= row["score_cached"] <= 1
+    assert (row["modules"], row["cached_tokens"] < row["tokens"]) == (3, True)
+    texts = "All that is known of the doors of lighthouses:\n", "The northern one is green.", "The southern one is red."
+    tokens = sum(len(engine.tokens(text)) for text in texts)
+    assert row["kv_mb"] == pytest.approx(tokens * engine.model.nbytes_per_token / 1e6)
+
+
+def test_a_set_s_time_is_of_all_its_questions() -> None:
+    rows = [
+        {"dataset": "a", "full_s": 3.0, "cached_s": 1.0, "tokens": 10, "cached_share": 0.5, "same": True},
+        {"dataset": "", "full_s": 9.0, "cached_s": 1.0, "tokens": 10, "cached_share": 0.5, "same": True},
+        {"dataset": "a", "full_s": 1.0, "cached_s": 1.0, "tokens": 20, "cached_share": 0.9, "same": False},
+    ]
+    (found,) = by_set(rows)
+    assert found["ttft_x"] == 2.0
+    assert (found["n"], found["tokens"], found["same"], found["score_full"]) == (2, 15, 0.5, None)
+
+
+def test_a_batch_reuses_the_module_that_its_prompts_share(engine: Engine) -> None:
+    told = in_this_process(engine, Batch(3, 400, 3))
+    assert len(told["answers"]) == 3
+    assert told["peak"] >= told["base"] > 0
+    assert told["module_nbytes"] >= 400 * engine.model.nbytes_per_token
+
+
+@pytest.mark.slow
+def test_a_batch_is_measured_in_processes_of_their_own(varied_path: Path, tmp_path: Path) -> None:
+    settings = Settings(model=str(varied_path), dtype="float32", home=tmp_path)
+    told = batch_memory(settings, Batch(3, 400, 3), 1)
+    assert told["same_answers"]
+    assert told["batch_memory_ratio"] == told["peak_rss"]["on"] / told["peak_rss"]["off"]
+    assert min(told["loaded_rss"].values()) > 100e6
+
+
+@pytest.mark.slow
+@pytest.mark.embedded
+def test_the_uses_are_answered_over_their_modules_by_the_embedded_model(smollm_path: Path, tmp_path: Path) -> None:
+    with Engine(Settings(model="smollm2-135m-reader", dtype="float32", store=tmp_path)) as engine:
+        for case in uses():
+            short = ModuleCase(case.name, case.schema, case.request, max_tokens=8)
+            row = measured(engine, short, Runner(1, engine.model.device, quiet()))
+            assert row["cached_share"] > 0.85
+            assert row["ttft_x"] > 1
