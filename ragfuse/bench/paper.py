@@ -1,6 +1,7 @@
 """The figures of the CacheBlend paper, measured here: `ragfuse bench paper fig6` and 7, 8, 10, 12 to 17.
 
-Those of CacheGen are `codec/figures.py`'s, those of AttentionStore `sessions/`'s.
+Those of CacheGen are `codec/figures.py`'s, those of AttentionStore `sessions/`'s, those of Prompt Cache
+`modules/figures.py`'s.
 
 Each figure is a table beside what the paper says, a picture, and the settings that differ. Quality is measured on the
 model that is named, which is far smaller than the paper's; what should carry over are the shapes and the ratios.
@@ -28,6 +29,7 @@ from ragfuse.bench.deviation import (
     neighbours,
 )
 from ragfuse.bench.figure import Figure, Rows, Wanted, by_random_tokens, run_figure
+from ragfuse.bench.modules.figures import PROMPTCACHE
 from ragfuse.bench.presets import bench_model
 from ragfuse.bench.quality.cases import Case, Packing, read_cases
 from ragfuse.bench.quality.methods import Lab, Method, methods_of
@@ -53,7 +55,7 @@ BLEND = "hkvd@alone"
 
 def run_paper(name: str, wanted: Wanted, picture: Path | None) -> dict[str, Any]:
     """Measure a figure of one of the papers; SettingsError if there is none of that name."""
-    known = {**FIGURES, **CACHEGEN, **ATTENTIONSTORE, **LOADING, **DOCUMENTS}
+    known = {**FIGURES, **CACHEGEN, **ATTENTIONSTORE, **LOADING, **DOCUMENTS, **PROMPTCACHE}
     if name not in known:
         raise SettingsError(f"There is no figure '{name}' here. It is one of: {', '.join(known)}.")
     return run_figure(name, known[name], wanted, picture)

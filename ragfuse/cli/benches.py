@@ -282,7 +282,8 @@ def paper(
         str,
         typer.Argument(
             help="fig6, 7, 8, 10 or 12 to 17 of CacheBlend, as in fig12; cg-fig3, 4, 5, 9, 11, 12, 13, 14 or 15 of "
-            "CacheGen; as-fig13, 14, 17 to 25 or as-table1 of AttentionStore, which is simulated up to 24."
+            "CacheGen; as-fig13, 14, 17 to 25 or as-table1 of AttentionStore, which is simulated up to 24; pc-fig3, 4, "
+            "5, pc-table1 or 2 of Prompt Cache."
         ),
     ],
     model: Model = None,
@@ -291,8 +292,8 @@ def paper(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Data set as for `bench quality`; held-out unless given. Repeat for more. CacheGen, AttentionStore: a "
-            "folder of them; cg-fig13: what `bench stream` wrote."
+            help="Data set as for `bench quality`; held-out unless given. Repeat for more. CacheGen, AttentionStore, "
+            "Prompt Cache: a folder of them; cg-fig13: what `bench stream` wrote."
         ),
     ] = None,
     limit: Annotated[
@@ -309,7 +310,7 @@ def paper(
     plot: Annotated[Path | None, typer.Option(help="Draw the figure here (PNG).")] = None,
     json: Json = None,
 ) -> None:
-    """A figure of the CacheBlend, CacheGen or AttentionStore paper, measured here beside what the paper says."""
+    """A figure of the CacheBlend, CacheGen, AttentionStore or Prompt Cache paper, measured beside what that says."""
     from ragfuse.bench.figure import Wanted
     from ragfuse.bench.paper import run_paper
     from ragfuse.bench.plots import require_plotting

@@ -6,7 +6,7 @@ Computing grows faster than the prompt; placing modules grows with it (Prompt Ca
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import log
+from math import ceil, log
 from typing import Any
 
 from ragfuse.bench.modules.asked import timed
@@ -25,7 +25,7 @@ QUESTION = "Which of these notes is the oldest?"
 
 
 def slope(engine: Engine, runner: Runner, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """A row for a prompt of at least so many tokens, of each length; InputError where it does not fit the model."""
+    """A row for a prompt of each length, about; InputError where it does not fit the model."""
     rows = []
     for length in lengths:
         texts = notes(engine, length)
@@ -38,16 +38,17 @@ def slope(engine: Engine, runner: Runner, lengths: Sequence[int]) -> list[dict[s
 
 
 def notes(engine: Engine, tokens: int) -> list[str]:
-    """Texts of about `MODULE_TOKENS` each, from the questions that come along, of `tokens` tokens in all."""
-    found, held, left = list[str](), list[str](), tokens
+    """Texts of about `MODULE_TOKENS` each, from the questions that come along, of `tokens` tokens in all, about."""
+    found, held, left = list[str](), "", tokens
     for text in _paragraphs(engine):
-        held.append(text)
-        size = len(engine.tokens(" ".join(held)))
-        if size >= min(MODULE_TOKENS, left):
-            found.append(" ".join(held))
-            held, left = [], left - size
-        if left <= 0:
-            return found
+        held = f"{held} {text}".strip()
+        size = len(engine.tokens(held))
+        if size >= left:
+            words = held.split(" ")
+            return [*found, " ".join(words[: ceil(len(words) * left / size)])]
+        if size >= MODULE_TOKENS:
+            found.append(held)
+            held, left = "", left - size
     raise InputError(f"Wanted text of {tokens:,} tokens, found {tokens - left:,}: take shorter prompts.")
 
 

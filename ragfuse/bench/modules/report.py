@@ -78,13 +78,24 @@ def _memory(told: Result) -> list[str]:
         {way: f"{told[key][way] / 1e6:,.0f} MB" for way in ("on", "off")}
         for key in ("peak_rss", "loaded_rss", "above_model")
     )
-    ratio, module = told["above_model_ratio"], f"{told['module_nbytes'] / 1e6:,.0f} MB of KV"
-    return [
+    module = f"{told['module_nbytes'] / 1e6:,.0f} MB of KV"
+    lines = [
         f"{told['prompts']} prompts that share a module of {told['tokens']:,} tokens ({module}) take at most "
         f"{peak['on']} with sharing and {peak['off']} without: {told['batch_memory_ratio']:.0%}.",
         f"The loaded process alone has {base['on']} and {base['off']}; above that are {above['on']} and "
-        f"{above['off']}{'' if ratio is None else f': {ratio:.0%}'}.",
+        f"{above['off']}: {_share(told['above_model_ratio'])}.",
     ]
+    others = [(name, each) for name, each in told["by_allocator"].items() if name != told["allocator"]]
+    for name, each in others:
+        lines.append(
+            f"That is glibc with {told['allocator']} (MALLOC_ARENA_MAX=1); by {name}, where each thread keeps what it "
+            f"frees, it is {each['batch_memory_ratio']:.0%}, and {_share(each['above_model_ratio'])} above the process."
+        )
+    return lines
+
+
+def _share(value: float | None) -> str:
+    return "an unknown share" if value is None else f"{value:.0%}"
 
 
 def draw_modules(result: Result, path: Path) -> None:

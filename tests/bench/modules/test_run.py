@@ -106,6 +106,7 @@ def test_a_batch_is_measured_in_processes_of_their_own(varied_path: Path, tmp_pa
     told = batch_memory(settings, Batch(3, 400, 3), 1)
     assert told["same_answers"]
     assert told["batch_memory_ratio"] == told["peak_rss"]["on"] / told["peak_rss"]["off"]
+    assert told["by_allocator"][told["allocator"]]["above_model"] == told["above_model"]
     assert min(told["loaded_rss"].values()) > 100e6
 
 
