@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.modules import modules
+from benchmarks.tables import number, table
+
 DOCS = Path(__file__).parents[1] / "docs"
 Result = Mapping[str, Any]
 MOST_ROWS = 30
@@ -62,18 +65,6 @@ def _where(name: str, run: Result) -> str:
     return f"[{name}](benchmarks/{name}): " + "; ".join(part for part in said if part) + "."
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A Markdown table, its first column to the left."""
-    yield "| " + " | ".join(columns) + " |"
-    yield "| --- |" + " ---: |" * (len(columns) - 1)
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
-
-
-def _number(value: float | None, form: str = ".3f") -> str:
-    return "" if value is None else format(value, form)
-
-
 def _interval(found: Sequence[float] | None, form: str = ".3f") -> str:
     return "" if not found else f"{found[0]:{form}}..{found[1]:{form}}"
 
@@ -100,14 +91,14 @@ def _quality_row(row: Result, score: str) -> list[str]:
     over = row.get("kl_over_reuse")
     return [
         _named(row),
-        _number(row[score]),
+        number(row[score]),
         _interval(row.get(f"{score}_ci")),
         "" if row["method"] == "full" else _interval(row.get("to_full_ci"), "+.3f"),
-        _number(row["em"]),
-        _number(row["kl"]),
+        number(row["em"]),
+        number(row["kl"]),
         "" if over is None else f"{over:.3f} ({_interval(row.get('kl_over_reuse_ci'), '.2f')})",
-        _number(row["top1"]),
-        _number(row["identical"], ".0%"),
+        number(row["top1"]),
+        number(row["identical"], ".0%"),
         f"{row['ttft_x']:.1f}x",
     ]
 
@@ -122,9 +113,9 @@ def _calibration(run: Result) -> Iterator[str]:
             [
                 each["policy"],
                 f"{each['ratio']:.0%}",
-                _number(each["kl_over_reuse"]),
+                number(each["kl_over_reuse"]),
                 _interval((each["low"], each["high"])),
-                _number(each["top1"]),
+                number(each["top1"]),
                 f"{each['ttft_x']:.1f}x",
                 "yes" if each["is_safe"] else "",
             ]
@@ -160,7 +151,7 @@ def _codec(run: Result) -> Iterator[str]:
     yield from table(columns, [_codec_row(row) for row in rows])
     yield ""
     keys = ("bytes_over_fp16", "kl", "top1")
-    ideas = [[idea["name"], *(_number(idea[key]) for key in keys)] for idea in run["ideas"]]
+    ideas = [[idea["name"], *(number(idea[key]) for key in keys)] for idea in run["ideas"]]
     yield from table(("idea", "of fp16", "KL", "top-1"), ideas)
     yield ""
     found = [(f"{row['shape']}, {_coded_by(row['level'], row)}", row["decode_over_prefill"]) for row in run["shapes"]]
@@ -181,13 +172,13 @@ def _codec_row(row: Result) -> list[str]:
     delta = row["f1_delta"]
     return [
         _coded_by(row["name"], row),
-        _number(row["bytes_over_fp16"]),
-        _number(row["x_vs_int8"], ".2f"),
-        _number(row["kl"], ".4f"),
-        *(_number(row[key]) for key in ("top1", "top1_answers")),
+        number(row["bytes_over_fp16"]),
+        number(row["x_vs_int8"], ".2f"),
+        number(row["kl"], ".4f"),
+        *(number(row[key]) for key in ("top1", "top1_answers")),
         "" if delta is None else f"{delta:+.3f} ({_interval(row['f1_delta_ci'], '+.3f')})",
-        *(_number(row[key], ",.0f") for key in ("encode_mbps", "decode_mbps")),
-        _number(row["decode_over_prefill"], ".1%"),
+        *(number(row[key], ",.0f") for key in ("encode_mbps", "decode_mbps")),
+        number(row["decode_over_prefill"], ".1%"),
     ]
 
 
@@ -292,7 +283,7 @@ def _load(run: Result) -> Iterator[str]:
 def _controller(run: Result) -> Iterator[str]:
     yield (
         f"Time to the first token of {run['plans']} plans: off by {run['median_abs_err']:.1%} (median), "
-        f"{run['p90_abs_err']:.1%} (90%); the ratio by at most {_number(run['ratio_gap_max'], '.2f')}."
+        f"{run['p90_abs_err']:.1%} (90%); the ratio by at most {number(run['ratio_gap_max'], '.2f')}."
     )
     yield ""
     columns = ("MB/s", "policy", "least ratio", "chosen", "best by trying")
@@ -308,7 +299,7 @@ def _controller(run: Result) -> Iterator[str]:
 def _store(run: Result) -> Iterator[str]:
     columns = ("tier", "read MB/s", "a plain file", "write MB/s", "a plain file", "reads/s", "writes/s")
     keys = ("read_mbps", "raw_read_mbps", "write_mbps", "raw_write_mbps", "reads_per_s", "writes_per_s")
-    rows = [[each["tier"], *(_number(each[key], ",.0f") for key in keys)] for each in run["tiers"]]
+    rows = [[each["tier"], *(number(each[key], ",.0f") for key in keys)] for each in run["tiers"]]
     yield from table(columns, rows)
     yield ""
     yield (
@@ -354,6 +345,8 @@ SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator
     ("The figures of the CacheGen paper", lambda run: run.get("figure", "").startswith("cg-"), _figure),
     ("Conversations on one server, simulated", _has("settings", "look_ahead"), _sessions),
     ("The figures of the AttentionStore paper", lambda run: run.get("figure", "").startswith("as-"), _figure),
+    ("Prompts over modules", _has("speedup_2k"), modules),
+    ("The figures of the Prompt Cache paper", lambda run: run.get("figure", "").startswith("pc-"), _figure),
     ("Beside what people use today", _has("results", "peer"), _peers),
     ("The model swapped in a chain", _has("langchain"), _dropin),
     ("Time to first token, random weights", _has("prefix_x"), _ttft),

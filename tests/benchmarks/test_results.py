@@ -56,6 +56,22 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     drawn = {"sessions": 9000, "turns": 5.74, "over_4k": 0.149}
     runs["l"] = {"settings": [{"name": "128G/2T", "look_ahead": hits}], "loads": {"drawn": drawn}, "warm_turns": 10}
     runs["l"] |= {"events": 10**6, "events_per_s": 2e4}
+    use = {"name": "trip", "dataset": "", "tokens": 423, "cached_share": 0.948, "ttft_x": 6.1, "same": False}
+    use |= {"answer_full": "May", "answer_cached": "A `train`\nin May"}
+    asked = {"dataset": "held-out", "n": 12, "tokens": 1088.0, "cached_share": 0.986, "ttft_x": 10.8, "same": 0.5}
+    process = {"loaded_rss": {"on": 1e9, "off": 1e9}, "peak_rss": {"on": 12e8, "off": 15e8}}
+    process |= {"above_model": {"on": 2e8, "off": 5e8}, "batch_memory_ratio": 0.8, "above_model_ratio": 0.4}
+    runs["m"] = {"cases": [use], "by_set": [{**asked, "score_full": 0.5, "score_cached": 0.4}], "paper": "p"}
+    runs["m"] |= {
+        "slope": [{"tokens": 2106, "full_s": 7.0, "cached_s": 0.4}],
+        "speedup_2k": 17.5,
+        "mb_per_token": 0.0461,
+    }
+    runs["m"] |= {"growth": {"full": 1.2, "cached": 0.4}, "model": "m"}
+    runs["m"] |= {
+        "memory": {"by_allocator": {"one arena": process}, "prompts": 8, "tokens": 1024, "module_nbytes": 48e6}
+    }
+    runs["n"] = {"figure": "pc-fig5", "title": "t", "paper": "p", "rows": [{"tokens": 9}], "columns": ["tokens"]}
     for name, run in runs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
     made = page(tmp_path)
@@ -72,6 +88,12 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         "| 3.000 | cg2 |",
         "| 128G/2T, look ahead | 70.0% | 65.0% | 5.0% | 79.0% | 52 ms | 2,060 |",
         "Lines changed: 1 of the chain's 6",
+        "17.5 times sooner",
+        "| trip | 423 | 94.8% | 6.1x |  |  | 0% |",
+        "| held-out, n = 12 | 1,088 | 98.6% | 10.8x | 0.500 | 0.400 | 50% |",
+        "| one arena, sharing on | 1,000 MB | 1,200 MB | 200 MB | 80% | 40% |",
+        "`May` / `A 'train' in May`",
+        "**pc-fig5**",
     )
     for wanted in said:
         assert wanted in made

@@ -1,0 +1,74 @@
+"""Prompts over modules, as a section of the page of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmarks.tables import number, table
+
+Result = Mapping[str, Any]
+
+
+def modules(run: Result) -> Iterator[str]:
+    """What `ragfuse bench modules` found."""
+    grows, sooner = run["growth"], run["speedup_2k"]
+    times, powers = (
+        number(sooner, ".1f") or "An unknown number of",
+        [number(grows[w], ".2f") for w in ("full", "cached")],
+    )
+    yield (
+        f"{times} times sooner at 2,000 tokens or more, 95% of them cached. Seconds grow with tokens to the power of "
+        f"{powers[0]}, of the cached prompt {powers[1]}. KV takes {run['mb_per_token']:.4f} MB a token."
+    )
+    yield ""
+    columns = ("prompt", "tokens", "cached", "sooner", "score, full", "score, cached", "same answer")
+    uses = [{**row, "same": float(row["same"])} for row in run["cases"] if not row["dataset"]]
+    sets = [{**row, "name": f"{row['dataset']}, n = {row['n']}"} for row in run["by_set"]]
+    yield from table(columns, [_module_row(row) for row in (*uses, *sets)])
+    yield ""
+    rows = [[f"{row['tokens']:,}", *(number(row[f"{way}_s"]) for way in ("full", "cached"))] for row in run["slope"]]
+    yield from table(("tokens", "full s", "cached s"), rows)
+    yield ""
+    yield from _batch_memory(run["memory"])
+    yield f"The paper: {run['paper']}"
+    for row in run["cases"]:
+        if not row["dataset"]:
+            yield ""
+            said = (" ".join(row[f"answer_{way}"].split()).replace("`", "'") for way in ("full", "cached"))
+            yield f"{row['name']}, all computed and over its modules: " + " / ".join(f"`{text}`" for text in said)
+
+
+def _module_row(row: Result) -> list[str]:
+    scores = [number(row.get(f"score_{way}")) for way in ("full", "cached")]
+    return [
+        row["name"],
+        f"{row['tokens']:,.0f}",
+        f"{row['cached_share']:.1%}",
+        f"{row['ttft_x']:.1f}x",
+        *scores,
+        f"{row['same']:.0%}",
+    ]
+
+
+def _batch_memory(told: Result) -> Iterator[str]:
+    if not told:
+        return
+    yield (
+        f"{told['prompts']} prompts that share a module of about {told['tokens']:,} tokens "
+        f"({told['module_nbytes'] / 1e6:,.0f} MB of KV), each in a process of its own:"
+    )
+    yield ""
+    rows = [
+        [
+            f"{name}, sharing {way}",
+            *(f"{each[key][way] / 1e6:,.0f} MB" for key in ("loaded_rss", "peak_rss", "above_model")),
+            f"{each['batch_memory_ratio']:.0%}" if way == "on" else "",
+            number(each["above_model_ratio"], ".0%") if way == "on" else "",
+        ]
+        for name, each in told["by_allocator"].items()
+        for way in ("on", "off")
+    ]
+    columns = ("allocator", "loaded", "peak", "above loaded", "peak on / off", "above on / off")
+    yield from table(columns, rows)
+    yield ""
