@@ -24,7 +24,6 @@ from ragfuse.hf.common import Common, Span
 from ragfuse.hf.handover import generate, sharing
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.stream import StopWhen
-from ragfuse.plan.controller import is_blended
 from ragfuse.planning import Planner
 from ragfuse.prefilling import Prefiller
 from ragfuse.profiles import ModelProfile
@@ -117,14 +116,14 @@ class Answerer:
         return answer
 
     def _share(self, ready: Ready, model: HFModel) -> None:
-        """Let what was read and not computed again stand in memory once for all answers that are being written."""
+        """Let modules stand in memory once for all answers that are being written."""
         (cache, wiring), plan = sharing(model, ready.prefill), ready.plan
         if cache is None or wiring is None or plan.refusal or ready.stream is not None:
             return
         spans = []
         for fetch in plan.fetches:
             segment, (lo, hi) = plan.prompt.segments[fetch.segment], plan.prompt.spans[fetch.segment]
-            if not is_blended(plan.prompt, fetch):
+            if segment.kind == "module":
                 spans.append(Span(lo, hi, (fetch.key, fetch.level, segment.rows, segment.turn)))
         self.common.share(cache, sorted(spans, key=lambda span: span.lo), wiring.windows)
 

@@ -112,8 +112,8 @@ class Settings(BaseSettings):
 
     share: bool = Field(
         default=True,
-        description="Whether answers that are written at the same time hold modules and history that they have in "
-        "common once, in memory.",
+        description="Whether answers that are written at the same time hold modules that they have in common once, "
+        "in memory.",
     )
     policy: str = Field(
         default="auto", description="Selection policy, see ragfuse.fuse.select; auto: by what the store holds."

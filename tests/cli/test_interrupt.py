@@ -10,6 +10,8 @@ import time
 import pytest
 from typer.testing import CliRunner
 
+from ragfuse.bench import runner
+from ragfuse.bench.quality import report
 from ragfuse.cli.door import app
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore
@@ -104,6 +106,24 @@ def debris(tmp_path):
     return [path for path in partial if path.parent.name != "models"]
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_ctrl_c_in_a_benchmark_promises_what_is_kept_alone(environment, monkeypatch, tmp_path, named):
+    """What `--json` names has its measurements beside it; without it they are gone."""
+    rows = tmp_path / "found.rows.jsonl"
+
+    def stop(settings, plan, *_):
+        (plan.rows or tmp_path / "elsewhere").write_text("{}\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "run_quality", stop)
+    monkeypatch.setattr(runner, "tune_malloc", lambda console: None)
+    where = ["--json", str(tmp_path / "found.json")] if named else []
+    result = CliRunner().invoke(app, ["bench", "quality", "--quick", *where], env=environment)
+    assert result.exit_code == 130
+    promise = f" What was measured is in {rows}, and the same command goes on from there."
+    assert result.stderr.strip() == "Stopped." + promise * named
+
+
 @pytest.mark.slow
 def test_ctrl_c_while_indexing_and_while_encoding_leaves_no_debris_and_the_command_goes_on(
     start, told, long_book, tmp_path
@@ -192,6 +212,7 @@ def test_ctrl_c_in_a_move_says_that_what_was_copied_stays_and_the_next_one_goes_
     assert {row["tier"]: row["entries"] for row in told("store", "stats")["tiers"]} == {"disk": 0, "disk-2": 10}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["measure", "doctor"])
 def test_ctrl_c_in_what_is_tried_on_a_disk_leaves_nothing_there(start, tmp_path, environment, command):
     (tmp_path / "temporary").mkdir()
