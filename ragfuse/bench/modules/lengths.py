@@ -77,4 +77,4 @@ def growth(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
     if len({x for x, _ in points}) < 2:
         return None
     mx, my = (sum(each) / len(points) for each in zip(*points, strict=True))
-    return sum((x - mx) * (y - my) for x, y in points) / sum((x - mx) ** 2 for x, _ in points)
+    return sum((x - mx) * (y - my) for x, y in points) / sum((x - mx) * (x - mx) for x, _ in points)
