@@ -111,10 +111,10 @@ def asked(question, season="summer"):
     return parse_prompt(prompt.format(season=season, question=question))
 
 
-last = asked("When does the last ferry leave the island?")
-engine.answer(last, Ask(max_tokens=2))  # what a first answer does once
+church = asked("In which year was the church built?")
+engine.answer(church, Ask(max_tokens=2))  # what a first answer does once
 for name, ask in (("all computed", Ask(reuse=False, max_tokens=16)), ("over modules", Ask(max_tokens=16))):
-    answer = engine.answer(last, ask)
+    answer = engine.answer(church, ask)
     trace = answer.trace
     print(f"{name}: {trace.tokens_reused:3} of {trace.tokens} tokens reused, {trace.ttft_s:.2f} s,", end=" ")
     print(answer.text.strip())
@@ -160,17 +160,17 @@ def shop(day: Annotated[str, MaxTokens(6)], is_small: bool):
     with user:
         "Use the following passages to answer the question at the end in a few words.\n\n"
         if is_small:
-            "The smaller shop has bread, fish and stamps, and it is open from seven to eleven in the morning. "
+            "The smaller shop, beside the church, sells bread, smoked fish and stamps, and opens at seven. "
         else:
-            "The larger shop has tools, boots and paint, and it is open from noon until the ferry has left. "
-        f"Today is {day}. On Sundays both are closed, and whoever needs something knocks at the back door."
+            "The larger shop, down in the harbour, sells tools, boots and paint, and opens at noon. "
+        f"Today is {day}, and there is a queue."
 
 
 print(to_pml(schema_of(shop)))
 engine.register(schema_of(shop))
 for is_small in (True, False):
     request = shop("Monday", is_small)
-    answer = engine.answer(request.asking("Question: When is the shop open?\nAnswer:"), Ask(max_tokens=16))
+    answer = engine.answer(request.asking("Question: What does the shop sell?\nAnswer:"), Ask(max_tokens=16))
     print(f"is_small={is_small}: {answer.text.strip()}")
 
 # %% [markdown]
@@ -180,7 +180,7 @@ for is_small in (True, False):
 # a question of a few tokens is computed: here up to 2,000 tokens, nearly all of them cached.
 
 # %%
-times = slope(engine, Runner(1, model.device, Console(quiet=True)), (256, 768, 1280, 2048))
+times = slope(engine, Runner(1, model.device, Console(quiet=True)), (256, 1024, 2048))
 figure, axes = plt.subplots(figsize=(6, 2.6), layout="constrained")
 for key, color, label in (("full_s", "tab:gray", "all computed"), ("cached_s", "tab:blue", "modules cached")):
     axes.plot([row["tokens"] for row in times], [row[key] for row in times], "o-", color=color, label=label)
