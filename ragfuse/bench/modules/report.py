@@ -107,6 +107,7 @@ def draw_modules(result: Result, path: Path) -> None:
         bars = [*uses, *((f"{row['dataset']}, n = {row['n']}", row["ttft_x"]) for row in result["by_set"])]
         names, factors = [name for name, _ in bars], [factor for _, factor in bars]
         right.bar_label(right.barh(names, factors, color="tab:blue"), fmt="%.1f", padding=3, fontsize=8)
+        right.set_xlim(0, 1.12 * max(factors, default=1.0))
         right.invert_yaxis()
         right.set_xlabel(f"first token sooner than full prefill ({_clock(result)})")
         figure.suptitle(f"{result['model']} in {result['dtype']}, threads: {result['threads']}", fontsize=9)
