@@ -240,7 +240,7 @@ PROMPTCACHE: Mapping[str, Figure] = MappingProxyType(
             "comparable on all sets and models; the largest differences of Llama2 7B: -3.25 (passage retrieval), "
             "-2.68 (2WikiMultihopQA), +1.26 (MuSiQue).",
             _accuracy,
-            ("dataset", "method", "n", "full", "cached", "to_full", "blended", "same", "paper_full", "paper_cached"),
+            ("dataset", "method", "n", "full", "cached", "blended", "same", "paper_full", "paper_cached"),
             _draw_accuracy,
             _by_questions,
             _no_paper_models,
@@ -250,7 +250,7 @@ PROMPTCACHE: Mapping[str, Figure] = MappingProxyType(
             "0.03 MB (BERT) to 4.53 MB (Falcon 180B), in 16 bits. That counts a key and a value for each head, also of "
             "models whose heads share them: Falcon 40B and 180B and Llama 2 70B take 16, 29 and 8 times less.",
             _memory,
-            ("what", "layers", "heads", "kv_heads", "paper_mb", "all_heads_mb", "mb_per_token", "mb_of_1k"),
+            ("what", "heads", "kv_heads", "paper_mb", "all_heads_mb", "mb_per_token"),
             _draw_memory,
             lambda wanted: "MB of 2^20 bytes; the last row measured",
         ),

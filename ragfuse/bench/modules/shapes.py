@@ -47,12 +47,12 @@ SHAPES = (
 def sizes() -> list[dict[str, Any]]:
     """A row for each of `SHAPES`, in two bytes a value: the paper's number, by all heads, and by those with keys.
 
-    mb_per_token counts megabytes as the paper seems to, 2**20 bytes; kv_mb_of_1k: a module of 1,000 tokens.
+    mb_per_token counts megabytes as the paper seems to, 2**20 bytes; mb_of_1k: a module of 1,000 tokens.
     """
     return [
         {
             "what": shape.name,
-            "layers": str(shape.layers),
+            "layers": shape.layers,
             "heads": shape.heads,
             "kv_heads": shape.kv_heads,
             "paper_mb": shape.paper,
