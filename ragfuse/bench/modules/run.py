@@ -32,7 +32,7 @@ PAPER = (
 class ModuleOptions:
     """What is measured: uses, questions of each set (0: all), tokens of a prompt's documents and of long prompts.
 
-    batch: None where a batch's memory is not measured.
+    batch: None where a batch's memory is not measured, as on a GPU, where the process's is not what it takes.
     """
 
     uses: tuple[str, ...] = USES
@@ -88,7 +88,7 @@ def run_modules(settings: Settings, options: ModuleOptions, console: Console) ->
 
 def _memory(settings: Settings, options: ModuleOptions, console: Console) -> dict[str, Any]:
     """Before this process has a model of its own, which takes memory too."""
-    if options.batch is None:
+    if options.batch is None or not settings.device.startswith("cpu"):
         return {}
     with console.status("a batch in two processes of their own"):
         return batch_memory(settings, options.batch, options.threads)
