@@ -22,11 +22,21 @@ from ragfuse.registry import Kept, Registry, SchemaInfo
 from ragfuse.settings import Settings
 from ragfuse.text.bind import bind
 from ragfuse.text.nodes import Item, Module, Request, Role, Schema, inner
-from ragfuse.text.pml import parse_schema, read, to_pml
+from ragfuse.text.pml import parse_prompt, parse_schema, read, to_pml
 from ragfuse.text.schema import PLAIN, Layout, Place, Wrapping, lay_out
 from ragfuse.text.wrap_probe import wrapping_of
 
-__all__ = ["Registered", "SchemaInfo", "Schemas", "read_prompt"]
+__all__ = [
+    "Kept",
+    "Registered",
+    "Request",
+    "SchemaInfo",
+    "Schemas",
+    "outline",
+    "parse_prompt",
+    "parse_schema",
+    "read_prompt",
+]
 
 
 @dataclass(frozen=True)
@@ -94,8 +104,30 @@ class Schemas:
         if kept is None and Path(name).is_file():
             kept = _kept(Path(name))
         if kept is None:
-            raise InputError(f"There is no schema '{name}'; wanted {self._registry.names_told()}.")
-        return self._layout(kept)
+            raise InputError(f"There is no schema '{name}'; wanted {self.names_told()}.")
+        return self.laid_out(kept)
+
+    def get(self, name: str) -> Kept | None:
+        """A registered schema as it is written down, None where there is none."""
+        return self._registry.get(name)
+
+    def laid_out(self, kept: Kept) -> Layout:
+        """How a schema that is written down so is laid out for the model; made once, and anew where it changed."""
+        with self._lock:
+            pml, layout = self._laid.get(kept.name, ("", None))
+        if layout is None or pml != kept.pml:
+            layout = self._lay_out(kept)
+            with self._lock:
+                self._laid[kept.name] = kept.pml, layout
+        return layout
+
+    def names(self) -> list[str]:
+        """Which there are, sorted."""
+        return self._registry.names()
+
+    def names_told(self) -> str:
+        """Which there are, for an error."""
+        return self._registry.names_told()
 
     def remove(self, name: str) -> int:
         """Forget a schema, and the KV that no other registered one has, in every tier; bytes freed."""
@@ -115,19 +147,9 @@ class Schemas:
             raise request.at.error(
                 f"a prompt for schema '{request.schema}', which is not registered", f"{wanted} (Engine.register)"
             )
-        return bind(request, self._layout(kept), encoder.model.tokens, encoder.key_of, ask.blend).prompt
+        return bind(request, self.laid_out(kept), encoder.model.tokens, encoder.key_of, ask.blend).prompt
 
     # inside
-
-    def _layout(self, kept: Kept) -> Layout:
-        """The layout of what another process may have written down since it was made last."""
-        with self._lock:
-            pml, layout = self._laid.get(kept.name, ("", None))
-        if layout is None or pml != kept.pml:
-            layout = self._lay_out(kept)
-            with self._lock:
-                self._laid[kept.name] = kept.pml, layout
-        return layout
 
     def _lay_out(self, kept: Kept) -> Layout:
         model, schema = self._encoder().model, parse_schema(kept.pml, kept.file)
