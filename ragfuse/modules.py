@@ -16,7 +16,7 @@ from typing import Any
 from ragfuse.asking import Ask, room_behind
 from ragfuse.core import Prompt
 from ragfuse.encoding import Encoder, Ingested
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, PMLError
 from ragfuse.prompting import Prompter
 from ragfuse.registry import Kept, Registry, SchemaInfo
 from ragfuse.settings import Settings
@@ -67,7 +67,7 @@ class Schemas:
         self, settings: Settings, registry: Registry, prompter: Prompter, encoder: Callable[[], Encoder]
     ) -> None:
         self._settings, self._registry, self._prompter, self._encoder = settings, registry, prompter, encoder
-        self._lock = threading.Lock()
+        self._lock, self._ensuring = threading.Lock(), threading.Lock()
         self._laid: dict[str, tuple[str, Layout]] = {}
         self._template: tuple[str, Wrapping] | None = None
 
@@ -90,6 +90,21 @@ class Schemas:
         with self._lock:
             self._laid[kept.name] = kept.pml, layout
         return Registered(layout, done)
+
+    def has(self, schema: Schema) -> bool:
+        """Whether this very schema is registered, and was encoded for the model."""
+        kept = self._registry.get(schema.name)
+        if kept is None or self._encoder().digest not in kept.keys:
+            return False
+        try:
+            return self.laid_out(kept).schema == schema
+        except PMLError:  # of another one of that name
+            return False
+
+    def ensure(self, schema: Schema, progress: Callable[[Ingested], None] | None = None) -> Registered | None:
+        """`register`, unless that was done; then None, and another thread that does it is waited for."""
+        with self._ensuring:
+            return None if self.has(schema) else self.register(schema, progress)
 
     def ls(self) -> list[SchemaInfo]:
         """All that are registered, by name."""
