@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ragfuse.asking import Ask, is_streamable, options_of
@@ -20,7 +20,9 @@ from ragfuse.calling import Reply
 from ragfuse.conversing import Conversations
 from ragfuse.core import Answer, Prompt
 from ragfuse.errors import InputError
-from ragfuse.hf.handover import generate
+from ragfuse.hf.common import Common, Span
+from ragfuse.hf.handover import generate, sharing
+from ragfuse.hf.model import HFModel
 from ragfuse.hf.stream import StopWhen
 from ragfuse.planning import Planner
 from ragfuse.prefilling import Prefiller
@@ -55,6 +57,7 @@ class Answerer:
     bringer: Bringer
     talks: Conversations
     saves: Callable[[Ready, Ask], None]
+    common: Common = field(default_factory=Common)
 
     def one(self, prompt: Prompt, asked: Asked, say: Say, gone: threading.Event) -> Answer:
         """The answer to a prompt, said while it is written; once `gone` is set, no further.
@@ -75,20 +78,29 @@ class Answerer:
             with ThreadPoolExecutor(min(len(given), AT_ONCE), "ragfuse-batch") as pool:
                 ends = [gone, failed]
                 futures = [
-                    pool.submit(copy_context().run, self._write, prompt, came, asked, None, ends)
+                    pool.submit(copy_context().run, self._write, prompt, came, asked, None, ends, True)
                     for prompt, came in given
                 ]
                 return _results(futures, failed)
 
     def _write(
-        self, prompt: Prompt, brought: Brought | None, asked: Asked, say: Say, ends: Sequence[threading.Event]
+        self,
+        prompt: Prompt,
+        brought: Brought | None,
+        asked: Asked,
+        say: Say,
+        ends: Sequence[threading.Event],
+        several: bool = False,
     ) -> Answer:
+        """several: others are about to be written beside it."""
         ask, reply = asked.ask, asked.reply
         with reply.model.lock:
             if any(end.is_set() for end in ends):
                 raise InputError("The stream was closed before its answer began.")
             ready = self.prefiller.prepare(prompt, ask, reply.model, asked.profile, brought)
             self.talks.begin([ready], ask)
+            if self.settings.share and (several or reply.model.batcher.active):
+                self._share(ready, reply.model)
         options = reply.options(options_of(ask, self.settings, ready.room))
         sink = reply.sink(say, options)
         streamer = sink if is_streamable(options, reply.model) else None
@@ -102,6 +114,18 @@ class Answerer:
         if streamer is None and say is not None:
             say(answer.text)
         return answer
+
+    def _share(self, ready: Ready, model: HFModel) -> None:
+        """Let modules stand in memory once for all answers that are being written."""
+        (cache, wiring), plan = sharing(model, ready.prefill), ready.plan
+        if cache is None or wiring is None or plan.refusal or ready.stream is not None:
+            return
+        spans = []
+        for fetch in plan.fetches:
+            segment, (lo, hi) = plan.prompt.segments[fetch.segment], plan.prompt.spans[fetch.segment]
+            if segment.kind == "module":
+                spans.append(Span(lo, hi, (fetch.key, fetch.level, segment.rows, segment.turn)))
+        self.common.share(cache, sorted(spans, key=lambda span: span.lo), wiring.windows)
 
     def _read(
         self, ready: Ready, ids: Sequence[int], asked: Asked, options: dict[str, Any], first_s: float | None

@@ -110,6 +110,11 @@ class Settings(BaseSettings):
     salt: str = Field(default="", repr=False, description="Tenant: one salt never hits another's entries.")
     writer_queue: int = Field(default=64, ge=1, description="Chunks waiting to be saved before saving is skipped.")
 
+    share: bool = Field(
+        default=True,
+        description="Whether answers that are written at the same time hold modules that they have in common once, "
+        "in memory.",
+    )
     policy: str = Field(
         default="auto", description="Selection policy, see ragfuse.fuse.select; auto: by what the store holds."
     )

@@ -114,6 +114,7 @@ def test_a_line_that_stands_still_costs_the_deadline_and_no_answer(engine, line)
     assert found.text == engine.answer(messages(), Ask(reuse=False)).text
 
 
+@pytest.mark.slow
 def test_where_nothing_was_measured_a_slow_line_is_left_for_computing_by_what_prefills_took(engine, line):
     full = engine.answer(messages(), Ask(reuse=False))
     line.start(constant(5e4))

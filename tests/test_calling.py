@@ -149,18 +149,18 @@ def test_beams_are_refused(random_engine):
         random_engine.answer("Say.", Ask(grammar=Grammar.choice(["a"]), options={"num_beams": 2}))
 
 
+@pytest.mark.parametrize("engine", ["random_engine", pytest.param("small_engine", marks=pytest.mark.embedded)])
 @pytest.mark.parametrize("choice", ["required", "weather"])
-def test_a_tool_that_must_be_called_is_called(random_engine, small_engine, choice):
-    for engine in (random_engine, small_engine):
-        tools = [tool(), tool("other")]
-        answer = engine.answer(ASKED, Ask(tools=tools, tool_choice=choice, max_tokens=150))
-        assert answer.text == ""
-        assert answer.finish_reason == "tool_calls"
-        assert answer.tool_calls
-        for call in answer.tool_calls:
-            assert call.name in ((choice,) if choice == "weather" else ("weather", "other"))
-            jsonschema.validate(call.arguments, tool()["function"]["parameters"])
-            assert call.id.startswith("call_")
+def test_a_tool_that_must_be_called_is_called(request, engine, choice):
+    tools = [tool(), tool("other")]
+    answer = request.getfixturevalue(engine).answer(ASKED, Ask(tools=tools, tool_choice=choice, max_tokens=150))
+    assert answer.text == ""
+    assert answer.finish_reason == "tool_calls"
+    assert answer.tool_calls
+    for call in answer.tool_calls:
+        assert call.name in ((choice,) if choice == "weather" else ("weather", "other"))
+        jsonschema.validate(call.arguments, tool()["function"]["parameters"])
+        assert call.id.startswith("call_")
 
 
 def test_with_a_choice_text_is_text(random_engine):

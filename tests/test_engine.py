@@ -508,6 +508,7 @@ def test_a_model_without_a_tokenizer_takes_no_text(tiny_settings, engine):
         other.answer("text")
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_without_closing_keeps_what_it_can(tiny_settings):
     code = """
         import sys

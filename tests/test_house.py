@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -393,6 +393,7 @@ GOOD = [
 ]
 
 
+@cache
 def _sources(folder: str, below: Path) -> list[Source]:
     files = sorted((ROOT / folder).rglob("*.py"))
     return [Source(path.relative_to(below).as_posix(), path.read_text(encoding="utf-8")) for path in files]

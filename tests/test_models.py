@@ -151,6 +151,7 @@ def test_what_is_no_model_is_told_with_what_was_found(tmp_path: Path) -> None:
         prepare("gpt5", tmp_path)
 
 
+@pytest.mark.slow
 def test_the_prepared_weights_are_those_of_the_gguf(smollm_path: Path) -> None:
     """Bit for bit, by gguf's own dequantisation; q and k also put from interleaved pairs to halves (9 and 3 heads)."""
     from gguf import GGUFReader

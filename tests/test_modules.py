@@ -8,6 +8,7 @@ import torch
 from ragfuse import Ask, Engine, InputError
 from ragfuse.core import ChunkKey
 from ragfuse.errors import PMLError
+from ragfuse.hf.common import Common
 from ragfuse.text.bind import Taken
 from ragfuse.text.pml import parse_prompt, parse_schema
 from tests.hf import kit
@@ -368,3 +369,32 @@ def test_kv_that_cannot_be_moved_is_used_in_place_alone(of) -> None:
     assert engine.answer(parse_prompt(ALL_LINES)).trace.modules == ()
     engine.flush()
     assert engine.answer(parse_prompt(ALL_LINES)).trace.modules == (".", "two", "three")
+
+
+# answers at the same time
+
+LONG = "The sea was calm, and the ship went on. " * 8
+BOOK = f'<schema name="book"><module name="sea">{LONG}</module><module name="land">{LONG[::-1]}</module></schema>'
+READERS = [f'<prompt schema="book"><sea/><land/>What does reader {name} see?</prompt>' for name in "abcd"]
+
+
+def test_a_batch_holds_a_module_once_and_says_what_each_answer_says_alone(engine: Engine, monkeypatch) -> None:
+    engine.register(BOOK)
+    prompts = [parse_prompt(text) for text in READERS]
+    alone = [engine.answer(prompt).token_ids for prompt in prompts]
+    met = []
+    share = Common.share
+    monkeypatch.setattr(Common, "share", lambda self, *given: (share(self, *given), met.append(len(self)))[0])
+    assert [answer.token_ids for answer in engine.batch(prompts)] == alone
+    assert met == [2] * 4
+    assert len(engine._answerer.common) == 0
+
+
+def test_sharing_can_be_switched_off(tiny_settings, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("shared")
+
+    monkeypatch.setattr(Common, "share", refuse)
+    with Engine(tiny_settings.model_copy(update={"share": False})) as engine:
+        engine.register(BOOK)
+        assert len(engine.batch([parse_prompt(text) for text in READERS])) == 4

@@ -194,8 +194,10 @@ with Engine(Settings(model={model!r}, dtype="float32", disk_bytes=0, home={home!
 
 @pytest.mark.parametrize(
     ("before", "said"),
-    [("sys.modules['opentelemetry'] = None", "False True"), ("", "False True")],
-    ids=["without the api", "without an sdk"],
+    [
+        pytest.param("sys.modules['opentelemetry'] = None", "False True", id="without the api"),
+        pytest.param("", "False True", id="without an sdk", marks=pytest.mark.slow),
+    ],
 )
 def test_answers_come_without_the_api_and_without_an_sdk(tiny_settings, tmp_path, before, said):
     code = WITHOUT.format(before=before, model=tiny_settings.model, home=str(tmp_path))

@@ -24,6 +24,10 @@ KEY_TILE = 32
 """Keys of a block are rounded up to a multiple of this: the kernels are slower on ragged ends."""
 
 
+KV = tuple[Tensor, Tensor]
+"""Keys [B, H, n, D] and values [B, H, n, Dv]."""
+
+
 @dataclass(frozen=True)
 class Block:
     """Queries lo:hi of the rows and the keys they can see: key_lo:clear all of them, clear:key_hi each under its mask.
@@ -119,12 +123,13 @@ class RowMask:
 class Ragged:
     """Several prompts of which the newest row is computed together, in place of a mask: it sees all rows of its own.
 
-    sizes: rows of the batch that each has. held: KV [B, H, T, D] of each, of the layer at hand. newest: keys
-    [sum B, H, 1, D] of the newest rows there, which a cache gives back in place of all.
+    sizes: rows of the batch that each has. held: KV [B, H, n, D] of each, of the layer at hand, in stretches, in any
+    order: the same tensors, in several prompts, are one stretch that they share. newest: keys [sum B, H, 1, D] of the
+    newest rows there, which a cache gives back in place of all.
     """
 
     sizes: list[int]
-    held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    held: list[list[KV]] = field(default_factory=list)
     newest: Tensor | None = None
 
 
@@ -138,14 +143,64 @@ def attend_ragged(
 ) -> Tensor:
     """Attention output [sum B, 1, Hq, Dv] of the newest rows [sum B, Hq, 1, D], each over its own prompt's KV.
 
-    window: rows that are seen, its own among them. softcap and sinks as for `attend`.
+    window: rows that are seen, its own among them: of a prompt of one stretch. softcap and sinks as for `attend`.
     """
-    parts = zip(torch.split(query, ragged.sizes), ragged.held, strict=True)
-    done = [_attend_newest(part, *_last(window, *kv), scaling, softcap, sinks) for part, kv in parts]
+    parts, plain = torch.split(query, ragged.sizes), softcap is None and sinks is None
+    alone = [stretches[0] if len(stretches) == 1 else None for stretches in ragged.held]
+    if None in alone and not (plain and query.device.type == "cpu" and _is_even(query, ragged.held)):
+        alone = [_together(stretches) for stretches in ragged.held]
+    done: list[Tensor] = list(parts)
+    several = [at for at, whole in enumerate(alone) if whole is None]
+    found = _attend_stretches([parts[at] for at in several], [ragged.held[at] for at in several], scaling)
+    for at, output in zip(several, found, strict=True):
+        done[at] = output
+    for at, whole in enumerate(alone):
+        if whole is not None:
+            done[at] = _attend_newest(parts[at], *_last(window, *whole), scaling, softcap, sinks)
     return torch.cat(done).transpose(1, 2)
 
 
-def _last(window: int | None, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _is_even(query: Tensor, held: Sequence[Sequence[KV]]) -> bool:
+    """Whether values are as wide as queries, as the kernel wants that gives the sums of its softmax."""
+    return all(values.shape[-1] == query.shape[-1] for _, values in held[0])
+
+
+def _together(stretches: Sequence[KV]) -> KV:
+    """All rows of a prompt, in the order of its stretches, which a query that sees all does not mind."""
+    keys, values = zip(*stretches, strict=True)
+    return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
+
+
+def _attend_stretches(parts: Sequence[Tensor], held: Sequence[Sequence[KV]], scaling: float) -> list[Tensor]:
+    """Output [B, Hq, 1, D] of each prompt's newest row over its stretches; one that several share is read once.
+
+    What a row finds in its stretches is put together by the sums of their softmax.
+    """
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    readers: dict[int, tuple[KV, list[int]]] = {}
+    for at, stretches in enumerate(held):
+        for kv in stretches:
+            readers.setdefault(id(kv[0]), (kv, []))[1].append(at)
+    found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in parts]
+    for (keys, values), who in readers.values():
+        asked = [parts[at].reshape(parts[at].shape[0], keys.shape[1], -1, parts[at].shape[3]) for at in who]
+        out, sums = flash(torch.cat(asked, 2), keys, values, scale=scaling)
+        each = asked[0].shape[2]
+        for at, some, its_sums in zip(who, out.split(each, 2), sums.split(each, 2), strict=True):
+            found[at].append((some, its_sums))
+    return [_joined(pieces).reshape(part.shape) for pieces, part in zip(found, parts, strict=True)]
+
+
+def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """What the same queries [B, H, R, D] find over several stretches of keys, by the logs of their sums [B, H, R]."""
+    (out, sums), *rest = parts
+    for more, more_sums in rest:
+        out = torch.lerp(out, more, torch.sigmoid(more_sums - sums)[..., None].to(out.dtype))
+        sums = torch.logaddexp(sums, more_sums)
+    return out
+
+
+def _last(window: int | None, keys: Tensor, values: Tensor) -> KV:
     """What a newest row sees."""
     if window is None or window >= keys.shape[2]:
         return keys, values
@@ -229,10 +284,7 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, block: Block, gro
     if block.mask is not None:
         some, mask = slice(block.clear, block.key_hi), block.mask.repeat_interleave(groups, 0)
         parts.append(flash(query, keys[:, :, some], values[:, :, some], attn_mask=mask, scale=scaling))
-    (out, sums), *rest = parts
-    for more, more_sums in rest:
-        out = torch.lerp(out, more, torch.sigmoid(more_sums - sums)[..., None].to(out.dtype))
-    return out
+    return _joined(parts)
 
 
 def _attend_suffix(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

@@ -1,15 +1,19 @@
-"""Cache layers that take rows at indices while a prompt is fused, and grow in place while an answer is written."""
+"""Cache layers that take rows at indices while a prompt is fused, and grow in place while an answer is written.
+
+Stretches of rows may stand outside, once for several caches (`hf/common.py`): the buffers hold the rows between them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from ragfuse.fuse.attend import Ragged
+from ragfuse.fuse.attend import KV, Ragged
 from ragfuse.fuse.fusor import Buffers
 
 ROOM = 64
@@ -24,8 +28,25 @@ class Taker(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """KV [1, H, n, D] of a prompt's rows from `lo` on, written by nobody any more. owner: what is there as long."""
+
+    lo: int
+    kv: KV
+    owner: object
+
+    @property
+    def hi(self) -> int:
+        """The row after its last."""
+        return self.lo + int(self.kv[0].shape[2])
+
+
 class RowLayer(CacheLayerMixin):
-    """One layer's KV [B, H, length, D] in buffers with room to grow; a full-attention layer to transformers."""
+    """One layer's KV [B, H, length, D] in buffers with room to grow; a full-attention layer to transformers.
+
+    common: stretches of its rows, by row, that the buffers lack; whoever wants the KV whole makes it so (`gather`).
+    """
 
     is_sliding = False
     is_croppable = True
@@ -33,6 +54,7 @@ class RowLayer(CacheLayerMixin):
     def __init__(self, layer: int, taker: Taker | None = None) -> None:
         super().__init__()
         self.layer, self.taker, self.length = layer, taker, 0
+        self.common: tuple[Stretch, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Empty buffers like the given states."""
@@ -42,27 +64,80 @@ class RowLayer(CacheLayerMixin):
     def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Take over buffers [B, H, >= length, D]."""
         self.keys, self.values, self.length, self.is_initialized = keys, values, length, True
+        self.common = ()
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    def share(self, stretches: Sequence[Stretch]) -> None:
+        """Let go of rows that stand outside from now on: one stretch after the other, none up to the last row."""
+        keys, values = self.whole()
+        self.common = tuple(stretches)
+        self.keys, self.values = (self._with_room(_between(states, stretches)) for states in (keys, values))
+
+    def gather(self) -> None:
+        """Hold all rows in buffers of its own again."""
+        if self.common:
+            keys, values = self.whole()
+            self.keys, self.values, self.common = self._with_room([keys]), self._with_room([values]), ()
+
+    def whole(self) -> KV:
+        """All rows [B, H, length, D]: views, or a copy where some stand outside."""
+        own = self.own
+        keys, values = self.keys[:, :, :own], self.values[:, :, :own]
+        if not self.common:
+            return keys, values
+        among_keys, among_values = ([stretch.kv[at] for stretch in self.common] for at in (0, 1))
+        return self._amid(keys, among_keys), self._amid(values, among_values)
+
+    def held(self) -> list[KV]:
+        """All rows in stretches: its own, then those that stand outside."""
+        own = self.own
+        return [(self.keys[:, :, :own], self.values[:, :, :own]), *(stretch.kv for stretch in self.common)]
+
+    @property
+    def own(self) -> int:
+        """Rows in the buffers."""
+        return self.length - sum(stretch.hi - stretch.lo for stretch in self.common)
+
+    def _amid(self, own: Tensor, among: Sequence[Tensor]) -> Tensor:
+        """Own rows and stretches, each where it stands."""
+        parts, at, taken = list[Tensor](), 0, 0
+        for stretch, states in zip(self.common, among, strict=True):
+            free = stretch.lo - at
+            parts += [own[:, :, taken : taken + free], states]
+            taken, at = taken + free, stretch.hi
+        return torch.cat([*parts, own[:, :, taken:]], 2)
+
+    def _with_room(self, parts: Sequence[Tensor]) -> Tensor:
+        """Buffers that begin with the parts."""
+        size = sum(part.shape[2] for part in parts)
+        made = parts[0].new_empty(*parts[0].shape[:2], size + ROOM, parts[0].shape[3])
+        torch.cat(list(parts), 2, out=made[:, :, :size])
+        return made
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> KV:
         """While fusing: hand over the rows in flight. Afterwards: append. Gives the whole KV either way."""
         if self.taker is not None:
             return self.taker.take(self.layer, key_states, value_states)
+        self.gather()
+        self.append(key_states, value_states)
+        return self.whole()
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> None:
+        """New rows at the end."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        stop = self.length + key_states.shape[2]
-        if stop > self.keys.shape[2]:
-            self._grow(stop)
-        self.keys[:, :, self.length : stop] = key_states
-        self.values[:, :, self.length : stop] = value_states
-        self.length = stop
-        return self.keys[:, :, :stop], self.values[:, :, :stop]
+        own, count = self.own, key_states.shape[2]
+        if own + count > self.keys.shape[2]:
+            self._grow(own, own + count)
+        self.keys[:, :, own : own + count] = key_states
+        self.values[:, :, own : own + count] = value_states
+        self.length += count
 
-    def _grow(self, needed: int) -> None:
+    def _grow(self, own: int, needed: int) -> None:
         size = max(needed + ROOM, needed * 5 // 4)
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old.new_empty(*old.shape[:2], size, old.shape[3])
-            new[:, :, : self.length] = old[:, :, : self.length]
+            new[:, :, :own] = old[:, :, :own]
             setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -79,11 +154,12 @@ class RowLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` rows."""
+        self.gather()
         self.length -= abs(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget everything."""
-        self.length = 0
+        self.length, self.common = 0, ()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rows of the batch in a new order, for beam search."""
@@ -91,11 +167,13 @@ class RowLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row of the batch `repeats` times."""
+        self.gather()
         self.keys = self.keys.repeat_interleave(repeats, dim=0)
         self.values = self.values.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Only these rows of the batch."""
+        self.gather()
         self.keys, self.values = self.keys[indices], self.values[indices]
 
 
@@ -118,6 +196,11 @@ class RowCache(Cache):
         """Take over what a plain forward left in a cache of transformers."""
         for layer, source in zip(self.layers, other.layers, strict=True):
             layer.fill(source.keys, source.values, source.keys.shape[2])
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether some of its rows stand outside."""
+        return any(layer.common for layer in self.layers)
 
     @property
     def length(self) -> int:
@@ -147,11 +230,14 @@ class JointLayer(RowLayer):
         sizes = self._ragged.sizes
         news = zip(self._parts, torch.split(key_states, sizes), torch.split(value_states, sizes), strict=True)
         self._ragged.newest = key_states
-        self._ragged.held = held = [part.update(keys, values) for part, keys, values in news]
-        if not self._is_padded:
-            return key_states, value_states
-        longest = max(part.length for part in self._parts)
-        return _stacked([keys for keys, _ in held], longest), _stacked([values for _, values in held], longest)
+        if self._is_padded:
+            whole = [part.update(keys, values) for part, keys, values in news]
+            longest = max(part.length for part in self._parts)
+            return _stacked([keys for keys, _ in whole], longest), _stacked([values for _, values in whole], longest)
+        for part, keys, values in news:
+            part.append(keys, values)
+        self._ragged.held = [part.held() for part in self._parts]
+        return key_states, value_states
 
 
 class JointCache(Cache):
@@ -165,3 +251,9 @@ class JointCache(Cache):
 def _stacked(states: Sequence[Tensor], longest: int) -> Tensor:
     """Zeros before the shorter ones."""
     return torch.cat([torch.nn.functional.pad(each, (0, 0, longest - each.shape[2], 0)) for each in states])
+
+
+def _between(states: Tensor, stretches: Sequence[Stretch]) -> list[Tensor]:
+    """The rows of [B, H, T, D] that no stretch covers."""
+    stops, starts = [*(stretch.lo for stretch in stretches), states.shape[2]], [0, *(each.hi for each in stretches)]
+    return [states[:, :, start:stop] for start, stop in zip(starts, stops, strict=True)]

@@ -210,7 +210,7 @@ class Batcher:
     def _run(self, steps: Sequence[Step]) -> None:
         """All of them, together where they are several; what fails together is tried one by one."""
         with torch.no_grad(), self._model._optimize_model_for_decode():
-            if len(steps) == 1:
+            if len(steps) == 1 and not steps[0].member.cache.is_apart:
                 steps[0].run()
                 return
             try:

@@ -69,7 +69,7 @@ def generate(
     _refuse(options)
     ids = torch.tensor([list(prefill.token_ids)], device=model.device)
     criteria, full = _complete(model, options)
-    with model.batcher.member(*_sharing(model, prefill)) as member, seeded(seed):
+    with model.batcher.member(*sharing(model, prefill)) as member, seeded(seed):
         face = _face(model.model, _Answers(prefill, member, model.batcher, model.model.forward))
         out = face.generate(
             input_ids=ids,
@@ -106,7 +106,7 @@ def _lacking_one(cache: RowCache | None) -> RowCache | None:
     return cache
 
 
-def _sharing(model: HFModel, prefill: Prefill) -> tuple[RowCache | None, Wiring | None]:
+def sharing(model: HFModel, prefill: Prefill) -> tuple[RowCache | None, Wiring | None]:
     """How a request takes part in shared steps: its cache, and the wiring where attention of ours is taken.
 
     No cache: not at all. Some rotations go by the longest of all prompts, some layers hold a state that is not KV.

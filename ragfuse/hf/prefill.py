@@ -30,11 +30,11 @@ class Prefill:
 
     @property
     def kv(self) -> ChunkKV:
-        """The KV of all T rows, as views; RefusedError where there is none."""
+        """The KV of all T rows, as views where it stands in one; RefusedError where there is none."""
         if self.cache is None:
             raise RefusedError("This model's state is not KV per token.")
-        layers, length = self.cache.layers, self.cache.length
-        return ChunkKV(tuple(LayerKV(layer.keys[0, :, :length], layer.values[0, :, :length]) for layer in layers))
+        whole = (layer.whole() for layer in self.cache.layers)
+        return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in whole))
 
     def copy(self) -> Prefill:
         """The same with a cache of its own, for one of two continuations."""
@@ -42,7 +42,8 @@ class Prefill:
             return self
         cache = RowCache(len(self.cache.layers))
         for mine, theirs in zip(cache.layers, self.cache.layers, strict=True):
-            mine.fill(theirs.keys.clone(), theirs.values.clone(), theirs.length)
+            keys, values = theirs.whole()
+            mine.fill(keys.clone(), values.clone(), theirs.length)
         return replace(self, cache=cache)
 
 

@@ -71,11 +71,12 @@ class Guard:
                 self._asked(scope["path"], message["status"])
             await send(message)
 
+        coming = _Coming(receive)
         try:
             self._admit(scope)
-            body = await self._body(scope, receive)
+            body = await self._body(scope, coming)
         except Refusal as refusal:
-            await self._drain(scope, receive)
+            await self._drain(scope, coming)
             await say(refusal, counted)
             return
         except _GoneError:
@@ -129,20 +130,30 @@ class Guard:
             413, f"Wanted a body of at most {self._nbytes:,} bytes, found more. Send less at once.", "too_large"
         )
 
-    async def _drain(self, scope: Scope, receive: Receive) -> None:
-        """Read a body that nobody wants, unless that takes long: who still sends does not listen yet."""
+    async def _drain(self, scope: Scope, coming: _Coming) -> None:
+        """Read the rest of a body that nobody wants, unless that takes long: who still sends does not listen yet."""
         left = DRAINED * self._nbytes
         if _length(scope) > left:
             return
         try:
             async with asyncio.timeout(self._seconds / 4):
-                while left > 0:
-                    message = await receive()
+                while left > 0 and not coming.is_whole:
+                    message = await coming()
                     left -= len(message.get("body", b""))
-                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                        return
         except TimeoutError:
             return
+
+
+class _Coming:
+    """A request as it comes in; is_whole: nothing of it is left to come."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self.is_whole = receive, False
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self.is_whole = message["type"] == "http.disconnect" or not message.get("more_body", False)
+        return message
 
 
 class _GoneError(Exception):

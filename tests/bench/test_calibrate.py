@@ -89,6 +89,7 @@ def unsafe(random_weights: Settings) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_a_model_of_random_weights_is_called_unsafe(unsafe: dict[str, Any]) -> None:
     assert unsafe["safe"] is False
     assert (unsafe["policy"], unsafe["ratio"]) == ("full", 1.0)

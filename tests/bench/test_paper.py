@@ -65,8 +65,8 @@ def test_every_pair_of_layers_is_correlated(wanted: Wanted, tmp_path: Path) -> N
     ("name", "methods"),
     [
         ("fig12", ["full", "prefix", "none", "hkvd@alone", "hkvd"]),
-        ("fig13", ["full", "hkvd@alone", "hkvd", "mapreduce", "maprerank"]),
-        ("fig16", ["full", "none", *["hkvd@alone"] * 6, *["lexical"] * 6]),
+        pytest.param("fig13", ["full", "hkvd@alone", "hkvd", "mapreduce", "maprerank"], marks=pytest.mark.slow),
+        pytest.param("fig16", ["full", "none", *["hkvd@alone"] * 6, *["lexical"] * 6], marks=pytest.mark.slow),
     ],
 )
 def test_quality_stands_beside_speed(wanted: Wanted, tmp_path: Path, name: str, methods: list[str]) -> None:

@@ -87,6 +87,7 @@ def test_the_process_starts_again_once_and_says_so() -> None:
     ]
 
 
+@pytest.mark.slow
 @glibc
 def test_settings_of_the_users_own_are_left_alone() -> None:
     process = tuned(TUNE, MALLOC_TOP_PAD_="1")
@@ -95,6 +96,7 @@ def test_settings_of_the_users_own_are_left_alone() -> None:
     assert f"ran {process.pid} False []" in out
 
 
+@pytest.mark.slow
 @glibc
 def test_the_exit_code_comes_through() -> None:
     process = tuned(TUNE + "sys.exit(7)")
@@ -102,6 +104,7 @@ def test_the_exit_code_comes_through() -> None:
     assert process.returncode == 7
 
 
+@pytest.mark.slow
 @glibc
 def test_ctrl_c_reaches_what_was_started_again() -> None:
     process = tuned(TUNE + "import time; time.sleep(100)")

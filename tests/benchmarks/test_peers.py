@@ -35,6 +35,7 @@ def test_a_kept_prefix_changes_no_token(tiny_path: Path) -> None:
         assert keeping.first(case, ids) == plain.first(case, ids)
 
 
+@pytest.mark.slow
 def test_everyone_takes_part(tiny_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = run(str(tiny_path), 64, 8, 2, 1, Console(quiet=True))
     found = {each["peer"]: each for each in result["results"]}

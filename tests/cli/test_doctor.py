@@ -257,6 +257,7 @@ def bare(tmp_path):
     return site
 
 
+@pytest.mark.slow
 def test_a_bare_install_has_red_rows_for_what_it_needs_and_notes_for_the_rest(bare, environment, tmp_path):
     start = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(bare)!r}]; from ragfuse.cli import app; app()"
     command = [sys.executable, "-I", "-S", "-c", start, "doctor", "--json", "-"]

@@ -192,6 +192,7 @@ def test_ctrl_c_in_a_move_says_that_what_was_copied_stays_and_the_next_one_goes_
     assert {row["tier"]: row["entries"] for row in told("store", "stats")["tiers"]} == {"disk": 0, "disk-2": 10}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["measure", "doctor"])
 def test_ctrl_c_in_what_is_tried_on_a_disk_leaves_nothing_there(start, tmp_path, environment, command):
     (tmp_path / "temporary").mkdir()

@@ -131,7 +131,10 @@ def test_notebooks_are_copied_with_links_that_hold(tmp_path: Path) -> None:
 # the table of families
 
 
-@pytest.mark.parametrize("name", ["gemma2-softcap-window", "smollm3-some-nope", "gpt2", "llama-dynamic"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("gemma2-softcap-window", marks=pytest.mark.slow), "smollm3-some-nope", "gpt2", "llama-dynamic"],
+)
 def test_a_familys_row_is_what_comes_out(name: str) -> None:
     assert matrix.row(name) in matrix.PAGE.read_text(encoding="utf-8").splitlines()
 

@@ -167,6 +167,28 @@ def test_newest_rows_see_each_its_own_prompt(options: dict[str, object]) -> None
     beams = [case([39], list(range(40)), seed=seed) for seed in (2, 3)]
     two = tuple(torch.cat([getattr(beam, name) for beam in beams]) for name in ("keys", "values"))
     query = torch.cat([each.query for each in (*cases, *beams)])
-    held = [*((each.keys, each.values) for each in cases), two]
+    held = [*([(each.keys, each.values)] for each in cases), [two]]
     found = attend_ragged(query, Ragged([1, 1, 1, 2], held), SCALING, **options)
     agree(found, torch.stack([each.wanted(**options) for each in (*cases, *beams)]))
+
+
+def test_stretches_that_prompts_share_are_seen_by_each_of_them() -> None:
+    """Three prompts hold one stretch, two of them another one; a fourth holds all in one."""
+    whole = [case([n - 1], list(range(n)), seed=n) for n in (90, 120, 60, 33)]
+    wide = [Case(each.rows, each.positions, each.query, each.keys, each.keys.flip(3)) for each in whole]
+    first, second = ((wide[0].keys[:, :, at], wide[0].values[:, :, at]) for at in (slice(0, 40), slice(40, 50)))
+    alike = [[first, second], [second, first], [first], []]
+    held = [[(each.keys, each.values), *more] for each, more in zip(wide, alike, strict=True)]
+    found = attend_ragged(torch.cat([each.query for each in wide]), Ragged([1] * 4, held), SCALING)
+    for one, each, stretches in zip(found, wide, held, strict=True):
+        keys, values = (torch.cat([kv[at] for kv in stretches], 2) for at in (0, 1))
+        last = Case([keys.shape[2] - 1], list(range(keys.shape[2])), each.query, keys, values)
+        agree(one, last.wanted())
+
+
+def test_stretches_come_together_where_no_kernel_tells_its_sums() -> None:
+    """Values narrower than keys, and a cap on the scores."""
+    whole = case([59], list(range(60)))
+    parts = [(whole.keys[:, :, at], whole.values[:, :, at]) for at in (slice(0, 25), slice(25, 60))]
+    for options in ({}, {"softcap": 1.5}):
+        agree(attend_ragged(whole.query, Ragged([1], [parts]), SCALING, **options)[0], whole.wanted(**options))

@@ -37,8 +37,14 @@ ROWS = {
 }
 
 
+LARGE = {"from the first", "several blocks", "one left over"}
+SHAPES = [
+    pytest.param(*shape, id=name, marks=[pytest.mark.slow] if name in LARGE else []) for name, shape in ROWS.items()
+]
+
+
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (1, 2), (2, 1)])
-@pytest.mark.parametrize(("total", "rows"), ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize(("total", "rows"), SHAPES)
 @pytest.mark.parametrize("window", [None, 1, 50])
 def test_parts_make_up_the_whole(total: int, rows: list[int], heads: int, groups: int, window: int | None) -> None:
     query, keys, values = tensors(total, rows, heads, groups, torch.float32)
@@ -48,7 +54,7 @@ def test_parts_make_up_the_whole(total: int, rows: list[int], heads: int, groups
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("total", "rows"), ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize(("total", "rows"), SHAPES)
 def test_low_precision_is_off_by_rounding_only(total: int, rows: list[int], dtype: torch.dtype) -> None:
     query, keys, values = tensors(total, rows, 1, 2, dtype)
     found = attend(query, keys, values, RowMask(torch.tensor(rows), torch.arange(total)), 0.25)[0]

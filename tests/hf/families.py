@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
+
+import pytest
 
 VOCABULARY = 256
 BASE: dict[str, Any] = {
@@ -126,7 +129,7 @@ REFUSED = MappingProxyType(
         "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}, "rotation"),
         "llama-dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         "phi3-longrope": (
-            "phi3",
+            "phi3-window",
             {
                 "rope_scaling": {
                     "rope_type": "longrope",
@@ -143,3 +146,27 @@ REFUSED = MappingProxyType(
         "llama4": ("llama4_text", {"num_local_experts": 2}, "chunked_attention"),
     }
 )
+
+USUAL = frozenset(
+    {
+        "llama",
+        "qwen3",
+        "phi3",
+        "llama-one-kv-head",
+        "gemma3-two-ropes",
+        "gemma2-softcap-window",
+        "gpt-oss-sinks-window",
+        "falcon-alibi",
+        "mpt-alibi",
+        "gptj",
+        "gpt2",
+        "mamba",
+        "llama4",
+    }
+)
+"""One of each way to hold KV, to place it and to attend: those of every run, where a test takes long."""
+
+
+def all_when_slow(names: Iterable[str]) -> list[Any]:
+    """Families as parameters: the usual ones in every run, the others in slow ones."""
+    return [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in names]

@@ -17,7 +17,7 @@ from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.stream import StopWhen
 from tests.hf import kit
-from tests.hf.families import FAMILIES, REFUSED
+from tests.hf.families import FAMILIES, REFUSED, all_when_slow
 from tests.hf.test_grammar import bytes_tokenizer
 
 LENGTH = 10
@@ -115,7 +115,7 @@ def waited(event: threading.Event) -> None:
     assert event.wait(WAIT_S)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *REFUSED])
+@pytest.mark.parametrize("name", all_when_slow([*FAMILIES, *REFUSED]))
 def test_every_family_says_together_what_each_says_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = kit.family(name)
     monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)

@@ -126,6 +126,7 @@ def test_using_a_tokenizer_does_not_rename_the_model() -> None:
     assert fingerprint(model, words) == before
 
 
+@pytest.mark.slow
 def test_a_fingerprint_is_the_same_in_another_process() -> None:
     code = "from tests.hf.test_encode import fresh; print(fresh())"
     root = Path(__file__).resolve().parents[2]

@@ -12,13 +12,13 @@ from tests.hf.broken import BREAKS, WINDOW_BREAKS
 SOUND = [
     ("llama", torch.float32),
     ("llama", torch.bfloat16),
-    ("mistral-window", torch.float16),
     ("falcon-alibi", torch.float32),
-    ("stablelm-partial", torch.bfloat16),
-    ("cohere2-some-nope-window", torch.float32),
     ("gpt-oss-sinks-window", torch.bfloat16),
-    ("deepseek-latent", torch.bfloat16),
-    ("mixtral", torch.bfloat16),
+    pytest.param("mistral-window", torch.float16, marks=pytest.mark.slow),
+    pytest.param("stablelm-partial", torch.bfloat16, marks=pytest.mark.slow),
+    pytest.param("cohere2-some-nope-window", torch.float32, marks=pytest.mark.slow),
+    pytest.param("deepseek-latent", torch.bfloat16, marks=pytest.mark.slow),
+    pytest.param("mixtral", torch.bfloat16, marks=pytest.mark.slow),
 ]
 
 

@@ -41,6 +41,7 @@ def test_settings_and_errors_are_used_without_torch() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_first_use_of_an_engine_is_what_loads_torch() -> None:
     assert "torch" in loaded_by("from ragfuse import Engine")
 

@@ -185,6 +185,7 @@ def is_whole(engine):
     return is_full_prefill(engine, ready)
 
 
+@pytest.mark.slow
 def test_two_processes_write_one_session_and_it_stays_whole(tiny_settings):
     both = [begun(tiny_settings, 4, name) for name in ("Ann", "Ben")]
     assert [process.wait(240) for process in both] == [0, 0]
@@ -193,7 +194,7 @@ def test_two_processes_write_one_session_and_it_stays_whole(tiny_settings):
         assert is_whole(engine)
 
 
-@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("turns", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_session_whose_process_is_killed_is_whole_or_lacks_its_last_turn(tiny_settings, turns):
     process = begun(tiny_settings, 50, "Ann")
     for line in process.stdout:

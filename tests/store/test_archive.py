@@ -367,6 +367,7 @@ def test_an_export_ended_by_ctrl_c_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
+@pytest.mark.slow
 def test_an_export_removes_what_killed_ones_have_left_in_its_folder_and_nothing_else(store, tmp_path):
     code = """
         import sys, time

@@ -253,6 +253,7 @@ RECODE = """
 """
 
 
+@pytest.mark.slow
 def test_a_recoding_killed_at_any_moment_leaves_each_entry_whole_as_before_or_after(tmp_path):
     chunks = {key(i): kv(i, n=400) for i in range(40)}
     with KVStore([DiskTier(tmp_path, 1 << 28, lru)]) as store:

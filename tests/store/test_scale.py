@@ -121,6 +121,7 @@ def test_opening_a_large_store_looks_at_no_file_and_tidying_looks_at_all(tmp_pat
     tier.close()
 
 
+@pytest.mark.slow
 def test_after_the_machine_went_down_a_large_store_is_looked_through(tmp_path):
     tier = filled(tmp_path, MANY)
     with tier._index.write() as transaction:

@@ -61,6 +61,7 @@ def test_a_chunk_read_from_disk_is_in_memory_for_the_next_question(tiny_settings
     assert tiers == [{"disk"}, {"memory"}]
 
 
+@pytest.mark.embedded
 def test_a_second_process_on_the_store_hits_and_finds_known_chunks(tiny_settings, engine):
     ingest(engine)
     marked = engine.marker.mark(CHUNKS[2], "marked here")
@@ -79,6 +80,7 @@ def test_a_second_process_on_the_store_hits_and_finds_known_chunks(tiny_settings
     assert [(s["hit"], s["source"]) for s in marks["segments"]] == [(True, ""), (True, "marked here")]
 
 
+@pytest.mark.embedded
 def test_the_embedded_model_says_what_full_prefill_says_at_ratio_one(smollm_path, tmp_path):
     settings = Settings(model=str(smollm_path), dtype="float32", store=tmp_path, max_tokens=12)
     with Engine(settings) as engine:

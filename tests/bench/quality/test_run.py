@@ -149,6 +149,7 @@ def test_a_method_that_there_is_not_is_named(model: HFModel, names: tuple[str, .
         methods_of(names, (0.1,), model)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_stopped(
     model: HFModel, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

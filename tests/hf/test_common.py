@@ -1,0 +1,137 @@
+"""Rows that several prompts hold alike stand in memory once, and nobody notices."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from ragfuse.hf.common import LEAST, Common, Span
+from ragfuse.hf.handover import generate, sharing
+from ragfuse.hf.model import HFModel, Prefill
+from tests.hf import kit
+from tests.hf.test_decode import GREEDY, WAIT_S, Noting, model, no_thread_is_left, nothing_failed
+
+__all__ = ["model", "no_thread_is_left", "nothing_failed"]
+
+SIZES = (5, LEAST + 6, 9, LEAST, 8)
+SPANS = [Span(5, 75, "one"), Span(84, 148, "two")]
+"""Two modules of a prompt, with its own rows before, between and behind them."""
+
+
+def prompts(model: HFModel, count: int = 4) -> list[Prefill]:
+    """Prompts that hold the same two modules amid text of their own."""
+    first = kit.scene(SIZES, ["fresh", "prefix", "fresh", "prefix", "fresh"])
+    source, made = kit.source(model, first), []
+    for seed in range(count):
+        parts = [
+            (tuple(kit.ids(len(part), seed)), kind) if kind == "fresh" else (part, kind) for part, kind in first.parts
+        ]
+        made.append(kit.fuse(model, replace(first, parts=tuple(parts)), "none", 0.0, source))
+    return made
+
+
+def share(model: HFModel, prefills: list[Prefill], common: Common | None = None) -> Common:
+    common = common or Common()
+    for prefill in prefills:
+        cache, wiring = sharing(model, prefill)
+        common.share(cache, SPANS, wiring.windows)
+    return common
+
+
+def held(prefills: list[Prefill]) -> int:
+    """Bytes of all that stands in memory for these prompts."""
+    places = {}
+    for prefill in prefills:
+        for layer in prefill.cache.layers:
+            for states in (layer.keys, layer.values, *(part for each in layer.common for part in each.kv)):
+                places[states.untyped_storage().data_ptr()] = states.untyped_storage().nbytes()
+    return sum(places.values())
+
+
+def test_a_module_stands_in_memory_once(model: HFModel) -> None:
+    each = prompts(model, 8)
+    before = held(each)
+    common = share(model, each)
+    own, token = sum(SIZES) - 2 * LEAST - 6, each[0].kv.nbytes // sum(SIZES)
+    assert len(common) == 2
+    assert held(each) == token * (2 * LEAST + 6 + 8 * (own + 64))
+    assert held(each) < before / 2
+    del each
+    gc.collect()
+    assert len(common) == 0
+
+
+def test_all_rows_are_where_they_were(model: HFModel) -> None:
+    each = prompts(model)
+    before = [[(layer.keys.clone(), layer.values.clone()) for layer in prefill.kv.layers] for prefill in each]
+    share(model, each)
+    for prefill, wanted in zip(each, before, strict=True):
+        for copy in (prefill, prefill.copy()):
+            found = [(layer.keys, layer.values) for layer in copy.kv.layers]
+            assert all(
+                torch.equal(a, b) for pair in zip(found, wanted, strict=True) for a, b in zip(*pair, strict=True)
+            )
+    assert all(prefill.cache.is_apart for prefill in each)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3-two-ropes", "gpt-oss-sinks-window", "gemma2-softcap-window"])
+def test_every_answer_has_the_logits_that_it_has_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = kit.family(name)
+    monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
+    alone, beside = [[Noting() for _ in range(4)] for _ in range(2)]
+    options = [
+        [{**GREEDY, "logits_processor": LogitsProcessorList([note])} for note in notes] for notes in (alone, beside)
+    ]
+    wanted = [generate(model, prefill, way) for prefill, way in zip(prompts(model), options[0], strict=True)]
+    each = prompts(model)
+    common = share(model, each)
+    assert len(common) == 2
+    asked = [(prefill, {"options": way}) for prefill, way in zip(each, options[1], strict=True)]
+    assert kit.together(model, asked) == wanted
+    for one, other in zip(alone, beside, strict=True):
+        for scores, same in zip(one.scores, other.scores, strict=True):
+            assert float((scores - same).abs().max() / scores.std()) < 1e-4
+
+
+def test_who_goes_on_alone_beside_others_as_beams_or_last_says_the_same(model: HFModel) -> None:
+    """Some end sooner, one is two beams, one goes on when nobody is left."""
+    ways = [GREEDY, {**GREEDY, "max_new_tokens": 3}, {**GREEDY, "num_beams": 2}, {**GREEDY, "max_new_tokens": 14}]
+    wanted = [generate(model, prefill, way) for prefill, way in zip(prompts(model), ways, strict=True)]
+    each = prompts(model)
+    share(model, each)
+    asked = [(prefill, {"options": way}) for prefill, way in zip(each, ways, strict=True)]
+    assert kit.together(model, asked) == wanted
+    lone = prompts(model, 1)
+    share(model, lone)
+    assert generate(model, lone[0], ways[0]) == wanted[0]
+
+
+def test_a_stretch_that_reaches_the_last_row_leaves_it(model: HFModel) -> None:
+    """The last row is taken back before an answer begins."""
+    ids = kit.ids(LEAST + 1)
+    wanted = generate(model, model.full_prefill(ids), GREEDY)
+    prefill = model.full_prefill(ids)
+    Common().share(prefill.cache, [Span(0, len(ids), "all")], [None] * model.n_layers)
+    assert [layer.own for layer in prefill.cache.layers] == [1] * model.n_layers
+    assert generate(model, prefill, GREEDY) == wanted
+
+
+def test_what_is_short_stays_where_it_is(model: HFModel) -> None:
+    prefill = model.full_prefill(kit.ids(90))
+    common = Common()
+    common.share(prefill.cache, [Span(3, 3 + LEAST - 1, "short")], [None] * model.n_layers)
+    assert len(common) == 0
+    assert not prefill.cache.is_apart
+
+
+def test_layers_that_see_a_window_alone_keep_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = kit.family("gemma3-two-ropes")
+    each = prompts(model, 2)
+    share(model, each)
+    windows = sharing(model, each[0])[1].windows
+    assert {bool(window) for window in windows} == {True, False}
+    assert [bool(layer.common) for layer in each[0].cache.layers] == [window is None for window in windows]
