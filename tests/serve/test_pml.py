@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -157,32 +157,27 @@ def test_a_tenant_has_as_many_schemas_as_it_may(served: Served) -> None:
 def test_registering_ends_with_server_or_time_and_goes_on_where_it_stopped(
     is_late: bool, status: int, varied_path: Path, tmp_path: Path
 ) -> None:
-    told = {"store": tmp_path / "store", "home": tmp_path, "serve_timeout_s": 2.0 if is_late else 60.0}
-    with serving(Settings(model=str(varied_path), dtype="float32", **told)) as served:
-        engine, began, answers = engine_of(served), threading.Event(), list[Any]()
+    ahead_s = [0.0]
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + ahead_s[0])
+    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path)
+    with serving(settings) as served, pytest.MonkeyPatch.context() as patched:
+        engine = engine_of(served)
         keep = engine.encoder.__class__.keep_run
 
         def slowly(*args: Any) -> int:
-            began.set()
-            wait_for(lambda: is_over(served, is_late))
+            if is_late:
+                ahead_s[0] = settings.serve_timeout_s
+            else:
+                served.service.stop()
             return keep(*args)
 
-        until_s = time.monotonic() + 2.5
-
-        def is_over(served: Served, is_late: bool) -> bool:
-            return time.monotonic() > until_s if is_late else served.service.stopping
-
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(engine.encoder.__class__, "keep_run", slowly)
-            asking = threading.Thread(target=lambda: answers.append(served.post(SCHEMAS, {"pml": TRIP})))
-            asking.start()
-            assert began.wait(60)
-            if not is_late:
-                served.service.stop()
-            asking.join(60)
-            wait_for(lambda: served.service.turnstile.is_idle)
-        assert answers[0].status_code == status
-        assert "goes on from there" in answers[0].json()["error"]["message"]
+        patched.setattr("ragfuse.serve.service.time", clock)
+        patched.setattr(engine.encoder.__class__, "keep_run", slowly)
+        answer = served.post(SCHEMAS, {"pml": TRIP})
+        wait_for(lambda: served.service.turnstile.is_idle)
+        patched.undo()
+        assert answer.status_code == status
+        assert "goes on from there" in answer.json()["error"]["message"]
         assert engine.schemas.names() == []
         assert engine.register(TRIP).done.encoded == len(engine.schemas.show("trip").runs) - 1
 
