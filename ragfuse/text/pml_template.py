@@ -24,7 +24,7 @@ Change = Callable[[str, Spot], str]
 """(text, where it stands) -> what stands there instead."""
 
 
-class Filled(str):
+class FilledTemplate(str):
     """What a template was filled to: as a text it is PML, for people; `request` is what an engine answers.
 
     schema: that it is a prompt over, to be registered. progress: whatever whoever hands it on wants to find here.
@@ -35,23 +35,23 @@ class Filled(str):
     progress: Any
     _whose: str
 
-    def __new__(cls, request: Request, schema: Schema, progress: Any = None, whose: str = "") -> Filled:
+    def __new__(cls, request: Request, schema: Schema, progress: Any = None, whose: str = "") -> FilledTemplate:
         """Prompts of which anything differs are different texts; whose: a digest that stands for the schema."""
         shown, whose = _each(request, lambda text, at: NO_TEXT.sub("\ufffd", text)), whose or digest(repr(schema))
         made = super().__new__(cls, f"{to_pml(shown)}<!-- {digest(whose, repr(request))} -->")
         made.request, made.schema, made.progress, made._whose = request, schema, progress, whose
         return made
 
-    def asking(self, text: str) -> Filled:
+    def asking(self, text: str) -> FilledTemplate:
         """The same with one more message of a user's at its end."""
-        return Filled(self.request.asking(text), self.schema, self.progress, self._whose)
+        return FilledTemplate(self.request.asking(text), self.schema, self.progress, self._whose)
 
-    def __getnewargs__(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def __getnewargs__(self) -> tuple[Any, ...]:
         return self.request, self.schema, self.progress, self._whose
 
 
 class PMLTemplate:
-    """A prompt in PML with variables in its texts, messages and arguments, over a schema; `fill` gives a `Filled`.
+    """A prompt in PML with variables in its texts, messages and arguments, over a schema; `fill` fills it.
 
     schema: its PML, a file, what was read, or a prompt function. prompt: PML, a file, or what was read, with
     `{variable}` wherever text stands (syntax "mustache" or "jinja2": `{{ variable }}`); None: the prompt function's
@@ -59,7 +59,7 @@ class PMLTemplate:
     variables too. PMLError with the place for what cannot be read.
     """
 
-    Filled: ClassVar[type[Filled]] = Filled
+    Filled: ClassVar[type[FilledTemplate]] = FilledTemplate
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class PMLTemplate:
         """
         return cls(from_template(name, template, max_tokens, syntax), None, question, syntax)
 
-    def fill(self, values: Mapping[str, object], progress: Any = None) -> Filled:
+    def fill(self, values: Mapping[str, object], progress: Any = None) -> FilledTemplate:
         """The prompt with these values, as their `str`; others are left out. InputError where one is missing."""
         wanted = [name for name in self.variables if name not in self.optional]
         for name in wanted:
@@ -106,7 +106,7 @@ class PMLTemplate:
         request = self._made(values)
         if self._question:
             request = request.asking(self._text(self._question, values, request.at))
-        return Filled(request, self.schema, progress, self._whose)
+        return FilledTemplate(request, self.schema, progress, self._whose)
 
     def __repr__(self) -> str:
         return f"PMLTemplate(schema '{self.schema.name}', variables {', '.join(self.variables) or 'none'})"
