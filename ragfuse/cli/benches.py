@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -270,7 +272,8 @@ def quality(
     plan = replace(QUICK, rows=rows) if quick else wanted
     tune_malloc(console)
     names = QUICK_METHODS if quick else methods.split(",")
-    result = run_quality(settings, plan, names, _shares(ratios), console)
+    with _kept(rows):
+        result = run_quality(settings, plan, names, _shares(ratios), console)
     write_json(result, json)
     if plot is not None:
         plot_frontier(result, plot)
@@ -327,7 +330,20 @@ def paper(
     most = least if quick else usual if limit is None else limit
     tokens = min(context_tokens, QUICK_TOKENS) if quick else context_tokens
     wanted = Wanted(settings, sets, most, chunk_tokens, rows, console, quick, tokens, keep_kv)
-    write_json(run_paper(figure, wanted, plot), json)
+    with _kept(rows):
+        result = run_paper(figure, wanted, plot)
+    write_json(result, json)
+
+
+@contextmanager
+def _kept(rows: Path | None) -> Iterator[None]:
+    """Ctrl-C says whether what was measured so far is kept."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        kept = rows is not None and rows.is_file()
+        said = f"What was measured is in {rows}, and the same command goes on from there." if kept else ""
+        raise KeyboardInterrupt(*filter(None, [said])) from stop
 
 
 def _rows_beside(result: Path | None) -> Path | None:

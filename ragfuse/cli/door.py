@@ -31,6 +31,8 @@ from ragfuse.cli import (
 )
 from ragfuse.errors import RagFuseError
 
+GOES_ON = "The same command goes on from there."
+
 
 class Door(TyperGroup):
     """Turns what ragfuse raises on purpose into a line on standard error, and Ctrl-C into exit status 130.
@@ -54,7 +56,7 @@ class Door(TyperGroup):
             where = f" ({error.filename})" if error.filename else ""
             self._end("InputError", f"The system refused: {error.strerror or error}{where}.", error)
         except KeyboardInterrupt as stop:
-            then = " ".join(map(str, stop.args)) or _onwards(ctx.invoked_subcommand)
+            then = " ".join(map(str, stop.args)) or (GOES_ON if ctx.invoked_subcommand == "ingest" else "")
             Console(stderr=True).print(f"\nStopped. {then}".rstrip(), highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(130) from stop
 
@@ -63,12 +65,6 @@ class Door(TyperGroup):
         line = f"[bold red]{kind}[/]: {escape(message)}"
         Console(stderr=True).print(line, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
-
-
-def _onwards(command: str | None) -> str:
-    """What may be done where this command was stopped."""
-    with_json = "With --json, the" if command == "bench" else "The"
-    return f"{with_json} same command goes on from there." if command in ("ingest", "bench") else ""
 
 
 class _OneLine(logging.Formatter):
