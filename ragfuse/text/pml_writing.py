@@ -9,7 +9,8 @@ from xml.sax.saxutils import escape, quoteattr
 from ragfuse.errors import PMLError
 from ragfuse.text.nodes import Import, Item, Message, Module, Param, Request, Role, Scaffold, Schema, Text, Union
 
-_NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What XML cannot hold."""
 
 
 def to_pml(node: Schema | Request | Import | Message | Scaffold | Item) -> str:
@@ -17,7 +18,7 @@ def to_pml(node: Schema | Request | Import | Message | Scaffold | Item) -> str:
     parts: list[str] = []
     _write(node, parts)
     text = "".join(parts)
-    if bad := _NO_TEXT.search(text):
+    if bad := NO_TEXT.search(text):
         raise PMLError(f"character {bad.group()!r} in a text", "one that XML can hold")
     return text
 
@@ -57,8 +58,8 @@ def _told(node: Schema | Request | Import | Message | Scaffold | Item) -> tuple[
             return role, [], [Text(text)] if text else []
         case Import(name, args, items):
             return name, list(args), list(items)
-        case Request(schema, items, args):
-            return "prompt", [("schema", schema), *args], list(items)
+        case Request(schema, items, args, ending=ending):
+            return "prompt", [("schema", schema), *args], [*items, *([Text(ending)] if ending else [])]
         case _:
             raise TypeError(f"No node of PML: {node!r}")
 

@@ -19,6 +19,10 @@ ASKED = {
     ("GET", "/v1/models/{model}"),
     ("GET", "/v1/ragfuse/store"),
     ("POST", "/v1/ragfuse/explain"),
+    ("GET", "/v1/ragfuse/schemas"),
+    ("POST", "/v1/ragfuse/schemas"),
+    ("GET", "/v1/ragfuse/schemas/{name}"),
+    ("DELETE", "/v1/ragfuse/schemas/{name}"),
     ("GET", "/health"),
     ("GET", "/metrics"),
 }
