@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ragfuse.prompting import Turn
     from ragfuse.settings import Settings
     from ragfuse.streaming import AnswerStream
-    from ragfuse.text import Piece
+    from ragfuse.text import Piece, PMLTemplate
 
 __all__ = [
     "Answer",
@@ -27,6 +27,7 @@ __all__ = [
     "Ingested",
     "InputError",
     "ModelError",
+    "PMLTemplate",
     "Piece",
     "Prompt",
     "RagFuseError",
@@ -48,7 +49,7 @@ _HOMES = MappingProxyType(
         "Ask": "asking",
         "Grammar": "grammar",
         "ByteStore": "bytestore",
-        "Piece": "text",
+        **dict.fromkeys(("PMLTemplate", "Piece"), "text"),
         "Settings": "settings",
         "Turn": "prompting",
         "metrics": "metering",

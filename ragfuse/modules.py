@@ -16,17 +16,27 @@ from typing import Any
 from ragfuse.asking import Ask, room_behind
 from ragfuse.core import Prompt
 from ragfuse.encoding import Encoder, Ingested
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, PMLError
 from ragfuse.prompting import Prompter
 from ragfuse.registry import Kept, Registry, SchemaInfo
 from ragfuse.settings import Settings
 from ragfuse.text.bind import bind
 from ragfuse.text.nodes import Item, Module, Request, Role, Schema, inner
-from ragfuse.text.pml import parse_schema, read, to_pml
+from ragfuse.text.pml import parse_prompt, parse_schema, read, to_pml
 from ragfuse.text.schema import PLAIN, Layout, Place, Wrapping, lay_out
 from ragfuse.text.wrap_probe import wrapping_of
 
-__all__ = ["Registered", "SchemaInfo", "Schemas", "read_prompt"]
+__all__ = [
+    "Kept",
+    "Registered",
+    "Request",
+    "SchemaInfo",
+    "Schemas",
+    "outline",
+    "parse_prompt",
+    "parse_schema",
+    "read_prompt",
+]
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class Schemas:
         self, settings: Settings, registry: Registry, prompter: Prompter, encoder: Callable[[], Encoder]
     ) -> None:
         self._settings, self._registry, self._prompter, self._encoder = settings, registry, prompter, encoder
-        self._lock = threading.Lock()
+        self._lock, self._ensuring = threading.Lock(), threading.Lock()
         self._laid: dict[str, tuple[str, Layout]] = {}
         self._template: tuple[str, Wrapping] | None = None
 
@@ -81,6 +91,21 @@ class Schemas:
             self._laid[kept.name] = kept.pml, layout
         return Registered(layout, done)
 
+    def has(self, schema: Schema) -> bool:
+        """Whether this very schema is registered, and was encoded for the model."""
+        kept = self._registry.get(schema.name)
+        if kept is None or self._encoder().digest not in kept.keys:
+            return False
+        try:
+            return self.laid_out(kept).schema == schema
+        except PMLError:  # of another one of that name
+            return False
+
+    def ensure(self, schema: Schema, progress: Callable[[Ingested], None] | None = None) -> Registered | None:
+        """`register`, unless that was done; then None, and another thread that does it is waited for."""
+        with self._ensuring:
+            return None if self.has(schema) else self.register(schema, progress)
+
     def ls(self) -> list[SchemaInfo]:
         """All that are registered, by name."""
         return self._registry.ls()
@@ -94,8 +119,30 @@ class Schemas:
         if kept is None and Path(name).is_file():
             kept = _kept(Path(name))
         if kept is None:
-            raise InputError(f"There is no schema '{name}'; wanted {self._registry.names_told()}.")
-        return self._layout(kept)
+            raise InputError(f"There is no schema '{name}'; wanted {self.names_told()}.")
+        return self.laid_out(kept)
+
+    def get(self, name: str) -> Kept | None:
+        """A registered schema as it is written down, None where there is none."""
+        return self._registry.get(name)
+
+    def laid_out(self, kept: Kept) -> Layout:
+        """How a schema that is written down so is laid out for the model; made once, and anew where it changed."""
+        with self._lock:
+            pml, layout = self._laid.get(kept.name, ("", None))
+        if layout is None or pml != kept.pml:
+            layout = self._lay_out(kept)
+            with self._lock:
+                self._laid[kept.name] = kept.pml, layout
+        return layout
+
+    def names(self) -> list[str]:
+        """Which there are, sorted."""
+        return self._registry.names()
+
+    def names_told(self) -> str:
+        """Which there are, for an error."""
+        return self._registry.names_told()
 
     def remove(self, name: str) -> int:
         """Forget a schema, and the KV that no other registered one has, in every tier; bytes freed."""
@@ -115,19 +162,9 @@ class Schemas:
             raise request.at.error(
                 f"a prompt for schema '{request.schema}', which is not registered", f"{wanted} (Engine.register)"
             )
-        return bind(request, self._layout(kept), encoder.model.tokens, encoder.key_of, ask.blend).prompt
+        return bind(request, self.laid_out(kept), encoder.model.tokens, encoder.key_of, ask.blend).prompt
 
     # inside
-
-    def _layout(self, kept: Kept) -> Layout:
-        """The layout of what another process may have written down since it was made last."""
-        with self._lock:
-            pml, layout = self._laid.get(kept.name, ("", None))
-        if layout is None or pml != kept.pml:
-            layout = self._lay_out(kept)
-            with self._lock:
-                self._laid[kept.name] = kept.pml, layout
-        return layout
 
     def _lay_out(self, kept: Kept) -> Layout:
         model, schema = self._encoder().model, parse_schema(kept.pml, kept.file)

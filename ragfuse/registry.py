@@ -90,9 +90,15 @@ class Registry:
         """All of them, by name; what cannot be read any more has no modules."""
         return [SchemaInfo(kept.name, kept.file, *_counts(kept), kept.added) for kept in self._all()]
 
+    def names(self) -> list[str]:
+        """Which there are, sorted."""
+        names: list[str] = self._booked(lambda book: book.names(), [])
+        written = [name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)]
+        return sorted({*written, *self._here})
+
     def names_told(self) -> str:
         """Which there are, for an error."""
-        names = [kept.name for kept in self._all()]
+        names = self.names()
         return f"{one_of('', names)}" if names else "a schema that is registered: there is none yet"
 
     def remove(self, name: str) -> int:
@@ -115,9 +121,7 @@ class Registry:
         return sum(nbytes for entry, nbytes in sizes if not done.has_left(entry))
 
     def _all(self) -> list[Kept]:
-        names: list[str] = self._booked(lambda book: book.names(), [])
-        written = [name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)]
-        found = (self.get(name) for name in sorted({*written, *self._here}))
+        found = map(self.get, self.names())
         return [kept for kept in found if kept is not None]
 
     def _get(self, name: str) -> Kept | None:

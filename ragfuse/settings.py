@@ -183,6 +183,7 @@ class Settings(BaseSettings):
     serve_patience_s: float = Field(default=20.0, gt=0, description="How long sending a request may take.")
     serve_grace_s: float = Field(default=30.0, ge=0, description="How long answers go on once a server is to stop.")
     serve_body_bytes: int = Field(default=4 << 20, ge=1024, description="The largest request.")
+    serve_schemas: int = Field(default=256, ge=0, description="Schemas that a tenant of a server may register.")
 
     @field_validator("api_keys", mode="before")
     @classmethod

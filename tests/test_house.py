@@ -84,7 +84,7 @@ ROOMS: dict[str, set[str]] = {
     "demo": {*EVERYTHING, "bench"},
     "cli": {*NOUNS, *ENGINE, "bench", "demo", "serve", "text.Piece", "plan.words", "profiles"},
     "serve": {*NOUNS, *ENGINE, "jobs", "text.Piece", "plan.words"},
-    "__init__": {*NOUNS, *ENGINE, "text.Piece"},
+    "__init__": {*NOUNS, *ENGINE, "text.Piece", "text.PMLTemplate"},
 }
 # Room -> all that it may import besides the standard library and ragfuse.
 ONLY = {
@@ -460,7 +460,7 @@ def test_the_namespace_of_llama_index_stays_open() -> None:
 
 def test_the_front_door_is_small_and_sorted() -> None:
     names = _public_names()
-    assert 0 < len(names) <= 20
+    assert 0 < len(names) <= 21
     assert names == sorted(names)
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,7 @@ PolicyName = Annotated[str, typer.Option(help="Selection policy.")]
 Threads = Annotated[int, typer.Option(help="Threads of torch.")]
 Rounds = Annotated[int, typer.Option(help="Interleaved rounds.")]
 
+DEMO_NEEDS = ("faiss", "langchain_community", "langchain_huggingface", "langchain_ragfuse", "matplotlib")
 BY_DEFAULT = "full,prefix,none,auto"
 CONTEXT_TOKENS, QUICK_TOKENS = 6000, 1000
 DEMO_MEMORY = 3 << 30
@@ -53,12 +55,14 @@ def demo(
     out: Annotated[Path, typer.Option(help="Report as JSON; the picture lies beside it.")] = Path("demo-report.json"),
 ) -> None:
     """Ask real questions over real documents through a LangChain chain: full prefill and ragfuse side by side."""
-    try:
-        from ragfuse.demo.picture import draw
-        from ragfuse.demo.run import run
-        from ragfuse.engine import Engine
-    except ImportError as error:
-        raise InputError(f"The demo needs more packages ({error.name}): pip install 'ragfuse-kv[demo]'") from error
+    missing = [name for name in DEMO_NEEDS if find_spec(name) is None]
+    if missing:
+        wanted = "pip install 'ragfuse-kv[demo]' langchain-ragfuse"
+        raise InputError(f"The demo needs more packages ({', '.join(missing)}): {wanted}")
+    from ragfuse.demo.picture import draw
+    from ragfuse.demo.run import run
+    from ragfuse.engine import Engine
+
     base = settings_of(model=model, dtype=dtype, device=device, policy=policy, ratio=ratio)
     memory = base.memory_bytes if "memory_bytes" in base.model_fields_set else DEMO_MEMORY
     settings = base.model_copy(update={"store": base.home / "demo-store", "memory_bytes": memory})

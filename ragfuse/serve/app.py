@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from ragfuse.errors import RagFuseError
 from ragfuse.serve.guard import Guard
+from ragfuse.serve.modules import schema_routes
 from ragfuse.serve.refusals import Refusal, refusal_of, unreadable
 from ragfuse.serve.routes import router
 from ragfuse.serve.schema import Failed
@@ -25,7 +26,7 @@ from ragfuse.serve.service import Service
 STATUSES = (
     (400, "The request cannot be answered as it is."),
     (401, "No API key of this server."),
-    (404, "No such model or path."),
+    (404, "No such model, schema or path."),
     (408, "The body came too slowly."),
     (413, "The body is too large."),
     (415, "The body is no JSON by its type."),
@@ -51,6 +52,7 @@ def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = Tr
         responses=instead,
     )
     app.include_router(router(service))
+    app.include_router(schema_routes(service))
     for kind in (Refusal, RagFuseError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
     app.openapi = lambda: _without_422(FastAPI.openapi(app))  # type: ignore[method-assign]
@@ -65,7 +67,7 @@ def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = Tr
         only_here and not len(service.keys),
     )
     return (
-        CORSMiddleware(guarded, list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])
+        CORSMiddleware(guarded, list(origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])
         if origins
         else guarded
     )

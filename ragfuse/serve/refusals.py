@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
-from ragfuse.errors import InputError, RagFuseError, SettingsError, StoreError
+from ragfuse.errors import InputError, PMLError, RagFuseError, SettingsError, StoreError
 
 log = logging.getLogger("ragfuse.serve")
 
@@ -56,6 +57,8 @@ def refusal_of(error: BaseException) -> Refusal:
     """What a client is told of an error; what it cannot help is logged here, and not told."""
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, PMLError):
+        return Refusal(400, _without_folder(error), "unusable", "pml")
     if isinstance(error, InputError | SettingsError):
         return Refusal(400, str(error), "unusable")
     if isinstance(error, StoreError):
@@ -83,6 +86,11 @@ def unreadable(errors: Sequence[Mapping[str, Any]]) -> Refusal:
         return Refusal(400, f"Wanted the field '{name or 'body'}', found none; give it.", "missing", name or None)
     found = _short(first.get("input"))
     return Refusal(400, f"{name or 'The body'}: {_lower(str(first['msg']))}; found {found}.", "unusable", name or None)
+
+
+def _without_folder(error: PMLError) -> str:
+    """What it says; of a schema that came from a file of this machine, without where that lies."""
+    return str(PMLError(error.found, error.wanted, PurePath(error.file).name, error.line, error.column))
 
 
 def _short(value: object) -> str:

@@ -22,7 +22,7 @@ from ragfuse.serve.run import HARD_S, Run, Said, Wish, Written
 from ragfuse.serve.schema import ChatRequest, ExplainRequest, TextRequest, Wanted
 from ragfuse.serve.service import Service
 from ragfuse.serve.stats import store_of
-from ragfuse.serve.wishes import chat_wishes, in_session, marked, text_wishes, turns_of
+from ragfuse.serve.wishes import chat_wishes, in_session, question_of, text_of, text_wishes
 
 T = TypeVar("T")
 SLOW_S = 30.0
@@ -37,7 +37,7 @@ def router(service: Service) -> APIRouter:
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer messages."""
         tenant = _tenant(request)
-        wishes = chat_wishes(body, tenant.salt)
+        wishes = await asyncio.to_thread(chat_wishes, body, tenant.salt)  # PML may be long
         wants = bool(body.logprobs)
         return await _answer(service, request, body, wishes, True, wants, body.parallel_tool_calls is False)
 
@@ -45,7 +45,7 @@ def router(service: Service) -> APIRouter:
     async def completions(request: Request, body: TextRequest) -> Response:
         """Go on from a text."""
         engine = await asyncio.to_thread(service.engine, _tenant(request))
-        wishes = text_wishes(body, _tenant(request).salt, engine.marker.mark)
+        wishes = await asyncio.to_thread(text_wishes, body, _tenant(request).salt, engine.marker.mark)
         return await _answer(service, request, body, wishes, False, body.logprobs is not None)
 
     @routes.get("/v1/models")
@@ -196,13 +196,14 @@ def _explained(engine: Engine, body: ExplainRequest) -> dict[str, Any]:
     how = body.ragfuse
     ask = Ask(policy=how.policy, ratio=how.ratio, reuse=how.reuse, overflow=how.overflow, deadline_s=how.deadline_s)
     ask = in_session(ask, body.session_id)
-    ask = replace(ask, tools=body.tools or (), max_tokens=body.max_tokens)
-    if (body.messages is None) == (body.prompt is None):
+    ask = replace(ask, blend=how.blend, tools=body.tools or (), max_tokens=body.max_tokens)
+    given, documents = [each for each in (body.messages, body.prompt) if each is not None], body.documents or ()
+    if len(given) > 1 or not (given or body.pml):
         raise Refusal(400, "Wanted messages or a prompt, one of them; found both or neither.", "unusable", "messages")
-    if body.messages is not None:
-        plan = engine.plan(turns_of(body.messages, body.documents or ()), ask)
+    if body.prompt is not None:
+        plan = engine.plan(text_of(body.pml, body.prompt, documents, engine.marker.mark), ask)
     else:
-        plan = engine.plan(f"{marked(body.documents or (), engine.marker.mark)}{body.prompt}", ask)
+        plan = engine.plan(question_of(body.pml, body.messages or (), documents), ask)
     return {"object": "ragfuse.plan", **as_dict(plan), "words": in_words(plan)}
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ragfuse.asking import Ask
 from ragfuse.core import Answer
 from ragfuse.engine import Engine
-from ragfuse.prompting import Question
+from ragfuse.prompting import Inquiry
 from ragfuse.serve.logprobs import Likely, Noted
 from ragfuse.serve.refusals import Refusal
 from ragfuse.streaming import AnswerStream
@@ -26,7 +26,7 @@ HARD_S = 5.0
 class Wish:
     """One answer that is wanted; noted: where the probabilities of its tokens are, if they are wanted."""
 
-    question: Question
+    question: Inquiry
     ask: Ask
     noted: Noted | None = None
 

@@ -41,6 +41,8 @@ class How(Body):
     reuse: bool = True
     overflow: Literal["error", "drop"] | None = None
     deadline_s: float | None = Field(default=None, ge=0)
+    blend: bool = False
+    """Of prompts in PML: modules are blended, as chunks are."""
 
 
 class StreamOptions(Body):
@@ -106,6 +108,8 @@ class Wanted(Body):
     """Retrieved texts, which stand before the question; those that were met before come from the store."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """Whose turn of which conversation this is."""
+    pml: str | None = Field(default=None, min_length=1)
+    """A prompt in PML over a schema that is registered; what else is asked stands behind it, as text alone."""
     ragfuse: How = How()
 
     # taken, and of no consequence here
@@ -125,7 +129,8 @@ class Wanted(Body):
 class ChatRequest(Wanted):
     """A request for an answer to messages."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message]
+    """At least one; none only beside `pml`."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -167,10 +172,17 @@ class ExplainRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: list[Message] | None = None
     prompt: str | None = None
     documents: list[str | Document] | None = Field(default=None, max_length=1000)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
     max_tokens: int | None = Field(default=None, ge=1)
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
+    pml: str | None = Field(default=None, min_length=1)
     ragfuse: How = How()
+
+
+class SchemaRequest(Body):
+    """A schema in PML that is to be registered, in place of another one of its name."""
+
+    pml: str = Field(min_length=1)

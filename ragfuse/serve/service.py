@@ -6,22 +6,27 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from ragfuse.engine import Engine
 from ragfuse.jobs import Job
+from ragfuse.modules import Request
 from ragfuse.outlook import Outlook
 from ragfuse.prompting import Turn
 from ragfuse.serve.keys import Keys, Tenant
 from ragfuse.serve.refusals import Refusal
 from ragfuse.serve.run import Run, Wish
 from ragfuse.serve.stats import Counts
+from ragfuse.serve.turnstile import RETRY_S, Turnstile
 from ragfuse.serve.turnstile import Turn as Its
-from ragfuse.serve.turnstile import Turnstile
 from ragfuse.settings import Settings
 
 log = logging.getLogger("ragfuse.serve")
+
+T = TypeVar("T")
+_ENOUGH = "It was given up before it was done; what is done is kept. Ask again, and it goes on from there."
 
 
 class Service:
@@ -60,21 +65,12 @@ class Service:
 
         Refusal where there is no room to wait (429), the time is over (504), or the server stops (503).
         """
-        due_s = asyncio.get_running_loop().time() + self.settings.serve_timeout_s
+        due_s = self._due_s()
         engine = await asyncio.to_thread(self.engine, tenant)
         loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout_at(due_s):
-                job = await self.turnstile.enter(
-                    tenant.name,
-                    session,
-                    lambda job: loop.run_in_executor(None, self._wait, job, tenant, engine, wishes),
-                )
-        except TimeoutError:
-            raise _late() from None
-        if loop.time() >= due_s:
-            self.turnstile.leave(job)
-            raise _late()
+        job = await self._turn(
+            tenant, session, due_s, lambda job: loop.run_in_executor(None, self._wait, job, tenant, engine, wishes)
+        )
 
         def done() -> None:
             self._runs.discard(run)
@@ -85,6 +81,34 @@ class Service:
         run = Run(wishes, engine, due_s, done)
         self._runs.add(run)
         return run
+
+    async def work(self, tenant: Tenant, do: Callable[[Engine, Callable[[object], None]], T]) -> T:
+        """What a tenant's engine comes to when the request's turn has come: nothing that is an answer.
+
+        `do` calls what it is given now and then; that raises a Refusal where it has to end: nobody waits for it any
+        more (499), the time is over (504), or the server stops (503).
+        """
+        due_s, gone = self._due_s(), threading.Event()
+        engine = await asyncio.to_thread(self.engine, tenant)
+        job = await self._turn(tenant, None, due_s, lambda job: None)
+        until_s = time.monotonic() + due_s - asyncio.get_running_loop().time()
+
+        def check(_: object) -> None:
+            if gone.is_set() or self.stopping:
+                raise Refusal(499 if gone.is_set() else 503, _ENOUGH, "stopping", None, RETRY_S)
+            if time.monotonic() >= until_s:
+                raise Refusal(504, _ENOUGH, "timeout", None, RETRY_S)
+
+        def done(task: asyncio.Future[T]) -> None:
+            self.turnstile.leave(job)
+            _ = task.cancelled() or task.exception()  # was told, or nobody is there to be told
+
+        running = asyncio.get_running_loop().run_in_executor(None, do, engine, check)
+        running.add_done_callback(done)
+        try:
+            return await asyncio.shield(running)
+        finally:
+            gone.set()
 
     def look_ahead(self) -> None:
         """Let every tenant's engine know which conversations are next; what waits comes to memory, and is kept there.
@@ -114,11 +138,29 @@ class Service:
         for engine in engines:
             engine.close()
 
+    def _due_s(self) -> float:
+        """When a request that came now has to be answered."""
+        return asyncio.get_running_loop().time() + self.settings.serve_timeout_s
+
+    async def _turn(
+        self, tenant: Tenant, session: str | None, due_s: float, waits: Callable[[Job[Its]], object]
+    ) -> Job[Its]:
+        try:
+            async with asyncio.timeout_at(due_s):
+                job = await self.turnstile.enter(tenant.name, session, waits)
+        except TimeoutError:
+            raise _late() from None
+        if asyncio.get_running_loop().time() >= due_s:
+            self.turnstile.leave(job)
+            raise _late()
+        return job
+
     def _wait(self, job: Job[Its], tenant: Tenant, engine: Engine, wishes: Sequence[Wish]) -> None:
         """Bring what a request reads to memory while it waits; what is wrong with it is told when it is answered."""
         try:
             prefetch(engine, wishes)
-            name = engine.session_of(wishes[0].question, wishes[0].ask)
+            question = wishes[0].question
+            name = None if isinstance(question, Request) else engine.session_of(question, wishes[0].ask)
             if name is not None:
                 self.turnstile.note(job, (tenant.salt, name))
                 self.look_ahead()
@@ -145,6 +187,8 @@ def _texts(engine: Engine, wishes: Sequence[Wish]) -> Iterable[str]:
     """Of all chunks in the questions, each once."""
     texts: dict[str, None] = {}
     for question in {id(wish.question): wish.question for wish in wishes}.values():
+        if isinstance(question, Request):  # its modules are found by their schema
+            continue
         contents = [question] if isinstance(question, str) else [t.content for t in question if isinstance(t, Turn)]
         for content in contents:
             texts |= {piece.text: None for piece in engine.pieces(content) if piece.kind == "chunk"}

@@ -10,12 +10,14 @@ from typing import Any, Protocol
 from ragfuse.engine import Engine
 from ragfuse.metering import metrics
 
+SCHEMAS = "/v1/ragfuse/schemas"
 PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/models",
     "/v1/ragfuse/store",
     "/v1/ragfuse/explain",
+    SCHEMAS,
     "/health",
     "/metrics",
 )
@@ -45,7 +47,7 @@ class Counts:
     def asked(self, path: str, status: int) -> None:
         """One request more."""
         with self._lock:
-            self._asked[path if path in PATHS else "other", str(status)] += 1
+            self._asked[_counted(path), str(status)] += 1
 
     def show(self, engine: Engine, name: str) -> None:
         """Show an engine's counts, too, until it is closed."""
@@ -74,6 +76,12 @@ class Counts:
         jobs = self._turnstile.jobs
         yield GaugeMetricFamily("ragfuse_requests_waiting", "Requests that wait for their turn.", value=len(jobs))
         yield GaugeMetricFamily("ragfuse_requests_running", "Requests that are being answered.", value=jobs.running)
+
+
+def _counted(path: str) -> str:
+    """The path that a request is counted under: that of one schema as that of all."""
+    path = SCHEMAS if path.startswith(f"{SCHEMAS}/") else path
+    return path if path in PATHS else "other"
 
 
 def store_of(engine: Engine) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from ragfuse.asking import Ask
 from ragfuse.core import ToolCall
 from ragfuse.grammar import Grammar
+from ragfuse.modules import Request, parse_prompt
 from ragfuse.prompting import Turn
 from ragfuse.serve.logprobs import Noted
 from ragfuse.serve.refusals import Refusal
@@ -25,7 +26,7 @@ COOL = 1e-3
 
 def chat_wishes(request: ChatRequest, tenant: str) -> list[Wish]:
     """One wish for each answer that is wanted to the messages."""
-    turns = turns_of(request.messages, request.documents or ())
+    question = question_of(request.pml, request.messages, request.documents or ())
     noted = request.top_logprobs or 0 if request.logprobs else None
     if request.top_logprobs and not request.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs: true; give both or neither.", "unusable", "top_logprobs")
@@ -37,16 +38,14 @@ def chat_wishes(request: ChatRequest, tenant: str) -> list[Wish]:
         tool_choice=choice_of(request.tool_choice, tools),
         grammar=grammar_of(request.response_format),
     )
-    return [_wish(turns, ask, number, noted) for number in range(request.n or 1)]
+    return [_wish(question, ask, number, noted) for number in range(request.n or 1)]
 
 
 def text_wishes(request: TextRequest, tenant: str, mark: Any) -> list[Wish]:
     """One wish for each continuation of each prompt; mark: (text, source) -> the text marked as a chunk."""
     ask = replace(ask_of(request, tenant), max_tokens=request.max_tokens)
     prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    texts = [f"{marked(request.documents or (), mark)}{prompt}" for prompt in prompts]
-    if not all(texts):
-        raise Refusal(400, "The prompt is empty; wanted a text to go on from.", "unusable", "prompt")
+    texts = [text_of(request.pml, prompt, request.documents or (), mark) for prompt in prompts]
     numbers = range(request.n or 1)
     return [_wish(text, ask, number, request.logprobs) for text in texts for number in numbers]
 
@@ -69,6 +68,7 @@ def ask_of(request: Wanted, tenant: str) -> Ask:
         reuse=how.reuse,
         overflow=how.overflow,
         deadline_s=how.deadline_s,
+        blend=how.blend,
         stop=[stop] if isinstance(stop, str) else stop or (),
         seed=request.seed,
         options=_sampling(request),
@@ -89,6 +89,39 @@ def _sampling(request: Wanted) -> dict[str, Any]:
         return {}
     told = {"temperature": request.temperature, "top_p": request.top_p}
     return {"do_sample": True, "top_k": 0, **{name: value for name, value in told.items() if value is not None}}
+
+
+def question_of(
+    pml: str | None, messages: Sequence[Message], documents: Sequence[str | Document] = ()
+) -> list[Turn] | Request:
+    """Messages; behind a prompt in PML, where there is one: as the text that they hold, whatever that looks like."""
+    if pml is None:
+        return turns_of(messages, documents)
+    found = _prompt(pml, documents)
+    for turn in turns_of(messages) if messages else ():
+        if turn.role not in ("system", "user", "assistant") or turn.tool_calls:
+            raise Refusal(400, "A prompt in PML tells of no tools; leave out what they said.", "unusable", "messages")
+        found = found.asking("".join(map(_plain, turn.content)), cast(Any, turn.role))
+    return found
+
+
+def text_of(pml: str | None, text: str, documents: Sequence[str | Document], mark: Any) -> str | Request:
+    """A text to go on from, behind documents or behind a prompt in PML."""
+    if pml is not None:
+        return _prompt(pml, documents).going_on(text)
+    if found := f"{marked(documents, mark)}{text}":
+        return found
+    raise Refusal(400, "The prompt is empty; wanted a text to go on from.", "unusable", "prompt")
+
+
+def _prompt(pml: str, documents: Sequence[str | Document]) -> Request:
+    if documents:
+        raise Refusal(400, "A prompt in PML has modules, no documents; ask with one of them.", "unusable", "documents")
+    return parse_prompt(pml)
+
+
+def _plain(part: str | Piece) -> str:
+    return part if isinstance(part, str) else part.text
 
 
 def turns_of(messages: Sequence[Message], documents: Sequence[str | Document] = ()) -> list[Turn]:

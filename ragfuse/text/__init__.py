@@ -5,6 +5,7 @@ Tokenizer and chat template come in as callables; nothing here knows a model or 
 
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, Span, chunk_id, peel, pieces
+from ragfuse.text.pml_template import PMLTemplate
 from ragfuse.text.stand_in import sample, stand_in
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "KnownChunks",
     "Marker",
     "Message",
+    "PMLTemplate",
     "Piece",
     "Span",
     "chunk_id",

@@ -52,8 +52,8 @@ class Bound:
 def bind(request: Request, layout: Layout, encode: Encode, key_of: KeyOf, blend: bool = False) -> Bound:
     """The Prompt of a request over its schema's layout. PMLError for imports and arguments that the schema has not.
 
-    It ends with a fresh run: with what makes the model answer, where there are messages, else with the last token
-    alone. blend: rows of modules are on offer to be recomputed, as a chunk's are.
+    It ends with a fresh run: the request's ending; else what makes the model answer, where there are messages; else
+    the last token alone. blend: rows of modules are on offer to be recomputed, as a chunk's are.
     """
     if request.schema != layout.schema.name:
         raise request.at.error(f"a prompt for schema '{request.schema}'", f"'{layout.schema.name}'")
@@ -62,7 +62,8 @@ def bind(request: Request, layout: Layout, encode: Encode, key_of: KeyOf, blend:
     check_together(wishes.imports.items(), layout.forks)
     placing = _Placing(layout, wishes, _sources(layout, wishes.imports), key_of, "chunk" if blend else "module")
     placing.scope(layout.root)
-    placing.free(_Free(_asking(request, layout, encode), request.at))
+    ending = tuple(encode(request.ending, False)) if request.ending else _asking(request, layout, encode)
+    placing.free(_Free(ending, request.at))
     prompt, others = placing.prompt(request.at), tuple(dict.fromkeys(_others(layout, wishes.imports)))
     taken = placing.taken(tuple(map(key_of, others)))
     return Bound(replace(prompt, taken=taken), tuple(placing.imported), tuple(placing.used), others, placing.moved)

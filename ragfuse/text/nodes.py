@@ -7,7 +7,7 @@ stands, for errors, and does not count when two are compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ragfuse.errors import PMLError
@@ -119,16 +119,24 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt that is derived from a schema: what it imports and what it adds, arguments of the schema's own."""
+    """A prompt that is derived from a schema: what it imports and what it adds, arguments of the schema's own.
+
+    ending: text behind everything, which no message holds, for the model to go on from.
+    """
 
     schema: str
     items: tuple[Text | Import | Message, ...] = ()
     args: tuple[tuple[str, str], ...] = ()
     at: Spot = field(default=NOWHERE, compare=False, repr=False)
+    ending: str = ""
 
     def asking(self, text: str, role: RoleName = "user") -> Request:
         """The same with one more message at its end."""
-        return Request(self.schema, (*self.items, Message(role, text)), self.args, self.at)
+        return replace(self, items=(*self.items, Message(role, text)))
+
+    def going_on(self, text: str) -> Request:
+        """The same with this text behind everything."""
+        return replace(self, ending=self.ending + text)
 
 
 def inner(items: tuple[Item, ...]) -> Iterator[Item]:

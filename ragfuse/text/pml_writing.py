@@ -58,8 +58,8 @@ def _told(node: Schema | Request | Import | Message | Scaffold | Item) -> tuple[
             return role, [], [Text(text)] if text else []
         case Import(name, args, items):
             return name, list(args), list(items)
-        case Request(schema, items, args):
-            return "prompt", [("schema", schema), *args], list(items)
+        case Request(schema, items, args, ending=ending):
+            return "prompt", [("schema", schema), *args], [*items, *([Text(ending)] if ending else [])]
         case _:
             raise TypeError(f"No node of PML: {node!r}")
 

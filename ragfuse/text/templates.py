@@ -96,7 +96,7 @@ def _role(name: str, role: str) -> RoleName:
 
 
 def _items(name: str, text: str, syntax: Syntax, max_tokens: int | Mapping[str, int]) -> Iterator[Item]:
-    for literal, variable, at in _parsed(name, text, syntax):
+    for literal, variable, at in parsed(name, text, syntax):
         if literal:
             yield Text(literal)
         if variable is not None:
@@ -112,8 +112,8 @@ def _param(variable: str, max_tokens: int | Mapping[str, int], at: Spot) -> Para
     return Param(variable, length, at=at)
 
 
-def _parsed(name: str, text: str, syntax: Syntax) -> Iterator[tuple[str, str | None, int]]:
-    """(text, variable behind it or None, where about it stands)."""
+def parsed(name: str, text: str, syntax: Syntax) -> Iterator[tuple[str, str | None, int]]:
+    """(text, variable behind it or None, where about it stands). name: of the template, for a PMLError."""
     if syntax == "f-string":
         yield from _formatted(name, text)
         return

@@ -129,7 +129,7 @@ REFUSED = MappingProxyType(
         "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}, "rotation"),
         "llama-dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         "phi3-longrope": (
-            "phi3-window",
+            "phi3",
             {
                 "rope_scaling": {
                     "rope_type": "longrope",
@@ -151,7 +151,7 @@ USUAL = frozenset(
     {
         "llama",
         "qwen3",
-        "phi3",
+        "phi3-window",
         "llama-one-kv-head",
         "gemma3-two-ropes",
         "gemma2-softcap-window",

@@ -51,6 +51,9 @@ class Served:
     def get(self, path: str, **headers: str) -> httpx.Response:
         return httpx.get(f"{self.root}{path}", headers=headers, timeout=PATIENCE_S)
 
+    def delete(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.delete(f"{self.root}{path}", headers=headers, timeout=PATIENCE_S)
+
 
 def said(text: str = QUESTION, role: str = "user") -> dict[str, Any]:
     return {"role": role, "content": text}

@@ -31,6 +31,17 @@ def ended(run: subprocess.Popen[str]) -> int:
     return run.wait(120)
 
 
+def settled_answer(settings: Settings) -> dict[str, Any]:
+    """What a server says over six documents once all is kept that questions before left to be encoded."""
+    with process(settings) as (run, root):
+        for _ in range(3):
+            told = ask(root, **with_documents(6)).json()
+            wait_for(lambda: httpx.get(f"{root}/v1/ragfuse/store").json()["waiting_to_be_encoded"] == 0)
+        run.send_signal(signal.SIGTERM)
+        assert ended(run) == 0
+    return dict(told)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_answers_end_and_saves_what_they_brought(tiny_settings: Settings, sent: int) -> None:
@@ -115,16 +126,7 @@ def test_a_kill_in_the_middle_leaves_chunks_that_are_right_or_none(tiny_settings
             next(line for line in answer.iter_lines() if '"content": ' in line)
             run.kill()
             assert ended(run) == -signal.SIGKILL
-    with process(tiny_settings) as (run, root):
-        for _ in range(2):
-            told = ask(root, **with_documents(6)).json()
-        run.send_signal(signal.SIGTERM)
-        assert ended(run) == 0
-    with process(other) as (run, root):
-        for _ in range(2):
-            fresh = ask(root, **with_documents(6)).json()
-        run.send_signal(signal.SIGTERM)
-        assert ended(run) == 0
+    told, fresh = settled_answer(tiny_settings), settled_answer(other)
     assert told["choices"][0]["message"]["content"] == fresh["choices"][0]["message"]["content"]
     with Engine(tiny_settings) as engine, Engine(other) as twin:
         disk, same = engine.store.tier("disk"), twin.store.tier("disk")

@@ -9,11 +9,13 @@ if TYPE_CHECKING:
     from langchain_ragfuse.chat_models import ChatRagFuse
     from langchain_ragfuse.documents import RagFuseIndexer
     from langchain_ragfuse.llms import RagFuseLLM
+    from langchain_ragfuse.prompts import PMLPromptTemplate
     from langchain_ragfuse.retrievers import RagFuseRetriever
     from langchain_ragfuse.stores import RagFuseByteStore
 
 __all__ = [
     "ChatRagFuse",
+    "PMLPromptTemplate",
     "RagFuseByteStore",
     "RagFuseIndexer",
     "RagFuseLLM",
@@ -24,6 +26,7 @@ __all__ = [
 _HOMES = MappingProxyType(
     {
         "ChatRagFuse": "chat_models",
+        "PMLPromptTemplate": "prompts",
         "RagFuseByteStore": "stores",
         "RagFuseIndexer": "documents",
         "RagFuseLLM": "llms",

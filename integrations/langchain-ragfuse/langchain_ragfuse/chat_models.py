@@ -18,6 +18,7 @@ from langchain_core.tools import BaseTool
 
 from langchain_ragfuse.base import CONFIG, RagFuseModel, cancelled_at_exit, metadata_of, usage_of
 from langchain_ragfuse.messages import calls_of, turns_of
+from langchain_ragfuse.prompts import pml_of, ready
 from langchain_ragfuse.tools import choice_of, parsed_into, structured, tools_of
 from ragfuse import Answer, Ask, Engine
 
@@ -35,7 +36,8 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
 
     def get_num_tokens_from_messages(self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of the prompt that these messages make, template and tools included."""
-        return len(self.get_engine().prompt(turns_of(messages), tools=tools_of(tools or ())))
+        engine = self.get_engine()
+        return len(engine.prompt(ready(_asked_of(messages), engine), tools=tools_of(tools or ())))
 
     def bind_tools(
         self,
@@ -81,9 +83,9 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        ask, turns = self._asked(stop, kwargs), turns_of(messages)
+        ask, asked = self._asked(stop, kwargs), _asked_of(messages)
         engine = self.get_engine(kwargs.get("model"))
-        return _result(engine.answer(turns, ask), engine, ask)
+        return _result(engine.answer(ready(asked, engine), ask), engine, ask)
 
     def _stream(
         self,
@@ -92,9 +94,9 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        ask, turns, said = self._asked(stop, kwargs), turns_of(messages), ""
+        ask, asked, said = self._asked(stop, kwargs), _asked_of(messages), ""
         engine = self.get_engine(kwargs.get("model"))
-        with engine.stream(turns, ask) as stream:
+        with engine.stream(ready(asked, engine), ask) as stream:
             for text in stream:
                 said += text
                 chunk = _chunk(text)
@@ -113,9 +115,10 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        ask, turns = self._asked(stop, kwargs), turns_of(messages)
+        ask, asked = self._asked(stop, kwargs), _asked_of(messages)
         engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
-        async with cancelled_at_exit(engine.stream(turns, ask)) as stream:
+        asked = await asyncio.to_thread(ready, asked, engine)
+        async with cancelled_at_exit(engine.stream(asked, ask)) as stream:
             async for _ in stream:
                 pass
             return _result(stream.answer, engine, ask)
@@ -127,9 +130,10 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        ask, turns, said = self._asked(stop, kwargs), turns_of(messages), ""
+        ask, asked, said = self._asked(stop, kwargs), _asked_of(messages), ""
         engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
-        async with cancelled_at_exit(engine.stream(turns, ask)) as stream:
+        asked = await asyncio.to_thread(ready, asked, engine)
+        async with cancelled_at_exit(engine.stream(asked, ask)) as stream:
             async for text in stream:
                 said += text
                 chunk = _chunk(text)
@@ -146,6 +150,11 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         tools = tools_of(call.get("tools") or (), call.get("strict"))
         choice = choice_of(call.get("tool_choice"), tools)
         return replace(self._ask(stop, call, TOOLS), tools=tools, tool_choice=choice)
+
+
+def _asked_of(messages: Sequence[BaseMessage]) -> Any:
+    """What messages ask: turns, or a prompt in PML."""
+    return pml_of(messages) or turns_of(messages)
 
 
 def _result(answer: Answer, engine: Engine, ask: Ask) -> ChatResult:

@@ -12,6 +12,7 @@ from langchain_core.language_models import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from langchain_ragfuse.base import CONFIG, RagFuseModel, cancelled_at_exit, metadata_of, usage_of
+from langchain_ragfuse.prompts import ready
 from ragfuse import Answer, Ask, Engine, InputError
 
 COUNTED = ("input_tokens", "output_tokens", "total_tokens")
@@ -43,7 +44,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
             return _joined(list(self._stream(prompts[0], stop, run_manager, **kwargs)))
         ask, engine = self._ask(stop, kwargs), self.get_engine(kwargs.get("model"))
         _check(prompts)
-        return _result(engine.batch(prompts, ask), engine, ask)
+        return _result(engine.batch(_all_ready(prompts, engine), ask), engine, ask)
 
     async def _agenerate(
         self,
@@ -59,7 +60,8 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         _check(prompts)
         engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
         try:
-            return _result(await asyncio.to_thread(engine.batch, prompts, ask, gone), engine, ask)
+            asked = await asyncio.to_thread(_all_ready, prompts, engine)
+            return _result(await asyncio.to_thread(engine.batch, asked, ask, gone), engine, ask)
         finally:
             gone.set()
 
@@ -72,7 +74,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
     ) -> Iterator[GenerationChunk]:
         ask, engine, said = self._ask(stop, kwargs), self.get_engine(kwargs.get("model")), ""
         _check([prompt])
-        with engine.stream(prompt, ask) as stream:
+        with engine.stream(ready(prompt, engine), ask) as stream:
             for text in stream:
                 said += text
                 chunk = GenerationChunk(text=text)
@@ -94,7 +96,8 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         ask, said = self._ask(stop, kwargs), ""
         _check([prompt])
         engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
-        async with cancelled_at_exit(engine.stream(prompt, ask)) as stream:
+        asked = await asyncio.to_thread(ready, prompt, engine)
+        async with cancelled_at_exit(engine.stream(asked, ask)) as stream:
             async for text in stream:
                 said += text
                 chunk = GenerationChunk(text=text)
@@ -109,6 +112,10 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
     def _is_told(self, call: dict[str, Any]) -> bool:
         """Whether callbacks are to hear of every token."""
         return bool(call.get("stream", self.streaming))
+
+
+def _all_ready(prompts: Sequence[str], engine: Engine) -> list[Any]:
+    return [ready(prompt, engine) for prompt in prompts]
 
 
 def _check(prompts: Sequence[str]) -> None:

@@ -13,23 +13,25 @@ Progress = bool | Callable[[Ingested], None] | None
 
 
 @contextmanager
-def shown(progress: Progress, total: int) -> Iterator[Callable[[Ingested], None] | None]:
+def shown(
+    progress: Progress, total: int | None, what: str = "Encoding chunks"
+) -> Iterator[Callable[[Ingested], None] | None]:
     """What is to be told of every document; the bar is gone when all is done."""
     if callable(progress):
         yield progress
     elif progress and sys.stderr.isatty():
-        with _bar(total) as advance:
+        with _bar(total, what) as advance:
             yield advance
     else:
         yield None
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Callable[[Ingested], None]]:
+def _bar(total: int | None, what: str) -> Iterator[Callable[[Ingested], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
-        task = bar.add_task("Encoding chunks", total=total)
+        task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done.chunks)

@@ -71,7 +71,7 @@ def _timed(wanted: Wanted, model: HFModel, cases: Sequence[ModuleCase], place: P
 
 
 def _place_named(place: Place, model: HFModel) -> str:
-    return f"{model.device.type}, modules in {place} memory"
+    return f"{model.device.type}, from {place}"
 
 
 def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -220,7 +220,7 @@ PROMPTCACHE: Mapping[str, Figure] = MappingProxyType(
     {
         "pc-fig3": replace(
             _FIG4,
-            title="time to first token by data set, on a GPU",
+            title="time to first token by data set, modules in the host's memory and in a GPU's",
             paper="1.5-3x sooner with modules in host memory and 5-10x in the GPU's (Llama2 7B, eight sets of "
             "LongBench, 5K tokens on average; RTX 4090, A40, A100).",
         ),

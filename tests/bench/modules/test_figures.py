@@ -49,7 +49,7 @@ def test_every_set_is_timed_both_ways_and_that_no_gpu_is_used_is_said(wanted: Wa
     result = run("pc-fig3", wanted, tmp_path)
     assert [(row["dataset"], row["n"]) for row in result["rows"]] == [("musique_made", 2), ("other", 2)]
     assert all(row["full_s"] > 0 and row["cached_s"] > 0 and row["cached_share"] > 0.5 for row in result["rows"])
-    assert {row["device"] for row in result["rows"]} == {"cpu, modules in host memory"}
+    assert {row["device"] for row in result["rows"]} == {"cpu, from host"}
     assert any("No GPU is used" in sentence for sentence in result["absent"])
 
 

@@ -8,13 +8,15 @@ if TYPE_CHECKING:
     from llama_index.llms.ragfuse.base import RagFuseLLM
     from llama_index.llms.ragfuse.listening import traces
     from llama_index.llms.ragfuse.precompute import KVPrecompute
+    from llama_index.llms.ragfuse.prompts import PMLPromptTemplate
     from llama_index.llms.ragfuse.synthesizer import RagFuseSynthesizer
 
-__all__ = ["KVPrecompute", "RagFuseLLM", "RagFuseSynthesizer", "traces"]
+__all__ = ["KVPrecompute", "PMLPromptTemplate", "RagFuseLLM", "RagFuseSynthesizer", "traces"]
 
 _HOMES = MappingProxyType(
     {
         "KVPrecompute": "precompute",
+        "PMLPromptTemplate": "prompts",
         "RagFuseLLM": "base",
         "RagFuseSynthesizer": "synthesizer",
         "traces": "listening",

@@ -25,12 +25,14 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import TokenAsyncGen
 from llama_index.llms.ragfuse.convert import chat, completion, turns_of
+from llama_index.llms.ragfuse.prompts import alone, pml_of, ready
 from llama_index.llms.ragfuse.structured import Structured
 from llama_index.llms.ragfuse.tools import ToolCalling
 
-from ragfuse import Answer, AnswerStream, Ask, Engine, InputError, Settings, Turn
+from ragfuse import Answer, AnswerStream, Ask, Engine, InputError, PMLTemplate, Settings, Turn
 
-Prompt = str | list[Turn]
+Prompt = Any
+"""A text, turns, or a prompt in PML: what an engine answers."""
 SAMPLING = ("temperature", "top_p", "top_k")
 ENDS = ("max_tokens", "stop", "timeout", "deadline_s")
 FIELDS = ("policy", "ratio", "reuse", "overflow", *ENDS, "seed", "generate_kwargs", *SAMPLING)
@@ -180,15 +182,17 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """`complete` in a thread of its own; cancelling it ends the generation."""
         ask, engine = self._ask(kwargs), await asyncio.to_thread(self._loaded)
-        return completion(await _awaited(engine.stream(self._prompt(prompt, formatted), ask)), engine, ask.reuse)
+        asked = await asyncio.to_thread(self._prompt, prompt, formatted)
+        return completion(await _awaited(engine.stream(asked, ask)), engine, ask.reuse)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """`stream_complete`, leaving the event loop free."""
         ask, engine = self._ask(kwargs), await asyncio.to_thread(self._loaded)
+        asked = await asyncio.to_thread(self._prompt, prompt, formatted)
 
         async def written() -> CompletionResponseAsyncGen:
-            said, stream = "", engine.stream(self._prompt(prompt, formatted), ask)
+            said, stream = "", engine.stream(asked, ask)
             try:
                 async for text in stream:
                     said += text
@@ -203,15 +207,17 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """`chat` in a thread of its own; cancelling it ends the generation."""
         ask, engine = self._ask(kwargs), await asyncio.to_thread(self._loaded)
-        return chat(await _awaited(engine.stream(self._messages(messages), ask)), engine, ask.reuse)
+        asked = await asyncio.to_thread(self._messages, messages)
+        return chat(await _awaited(engine.stream(asked, ask)), engine, ask.reuse)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """`stream_chat`, leaving the event loop free."""
         ask, engine = self._ask(kwargs), await asyncio.to_thread(self._loaded)
+        asked = await asyncio.to_thread(self._messages, messages)
 
         async def written() -> ChatResponseAsyncGen:
-            said, stream = "", engine.stream(self._messages(messages), ask)
+            said, stream = "", engine.stream(asked, ask)
             try:
                 async for text in stream:
                     said += text
@@ -232,6 +238,13 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         await asyncio.to_thread(self._loaded)
         return await super().astream(prompt, **prompt_args)
 
+    def _extend_prompt(self, formatted_prompt: str) -> str:
+        """A prompt with what stands around all of them, which none in PML can have."""
+        extended: str = super()._extend_prompt(formatted_prompt)
+        if isinstance(formatted_prompt, PMLTemplate.Filled) and extended is not formatted_prompt:
+            raise alone(1)
+        return extended
+
     @property
     def _has_template(self) -> bool:
         return bool(getattr(self.get_engine().model.words, "chat_template", None))
@@ -243,7 +256,9 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return engine
 
     def _prompt(self, prompt: str, formatted: bool) -> Prompt:
-        """A text as it is, or as the message of a user."""
+        """A text as it is, or as the message of a user; of a prompt in PML, what it was made from."""
+        if isinstance(prompt, PMLTemplate.Filled):
+            return ready(prompt, self.get_engine())
         if formatted:
             return prompt
         if self.completion_to_prompt not in (None, default_completion_to_prompt):
@@ -251,7 +266,9 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         return [Turn("user", [prompt])] if self._has_template else prompt
 
     def _messages(self, messages: Sequence[ChatMessage]) -> Prompt:
-        """Messages for the chat template, or as one text for a model without one."""
+        """Messages for the chat template, or as one text for a model without one; or a prompt in PML."""
+        if (filled := pml_of(messages)) is not None:
+            return ready(filled, self.get_engine())
         turns = turns_of(messages)
         if self._has_template or self.messages_to_prompt is None:
             return turns

@@ -14,6 +14,7 @@ from llama_index.core.llms.llm import LLM
 from llama_index.core.program.utils import process_streaming_objects
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import PydanticProgramMode
+from llama_index.llms.ragfuse.prompts import PMLMessage
 
 from ragfuse import Grammar, InputError
 
@@ -113,6 +114,8 @@ def shown(output_cls: type[BaseModel], message: ChatMessage) -> ChatMessage:
     """A message that ends with the schema which its answer must follow."""
     schema = json.dumps(output_cls.model_json_schema(), ensure_ascii=False)
     wish = TextBlock(text=f"\n\nAnswer with JSON that follows this schema:\n{schema}")
+    if isinstance(message, PMLMessage) and message.filled is not None:
+        return PMLMessage.of(message.filled.asking(wish.text.strip()))
     return message.model_copy(update={"blocks": [*message.blocks, wish]})
 
 
