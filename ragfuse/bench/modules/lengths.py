@@ -76,5 +76,5 @@ def growth(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
     points = [(log(row["tokens"]), log(row[key])) for row in rows]
     if len({x for x, _ in points}) < 2:
         return None
-    mx, my = (sum(each) / len(points) for each in zip(*points, strict=True))
+    mx, my = (sum(point[axis] for point in points) / len(points) for axis in (0, 1))
     return sum((x - mx) * (y - my) for x, y in points) / sum((x - mx) * (x - mx) for x, _ in points)
