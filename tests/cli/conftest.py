@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.testing
 
 from ragfuse import Settings
 from ragfuse.cli.library import Library
@@ -16,6 +18,23 @@ BOOK = "\n\n".join(
     f"wrote every name into a book. The book is kept in town {number}, where it may be seen on Sundays."
     for number in range(20)
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def made_once() -> Iterator[None]:
+    """What each command makes for itself is made once for all tests here: the parsers, and every embedder."""
+    own, kept = vars(Library)["embeddings"], dict[str, Any]()
+
+    def embeddings(library: Library) -> Any:
+        name = str(library.settings.embedder)
+        if library._embeddings is None and name not in kept:
+            kept[name] = own.fget(library)
+        return library._embeddings or kept[name]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(typer.testing, "_get_command", cache(typer.testing._get_command))
+        patched.setattr(Library, "embeddings", property(embeddings))
+        yield
 
 
 @pytest.fixture(scope="session")
