@@ -387,7 +387,6 @@ def test_a_batch_holds_a_module_once_and_says_what_each_answer_says_alone(engine
     monkeypatch.setattr(Common, "share", lambda self, *given: (share(self, *given), met.append(len(self)))[0])
     assert [answer.token_ids for answer in engine.batch(prompts)] == alone
     assert met == [2] * 4
-    assert len(engine._answerer.common) == 0
 
 
 def test_sharing_can_be_switched_off(tiny_settings, monkeypatch) -> None:

@@ -195,7 +195,7 @@ with Engine(Settings(model={model!r}, dtype="float32", disk_bytes=0, home={home!
 @pytest.mark.parametrize(
     ("before", "said"),
     [
-        pytest.param("sys.modules['opentelemetry'] = None", "False True", id="without the api"),
+        pytest.param("sys.modules['opentelemetry'] = None", "False True", id="without the api", marks=pytest.mark.slow),
         pytest.param("", "False True", id="without an sdk", marks=pytest.mark.slow),
     ],
 )

@@ -73,10 +73,10 @@ class RowLayer(CacheLayerMixin):
         self.keys, self.values = (self._with_room(_between(states, stretches)) for states in (keys, values))
 
     def gather(self) -> None:
-        """Hold all rows in buffers of its own again."""
+        """Hold all rows in buffers of its own again, those too that were taken back and may yet be revealed."""
         if self.common:
-            keys, values = self.whole()
-            self.keys, self.values, self.common = self._with_room([keys]), self._with_room([values]), ()
+            self.keys, self.values = self._amid(self.keys, 0), self._amid(self.values, 1)
+            self.common = ()
 
     def whole(self) -> KV:
         """All rows [B, H, length, D]: views, or a copy where some stand outside."""
@@ -84,8 +84,7 @@ class RowLayer(CacheLayerMixin):
         keys, values = self.keys[:, :, :own], self.values[:, :, :own]
         if not self.common:
             return keys, values
-        among_keys, among_values = ([stretch.kv[at] for stretch in self.common] for at in (0, 1))
-        return self._amid(keys, among_keys), self._amid(values, among_values)
+        return self._amid(keys, 0), self._amid(values, 1)
 
     def held(self) -> list[KV]:
         """All rows in stretches: its own, then those that stand outside."""
@@ -97,12 +96,12 @@ class RowLayer(CacheLayerMixin):
         """Rows in the buffers."""
         return self.length - sum(stretch.hi - stretch.lo for stretch in self.common)
 
-    def _amid(self, own: Tensor, among: Sequence[Tensor]) -> Tensor:
-        """Own rows and stretches, each where it stands."""
+    def _amid(self, own: Tensor, which: int) -> Tensor:
+        """Own rows and stretches, each where it stands; which: keys (0) or values (1)."""
         parts, at, taken = list[Tensor](), 0, 0
-        for stretch, states in zip(self.common, among, strict=True):
+        for stretch in self.common:
             free = stretch.lo - at
-            parts += [own[:, :, taken : taken + free], states]
+            parts += [own[:, :, taken : taken + free], stretch.kv[which]]
             taken, at = taken + free, stretch.hi
         return torch.cat([*parts, own[:, :, taken:]], 2)
 

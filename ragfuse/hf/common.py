@@ -6,6 +6,7 @@ are computed together (`fuse.attend.attend_ragged`).
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class Common:
             for layer, window in zip(cache.layers, windows, strict=True):
                 if window is None:
                     layer.share([_stretch(layer, span, rows) for span, rows in zip(meant, owners, strict=True)])
+        _give_back()
 
 
 def _stretch(layer: RowLayer, span: Span, rows: _Rows) -> Stretch:
@@ -69,3 +71,10 @@ def _stretch(layer: RowLayer, span: Span, rows: _Rows) -> Stretch:
         keys, values = (states[:, :, span.lo : span.hi].clone() for states in (layer.keys, layer.values))
         found = rows.layers[layer.layer] = keys, values
     return Stretch(span.lo, found, rows)
+
+
+def _give_back() -> None:
+    """Let the system have what was freed: glibc keeps it for the thread that did, and each answer is one's own."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

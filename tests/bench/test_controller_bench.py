@@ -24,6 +24,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
         return json.loads(json.dumps(run_controller(sizes, console))), home
 
 
+@pytest.mark.slow
 def test_every_plan_was_foreseen_and_measured(found: tuple[dict[str, Any], Path]):
     result, _ = found
     assert result["plans"] == len(result["by_plan"]) == 4
@@ -31,6 +32,7 @@ def test_every_plan_was_foreseen_and_measured(found: tuple[dict[str, Any], Path]
     assert 0 <= result["median_abs_err"] <= result["p90_abs_err"]
 
 
+@pytest.mark.slow
 def test_each_speed_has_its_sweep_from_the_least_ratio_on(found: tuple[dict[str, Any], Path]):
     result, _ = found
     assert [row["mbps"] for row in result["by_mbps"]] == [1.0, 50.0]
@@ -44,12 +46,14 @@ def test_each_speed_has_its_sweep_from_the_least_ratio_on(found: tuple[dict[str,
     assert result["ratio_gap_max"] == max(gaps, default=None)
 
 
+@pytest.mark.slow
 def test_a_slow_tier_hides_more_recomputing_than_a_fast_one(found: tuple[dict[str, Any], Path]):
     result, _ = found
     slow, fast = result["by_mbps"]
     assert slow["chosen"] > fast["chosen"]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_but_the_picture(found: tuple[dict[str, Any], Path]):
     _, home = found
     assert [path.name for path in home.iterdir()] == ["c.png"]

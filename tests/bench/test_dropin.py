@@ -57,6 +57,7 @@ def found(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     return result, console.file.getvalue(), home
 
 
+@pytest.mark.slow
 def test_both_models_of_a_framework_are_given_the_same_chunks_and_ours_takes_them_from_the_store(
     found: tuple[dict[str, Any], str, Path],
 ) -> None:

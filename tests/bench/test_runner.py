@@ -76,6 +76,7 @@ def test_the_number_of_threads_is_put_back() -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 @glibc
 def test_the_process_starts_again_once_and_says_so() -> None:
     process = tuned(TUNE, "--an", "option")

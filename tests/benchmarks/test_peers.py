@@ -19,6 +19,7 @@ def test_what_is_not_installed_is_left_out_with_a_sentence() -> None:
     assert Offer("x", "", "what", OFFERS[0].make, "other").absent("m") == "x is left out: it reads other alone."
 
 
+@pytest.mark.slow
 def test_chunks_recur_and_are_ordered_anew(tiny_path: Path) -> None:
     model = bench_model(str(tiny_path), "float32", "cpu", Settings().home)
     cases = recurring(model, 64, 8, 5)
@@ -27,6 +28,7 @@ def test_chunks_recur_and_are_ordered_anew(tiny_path: Path) -> None:
     assert len({case.chunks for case in cases}) == len(cases)
 
 
+@pytest.mark.slow
 def test_a_kept_prefix_changes_no_token(tiny_path: Path) -> None:
     model = bench_model(str(tiny_path), "float32", "cpu", Settings().home)
     case = recurring(model, 64, 8, 1)[0]

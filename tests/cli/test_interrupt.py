@@ -188,6 +188,7 @@ def slowed(method):
     return [sys.executable, "-c", SLOW.format(method=method)]
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_an_export_says_that_nothing_was_written_and_it_is_so(start, stored, tmp_path):
     (tmp_path / "old.tar").write_bytes(b"old")
     process = start("store", "export", tmp_path / "old.tar", "--yes", command=slowed("read"))
@@ -199,6 +200,7 @@ def test_ctrl_c_in_an_export_says_that_nothing_was_written_and_it_is_so(start, s
     assert (tmp_path / "old.tar").read_bytes() == b"old"
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_move_says_that_what_was_copied_stays_and_the_next_one_goes_on(
     start, told, stored, tmp_path, environment
 ):

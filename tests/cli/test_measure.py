@@ -58,6 +58,7 @@ def test_measuring_says_at_which_level_a_tier_is_written_whose_level_is_chosen(r
     assert profile.packed["cg4"] < profile.packed["cg1"] < profile.packed["int8"]
 
 
+@pytest.mark.slow
 def test_measuring_says_which_slow_tiers_get_new_chunks(run, tmp_path, monkeypatch):
     measured = ("measure", "--store", tmp_path / "store")
     assert "New chunks" not in words_of(run(*measured))

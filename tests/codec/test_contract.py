@@ -205,7 +205,7 @@ def test_layers_that_were_not_profiled_are_refused():
 
 
 @not_raw
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_foreign_bytes_are_refused_or_decode_to_the_shape_that_was_wanted(codec, data):
     """Bytes are changed, cut or put in, and the checksum is made to match: what decodes has the shape asked for."""

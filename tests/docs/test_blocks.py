@@ -42,6 +42,7 @@ def is_program(block: Block) -> bool:
     return not block.not_run and (not block.page.startswith("integrations/") or bool(block.first))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page, found in PYTHON.items() if any(map(is_program, found))])
 def test_the_programs_of_a_page_run(page: str, settings_of_docs: pytest.MonkeyPatch, varied_path: Path) -> None:
     names: dict[str, Any] = {"__name__": "__main__", "TEXTS": list(CHUNKS)}

@@ -75,6 +75,7 @@ def test_rows_see_exactly_the_positions_up_to_their_own(rows: list[int], options
     agree(given_case.found(**options), given_case.wanted(**options))
 
 
+@pytest.mark.slow
 @options
 @pytest.mark.parametrize("count", [64, 66])
 def test_more_rows_than_a_block_holds(count: int, options: dict[str, object]) -> None:

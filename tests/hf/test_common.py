@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 
 import pytest
@@ -60,8 +59,15 @@ def test_a_module_stands_in_memory_once(model: HFModel) -> None:
     assert len(common) == 2
     assert held(each) == token * (2 * LEAST + 6 + 8 * (own + 64))
     assert held(each) < before / 2
-    del each
-    gc.collect()
+
+
+@pytest.mark.slow  # with them, as what measures coverage keeps frames, and so what they held
+def test_what_nobody_holds_any_more_is_gone(model: HFModel) -> None:
+    each = prompts(model, 2)
+    common = share(model, each)
+    for layer in (layer for prefill in each for layer in prefill.cache.layers):
+        assert len(common) == 2
+        layer.reset()
     assert len(common) == 0
 
 
@@ -108,6 +114,19 @@ def test_who_goes_on_alone_beside_others_as_beams_or_last_says_the_same(model: H
     lone = prompts(model, 1)
     share(model, lone)
     assert generate(model, lone[0], ways[0]) == wanted[0]
+
+
+def test_a_row_that_was_taken_back_is_there_once_it_is_revealed(model: HFModel) -> None:
+    """`generate` begins without the last row, and beams gather their KV just then."""
+    (prefill,) = prompts(model, 1)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in prefill.kv.layers]
+    share(model, [prefill])
+    prefill.cache.length -= 1
+    for layer in prefill.cache.layers:
+        layer.gather()
+    prefill.cache.length += 1
+    after = [(layer.keys, layer.values) for layer in prefill.kv.layers]
+    assert all(torch.equal(a, b) for one, two in zip(before, after, strict=True) for a, b in zip(one, two, strict=True))
 
 
 def test_a_stretch_that_reaches_the_last_row_leaves_it(model: HFModel) -> None:

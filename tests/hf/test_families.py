@@ -7,11 +7,12 @@ from ragfuse.errors import RefusedError
 from ragfuse.hf.handover import generate
 from tests import reference
 from tests.hf import kit
-from tests.hf.families import FAMILIES, REFUSED
+from tests.hf.families import FAMILIES, REFUSED, all_when_slow
 
 EXACT = 5e-6
 """Relative error in float32; what is wrong is off by percents."""
 families = pytest.mark.parametrize("name", FAMILIES)
+some = pytest.mark.parametrize("name", all_when_slow(FAMILIES))
 refused = pytest.mark.parametrize("name", REFUSED)
 CHECKING = "hkvd"
 
@@ -20,7 +21,7 @@ def test_enough_families_are_covered() -> None:
     assert len({kind for kind, _ in FAMILIES.values()}) >= 28
 
 
-@families
+@some
 def test_ratio_one_equals_full_prefill(name: str) -> None:
     model, scene = kit.family(name), kit.usual()
     assert model.profile.refusal == ""
@@ -59,7 +60,7 @@ def test_a_later_token_never_changes_an_earlier_row(name: str) -> None:
         assert kit.off(one.logits, two.logits) > 1e-4
 
 
-@families
+@some
 def test_the_answer_goes_on_as_after_the_models_own_prefill(name: str) -> None:
     model, scene = kit.family(name), kit.usual()
     ids = torch.tensor([scene.token_ids])

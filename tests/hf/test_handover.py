@@ -11,6 +11,7 @@ from ragfuse.errors import SettingsError
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, Prefill
 from tests.hf import kit
+from tests.hf.families import all_when_slow
 
 LENGTH = 14
 
@@ -75,7 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("name", ["llama", "gemma3-two-ropes"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3-two-ropes", marks=pytest.mark.slow)])
 def test_options_work_as_in_transformers(name: str, options: dict[str, Any]) -> None:
     model = kit.family(name)
     if "generation_config" not in options:
@@ -142,7 +143,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", all_when_slow(FAMILIES))
 def test_prompts_of_different_lengths_are_answered_together(name: str) -> None:
     model = kit.family(name)
     scenes = [

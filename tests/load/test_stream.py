@@ -56,7 +56,7 @@ def redis_tier(server: RedisServer, **options) -> RedisTier:
     return RedisTier(f"redis://127.0.0.1:{server}/0", 1 << 30, lru, **options)
 
 
-@pytest.fixture(params=["redis", "objects"])
+@pytest.fixture(params=["redis", pytest.param("objects", marks=pytest.mark.slow)])
 def kind(request) -> str:
     return request.param
 

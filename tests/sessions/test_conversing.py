@@ -90,6 +90,7 @@ def test_all_recognises_resent_messages_in_another_process(tiny_settings):
         assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
 
 
+@pytest.mark.slow
 def test_a_session_is_gone_on_with_in_another_process(engine, tiny_settings):
     first = talk(engine, QUESTIONS[:1])[0]
     engine.flush()

@@ -194,7 +194,8 @@ def test_two_processes_write_one_session_and_it_stays_whole(tiny_settings):
         assert is_whole(engine)
 
 
-@pytest.mark.parametrize("turns", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", [1, 3])
 def test_a_session_whose_process_is_killed_is_whole_or_lacks_its_last_turn(tiny_settings, turns):
     process = begun(tiny_settings, 50, "Ann")
     for line in process.stdout:

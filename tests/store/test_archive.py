@@ -340,6 +340,7 @@ def test_a_place_that_cannot_be_written_is_named(store, tmp_path):
     assert list(tmp_path.glob(".*")) == []
 
 
+@pytest.mark.slow
 def test_an_export_ended_by_ctrl_c_leaves_nothing(tmp_path):
     code = """
         import sys, time

@@ -112,6 +112,7 @@ def test_an_index_of_before_the_counting_is_counted_when_it_is_opened(tmp_path):
     tier.close()
 
 
+@pytest.mark.slow
 def test_opening_a_large_store_looks_at_no_file_and_tidying_looks_at_all(tmp_path, caplog):
     tier = filled(tmp_path, MANY)
     assert tier.counts["corrupt"] == 0

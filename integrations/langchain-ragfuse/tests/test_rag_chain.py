@@ -50,6 +50,7 @@ def hits(message: Any) -> int:
     return sum(each["hit"] for each in trace(message)["segments"] if each["kind"] == "chunk")
 
 
+@pytest.mark.embedded
 def test_an_lcel_chain_reuses_what_was_indexed(real_engine: Engine, retriever: Any, splits: list[Document]) -> None:
     llm = ChatRagFuse(engine=real_engine)
     RagFuseIndexer(llm).index(splits)
@@ -75,6 +76,7 @@ def test_stuff_chain_and_fused_chain_reuse_their_documents(real_engine: Engine, 
     assert stuff.invoke(given).content == fused.invoke(given).content
 
 
+@pytest.mark.embedded
 async def test_the_chain_streams_asynchronously(real_engine: Engine, retriever: Any, splits: list[Document]) -> None:
     llm = ChatRagFuse(engine=real_engine)
     await RagFuseIndexer(llm).aindex(splits, PROMPT)

@@ -71,6 +71,7 @@ def asked(model: HFModel, names: tuple[str, ...], ratio: float, case: Case = CAS
     return rows
 
 
+@pytest.mark.slow
 def test_every_method_recomputing_all_is_full_prefill(model: HFModel) -> None:
     rows = asked(
         model, ("full", "prefix", "hkvd", "hkvd@alone", "hkvd@behind", "lego", "hybrid", "wrongmask", "oracle"), 1.0
@@ -82,6 +83,7 @@ def test_every_method_recomputing_all_is_full_prefill(model: HFModel) -> None:
         assert row.identical, name
 
 
+@pytest.mark.slow
 def test_recomputing_a_part_is_neither_full_prefill_nor_reuse(model: HFModel) -> None:
     rows = asked(model, NAMES, 0.3)
     assert set(rows) == set(NAMES)
