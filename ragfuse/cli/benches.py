@@ -26,6 +26,7 @@ from ragfuse.cli.options import (
     write_json,
 )
 from ragfuse.errors import InputError, SettingsError
+from ragfuse.settings import Settings
 
 bench = typer.Typer(no_args_is_help=True, help="Measure. All subcommands share one runner: interleaved rounds.")
 
@@ -247,22 +248,17 @@ def quality(
     json: Json = None,
 ) -> None:
     """Answers and next-token distributions of every method on the same prompts, beside full prefill's."""
-    from ragfuse.bench.plots import NO_FRONTIER, plot_frontier, require_plotting
+    from ragfuse.bench.plots import NO_FRONTIER, plot_frontier
     from ragfuse.bench.quality.report import QUICK, QUICK_METHODS, run_quality
     from ragfuse.bench.quality.run import Plan
-    from ragfuse.bench.runner import tune_malloc
-    from ragfuse.dtypes import settled
 
-    console = console_for(json)
-    settings = settled(settings_of(model=model, dtype=dtype, device=device))
     if quick and (data or limit or methods != BY_DEFAULT):
         raise InputError("--quick has its own questions and methods: leave out --data, --limit and --methods.")
     if not quick and not data:
         raise InputError("Name a data set: --data held-out, --data demo or --data FILE; or say --quick.")
-    if plot is not None:
-        require_plotting()
-        if not quick and "none" not in methods.split(","):
-            raise InputError(NO_FRONTIER)
+    if plot is not None and not quick and "none" not in methods.split(","):
+        raise InputError(NO_FRONTIER)
+    console, settings = begun(json, plot, model=model, dtype=dtype, device=device)
     rows = _rows_beside(json)
     wanted = Plan(
         sets=tuple(data or ()),
@@ -274,7 +270,6 @@ def quality(
         rows=rows,
     )
     plan = replace(QUICK, rows=rows) if quick else wanted
-    tune_malloc(console)
     names = QUICK_METHODS if quick else methods.split(",")
     with _kept(rows):
         result = run_quality(settings, plan, names, _shares(ratios), console)
@@ -320,17 +315,10 @@ def paper(
     """A figure of the CacheBlend, CacheGen, AttentionStore or Prompt Cache paper, measured beside what that says."""
     from ragfuse.bench.figure import Wanted
     from ragfuse.bench.paper import run_paper
-    from ragfuse.bench.plots import require_plotting
-    from ragfuse.bench.runner import tune_malloc
-    from ragfuse.dtypes import settled
 
-    console = console_for(json)
-    settings = settled(settings_of(model=model, dtype=dtype, device=device))
-    if plot is not None:
-        require_plotting()
+    console, settings = begun(json, plot, model=model, dtype=dtype, device=device)
     rows = _rows_beside(json)
     sets = tuple(data or ("held-out",))
-    tune_malloc(console)
     usual, least = (4, 1) if figure.startswith("cg-") else (60, 8)
     most = least if quick else usual if limit is None else limit
     tokens = min(context_tokens, QUICK_TOKENS) if quick else context_tokens
@@ -338,6 +326,22 @@ def paper(
     with _kept(rows):
         result = run_paper(figure, wanted, plot)
     write_json(result, json)
+
+
+def begun(json: Path | None, plot: Path | None, **named: Any) -> tuple[Console, Settings]:
+    """Where a benchmark speaks and what it goes by, in a process with a tuned allocator; named: model, dtype, device.
+
+    SettingsError where a picture is wanted and none can be drawn.
+    """
+    from ragfuse.bench.plots import require_plotting
+    from ragfuse.bench.runner import tune_malloc
+    from ragfuse.dtypes import settled
+
+    console, settings = console_for(json), settled(settings_of(**named))
+    if plot is not None:
+        require_plotting()
+    tune_malloc(console)
+    return console, settings
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ragfuse.cli.benches import CONTEXT_TOKENS, QUICK_TOKENS, BenchDevice, BenchDtype, Shape, Threads, numbers
-from ragfuse.cli.options import Device, Dtype, Json, Model, console_for, settings_of, write_json
+from ragfuse.cli.benches import CONTEXT_TOKENS, QUICK_TOKENS, BenchDevice, BenchDtype, Shape, Threads, begun, numbers
+from ragfuse.cli.options import Device, Dtype, Json, Model, console_for, write_json
 from ragfuse.errors import InputError
 
 
@@ -30,17 +30,10 @@ def codec(
     """Size, fidelity, answers and speed of every level on real text, and the share of each of CacheGen's ideas."""
     from ragfuse.bench.codec.report import run_codec
     from ragfuse.bench.figure import Wanted
-    from ragfuse.bench.plots import require_plotting
-    from ragfuse.bench.runner import tune_malloc
-    from ragfuse.dtypes import settled
 
-    console = console_for(json)
-    settings = settled(settings_of(model=model, dtype=dtype, device=device))
-    if plot is not None:
-        require_plotting()
     if data is not None and not data.is_dir():
         raise InputError(f"--data is '{data}'; wanted a folder of data sets.")
-    tune_malloc(console)
+    console, settings = begun(json, plot, model=model, dtype=dtype, device=device)
     tokens, most, asked = context_tokens, contexts, questions
     if quick:
         tokens, most, asked = min(tokens, QUICK_TOKENS), 1, min(asked, 12)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ragfuse.cli.benches import Rounds, Threads
-from ragfuse.cli.options import Device, Dtype, Json, Model, console_for, prepared, settings_of, write_json
+from ragfuse.cli.benches import Rounds, Threads, begun
+from ragfuse.cli.options import Device, Dtype, Json, Model, prepared, write_json
 
 
 def modules(
@@ -32,15 +32,8 @@ def modules(
 ) -> None:
     """Prompts over modules, computed and cached: time to the first token, answers, growth, memory of a batch."""
     from ragfuse.bench.modules.run import ModuleOptions, run_modules
-    from ragfuse.bench.plots import require_plotting
-    from ragfuse.bench.runner import tune_malloc
-    from ragfuse.dtypes import settled
 
-    console = console_for(json)
-    settings = settled(settings_of(model=model, dtype=dtype, device=device))
-    if plot is not None:
-        require_plotting()
-    tune_malloc(console)
+    console, settings = begun(json, plot, model=model, dtype=dtype, device=device)
     prepared(settings)
     sizes: dict[str, Any] = {"limit": limit, "context_tokens": context_tokens, "rounds": rounds, "threads": threads}
     options = ModuleOptions(sets=tuple(data or ("held-out",)), **sizes, plot=plot)
