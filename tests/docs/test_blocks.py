@@ -64,6 +64,7 @@ def test_every_block_is_python_and_imports_what_there_is(page: str) -> None:
                 assert not wrong, f"{page}:{block.line} imports {wrong}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", SHELL)
 def test_every_command_is_understood(page: str) -> None:
     for line, words in SHELL[page]:

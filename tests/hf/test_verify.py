@@ -60,6 +60,7 @@ def test_a_wrong_window_is_noticed(what: str) -> None:
     assert "prompt longer than the sliding window" in [check.name for check in verdict.checks if not check.passed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["a row sees the key after it", "stored keys stand one position too far"])
 def test_experts_hide_no_break(what: str) -> None:
     with BREAKS[what](kit.family("mixtral", torch.bfloat16)) as broken:

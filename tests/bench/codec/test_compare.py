@@ -94,6 +94,7 @@ def test_size_and_quality_of_every_level_stand_for_all_sets_and_for_each(wanted:
     assert all(0 <= row["top1"] <= 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_text_and_levels_are_timed_over_links_of_every_speed(wanted: Wanted, tmp_path: Path) -> None:
     rows = run("cg-fig11", wanted, tmp_path)
     assert [row["gbps"] for row in rows] == sorted(compare.GBPS)
@@ -102,6 +103,7 @@ def test_text_and_levels_are_timed_over_links_of_every_speed(wanted: Wanted, tmp
     assert all(row["default_s"] < row["int8_s"] for row in rows[:3])
 
 
+@pytest.mark.slow
 def test_requests_and_lengths_have_their_rows(wanted: Wanted, tmp_path: Path) -> None:
     rows = run("cg-fig12", wanted, tmp_path)
     assert [row["requests"] for row in rows if row["what"] == "requests"] == list(compare.REQUESTS)
@@ -119,6 +121,7 @@ def test_the_time_is_broken_down_and_the_bytes_of_all_levels_are_added(wanted: W
     assert rows["fp16"]["mb"] > rows["int8"]["mb"]
 
 
+@pytest.mark.slow
 def test_the_share_of_each_idea_is_a_row_and_rope_in_keys_is_one(wanted: Wanted, tmp_path: Path) -> None:
     rows = run("cg-fig15", wanted, tmp_path)
     assert rows[0]["idea"] == "int8"
