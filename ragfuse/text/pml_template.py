@@ -7,7 +7,7 @@ it is never read as PML.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -95,6 +95,22 @@ class PMLTemplate:
         max_tokens: room for every variable, or for each. PMLError for what no schema can hold.
         """
         return cls(from_template(name, template, max_tokens, syntax), None, question, syntax)
+
+    @staticmethod
+    def alone(others: int) -> InputError:
+        """What is said where so many other messages stand beside a prompt in PML."""
+        return InputError(
+            f"A prompt in PML came with {others} other messages; wanted it alone. Put what else is said, system "
+            "prompts too, into its template: messages of its schema or of its prompt, or `question`."
+        )
+
+    @classmethod
+    def only(cls, found: Sequence[FilledTemplate | None]) -> FilledTemplate | None:
+        """The prompt in PML that messages are, None where none is one; InputError where others stand beside it."""
+        mine = [each for each in found if each]
+        if mine and len(found) > 1:
+            raise cls.alone(len(found) - 1)
+        return mine[0] if mine else None
 
     def fill(self, values: Mapping[str, object], progress: Any = None) -> FilledTemplate:
         """The prompt with these values, as their `str`; others are left out. InputError where one is missing."""

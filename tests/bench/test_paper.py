@@ -14,6 +14,7 @@ from ragfuse.bench import paper, storage
 from ragfuse.bench.figure import Wanted
 from ragfuse.bench.paper import FIGURES, run_paper
 from ragfuse.errors import SettingsError
+from tests.bench.kit import drawn
 from tests.tiny import CHUNKS
 
 
@@ -28,14 +29,7 @@ def wanted(varied_path: Path, tmp_path: Path) -> Wanted:
 
 
 def run(name: str, wanted: Wanted, tmp_path: Path) -> dict[str, Any]:
-    result = run_paper(name, wanted, tmp_path / f"{name}.png")
-    assert json.loads(json.dumps(result)) == result
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert isinstance(wanted.console.file, io.StringIO)
-    printed = wanted.console.file.getvalue()
-    assert FIGURES[name].title in printed
-    assert "The paper:" in printed
-    return result
+    return drawn(name, FIGURES[name].title, wanted, tmp_path)
 
 
 def test_attention_deviation_falls_to_nothing_with_the_ratio(wanted: Wanted, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
+from integrations.tests import pml
 from ragfuse import Engine, Settings
 from ragfuse.serve.keys import Keys
 from ragfuse.text.pml import parse_prompt
@@ -20,13 +21,7 @@ from tests.serve.test_keys import BLUE, GREEN, bearer
 openai = pytest.importorskip("openai", reason="the client is not installed")
 
 SCHEMAS = "/v1/ragfuse/schemas"
-TRIP = """<schema name="trip">
-  <system>You plan journeys, and you say little.</system>
-  <user>
-    <module name="plan">I have <param name="days" len="12"/> for a journey of my own.</module>
-    <module name="diet">I eat no meat, and no fish on Fridays.</module>
-  </user>
-</schema>"""
+TRIP = pml.TRIP.replace('len="60"', 'len="12"')
 PROMPT = '<prompt schema="trip"><plan days="a week"/><diet/></prompt>'
 PLAIN = '<schema name="notes"><module name="one">The first note is kept in the drawer.</module></schema>'
 

@@ -148,13 +148,7 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
 
 def pml_of(messages: Sequence[BaseMessage]) -> Filled | None:
     """The prompt in PML that messages are, None where they are others; InputError where some stand beside one."""
-    found = [message.filled for message in messages if isinstance(message, PMLMessage) and message.filled]
-    if found and len(messages) > 1:
-        raise InputError(
-            f"A prompt in PML came with {len(messages) - 1} other messages; wanted it alone. Put what else is said "
-            "into its template: messages of its schema or of its prompt, or `question`."
-        )
-    return found[0] if found else None
+    return PMLTemplate.only([each.filled if isinstance(each, PMLMessage) else None for each in messages])
 
 
 def ready(prompt: T | Filled, engine: Engine) -> Any:

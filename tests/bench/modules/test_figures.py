@@ -17,7 +17,7 @@ from ragfuse import Settings
 from ragfuse.bench.figure import Wanted
 from ragfuse.bench.modules.figures import PROMPTCACHE
 from ragfuse.bench.modules.shapes import SHAPES, Shape, sizes
-from ragfuse.bench.paper import run_paper
+from tests.bench.kit import drawn
 from tests.tiny import CHUNKS
 
 
@@ -35,14 +35,7 @@ def wanted(varied_path: Path, tmp_path: Path) -> Wanted:
 
 
 def run(name: str, wanted: Wanted, tmp_path: Path) -> dict[str, Any]:
-    result = run_paper(name, wanted, tmp_path / f"{name}.png")
-    assert json.loads(json.dumps(result)) == result
-    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert isinstance(wanted.console.file, io.StringIO)
-    printed = wanted.console.file.getvalue()
-    assert PROMPTCACHE[name].title in printed
-    assert "The paper:" in printed
-    return result
+    return drawn(name, PROMPTCACHE[name].title, wanted, tmp_path)
 
 
 def test_every_set_is_timed_both_ways_and_that_no_gpu_is_used_is_said(wanted: Wanted, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import TokenAsyncGen
 from llama_index.llms.ragfuse.convert import chat, completion, turns_of
-from llama_index.llms.ragfuse.prompts import alone, pml_of, ready
+from llama_index.llms.ragfuse.prompts import pml_of, ready
 from llama_index.llms.ragfuse.structured import Structured
 from llama_index.llms.ragfuse.tools import ToolCalling
 
@@ -242,7 +242,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         """A prompt with what stands around all of them, which none in PML can have."""
         extended: str = super()._extend_prompt(formatted_prompt)
         if isinstance(formatted_prompt, PMLTemplate.Filled) and extended is not formatted_prompt:
-            raise alone(1)
+            raise PMLTemplate.alone(1)
         return extended
 
     @property

@@ -127,18 +127,7 @@ class PMLPromptTemplate(BasePromptTemplate):
 
 def pml_of(messages: Sequence[ChatMessage]) -> Filled | None:
     """The prompt in PML that messages are, None where they are others; InputError where some stand beside one."""
-    found = [message.filled for message in messages if isinstance(message, PMLMessage) and message.filled]
-    if found and len(messages) > 1:
-        raise alone(len(messages) - 1)
-    return found[0] if found else None
-
-
-def alone(others: int) -> InputError:
-    """What is said where something stands beside a prompt in PML."""
-    return InputError(
-        f"A prompt in PML came with {others} other messages; wanted it alone. Put what else is said, system prompts "
-        "too, into its template: messages of its schema or of its prompt, or `question`."
-    )
+    return PMLTemplate.only([each.filled if isinstance(each, PMLMessage) else None for each in messages])
 
 
 def ready(prompt: T | Filled, engine: Engine) -> Any:
