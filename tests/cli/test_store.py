@@ -414,7 +414,7 @@ def test_clear_of_one_tier_is_done_whatever_another_does_and_keeps_the_texts_of_
 
 
 def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server):
-    settings = Settings(store=filled, home=filled.parent, tiers=(server.url(),), tier_timeout_s=0.5)
+    settings = Settings(store=filled, home=filled.parent, tiers=(server.url(),))
     with Keeping(settings) as keeping:
         assert keeping.move(keeping.lines(Wish(source="ships")), "redis").chunks == 1
         lines = keeping.lines()

@@ -142,13 +142,13 @@ class S3Server:
     def tier(
         self, url: str, capacity: int = 1 << 20, evict=lru, port: int = 0, user: Mapping[str, str] = {}, **options
     ) -> ObjectTier:
-        """A tier whose S3 server this is, or is behind another port; of another user."""
+        """A tier whose S3 server this is, or is behind another port; of another user. A busy machine is no outage."""
         with self.reachable(), pytest.MonkeyPatch.context() as patch:
             if port:
                 patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
             for name, value in user.items():
                 patch.setenv(name, value)
-            return ObjectTier(url, capacity, evict, **options)
+            return ObjectTier(url, capacity, evict, **{"timeout_s": 30.0, **options})
 
 
 @cache

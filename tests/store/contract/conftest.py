@@ -36,7 +36,7 @@ def disk(path: Path, capacity: int, evict: Evictor) -> Tier:
 
 
 def redis(path: Path, capacity: int, evict: Evictor) -> Tier:
-    return RedisTier(fresh_url(), capacity, evict, clock=ticks())
+    return RedisTier(fresh_url(), capacity, evict, clock=ticks(), timeout_s=30.0)
 
 
 def objects_in_memory(path: Path, capacity: int, evict: Evictor) -> Tier:

@@ -25,10 +25,11 @@ def raw(url):
 
 @pytest.fixture
 def open_tier(url):
-    """open_tier(capacity, options): a tier on this test's database; all are closed at the end."""
+    """open_tier(capacity, options): a tier on this test's database, patient by default; all are closed at the end."""
     made = []
 
     def make(capacity=1 << 20, **options):
+        options = {"timeout_s": 30.0, **options}
         made.append(RedisTier(options.pop("url", url), capacity, options.pop("evict", lru), **options))
         return made[-1]
 
