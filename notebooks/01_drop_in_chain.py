@@ -48,7 +48,7 @@ settings = Settings(store=folder, dtype="float32")  # not every CPU is quick in 
 # %% [markdown]
 # ## The chain as you have it
 #
-# One article, cut and indexed by LangChain's own classes, and a prompt.
+# Half an article, cut and indexed by LangChain's own classes, and a prompt.
 
 # %%
 weights = str(resolve_llm("smollm2-135m-reader", settings.home))
@@ -61,7 +61,7 @@ theirs = ChatHuggingFace(
     )
 )
 
-text = (corpus_path() / "packet-switching.md").read_text(encoding="utf-8")
+text = (corpus_path() / "packet-switching.md").read_text(encoding="utf-8").split("\n\n", 12)[-1]
 splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(theirs.tokenizer, chunk_size=200, chunk_overlap=0)
 splits = splitter.create_documents([text])
 embeddings = HuggingFaceEmbeddings(model_name=str(resolve_embedder("minilm-l6", settings.home)))

@@ -50,7 +50,7 @@ embedder = HuggingFaceEmbedding(model_name=str(resolve_embedder("minilm-l6", Set
 # in a prompt.
 
 # %%
-text = (corpus_path() / "1973-oil-crisis.md").read_text(encoding="utf-8")
+text = (corpus_path() / "1973-oil-crisis.md").read_text(encoding="utf-8").rsplit("\n\n", 12)[0]
 pipeline = IngestionPipeline(
     transformations=[SentenceSplitter(chunk_size=200, chunk_overlap=0), KVPrecompute(llm)], disable_cache=True
 )
@@ -71,7 +71,7 @@ template = PromptTemplate(
     "Question: {query_str}\nAnswer:"
 )
 engine = index.as_query_engine(llm=llm, similarity_top_k=5, text_qa_template=template)
-question = "Which country's oil minister was Ahmed Zaki Yamani?"
+question = "On which holiday was Israel attacked?"
 response = engine.query(question)
 print(response)
 for source in response.source_nodes:
@@ -86,7 +86,7 @@ for source in response.source_nodes:
 # %%
 questions = [
     question,
-    "By what percentage did OPEC lift the posted oil price in mid-October 1973?",
+    "How much did Saudi Arabia spend to spread Wahhabism?",
 ]
 
 
