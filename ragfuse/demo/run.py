@@ -17,7 +17,7 @@ from ragfuse.bench.fidelity import Fidelity, fidelity
 from ragfuse.bench.quality.metrics import is_right
 from ragfuse.demo import corpus_path, questions
 from ragfuse.engine import Engine, Ingested
-from ragfuse.models import resolve_embedder
+from ragfuse.models import quietly, resolve_embedder
 
 MAX_TOKENS = 24
 CHUNK_TOKENS = 230
@@ -171,8 +171,9 @@ class Demo:
         from langchain_community.vectorstores import FAISS
         from langchain_huggingface import HuggingFaceEmbeddings
 
-        path = str(resolve_embedder(self.engine.settings.embedder, self.engine.settings.home))
-        embeddings = HuggingFaceEmbeddings(model_name=path)
+        source = resolve_embedder(self.engine.settings.embedder, self.engine.settings.home)
+        with quietly(source):
+            embeddings = HuggingFaceEmbeddings(model_name=str(source))
         sources = [{"source": source} for _, source in self.texts]
         index = FAISS.from_texts([text for text, _ in self.texts], embeddings, metadatas=sources)
         self.retriever = index.as_retriever(search_kwargs={"k": 6})

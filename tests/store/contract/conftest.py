@@ -40,11 +40,11 @@ def redis(path: Path, capacity: int, evict: Evictor) -> Tier:
 
 
 def objects_in_memory(path: Path, capacity: int, evict: Evictor) -> Tier:
-    return ObjectTier(f"memory:/{path}", capacity, evict, clock=ticks())
+    return ObjectTier(f"memory:/{path}", capacity, evict, clock=ticks(), timeout_s=30.0)
 
 
 def objects_in_files(path: Path, capacity: int, evict: Evictor) -> Tier:
-    return ObjectTier(f"file://{path}", capacity, evict, clock=ticks())
+    return ObjectTier(f"file://{path}", capacity, evict, clock=ticks(), timeout_s=30.0)
 
 
 def s3(path: Path, capacity: int, evict: Evictor) -> Tier:

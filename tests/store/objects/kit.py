@@ -16,7 +16,7 @@ A, B = key("a"), key("b")
 
 def opened(folder: Path, capacity: int = 1 << 20, **options) -> ObjectTier:
     """A tier that has never seen what is in the folder, as in another process."""
-    return ObjectTier(f"file://{folder}", capacity, lru, **{"fresh_s": 0.0, **options})
+    return ObjectTier(f"file://{folder}", capacity, lru, **{"fresh_s": 0.0, "timeout_s": 30.0, **options})
 
 
 def objects(folder: Path) -> list[Path]:
