@@ -16,7 +16,7 @@ ONE := OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),1)
 unexport PYTHONDONTWRITEBYTECODE
 
 # Processes that share the tests, file by file; each holds a model or two in memory. 0: all in one, as a debugger wants.
-WORKERS ?= 3
+WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-slow lint format docs notebooks results clean
@@ -26,7 +26,7 @@ help: ## this list
 	@echo
 	@echo "PYTHON=python3.12    the interpreter to build .venv from (3.11 or newer)"
 	@echo "TORCH_INDEX=URL      where else pip may find torch; on Linux its CPU builds are far smaller than the default"
-	@echo "WORKERS=3            processes that share the tests; 0 for none but one's own"
+	@echo "WORKERS=2            processes that share the tests; 0 for none but one's own"
 	@echo "ARGS='...'           handed to pytest by test and test-slow, and to the demo"
 
 venv: $(READY) ## set up .venv; instant when nothing changed

@@ -1,6 +1,8 @@
 """What tests of the object tier share: two keys, tiers in files, and looks at what lies there."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -17,6 +19,16 @@ A, B = key("a"), key("b")
 def opened(folder: Path, capacity: int = 1 << 20, **options) -> ObjectTier:
     """A tier that has never seen what is in the folder, as in another process."""
     return ObjectTier(f"file://{folder}", capacity, lru, **{"fresh_s": 0.0, "timeout_s": 30.0, **options})
+
+
+@contextmanager
+def impatient(tier: ObjectTier) -> Iterator[None]:
+    """A fifth of a second is too long for it here; elsewhere a busy machine is no outage."""
+    bucket = tier._bucket
+    usual = bucket._timeout_s
+    bucket._timeout_s = bucket._s3._silence_s = 0.2
+    yield
+    bucket._timeout_s = bucket._s3._silence_s = usual
 
 
 def objects(folder: Path) -> list[Path]:

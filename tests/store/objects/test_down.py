@@ -5,7 +5,7 @@ import logging
 import torch
 
 from tests.store.kit import encoded, key, kv
-from tests.store.objects.kit import A, B, warnings
+from tests.store.objects.kit import A, B, impatient, warnings
 from tests.store.redis_server import until
 from tests.store.slow_link import SlowLink, large
 
@@ -70,11 +70,12 @@ def test_headers_that_nobody_gives_are_a_failure_and_no_answer(server):
 
 
 def test_a_server_that_stands_still_is_a_miss_in_time(server):
-    tier = server.tier(server.new_url(), timeout_s=0.2, cool_down_s=3600.0)
+    tier = server.tier(server.new_url(), cool_down_s=3600.0)
     assert tier.write(A, *encoded(kv()))
     before = len(server.asked)
     server.stand_still()
-    assert [tier.read(A, layer) for layer in range(3)] == [None] * 3
+    with impatient(tier):
+        assert [tier.read(A, layer) for layer in range(3)] == [None] * 3
     assert len(server.asked) == before + 1
     assert tier.breaker.is_open
     server.go_on()
@@ -103,11 +104,12 @@ def test_a_server_that_is_not_there_at_opening_is_no_error(server, caplog):
 
 
 def test_an_object_whose_put_was_not_answered_counts_once_it_is_seen(server):
-    tier = server.tier(server.new_url(), timeout_s=0.2, cool_down_s=0.0)
+    tier = server.tier(server.new_url(), cool_down_s=0.0)
     assert tier.write(B, *encoded(kv()))
     unit = tier.nbytes
     server.stand_still()
-    assert not tier.write(A, *encoded(kv()))
+    with impatient(tier):
+        assert not tier.write(A, *encoded(kv()))
     server.go_on()
     until(lambda: A in tier.entries([A]))
     assert tier.nbytes == 2 * unit

@@ -179,7 +179,7 @@ def test_uses_that_may_not_be_noted_are_told_once_and_not_tried_for_every_read(s
 def test_a_use_that_nobody_takes_holds_up_neither_reading_nor_closing_for_long(server):
     url = server.new_url()
     assert server.tier(url).write(A, *encoded(kv()))
-    tier = server.tier(url, ttl_s=800.0, timeout_s=1.0)
+    tier = server.tier(url, ttl_s=800.0, timeout_s=3.0)
     server.asked.clear()
     server.stand_still(lambda asked: asked.method == "PUT")
     for layer in range(3):

@@ -47,7 +47,7 @@ def test_a_server_killed_between_two_layers_is_a_miss_and_another_tier_answers(s
 
 
 def test_a_hung_server_costs_one_timeout_and_not_one_per_chunk(server, open_tier, caplog):
-    tier = open_tier(url=server.url(), timeout_s=0.1, cool_down_s=3600)
+    tier = open_tier(url=server.url(), timeout_s=1.0, cool_down_s=3600)
     assert tier.write(A, *encoded(kv()))
     before = tier.breaker.attempts
     server.signal(signal.SIGSTOP)
@@ -90,7 +90,7 @@ def test_one_page_of_a_listing_that_is_answered_is_enough_to_use_a_server_again(
 
 def test_a_server_that_goes_on_is_used_again(server, open_tier, caplog):
     caplog.set_level(logging.INFO, "ragfuse.store")
-    tier = open_tier(url=server.url(), timeout_s=0.1, cool_down_s=0)
+    tier = open_tier(url=server.url(), timeout_s=1.0, cool_down_s=0)
     assert tier.write(A, *encoded(kv()))
     server.signal(signal.SIGSTOP)
     assert tier.read(A, 0) is None
