@@ -131,7 +131,8 @@ def _figure(run: Result) -> Iterator[str]:
     wanted += ("holds", "correlation", "score", "to_full", "kl_over_reuse", "full_s", "prefix_s", "fused_s", "reuse_s")
     known = run.get("columns") or (*wanted, "ttft_x")
     columns = [name for name in known if any(row.get(name) is not None for row in run["rows"])]
-    yield from table(columns, [[_cell(row.get(name)) for name in columns] for row in run["rows"][:MOST_ROWS]])
+    rows = [row for row in run["rows"] if row.get("layer") == "mean"] or run["rows"][:MOST_ROWS]
+    yield from table(columns, [[_cell(row.get(name)) for name in columns] for row in rows])
     for sentence in run.get("absent", ()):
         yield ""
         yield sentence

@@ -110,9 +110,10 @@ def draw_variances(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_yscale("log")
     axes.set_yticks((0.5, 1, 2, 5), ("0.5", "1", "2", "5"))
+    axes.minorticks_off()
     axes.set_xlabel("layer")
     axes.set_ylabel("variance of values over that of deltas")
-    axes.legend(fontsize=7)
+    axes.get_figure().legend(fontsize=7, loc="outside lower center", ncols=2)
 
 
 # figure 4
@@ -183,4 +184,4 @@ def draw_entropies(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         axes.bar(at, [row[grouping.replace(" ", "_")] for row in rows], 0.16, label=grouping)
     axes.set_xticks(range(len(rows)), [row["part"] for row in rows])
     axes.set_ylabel("entropy (bits an element)")
-    axes.legend(title="grouped by", fontsize=7)
+    axes.get_figure().legend(title="grouped by", fontsize=7, loc="outside lower center", ncols=5)
