@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,12 @@ from rich.table import Table
 from ragfuse.bench.plots import saved
 from ragfuse.bench.quality.cases import set_name
 from ragfuse.bench.runner import circumstances
+from ragfuse.errors import InputError
 from ragfuse.settings import Settings
 
 Rows = list[dict[str, Any]]
+CARRIED = ("model", "dtype", "machine", "versions", "malloc", "threads", "date")
+"""What a figure says of itself as the result says that it was drawn from."""
 TEXTS = (
     "dataset",
     "method",
@@ -57,6 +61,11 @@ class Wanted:
         """The folder of data sets, if one was named."""
         return next((Path(name) for name in self.sets if Path(name).is_dir()), None)
 
+    @property
+    def result(self) -> Path | None:
+        """The file that another benchmark wrote, if one was named."""
+        return next((Path(name) for name in self.sets if Path(name).is_file()), None)
+
 
 def by_questions(wanted: Wanted) -> str:
     """What a figure that asks questions was measured with."""
@@ -68,12 +77,23 @@ def by_random_tokens(wanted: Wanted) -> str:
     return "random tokens"
 
 
+def shown(path: Path, command: str, rows: Callable[[Any], Rows]) -> Rows:
+    """Rows of what `ragfuse bench COMMAND` wrote; InputError with the file's name where it is something else."""
+    try:
+        return rows(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"'{path}' is not what `ragfuse bench {command}` writes: {error!r}. "
+            f"Run `ragfuse bench {command} --json FILE` first, and give it here as --data FILE."
+        ) from error
+
+
 @dataclass(frozen=True)
 class Figure:
     """One figure: its title, what the paper says, how it is measured and drawn.
 
     given: what it was measured with, in words. absent: what of the paper's own is not at hand. is_simulated: no model
-    of the settings runs.
+    of the settings runs. shows: the benchmark whose result it can be drawn from, "" for none.
     """
 
     title: str
@@ -84,6 +104,7 @@ class Figure:
     given: Callable[[Wanted], str] = by_questions
     absent: Callable[[Wanted], list[str]] = lambda wanted: []
     is_simulated: bool = False
+    shows: str = ""
 
 
 def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) -> dict[str, Any]:
@@ -92,8 +113,9 @@ def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) 
     console.print(f"[bold]{name}: {figure.title}[/]", highlight=False, soft_wrap=True)
     print_rows(figure.columns, rows, console)
     console.print(f"The paper: {figure.paper}", highlight=False)
+    source = wanted.result if figure.shows else None
     on = "simulated" if figure.is_simulated else f"{settings.model} in {settings.dtype} on {settings.device}"
-    differs = f"Here: {on}, {figure.given(wanted)}."
+    differs = f"Here: {on}, {figure.given(wanted)}." if source is None else f"Here: as {source.name} says."
     console.print(differs, highlight=False)
     absent = figure.absent(wanted)
     for sentence in absent:
@@ -112,9 +134,15 @@ def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) 
         "columns": list(figure.columns),
         "rows": rows,
         **({"absent": absent} if absent else {}),
-        **({"note": differs} if figure.is_simulated else _measured_with(wanted)),
-        **circumstances(torch.device(settings.device), torch.get_num_threads()),
+        **(_as_told(source) if source else {"note": differs} if figure.is_simulated else _measured_with(wanted)),
+        **({} if source else circumstances(torch.device(settings.device), torch.get_num_threads())),
     }
+
+
+def _as_told(source: Path) -> dict[str, Any]:
+    """Where and with what a result was measured that a figure was drawn from."""
+    told = json.loads(source.read_text("utf-8"))
+    return {"note": f"drawn from {source.name}", **{name: told[name] for name in CARRIED if name in told}}
 
 
 def _measured_with(wanted: Wanted) -> dict[str, Any]:

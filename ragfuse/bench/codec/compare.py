@@ -14,7 +14,7 @@ from ragfuse.bench.codec.kv import Continued
 from ragfuse.bench.codec.levels import by_set, fidelities, rows_of
 from ragfuse.bench.codec.links import PAPER_LOAD_OVER_TEXT, PIECE_TOKENS, Costs, row, ttft
 from ragfuse.bench.codec.speed import Speeds, speeds
-from ragfuse.bench.figure import Rows, Wanted
+from ragfuse.bench.figure import Rows, Wanted, shown
 from ragfuse.bench.runner import Runner
 from ragfuse.hf.model import HFModel
 
@@ -23,23 +23,42 @@ QUESTION_TOKENS = 32
 GBPS = (0.1, 0.2, 0.4, 1.0, 2.0, 3.0, 5.0, 10.0, 15.0, 30.0, 100.0, 400.0)
 REQUESTS = (1, 2, 4, 6, 8, 10)
 TEXT = "text"
+COMMAND = "codec"
+SIZED = ("bytes_over_fp16", "bits_a_value", "x_vs_int8", "kl", "top1", "nats_more", "contexts", "tokens")
+"""What a codec makes of contexts, as a row says it."""
 
 
 def sizes(wanted: Wanted) -> Rows:
     """Figure 9: size against quality, all sets together and each alone."""
+    if wanted.result is not None:
+        return shown(wanted.result, COMMAND, _sizes)
     model = model_of(wanted)
     found = fidelities(model, with_kv(wanted, model, "levels"), codecs_of(model).all)
     rows = [{"dataset": "all", **each} for each in rows_of(found)] + by_set(found)
     return [{"level": each.pop("name"), **each} for each in rows]
 
 
+def _sizes(result: Mapping[str, Any]) -> Rows:
+    """Of what `bench codec` wrote: what is decoded is the same by either coder."""
+    every = [each for each in (*result["levels"], *result["baselines"]) if each["default_coder"]]
+    rows = [{"dataset": "all", **each} for each in every] + result["by_set"]
+    return [{"dataset": each["dataset"], "level": each["name"], **{key: each[key] for key in SIZED}} for each in rows]
+
+
 def ideas(wanted: Wanted) -> Rows:
     """Figure 15: the same default level, built up idea by idea."""
+    if wanted.result is not None:
+        return shown(wanted.result, COMMAND, _ideas)
     model = model_of(wanted)
     codecs = codecs_of(model)
     compared = {INT8: codecs.levels[INT8], **ideas_of(codecs)}
     found = fidelities(model, with_kv(wanted, model, "ideas"), compared)
     return [{"idea": each.pop("name"), **each} for each in rows_of(found)]
+
+
+def _ideas(result: Mapping[str, Any]) -> Rows:
+    """Of what `bench codec` wrote."""
+    return [{"idea": each["name"], **{key: each[key] for key in SIZED}} for each in result["ideas"]]
 
 
 def by_bandwidth(wanted: Wanted) -> Rows:

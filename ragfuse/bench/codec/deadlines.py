@@ -2,46 +2,36 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ragfuse.bench.figure import Rows, Wanted
+from ragfuse.bench.figure import Rows, Wanted, shown
 from ragfuse.errors import InputError
 
-WANTED = "Run `ragfuse bench stream --json FILE` first, and give it here as --data FILE."
+COMMAND = "stream"
 
 
 def late(wanted: Wanted) -> Rows:
     """A row for each deadline and way: the share of streams that were late, and F1."""
-    path = _file(wanted)
-    try:
-        deadlines = json.loads(path.read_text("utf-8"))["deadlines"]
-        return [
-            {
-                "deadline_s": float(each["deadline_s"]),
-                "method": method,
-                "violations": float(violations),
-                "f1": each.get("f1", {}).get(method),
-            }
-            for each in deadlines
-            for method, violations in each["violations"].items()
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"'{path}' is not what `ragfuse bench stream` writes: {error!r}. {WANTED}") from error
+    if wanted.result is None:
+        raise InputError(
+            f"What streams did over a changing line was not given. Run `ragfuse bench {COMMAND} --json FILE` first, "
+            "and give it here as --data FILE."
+        )
+    return shown(wanted.result, COMMAND, _late)
 
 
-def _file(wanted: Wanted) -> Path:
-    for name in wanted.sets:
-        if Path(name).is_file():
-            return Path(name)
-    raise InputError(f"What streams did over a changing line was not given. {WANTED}")
-
-
-def by_streams(wanted: Wanted) -> str:
-    """What the figure was made from."""
-    return f"as {_file(wanted).name} says"
+def _late(result: Mapping[str, Any]) -> Rows:
+    return [
+        {
+            "deadline_s": float(each["deadline_s"]),
+            "method": method,
+            "violations": float(violations),
+            "f1": each.get("f1", {}).get(method),
+        }
+        for each in result["deadlines"]
+        for method, violations in each["violations"].items()
+    ]
 
 
 def draw_late(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:

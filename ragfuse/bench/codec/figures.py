@@ -49,6 +49,7 @@ CACHEGEN: Mapping[str, Figure] = MappingProxyType(
             compare.draw_sizes,
             by_contexts,
             not_at_hand,
+            shows=compare.COMMAND,
         ),
         "cg-fig11": Figure(
             "time to first token by bandwidth",
@@ -77,8 +78,8 @@ CACHEGEN: Mapping[str, Figure] = MappingProxyType(
             deadlines.late,
             ("deadline_s", "method", "violations", "f1"),
             deadlines.draw_late,
-            deadlines.by_streams,
-            not_at_hand,
+            absent=not_at_hand,
+            shows=deadlines.COMMAND,
         ),
         "cg-fig14": Figure(
             "what the time goes to, and what is kept",
@@ -99,6 +100,7 @@ CACHEGEN: Mapping[str, Figure] = MappingProxyType(
             compare.draw_ideas,
             by_contexts,
             not_at_hand,
+            shows=compare.COMMAND,
         ),
     }
 )

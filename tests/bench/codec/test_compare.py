@@ -20,6 +20,7 @@ from ragfuse.bench.figure import Wanted
 from ragfuse.bench.paper import run_paper
 from ragfuse.bench.presets import bench_model
 from ragfuse.codec import LEVELS
+from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
 
 LOSSY = list(LEVELS[1:])
@@ -94,6 +95,37 @@ def test_size_and_quality_of_every_level_stand_for_all_sets_and_for_each(wanted:
     assert all(0 <= row["top1"] <= 1 for row in rows)
 
 
+SIZES = {"bytes_over_fp16": 0.5, "bits_a_value": 8.0, "x_vs_int8": 1.0, "kl": 0.1, "top1": 0.9}
+SIZES |= {"nats_more": 0.0, "contexts": 1, "tokens": 9}
+MEASURED = {
+    "levels": [{"name": "cg1", "default_coder": kept, "coder": kept, **SIZES} for kept in (True, False)],
+    "baselines": [{"name": "int4", "default_coder": True, **SIZES}],
+    "by_set": [{"dataset": "squad", "name": "cg1", **SIZES}],
+    "ideas": [{"name": "the paper", **SIZES}],
+    "model": "measured-there",
+    "date": "2026-01-01",
+}
+
+
+def test_what_the_codec_bench_wrote_is_shown_as_it_was_measured(wanted: Wanted, tmp_path: Path) -> None:
+    path = tmp_path / "codec.json"
+    path.write_text(json.dumps(MEASURED))
+    result = run_paper("cg-fig9", replace(wanted, sets=(str(path),)), None)
+    named = [("all", "cg1"), ("all", "int4"), ("squad", "cg1")]
+    assert result["rows"] == [{"dataset": dataset, "level": level, **SIZES} for dataset, level in named]
+    assert (result["model"], result["date"], "machine" in result) == ("measured-there", "2026-01-01", False)
+    assert result["note"] == "drawn from codec.json"
+    assert run("cg-fig15", replace(wanted, sets=(str(path),)), tmp_path) == [{"idea": "the paper", **SIZES}]
+
+
+@pytest.mark.parametrize("figure", ["cg-fig9", "cg-fig15"])
+def test_a_file_that_the_codec_bench_did_not_write_is_refused(figure: str, wanted: Wanted, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text('{"deadlines": []}')
+    with pytest.raises(InputError, match=r"other\.json.*bench codec --json"):
+        run_paper(figure, replace(wanted, sets=(str(path),)), None)
+
+
 @pytest.mark.slow
 def test_text_and_levels_are_timed_over_links_of_every_speed(wanted: Wanted, tmp_path: Path) -> None:
     rows = run("cg-fig11", wanted, tmp_path)
@@ -147,6 +179,17 @@ def test_the_report_has_what_the_json_must_have(wanted: Wanted, tmp_path: Path) 
     assert result["answers"]["raw"]["n"] == 2
     assert any("longchat" in sentence for sentence in result["absent"])
     _the_f1_of_a_model_that_answers_nothing_says_nothing(result)
+    _its_figures_are_drawn_without_measuring_again(result, wanted, tmp_path)
+
+
+def _its_figures_are_drawn_without_measuring_again(result: Mapping[str, Any], wanted: Wanted, tmp_path: Path) -> None:
+    path = tmp_path / "codec.json"
+    path.write_text(json.dumps(result))
+    rows = run("cg-fig9", replace(wanted, sets=(str(path),)), tmp_path)
+    assert rows == run("cg-fig9", wanted, tmp_path)
+    assert [row["idea"] for row in run("cg-fig15", replace(wanted, sets=(str(path),)), tmp_path)] == [
+        idea["name"] for idea in result["ideas"]
+    ]
 
 
 def _the_f1_of_a_model_that_answers_nothing_says_nothing(result: Mapping[str, Any]) -> None:
