@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ragfuse.codec import LEVELS, Codec, CodecTables, codec_for, profile_tables
-from ragfuse.core import ChunkKey, ChunkKV, digest
+from ragfuse.codec import LEVELS, Codec, CodecTables, LayerMeta, codec_for, profile_tables
+from ragfuse.core import ChunkKey, ChunkKV, LayerKV, digest
 from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store import Tier
 from ragfuse.store.levels import TABLELESS
@@ -34,6 +34,10 @@ ASK_AGAIN_S = 60.0
 """Seconds after which the book, or a tier, is asked again for tables that it did not have."""
 LONGEST = 240
 """Tokens of a text that tables are made from; some models take no more than twice as many."""
+ROUNDED = "cg3"
+"""The level at which it is seen what errors cost."""
+BEFORE, FOLLOW = 768, 256
+"""Tokens of text whose errors are looked at, and of that which follows, which says what they cost."""
 OWNER = digest("codec tables")
 """What tables in a tier are kept under, where KV has its model."""
 
@@ -132,13 +136,42 @@ def wants_tables(settings: Settings) -> bool:
     return any(level == AUTO_LEVEL or TABLELESS(level, "") is None for level in levels)
 
 
-def made_tables(model: HFModel) -> CodecTables:
-    """A model's tables, from text that comes along."""
-    began = time.perf_counter()
-    tables = profile_tables(_chunks(model), model.profile.rope, _queries(model))
+def made_tables(model: HFModel, *, rope: bool = True, queries: bool = True, costs: bool = True) -> CodecTables:
+    """A model's tables, from text that comes along.
+
+    rope: keys are turned back to position 0. queries: bins follow how large the queries are that meet a key's channel.
+    costs: they follow what errors cost in each layer, which is measured with tables that do not know it yet.
+    """
+    from ragfuse.hf.rounding import rounding_costs
+
+    began, chunks = time.perf_counter(), [*_chunks(model)]
+    known = model.profile.rope if rope else (), _queries(model) if queries else ()
+    tables = profile_tables(chunks, *known)
+    found = rounding_costs(model, *_parted(model), _rounded(codec_for(ROUNDED, tables))) if costs else ()
+    if found:
+        tables = profile_tables(chunks, *known, found)
     told = model.name, time.perf_counter() - began, tables.digest
     log.info("How %s's KV is spread was seen on text that comes along, in %.1f s: tables %s", *told)
     return tables
+
+
+def _rounded(codec: Codec) -> Callable[[ChunkKV], ChunkKV]:
+    """Gives KV as it comes back from a codec."""
+
+    def back(layer: LayerKV, at: int) -> LayerKV:
+        blob = codec.encode(layer, at)
+        return codec.decode(blob, LayerMeta.of(layer, blob))
+
+    return lambda kv: ChunkKV(tuple(back(layer, at) for at, layer in enumerate(kv.layers)))
+
+
+def _parted(model: HFModel) -> tuple[list[int], list[int]]:
+    """Two thirds of the texts as one run, and of the rest what follows: so much as a model takes."""
+    runs = _runs(model)
+    before, follow = ([token for run in some for token in run] for some in (runs[::3] + runs[1::3], runs[2::3]))
+    most = getattr(model.model.config.get_text_config(), "max_position_embeddings", None) or 2 * LONGEST
+    behind = min(FOLLOW, most // 4)
+    return before[: min(BEFORE, most - behind)], follow[:behind]
 
 
 def _chunks(model: HFModel) -> Iterator[ChunkKV]:

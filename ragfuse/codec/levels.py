@@ -12,7 +12,7 @@ from ragfuse.codec.uniform import INT8
 
 PACKED: Final = (
     Level("cg1", (0.4, 0.4, 0.4)),
-    Level("cg2", (0.9, 0.9, 0.9)),
+    Level("cg2", (1.0, 1.0, 1.0)),
     Level("cg3", (1.3, 1.3, 1.3)),
     Level("cg4", (1.9, 1.9, 1.9)),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import log
 
 import numpy as np
 import numpy.typing as npt
@@ -33,18 +34,25 @@ MEDIAN = 0.6745
 """Of the sizes of normally spread values, in spreads: no few tokens change a median."""
 MOST_WEIGHT = 16.0
 """No channel's error counts for more than this, nor for less than its inverse."""
+WIDEST = 4.0
+"""No layer's bins are that many times as wide as usual for what errors cost there, nor as narrow."""
 LEAST = 1e-4
 """No channel's spread is taken for less than this share of its head's."""
 
 
 def profile_tables(
-    chunks: Iterable[ChunkKV], rope: Sequence[RopeLayout | None] = (), queries: Sequence[Tensor] = ()
+    chunks: Iterable[ChunkKV],
+    rope: Sequence[RopeLayout | None] = (),
+    queries: Sequence[Tensor] = (),
+    costs: Sequence[tuple[float, float]] = (),
 ) -> CodecTables:
     """The tables of the model that computed `chunks`, some thousand tokens in all; they are held while it runs.
 
     rope: how each layer's keys carry position, as its profile says; keys are left as they are where none is told.
     queries: for each layer float32 [H, D], by root mean square: how large the queries that meet a key's channel are.
     An error in a channel counts by that; without them it counts alike in all channels of a head.
+    costs: for each layer what errors cost in its keys and in its values, in bins as they are without `costs`. An error
+    costs its square, and a bin saves bits by its log: all cost least, at one size, where each layer's cost the same.
     """
     kept = [chunk for chunk in chunks if chunk.n_tokens > GROUP]
     if not kept:
@@ -56,10 +64,13 @@ def profile_tables(
     if any(each and 2 * len(each.inv_freq) + each.lo > _dim(kept[0], at, each) for at, each in enumerate(layouts)):
         raise ValueError("A rotation within a layer's channels wanted, a wider one found.")
     weights = [_weights(each, layout) for each, layout in zip(queries, layouts, strict=True)] if queries else None
+    widths = _widths(costs) if costs else ((1.0, 1.0),) * n_layers
+    if len(widths) != n_layers:
+        raise ValueError(f"{n_layers} layers' costs wanted, {len(widths)} found.")
     parts = [
         [
-            _Part(_values(kept, at, name, layouts[at]), weights[at] if weights and name == "keys" else None)
-            for name in ("keys", "values")
+            _Part(_values(kept, at, name, layouts[at]), weights[at] if weights and name == "keys" else None, width)
+            for name, width in zip(("keys", "values"), widths[at], strict=True)
         ]
         for at in range(n_layers)
     ]
@@ -75,10 +86,14 @@ def profile_tables(
 
 @dataclass
 class _Part:
-    """Keys, or values, of one layer in every chunk: float32 [H, n, D] each; weights [H, D]: of channels' errors."""
+    """Keys, or values, of one layer in every chunk: float32 [H, n, D] each; weights [H, D]: of channels' errors.
+
+    width: of its bins, over what they would be.
+    """
 
     chunks: list[Tensor]
     weights: Tensor | None = None
+    width: float = 1.0
 
     def __post_init__(self) -> None:
         usual = torch.cat(self.chunks, 1).abs().median(1, keepdim=True).values.clamp_min(1e-30) / MEDIAN
@@ -89,7 +104,7 @@ class _Part:
         spread = (every - self.mean).square().mean(1).sqrt()
         whole = spread.square().mean(-1, keepdim=True).sqrt()
         spread = torch.maximum(spread, LEAST * whole)
-        step = _middle(spread).expand_as(spread)
+        step = self.width * _middle(spread).expand_as(spread)
         self.step = _coded(step if self.weights is None else step / self.weights)
         self.above = ((every - self.mean) / self.step[:, None]).transpose(1, 2).reshape(spread.numel(), -1)
         self.change, self.eight = self._changes()
@@ -139,6 +154,13 @@ def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
         second.copy_(both)
     size = power.sqrt()
     return (size / _middle(size)).clamp(1 / MOST_WEIGHT, MOST_WEIGHT)
+
+
+def _widths(costs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """For keys and values of each layer, one on average by their logs."""
+    logs = -torch.tensor(costs, dtype=torch.float64).clamp_min(1e-30).log() / 2
+    near = (logs - logs.median()).clamp(-log(WIDEST), log(WIDEST))
+    return [(keys, values) for keys, values in (near - near.mean()).exp().tolist()]
 
 
 def _is_odd(relative: Tensor) -> Tensor:

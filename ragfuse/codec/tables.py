@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from ragfuse.core import RopeLayout
 
-TABLES_VERSION: Final = 1
+TABLES_VERSION: Final = 2
 STEPS: Final = 8
 """Steps to an octave of a number that is kept as one byte."""
 MIDDLE: Final = 128

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ragfuse.codec import CodecTables, profile_tables
-from ragfuse.codec.tables import from_codes, to_codes
+from ragfuse.codec.tables import TABLES_VERSION, from_codes, to_codes
 from ragfuse.core import ChunkKV, LayerKV, RopeLayout
 from ragfuse.profiles import ModelProfile
 from tests.codec.kit import ROPE, layer, tables
@@ -62,7 +62,7 @@ def test_what_is_no_table_is_none(change):
     assert CodecTables.from_dict({**TABLES.as_dict(), **change}) is None
 
 
-@pytest.mark.parametrize("data", [None, [], "tables", {}, {"version": 1}])
+@pytest.mark.parametrize("data", [None, [], "tables", {}, {"version": 1}, {"version": TABLES_VERSION}])
 def test_what_is_nothing_of_the_kind_is_none(data):
     assert CodecTables.from_dict(data) is None
 
@@ -81,6 +81,30 @@ def test_channels_that_meet_larger_queries_get_finer_steps_and_pairs_the_same():
     plain = profile_tables([chunk], [ROPE]).layers[0]
     assert len(set(plain.keys.step)) <= 2
     assert plain.values == profile_tables([chunk], [ROPE], [queries]).layers[0].values
+
+
+def steps_of(chunks, costs):
+    """Of keys and of values of each layer, over what they are without costs."""
+    plain, found = profile_tables(chunks), profile_tables(chunks, costs=costs)
+    pairs = [
+        (getattr(a, name), getattr(b, name)) for a, b in zip(found.layers, plain.layers, strict=True) for name in NAMES
+    ]
+    return [float(np.exp(np.log(mine.steps / theirs.steps).mean())) for mine, theirs in pairs]
+
+
+NAMES = ("keys", "values")
+
+
+def test_where_errors_cost_more_bins_are_narrower_by_the_root_and_as_wide_on_average():
+    chunks = [ChunkKV((layer(n=60), layer(n=60, seed=1)))]
+    found = steps_of(chunks, [(0.04, 0.01), (0.01, 0.0025)])
+    assert np.allclose(found, [0.5, 1.0, 1.0, 2.0], rtol=0.07)  # steps are kept an eighth of an octave apart
+    assert np.allclose(steps_of(chunks, [(1e-30, 1.0), (1.0, 0.0)]), [2.0, 0.5, 0.5, 2.0], rtol=0.07)
+
+
+def test_costs_are_wanted_for_every_layer():
+    with pytest.raises(ValueError, match="2 layers' costs wanted, 1 found"):
+        profile_tables([ChunkKV((layer(n=60), layer(n=60)))], costs=[(1.0, 1.0)])
 
 
 def test_profiling_wants_chunks_and_as_many_rotations_as_layers():

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from ragfuse.coding import made_tables
 from ragfuse.hf.queries import query_sizes
-from tests.hf.families import FAMILIES, all_when_slow
+from tests.hf.families import FAMILIES
 from tests.hf.kit import family
 
 RUNS = ([5, 6, 7, 8, 9, 10, 11], [40, 3, 77])
@@ -52,9 +51,3 @@ def test_of_nothing_and_of_families_that_attend_by_themselves_nothing_is_known()
     assert query_sizes(family("llama"), []) == ()
     own = next(name for name in FAMILIES if family(name).profile.mode == "dense")
     assert query_sizes(family(own), RUNS) == ()
-
-
-@pytest.mark.parametrize("name", all_when_slow(sorted(FAMILIES)))
-def test_every_family_gets_its_tables(name):
-    tables = made_tables(family(name))
-    assert len(tables.layers) == family(name).n_layers

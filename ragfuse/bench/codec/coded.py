@@ -5,24 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
-from ragfuse.bench.codec.contexts import profiled_texts
 from ragfuse.codec import LEVELS, Codec, LayerMeta, UniformCodec, codec_for
 from ragfuse.codec.cachegen import CODERS, CacheGenCodec
 from ragfuse.codec.levels import PACKED, PAPER
 from ragfuse.codec.profile import profile_tables
 from ragfuse.codec.tables import CodecTables
+from ragfuse.coding import made_tables
 from ragfuse.core import ChunkKV
 from ragfuse.hf.model import HFModel
 
 INT8 = "int8"
 BASELINES = (UniformCodec(4), UniformCodec(3))
 """Uniform quantisation beside the level `int8`: what the paper compares itself with, and no levels of a store."""
-PROFILED, WORDS = 1500, 512
-"""Tokens of each text that tables are made of where a model has none; words that random ids are drawn from."""
+WORDS = 512
+"""How many different ones random ids are drawn from, and of how many tables are made where a model reads no text."""
 
 
 @dataclass(frozen=True)
@@ -51,27 +50,12 @@ def fp16_nbytes(kv: ChunkKV) -> int:
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Texts that come along, to make tables of; random ids for a model that reads none."""
-
-    model: HFModel
-
-    @cached_property
-    def kv(self) -> list[ChunkKV]:
-        """Their KV, computed once, when it is wanted."""
-        model = self.model
-        texts = profiled_texts(model, PROFILED) if model.tokenizer is not None else [random_ids(WORDS)]
-        return [model.encode(ids) for ids in texts]
-
-
-@dataclass(frozen=True)
 class Codecs:
     """What is compared on one model: levels by name, least loss first, then baselines; the default level of a stream.
 
-    others: the levels as `name/coder`, by the coder that is not theirs. texts: what tables are made of.
+    others: the levels as `name/coder`, by the coder that is not theirs.
     """
 
-    texts: Texts
     tables: CodecTables
     levels: Mapping[str, Codec]
     default: str
@@ -84,10 +68,9 @@ class Codecs:
 
 
 def codecs_of(model: HFModel) -> Codecs:
-    """The codecs of a model, by the tables in its profile; by those of some text here where there are none."""
-    texts = Texts(model)
+    """The codecs of a model, by the tables in its profile; by those that an engine would make where there are none."""
     tables = CodecTables.from_dict(model.profile.codec) if model.profile.codec else None
-    tables = tables or profile_tables(texts.kv, model.profile.rope)
+    tables = tables or (made_tables(model) if model.tokenizer is not None else profile_tables(_drawn(model)))
     levels = {name: codec_for(name, tables) for name in LEVELS if name != "raw"}
     ours = {name: codec for name, codec in levels.items() if isinstance(codec, CacheGenCodec)}
     others = {
@@ -96,32 +79,41 @@ def codecs_of(model: HFModel) -> Codecs:
         for coder in CODERS
         if coder != codec.level.coder
     }
-    return Codecs(texts, tables, levels, list(ours)[(len(ours) - 1) // 2], others)
+    return Codecs(tables, levels, list(ours)[(len(ours) - 1) // 2], others)
 
 
-def ideas_of(given: Codecs) -> dict[str, Codec]:
+def ideas_of(model: HFModel, given: Codecs) -> dict[str, Codec]:
     """The paper's bins with each of its ideas added (figure 15), then what is done beside them, one by one."""
     paper = replace(PAPER, coder="ans")
     start = replace(paper, deltas=False, layerwise=False, grouping="global")
     own = replace(paper, deltas=False, odd=PACKED[0].odd)
+    one = replace(own, layerwise=False)
+    ours = replace(one, coder="zstd")
+    plain = made_tables(model, queries=False, costs=False)
     turned = {
-        "one bin, one distribution": start,
-        "+ distributions by channel and layer": replace(start, grouping="channel-layer"),
-        "+ deltas to anchors": replace(paper, layerwise=False),
-        "+ bins by layer: the paper": paper,
-        "the paper without deltas": replace(paper, deltas=False),
-        "the same, odd tokens apart": own,
-        "the same, one bin": replace(own, layerwise=False),
-        "the same by zstd": replace(own, layerwise=False, coder="zstd"),
+        "one bin, one distribution": (plain, start),
+        "+ distributions by channel and layer": (plain, replace(start, grouping="channel-layer")),
+        "+ deltas to anchors": (plain, replace(paper, layerwise=False)),
+        "+ bins by layer: the paper": (plain, paper),
+        "the paper without deltas": (plain, replace(paper, deltas=False)),
+        "the same, odd tokens apart": (plain, own),
+        "the same, one bin": (plain, one),
+        "the same, keys by queries": (made_tables(model, costs=False), one),
+        "the same, layers by what errors cost": (given.tables, one),
+        "the same by zstd": (given.tables, ours),
+        "the same, RoPE left in keys": (made_tables(model, rope=False), ours),
     }
-    left = profile_tables(given.texts.kv)
-    codecs: dict[str, Codec] = {name: CacheGenCodec(given.tables, level) for name, level in turned.items()}
-    return {**codecs, "the same, RoPE left in keys": CacheGenCodec(left, turned["the same by zstd"])}
+    return {name: CacheGenCodec(tables, level) for name, (tables, level) in turned.items()}
 
 
 def coder_of(codec: Codec) -> str:
     """The entropy coder that a codec uses, "" if it uses none."""
     return codec.level.coder if isinstance(codec, CacheGenCodec) else ""
+
+
+def _drawn(model: HFModel) -> list[ChunkKV]:
+    """KV of random ids, for a model that reads no text."""
+    return [model.encode(random_ids(WORDS))]
 
 
 def random_ids(tokens: int) -> list[int]:

@@ -51,7 +51,7 @@ def ideas(wanted: Wanted) -> Rows:
         return shown(wanted.result, COMMAND, _ideas)
     model = model_of(wanted)
     codecs = codecs_of(model)
-    compared = {INT8: codecs.levels[INT8], **ideas_of(codecs)}
+    compared = {INT8: codecs.levels[INT8], **ideas_of(model, codecs)}
     found = fidelities(model, with_kv(wanted, model, "ideas"), compared)
     return [{"idea": each.pop("name"), **each} for each in rows_of(found)]
 

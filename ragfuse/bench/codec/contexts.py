@@ -28,7 +28,6 @@ FILES: Mapping[str, str] = MappingProxyType(
 """The file of each data set, anywhere below the folder."""
 OWN = ("held-out", "demo")
 """Sets that come along: SQuAD articles that the reader never saw, and the demo's texts."""
-PROFILED = 4
 PASSAGES = 6
 """Neighbouring paragraphs that one reading holds."""
 
@@ -79,12 +78,6 @@ def read_contexts(model: HFModel, folder: Path | None, per_set: int, tokens: int
     if not found:
         raise InputError(f"Below {folder} none of these was found: {', '.join(FILES.values())}. Leave --data out.")
     return found
-
-
-def profiled_texts(model: HFModel, tokens: int) -> list[list[int]]:
-    """Texts of so many tokens that come along, the last of the demo's first: contexts begin with its first ones."""
-    found = _windows(model, "demo", reversed([*_demo()]), tokens)
-    return [list(context.token_ids) for context in _first(PROFILED, found)]
 
 
 def absent(folder: Path | None) -> list[str]:

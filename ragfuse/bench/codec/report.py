@@ -39,7 +39,7 @@ def run_codec(wanted: Wanted, questions: int, picture: Path | None) -> Result:
     """Measure all of it, print it, draw size against quality; the result as plain JSON types."""
     model = model_of(wanted)
     codecs, runner = codecs_of(model), Runner(1 if wanted.quick else 3, model.device, wanted.console)
-    ideas = ideas_of(codecs)
+    ideas = ideas_of(model, codecs)
     found = fidelities(model, with_kv(wanted, model, "levels"), codecs.all, ideas)
     answered = _answers(wanted, model, codecs.all, questions)
     fast = speeds(model, piece_of(wanted, model), {**codecs.all, **codecs.others}, runner)

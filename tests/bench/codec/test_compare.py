@@ -74,12 +74,19 @@ def test_the_other_coder_decodes_to_the_same(model: HFModel) -> None:
 
 
 def test_the_paper_s_ideas_are_added_one_at_a_time(model: HFModel) -> None:
-    levels = [codec.level for codec in ideas_of(codecs_of(model)).values()]  # type: ignore[attr-defined]
+    codecs = codecs_of(model)
+    ideas = ideas_of(model, codecs)
+    levels = [codec.level for codec in ideas.values()]  # type: ignore[attr-defined]
     changed = [
         {name for name in ("deltas", "layerwise", "grouping", "coder", "odd") if getattr(a, name) != getattr(b, name)}
         for a, b in pairwise(levels)
     ]
-    assert changed == [{"grouping"}, {"deltas"}, {"layerwise"}, {"deltas"}, {"odd"}, {"layerwise"}, {"coder"}, set()]
+    paper = [{"grouping"}, {"deltas"}, {"layerwise"}, {"deltas"}, {"odd"}, {"layerwise"}]
+    assert changed == [*paper, set(), set(), {"coder"}, set()]
+    tables = [codec.tables.digest for codec in ideas.values()]  # type: ignore[attr-defined]
+    plain, asked, ours, left = dict.fromkeys(tables)
+    assert tables == [plain] * 7 + [asked, ours, ours, left]
+    assert ours == codecs.tables.digest
 
 
 def test_size_and_quality_of_every_level_stand_for_all_sets_and_for_each(wanted: Wanted, tmp_path: Path) -> None:
