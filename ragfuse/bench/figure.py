@@ -36,6 +36,8 @@ TEXTS = (
     "sooner",
 )
 """Columns that hold words."""
+WIDE = 10_000
+"""Wider than any table."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) 
     on = "simulated" if figure.is_simulated else f"{settings.model} in {settings.dtype} on {settings.device}"
     differs = f"Here: {on}, {figure.given(wanted)}." if source is None else f"Here: as {source.name} says."
     console.print(differs, highlight=False)
-    absent = figure.absent(wanted)
+    absent = figure.absent(wanted) if source is None else json.loads(source.read_text("utf-8")).get("absent", [])
     for sentence in absent:
         console.print(sentence, highlight=False)
     if picture is not None:
@@ -156,13 +158,14 @@ def _measured_with(wanted: Wanted) -> dict[str, Any]:
 
 
 def print_rows(columns: Sequence[str], rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """A table of some columns."""
+    """A table of some columns; where it is wider than the terminal, its lines run on, and nothing of them is lost."""
     table = Table(box=None)
     for column in columns:
         table.add_column(column, justify="left" if column in TEXTS else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(_shown(row.get(column)) for column in columns))
-    console.print(table)
+    table.width = console.measure(table, options=console.options.update(width=WIDE)).maximum
+    console.print(table, soft_wrap=True)
 
 
 def _shown(value: Any) -> str:

@@ -110,6 +110,7 @@ MEASURED = {
     "by_set": [{"dataset": "squad", "name": "cg1", **SIZES}],
     "ideas": [{"name": "the paper", **SIZES}],
     "model": "measured-there",
+    "absent": ["No triviaqa there."],
     "date": "2026-01-01",
 }
 
@@ -121,7 +122,7 @@ def test_what_the_codec_bench_wrote_is_shown_as_it_was_measured(wanted: Wanted, 
     named = [("all", "cg1"), ("all", "int4"), ("squad", "cg1")]
     assert result["rows"] == [{"dataset": dataset, "level": level, **SIZES} for dataset, level in named]
     assert (result["model"], result["date"], "machine" in result) == ("measured-there", "2026-01-01", False)
-    assert result["note"] == "drawn from codec.json"
+    assert (result["note"], result["absent"]) == ("drawn from codec.json", ["No triviaqa there."])
     assert run("cg-fig15", replace(wanted, sets=(str(path),)), tmp_path) == [{"idea": "the paper", **SIZES}]
 
 

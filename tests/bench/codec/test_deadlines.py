@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,12 @@ def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(InputError, match=r"other\.json"):
         run_paper("cg-fig13", wanted(str(path)), None)
+
+
+def test_a_table_wider_than_the_terminal_runs_on_and_loses_nothing(tmp_path: Path) -> None:
+    path, said = tmp_path / "stream.json", io.StringIO()
+    path.write_text(json.dumps(MEASURED))
+    run_paper("cg-fig13", replace(wanted(str(path)), console=Console(file=said, width=20)), None)
+    rows = [line.split() for line in said.getvalue().splitlines()]
+    assert ["1.000", "int8", "0.800", "0.580"] in rows
+    assert ["2.000", "adaptive", "0.000"] in rows
