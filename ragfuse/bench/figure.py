@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ TEXTS = (
     "sooner",
 )
 """Columns that hold words."""
+LINE = 95
+"""Characters that fit above a picture."""
 WIDE = 10_000
 """Wider than any table."""
 
@@ -126,7 +129,7 @@ def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) 
         with saved(picture, (7, 4.5)) as drawing:
             axes = drawing.add_subplot()
             figure.draw(axes, rows)
-            axes.set_title(f"{figure.title}\n{differs}", fontsize=9)
+            axes.set_title(fill(figure.title, LINE) + "\n" + fill(differs, LINE), fontsize=9)
             axes.grid(True, alpha=0.3)
         console.print(f"Picture: {picture}", highlight=False)
     return {

@@ -218,7 +218,7 @@ def draw_load(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_xlabel("tokens of the context (lines)")
     beside.set_xlabel("requests at a time, longest context (dotted)", fontsize=8)
     axes.set_ylabel("seconds to the first token")
-    axes.legend()
+    axes.get_figure().legend(loc="outside lower center", ncols=3)
 
 
 def draw_breakdown(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from ragfuse import Settings
-from ragfuse.bench.figure import Wanted
+from ragfuse.bench.figure import Figure, Wanted, run_figure
 from ragfuse.bench.paper import run_paper
 from ragfuse.errors import InputError
 
@@ -58,3 +58,19 @@ def test_a_table_wider_than_the_terminal_runs_on_and_loses_nothing(tmp_path: Pat
     rows = [line.split() for line in said.getvalue().splitlines()]
     assert ["1.000", "int8", "0.800", "0.580"] in rows
     assert ["2.000", "adaptive", "0.000"] in rows
+
+
+def test_what_was_measured_stands_above_the_picture_in_as_many_lines_as_it_takes(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    long = Figure(
+        "a figure",
+        "says",
+        lambda wanted: [{"n": 1}],
+        ("n",),
+        lambda axes, rows: None,
+        lambda wanted: "six words of no use " * 12,
+    )
+    run_figure("long", long, wanted("held-out"), tmp_path / "long.png")
+    margins = imread(tmp_path / "long.png")[:80, [*range(10), *range(-10, 0)], :3]
+    assert (margins == 1).all()
