@@ -129,7 +129,7 @@ def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) 
         with saved(picture, (7, 4.5)) as drawing:
             axes = drawing.add_subplot()
             figure.draw(axes, rows)
-            axes.set_title(fill(figure.title, LINE) + "\n" + fill(differs, LINE), fontsize=9)
+            drawing.suptitle(fill(figure.title, LINE) + "\n" + fill(differs, LINE), fontsize=9)
             axes.grid(True, alpha=0.3)
         console.print(f"Picture: {picture}", highlight=False)
     return {
