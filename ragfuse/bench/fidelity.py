@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from ragfuse.core import ChunkKV, LayerKV, Prompt
 from ragfuse.engine import Ask, Engine
 from ragfuse.fuse.fusor import Run
 from ragfuse.hf.model import HFModel, Prefill
+from ragfuse.hf.rounding import kl
 
 
 @dataclass(frozen=True)
@@ -29,12 +27,6 @@ def fidelity(engine: Engine, prompt: Prompt, answer: Sequence[int], ask: Ask | N
     fused = model.along(engine.prepare(prompt, ask).prefill, answer)
     reuse = model.along(plain_reuse(model, prompt), answer)
     return Fidelity(kl(full, fused), kl(full, reuse))
-
-
-def kl(wanted: Tensor, found: Tensor) -> float:
-    """Mean over n positions of KL(wanted || found) in nats, from logits float32 [n, V]."""
-    log_wanted, log_found = torch.log_softmax(wanted, -1), torch.log_softmax(found, -1)
-    return float((log_wanted.exp() * (log_wanted - log_found)).sum(-1).mean())
 
 
 def plain_reuse(model: HFModel, prompt: Prompt) -> Prefill:

@@ -122,7 +122,8 @@ def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) 
     on = "simulated" if figure.is_simulated else f"{settings.model} in {settings.dtype} on {settings.device}"
     differs = f"Here: {on}, {figure.given(wanted)}." if source is None else f"Here: as {source.name} says."
     console.print(differs, highlight=False)
-    absent = figure.absent(wanted) if source is None else json.loads(source.read_text("utf-8")).get("absent", [])
+    told = json.loads(source.read_text("utf-8")) if source is not None else {}
+    absent = figure.absent(wanted) if source is None else told.get("absent", [])
     for sentence in absent:
         console.print(sentence, highlight=False)
     if picture is not None:
@@ -139,15 +140,15 @@ def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) 
         "columns": list(figure.columns),
         "rows": rows,
         **({"absent": absent} if absent else {}),
-        **(_as_told(source) if source else {"note": differs} if figure.is_simulated else _measured_with(wanted)),
-        **({} if source else circumstances(torch.device(settings.device), torch.get_num_threads())),
+        **(_measured(figure, wanted, differs) if source is None else {"note": f"drawn from {source.name}"}),
+        **{name: told[name] for name in CARRIED if name in told},
     }
 
 
-def _as_told(source: Path) -> dict[str, Any]:
-    """Where and with what a result was measured that a figure was drawn from."""
-    told = json.loads(source.read_text("utf-8"))
-    return {"note": f"drawn from {source.name}", **{name: told[name] for name in CARRIED if name in told}}
+def _measured(figure: Figure, wanted: Wanted, differs: str) -> dict[str, Any]:
+    """Where and with what a figure was measured here."""
+    where = circumstances(torch.device(wanted.settings.device), torch.get_num_threads())
+    return {**({"note": differs} if figure.is_simulated else _measured_with(wanted)), **where}
 
 
 def _measured_with(wanted: Wanted) -> dict[str, Any]:

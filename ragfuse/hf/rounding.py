@@ -31,15 +31,21 @@ def rounding_costs(
         return ()
     exact = model.encode(token_ids)
     changed, n = rounded(exact), model.n_layers
-    wanted = torch.log_softmax(_along(model, token_ids, follow, exact), -1)
+    wanted = _along(model, token_ids, follow, exact)
     costs = list[tuple[float, float]]()
     for lo, hi in _spans(n):
         both = [
-            _away(wanted, _along(model, token_ids, follow, _between(exact, changed, lo, hi, part))) / (hi - lo)
+            max(kl(wanted, _along(model, token_ids, follow, _between(exact, changed, lo, hi, part))), 0.0) / (hi - lo)
             for part in ("keys", "values")
         ]
         costs += [(both[0], both[1])] * (hi - lo)
     return tuple(costs) if torch.tensor(costs).isfinite().all() else ()
+
+
+def kl(wanted: Tensor, found: Tensor) -> float:
+    """Mean over n positions of KL(wanted || found) in nats, from logits float32 [n, V]."""
+    log_wanted, log_found = torch.log_softmax(wanted, -1), torch.log_softmax(found, -1)
+    return float((log_wanted.exp() * (log_wanted - log_found)).sum(-1).mean())
 
 
 def _spans(n_layers: int) -> Iterator[tuple[int, int]]:
@@ -64,8 +70,3 @@ def _along(model: HFModel, token_ids: Sequence[int], follow: Sequence[int], kv: 
     read = [Run(0, 0, n, 0, blend=False)]
     prefill = model.fuse([*token_ids, follow[0]], positions, read, KVSource([kv]), "none", 0.0)
     return model.along(prefill, follow[1:])
-
-
-def _away(wanted: Tensor, logits: Tensor) -> float:
-    found = torch.log_softmax(logits, -1)
-    return max(float((wanted.exp() * (wanted - found)).sum(-1).mean()), 0.0)  # what is no number stays none

@@ -15,13 +15,13 @@ from rich.console import Console
 
 from ragfuse.bench.codec.contexts import Question, Reading
 from ragfuse.bench.codec.kv import Bank, Continued, Said
-from ragfuse.bench.fidelity import kl
 from ragfuse.bench.quality.metrics import f1
 from ragfuse.bench.quality.stats import difference_interval, mean_interval
 from ragfuse.bench.quality.wording import NEW_TOKENS
 from ragfuse.bench.runner import progress
 from ragfuse.core import ChunkKV
 from ragfuse.hf.model import HFModel
+from ragfuse.hf.rounding import kl
 
 RAW = "raw"
 WORTH = 0.3

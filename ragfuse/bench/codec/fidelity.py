@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ragfuse.bench.codec.kv import Continued
-from ragfuse.bench.fidelity import kl
 from ragfuse.core import ChunkKV, LayerKV
 from ragfuse.hf.model import HFModel
+from ragfuse.hf.rounding import kl
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 
 from ragfuse.asking import ends_of, room_behind
-from ragfuse.bench.fidelity import kl
 from ragfuse.bench.quality.cases import Case, Packing, read_cases
 from ragfuse.bench.quality.chains import CHAINS, run_chain
 from ragfuse.bench.quality.methods import Lab, Method
@@ -30,6 +29,7 @@ from ragfuse.core import Prompt, digest
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed import can_pack
+from ragfuse.hf.rounding import kl
 
 FULL = Method("full", 1.0)
 

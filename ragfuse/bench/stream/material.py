@@ -17,13 +17,13 @@ import torch
 
 from ragfuse.bench.codec.contexts import FILES, Question, Reading, held_out, paragraphs_of, reading_of
 from ragfuse.bench.codec.kv import Continued, Said
-from ragfuse.bench.fidelity import kl
 from ragfuse.bench.quality.metrics import f1
 from ragfuse.bench.quality.wording import NEW_TOKENS
 from ragfuse.core import ChunkKey, ChunkKV, LayerKV, Prompt, Segment, token_digest
 from ragfuse.errors import InputError
 from ragfuse.fuse.rope import angles, place
 from ragfuse.hf.model import HFModel, Prefill
+from ragfuse.hf.rounding import kl
 
 
 def long_readings(model: HFModel, tokens: int, count: int, questions: int, data: Path | None = None) -> list[Reading]:
