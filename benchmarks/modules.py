@@ -54,21 +54,21 @@ def _module_row(row: Result) -> list[str]:
 def _batch_memory(told: Result) -> Iterator[str]:
     if not told:
         return
-    yield (
-        f"{told['prompts']} prompts that share a module of about {told['tokens']:,} tokens "
-        f"({told['module_nbytes'] / 1e6:,.0f} MB of KV), each in a process of its own:"
-    )
+    yield f"{told['prompts']} prompts that share a module, each batch in a process of its own:"
     yield ""
+    first = [(told["tokens"], name, each) for name, each in told["by_allocator"].items()]
+    longer = [(each["tokens"], told["allocator"], each) for each in told["by_tokens"]]
     rows = [
         [
+            f"{tokens:,} ({each['module_nbytes'] / 1e6:,.0f} MB)",
             f"{name}, sharing {way}",
             *(f"{each[key][way] / 1e6:,.0f} MB" for key in ("loaded_rss", "peak_rss", "above_model")),
             f"{each['batch_memory_ratio']:.0%}" if way == "on" else "",
             number(each["above_model_ratio"], ".0%") if way == "on" else "",
         ]
-        for name, each in told["by_allocator"].items()
+        for tokens, name, each in (*first, *longer)
         for way in ("on", "off")
     ]
-    columns = ("allocator", "loaded", "peak", "above loaded", "peak on / off", "above on / off")
+    columns = ("tokens", "allocator", "loaded", "peak", "above loaded", "peak on / off", "above on / off")
     yield from table(columns, rows)
     yield ""

@@ -76,6 +76,14 @@ def test_readings_hold_text_of_that_length_and_questions_on_it(model):
     assert len(reading.questions) == 3
 
 
+def test_without_a_redis_it_ends_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    told = Console(file=io.StringIO())
+    with pytest.raises(SettingsError, match="redis-server is not installed"):
+        run_stream(StreamOptions(), told)
+    assert not told.file.getvalue()
+
+
 def test_raw_kv_is_worth_what_it_is_compared_with(model):
     (reading,) = long_readings(model, 1000, 1, 2)
     kv = model.encode(reading.token_ids)

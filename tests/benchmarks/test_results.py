@@ -61,6 +61,8 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     asked = {"dataset": "held-out", "n": 12, "tokens": 1088.0, "cached_share": 0.986, "ttft_x": 10.8, "same": 0.5}
     process = {"loaded_rss": {"on": 1e9, "off": 1e9}, "peak_rss": {"on": 12e8, "off": 15e8}}
     process |= {"above_model": {"on": 2e8, "off": 5e8}, "batch_memory_ratio": 0.8, "above_model_ratio": 0.4}
+    process |= {"module_nbytes": 48e6}
+    longer = {**process, "tokens": 4096, "module_nbytes": 192e6, "batch_memory_ratio": 0.5}
     runs["m"] = {"cases": [use], "by_set": [{**asked, "score_full": 0.5, "score_cached": 0.4}], "paper": "p"}
     runs["m"] |= {
         "slope": [{"tokens": 2106, "full_s": 7.0, "cached_s": 0.4}],
@@ -69,7 +71,13 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     }
     runs["m"] |= {"growth": {"full": 1.2, "cached": 0.4}, "model": "m"}
     runs["m"] |= {
-        "memory": {"by_allocator": {"one arena": process}, "prompts": 8, "tokens": 1024, "module_nbytes": 48e6}
+        "memory": {
+            "by_allocator": {"one arena": process},
+            "allocator": "one arena",
+            "by_tokens": [longer],
+            "prompts": 8,
+            "tokens": 1024,
+        }
     }
     runs["n"] = {"figure": "pc-fig5", "title": "t", "paper": "p", "rows": [{"tokens": 9}], "columns": ["tokens"]}
     for name, run in runs.items():
@@ -91,7 +99,8 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         "17.5 times sooner",
         "| trip | 423 | 94.8% | 6.1x |  |  | 0% |",
         "| held-out, n = 12 | 1,088 | 98.6% | 10.8x | 0.500 | 0.400 | 50% |",
-        "| one arena, sharing on | 1,000 MB | 1,200 MB | 200 MB | 80% | 40% |",
+        "| 1,024 (48 MB) | one arena, sharing on | 1,000 MB | 1,200 MB | 200 MB | 80% | 40% |",
+        "| 4,096 (192 MB) | one arena, sharing off |",
         "`May` / `A 'train' in May`",
         "**pc-fig5**",
     )

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -50,21 +50,32 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Batch:
-    """How many prompts share a module of so many tokens, and how many tokens each answer has."""
+    """How many prompts share a module of so many tokens, and how many tokens each answer has.
+
+    longer: the tokens of other modules. A model and its libraries take what they take: what sharing saves of the whole
+    process grows with the module.
+    """
 
     prompts: int = 8
     tokens: int = 1024
     answer_tokens: int = 32
+    longer: tuple[int, ...] = (4096,)
 
 
 def batch_memory(settings: Settings, batch: Batch, threads: int) -> dict[str, Any]:
     """Bytes with sharing on and off, and the ratios of on over off: of all, and of what lies above the model.
 
-    by_allocator: the same for each of `ALLOCATORS` that there is here; above it the first of them.
+    by_allocator: the same for each of `ALLOCATORS` that there is here; above it the first of them. by_tokens: by the
+    first, for modules of `Batch.longer` tokens.
     """
     names = list(ALLOCATORS) if is_glibc() else ["default"]
     found = {name: _compared(settings, batch, threads, ALLOCATORS[name]) for name in names}
-    return {**found[names[0]], "allocator": names[0], "by_allocator": found, **asdict(batch)}
+    longer = [
+        {"tokens": tokens, **_compared(settings, replace(batch, tokens=tokens), threads, ALLOCATORS[names[0]])}
+        for tokens in batch.longer
+    ]
+    said = {"prompts": batch.prompts, "tokens": batch.tokens, "answer_tokens": batch.answer_tokens}
+    return {**found[names[0]], "allocator": names[0], "by_allocator": found, "by_tokens": longer, **said}
 
 
 def _compared(settings: Settings, batch: Batch, threads: int, allocator: Mapping[str, str]) -> dict[str, Any]:

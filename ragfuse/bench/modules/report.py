@@ -91,6 +91,11 @@ def _memory(told: Result) -> list[str]:
             f"That is glibc with {told['allocator']} (MALLOC_ARENA_MAX=1); by {name}, where each thread keeps what it "
             f"frees, it is {each['batch_memory_ratio']:.0%}, and {_share(each['above_model_ratio'])} above the process."
         )
+    for each in told["by_tokens"]:
+        lines.append(
+            f"With a module of {each['tokens']:,} tokens ({each['module_nbytes'] / 1e6:,.0f} MB) it is "
+            f"{each['batch_memory_ratio']:.0%}, and {_share(each['above_model_ratio'])} above the process."
+        )
     return lines
 
 

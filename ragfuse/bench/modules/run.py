@@ -47,7 +47,8 @@ class ModuleOptions:
 
     def quick(self) -> ModuleOptions:
         """Less of everything: two questions of each set, two lengths, one round, short answers of the batch."""
-        return replace(self, limit=2, rounds=1, lengths=(512, 2048), batch=self.batch and Batch(answer_tokens=8))
+        batch = self.batch and Batch(answer_tokens=8, longer=())
+        return replace(self, limit=2, rounds=1, lengths=(512, 2048), batch=batch)
 
 
 def run_modules(settings: Settings, options: ModuleOptions, console: Console) -> dict[str, Any]:
@@ -115,6 +116,7 @@ def by_set(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _told(options: ModuleOptions) -> dict[str, Any]:
     listed = {"uses": list(options.uses), "lengths": list(options.lengths)}
-    said = {**asdict(options), **listed, "sets": [set_name(name) for name in options.sets]}
+    batch = options.batch and {**asdict(options.batch), "longer": list(options.batch.longer)}
+    said = {**asdict(options), **listed, "batch": batch, "sets": [set_name(name) for name in options.sets]}
     del said["plot"]
     return said

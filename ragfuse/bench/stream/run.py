@@ -26,7 +26,7 @@ from ragfuse.bench.runner import circumstances, progress, thread_count
 from ragfuse.bench.stream.lines import Course, PacedTier, Scale, drawn_by_piece, published
 from ragfuse.bench.stream.material import Cut, Judge, Worth, context_kv, long_readings
 from ragfuse.bench.stream.report import draw, show
-from ragfuse.bench.stream.server import redis_server
+from ragfuse.bench.stream.server import redis_server, require_redis
 from ragfuse.codec import RAW, Codec
 from ragfuse.engine import Ask, Engine, Ready
 from ragfuse.errors import ModelError, SettingsError
@@ -203,6 +203,7 @@ def run_stream(options: StreamOptions, console: Console) -> dict[str, Any]:
     """The result as plain JSON types; `console` shows progress and the table."""
     if options.plot is not None:
         require_plotting()
+    require_redis()
     with thread_count(options.threads), ExitStack() as held:
         console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
         model = bench_model(options.model, options.dtype, options.device, options.home)

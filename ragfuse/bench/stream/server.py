@@ -16,12 +16,18 @@ from ragfuse.errors import SettingsError
 STARTS_S = 20.0
 
 
-@contextmanager
-def redis_server(home: Path) -> Iterator[int]:
-    """The port of an empty server on this machine that writes nothing to disk; SettingsError if there is none."""
+def require_redis() -> str:
+    """The path of redis-server; SettingsError if there is none."""
     program = shutil.which("redis-server")
     if program is None:
         raise SettingsError("This is measured over a real Redis, and redis-server is not installed: install it first.")
+    return program
+
+
+@contextmanager
+def redis_server(home: Path) -> Iterator[int]:
+    """The port of an empty server on this machine that writes nothing to disk; SettingsError if there is none."""
+    program = require_redis()
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="redis-", dir=home) as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

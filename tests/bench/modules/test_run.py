@@ -103,11 +103,14 @@ def test_a_batch_reuses_the_module_that_its_prompts_share(engine: Engine) -> Non
 @pytest.mark.slow
 def test_a_batch_is_measured_in_processes_of_their_own(varied_path: Path, tmp_path: Path) -> None:
     settings = Settings(model=str(varied_path), dtype="float32", home=tmp_path)
-    told = batch_memory(settings, Batch(3, 400, 3), 1)
+    told = batch_memory(settings, Batch(3, 400, 3, longer=(800,)), 1)
     assert told["same_answers"]
     assert told["batch_memory_ratio"] == told["peak_rss"]["on"] / told["peak_rss"]["off"]
     assert told["by_allocator"][told["allocator"]]["above_model"] == told["above_model"]
     assert min(told["loaded_rss"].values()) > 100e6
+    (longer,) = told["by_tokens"]
+    assert longer["same_answers"]
+    assert longer["module_nbytes"] > 1.9 * told["module_nbytes"]
 
 
 @pytest.mark.slow
