@@ -29,7 +29,8 @@ PUBLIC = ("/health",)
 """Paths that need no key."""
 ALWAYS = ("/health", "/metrics")
 """Paths that are answered while the server stops."""
-_INSIDE = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_INSIDE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+"""A text, one that does not end too, or a bracket. Nothing is looked at twice, whatever stands there."""
 
 
 class Asked(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,16 @@ def test_depth_counts_what_is_open_and_nothing_in_texts() -> None:
     check_depth(b"[" * DEEPEST)
     with pytest.raises(Refusal, match="levels"):
         check_depth(b'["\\\\",' + b"{" * DEEPEST)
+
+
+@pytest.mark.parametrize("end", [b"", b'"', b"\\", b'"]'])
+@pytest.mark.parametrize("piece", [b'\\"', b'\\\\\\"', b'[\\"', b"\\u0022"])
+def test_the_depth_of_a_hostile_text_is_told_at_once(piece: bytes, end: bytes) -> None:
+    """Reading it again from every quote on, as a text that does not end invites to, would take hours."""
+    body = b'["' + piece * ((4 << 20) // len(piece)) + end
+    began_s = time.monotonic()
+    check_depth(body)
+    assert time.monotonic() - began_s < 60
 
 
 def test_only_json_is_read(served: Served) -> None:
