@@ -21,9 +21,9 @@ Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 
 
 class Body(BaseModel):
-    """Whatever is sent: no other fields, and no other types, than are named."""
+    """Whatever is sent: no other fields, and no other types, than are named; numbers that are numbers."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class Document(Body):

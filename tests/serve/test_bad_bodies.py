@@ -146,6 +146,18 @@ def test_the_depth_of_a_hostile_text_is_told_at_once(piece: bytes, end: bytes) -
     assert time.monotonic() - began_s < 60
 
 
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "seed", "max_tokens", "ratio", "deadline_s", "logprobs", "n"]
+)
+def test_what_is_no_number_is_told(served: Served, field: str, value: str) -> None:
+    given = f'"ragfuse": {{"{field}": {value}}}' if field in ("ratio", "deadline_s") else f'"{field}": {value}'
+    for path, asked in (("chat/completions", f'"messages": [{json.dumps(said())}]'), ("completions", '"prompt": "a"')):
+        body = f'{{"model": "{served.service.model}", "max_tokens": 2, {asked}, {given}}}'
+        answer = httpx.post(f"{served.url}/{path}", content=body, headers=JSON, timeout=60)
+        assert (answer.status_code, refused(answer)["type"]) == (400, "invalid_request_error"), answer.text
+
+
 def test_only_json_is_read(served: Served) -> None:
     body = json.dumps({"model": served.service.model, "messages": [said()]})
     for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
