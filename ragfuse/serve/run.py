@@ -67,7 +67,7 @@ class Run:
         self.engine = engine
         self._wishes, self._due_s, self._done = wishes, due_s, done
         self._items: asyncio.Queue[Said | Written | BaseException | None] = asyncio.Queue()
-        self._is_late = False
+        self._is_late = self._is_over = False
         self._stream: AnswerStream | None = None
         self._task = asyncio.get_running_loop().create_task(self._write())
 
@@ -85,8 +85,10 @@ class Run:
             self._stream.finish()
 
     def cancel(self) -> None:
-        """Write no more."""
-        self._task.cancel()
+        """Write no more. The turn ends when what is being computed has ended, however often this is called."""
+        self._is_over = True
+        if self._stream is not None:
+            self._stream.cancel()
 
     async def ended(self) -> None:
         """Wait until nothing is written any more."""
@@ -97,16 +99,18 @@ class Run:
             for index, wish in enumerate(self._wishes):
                 await self._one(index, wish)
             self._items.put_nowait(None)
-        except asyncio.CancelledError:
-            self._items.put_nowait(Refusal(503, "The answer was given up: the server is stopping.", "stopping"))
+        except asyncio.CancelledError:  # the event loop ends
+            self._items.put_nowait(_given_up())
         except Exception as error:
-            self._items.put_nowait(_late() if self._is_late else error)
+            self._items.put_nowait(_given_up() if self._is_over else _late() if self._is_late else error)
         finally:
             self._done()
 
     async def _one(self, index: int, wish: Wish) -> None:
         loop, said = asyncio.get_running_loop(), 0
         self._stream = stream = await asyncio.to_thread(self.engine.stream, wish.question, wish.ask)
+        if self._is_over:
+            stream.cancel()
         timers = loop.call_at(self._due_s, self.finish), loop.call_at(self._due_s + HARD_S, self._give_up)
         try:
             async for text in stream:
@@ -129,3 +133,7 @@ class Run:
 
 def _late() -> Refusal:
     return Refusal(504, "The answer did not begin in time. Ask for less, or later.", "timeout")
+
+
+def _given_up() -> Refusal:
+    return Refusal(503, "The answer was given up: the server is stopping.", "stopping")

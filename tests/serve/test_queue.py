@@ -13,12 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from ragfuse import Ask, Engine, Settings
+from ragfuse import Ask, Engine, InputError, Settings
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.refusals import Refusal
 from ragfuse.serve.replies import Reply
 from ragfuse.serve.run import Run, Said, Wish, Written
 from ragfuse.serve.turnstile import Turnstile
+from ragfuse.streaming import AnswerStream
 from tests.serve.kit import Served, said, serving, wait_for, with_documents, writers
 from tests.serve.test_gone import is_idle, long_request, raw, send
 from tests.tiny import CHUNKS
@@ -104,6 +105,34 @@ async def test_an_answer_whose_time_is_over_is_what_was_written_until_then(tiny_
     assert ended.is_set()
     told = Reply("m", True, "f", lambda id: "").whole([last], {})
     assert told["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it_is_given_up(late: bool) -> None:
+    begun, prefilled, ended = threading.Event(), threading.Event(), asyncio.Event()
+
+    def write(say: Any, enough: threading.Event) -> Any:
+        begun.set()
+        prefilled.wait(60)
+        raise InputError("The stream was closed before its answer began.")
+
+    class Slow:
+        def stream(self, question: Any, ask: Ask) -> AnswerStream:
+            return AnswerStream(write)
+
+    loop, engine = asyncio.get_running_loop(), Slow()
+    run = Run([Wish("a", Ask())], engine, loop.time() + 600, ended.set)  # type: ignore[arg-type]
+    await asyncio.to_thread(begun.wait, 60)
+    if late:
+        loop.call_soon(run._give_up)
+        with pytest.raises(Refusal, match="did not begin in time"):
+            await anext(run.read())
+    for _ in range(3):
+        run.cancel()
+        await asyncio.sleep(0.02)
+    assert not ended.is_set()
+    prefilled.set()
+    await asyncio.wait_for(ended.wait(), 60)
 
 
 async def test_tenants_take_turns_however_many_one_has_sent() -> None:
