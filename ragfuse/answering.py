@@ -28,6 +28,7 @@ from ragfuse.planning import Planner
 from ragfuse.prefilling import Prefiller
 from ragfuse.profiles import ModelProfile
 from ragfuse.settings import Settings
+from ragfuse.streaming import Enough
 from ragfuse.telemetry import span
 from ragfuse.tracing import Ready, trace_of
 
@@ -109,7 +110,7 @@ class Answerer:
             rows = generate(reply.model, ready.prefill, options, streamer, stopping, ask.seed)
         self.saves(ready, ask)
         answer = self._read(ready, rows[0], asked, options, sink.first_s)
-        if not any(end.is_set() for end in ends):
+        if not any(map(_is_gone, ends)):
             self.talks.after([ready], rows[:1], [answer], ask)
         if streamer is None and say is not None:
             say(answer.text)
@@ -134,6 +135,11 @@ class Answerer:
         trace = trace_of(ready, timing, first_s, time.perf_counter(), asked.reply.model.name)
         trace = replace(trace, promoted=self.planner.take_promoted())
         return Answer(end.text, end.token_ids, end.reason, trace, end.calls)
+
+
+def _is_gone(end: threading.Event) -> bool:
+    """Whether nobody reads the answer that this ends; one that is only enough is kept as far as it was written."""
+    return end.is_gone if isinstance(end, Enough) else end.is_set()
 
 
 def _results(futures: Sequence[Future[Answer]], failed: threading.Event) -> list[Answer]:

@@ -15,6 +15,12 @@ Run = Callable[[Callable[[str], None], threading.Event], Answer]
 """Writes an answer: says its text piece by piece, and ends early once the event is set."""
 
 
+class Enough(threading.Event):
+    """Set: an answer ends at the next token. is_gone: as nobody reads it any more, so that it is none."""
+
+    is_gone = False
+
+
 class AnswerStream:
     """Pieces of an answer's text, by `for` or `async for`; closing it or dropping it half read ends the generation."""
 
@@ -61,8 +67,8 @@ class AnswerStream:
         self._line.leave()
 
     def finish(self) -> None:
-        """End the generation at the next token; what is written until then is the answer. One that has not begun is an
-        InputError for its reader."""
+        """End the generation at the next token; what is written until then is the answer, in its conversation too. One
+        that has not begun is an InputError for its reader."""
         self._line.enough.set()
 
     def close(self) -> None:
@@ -101,7 +107,7 @@ class _Line:
 
     def __init__(self) -> None:
         self.items: queue.Queue[str | Answer | BaseException] = queue.Queue()
-        self.enough = threading.Event()
+        self.enough = Enough()
         self.left = False
         self.wake: Callable[[], object] = lambda: None
 
@@ -114,7 +120,7 @@ class _Line:
 
     def leave(self) -> None:
         """Nobody reads any more."""
-        self.left = True
+        self.left = self.enough.is_gone = True
         self.enough.set()
 
 

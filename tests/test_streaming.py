@@ -76,6 +76,22 @@ def test_finishing_ends_the_writer_and_what_is_written_is_the_answer():
     assert run.ended.is_set()
 
 
+@pytest.mark.parametrize(("end", "is_gone"), [(AnswerStream.finish, False), (AnswerStream.cancel, True)])
+def test_the_writer_hears_whether_anybody_reads_what_it_has_written(end, is_gone):
+    told = []
+
+    def write(say, enough):
+        enough.wait(60)
+        told.append(enough.is_gone)
+        return ANSWER
+
+    stream = AnswerStream(write)
+    end(stream)
+    list(stream)
+    stream.close()
+    assert told == [is_gone]
+
+
 def test_closing_after_the_end_leaves_the_answer():
     with AnswerStream(three) as stream:
         list(stream)

@@ -107,6 +107,22 @@ async def test_an_answer_whose_time_is_over_is_what_was_written_until_then(tiny_
     assert told["choices"][0]["finish_reason"] == "length"
 
 
+async def test_a_turn_whose_time_is_over_is_kept_as_far_as_it_was_said(tiny_path: Path, tmp_path: Path) -> None:
+    settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store")
+    with Engine(settings) as engine:
+        wishes = [Wish([("user", "Who?")], Ask(max_tokens=3000, session="one"))]
+        run = Run(wishes, engine, asyncio.get_running_loop().time() + 600, lambda: None)
+        items = run.read()
+        await anext(items)
+        run.finish()
+        *_, last = [item async for item in items]
+        assert isinstance(last, Written)
+        (turn,) = engine.sessions.show("one").turns
+        assert turn.messages[-1].text == last.answer.text
+        answer = await asyncio.to_thread(engine.answer, [("user", "And then?")], Ask(session="one", max_tokens=2))
+        assert answer.trace.history_reused >= last.answer.trace.tokens
+
+
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it_is_given_up(late: bool) -> None:
     begun, prefilled, ended = threading.Event(), threading.Event(), asyncio.Event()
