@@ -50,6 +50,7 @@ ENGINE |= {
     "tenants",
     "weights",
     "conversing",
+    "leaving",
     "remembering",
     "coding",
     "counting",
