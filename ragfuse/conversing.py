@@ -24,7 +24,19 @@ from ragfuse.leaving import Saves, Spans, left_by
 from ragfuse.outlook import Name, Outlook
 from ragfuse.prompting import Prompter, Question, turns_of
 from ragfuse.remembering import Sessions
-from ragfuse.sessions import Exchange, Message, Session, Stretch, Talk, agreed, heard, matched, names_of, truncated
+from ragfuse.sessions import (
+    Exchange,
+    Message,
+    Session,
+    Stretch,
+    Talk,
+    agreed,
+    heard,
+    is_again,
+    matched,
+    names_of,
+    truncated,
+)
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.writer import Writers
@@ -112,10 +124,11 @@ class Conversations:
         version, session = self.sessions.get(digest, name) or (0, Session(name))
         stays = self._settings.history_chunks
         if any(message.role == "assistant" for message in given):
-            if not session.turns:  # a way of its own from what another one said, perhaps
+            if session.turns:
+                kept = agreed(session, given, is_again)
+            else:  # a way of its own from what another one said, perhaps; its chunks come along if they are sent again
                 known = self.sessions.ending(digest, heard(given), lasts=True)
-                session = replace(known[1], id=name) if known is not None else session
-            kept = agreed(session, given)
+                kept = agreed(replace(known[1], id=name), given) if known is not None else session
             return Talk(kept, tuple(given[len(kept.messages) :]), version, True, stays)
         first = session.messages[:1]
         new = (message for message in given if message.role != "system" or message not in first)

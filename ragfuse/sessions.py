@@ -7,7 +7,7 @@ changes which of its rows are used and where they start, and no byte (AttentionS
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -43,10 +43,38 @@ class Message:
         calls = [[call.name, dict(call.arguments)] for call in self.tool_calls]
         return digest("message", self.role, text, json.dumps(calls, sort_keys=True), self.name)
 
+    @property
+    def has_chunks(self) -> bool:
+        """Whether any of its pieces is one."""
+        return any(kind == "chunk" for _, kind, _ in self.parts)
+
+    @property
+    def bare(self) -> Message | None:
+        """It without the chunks around what it says, and what parts them; None where there are none, or some amid."""
+        says = [at for at, (text, kind, _) in enumerate(self.parts) if kind != "chunk" and text.strip()]
+        inside = replace(self, parts=self.parts[says[0] : says[-1] + 1] if says else ())
+        if not says or inside.has_chunks or len(inside.parts) == len(self.parts):
+            return None
+        return replace(self, parts=((inside.text.strip(), "fresh", ""),))
+
 
 def heard(messages: Sequence[Message]) -> list[str]:
     """For each message a digest of all up to it: what stands for a conversation's beginning."""
     return list(accumulate((message.digest for message in messages), lambda before, each: digest(before, each)))
+
+
+def is_same(given: Message, said: Message) -> bool:
+    """Whether two messages say the same."""
+    return given.digest == said.digest
+
+
+def is_again(given: Message, said: Message) -> bool:
+    """Whether a message is one of the same conversation, sent again: the same, or a user's without the chunks that were
+    retrieved for it. One that comes with chunks is compared as a whole: other chunks are another question."""
+    bare = said.bare if given.role == "user" and not given.has_chunks else None
+    if bare is None:
+        return is_same(given, said)
+    return is_same(given, said) or is_same(replace(given, parts=((given.text.strip(), "fresh", ""),)), bare)
 
 
 @dataclass(frozen=True)
@@ -215,12 +243,14 @@ def matched(stretches: Sequence[Stretch], token_ids: Sequence[int]) -> tuple[Str
     return tuple(stretches[:count])
 
 
-def agreed(session: Session, given: Sequence[Message]) -> Session:
-    """A session's turns as far as these messages begin with theirs."""
-    said, theirs, at = heard(given), heard(session.messages), 0
+def agreed(
+    session: Session, given: Sequence[Message], matches: Callable[[Message, Message], bool] = is_same
+) -> Session:
+    """A session's turns as far as these messages begin with theirs; `matches`: whether one is what was said."""
+    left = list(given)
     for count, turn in enumerate(session.turns):
-        at += len(turn.messages)
-        if at > len(said) or said[at - 1] != theirs[at - 1]:
+        mine, left = left[: len(turn.messages)], left[len(turn.messages) :]
+        if len(mine) < len(turn.messages) or not all(map(matches, mine, turn.messages)):
             return session.upto(count)
     return session
 

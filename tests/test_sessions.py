@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ragfuse.core import ChunkKey, ToolCall
-from ragfuse.sessions import Exchange, Message, Session, Stretch, heard, matched, truncated
+from ragfuse.sessions import (
+    Exchange,
+    Message,
+    Session,
+    Stretch,
+    agreed,
+    heard,
+    is_again,
+    is_same,
+    matched,
+    truncated,
+)
 
 
 def key(number: int) -> ChunkKey:
@@ -136,3 +148,51 @@ def test_stretches_are_given_back_to_their_turns() -> None:
     mended = given.with_stretches(halves)
     assert [len(turn.stretches) for turn in mended.turns] == [2, 1, 0]
     assert mended.messages == given.messages
+
+
+FIRST, SECOND = ("A passage.", "chunk", "book"), ("Another passage.", "chunk", "book")
+PARTED, WHY = ("\n\n", "fresh", ""), ("why?", "fresh", "")
+
+
+def user(*parts: tuple[str, str, str]) -> Message:
+    return Message("user", parts)
+
+
+def test_a_message_comes_again_with_its_chunks_or_without_any() -> None:
+    said = user(FIRST, PARTED, SECOND, PARTED, WHY)
+    assert is_again(said, said)
+    assert is_again(user(WHY), said)
+    assert is_again(user(WHY), user(FIRST, ("\n\nwhy?\n", "fresh", "")))
+    assert is_again(user(WHY), user(WHY, PARTED, FIRST))
+    assert is_again(user(WHY), user(PARTED, PARTED, WHY))  # chunks that left
+    assert is_again(user(("why", "fresh", ""), ("?", "fresh", "")), said)
+
+
+def test_another_question_or_other_chunks_are_never_taken_for_what_was_said() -> None:
+    said = user(FIRST, PARTED, SECOND, PARTED, WHY)
+    others = [
+        user(("why", "fresh", "")),
+        user(("whywhy?", "fresh", "")),
+        user(FIRST, PARTED, WHY),
+        user(SECOND, PARTED, FIRST, PARTED, WHY),
+        user(FIRST, SECOND, WHY),
+        user(("A passage.\n\nAnother passage.", "fresh", "")),
+        replace(user(WHY), role="system"),
+        replace(user(WHY), tool_calls=(ToolCall("look", {}),)),
+        user(),
+    ]
+    assert [other for other in others if is_again(other, said)] == []
+    assert not is_again(said, user(WHY))
+    assert not is_again(user(), user(FIRST, PARTED))
+    assert not is_again(user(WHY, WHY), user(WHY, FIRST, WHY))  # chunks amid what it says
+    assert not is_again(replace(user(WHY), role="assistant"), Message("assistant", (FIRST, PARTED, WHY)))
+    assert is_same(user(FIRST, PARTED, WHY), user(("A passage.\n\nwhy?", "fresh", "")))
+
+
+def test_turns_agree_as_far_as_their_messages_do() -> None:
+    given, reply = session(3, 4), Message("assistant")
+    asked = given.messages[0]
+    assert agreed(given, [asked, reply, asked, reply, user(WHY)]) == given
+    assert agreed(given, [asked, reply, asked]) == agreed(given, [asked, reply, user(WHY), reply]) == given.upto(1)
+    assert agreed(given, [user(WHY), reply, asked, reply]) == given.upto(0)
+    assert agreed(given, [user(WHY), reply, user(WHY), reply], is_again) == given

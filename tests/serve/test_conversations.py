@@ -25,6 +25,25 @@ def test_a_conversation_resent_as_a_whole_is_recognised(served: Served) -> None:
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"]
 
 
+def test_a_conversation_resent_without_its_documents_is_recognised(served: Served) -> None:
+    messages, told = list[dict[str, Any]](), list[dict[str, Any]]()
+    for turn, question in enumerate(("Who wrote it down?", "Which colour was it?", "How many came?")):
+        messages.append(said(question))
+        books = [f"Log {turn}.{n}. The pilot of berth {n} noted {turn + n} boats, and a green buoy." for n in range(2)]
+        ask: dict[str, Any] = {"session_id": "books", "messages": messages, "documents": books}
+        anew = served.chat(**ask, ragfuse={"reuse": False}).json()
+        answer = served.chat(**ask).json()
+        assert answer["choices"][0]["message"] == anew["choices"][0]["message"]
+        used, cached = answer["usage"]["prompt_tokens"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert used == anew["usage"]["prompt_tokens"]
+        assert cached >= sum(each["usage"]["prompt_tokens"] for each in told[-1:])
+        messages.append(answer["choices"][0]["message"])
+        told.append(answer)
+    assert told[2]["usage"]["prompt_tokens"] > told[1]["usage"]["prompt_tokens"] > told[0]["usage"]["prompt_tokens"]
+    engine = served.service.engine(served.service.keys.tenants[0])
+    assert len(engine.sessions.show("books").turns) == 3
+
+
 def test_turns_that_come_at_the_same_time_follow_each_other(served: Served) -> None:
     questions = [f"Question number {number}?" for number in range(4)]
 

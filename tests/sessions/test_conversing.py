@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ragfuse import Ask, Engine, Settings
+from ragfuse import Ask, Engine, Piece, Settings
 from ragfuse.store import DiskTier
 from tests.sessions.kit import QUESTIONS, is_full_prefill, resent, talk
 from tests.tiny import CHUNKS, INSTRUCTION, adds_up, ingest, messages, python
@@ -303,3 +303,58 @@ def test_a_model_that_must_not_be_blended_still_has_its_history_and_nothing_is_s
     first, second = talk(engine, QUESTIONS[:2])
     assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
     assert "calibrate" not in caplog.text
+
+
+def over(documents, question):
+    """A user's message as a server makes it: documents as chunks before the question."""
+    return ("user", [*(part for text in documents for part in (Piece(text, "chunk", "book"), "\n\n")), question])
+
+
+def test_messages_resent_without_their_documents_go_on_from_what_was_stored(engine):
+    answers = []
+    for turn, question in enumerate(QUESTIONS[:3]):
+        asked = [*resent(QUESTIONS[:turn], answers), over(CHUNKS[2 * turn : 2 * turn + 2], question)]
+        full = engine.answer(asked, Ask(session="one", reuse=False))
+        ready = prepared(engine, asked, session="one")
+        assert is_full_prefill(engine, ready)
+        assert all(text in engine.model.words.decode(ready.plan.prompt.token_ids) for text in CHUNKS[: 2 * turn + 2])
+        answers.append(engine.answer(asked, Ask(session="one")))
+        assert answers[-1].token_ids == full.token_ids
+    reused = [answer.trace.history_reused for answer in answers]
+    held = [answer.trace.tokens + len(answer.token_ids) - 1 for answer in answers]
+    assert reused == [0, *held[:-1]]
+    assert len(engine.sessions.show("one").turns) == 3
+
+
+@pytest.mark.parametrize("documents", [CHUNKS[:1], CHUNKS[1::-1], CHUNKS[2:4], CHUNKS[:3]])
+def test_other_documents_that_are_resent_are_another_question(engine, documents):
+    first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
+    asked = [over(documents, QUESTIONS[0]), ("assistant", first.text), ("user", QUESTIONS[1])]
+    prompt = engine._fitted(asked, Ask(session="one"))
+    assert prompt.token_ids == engine.prompt(asked).token_ids
+    assert "history" not in [segment.kind for segment in prompt.segments]
+
+
+@pytest.mark.parametrize("question", [QUESTIONS[1], f"{QUESTIONS[0]} Really?", ""])
+def test_another_question_is_not_taken_for_one_with_documents(engine, question):
+    first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
+    asked = [("user", question), ("assistant", first.text), ("user", QUESTIONS[1])]
+    assert engine._fitted(asked, Ask(session="one")).token_ids == engine.prompt(asked).token_ids
+
+
+@pytest.mark.parametrize("name", ["two", None])
+def test_documents_of_a_session_never_come_into_another(tiny_settings, name):
+    with Engine(tiny_settings.model_copy(update={"history": "all"})) as engine:
+        first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
+        asked = [("user", QUESTIONS[0]), ("assistant", first.text), ("user", QUESTIONS[1])]
+        prompt = engine._fitted(asked, Ask(session=name))
+        assert prompt.token_ids == engine.prompt(asked).token_ids
+        assert prompt.talk.session.turns == ()
+
+
+def test_messages_resent_without_documents_that_left_are_recognised(tiny_settings):
+    with Engine(tiny_settings.model_copy(update={"history_chunks": False})) as engine:
+        first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
+        asked = [("user", QUESTIONS[0]), ("assistant", first.text), over(CHUNKS[2:3], QUESTIONS[1])]
+        assert engine.answer(asked, Ask(session="one")).trace.history_reused
+        assert len(engine.sessions.show("one").turns) == 2
