@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from ragfuse.asking import Ask, longest_of
@@ -81,7 +82,7 @@ class Conversations:
         if talk is None:
             return fitted(lambda n: make(question, n), limit)
         messages = [*_said(talk.session), *(turn_of(message) for message in talk.messages)]
-        return fitted(lambda n: self._placed(make(messages, n), talk, ask), limit)
+        return fitted(lambda n: self._shortened(lambda said: make(said, n), messages, talk, ask), limit)
 
     def name_of(self, question: Question, ask: Ask) -> str | None:
         """The session that a question goes on with; None where none is known."""
@@ -139,14 +140,26 @@ class Conversations:
         parts = tuple((piece.text, piece.kind, piece.source) for piece in pieces if piece.text)
         return Message(turn.role, parts, turn.tool_calls, turn.tool_call_id, turn.name)
 
+    def _shortened(self, make: Callable[[Question], Prompt], messages: Sequence[Turn], talk: Talk, ask: Ask) -> Prompt:
+        """The prompt with its history in place; where leaving out rows of that is not enough, without as few of the
+        earliest turns as it takes. Then all of it is computed."""
+        whole = make(messages)
+        placed = self._placed(whole, talk, ask)
+        shorter = [] if self._fits(placed, ask) else list(later_turns(messages))
+        if not shorter:
+            return placed
+        without = lru_cache(maxsize=None)(lambda n: _lacking(whole, make(shorter[n]), talk))
+        left = without(bisect_left(range(len(shorter) - 1), True, key=lambda n: self._fits(without(n), ask)))
+        return left if len(left) < len(placed) else placed
+
     def _placed(self, prompt: Prompt, talk: Talk, ask: Ask) -> Prompt:
         """The prompt with its history in place of the tokens that it begins with, as much as there is room for."""
         history = _outside_chunks(matched(talk.session.stretches, prompt.token_ids), prompt)
         n_past = sum(len(stretch.tokens) for stretch in history)
-        window = self._window(prompt, ask, n_past)
+        window, settings = self._window(ask), self._settings
         if window is not None:
-            settings = self._settings
-            history = truncated(history, window[1], window[0], settings.truncate_ratio, settings.sinks)
+            room = max(0, window[1] - (len(prompt) - n_past))
+            history = truncated(history, room, window[0], settings.truncate_ratio, settings.sinks)
         talk = replace(talk, history=history)
         names, segments = names_of(talk.session), list[Segment]()
         for lo, hi, stretch in talk.placed():
@@ -157,14 +170,18 @@ class Conversations:
         tail = (replace(each, start=each.start - n_past + n_kept) for each in _behind(prompt, n_past))
         return replace(prompt, segments=(*segments, *tail), truncated=n_past - n_kept, talk=talk)
 
-    def _window(self, prompt: Prompt, ask: Ask, n_past: int) -> tuple[int, int] | None:
-        """Tokens that prompt and answer may take, and how many of them a history; None without a limit."""
+    def _window(self, ask: Ask) -> tuple[int, int] | None:
+        """Tokens that prompt and answer may take, and how many of them the prompt; None without a limit."""
         limits = [each for each in (self._settings.window_tokens, longest_of(self._encoder().model)) if each]
         if not limits:
             return None
         window = min(limits)
         answer = min(ask.max_tokens or self._settings.max_tokens, max(1, window // 4))
-        return window, max(0, window - (len(prompt) - n_past) - answer)
+        return window, window - answer
+
+    def _fits(self, prompt: Prompt, ask: Ask) -> bool:
+        window = self._window(ask)
+        return window is None or len(prompt) <= window[1]
 
     # after it
 
@@ -185,7 +202,7 @@ class Conversations:
     def _remember(self, ready: Ready, talk: Talk, ids: Sequence[int], answer: Answer) -> None:
         encoder, n_prompt = self._encoder(), len(ready.plan.prompt)
         left, said = left_by(ready.plan, talk, encoder.key), self._spelled(answer)
-        made, n_rows = [left.asked], min(_n_alike(said, ids), _n_held(ready, len(ids)) - n_prompt)
+        made, n_rows = [*left.asked], min(_n_alike(said, ids), _n_held(ready, len(ids)) - n_prompt)
         if n_rows >= encoder.shortest:
             made.append(Stretch.whole(said[:n_rows], encoder.key(said[:n_rows], left.behind)))
             answered: Saves = ((made[-1], ((n_prompt, n_prompt + n_rows),)),)
@@ -278,6 +295,24 @@ def _said(session: Session) -> Iterator[Turn]:
         reply = turn.messages[-1]
         content = (Piece(reply.text, ids=turn.said),) if reply.text and turn.said else turn_of(reply).content
         yield replace(turn_of(reply), content=content)
+
+
+def later_turns(messages: Sequence[Turn]) -> Iterator[list[Turn]]:
+    """Messages without their first turns, one more each time; what the system says first stays, and the last turn."""
+    head = next((at for at, turn in enumerate(messages) if turn.role != "system"), len(messages))
+    for at in range(head + 1, len(messages)):
+        if messages[at].role == "user" != messages[at - 1].role:
+            yield [*messages[:head], *messages[at:]]
+
+
+def _lacking(whole: Prompt, short: Prompt, talk: Talk) -> Prompt:
+    """A prompt without earlier turns; the conversation's next one knows by their tokens what is left out."""
+    row, n_gone = _n_alike(whole.token_ids, short.token_ids), max(0, len(whole) - len(short))
+    gone = whole.token_ids[row : row + n_gone]
+    leaves = not talk.stays and any(segment.kind == "chunk" for segment in whole.segments)
+    if leaves or whole.token_ids != (*short.token_ids[:row], *gone, *short.token_ids[row:]):
+        gone = ()
+    return replace(short, truncated=n_gone, talk=replace(talk, lacks=(row, gone)))
 
 
 def _without_chunks(message: Message) -> Message:

@@ -23,11 +23,12 @@ class Left:
     """What a prompt leaves for the next one of its conversation.
 
     history: the stretches that it began with; those whose KV was lost and computed anew, under its keys. asked: what
-    was new. behind: the context of what follows the prompt. saves: stretches to save, with their rows of the prompt.
+    was new, and what was left out of that. behind: the context of what follows the prompt. saves: stretches to save,
+    with their rows of the prompt.
     """
 
     history: tuple[Stretch, ...]
-    asked: Stretch
+    asked: tuple[Stretch, ...]
     behind: str
     saves: Saves
 
@@ -64,10 +65,19 @@ def left_by(plan: LoadPlan, talk: Talk, key_of: Callable[[Sequence[int], str], C
     behind = list(zip(prompt.segments, prompt.spans, strict=True))[at:]
     left_out = [] if talk.stays else [span for segment, span in behind if segment.kind == "chunk"]
     spans = tuple(span for _, span in behind if span not in left_out)
-    tokens = tuple(id for lo, hi in spans for id in ids[lo:hi])
-    asked = Stretch.whole(tokens, key(tokens, end, n_past, not left_out))
+    row, gone = talk.lacks
+
+    def asked(first: int, stop: int) -> Iterator[tuple[Stretch, Spans]]:
+        rows = _joined([(max(first, lo), min(stop, hi)) for lo, hi in spans if lo < stop and first < hi])
+        tokens = tuple(id for lo, hi in rows for id in ids[lo:hi])
+        if tokens:
+            yield Stretch.whole(tokens, key(tokens, end, first, not left_out)), rows
+
+    made = [*asked(n_past, row if gone else len(ids))]
+    if gone:
+        made += [(Stretch(gone, key(gone, end, row, alone=False), ()), ()), *asked(row, len(ids))]
     follows = key((), end, len(ids), not left_out).context
-    return Left(tuple(history), asked, follows, (*saves, (asked, _joined(spans))))
+    return Left(tuple(history), tuple(each for each, _ in made), follows, (*saves, *(each for each in made if each[1])))
 
 
 def _cut(stretch: Stretch, segments: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -266,7 +266,8 @@ class Talk:
 
     session: its turns so far, those that the question goes on from. messages: those that are new. version: of the
     session as it was read, 0 for a new one. lasts: whether it is written down; stays: whether retrieved chunks do.
-    history: the stretches that the prompt begins with, as they are used in it.
+    history: the stretches that the prompt begins with, as they are used in it. lacks: tokens of turns that were left
+    out as a whole, behind the row before which they stood; then there is no history.
     """
 
     session: Session
@@ -275,6 +276,7 @@ class Talk:
     lasts: bool = False
     stays: bool = True
     history: tuple[Stretch, ...] = field(default=())
+    lacks: tuple[int, tuple[int, ...]] = (0, ())
 
     @property
     def id(self) -> str:

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from ragfuse import Ask, Engine, InputError
+from ragfuse.conversing import later_turns
 from ragfuse.core import ChunkKV, LayerKV
+from ragfuse.text.turns import Turn
 from tests import reference
-from tests.sessions.kit import QUESTIONS, talk
+from tests.sessions.kit import QUESTIONS, is_full_prefill, talk
 from tests.sessions.test_conversing import history, prepared
 from tests.tiny import adds_up
 
@@ -127,3 +129,88 @@ def test_a_session_is_shortened_by_name(said):
     assert (shorter.dropped, shorter.stretches[0].kept) == (n_before - 50, ((0, 3),))
     answer = said.answer([("user", QUESTIONS[3])], Ask(session="one"))
     assert (answer.trace.history_reused, answer.trace.truncated) == (50, n_before - 50)
+
+
+def unknown(turns):
+    """A conversation that was had elsewhere, behind a system message."""
+    said = [("system", "Answer in one word.")]
+    for number in range(turns):
+        said += [("user", f"{number}. {QUESTIONS[number % 4]}"), ("assistant", f"Nothing is known of that, {number}.")]
+    return said
+
+
+def is_cut_at_a_turn(engine, prompt, asked, most):
+    """Whether a prompt has the system message and as many of the last turns as there is room for."""
+    fits = [at for at in range(1, len(asked), 2) if len(engine.prompt([asked[0], *asked[at:]])) <= most]
+    shorter = engine.prompt([asked[0], *asked[fits[0] :]])
+    return fits[0] > 1 and prompt.token_ids == shorter.token_ids
+
+
+@pytest.mark.parametrize("session", ["one", None])
+def test_a_conversation_that_was_had_elsewhere_loses_its_earliest_turns(engine, session):
+    asked = [*unknown(8), ("user", QUESTIONS[3])]
+    with narrow(engine, window_tokens=400) as other:
+        ready = prepared(other, asked, session=session)
+        assert is_cut_at_a_turn(other, ready.plan.prompt, asked, 400 - 12)
+        assert ready.plan.prompt.truncated == len(other.prompt(asked)) - len(ready.plan.prompt)
+        assert is_full_prefill(other, ready)
+
+
+def test_the_models_own_limit_shortens_a_conversation_that_was_had_elsewhere(engine, monkeypatch):
+    monkeypatch.setattr(engine.model.model.config, "max_position_embeddings", 300)
+    asked = [*unknown(8), ("user", QUESTIONS[3])]
+    answers = []
+    for _ in range(3):
+        answers.append(engine.answer(asked, Ask(session="one")))
+        asked += [("assistant", answers[-1].text), ("user", "So?")]
+    assert all(answer.trace.truncated and answer.trace.tokens + len(answer.token_ids) <= 301 for answer in answers)
+    assert answers[1].trace.history_reused
+    assert answers[2].trace.history_reused
+
+
+def test_what_is_left_of_a_conversation_that_was_had_elsewhere_is_reused(engine):
+    asked = [*unknown(8), ("user", QUESTIONS[3])]
+    with narrow(engine, window_tokens=400) as other:
+        first = other.answer(asked, Ask(session="one"))
+        assert other.sessions.show("one").dropped == first.trace.truncated > 0
+    with narrow(engine, window_tokens=600) as other:
+        again = [*asked, ("assistant", first.text), ("user", "So?")]
+        ready = prepared(other, again, session="one")
+        assert is_full_prefill(other, ready)
+        assert ready.plan.prompt.truncated == first.trace.truncated
+        second = other.answer(again, Ask(session="one"))
+        assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
+        assert all(segment.exact for segment in history(second.trace))
+        third = talk(other, ["And?"])[0]
+        assert third.trace.history_reused == second.trace.tokens + len(second.token_ids) - 1
+    assert len(engine.sessions.show("one").turns) == 3
+
+
+def test_history_that_is_too_little_to_leave_out_goes_with_whole_turns(engine):
+    system = ("system", "Answer in one word.")
+    first = engine.answer([system, ("user", QUESTIONS[0])], Ask(session="one"))
+    asked = [system, ("user", QUESTIONS[0]), ("assistant", first.text), *unknown(8)[1:], ("user", QUESTIONS[3])]
+    with narrow(engine, window_tokens=400) as other:
+        ready = prepared(other, asked, session="one")
+        assert is_cut_at_a_turn(other, ready.plan.prompt, asked, 400 - 12)
+        assert is_full_prefill(other, ready)
+        second = other.answer(asked, Ask(session="one"))
+        assert second.trace.truncated
+        again = [*asked, ("assistant", second.text), ("user", "So?")]
+        assert other.answer(again, Ask(session="one")).trace.history_reused
+
+
+def test_a_question_that_does_not_fit_alone_is_told_whatever_was_said_before(engine):
+    longest = engine.model.model.config.max_position_embeddings
+    with pytest.raises(InputError, match="does not fit"):
+        engine.answer([*unknown(3), ("user", "why? " * longest)], Ask(session="one"))
+
+
+def test_turns_begin_with_a_question_and_the_last_one_stays():
+    roles = ["system", "assistant", "user", "user", "assistant", "user", "assistant", "tool", "assistant", "tool"]
+    said = [Turn(role, str(at)) for at, role in enumerate(roles)]
+    assert [[turn.content for turn in left] for left in later_turns(said)] == [
+        ["0", *map(str, range(2, 10))],
+        ["0", *map(str, range(5, 10))],
+    ]
+    assert list(later_turns(said[:2])) == list(later_turns(said[:1])) == []
