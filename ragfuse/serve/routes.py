@@ -78,9 +78,9 @@ def router(service: Service) -> APIRouter:
         return JSONResponse(told, 503 if service.stopping else 200)
 
     @routes.get("/metrics", responses=_also("text/plain"))
-    async def metrics() -> Response:
-        """Counts for Prometheus."""
-        text = await asyncio.to_thread(service.counts.text)
+    async def metrics(request: Request) -> Response:
+        """Counts for Prometheus: of all requests, and of what the asker's tenant has."""
+        text = await asyncio.to_thread(service.counts.text, _tenant(request).salt)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     return routes

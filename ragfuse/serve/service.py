@@ -55,7 +55,8 @@ class Service:
         with self._lock:
             if tenant.salt not in self._engines:
                 engine = self._engines[tenant.salt] = Engine(self._settings_of(tenant), outlook=self._outlook)
-                self.counts.show(engine, self.model if tenant.name == "all" else f"{self.model}-{tenant.name}")
+                name = self.model if tenant.name == "all" else f"{self.model}-{tenant.name}"
+                self.counts.show(engine, tenant.salt, name)
             engine = self._engines[tenant.salt]
         engine.model.name = self.model  # what clients are told is no place on this machine
         return engine

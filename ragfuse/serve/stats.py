@@ -34,12 +34,13 @@ class Queued(Protocol):
 
 
 class Counts:
-    """Requests by path and status, how many wait and are answered, and all engines' own counts. Thread-safe."""
+    """Requests by path and status, how many wait and are answered, and each tenant's engine's own counts, which nobody
+    else is told. Thread-safe."""
 
     def __init__(self, turnstile: Queued) -> None:
         from prometheus_client import CollectorRegistry
 
-        self._registry = CollectorRegistry()
+        self._registry, self._own = CollectorRegistry(), dict[str, CollectorRegistry]()
         self._turnstile, self._lock = turnstile, threading.Lock()
         self._asked: Counter[tuple[str, str]] = Counter()
         self._registry.register(self)
@@ -49,15 +50,21 @@ class Counts:
         with self._lock:
             self._asked[_counted(path), str(status)] += 1
 
-    def show(self, engine: Engine, name: str) -> None:
-        """Show an engine's counts, too, until it is closed."""
-        metrics(engine, self._registry, name)
+    def show(self, engine: Engine, salt: str, name: str) -> None:
+        """Show an engine's counts under this name to the tenant of this salt, until it is closed."""
+        from prometheus_client import CollectorRegistry
 
-    def text(self) -> bytes:
-        """All of it as Prometheus reads it."""
+        with self._lock:
+            registry = self._own.setdefault(salt, CollectorRegistry())
+        metrics(engine, registry, name)
+
+    def text(self, salt: str) -> bytes:
+        """What the tenant of this salt may know, as Prometheus reads it."""
         from prometheus_client import generate_latest
 
-        return generate_latest(self._registry)
+        with self._lock:
+            own = self._own.get(salt)
+        return generate_latest(self._registry) + (generate_latest(own) if own is not None else b"")
 
     def describe(self) -> Iterable[Any]:
         """What will come."""

@@ -86,6 +86,25 @@ def test_nothing_of_a_key_or_a_salt_is_in_the_metrics(locked: Served) -> None:
     assert not [word for word in (BLUE, OTHER_BLUE, GREEN, "salt-of-blue") if word in text]
 
 
+def test_a_key_is_told_the_counts_of_its_own_tenant_and_of_all_requests(locked: Served) -> None:
+    blue, green = locked.service.keys.tenants
+    for tenant in (blue, green):
+        locked.service.engine(tenant)
+    locked.get("/v1/models", **bearer(GREEN))
+    for key, mine, other in ((BLUE, blue, green), (OTHER_BLUE, blue, green), (GREEN, green, blue)):
+        text = locked.get("/metrics", **bearer(key)).text
+        assert f'ragfuse_answers_total{{engine="{locked.service.model}-{mine.name}",how="full"}}' in text
+        assert 'ragfuse_tier_bytes{engine="' in text
+        assert other.name not in text
+        assert 'ragfuse_requests_total{path="/v1/models",status="200"}' in text
+        assert "ragfuse_requests_running " in text
+
+
+def test_where_no_key_is_needed_all_is_told(served: Served) -> None:
+    served.chat(max_tokens=1)
+    assert f'ragfuse_answers_total{{engine="{served.service.model}",how="full"}}' in served.get("/metrics").text
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.5", "example.org", "::"])
 def test_a_host_that_others_reach_needs_a_key(host: str) -> None:
     with pytest.raises(SettingsError, match="API key"):
