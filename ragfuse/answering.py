@@ -94,14 +94,21 @@ class Answerer:
         several: bool = False,
     ) -> Answer:
         """several: others are about to be written beside it."""
-        ask, reply = asked.ask, asked.reply
+        reply = asked.reply
         with reply.model.lock:
             if any(end.is_set() for end in ends):
                 raise InputError("The stream was closed before its answer began.")
-            ready = self.prefiller.prepare(prompt, ask, reply.model, asked.profile, brought)
-            self.talks.begin([ready], ask)
+            ready = self.prefiller.prepare(prompt, asked.ask, reply.model, asked.profile, brought)
+            self.talks.begin([ready], asked.ask)
             if self.settings.share and (several or reply.model.batcher.active):
                 self._share(ready, reply.model)
+        try:
+            return self._decoded(ready, asked, say, ends)
+        finally:
+            self.talks.end([ready])
+
+    def _decoded(self, ready: Ready, asked: Asked, say: Say, ends: Sequence[threading.Event]) -> Answer:
+        ask, reply = asked.ask, asked.reply
         options = reply.options(options_of(ask, self.settings, ready.room))
         sink = reply.sink(say, options)
         streamer = sink if is_streamable(options, reply.model) else None

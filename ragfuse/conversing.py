@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -70,6 +70,7 @@ class Conversations:
         whose, ttl_s = lambda: [encoder().digest], settings.session_ttl_s
         self.sessions = Sessions(store, booked, whose, ttl_s, settle=self._writer.flush, outlook=outlook)
         self._waiting_bytes, self.dropped = 0, 0
+        self._begun = set[int]()  # prompts whose turns are not remembered yet
 
     # before the answer
 
@@ -118,7 +119,8 @@ class Conversations:
         kept = agreed(session, given)
         if len(kept.turns) < len(session.turns):  # another way from here on: a conversation of its own
             version, kept = 0, replace(kept, id=secrets.token_hex(8))
-        return Talk(kept, tuple(given[len(kept.messages) :]), version, lasts)
+        had = kept.keys if version else ()
+        return Talk(kept, tuple(given[len(kept.messages) :]), version, lasts, had=had)
 
     def _named(self, name: str, given: list[Message], digest: str) -> Talk:
         """The session of that name: gone on with by new messages, or as far as all of its messages agree."""
@@ -130,10 +132,10 @@ class Conversations:
             else:  # a way of its own from what another one said, perhaps; its chunks come along if they are sent again
                 known = self.sessions.ending(digest, heard(given), lasts=True)
                 kept = agreed(replace(known[1], id=name), given) if known is not None else session
-            return Talk(kept, tuple(given[len(kept.messages) :]), version, True, stays)
+            return Talk(kept, tuple(given[len(kept.messages) :]), version, True, stays, session.keys)
         first = session.messages[:1]
         new = (message for message in given if message.role != "system" or message not in first)
-        return Talk(session, tuple(new), version, True, stays)
+        return Talk(session, tuple(new), version, True, stays, session.keys)
 
     def _message(self, turn: Turn, digest: str) -> Message:
         pieces = self._prompter.pieces(turn.content, digest)
@@ -190,6 +192,7 @@ class Conversations:
         for each in ready:
             talk = _talk_of(each)
             if talk is not None and self._is_kept(talk, ask):
+                self._begun.add(id(each))
                 self._save_later(each, partial(_saves, each.plan, talk, self._encoder().key), talk.lasts)
 
     def after(self, ready: Sequence[Ready], rows: Sequence[Sequence[int]], answers: Sequence[Answer], ask: Ask) -> None:
@@ -198,6 +201,14 @@ class Conversations:
             talk = _talk_of(each)
             if talk is not None and self._is_kept(talk, ask):
                 self._remember(each, talk, ids, answer)
+
+    def end(self, ready: Sequence[Ready]) -> None:
+        """Nothing more comes of these: what was saved of turns that nobody remembers is dropped again."""
+        for each in ready:
+            talk = _talk_of(each)
+            if talk is not None and id(each) in self._begun:
+                self._begun.discard(id(each))
+                self._release_later(partial(_saved, each.plan, talk, self._encoder().key))
 
     def _remember(self, ready: Ready, talk: Talk, ids: Sequence[int], answer: Answer) -> None:
         encoder, n_prompt = self._encoder(), len(ready.plan.prompt)
@@ -212,8 +223,13 @@ class Conversations:
         turn = Exchange((*messages, reply), () if answer.tool_calls else said, tuple(made))
         before = talk.session.with_stretches(left.history)
         session = replace(before, turns=(*before.turns, turn))
+        loose = set(talk.had).difference(session.keys)
         if not self.sessions.put(encoder.digest, session, talk.version, talk.lasts):
             log.warning("Another question went on with session %s first: this turn is not part of it.", talk.id)
+            loose = {stretch.key for stretch in (*made, *(stretch for stretch, _ in left.saves))}
+        self._begun.discard(id(ready))
+        if loose:
+            self._release_later(lambda: loose)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all turns are handed to the store; False if that took too long."""
@@ -259,6 +275,10 @@ class Conversations:
         if not self._writer.submit("history", job):
             self._done(kv.nbytes, dropped=1)
 
+    def _release_later(self, keys: Callable[[], Iterable[ChunkKey]]) -> None:
+        """Drop KV that no session has, in the background, behind what waits to be saved, however much that is."""
+        self._writer.submit("history", lambda: self.sessions.release(keys()), counts=False, is_awaited=True)
+
     def _done(self, nbytes: int, dropped: int = 0) -> None:
         with self._lock:
             self._waiting_bytes -= nbytes
@@ -280,6 +300,10 @@ class Conversations:
 
 def _saves(plan: LoadPlan, talk: Talk, key_of: Callable[[Sequence[int], str], ChunkKey]) -> Saves:
     return left_by(plan, talk, key_of).saves
+
+
+def _saved(plan: LoadPlan, talk: Talk, key_of: Callable[[Sequence[int], str], ChunkKey]) -> Sequence[ChunkKey]:
+    return [stretch.key for stretch, _ in _saves(plan, talk, key_of)]
 
 
 def turn_of(message: Message) -> Turn:

@@ -183,6 +183,14 @@ class Sessions:
             self.expire(self._ttl_s)
         return kept
 
+    def release(self, keys: Iterable[ChunkKey]) -> None:
+        """Drop the KV of those of these keys that no session has."""
+        with self._lock:
+            left = set(keys) - self._keys_here()
+        left -= self._in_book(left)
+        if left:
+            self._store.drop(left)
+
     # inside
 
     def _put_here(self, line: SessionLine, session: Session) -> bool:
@@ -214,11 +222,14 @@ class Sessions:
         self._outlook.forget((model, id))
         with self._lock:
             here = self._here.pop((model, id), None)
-            others = {key for _, _, session in self._here.values() for key in session.keys}
+            others = self._keys_here()
         orphans: list[str] | None = self._booked(lambda book: book.sessions.delete(model, id), None)
         keys = {ChunkKey.parse(key) for key in orphans or ()} | set(here[2].keys if here is not None else ())
         elsewhere = self._in_book(keys) if here is not None else set[ChunkKey]()
         return self._drop(keys - others - elsewhere)
+
+    def _keys_here(self) -> set[ChunkKey]:
+        return {key for _, _, session in self._here.values() for key in session.keys}
 
     def _in_book(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """Those of these keys that sessions have that are written down."""

@@ -265,7 +265,8 @@ class Talk:
     """A conversation that a question goes on with, before it is answered.
 
     session: its turns so far, those that the question goes on from. messages: those that are new. version: of the
-    session as it was read, 0 for a new one. lasts: whether it is written down; stays: whether retrieved chunks do.
+    session as it was read, 0 for a new one; had: keys of that. lasts: whether it is written down; stays: whether
+    retrieved chunks do.
     history: the stretches that the prompt begins with, as they are used in it. lacks: tokens of turns that were left
     out as a whole, behind the row before which they stood; then there is no history.
     """
@@ -275,6 +276,7 @@ class Talk:
     version: int = 0
     lasts: bool = False
     stays: bool = True
+    had: tuple[ChunkKey, ...] = ()
     history: tuple[Stretch, ...] = field(default=())
     lacks: tuple[int, tuple[int, ...]] = (0, ())
 

@@ -78,6 +78,58 @@ def test_what_a_conversation_in_memory_shares_with_a_session_stays(engine):
     assert keys_kept(engine) == set()
 
 
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_turn_that_nobody_waited_for_leaves_nothing(engine, turns):
+    talk(engine, QUESTIONS[:turns])
+    kept = keys_kept(engine)
+    with engine.stream([("user", QUESTIONS[1])], Ask(session="one", max_tokens=200)) as stream:
+        next(iter(stream))
+    assert keys_kept(engine) == kept
+    for info in engine.sessions.ls():
+        engine.sessions.delete(info.id)
+    assert keys_kept(engine) == set()
+
+
+def test_an_answer_that_fails_leaves_nothing(engine, monkeypatch):
+    talk(engine, QUESTIONS[:1])
+    kept = keys_kept(engine)
+
+    def failing(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine._talks, "after", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        talk(engine, QUESTIONS[1:2])
+    assert keys_kept(engine) == kept
+
+
+def test_what_an_edit_replaces_is_dropped_unless_another_session_has_it(engine):
+    answers = talk(engine, QUESTIONS[:3])
+    engine.answer(resent(QUESTIONS[:3], answers[:2]), Ask(session="two"))
+    two = keys_of(engine, "two")
+    edited = [("user", "Which oil?"), ("assistant", answers[0].text), ("user", QUESTIONS[1])]
+    engine.answer([*resent(QUESTIONS[:1], answers[:1]), *edited[:1]], Ask(session="one"))
+    assert len(engine.sessions.show("one").turns) == 2
+    one = keys_of(engine, "one")
+    assert one & two
+    assert keys_kept(engine) == one | two
+    engine.answer(edited, Ask(session="one"))
+    assert keys_kept(engine) == keys_of(engine, "one") | two
+    engine.sessions.delete("one")
+    assert keys_kept(engine) == two
+    engine.sessions.delete("two")
+    assert keys_kept(engine) == set()
+
+
+def test_a_session_in_memory_alone_leaves_nothing_either(tiny_settings):
+    with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
+        answers = talk(engine, QUESTIONS[:2])
+        engine.answer([("user", "Which oil?"), *resent(QUESTIONS[:2], answers)[1:3]], Ask(session="one"))
+        assert keys_kept(engine) == keys_of(engine, "one")
+        engine.sessions.delete("one")
+        assert keys_kept(engine) == set()
+
+
 def test_a_deleted_session_begins_anew(engine):
     talk(engine, QUESTIONS[:2])
     engine.flush()
@@ -150,6 +202,7 @@ def test_of_two_questions_that_go_on_at_once_one_is_the_next_turn(engine, caplog
     session = engine.sessions.show("one")
     assert len(session.turns) == 2
     assert "went on with session one first" in caplog.text
+    assert keys_kept(engine) == keys_of(engine, "one")
     assert is_full_prefill(engine, prepared(engine, [("user", QUESTIONS[3])], session="one"))
 
 
