@@ -18,7 +18,7 @@ from ragfuse.core import ChunkKey
 from ragfuse.errors import InputError
 from ragfuse.forgetting import dropped
 from ragfuse.outlook import Known, Outlook
-from ragfuse.sessions import Session, heard, truncated
+from ragfuse.sessions import Session, truncated
 from ragfuse.store import KVStore, SessionLine
 from ragfuse.store.manage import unanswered
 
@@ -161,7 +161,7 @@ class Sessions:
         with self._lock:
             for (whose, id), (_, _, session) in self._here.items():
                 if whose == model:
-                    there |= dict.fromkeys(set(ends_of(session)).intersection(beginnings), id)
+                    there |= dict.fromkeys(set(session.ends).intersection(beginnings), id)
         longest = next((there[each] for each in reversed(beginnings) if each in there), None)
         return self.get(model, longest) if longest is not None else None
 
@@ -172,7 +172,7 @@ class Sessions:
         keys = [str(key) for key in session.keys]
         kept: bool | None = None
         if lasts:
-            state, ends = session.as_dict(), ends_of(session)
+            state, ends = session.as_dict(), session.ends
             kept = self._booked(lambda book: book.sessions.put(line, state, ends, keys), None)
         if kept is None:
             kept = self._put_here(line, session)
@@ -242,12 +242,3 @@ class Sessions:
         done = dropped(self._store, self._store.drop(keys))
         gone = [entry for entry in entries if not done.has_left(entry)]
         return Deleted(1, len(gone), sum(entry.nbytes for entry in gone), tuple(done.silent))
-
-
-def ends_of(session: Session) -> list[str]:
-    """What stands for a session's messages at the end of each turn."""
-    beginnings, ends, at = heard(session.messages), list[str](), 0
-    for turn in session.turns:
-        at += len(turn.messages)
-        ends.append(beginnings[at - 1])
-    return ends

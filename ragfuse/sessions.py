@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -36,7 +37,7 @@ class Message:
         """All of it."""
         return "".join(part[0] for part in self.parts)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The same for messages that say the same; white space around what an assistant said does not count."""
         text = self.text.strip() if self.role == "assistant" else self.text
@@ -154,6 +155,12 @@ class Session:
     def keys(self) -> tuple[ChunkKey, ...]:
         """Of all its KV, that of dropped tokens too."""
         return tuple(dict.fromkeys(stretch.key for stretch in self.stretches))
+
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """What stands for its messages at the end of each turn."""
+        beginnings = heard(self.messages)
+        return tuple(beginnings[at - 1] for at in accumulate(len(turn.messages) for turn in self.turns))
 
     def upto(self, turns: int) -> Session:
         """Its first turns alone."""

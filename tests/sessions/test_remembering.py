@@ -130,6 +130,19 @@ def test_a_session_in_memory_alone_leaves_nothing_either(tiny_settings):
         assert keys_kept(engine) == set()
 
 
+def test_what_a_process_remembers_is_hashed_once(engine, monkeypatch):
+    answers = [engine.answer([("user", question)]) for question in QUESTIONS]
+    again = resent(QUESTIONS[:2], answers[:1])
+    assert engine.answer(again).trace.history_reused
+
+    def hashed(*_):
+        raise AssertionError("hashed again")
+
+    assert engine.sessions.ending(engine.digest, ["none"], lasts=False) is None
+    monkeypatch.setattr("ragfuse.sessions.digest", hashed)
+    assert engine.sessions.ending(engine.digest, ["none"], lasts=False) is None
+
+
 def test_a_deleted_session_begins_anew(engine):
     talk(engine, QUESTIONS[:2])
     engine.flush()
