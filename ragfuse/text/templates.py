@@ -51,7 +51,7 @@ def _pairs(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, str,
     elif isinstance(text := getattr(template, "template_str", None), str):  # RichPromptTemplate
         yield from _chats(text, "jinja2")
     elif isinstance(text := getattr(template, "template", None), str):  # PromptTemplate of both
-        yield "", text, cast(Syntax, getattr(template, "template_format", syntax))
+        yield "", text, _syntax_of(template)
     else:
         messages = getattr(template, "messages", None) or getattr(template, "message_templates", None) or template
         if not isinstance(messages, Sequence):
@@ -81,12 +81,17 @@ def _message(name: str, message: Any, syntax: Syntax) -> tuple[str, str, Syntax]
     role = re.sub(r"(message|prompt|template|_|chunk)+$", "", role.lower())
     prompt = getattr(message, "prompt", None)
     if isinstance(text := getattr(prompt, "template", None), str):
-        return role, text, cast(Syntax, getattr(prompt, "template_format", syntax))
+        return role, text, _syntax_of(prompt)
     if isinstance(text := getattr(message, "content", None), str):  # LangChain's messages are no templates
         return role, text if hasattr(message, "blocks") else re.sub(r"[{}]", r"\g<0>\g<0>", text), "f-string"
     raise PMLError(
         f"{type(message).__name__} in a template", "messages with a text; whole conversations have no len", name
     )
+
+
+def _syntax_of(prompt: Any) -> Syntax:
+    """What a framework's own prompt is written in: f-strings, unless it says something else."""
+    return cast(Syntax, getattr(prompt, "template_format", "f-string"))
 
 
 def _role(name: str, role: str) -> RoleName:

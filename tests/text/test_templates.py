@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -10,7 +10,7 @@ from ragfuse.errors import PMLError
 from ragfuse.text.bind import bind
 from ragfuse.text.nodes import Param, Role, Schema, Text
 from ragfuse.text.schema import lay_out
-from ragfuse.text.templates import filled, from_template
+from ragfuse.text.templates import Syntax, filled, from_template
 from tests.text.layouts import GAP, TURNS, encode, key_of, read
 
 WANTED = (
@@ -64,7 +64,9 @@ def test_llama_index_s_prompts_are_taken() -> None:
 {in JSON}{% endchat %}{% chat role="assistant" %}So:{% endchat %}"""
     )
     assert from_template("t", rich, ROOMS).items == WANTED
-    assert from_template("t", prompts.PromptTemplate("a{topic}"), ROOMS).items == (Text("a"), Param("topic", 8))
+    for syntax in get_args(Syntax):  # which counts for texts and pairs alone
+        plain = from_template("t", prompts.PromptTemplate("a{topic}"), ROOMS, syntax)
+        assert plain.items == (Text("a"), Param("topic", 8))
     chat = prompts.ChatPromptTemplate.from_messages([("system", "You know {topic}."), ("user", "{question}")])
     assert from_template("t", chat, ROOMS).items == (WANTED[0], Role("user", (Param("question", 30),)))
 

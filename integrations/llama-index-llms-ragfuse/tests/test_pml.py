@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage
-from llama_index.core.prompts import RichPromptTemplate
+from llama_index.core.prompts import PromptTemplate, RichPromptTemplate
 from llama_index.llms.ragfuse import PMLPromptTemplate, RagFuseLLM, traces
 from pydantic import BaseModel
 
@@ -104,6 +104,15 @@ def test_a_rich_template_of_ones_own_runs_over_its_encoded_text(llm: RagFuseLLM,
     assert llm.predict(template, question=HOSTILE) == engine.answer(expected).text
     with pytest.raises(PMLError, match="in a template"):
         PMLPromptTemplate.from_template("t", RichPromptTemplate("{% if a %}b{% endif %}"), 9)
+
+
+def test_a_plain_template_of_ones_own_keeps_its_variables(llm: RagFuseLLM, engine: Engine) -> None:
+    plain = PromptTemplate("Tell me where {plant} grows, and how it is made.")
+    template = PMLPromptTemplate.from_template("grow", plain, max_tokens=16)
+    assert template.template_vars == ["plant"]
+    expected = template.template.fill({"plant": "tea"}).request
+    assert expected.args == (("plant", "tea"),)
+    assert llm.predict(template, plant="tea") == engine.answer(expected).text
 
 
 async def test_an_object_is_asked_for_behind_it(template: PMLPromptTemplate, engine: Engine) -> None:
