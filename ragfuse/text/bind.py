@@ -92,6 +92,7 @@ class _Wishes:
         self, place: Place, items: tuple[Text | Import | Message, ...], args: tuple[tuple[str, str], ...], at: Spot
     ) -> None:
         """What is wished inside of one module."""
+        items = _stripped(items)
         self.arguments[place.path] = self._arguments(place, args, at)
         children = {child.name: child for child in place.places()}
         last = max((i for i, item in enumerate(items) if isinstance(item, Import)), default=-1)
@@ -193,11 +194,20 @@ def _others(layout: Layout, imports: Mapping[str, Spot]) -> Iterator[Run]:
 
 def _asking(request: Request, layout: Layout, encode: Encode) -> tuple[int, ...]:
     """What makes the model answer, unless the prompt begins its answer."""
-    messages = [item for item in request.items if isinstance(item, Message)]
-    is_open = bool(messages) and request.items[-1] is messages[-1] and messages[-1].role == "assistant"
-    if is_open or not (messages or layout.has_messages):
+    items = _stripped(request.items)
+    has_messages = any(isinstance(item, Message) for item in items)
+    is_open = has_messages and isinstance(items[-1], Message) and items[-1].role == "assistant"
+    if is_open or not (has_messages or layout.has_messages):
         return ()
     return tuple(encode(layout.wrapping.ask, True))
+
+
+def _stripped(items: tuple[Text | Import | Message, ...]) -> tuple[Text | Import | Message, ...]:
+    """Without white space at the end, which is none of what is said."""
+    n = len(items)
+    while n and isinstance(last := items[n - 1], Text) and not last.text.strip():
+        n -= 1
+    return items[:n]
 
 
 @dataclass(slots=True)

@@ -268,6 +268,9 @@ def test_a_whole_talk_may_follow_and_an_answer_at_its_end_goes_on() -> None:
     talk = "<user>1</user><assistant>2</assistant><user>3</user>"
     assert read(bound(layout, talk).prompt) == "ab{U1}{A2}{U3}{A"
     assert read(bound(layout, talk + "<assistant>so</assistant>").prompt) == "ab{U1}{A2}{U3}{Aso"
+    assert bound(layout, f"\n{talk}\n<assistant>so</assistant>\n") == bound(layout, talk + "<assistant>so</assistant>")
+    ended = bound(layout, f"{talk}<assistant>so</assistant> and so on")
+    assert read(ended.prompt) == "ab{U1}{A2}{U3}{Aso} and so on{A"
 
 
 def test_a_message_may_stand_between_imports_but_not_in_a_message() -> None:
