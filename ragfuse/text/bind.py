@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from ragfuse.core import ChunkKey, Kind, Prompt, Segment
 from ragfuse.text.nodes import Import, Message, Request, Spot, Text
@@ -57,7 +58,7 @@ def bind(request: Request, layout: Layout, encode: Encode, key_of: KeyOf, blend:
     """
     if request.schema != layout.schema.name:
         raise request.at.error(f"a prompt for schema '{request.schema}'", f"'{layout.schema.name}'")
-    wishes = _Wishes(layout, encode)
+    key_of, wishes = cache(key_of), _Wishes(layout, encode)  # a run may be in many pieces
     wishes.scope(layout.root, request.items, request.args, request.at)
     check_together(wishes.imports.items(), layout.forks)
     placing = _Placing(layout, wishes, _sources(layout, wishes.imports), key_of, "chunk" if blend else "module")
@@ -95,19 +96,18 @@ class _Wishes:
         items = _stripped(items)
         self.arguments[place.path] = self._arguments(place, args, at)
         children = {child.name: child for child in place.places()}
-        last = max((i for i, item in enumerate(items) if isinstance(item, Import)), default=-1)
-        previous, waiting, has_ended = None, list[_Free](), False
+        following, previous, waiting, has_ended = _following(items), None, list[_Free](), False
         for i, item in enumerate(items):
             if isinstance(item, Import):
                 previous = self._import(item, place, children, waiting)
                 waiting = []
                 continue
-            has_ended = has_ended or (i > last and isinstance(item, Message))
+            has_ended = has_ended or (following[i] is None and isinstance(item, Message))
             if free := self._free(item, is_last=i == len(items) - 1):
                 nowhere = has_ended or previous is None
                 (waiting if nowhere else self.behind.setdefault(previous or "", [])).append(free)
                 if isinstance(item, Message) and not has_ended:
-                    self._check_message(item, previous, items[i:], children)
+                    self._check_message(item, previous, following[i], children)
         self.at_end[place.path] = waiting
 
     def _import(self, item: Import, place: Place, children: Mapping[str, Place], waiting: list[_Free]) -> str:
@@ -152,15 +152,10 @@ class _Wishes:
         return _Free((*self._encode(before, True), *self._encode(item.text, False), *ends), item.at)
 
     def _check_message(
-        self,
-        item: Message,
-        previous: str | None,
-        rest: tuple[Text | Import | Message, ...],
-        children: Mapping[str, Place],
+        self, item: Message, previous: str | None, following: str | None, children: Mapping[str, Place]
     ) -> None:
         """PMLError for a message between imports that stand in a message of the schema."""
-        following = next(each.name for each in rest if isinstance(each, Import))
-        beside = self._layout.places[previous] if previous is not None else children.get(following)
+        beside = self._layout.places[previous] if previous is not None else children.get(following or "")
         if beside is not None and beside.in_message:
             raise item.at.error(
                 f"'<{item.role}>' beside '{beside.name}', which is in a message", "it behind all imports"
@@ -200,6 +195,15 @@ def _asking(request: Request, layout: Layout, encode: Encode) -> tuple[int, ...]
     if is_open or not (has_messages or layout.has_messages):
         return ()
     return tuple(encode(layout.wrapping.ask, True))
+
+
+def _following(items: tuple[Text | Import | Message, ...]) -> list[str | None]:
+    """The name of the import behind each item, None behind all imports."""
+    found, name = list[str | None](), None
+    for item in reversed(items):
+        found.append(name)
+        name = item.name if isinstance(item, Import) else name
+    return found[::-1]
 
 
 def _stripped(items: tuple[Text | Import | Message, ...]) -> tuple[Text | Import | Message, ...]:

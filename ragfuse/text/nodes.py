@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Literal
 
 from ragfuse.errors import PMLError
@@ -152,11 +153,10 @@ def inner(items: tuple[Item, ...]) -> Iterator[Item]:
 def joined(items: Iterable[Item]) -> tuple[Item, ...]:
     """Neighbouring texts as one, as they are read."""
     found: list[Item] = []
-    for item in items:
-        if isinstance(item, Text) and found and isinstance(found[-1], Text):
-            found[-1] = Text(found[-1].text + item.text, found[-1].at)
-        else:
-            found.append(item)
+    for _, group in groupby(items, lambda item: isinstance(item, Text)):
+        alike = list(group)
+        texts = [item for item in alike if isinstance(item, Text)]
+        found += [Text("".join(each.text for each in texts), texts[0].at)] if texts else alike
     return tuple(found)
 
 

@@ -197,7 +197,8 @@ class _Reader:
         if not self._open and tag not in ("schema", "prompt"):
             raise at.error(f"'<{tag}>'", "'<schema>' or '<prompt>'")
         if self._open:
-            self._take_text(self._open[-1])
+            if tag != "scaffold":  # which stands beside the items, and parts no text
+                self._take_text(self._open[-1])
             self._check(tag, attributes, at)
         self._in_role += tag in ROLES
         self._open.append(_Frame(tag, attributes, at))
@@ -223,7 +224,7 @@ class _Reader:
         frame.text.append(text)
 
     def _take_text(self, frame: _Frame) -> None:
-        """What was read since the last element, as an item."""
+        """What was read since the last item, as one more."""
         if frame.text_at is None:
             return
         text = Text("".join(frame.text), frame.text_at)
@@ -231,8 +232,6 @@ class _Reader:
         if frame.tag in ("union", "parameter", "param", "scaffold"):
             if text.text.strip():
                 raise text.at.error(f"text in '<{frame.tag}>': {text.text.strip()[:40]!r}", "it in a module")
-        elif frame.items and isinstance(frame.items[-1], Text):  # a scaffold stood between
-            frame.items[-1] = Text(frame.items[-1].text + text.text, frame.items[-1].at)
         else:
             frame.items.append(text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from time import process_time
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as some
 from ragfuse.errors import PMLError
 from ragfuse.text.bind import Bound, bind
 from ragfuse.text.nodes import Import, Request, Schema, Text
-from ragfuse.text.schema import Layout, lay_out
+from ragfuse.text.schema import Layout, Run, lay_out
 from tests.text.layouts import GAP, SCHEMAS, TURNS, arguments, bound, encode, key_of, laid, read, requests, shown
 
 CITIES = """You plan.<module name="plan">For <param name="days" len="6"/> days<union>
@@ -301,6 +302,24 @@ def test_a_module_of_one_token_at_the_end_is_fresh() -> None:
         ("module", 0, "ab"),
         ("fresh", 2, "c"),
     ]
+
+
+# size
+
+
+def test_many_messages_between_imports_take_a_step_each() -> None:
+    """Looked through behind each, they would take minutes."""
+    layout, began = laid('<module name="m">ab</module><module name="n">cd</module>'), process_time()
+    found = bound(layout, "<m/>" + "<user>x</user>" * 90_000 + "<n/>")
+    assert read(found.prompt) == "ab" + "x\n" * 90_000 + "cd"
+    assert process_time() - began < 20
+
+
+def test_the_key_of_a_run_is_made_once_however_many_pieces_it_is_in() -> None:
+    layout = laid("".join(f'a<module name="m{i}">bc</module>' for i in range(9)) + ".")
+    request, made = Request("s", tuple(Import(f"m{i}") for i in range(9))), list[Run]()
+    bind(request, layout, encode, lambda run: (made.append(run), key_of(run))[1])
+    assert sorted(map(id, made)) == sorted(map(id, layout.modules.values()))
 
 
 # what is refused

@@ -6,6 +6,7 @@ import string
 import sys
 from contextlib import suppress
 from pathlib import Path
+from time import process_time
 from types import FrameType
 
 import pytest
@@ -14,7 +15,20 @@ from hypothesis import strategies as some
 
 from ragfuse.errors import InputError, PMLError
 from ragfuse.text import pml
-from ragfuse.text.nodes import Import, Item, Message, Module, Param, Request, Role, Scaffold, Schema, Text, Union
+from ragfuse.text.nodes import (
+    Import,
+    Item,
+    Message,
+    Module,
+    Param,
+    Request,
+    Role,
+    Scaffold,
+    Schema,
+    Text,
+    Union,
+    joined,
+)
 from ragfuse.text.pml import (
     MAX_CHARS,
     MAX_DEPTH,
@@ -292,6 +306,16 @@ def calls(n: int, what: str) -> int:
 )
 def test_eight_times_the_text_takes_eight_times_as_many_steps(what: str) -> None:
     assert calls(160_000, what) <= 9 * calls(20_000, what)
+
+
+def test_what_is_read_is_copied_once() -> None:
+    """Texts of 13 MB: copied for each of what parts them, they would take minutes."""
+    began = process_time()
+    found = schema(("a" * 150 + "<scaffold modules='m'/>") * 90_000)
+    assert found.items == (Text("a" * 150 * 90_000),)
+    assert len(found.scaffolds) == 90_000
+    assert joined([Text("a" * 150)] * 90_000) == found.items
+    assert process_time() - began < 20
 
 
 NAMES = some.sampled_from(["a", "b", "c.py", "d-1", "é"])
