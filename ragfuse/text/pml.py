@@ -34,14 +34,15 @@ from ragfuse.text.nodes import (
 )
 from ragfuse.text.pml_writing import to_pml
 
-__all__ = ["MAX_CHARS", "MAX_DEPTH", "MAX_ELEMENTS", "MAX_LENGTH", "ROLES", "TAGS"]
+__all__ = ["MAX_CHARS", "MAX_DEPTH", "MAX_ELEMENTS", "MAX_LENGTH", "MAX_ROOM", "ROLES", "TAGS"]
 __all__ += ["is_name", "one_of", "parse", "parse_prompt", "parse_schema", "read", "to_pml"]
 
 MAX_CHARS = 16_000_000
 MAX_DEPTH = 64
 MAX_ELEMENTS = 100_000
 MAX_LENGTH = 1_000_000
-"""Of a text in characters, in elements within each other, in elements, and of a parameter in tokens."""
+MAX_ROOM = 1_000_000
+"""Of a text: characters, elements in each other, elements; of its parameters: tokens of one, and of all together."""
 
 ROLES = ("system", "user", "assistant")
 TAGS = frozenset({"schema", "prompt", "module", "union", "parameter", "param", "scaffold", *ROLES})
@@ -151,7 +152,7 @@ class _Reader:
     def __init__(self, text: str, file: str) -> None:
         self._text, self._file = text, file
         self._open: list[_Frame] = []
-        self._count, self._in_role = 0, 0
+        self._count, self._in_role, self._room = 0, 0, 0
         self._found: Schema | Request | None = None
         self._parser = parser = expat.ParserCreate("utf-8")
         parser.StartElementHandler, parser.EndElementHandler = self._start, self._end
@@ -241,6 +242,10 @@ class _Reader:
         self._in_role -= tag in ROLES
         derived = self._open[0].tag == "prompt"
         node: Any = _derived(frame) if derived else _MAKE[frame.tag](frame)
+        if isinstance(node, Param):
+            self._room += node.length
+            if self._room > MAX_ROOM:
+                raise node.at.error(f"room for {self._room} tokens of arguments", f"at most {MAX_ROOM} in a schema")
         self._open.pop()
         if isinstance(node, Scaffold):
             self._open[-1].scaffolds.append(node)

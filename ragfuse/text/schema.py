@@ -31,10 +31,12 @@ from ragfuse.text.nodes import (
     Union,
     check_scope,
 )
-from ragfuse.text.pml import one_of
+from ragfuse.text.pml import MAX_CHARS, one_of
 
 Encode = Callable[[str, bool], Sequence[int]]
 """`encode(text, allow_special)` gives ids and adds none of its own."""
+MAX_TOKENS = 4_000_000
+"""Of all that is encoded of a schema, together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +207,15 @@ def lay_out(
     builder = _Builder(encode, wrapping, placeholder)
     root = builder.place(Module("", schema.items, at=schema.at), "", 0, False, tuple(bos))
     places = {place.path: place for place in _walk(root)}
-    modules = {path: _run(place, places) for path, place in places.items() if _is_worth(place, min_tokens)}
-    scaffolds = [_together(scaffold, places, builder.forks, schema.name) for scaffold in schema.scaffolds]
+    own = {path: place.own for path, place in places.items()}
+    modules = {
+        path: builder.run(tuple(_standing_in(place, places)), own, place.at)
+        for path, place in places.items()
+        if _is_worth(place, min_tokens)
+    }
+    named = [(_together(scaffold, places, builder.forks, schema.name), scaffold.at) for scaffold in schema.scaffolds]
+    once = {frozenset(paths): (paths, at) for paths, at in named}
+    scaffolds = [builder.run(paths, own, at) for paths, at in once.values()]
     return Layout(
         schema,
         root,
@@ -214,7 +223,7 @@ def lay_out(
         MappingProxyType(places),
         MappingProxyType(builder.forks),
         MappingProxyType(modules),
-        tuple(sorted(scaffolds, key=lambda run: -len(run.tokens))),
+        tuple(sorted(scaffolds, key=lambda run: -sum(len(each.tokens) for each in run.stretches))),
         builder.has_messages,
         tuple(builder.notes),
         fixed,
@@ -229,9 +238,13 @@ class _Builder:
         self.forks: dict[str, Fork] = {}
         self.notes: list[str] = []
         self.has_messages = False
+        self._n_tokens, self._n_chars = 0, 0
 
     def place(self, module: Module, path: str, start: int, in_message: bool, head: tuple[int, ...] = ()) -> Place:
         """A module from `start` on, `head` before all else."""
+        self._n_chars += len(path)
+        if self._n_chars > MAX_CHARS:
+            raise module.at.error(f"paths of {self._n_chars} characters", "shorter names, or less depth")
         check_scope(module.items)
         parts, text, at = list[Part](), list(head), start + len(head)
         for item, inside in self._flat(module.items, in_message):
@@ -247,6 +260,16 @@ class _Builder:
         if text:
             parts.append(Stretch(path, at - len(text), tuple(text)))
         return Place(module.name, path, start, at, tuple(parts), module.cache, in_message, module.at)
+
+    def run(self, paths: tuple[str, ...], own: Mapping[str, tuple[Stretch, ...]], at: Spot) -> Run:
+        """What these own, to be encoded together; PMLError where all runs together have too many tokens."""
+        stretches = [each for path in paths for each in own[path]]
+        if not stretches:
+            raise at.error("a scaffold without text", "modules that have text of their own")
+        self._n_tokens += sum(len(each.tokens) for each in stretches)
+        if self._n_tokens > MAX_TOKENS:
+            raise at.error(f"{self._n_tokens} tokens to encode", f"at most {MAX_TOKENS} in all modules and scaffolds")
+        return Run(paths, tuple(sorted(stretches, key=lambda each: each.start)))
 
     def _flat(self, items: Sequence[Item], in_message: bool) -> Iterator[tuple[Item | tuple[int, ...], bool]]:
         """Items without messages: what the template writes around them as ids, then whether they are in a message.
@@ -319,25 +342,16 @@ def _is_worth(place: Place, min_tokens: int) -> bool:
     return place.is_cached and sum(len(each.tokens) for each in place.own if not each.param) >= max(1, min_tokens)
 
 
-def _run(place: Place, places: Mapping[str, Place]) -> Run:
-    """A module's own tokens, with those that stand in for its unions and parameters."""
-    paths = tuple(_standing_in(place, places))
-    return Run(paths, _sorted(places[path] for path in paths))
-
-
 def _standing_in(place: Place, places: Mapping[str, Place]) -> Iterator[str]:
+    """A module, and all that stands in for its unions."""
     yield place.path
     for part in place.parts:
         if isinstance(part, Fork) and part.default:
             yield from _standing_in(places[part.default], places)
 
 
-def _sorted(places: Iterable[Place]) -> tuple[Stretch, ...]:
-    return tuple(sorted((each for place in places for each in place.own), key=lambda each: each.start))
-
-
-def _together(scaffold: Scaffold, places: Mapping[str, Place], forks: Mapping[str, Fork], name: str) -> Run:
-    """What a `<scaffold>` names, as one run; PMLError where no prompt can import all of it."""
+def _together(scaffold: Scaffold, places: Mapping[str, Place], forks: Mapping[str, Fork], name: str) -> tuple[str, ...]:
+    """The paths that a `<scaffold>` names; PMLError where no prompt can import all of it."""
     paths = tuple(dict.fromkeys("" if path == "." else path for path in scaffold.modules))
     for path in paths:
         place = places.get(path)
@@ -346,10 +360,7 @@ def _together(scaffold: Scaffold, places: Mapping[str, Place], forks: Mapping[st
         if not place.is_cached:
             raise scaffold.at.error(f"module '{path}' in a scaffold", "modules that are cached")
     check_together(((path, scaffold.at) for path in paths), forks)
-    run = Run(paths, _sorted(places[path] for path in paths))
-    if not run.stretches:
-        raise scaffold.at.error("a scaffold without text", "modules that have text of their own")
-    return run
+    return paths
 
 
 def check_together(named: Iterable[tuple[str, Spot]], forks: Mapping[str, Fork]) -> None:

@@ -151,6 +151,13 @@ REFUSED = [
     ("<schema name='s'><param name='p' len='-3'/></schema>", 1, 18, "length '-3'", "1 to"),
     ("<schema name='s'><param name='p' len='\uff19'/></schema>", 1, 18, "length '\uff19'", "1 to"),
     ("<schema name='s'><param name='p' len='99999999999999'/></schema>", 1, 18, "length", "1 to"),
+    (
+        "<schema name='s'><param name='p' len='600000'/>\n<module name='m'><param name='q' len='600000'/></module>",
+        2,
+        18,
+        "room for 1200000 tokens",
+        "at most 1000000 in a schema",
+    ),
     ("<schema name='s'><param name='p' len='1'>x</param></schema>", 1, 42, "text in '<param>'", "module"),
     ("<schema name='s'><param name='p' len='1'/><param name='p' len='2'/></schema>", 1, 43, "len 2", "1 as in"),
     ("<schema name='s'><union>\n x <module name='m'/></union></schema>", 1, 25, "text in '<union>': 'x'", "module"),

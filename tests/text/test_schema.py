@@ -181,6 +181,30 @@ def test_a_scaffold_that_no_prompt_can_import_is_refused(modules: str, found: st
     assert caught.value.line == 4
 
 
+def test_a_scaffold_that_names_the_same_modules_again_is_encoded_once() -> None:
+    layout = laid(
+        '<module name="m">bc</module><module name="n">ef</module><scaffold modules="m n"/><scaffold modules="n m n"/>'
+    )
+    assert len(layout.scaffolds) == 1
+    assert said(layout.scaffolds[0].tokens) == "bcef"
+
+
+def test_a_small_schema_of_many_tokens_is_refused_before_they_are_there() -> None:
+    modules = "".join(f'<module name="m{i}">a</module>' for i in range(9))
+    scaffolds = "\n".join(f'<scaffold modules=". m{i}"/>' for i in range(9))
+    with pytest.raises(PMLError, match="found 4000052 tokens to encode; wanted at most 4000000") as caught:
+        laid(f'b<param name="p" len="1000000"/>{modules}\n{scaffolds}')
+    assert caught.value.line == 4
+    layout = laid(f'b<param name="p" len="1000000"/>{modules}<scaffold modules=". m1"/>')
+    assert not any("tokens" in vars(run) for run in layout.runs)
+
+
+def test_paths_are_limited_together() -> None:
+    modules = "".join(f'<module name="m{i}"/>' for i in range(20))
+    with pytest.raises(PMLError, match=r"found paths of 160000.. characters; wanted shorter names"):
+        laid(f'<module name="{"m" * 800_000}">{modules}</module>')
+
+
 def test_what_is_not_cached_has_no_run_and_what_stands_in_it_has() -> None:
     layout = laid('a<module name="m" cache="false">b<module name="n">c</module></module>')
     assert set(layout.modules) == {"", "m/n"}
