@@ -96,10 +96,7 @@ class Schemas:
         kept = self._registry.get(schema.name)
         if kept is None or self._encoder().digest not in kept.keys:
             return False
-        try:
-            return self.laid_out(kept).schema == schema
-        except PMLError:  # of another one of that name
-            return False
+        return self._as_kept(kept, schema) is not None
 
     def ensure(self, schema: Schema, progress: Callable[[Ingested], None] | None = None) -> Registered | None:
         """`register`, unless that was done; then None, and another thread that does it is waited for."""
@@ -162,9 +159,22 @@ class Schemas:
             raise request.at.error(
                 f"a prompt for schema '{request.schema}', which is not registered", f"{wanted} (Engine.register)"
             )
-        return bind(request, self.laid_out(kept), encoder.model.tokens, encoder.key_of, ask.blend).prompt
+        layout = self._meant(kept, request.over)
+        return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend).prompt
 
     # inside
+
+    def _meant(self, kept: Kept, schema: Schema | None) -> Layout:
+        """The layout of this very schema, though another one of its name be written down; None: of that one."""
+        return self.laid_out(kept) if schema is None else self._as_kept(kept, schema) or self._lay_out(_kept(schema))
+
+    def _as_kept(self, kept: Kept, schema: Schema) -> Layout | None:
+        """The layout of what is written down, if that is this very schema."""
+        try:
+            layout = self.laid_out(kept)
+        except PMLError:  # of another one of that name
+            return None
+        return layout if layout.schema == schema else None
 
     def _lay_out(self, kept: Kept) -> Layout:
         model, schema = self._encoder().model, parse_schema(kept.pml, kept.file)

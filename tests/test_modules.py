@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragfuse import Ask, Engine, InputError
+from ragfuse import Ask, Engine, InputError, PMLTemplate
 from ragfuse.core import ChunkKey
 from ragfuse.errors import PMLError
 from ragfuse.hf.common import Common
@@ -255,6 +255,24 @@ def test_streams_batches_and_plans_take_prompts_of_modules(trip: Engine) -> None
     plan = trip.plan(prompt)
     assert len(plan.fetches) == len([s for s in plan.prompt.segments if s.keys])
     assert trip.answer(prompt, Ask(seed=1)).trace.schema == "trip"
+
+
+def test_a_prompt_is_answered_over_the_very_schema_that_it_was_made_for(engine: Engine) -> None:
+    texts = [TRIP, TRIP.replace("you say little", "you say as much as you like")]
+    filled = [PMLTemplate(text, PROMPT).fill({}) for text in texts]
+    alone = []
+    for each in filled:
+        assert engine.schemas.ensure(each.schema) is not None
+        alone.append(engine.answer(parse_prompt(PROMPT)))
+    engine.flush()
+    beside = engine.batch([each.request for each in (*filled, *filled)])
+    assert [answer.token_ids for answer in beside] == [answer.token_ids for answer in alone] * 2
+    assert [answer.trace.tokens for answer in beside] == [answer.trace.tokens for answer in alone] * 2
+    assert alone[0].trace.tokens < alone[1].trace.tokens
+    assert {answer.trace.modules for answer in beside} == {(".", "plan", "plan/abroad", "plan/abroad/oslo")}
+    engine.schemas.remove("trip")
+    with pytest.raises(PMLError, match="which is not registered"):
+        engine.answer(filled[0].request)
 
 
 def test_modules_are_blended_where_it_is_asked_for(trip: Engine) -> None:

@@ -123,6 +123,7 @@ class Request:
     """A prompt that is derived from a schema: what it imports and what it adds, arguments of the schema's own.
 
     ending: text behind everything, which no message holds, for the model to go on from.
+    over: the very schema that is meant, whichever of its name is registered by now; None: that one.
     """
 
     schema: str
@@ -130,6 +131,7 @@ class Request:
     args: tuple[tuple[str, str], ...] = ()
     at: Spot = field(default=NOWHERE, compare=False, repr=False)
     ending: str = ""
+    over: Schema | None = field(default=None, compare=False, repr=False)
 
     def asking(self, text: str, role: RoleName = "user") -> Request:
         """The same with one more message at its end."""

@@ -39,7 +39,7 @@ class FilledTemplate(str):
         """Prompts of which anything differs are different texts; whose: a digest that stands for the schema."""
         shown, whose = _each(request, lambda text, at: NO_TEXT.sub("\ufffd", text)), whose or digest(repr(schema))
         made = super().__new__(cls, f"{to_pml(shown)}<!-- {digest(whose, repr(request))} -->")
-        made.request, made.schema, made.progress, made._whose = request, schema, progress, whose
+        made.request, made.schema, made.progress, made._whose = replace(request, over=schema), schema, progress, whose
         return made
 
     def asking(self, text: str) -> FilledTemplate:

@@ -113,3 +113,4 @@ def test_a_filled_template_is_sent_to_other_processes_as_it_is() -> None:
     found = PMLTemplate(SCHEMA).fill({"who": "Jo"}, progress=True)
     again = pickle.loads(pickle.dumps(found))  # our own bytes
     assert (again, again.request, again.schema, again.progress) == (found, found.request, found.schema, True)
+    assert again.request.over == found.request.over == found.asking("Why?").request.over == found.schema

@@ -132,6 +132,20 @@ def test_two_schemas_of_one_name_never_share_a_cached_answer(engine: Engine) -> 
         assert len(cache._cache) == 2
 
 
+def test_two_schemas_of_one_name_in_one_batch_keep_their_texts(engine: Engine) -> None:
+    texts = [TRIP, TRIP.replace("you say little", "you say as much as you like")]
+    prompts = [PMLPromptTemplate(text, PROMPT).format(**VALUES) for text in texts]
+    llm = RagFuseLLM(engine=engine)
+    alone = [llm.generate([prompt]).generations[0][0] for prompt in prompts]
+    beside = [each[0] for each in llm.generate([*prompts, *prompts]).generations]
+    assert [each.text for each in beside] == [each.text for each in alone] * 2
+    traces = [(each.generation_info or {})["ragfuse"] for each in (*alone, *beside)]
+    assert [trace["modules"] for trace in traces] == [(".", "plan")] * 6
+    longer = traces[1]["tokens"] - traces[0]["tokens"]
+    assert longer == len(engine.tokens(texts[1])) - len(engine.tokens(texts[0]))
+    assert [trace["tokens"] for trace in traces[2:]] == [trace["tokens"] for trace in traces[:2]] * 2
+
+
 def test_it_stands_alone_and_wants_a_model_of_ragfuse(template: PMLPromptTemplate, engine: Engine) -> None:
     llm, messages = ChatRagFuse(engine=engine), template.invoke(VALUES).to_messages()
     with pytest.raises(InputError, match="with 1 other messages; wanted it alone"):

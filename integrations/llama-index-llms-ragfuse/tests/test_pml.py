@@ -8,6 +8,7 @@ import pytest
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import PromptTemplate, RichPromptTemplate
 from llama_index.llms.ragfuse import PMLPromptTemplate, RagFuseLLM, traces
+from llama_index.llms.ragfuse.prompts import pml_of, ready
 from pydantic import BaseModel
 
 from integrations.tests.pml import HOSTILE, PROMPT, TRIP, VALUES, WHOLE, journey
@@ -123,6 +124,19 @@ async def test_an_object_is_asked_for_behind_it(template: PMLPromptTemplate, eng
     assert seen[0].modules == (".", "plan")
     assert seen[0].tokens > len(engine.prompt(parse_prompt(WHOLE))) + len("is_open")
     assert await llm.astructured_predict(Door, template, **VALUES) == found
+
+
+def test_a_prompt_keeps_its_text_though_another_schema_of_its_name_is_registered_since(
+    llm: RagFuseLLM, engine: Engine
+) -> None:
+    texts = [TRIP, TRIP.replace("you say little", "you say as much as you like")]
+    messages = [PMLPromptTemplate(text, PROMPT).format_messages(**VALUES) for text in texts]
+    alone = [llm.chat(each) for each in messages]
+    beside = engine.batch([ready(pml_of(each), engine) for each in messages])
+    assert [answer.text for answer in beside] == [each.message.content for each in alone]
+    assert [answer.trace.tokens for answer in beside] == [each.raw["usage"]["prompt_tokens"] for each in alone]
+    assert beside[0].trace.tokens < beside[1].trace.tokens
+    assert [answer.trace.modules for answer in beside] == [(".", "plan")] * 2
 
 
 def test_it_stands_alone(template: PMLPromptTemplate, engine: Engine) -> None:
