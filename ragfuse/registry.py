@@ -92,9 +92,8 @@ class Registry:
 
     def names(self) -> list[str]:
         """Which there are, sorted."""
-        names: list[str] = self._booked(lambda book: book.names(), [])
-        written = [name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)]
-        return sorted({*written, *self._here})
+        names: list[str] = self._booked(lambda book: book.names(), [self._prefix + name for name in self._here])
+        return sorted(name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix))
 
     def names_told(self) -> str:
         """Which there are, for an error."""

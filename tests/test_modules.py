@@ -121,6 +121,15 @@ def test_what_is_registered_is_listed_shown_and_removed_with_its_kv(trip: Engine
     assert trip.answer(parse_prompt(ALL_LINES)).trace.modules == (".", "two", "three")
 
 
+def test_what_another_process_removed_is_there_no_more(trip: Engine, tiny_settings) -> None:
+    trip.flush()
+    with Engine(tiny_settings) as other:
+        other.schemas.remove("trip")
+    assert (trip.schemas.names(), trip.schemas.ls()) == ([], [])
+    with pytest.raises(PMLError, match="there is none yet"):
+        trip.answer(parse_prompt(PROMPT))
+
+
 def test_what_two_schemas_share_stays_with_the_one_that_is_left(trip: Engine) -> None:
     trip.register(TRIP.replace('name="trip"', 'name="voyage"'))
     trip.flush()
