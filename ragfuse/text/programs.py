@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import update_wrapper
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any, ParamSpec, cast, overload
 
 from ragfuse.errors import PMLError
@@ -309,9 +309,9 @@ class _Compiler:
     # and back to a function
 
     def _function(self, scope: _Scope, said: list[ast.stmt]) -> FunctionType:
-        """A function with the same parameters that says what it imports, over the same names."""
-        closure = _closure(self.function)
-        maker = ast.parse(f"def make({', '.join(('__say__', *closure))}): pass")
+        """A function with the same parameters that says what it imports, over the very names around it."""
+        free = ("__say__", *self.function.__code__.co_freevars)
+        maker = ast.parse(f"def make({', '.join(free)}): pass")
         opened = ast.parse(f"{scope.variable} = __say__({self.function.__name__!r})").body
         definition = self.definition
         definition.decorator_list, definition.returns = [], None
@@ -326,8 +326,11 @@ class _Compiler:
         outer.body = [definition, ast.Return(ast.Name(definition.name, ast.Load()))]
         made: dict[str, Any] = {}
         exec(compile(ast.fix_missing_locations(maker), self.file, "exec"), self.function.__globals__, made)
-        function = cast(FunctionType, made["make"](_Said, *closure.values()))
-        function.__defaults__, function.__kwdefaults__ = self.function.__defaults__, self.function.__kwdefaults__
+        code = made["make"](*free).__code__
+        cells = dict(zip(free, (CellType(_Said), *(self.function.__closure__ or ())), strict=True))
+        closure, given = tuple(cells[name] for name in code.co_freevars), self.function
+        function = FunctionType(code, given.__globals__, given.__name__, given.__defaults__, closure)
+        function.__kwdefaults__ = given.__kwdefaults__
         return function
 
 

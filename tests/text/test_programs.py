@@ -143,6 +143,27 @@ def test_conditions_are_plain_python_over_the_names_around_the_function() -> Non
     assert inner == Import("if-3", (), (Import("hotel", (("stars", "4"),)),))
 
 
+def test_conditions_see_the_names_around_the_function_as_they_are_when_it_is_called() -> None:
+    most = 1
+
+    @program
+    def party(n: int) -> None:
+        if n > most:
+            "Many. "
+        if late(n):
+            "And later more. "
+        "End."
+
+    with pytest.raises(NameError, match="late"):
+        party(2)
+
+    def late(n: int) -> bool:
+        return n > 2 * most
+
+    most = 3
+    assert [party(n).items for n in (3, 4, 7)] == [(), (Import("if"),), (Import("if"), Import("if-2"))]
+
+
 def test_names_that_pml_keeps_for_itself_are_changed() -> None:
     @program
     def odd(user: bool, kind: int) -> None:
