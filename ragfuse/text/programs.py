@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import update_wrapper
@@ -24,6 +23,7 @@ from ragfuse.text.pml import TAGS, is_name
 
 P = ParamSpec("P")
 _PML = "__pml__"
+_DEF = "a function written with def"
 _SAYS = "texts, f-strings of parameters, if, match, with system, user or assistant, calls of prompt functions"
 
 
@@ -139,7 +139,7 @@ class _Compiler:
 
     def __init__(self, function: Callable[..., Any], max_tokens: Mapping[str, int]) -> None:
         if not isinstance(function, FunctionType):
-            raise PMLError(f"{function!r}", "a function written with def")
+            raise PMLError(f"{function!r}", _DEF)
         self.function, self.count = function, 0
         self.file, self.first = function.__code__.co_filename, function.__code__.co_firstlineno
         self.definition = self._definition()
@@ -171,12 +171,16 @@ class _Compiler:
             source = inspect.getsource(self.function)
         except OSError as error:
             raise PMLError("a function without source", "one that stands in a file", self.file, self.first) from error
-        tree = ast.parse(textwrap.dedent(source))
-        ast.increment_lineno(tree, self.first - 1)
-        found = tree.body[0] if tree.body else None
+        is_inside = source[:1].isspace()  # of another block: it stays as it is, and so do its texts
+        try:
+            body: Sequence[ast.stmt] = ast.parse(f"if True:\n{source}" if is_inside else source).body
+        except SyntaxError as error:
+            raise PMLError(f"source that cannot be read ({error.msg})", _DEF, self.file, self.first) from error
+        body = cast(ast.If, body[0]).body if is_inside else body
+        found = body[0] if body else None
         if not isinstance(found, ast.FunctionDef):
-            raise PMLError(f"'{source.strip()[:40]}'", "a function written with def", self.file, self.first, 1)
-        return found
+            raise PMLError(f"'{source.strip()[:40]}'", _DEF, self.file, self.first, 1)
+        return ast.increment_lineno(found, self.first - 1 - is_inside)
 
     def _annotated(self) -> dict[str, int]:
         try:

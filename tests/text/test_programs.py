@@ -164,6 +164,20 @@ def test_conditions_see_the_names_around_the_function_as_they_are_when_it_is_cal
     assert [party(n).items for n in (3, 4, 7)] == [(), (Import("if"),), (Import("if"), Import("if-2"))]
 
 
+def test_texts_of_a_function_in_another_block_keep_their_white_space() -> None:
+    @program
+    def letter() -> None:
+        """What a letter is."""
+        """Dear all,
+    it rains.
+Yours"""
+
+    (text,), first = schema_of(letter).items, inspect.unwrap(letter).__code__.co_firstlineno
+    assert isinstance(text, Text)
+    assert text.text == "Dear all,\n    it rains.\nYours"
+    assert (text.at.line, text.at.column) == (first + 3, 9)
+
+
 def test_names_that_pml_keeps_for_itself_are_changed() -> None:
     @program
     def odd(user: bool, kind: int) -> None:
@@ -270,6 +284,11 @@ def test_what_is_no_function_or_has_no_source_is_refused() -> None:
         program(len)
     with pytest.raises(PMLError, match="written with def"):
         program(lambda: "a")
+    lambdas = {
+        "a": lambda: "a",
+    }
+    with pytest.raises(PMLError, match=r"found source that cannot be read \(.*\); wanted a function written with def"):
+        program(lambdas["a"])
     made: dict[str, Any] = {}
     exec("def f():\n    'a'\n    'b'", made)
     with pytest.raises(PMLError, match="found a function without source"):
