@@ -69,6 +69,7 @@ class Schemas:
         self._settings, self._registry, self._prompter, self._encoder = settings, registry, prompter, encoder
         self._lock, self._ensuring = threading.Lock(), threading.Lock()
         self._laid: dict[str, tuple[str, Layout]] = {}
+        self._keys: dict[str, tuple[Layout, list[str]]] = {}
         self._template: tuple[str, Wrapping] | None = None
 
     def register(self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None) -> Registered:
@@ -94,7 +95,7 @@ class Schemas:
     def has(self, schema: Schema) -> bool:
         """Whether this very schema is registered, and was encoded for the model."""
         kept = self._registry.get(schema.name)
-        if kept is None or self._encoder().digest not in kept.keys:
+        if kept is None or not kept.is_encoded(self._encoder().digest):
             return False
         return self._as_kept(kept, schema) is not None
 
@@ -145,6 +146,7 @@ class Schemas:
         """Forget a schema, and the KV that no other registered one has, in every tier; bytes freed."""
         with self._lock:
             self._laid.pop(name, None)
+            self._keys.pop(name, None)
         return self._registry.remove(name)
 
     def prompt(self, request: Request, ask: Ask) -> Prompt:
@@ -160,6 +162,7 @@ class Schemas:
                 f"a prompt for schema '{request.schema}', which is not registered", f"{wanted} (Engine.register)"
             )
         layout = self._meant(kept, request.over)
+        self._note(kept, layout, encoder)
         return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend).prompt
 
     # inside
@@ -167,6 +170,17 @@ class Schemas:
     def _meant(self, kept: Kept, schema: Schema | None) -> Layout:
         """The layout of this very schema, though another one of its name be written down; None: of that one."""
         return self.laid_out(kept) if schema is None else self._as_kept(kept, schema) or self._lay_out(_kept(schema))
+
+    def _note(self, kept: Kept, layout: Layout, encoder: Encoder) -> None:
+        """Have it written down what answers over a layout may leave in the store, so that it goes with the schema."""
+        with self._lock:
+            noted = self._keys.get(kept.name)
+        if noted is None or noted[0] is not layout:
+            noted = layout, [str(encoder.key_of(run)) for run in layout.runs]
+            with self._lock:
+                self._keys[kept.name] = noted
+        if not {*noted[1]} <= {*kept.keys.get(encoder.digest, ())}:
+            self._registry.note(kept.name, encoder.digest, noted[1])
 
     def _as_kept(self, kept: Kept, schema: Schema) -> Layout | None:
         """The layout of what is written down, if that is this very schema."""

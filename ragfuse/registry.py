@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ragfuse.core import ChunkKey, digest
@@ -41,20 +41,30 @@ class SchemaInfo:
 
 @dataclass(frozen=True)
 class Kept:
-    """A schema's text and where it came from; keys: of what was encoded of it, by digest of model and tenant."""
+    """A schema's text and where it came from.
+
+    keys: of what was encoded of it, or may be, by digest of model and tenant. encoded: digest of the text that was
+    encoded as a whole, by the same.
+    """
 
     name: str
     pml: str
     file: str = ""
     added: float = 0.0
     keys: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    encoded: Mapping[str, str] = field(default_factory=dict)
+
+    def is_encoded(self, model: str) -> bool:
+        """Whether just this text was encoded for the digest `model`."""
+        return self.encoded.get(model) == digest("schema", self.pml)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Kept | None:
         """What was written down, None where that is something else."""
         try:
             keys = {str(model): [str(key) for key in keys] for model, keys in data["keys"].items()}
-            return cls(str(data["name"]), str(data["pml"]), str(data["file"]), float(data["added"]), keys)
+            encoded = {str(model): str(text) for model, text in data.get("encoded", {}).items()}
+            return cls(str(data["name"]), str(data["pml"]), str(data["file"]), float(data["added"]), keys, encoded)
         except (KeyError, TypeError, ValueError, AttributeError):
             return None
 
@@ -73,13 +83,17 @@ class Registry:
     def put(self, kept: Kept, model: str, keys: Sequence[str]) -> None:
         """Write a schema down in place of another of its name. keys: of its runs, for the digest `model`."""
         with self._lock:
-            before = self._get(kept.name)
-            others = {name: list(old) for name, old in before.keys.items()} if before is not None else {}
-            stale = others.get(model, [])
-            others[model] = list(dict.fromkeys([*keys, *stale]))
-            data = asdict(Kept(kept.name, kept.pml, kept.file, self._clock(), others))
-            self._here[kept.name] = data
-            self._booked(lambda book: book.put(self._prefix + kept.name, data), None)
+            before = self._get(kept.name) or kept
+            encoded = {**before.encoded, model: digest("schema", kept.pml)}
+            all_keys = _more(before.keys, model, keys)
+            self._write(replace(kept, added=self._clock(), keys=all_keys, encoded=encoded))
+
+    def note(self, name: str, model: str, keys: Sequence[str]) -> None:
+        """Write down what may be encoded of a schema after an answer, so that it goes when the schema does."""
+        with self._lock:
+            kept = self._get(name)
+            if kept is not None:
+                self._write(replace(kept, keys=_more(kept.keys, model, keys)))
 
     def get(self, name: str) -> Kept | None:
         """The schema of that name, None if there is none."""
@@ -123,10 +137,20 @@ class Registry:
         found = map(self.get, self.names())
         return [kept for kept in found if kept is not None]
 
+    def _write(self, kept: Kept) -> None:
+        data = self._here[kept.name] = asdict(kept)
+        self._booked(lambda book: book.put(self._prefix + kept.name, data), None)
+
     def _get(self, name: str) -> Kept | None:
         here = self._here.get(name)
         data = self._booked(lambda book: book.get(self._prefix + name), here)
         return Kept.from_dict(data) if data else None
+
+
+def _more(before: Mapping[str, Sequence[str]], model: str, keys: Sequence[str]) -> dict[str, list[str]]:
+    """Keys by model with more of one; those of texts that were edited since stay, as their KV does."""
+    others = {name: list(old) for name, old in before.items()}
+    return {**others, model: list(dict.fromkeys([*keys, *others.get(model, [])]))}
 
 
 def _keys(kept: Kept) -> Iterator[ChunkKey]:

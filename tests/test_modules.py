@@ -398,6 +398,40 @@ def test_kv_that_cannot_be_moved_is_used_in_place_alone(of) -> None:
     assert engine.answer(parse_prompt(ALL_LINES)).trace.modules == (".", "two", "three")
 
 
+# several models on one store
+
+EDITED = TRIP.replace("Oslo and its fjords", "Oslo and the sea")
+
+
+def test_what_another_model_encoded_after_an_answer_goes_with_the_schema(trip: Engine, of) -> None:
+    trip.flush()
+    other = of("llama")
+    other.answer(parse_prompt(PROMPT))
+    other.flush()
+    keys = {other.encoder.key_of(run) for run in other.schemas.show("trip").runs}
+    assert other.store.lookup(keys)
+    assert not other.schemas.has(parse_schema(TRIP))
+    other.schemas.remove("trip")
+    assert other.store.lookup(keys) == {}
+
+
+def test_a_text_that_another_models_process_edited_is_not_encoded_for_this_one(trip: Engine, of) -> None:
+    other, edited = of("llama"), parse_schema(EDITED)
+    other.register(edited)
+    assert (other.schemas.has(edited), trip.schemas.has(edited)) == (True, False)
+    trip.answer(parse_prompt(PROMPT))
+    trip.flush()
+    runs = [trip.encoder.key_of(run) for run in trip.schemas.show("trip").runs]
+    assert len(trip.store.lookup(runs)) == len(runs)  # what the edit changed came after the answer
+    assert not trip.schemas.has(edited)
+    assert trip.schemas.ensure(edited) is not None
+    assert (other.schemas.has(edited), trip.schemas.has(edited)) == (True, True)
+    other.close()
+    trip.schemas.remove("trip")
+    assert trip.store.lookup(runs) == {}
+    assert trip.store.entries() == []
+
+
 # answers at the same time
 
 LONG = "The sea was calm, and the ship went on. " * 8
