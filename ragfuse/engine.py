@@ -31,7 +31,7 @@ from ragfuse.hf.verify import Verdict, verify
 from ragfuse.keeping import open_kept
 from ragfuse.load.link import Links
 from ragfuse.measure import Progress
-from ragfuse.modules import Registered, Schemas
+from ragfuse.modules import Registered, Schemas, inquiry_of
 from ragfuse.outlook import Outlook
 from ragfuse.plan.controller import settle
 from ragfuse.planning import Planner
@@ -242,15 +242,17 @@ class Engine:
         with self._bringer.all([prompt], ask, self.model, self.profile) as (brought,):
             return self._prefiller.prepare(prompt, ask, self.model, self.profile, brought)
 
-    def answer(self, prompt: Inquiry, ask: Ask | None = None) -> Answer:
-        """The answer to a prompt, with the trace of what was reused."""
-        return self._answer(prompt, ask or Ask(), None, threading.Event())
+    def answer(self, prompt: Inquiry | None = None, ask: Ask | None = None, *, pml: Path | str | None = None) -> Answer:
+        """The answer to a prompt, or to the one that is PML or a file of it, with the trace of what was reused."""
+        return self._answer(inquiry_of(prompt, pml), ask or Ask(), None, threading.Event())
 
-    def stream(self, prompt: Inquiry, ask: Ask | None = None) -> AnswerStream:
+    def stream(
+        self, prompt: Inquiry | None = None, ask: Ask | None = None, *, pml: Path | str | None = None
+    ) -> AnswerStream:
         """The answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
-        ask = ask or Ask()
+        ask, asked = ask or Ask(), inquiry_of(prompt, pml)
         offered(ask)  # what cannot be used is told here, not while reading
-        return AnswerStream(lambda say, gone: self._answer(prompt, ask, say, gone))
+        return AnswerStream(lambda say, gone: self._answer(asked, ask, say, gone))
 
     def batch(
         self, prompts: Sequence[Inquiry], ask: Ask | None = None, gone: threading.Event | None = None

@@ -17,7 +17,7 @@ from ragfuse.asking import Ask, room_behind
 from ragfuse.core import Prompt
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, PMLError
-from ragfuse.prompting import Prompter
+from ragfuse.prompting import Inquiry, Prompter
 from ragfuse.registry import Kept, Registry, SchemaInfo
 from ragfuse.settings import Settings
 from ragfuse.text.bind import bind
@@ -32,6 +32,7 @@ __all__ = [
     "Request",
     "SchemaInfo",
     "Schemas",
+    "inquiry_of",
     "outline",
     "parse_prompt",
     "parse_schema",
@@ -52,9 +53,20 @@ class Registered:
         return self.layout.schema.name
 
 
-def read_prompt(path: str | Path) -> Request:
-    """The prompt in PML that a file holds; PMLError with the line where it holds none."""
-    found = read(path)
+def inquiry_of(prompt: Inquiry | None, pml: Path | str | None) -> Inquiry:
+    """What is asked: a prompt as it is, or the one that `pml` says. InputError for both, or neither."""
+    if prompt is not None and pml is None:
+        return prompt
+    if pml is not None and prompt is None:
+        return read_prompt(pml)
+    raise InputError(f"Wanted a prompt, or one in PML as `pml`; found {'both' if pml is not None else 'neither'}.")
+
+
+def read_prompt(pml: Path | str) -> Request:
+    """The prompt that is PML, where a text begins with `<`, or that a file of that name holds; PMLError for none."""
+    if isinstance(pml, str) and pml.lstrip().startswith("<"):
+        return parse_prompt(pml)
+    found = read(pml)
     if not isinstance(found, Request):
         raise found.at.error("<schema>", "<prompt>")
     return found

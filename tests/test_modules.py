@@ -323,6 +323,24 @@ def test_the_other_modules_of_a_union_are_brought_to_memory(trip: Engine, tiny_s
         assert later.store.lookup([diet])[diet].tier == "disk"
 
 
+def test_a_prompt_may_be_given_as_pml_or_its_file(trip: Engine, tmp_path) -> None:
+    path = tmp_path / "ask.xml"
+    path.write_text(PROMPT, "utf-8")
+    wanted = trip.answer(parse_prompt(PROMPT))
+    for pml in (PROMPT, path, str(path)):
+        assert trip.answer(pml=pml).token_ids == wanted.token_ids
+        with trip.stream(pml=pml) as stream:
+            assert "".join(stream) == wanted.text
+    assert trip.answer(PROMPT).trace.schema == ""  # a text that is asked stays one
+    for ask in (trip.answer, trip.stream):
+        with pytest.raises(InputError, match="found both"):
+            ask("And now?", pml=PROMPT)
+        with pytest.raises(InputError, match="found neither"):
+            ask()
+        with pytest.raises(PMLError, match="wanted <prompt>"):
+            ask(pml=TRIP)
+
+
 @pytest.mark.parametrize("ask", [Ask(session="mine"), Ask(tools=[{"type": "function", "function": {"name": "f"}}])])
 def test_what_a_prompt_of_modules_cannot_do_is_told(trip: Engine, ask: Ask) -> None:
     with pytest.raises(InputError, match="A prompt in PML"):

@@ -45,6 +45,9 @@ def ask(
         Path | None,
         typer.Option("--pml", help="Ask this prompt in PML, over its schema's modules; a QUESTION follows it."),
     ] = None,
+    blend: Annotated[
+        bool, typer.Option("--blend", help="With --pml: compute some rows of modules again, by --policy and --ratio.")
+    ] = False,
     index: Index = "default",
     model: Model = None,
     dtype: Dtype = None,
@@ -69,6 +72,10 @@ def ask(
         raise InputError('The question is empty. Ask something: ragfuse ask "Who built the bridge?"')
     if pml is not None and (docs is not None or index != "default" or session is not None):
         raise InputError("--pml asks over the modules of a schema: leave out --docs, --index and --session.")
+    if blend and pml is None:
+        raise InputError("--blend is about the modules of a prompt in PML: add --pml, or leave it out.")
+    if pml is not None and not blend and (policy is not None or ratio is not None):
+        raise InputError("Modules are used as they are: add --blend, or leave out --policy and --ratio.")
     if docs is not None and index != "default":
         raise InputError("--docs makes an index of its own: leave out --index, or ingest into it first.")
     settings = settings_of(
@@ -89,7 +96,7 @@ def ask(
         from ragfuse.engine import Ask, Engine
 
         if pml is not None:
-            asked = Asking(console, explain, compare, Ask(deadline_s=deadline))
+            asked = Asking(console, explain, compare, Ask(deadline_s=deadline, blend=blend))
             with Engine(settings) as engine:
                 write_json(_result(question, *_answers(engine, prompt_in(pml, question), asked)), json)
             return

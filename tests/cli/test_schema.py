@@ -83,6 +83,9 @@ def test_a_prompt_in_a_file_is_asked_over_its_modules(given, tiny_settings):
         more = engine.answer(request.asking("And what do I eat?")).trace.tokens
     assert said("ask", "And what do I eat?", "--pml", given / "ask.xml")["trace"]["tokens"] == more
     assert "trip" in run("ask", "--pml", given / "ask.xml", "--explain").output
+    assert told["trace"]["tokens_recomputed"] == 0
+    blended = said("ask", "--pml", given / "ask.xml", "--blend", "--ratio", "0.3", "--policy", "hkvd")
+    assert blended["trace"]["tokens_recomputed"] > 0
 
 
 @pytest.mark.parametrize(
@@ -91,6 +94,9 @@ def test_a_prompt_in_a_file_is_asked_over_its_modules(given, tiny_settings):
         (("ask", "--pml", "ask.xml"), "not registered"),
         (("ask", "--pml", "trip.xml"), "found <schema>"),
         (("ask", "--pml", "ask.xml", "--session", "mine"), "leave out --docs"),
+        (("ask", "--pml", "ask.xml", "--ratio", "0.3"), "add --blend"),
+        (("ask", "--pml", "ask.xml", "--policy", "hkvd"), "add --blend"),
+        (("ask", "What?", "--blend"), "add --pml"),
         (("ask",), "question is empty"),
         (("schema", "add", "ask.xml"), "found <prompt>"),
         (("schema", "add", "none.xml"), "no readable file"),
