@@ -1,7 +1,8 @@
 """Peak memory of a batch whose prompts share a module, with sharing and without, each in a process of its own.
 
 A process that has only loaded its model is what the peak stands on: the peak of loading is forgotten, and freed pages
-are given back, before the batch begins (Prompt Cache 3.4 and 5.4).
+are given back, before the batch begins (Prompt Cache 3.4 and 5.4). So they are at each token of an answer, with sharing
+and without: an engine that shares gives back by itself, and what is to be told is what it holds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 import psutil
+from torch import Tensor
 
 from ragfuse.bench.modules.asked import engine_over, model_of
 from ragfuse.bench.modules.cases import long_schema, over_all
@@ -136,7 +138,7 @@ def measured(engine: Engine, batch: Batch) -> dict[str, Any]:
     engine.flush()
     asked = [QUESTIONS[at % len(QUESTIONS)] for at in range(batch.prompts)]
     prompts = [over_all(schema, 1, f"{question} ({at})") for at, question in enumerate(asked, 1)]
-    length: Mapping[str, Any] = {"min_new_tokens": batch.answer_tokens}
+    length: Mapping[str, Any] = {"min_new_tokens": batch.answer_tokens, "logits_processor": [Trimming()]}
     ask = Ask(max_tokens=batch.answer_tokens, options=length)
     engine.answer(prompts[0], ask)  # what a first answer makes ready once
     engine.flush()
@@ -151,11 +153,25 @@ def measured(engine: Engine, batch: Batch) -> dict[str, Any]:
     return {**told, "answers": [answer.text for answer in answers]}
 
 
+class Trimming:
+    """A logits processor that changes nothing: at each token of an answer what was freed is given back."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """The scores as they are."""
+        give_back()
+        return scores
+
+
+def give_back() -> None:
+    """Let the system have what was freed, where that does not happen by itself."""
+    if is_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def settled_rss() -> int:
     """Bytes of this process now, what was freed given back; the peak begins here, where the system lets it."""
     gc.collect()
-    if is_glibc():
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back()
     reset = Path("/proc/self/clear_refs")
     if reset.exists():
         reset.write_text("5")

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from ragfuse import Ask, Engine, Settings
+from ragfuse.bench.modules import memory
 from ragfuse.bench.modules.asked import first_logits, measured, registered
 from ragfuse.bench.modules.cases import ModuleCase, uses
 from ragfuse.bench.modules.memory import Batch, batch_memory
@@ -98,6 +99,17 @@ def test_a_batch_reuses_the_module_that_its_prompts_share(engine: Engine) -> Non
     assert len(told["answers"]) == 3
     assert told["peak"] >= told["base"] > 0
     assert told["module_nbytes"] >= 400 * engine.model.nbytes_per_token
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_what_answers_freed_is_given_back_with_sharing_and_without(
+    tiny_settings: Settings, monkeypatch: pytest.MonkeyPatch, share: bool
+) -> None:
+    times: list[None] = []
+    monkeypatch.setattr(memory, "give_back", lambda: times.append(None))
+    with Engine(tiny_settings.model_copy(update={"share": share})) as engine:
+        in_this_process(engine, Batch(3, 400, 5))
+    assert len(times) == 5 + 1 + 3 * 5  # each token of a first answer and of the batch's, and once between
 
 
 @pytest.mark.slow
