@@ -205,7 +205,8 @@ class Schemas:
     def _lay_out(self, kept: Kept) -> Layout:
         model, schema = self._encoder().model, parse_schema(kept.pml, kept.file)
         begins, wrapping = self._wrapping()
-        bos = model.tokens(begins, True) if begins and _has_messages(schema.items) else model.bos
+        is_chat = wrapping is not PLAIN and _has_messages(schema.items)
+        bos = model.tokens(begins, True) if is_chat else model.bos
         unknown = model.words.unk_token_id
         placeholder = unknown if isinstance(unknown, int) else model.tokens(" ")[0]
         shortest, fixed = self._settings.min_chunk_tokens, model.profile.fixed

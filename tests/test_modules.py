@@ -9,6 +9,7 @@ from ragfuse import Ask, Engine, InputError, PMLTemplate
 from ragfuse.core import ChunkKey
 from ragfuse.errors import PMLError
 from ragfuse.hf.common import Common
+from ragfuse.hf.model import HFModel
 from ragfuse.text.bind import Taken
 from ragfuse.text.pml import parse_prompt, parse_schema
 from tests.hf import kit
@@ -357,6 +358,20 @@ def test_messages_are_wrapped_as_the_models_template_does(engine: Engine) -> Non
     mine = engine.prompt(parse_prompt('<prompt schema="talk"><user>And that?</user></prompt>'))
     assert mine.token_ids == engine.prompt([*said, ("user", "And that?")]).token_ids
     assert engine.model.text(mine.token_ids).startswith("Be brief")
+
+
+def test_a_chat_begins_as_the_template_does_whatever_stands_before_a_text(engine: Engine, monkeypatch) -> None:
+    words = engine.model.words
+    monkeypatch.setattr(words, "chat_template", words.chat_template.removeprefix("<s>"))
+    monkeypatch.setattr(HFModel, "bos", (words.bos_token_id,))
+    engine.register('<schema name="talk"><system>Be brief, as ever.</system></schema>')
+    mine = engine.prompt(parse_prompt('<prompt schema="talk"><user>And that?</user></prompt>'))
+    assert mine.token_ids == engine.prompt([("system", "Be brief, as ever."), ("user", "And that?")]).token_ids
+    assert mine.token_ids[0] != words.bos_token_id
+    engine.register('<schema name="told">All that is told is a text.</schema>')
+    text = engine.prompt(parse_prompt('<prompt schema="told"> And more.</prompt>'))
+    assert text.token_ids == engine.prompt("All that is told is a text. And more.").token_ids
+    assert text.token_ids[0] == words.bos_token_id
 
 
 # families

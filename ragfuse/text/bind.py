@@ -3,7 +3,8 @@
 Imported modules stand where their schema has them (Prompt Cache 3.4). Arguments are fresh, at the positions of their
 parameters, of which the rest stays empty; so are texts of the prompt's own: behind the module that is imported before
 them, or else behind what stands before the next one. Where such a text is longer than the room there, all behind it
-moves by what is missing, which its keys can. Messages behind all imports stand at the end of the schema.
+moves by what is missing, which its keys can. Messages behind all imports stand behind all else that the prompt has: for
+modules at the schema's end that are not imported no room is left before them.
 """
 
 from __future__ import annotations

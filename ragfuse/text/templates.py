@@ -22,8 +22,9 @@ Pairs = Sequence[tuple[str, str]]
 _ROLES: Mapping[str, RoleName] = MappingProxyType(
     {"human": "user", "user": "user", "system": "system", "ai": "assistant", "assistant": "assistant"}
 )
-_CHAT = re.compile(r"""{%-?\s*chat\s+role\s*=\s*["'](\w+)["']\s*-?%}(.*?){%-?\s*endchat\s*-?%}""", re.DOTALL)
-_HELD = re.compile(r"{{-?\s*([^{}]*?)\s*-?}}")
+_CHAT = re.compile(r"""{%(-?)\s*chat\s+role\s*=\s*["'](\w+)["']\s*(-?)%}(.*?){%(-?)\s*endchat\s*(-?)%}""", re.DOTALL)
+_JINJA = re.compile(r"{#.*?#}|(?<!{){{-?([^{}]*?)-?}}", re.DOTALL)
+_MUSTACHE = re.compile(r"(?<!{)(?:{{{([^{}]*)}}}|{{([^{}]*)}})")
 
 
 def from_template(name: str, template: Any, max_tokens: int | Mapping[str, int], syntax: Syntax = "f-string") -> Schema:
@@ -63,14 +64,22 @@ def _pairs(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, str,
 def _chats(text: str, syntax: Syntax) -> Iterator[tuple[str, str, Syntax]]:
     """What `{% chat %}` blocks say, where there are some; white space between them is no text."""
     blocks = list(_CHAT.finditer(text)) if syntax == "jinja2" else []
-    done = 0
+    done, dash = 0, ""
     for block in blocks:
-        if text[done : block.start()].strip():
-            yield "", text[done : block.start()], syntax
-        yield block[1], block[2], syntax
-        done = block.end()
-    if not blocks or text[done:].strip():
-        yield "", text[done:], syntax
+        outer, role, opened, inner, closed, behind = block.groups()
+        if (between := _bare(text[done : block.start()], dash, outer)).strip():
+            yield "", between, syntax
+        yield role, _bare(inner, opened, closed), syntax
+        done, dash = block.end(), behind
+    rest = _bare(text[done:], dash, "")
+    if not blocks or rest.strip():
+        yield "", rest, syntax
+
+
+def _bare(text: str, before: str, behind: str) -> str:
+    """A text between two tags of jinja's, of which one with a dash takes the white space beside it."""
+    text = text.lstrip() if before == "-" else text
+    return text.rstrip() if behind == "-" else text
 
 
 def _message(name: str, message: Any, syntax: Syntax) -> tuple[str, str, Syntax]:
@@ -122,11 +131,13 @@ def parsed(name: str, text: str, syntax: Syntax) -> Iterator[tuple[str, str | No
     if syntax == "f-string":
         yield from _formatted(name, text)
         return
-    done = 0
-    for held in _HELD.finditer(text):
-        yield _plain(name, text, done, held.start()), held[1], held.start()
-        done = held.end()
-    yield _plain(name, text, done, len(text)), None, len(text)
+    is_jinja, done, dash = syntax == "jinja2", 0, ""
+    for held in (_JINJA if is_jinja else _MUSTACHE).finditer(text):
+        literal, tag = _plain(name, text, done, held.start()), held[0] if is_jinja else ""
+        variable = held[held.lastindex].strip() if held.lastindex else None  # none in a comment
+        yield _bare(literal, dash, tag[2:3]), variable, held.start()
+        done, dash = held.end(), tag[-3:-2]
+    yield _bare(_plain(name, text, done, len(text)), dash, ""), None, len(text)
 
 
 def _formatted(name: str, text: str) -> Iterator[tuple[str, str | None, int]]:
@@ -143,7 +154,7 @@ def _formatted(name: str, text: str) -> Iterator[tuple[str, str | None, int]]:
 
 def _plain(name: str, text: str, lo: int, hi: int) -> str:
     """Text between variables; PMLError for what a mustache or jinja template does beside holding variables."""
-    plain = re.sub(r"{#.*?#}", "", text[lo:hi], flags=re.DOTALL)
+    plain = text[lo:hi]
     if logic := re.search(r"{%.*?%}|{{.*?}}|{{|{%", plain, re.DOTALL):
         line = text.count("\n", 0, lo) + plain.count("\n", 0, logic.start()) + 1
         raise PMLError(f"'{logic.group()[:60]}' in a template", "texts and variables", name, line, 1)

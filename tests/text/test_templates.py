@@ -83,6 +83,9 @@ def test_llama_index_s_prompts_are_taken() -> None:
         ("a\n{% if x %}b{% endif %}", "jinja2", "t:2:1: found '{% if x %}'"),
         ("{{ x | upper }}", "jinja2", r"'x \| upper' in a template"),
         ("{{#x}}a{{/x}}", "mustache", "'#x' in a template"),
+        ("{{{ x }}}", "jinja2", "'{{{ x }}' in a template"),
+        ("{{{{x}}}}", "mustache", "'{{{{x}}' in a template"),
+        ("{{-x}}", "mustache", "'-x' in a template"),
         ([("tool", "a")], "f-string", "role 'tool'"),
         (3, "f-string", "a template of type int"),
     ],
@@ -92,5 +95,29 @@ def test_what_no_schema_can_hold_is_refused(template: Any, syntax: Any, found: s
         from_template("t", template, {"x": 3}, syntax)
 
 
-def test_comments_of_jinja_are_no_text() -> None:
-    assert from_template("t", "a{# no #}b{{ x }}", 3, "jinja2").items == (Text("ab"), Param("x", 3))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a{# no #}b{{ x }}",
+        "a{# {{ y }}\n {% if %} #}b{{ x }}",
+        "a \n{{- x -}}\n b",
+        "a {#- no -#} b {{x-}} c {{-x}} d",
+        ' {"a": {{x}}} }',
+        "{{ x }}-{{ x }}",
+    ],
+)
+def test_comments_and_dashes_of_jinja_s_are_read_as_jinja_does(text: str) -> None:
+    items = from_template("t", text, 3, "jinja2").items
+    said = "".join("X" if isinstance(item, Param) else item.text for item in items if isinstance(item, Param | Text))
+    assert said == pytest.importorskip("jinja2").Template(text).render(x="X")
+
+
+def test_dashes_of_chat_blocks_take_the_white_space_beside_them() -> None:
+    text = '{% chat role="user" -%}\n a{{ x }} b\n{%- endchat %} {% chat role="assistant" %} c {% endchat -%} \nd'
+    user = Role("user", (Text("a"), Param("x", 3), Text(" b")))
+    assert from_template("t", text, 3, "jinja2").items == (user, Role("assistant", (Text(" c "),)), Text("d"))
+
+
+def test_a_variable_of_mustache_s_may_stand_in_three_braces() -> None:
+    items = from_template("t", "a {{{ x }}} {# b #}{{x}}}", 3, "mustache").items
+    assert items == (Text("a "), Param("x", 3), Text(" {# b #}"), Param("x", 3), Text("}"))
