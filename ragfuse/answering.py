@@ -99,6 +99,8 @@ class Answerer:
             if any(end.is_set() for end in ends):
                 raise InputError("The stream was closed before its answer began.")
             ready = self.prefiller.prepare(prompt, asked.ask, reply.model, asked.profile, brought)
+            if brought is not None:
+                brought.close()
             self.talks.begin([ready], asked.ask)
             if self.settings.share and (several or reply.model.batcher.active):
                 self._share(ready, reply.model)

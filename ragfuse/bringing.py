@@ -73,7 +73,7 @@ class Brought:
         return StreamTrace(terms.level or terms.adapt, self.deadline_s, False, tuple(self.stream.pieces), terms.prior)
 
     def close(self) -> None:
-        """Nothing more of it is needed."""
+        """Nothing more of what came is needed: the prompt is prefilled, or never will be."""
         if self.stream is not None:
             self.stream.close()
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from ragfuse import Ask, Engine
+from ragfuse import Ask, Engine, answering
 from ragfuse.bench.line import Line, constant, line_to
 from ragfuse.cli.show import show_trace
 from ragfuse.codec import RawCodec
-from ragfuse.load.stream import IN_TIME, LATE, SOONER, UNREADABLE
+from ragfuse.load.stream import IN_TIME, LATE, SOONER, UNREADABLE, Stream
 from tests.plan.kit import timings, with_cost
 from tests.store.redis_server import RedisServer
 from tests.tiny import CHUNKS, adds_up, chunk_hits, ingest, messages
@@ -166,6 +166,23 @@ def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monk
     lost = [segment for segment in trace.segments if segment.kind == "chunk" and not segment.hit]
     assert [(segment.source, segment.why) for segment in lost] == [("book-2", UNREADABLE)]
     assert adds_up(trace)
+
+
+def test_a_chunk_that_stands_twice_comes_once(engine):
+    computing(engine, SLOWLY)
+    found = [engine.answer(messages(c), Ask(ratio=0.0, deadline_s=5.0)).trace for c in (CHUNKS[:2], [*CHUNKS[:2], CHUNKS[0]])]
+    once, twice = (sum(piece.nbytes for piece in trace.stream.pieces) for trace in found)
+    assert once == twice > 0
+    assert chunk_hits(found[1]) == [True] * 3
+
+
+def test_what_came_is_let_go_of_before_the_answer_is_written(engine, monkeypatch):
+    computing(engine, SLOWLY)
+    events, close, generate = [], Stream.close, answering.generate
+    monkeypatch.setattr(Stream, "close", lambda stream: events.append("let go") or close(stream))
+    monkeypatch.setattr(answering, "generate", lambda *given: events.append("written") or generate(*given))
+    assert engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace.tokens_reused
+    assert events[:2] == ["let go", "written"]
 
 
 def test_prompts_of_a_batch_share_the_line_and_know_it(engine):

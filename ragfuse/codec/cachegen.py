@@ -21,7 +21,7 @@ from torch import Tensor
 from ragfuse.codec import coders
 from ragfuse.codec.codec import DTYPES, LayerMeta
 from ragfuse.codec.coders import Coder, Order, Section, Shape
-from ragfuse.codec.container import narrowed, one_dtype, pack, unpack
+from ragfuse.codec.container import OtherTables, narrowed, one_dtype, pack, unpack
 from ragfuse.codec.quantise import SCALE, Split, from_eight, from_numbers, odd_ones, to_eight, to_numbers
 from ragfuse.codec.tables import GROUPINGS, MIDDLE, STEPS, CodecTables, Grouping, Ints, LayerTables, What
 from ragfuse.codec.turn import turned
@@ -106,7 +106,7 @@ class CacheGenCodec:
             raise ValueError(f"One of {len(self.tables.layers)} layers in {PARTS} parts wanted, another found.")
         coder = next((each for each in CODERS if packed.own == self._own(packed.at, each)), None)
         if coder is None:
-            raise ValueError(f"A layer of level {self.name} wanted, one of another found.")
+            raise OtherTables(f"A layer of level {self.name} wanted, one of another, or of other bins, found.")
         own = self._fitting(packed.at, meta.key_shape, meta.value_shape)
         keys, values = self._restored(packed.parts, own, packed.at, meta, coder)
         dtype = DTYPES[meta.dtype]

@@ -213,3 +213,5 @@ def _unstacked(body: memoryview, sections: Sequence[Section], out: Floats, below
     for section in sections:
         flat = out[section.first : section.last].reshape(-1)
         np.subtract(coder.decode(_model(section, below), len(flat)), np.float32(section.most), out=flat)
+    if not coder.is_empty():
+        raise ValueError("A stream that its numbers use up wanted, a longer one found.")

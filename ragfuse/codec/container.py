@@ -30,10 +30,17 @@ MAX_PARTS: Final = 16
 MAX_LAYER: Final = 65_535
 MAX_VALUES: Final = 1 << 28
 """Keys or values of one layer hold no more numbers than this."""
+PER_BYTE: Final = 64
+FEW_VALUES: Final = 1 << 20
+"""And no more than so many for each byte that they are packed into, unless they are few: none that a model computes
+pack as well, and what does only asks for memory."""
 
 
 class OtherTables(ValueError):
-    """The layer is whole, but was packed with other tables than those at hand: to be left alone, and not read."""
+    """The layer was packed otherwise than here: with other tables, by another version, or at another width of its level.
+
+    It is to be left alone, and not read.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,7 @@ def pack(kind: int, at: int, digest: str, meta: LayerMeta, own: bytes, parts: Se
         raise ValueError(f"Shapes {meta.key_shape} and {meta.value_shape} do not fit into a header.") from error
     head += b"".join(part.numel().to_bytes(4, "little") for part in parts)
     body = torch.cat([part.reshape(-1) for part in parts])
+    _check_spread(meta, body.numel())
     front = head + _sum(head, body)
     return torch.cat([torch.frombuffer(bytearray(front), dtype=torch.uint8).to(body.device), body])
 
@@ -68,10 +76,13 @@ def unpack(blob: Tensor, kind: int, digest: str, meta: LayerMeta) -> Packed:
     if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() < HEADER.size + SUM_NBYTES:
         raise ValueError(f"A packed layer wanted, {tuple(blob.shape)} {blob.dtype} found.")
     check_size(meta)
+    _check_spread(meta, blob.numel())
     front = blob[: HEADER.size + 4 * MAX_PARTS + SUM_NBYTES].cpu().numpy().tobytes()
     magic, version, found_kind, at, tables, *shapes, own, n_parts = HEADER.unpack_from(front)
-    if (magic, version) != (MAGIC, CONTAINER_VERSION):
-        raise ValueError(f"{MAGIC + bytes([CONTAINER_VERSION])!r} wanted, {magic + bytes([version])!r} found.")
+    if magic != MAGIC:
+        raise ValueError(f"{MAGIC!r} wanted, {magic!r} found.")
+    if version != CONTAINER_VERSION:
+        raise OtherTables(f"A layer of version {CONTAINER_VERSION} wanted, one of version {version} found.")
     if found_kind != kind:
         raise ValueError(f"A layer packed by codec {kind} wanted, one by codec {found_kind} found.")
     if tuple(shapes) != (*meta.key_shape, *meta.value_shape):
@@ -106,6 +117,13 @@ def check_size(meta: LayerMeta) -> None:
     """ValueError for a layer of more numbers than any has."""
     if max(prod(meta.key_shape), prod(meta.value_shape)) > MAX_VALUES:
         raise ValueError(f"At most {MAX_VALUES:,} keys or values wanted, {meta.key_shape}, {meta.value_shape} found.")
+
+
+def _check_spread(meta: LayerMeta, nbytes: int) -> None:
+    """ValueError for more numbers than so many bytes may stand for."""
+    most, found = max(FEW_VALUES, PER_BYTE * nbytes), max(prod(meta.key_shape), prod(meta.value_shape))
+    if found > most:
+        raise ValueError(f"At most {most:,} keys or values in {nbytes:,} bytes wanted, {found:,} found.")
 
 
 def _sum(head: bytes, body: Tensor) -> bytes:

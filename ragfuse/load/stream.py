@@ -37,6 +37,7 @@ from ragfuse.plan.adapt import (
     pieces,
 )
 from ragfuse.store import Encoded, KVStore
+from ragfuse.store.levels import loss_of
 
 log = logging.getLogger("ragfuse.load")
 
@@ -51,6 +52,7 @@ IN_TIME = "computed, as that is in time"
 SOONER = "computed, as its bytes would come later"
 LATE = "given up, as its bytes came too slowly"
 UNREADABLE = "its bytes could not be read"
+NOT_KEPT = "computed, as it is not kept at the level that is asked for"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,10 @@ class Terms:
 
 @dataclass
 class _Reading:
-    """Layers on their way: what has come so far, by segment. `stop` lets it end with the segment at hand."""
+    """Layers on their way: what has come so far, by segment. `stop` lets it end with the segment at hand.
+
+    began: `clock()` when it had its turn on the line; None: it still waits for that.
+    """
 
     segments: tuple[int, ...]
     span: tuple[int, int]
@@ -81,16 +86,18 @@ class _Reading:
     came: dict[int, Encoded] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
     stop: threading.Event = field(default_factory=threading.Event)
+    began: float | None = None
 
 
 @dataclass
 class _Open:
-    """The piece at hand: segments that are still wanted, and its next layer. For that layer alone: segments that lack
-    it, and levels that were tried in vain."""
+    """The piece at hand: segments that are still wanted, and its next layers, at:end. For these layers alone: segments
+    that lack them, and levels that were tried in vain."""
 
     piece: Piece
     wanted: list[int]
     at: int = 0
+    end: int = 0
     lacking: list[int] = field(default_factory=list)
     banned: set[str] = field(default_factory=set)
 
@@ -122,7 +129,7 @@ class Stream:
         self._n_layers = n_layers
         self._pieces, self._link, self._terms = pieces(parts, terms.piece_tokens), link, terms
         self._behind: list[Piece] = []
-        self._ranks = {level: rank for part in parts for rank, level in enumerate(part.sizes)}
+        self._also = {part.segment: part.also for part in parts}
         self._tokens = {part.segment: part.tokens for part in parts}
         self._device, self._clock = device, clock
         self._promised_s = terms.base_s
@@ -132,8 +139,9 @@ class Stream:
         self._nbytes: dict[int, int] = {}
 
     def close(self) -> None:
-        """Decode nothing more. A piece that was given up ends by itself, as its tier lets go of it."""
+        """Decode nothing more, and hold nothing. A piece that was given up ends by itself, as its tier lets go of it."""
         self._decoders.shutdown(cancel_futures=True)
+        self._decoding = {}
 
     def __enter__(self) -> Stream:
         return self
@@ -149,8 +157,9 @@ class Stream:
                 self._behind = self._pieces[number + 1 :]
                 self._bring(_Open(piece, list(piece.segments)))
         for segment in self._decoding:
-            levels = self._levels[segment]
-            self.came[segment] = (max(levels, key=lambda level: self._ranks[level]), self._nbytes[segment])
+            level = max(self._levels[segment], key=lambda each: loss_of((each,)))
+            self.came[segment] = level, self._nbytes[segment]
+            self.came |= dict.fromkeys(self._also[segment], (level, 0))
         self.last_s = self._clock()
         self.load_s = self.wait_s = self.last_s - began
 
@@ -158,15 +167,18 @@ class Stream:
         """The layer's KV of every segment that has come, None for one that cannot be decoded."""
         began = self._clock()
         found = {segment: self._decoded(segment, layers[layer]) for segment, layers in self._decoding.items()}
+        found |= {other: kv for segment, kv in found.items() for other in self._also[segment]}
         self.wait_s += self._clock() - began
         return found
 
     # deciding
 
     def _left(self, now: _Open) -> list[Piece]:
-        """All that is still to come, what is left of the piece at hand first."""
-        share = (self._n_layers - now.at) / self._n_layers
-        return [now.piece.rest(now.wanted, share, now.banned), *self._behind]
+        """All that is still to come, first what is left of those that lack the layers at hand."""
+        lacking, behind = ((self._n_layers - at) / self._n_layers for at in (now.at, now.end))
+        others = [segment for segment in now.wanted if segment not in now.lacking]
+        later = [now.piece.rest(others, behind)] if others and behind else []
+        return [now.piece.rest(now.lacking, lacking, now.banned), *later, *self._behind]
 
     def _choice(self, left: Sequence[Piece]) -> str:
         if self._terms.level is not None:
@@ -186,38 +198,47 @@ class Stream:
         """These are computed, whatever came of them."""
         rest = now.piece.rest(segments, 1.0)
         self._promised_s += rest.text_s or 0.0
-        self.text |= dict.fromkeys(segments, why)
+        self.text |= dict.fromkeys(self._with_others(segments), why)
         for segment in segments:
             self._decoding.pop(segment, None)
         now.wanted = [segment for segment in now.wanted if segment not in segments]
         began_s = self._clock() - self._terms.began_s
-        self.pieces.append(PieceTrace(tuple(segments), rest.tokens, TEXT, began_s=began_s, why=why))
+        self.pieces.append(PieceTrace(self._with_others(segments), rest.tokens, TEXT, began_s=began_s, why=why))
+
+    def _with_others(self, segments: Sequence[int]) -> tuple[int, ...]:
+        """These, and those that take their rows from the same entries."""
+        return tuple(each for segment in segments for each in (segment, *self._also[segment]))
 
     # bringing
 
     def _bring(self, now: _Open) -> None:
         """Layer by layer, some at a time, until all are there or the piece is computed."""
         while now.wanted and now.at < self._n_layers:
-            now.lacking, now.banned, end = list(now.wanted), set(), now.at
+            now.lacking, now.banned, now.end = list(now.wanted), set(), now.at
             while now.lacking:
                 left = self._left(now)
                 level = self._choice(left)
                 if level == TEXT:
                     self._as_text(now, left)
                     break
-                end = end if end > now.at else now.at + self._together(left[0], level, now.at)
-                self._read(now, left, level, (now.at, end))
-            now.at = end
+                if now.end == now.at:
+                    now.end += self._together(left[0], level, now.at)
+                self._read(now, left, level, (now.at, now.end))
+            now.at = now.end
 
     def _as_text(self, now: _Open, left: Sequence[Piece]) -> None:
-        """All of the piece is computed; where nothing could be read, only what lacks it."""
-        if not left[0].sizes:
-            self._compute(now, now.lacking, UNREADABLE)
-        else:
-            text_s = left[0].text_s
-            in_time = text_s is not None and text_s <= self._left_s()
-            self._compute(now, now.wanted, IN_TIME if in_time else SOONER)
+        """What lacks the layers at hand is computed: all of the piece, or what of it could not be read."""
+        self._compute(now, now.lacking, self._why_text(now, left[0]))
         now.lacking = []
+
+    def _why_text(self, now: _Open, piece: Piece) -> str:
+        wanted = self._terms.level
+        if not piece.sizes or wanted in now.banned:
+            return UNREADABLE
+        if wanted is not None:
+            return NOT_KEPT
+        in_time = piece.text_s is not None and piece.text_s <= self._left_s()
+        return IN_TIME if in_time else SOONER
 
     def _together(self, rest: Piece, level: str, at: int) -> int:
         """How many layers to read now, from this one on."""
@@ -234,16 +255,16 @@ class Stream:
         except RuntimeError:  # no thread to be had: read here
             self._run(reading)
         gave_up = not self._waited(reading, left, began)
-        came, seconds = dict(reading.came), self._clock() - began
+        came, ended = dict(reading.came), self._clock()
         for segment, encoded in came.items():
             decoding = self._decoding.setdefault(segment, {})
             decoding |= {at: self._decoders.submit(self._decode, encoded, at) for at in encoded.layers}
             self._levels.setdefault(segment, set()).add(level)
             self._nbytes[segment] = self._nbytes.get(segment, 0) + encoded.nbytes
         now.lacking = [segment for segment in now.lacking if segment not in came]
-        self._note(reading, came, seconds, LATE if gave_up else UNREADABLE if now.lacking else "")
+        self._note(reading, came, (began, ended), LATE if gave_up else UNREADABLE)
         if gave_up:
-            self._compute(now, now.wanted, LATE)
+            self._compute(now, reading.segments, LATE)
             now.lacking = []
         elif now.lacking:
             now.banned.add(level)
@@ -259,35 +280,47 @@ class Stream:
             waited_s = self._clock() - began
             if is_given_up(left, behind, nbytes, waited_s, self._left_s()):
                 reading.stop.set()
-                self._link.saw(nbytes, 2 * waited_s)
+                if reading.began is not None:
+                    self._link.saw(nbytes, 2 * (self._clock() - reading.began))
                 return False
             wait_s = waited_s * (AGAIN - 1)
         return True
 
     def _run(self, reading: _Reading) -> None:
-        """On a thread of its own: read segment after segment, up to the first that cannot be."""
+        """On a thread of its own: read segment after segment; one that is not there keeps none behind it."""
         first, end = reading.span
         try:
             with self._link.turn():
+                reading.began = self._clock()
                 for segment in reading.segments:
                     fetch = self._fetches[segment]
                     found = self._store.read_encoded(fetch.key, first, end - first, fetch.tier, reading.level)
-                    if found is None or reading.stop.is_set():
+                    if reading.stop.is_set():
                         break
-                    reading.came[segment] = found
+                    if found is not None:
+                        reading.came[segment] = found
         except Exception as error:
             log.warning("A piece at level %s could not be read: %s", reading.level, error)
         finally:
             reading.done.set()
 
-    def _note(self, reading: _Reading, came: Mapping[int, Encoded], seconds: float, why: str) -> None:
-        """How fast it came: for what is next, and for the trace. What broke at once says nothing of the line."""
-        nbytes, sharing = sum(encoded.nbytes for encoded in came.values()), self._link.sharing
-        throughput = self._link.saw(nbytes, seconds) if nbytes and why != LATE else None
-        tokens = sum(self._tokens[segment] for segment in reading.segments)
-        began_s = self._clock() - seconds - self._terms.began_s
-        what = (reading.segments, tokens, reading.level, reading.span)
-        self.pieces.append(PieceTrace(*what, nbytes, began_s, seconds, throughput, sharing, why))
+    def _note(self, reading: _Reading, came: Mapping[int, Encoded], span_s: tuple[float, float], why: str) -> None:
+        """How fast it came once it had its turn: for what is next, and for the trace, with the wait for the turn.
+
+        why: what did not come did not; all of a step that was given up. What broke at once says nothing of the line.
+        """
+        began, ended = span_s
+        nbytes, sharing, throughput = sum(encoded.nbytes for encoded in came.values()), self._link.sharing, None
+        if nbytes and why != LATE and reading.began is not None:
+            throughput = self._link.saw(nbytes, ended - reading.began)
+        there = [segment for segment in reading.segments if segment in came and why != LATE]
+        gone = [segment for segment in reading.segments if segment not in there]
+        for segments, told, size, word in ((there, throughput, nbytes, ""), (gone, None, 0 if there else nbytes, why)):
+            if segments:
+                tokens = sum(self._tokens[segment] for segment in segments)
+                what = (self._with_others(segments), tokens, reading.level, reading.span, size)
+                when = (began - self._terms.began_s, ended - began)
+                self.pieces.append(PieceTrace(*what, *when, told, sharing, word))
 
     # decoding
 

@@ -40,7 +40,8 @@ LEAST_S = 0.02
 class Part:
     """A segment of a prompt that is to come. sizes: bytes by level, the least lossy first. decode_s: seconds by level.
 
-    text_s: seconds that computing it adds to the prompt's; None: not known, and text is no choice then.
+    text_s: seconds that computing it adds to the prompt's; None: not known, and text is no choice then. also: further
+    segments that take their rows from the same entry, which is read once; tokens and text_s are of all.
     """
 
     segment: int
@@ -48,6 +49,12 @@ class Part:
     sizes: Mapping[str, int]
     text_s: float | None = None
     decode_s: Mapping[str, float] = field(default_factory=dict)
+    also: tuple[int, ...] = ()
+
+    def and_for(self, other: Part) -> Part:
+        """The same for a further segment that takes its rows from the same entry."""
+        also, tokens = (*self.also, other.segment), self.tokens + other.tokens
+        return replace(self, also=also, tokens=tokens, text_s=_sum((self.text_s, other.text_s)))
 
     def rest(self, share: float, banned: Collection[str] = ()) -> Part:
         """The same with a share of its bytes left, and not at those levels."""

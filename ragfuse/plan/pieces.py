@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ragfuse.core import Fetch, LoadPlan
+from ragfuse.core import ChunkKey, Fetch, LoadPlan
 from ragfuse.plan.adapt import Part
 from ragfuse.plan.controller import blend_of, is_blended
 from ragfuse.plan.estimate import Estimate
@@ -17,17 +17,18 @@ from ragfuse.plan.estimate import Estimate
 def parts_of(
     found: LoadPlan, fetches: Sequence[Fetch], times: Estimate | None, row_s: float | None = None
 ) -> list[Part]:
-    """A part for each of these fetches of a plan; None for `times` where nothing was measured.
+    """A part for each entry that these fetches of a plan read; None for `times` where nothing was measured.
 
     row_s: seconds of a computed row, as far as anything is known of it, which then stands for what was measured.
     """
-    made = []
+    made: dict[tuple[ChunkKey, str], Part] = {}
     for fetch in fetches:
         n = len(found.prompt.segments[fetch.segment].tokens)
         sizes = dict(fetch.sizes) or {fetch.level: fetch.nbytes}
         decode = {} if times is None else {level: n * times.machine.decode.get(level, 0.0) for level in sizes}
-        made.append(Part(fetch.segment, n, sizes, text_s(found, fetch, times, row_s), decode))
-    return made
+        part, entry = Part(fetch.segment, n, sizes, text_s(found, fetch, times, row_s), decode), (fetch.key, fetch.tier)
+        made[entry] = made[entry].and_for(part) if entry in made else part
+    return list(made.values())
 
 
 def text_s(found: LoadPlan, fetch: Fetch, times: Estimate | None, row_s: float | None = None) -> float | None:

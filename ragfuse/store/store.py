@@ -128,7 +128,7 @@ class KVStore:
     ) -> tuple[LayerKV, ...] | None:
         """`count` layers from `first` on, from `tier` or else from the fastest that has them; None if none can.
 
-        level: the one that is read; where no tier has it, and for None, the first of an entry's that can be decoded.
+        level: the one that is read; where no tier has it, one that loses less; for None, the best that can be decoded.
         The tensors are shared: they must not be written to. A chunk read whole from a slow tier enters the fast ones,
         at their own levels where it was read raw, else at the level that was read.
         """
@@ -139,6 +139,8 @@ class KVStore:
             if found is not None and found.meta is None:
                 others += [source] if wanted is not None else []
             elif found is not None and found.meta is not None:
+                if level is not None and loss_of(found.meta.levels) > loss_of((level,)):
+                    continue  # it would be taken for what was asked for
                 if first == 0:
                     self._uses.note(key, source.name, self._clock(), self.tell_every_s)
                 if source is not self.tiers[0]:

@@ -7,16 +7,29 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragfuse.codec import INT8, LEVELS, PACKED, PAPER, CacheGenCodec, LayerMeta, OtherTables, UniformCodec, codec_for
+from ragfuse.codec import (
+    INT8,
+    LEVELS,
+    PACKED,
+    PAPER,
+    CacheGenCodec,
+    LayerMeta,
+    OtherTables,
+    UniformCodec,
+    codec_for,
+    coders,
+)
 from ragfuse.codec.codec import DTYPES
 from ragfuse.codec.container import HEADER, SUM_NBYTES
 from ragfuse.codec.quantise import odd_ones
+from ragfuse.codec.tables import GRID, REACH
 from ragfuse.core import LayerKV
 from tests import reference
 from tests.codec.kit import layer, resum, tables
@@ -188,10 +201,40 @@ def test_a_layer_of_other_tables_is_told_apart_from_a_damaged_one():
 def test_a_layer_of_another_level_or_codec_is_refused():
     before = layer()
     blob = codec_for("cg1", TABLES).encode(before)
-    with pytest.raises(ValueError, match="level cg2 wanted"):
+    with pytest.raises(OtherTables, match="level cg2 wanted"):
         codec_for("cg2", TABLES).decode(blob, LayerMeta.of(before, blob))
     with pytest.raises(ValueError, match="codec 1 wanted"):
         INT8.decode(blob, LayerMeta.of(before, blob))
+
+
+@not_raw
+def test_a_layer_of_another_version_is_left_alone(codec):
+    before = layer()
+    blob = codec.encode(before)
+    blob[4] += 1
+    with pytest.raises(OtherTables, match="version 1 wanted, one of version 2 found"):
+        codec.decode(blob, LayerMeta.of(before, blob))
+
+
+@not_raw
+def test_a_few_bytes_do_not_stand_for_many_numbers(codec):
+    told = layer()
+    blob = codec.encode(told)
+    large = replace(LayerMeta.of(told, blob), key_shape=(told.keys.shape[0], 1 << 20, told.keys.shape[2]))
+    with pytest.raises(ValueError, match="keys or values in"):
+        codec.decode(blob, large)
+
+
+def test_an_ans_stream_is_used_up_by_its_numbers():
+    numbers = np.random.default_rng(0).integers(-3, 4, (8, 50)).astype(np.int32)
+    shape = np.linspace(0.0, 1.0, 2 * REACH * GRID + 1)
+    _, sections = coders.in_sections(np.zeros(8, dtype=np.int32), 4)
+    stream, apart = coders.encode(numbers, sections, "ans", shape)
+    assert coders.decode(memoryview(stream), memoryview(apart), sections, 50, "ans", shape).tolist() == numbers.tolist()
+    head = coders.SECTION.size * len(sections)
+    longer = stream[:head] + b"\1\0\0\0" + stream[head:]
+    with pytest.raises(ValueError, match="use up"):
+        coders.decode(memoryview(longer), memoryview(apart), sections, 50, "ans", shape)
 
 
 def test_layers_that_were_not_profiled_are_refused():

@@ -12,7 +12,7 @@ from ragfuse.arrivals import PieceTrace
 from ragfuse.bench.line import Line, Trace, constant, drawn, line_to
 from ragfuse.core import ChunkKV, Fetch
 from ragfuse.load.link import Link, Links
-from ragfuse.load.stream import IN_TIME, LATE, SOONER, UNREADABLE, Stream, Terms
+from ragfuse.load.stream import IN_TIME, LATE, NOT_KEPT, SOONER, UNREADABLE, Stream, Terms
 from ragfuse.plan.adapt import TEXT, Part
 from ragfuse.plan.evict import lru
 from ragfuse.store import KVStore, Tier
@@ -106,6 +106,13 @@ class Case:
         assert set(s.came) | set(s.text) == set(range(PIECES))
         assert not set(s.came) & set(s.text)
         return s
+
+
+def opened(store: Watched, parts: list[Part], terms: Terms, link: Link | None = None, clock=None) -> Stream:
+    """A stream of segments, each from the chunk of its number; those that share one from the first's."""
+    owners = {segment: part.segment for part in parts for segment in (part.segment, *part.also)}
+    fetches = [Fetch(segment, key(owner), "line", "raw", SIZES["raw"]) for segment, owner in owners.items()]
+    return Stream(store, fetches, parts, LAYERS, link or Link(), terms, clock=clock or Since())
 
 
 def _brought(step: PieceTrace, segment: int, layer: int) -> bool:
@@ -222,6 +229,64 @@ def test_a_slow_start_is_no_trouble(store):
 def test_a_level_that_is_asked_for_is_taken_whatever_the_deadline(store, level):
     store.line.start(mbps(4))
     assert levels(Case(store, text_s=0.0).run(0.0, level=level)) == [level] * PIECES
+
+
+def test_a_level_that_is_not_kept_is_said_to_be_none(store):
+    stream = Case(store).run(0.0, level="cg2")
+    assert (store.reads, set(stream.text.values())) == ([], {NOT_KEPT})
+
+
+def test_a_segment_that_is_gone_takes_none_of_its_piece_with_it(store):
+    store.before = lambda number: store.tiers[0].delete([key(1)]) if number == 0 else None
+    parts = [Part(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
+    with opened(store, parts, Terms(0.0, 30.0, piece_tokens=PIECES * TOKENS, prior=1e9)) as stream:
+        stream.run()
+        assert set(stream.read(0)) == {0, 2, 3}
+    assert {segment: level for segment, (level, _) in stream.came.items()} == dict.fromkeys((0, 2, 3), "raw")
+    assert stream.text == {1: UNREADABLE}
+    assert all(piece.segments == (1,) for piece in stream.pieces if piece.why)
+
+
+def test_an_entry_that_segments_share_crosses_the_line_once(store):
+    parts = [Part(0, TOKENS, SIZES, 60.0).and_for(Part(1, TOKENS, SIZES, 60.0)), Part(2, TOKENS, SIZES, 60.0)]
+    with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=1e9)) as stream:
+        stream.run()
+        found = stream.read(0)
+        assert found[0] is found[1]
+    assert (store.reads, sorted(stream.came)) == ([0, 2], [0, 1, 2])
+    assert [stream.came[at][1] > 0 for at in range(3)] == [True, False, True]
+    assert stream.pieces[0].segments == (0, 1)
+
+
+def test_a_segment_that_came_partly_with_a_loss_is_not_called_raw(store, monkeypatch):
+    chosen = iter(["raw"] + ["int8"] * 9)
+    monkeypatch.setattr("ragfuse.load.stream.decide", lambda *given: next(chosen))
+    parts = [Part(0, TOKENS, SIZES, 60.0), Part(1, TOKENS, {"int8": SIZES["int8"]}, 60.0)]
+    with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=SIZES["raw"] / 0.2)) as stream:
+        stream.run()
+    assert {each.level for each in stream.pieces if each.segments == (0,)} == {"raw", "int8"}
+    assert stream.came[0][0] == "int8"
+
+
+def test_waiting_for_its_turn_says_nothing_of_the_line(store):
+    now, link, parts = [0.0], Link(1), [Part(0, TOKENS, SIZES, 60.0)]
+    with opened(store, parts, Terms(0.0, 1.0, level="raw"), link, lambda: now[0]) as stream:
+        thread = threading.Thread(target=stream.run)
+        with link.turn():
+            thread.start()
+            until(lambda: any(each.name == "ragfuse-stream" for each in threading.enumerate()))
+            now[0] = 100.0
+        thread.join()
+    (piece,) = stream.pieces
+    assert piece.seconds == 100.0
+    assert piece.throughput > SIZES["raw"]
+
+
+def test_what_came_is_held_until_it_is_closed_and_no_longer(store):
+    with opened(store, [Part(0, TOKENS, SIZES, 60.0)], Terms(0.0, 30.0, prior=1e9)) as stream:
+        stream.run()
+        assert stream.read(0)
+    assert stream.read(1) == {}
 
 
 def test_streams_at_the_same_time_know_of_each_other(store):

@@ -158,3 +158,28 @@ def test_a_place_that_is_taken_is_told_in_one_line(served: Served, tiny_settings
     assert result.exit_code == 1
     assert "API key" in result.stderr
     assert json.dumps(result.stderr).count("Traceback") == 0
+
+
+@pytest.mark.slow
+def test_a_kill_in_the_middle_of_a_turn_leaves_its_conversation_whole_without_that_turn_or_none(
+    tiny_settings: Settings, tmp_path: Path
+) -> None:
+    turns = [said(f"How many ships {each}?") for each in ("came in the first year", "sank", "were seen again")]
+    with process(tiny_settings) as (run, root):
+        first = ask(root, messages=turns[:1], session_id="ships").json()["choices"][0]["message"]["content"]
+        body = {"model": model_of(root), "messages": turns[1:2], "session_id": "ships", "stream": True}
+        with httpx.stream(
+            "POST", f"{root}/v1/chat/completions", json={**body, "max_tokens": 600}, timeout=120
+        ) as answer:
+            next(line for line in answer.iter_lines() if '"content": ' in line)
+            run.kill()
+            assert ended(run) == -signal.SIGKILL
+    with process(tiny_settings) as (run, root):
+        told = ask(root, messages=turns[2:], session_id="ships").json()
+    history = [turns[0], said(first, "assistant")]
+    with process(tiny_settings.model_copy(update={"store": tmp_path / "other"})) as (run, root):
+        whole, none = (ask(root, messages=[*before, turns[2]]).json() for before in (history, []))
+    sizes = [each["usage"]["prompt_tokens"] for each in (told, whole, none)]
+    assert sizes[0] in sizes[1:]
+    same = whole if sizes[0] == sizes[1] else none
+    assert told["choices"][0]["message"]["content"] == same["choices"][0]["message"]["content"]

@@ -68,13 +68,14 @@ def test_a_level_reads_back_as_it_was_rounded_and_raw_as_it_was(mixed, where, ex
     assert whole(mixed, kv() if exact else rounded(kv()), **where)
 
 
-def test_a_level_that_is_nowhere_is_read_at_another(mixed):
+def test_a_level_that_is_nowhere_is_read_at_one_that_loses_less_and_never_more(mixed):
     mixed.put(A, kv(), wait=True)
     assert whole(mixed, kv(), level="cg2")
     assert whole(mixed, rounded(kv()), tier="disk", level=None)
     mixed.tiers[0].delete([A])
     mixed.tiers[2].delete([A])
-    assert whole(mixed, rounded(kv()), tier="redis", level="raw")
+    assert mixed.read_layers(A, 0, 3, "redis", "raw") is None
+    assert whole(mixed, rounded(kv()), tier="redis", level="int8")
 
 
 def test_layers_behind_the_last_of_a_level_are_no_layers(mixed):
