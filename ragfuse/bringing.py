@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 from ragfuse.arrivals import StreamTrace
 from ragfuse.asking import Ask
@@ -20,6 +21,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.load.layers import LayerReader
 from ragfuse.load.link import Links
 from ragfuse.load.stream import UNREADABLE, Stream, Terms
+from ragfuse.plan.adapt import Adapt
 from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.pieces import base_s, parts_of, prior
 from ragfuse.planning import Planner
@@ -153,7 +155,7 @@ class Bringer:
             brought.began_s,
             brought.deadline_s,
             base_s(plan, times, row_s),
-            "algorithm" if settings.adapt == "algorithm" else "paper",
+            cast(Adapt, "paper" if settings.adapt in LEVELS else settings.adapt),
             settings.piece_tokens,
             prior(far, times),
             settings.adapt if settings.adapt in LEVELS else None,

@@ -124,10 +124,10 @@ class Settings(BaseSettings):
         le=1,
         description="Share of reused context rows computed again; default: 0.15, or what auto chooses.",
     )
-    adapt: Literal["paper", "algorithm", "raw", "int8", "cg1", "cg2", "cg3", "cg4"] = Field(
-        default="paper",
-        description="How pieces come over a line under a deadline: by section 5.3 of CacheGen, by its algorithm 1, or "
-        "always at one level, whatever the deadline.",
+    adapt: Literal["refine", "paper", "algorithm", "raw", "int8", "cg1", "cg2", "cg3", "cg4"] = Field(
+        default="refine",
+        description="How pieces come over a line under a deadline: something of all first, and better levels while "
+        "there is time; by section 5.3 of CacheGen; by its algorithm 1; or always at one level, whatever the deadline.",
     )
     piece_tokens: int = Field(default=1500, ge=16, description="Tokens of such a piece, about.")
     streams: int = Field(default=4, ge=1, description="Questions that read over one line at the same time, at most.")

@@ -53,7 +53,9 @@ def stream(
     traces: Annotated[int, typer.Option(help="Bandwidth traces: half drawn, half measured ones.")] = 20,
     deadlines: Annotated[str, typer.Option(help="Seconds of the paper's, scaled to this machine.")] = "1,2",
     fixed: Annotated[str, typer.Option(help="The fixed level; default: the medium one.")] = "",
-    adapt: Annotated[str, typer.Option(help="paper (section 5.3) or algorithm (its algorithm 1).")] = "paper",
+    adapt: Annotated[
+        str, typer.Option(help="refine (something of all first), paper (section 5.3) or algorithm (its algorithm 1).")
+    ] = "refine",
     bandwidths: Annotated[str, typer.Option(help="Gbit/s of the paper's, for the curve.")] = "0.1,0.3,1,3,10,30,100",
     threads: Threads = 1,
     data: Annotated[Path | None, typer.Option(help="Folder of data sets: SQuAD, published bandwidths.")] = None,

@@ -37,9 +37,8 @@ pack as well, and what does only asks for memory."""
 
 
 class OtherTables(ValueError):
-    """The layer was packed otherwise than here: with other tables, by another version, or at another width of its level.
-
-    It is to be left alone, and not read.
+    """The layer was packed otherwise than here: with other tables, by another version, or in other bins: to be left
+    alone, and not read.
     """
 
 

@@ -1,9 +1,10 @@
 """Brings KV over a line in pieces, each at the level that the deadline allows, or not at all (CacheGen 5.3).
 
 One piece comes after the other, some layers at a time, each read by a thread of its own; how fast these came decides
-how the next ones come. What has come is decoded by further threads while the next is on its way. A piece that takes too
-long is given up, and what cannot be read is tried at another level; what does not come becomes text: the fusor computes
-it. How a piece comes is decided by `plan.adapt`.
+how the next ones come. Once something of all is there, what lost most may come again at a better level (`refine`). What
+has come is decoded by further threads while the next is on its way. A piece that takes too long is given up, and what
+cannot be read is tried at another level; what does not come becomes text: the fusor computes it. How a piece comes is
+decided by `plan.adapt`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -31,6 +32,8 @@ from ragfuse.plan.adapt import (
     Part,
     Piece,
     decide,
+    decide_better,
+    decide_first,
     first_look_s,
     is_given_up,
     layers_together,
@@ -52,6 +55,7 @@ IN_TIME = "computed, as that is in time"
 SOONER = "computed, as its bytes would come later"
 LATE = "given up, as its bytes came too slowly"
 UNREADABLE = "its bytes could not be read"
+ENOUGH = "not waited for, as the deadline comes: what came before is used"
 NOT_KEPT = "computed, as it is not kept at the level that is asked for"
 
 
@@ -135,11 +139,12 @@ class Stream:
         self._promised_s = terms.base_s
         self._decoders = ThreadPoolExecutor(DECODERS, "ragfuse-decode")
         self._decoding: dict[int, dict[int, Future[LayerKV]]] = {}
-        self._levels: dict[int, set[str]] = {}
+        self._levels: dict[int, dict[int, str]] = {}
+        self._stood = False
         self._nbytes: dict[int, int] = {}
 
     def close(self) -> None:
-        """Decode nothing more, and hold nothing. A piece that was given up ends by itself, as its tier lets go of it."""
+        """Decode nothing more, hold nothing. A piece that was given up ends by itself, as its tier lets go of it."""
         self._decoders.shutdown(cancel_futures=True)
         self._decoding = {}
 
@@ -156,8 +161,10 @@ class Stream:
             for number, piece in enumerate(self._pieces):
                 self._behind = self._pieces[number + 1 :]
                 self._bring(_Open(piece, list(piece.segments)))
+            if self._terms.adapt == "refine" and self._terms.level is None:
+                self._refine()
         for segment in self._decoding:
-            level = max(self._levels[segment], key=lambda each: loss_of((each,)))
+            level = max(self._levels[segment].values(), key=_loss)
             self.came[segment] = level, self._nbytes[segment]
             self.came |= dict.fromkeys(self._also[segment], (level, 0))
         self.last_s = self._clock()
@@ -180,10 +187,25 @@ class Stream:
         later = [now.piece.rest(others, behind)] if others and behind else []
         return [now.piece.rest(now.lacking, lacking, now.banned), *later, *self._behind]
 
-    def _choice(self, left: Sequence[Piece]) -> str:
+    def _choice(self, now: _Open, left: Sequence[Piece]) -> str:
         if self._terms.level is not None:
             return self._terms.level if self._terms.level in left[0].sizes else TEXT
-        return decide(left, self._throughput, self._left_s(), self._link.sharing, self._terms.adapt)
+        known = left, self._throughput, self._left_s(), self._link.sharing
+        if self._terms.adapt == "refine":
+            begun = now.at > 0
+            return decide_first(*known, is_whole=not begun and not self._lost(), has_begun=begun)
+        return decide(*known, self._terms.adapt)
+
+    def _lost(self) -> int:
+        """How much was lost most of what came, where its piece is kept with less: 0 for nothing."""
+        return max((_loss(level) for piece in self._pieces for level, _, _ in self._worse(piece)), default=0)
+
+    def _worse(self, piece: Piece) -> Iterator[tuple[str, int, int]]:
+        """(level, segment, layer) of what came of a piece, and is kept with less loss."""
+        best = next(iter(piece.sizes), "")
+        for segment in piece.segments:
+            if segment in self._decoding:
+                yield from ((level, segment, at) for at, level in self._levels[segment].items() if level != best)
 
     def _left_s(self) -> float:
         """Until the deadline, without what is to be computed by now."""
@@ -217,7 +239,7 @@ class Stream:
             now.lacking, now.banned, now.end = list(now.wanted), set(), now.at
             while now.lacking:
                 left = self._left(now)
-                level = self._choice(left)
+                level = self._choice(now, left)
                 if level == TEXT:
                     self._as_text(now, left)
                     break
@@ -249,18 +271,11 @@ class Stream:
     def _read(self, now: _Open, left: Sequence[Piece], level: str, span: tuple[int, int]) -> None:
         """These layers of all that lack them; what did not come is lacking still, or computed."""
         began, reading = self._clock(), _Reading(tuple(now.lacking), span, level)
-        thread = threading.Thread(target=self._run, args=(reading,), name="ragfuse-stream", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no thread to be had: read here
-            self._run(reading)
+        self._start(reading)
         gave_up = not self._waited(reading, left, began)
         came, ended = dict(reading.came), self._clock()
-        for segment, encoded in came.items():
-            decoding = self._decoding.setdefault(segment, {})
-            decoding |= {at: self._decoders.submit(self._decode, encoded, at) for at in encoded.layers}
-            self._levels.setdefault(segment, set()).add(level)
-            self._nbytes[segment] = self._nbytes.get(segment, 0) + encoded.nbytes
+        self._stood = gave_up or (self._stood and not came)
+        self._take(came, level)
         now.lacking = [segment for segment in now.lacking if segment not in came]
         self._note(reading, came, (began, ended), LATE if gave_up else UNREADABLE)
         if gave_up:
@@ -269,13 +284,64 @@ class Stream:
         elif now.lacking:
             now.banned.add(level)
 
+    def _start(self, reading: _Reading) -> None:
+        try:
+            threading.Thread(target=self._run, args=(reading,), name="ragfuse-stream", daemon=True).start()
+        except RuntimeError:  # no thread to be had: read here
+            self._run(reading)
+
+    def _take(self, came: Mapping[int, Encoded], level: str) -> None:
+        """Have it decoded, in place of what was there."""
+        for segment, encoded in came.items():
+            decoding = self._decoding.setdefault(segment, {})
+            for at in encoded.layers:
+                if at in decoding:
+                    decoding[at].cancel()
+                decoding[at] = self._decoders.submit(self._decode, encoded, at)
+            self._levels.setdefault(segment, {}).update(dict.fromkeys(encoded.layers, level))
+            self._nbytes[segment] = self._nbytes.get(segment, 0) + encoded.nbytes
+
+    def _refine(self) -> None:
+        """While time is left, what lost most comes again, piece by piece, with as little loss as all of it may have."""
+        while lost := self._lost():
+            throughput, left_s = self._throughput, self._left_s()
+            left, steps = list[Piece](), list[tuple[tuple[int, ...], tuple[int, int]]]()
+            for piece in self._pieces:
+                layers = {at for level, _, at in self._worse(piece) if _loss(level) == lost}
+                if layers:
+                    segments = tuple(segment for segment in piece.segments if segment in self._decoding)
+                    left.append(piece.rest(segments, len(layers) / self._n_layers))
+                    steps.append((segments, _first_of(layers)))
+            if throughput is None:
+                return
+            better = [level for level in left[0].sizes if _loss(level) < lost]
+            level = decide_better(left, better, throughput, left_s, self._link.sharing)
+            if not level:
+                return
+            segments, (first, end) = steps[0]
+            span = first, first + min(end - first, self._together(left[0], level, first))
+            if not self._again(_Reading(segments, span, level)):
+                return
+
+    def _again(self, reading: _Reading) -> bool:
+        """Layers that are there at another level, waited for until the deadline; whether all of them came."""
+        began = self._clock()
+        self._start(reading)
+        is_done = reading.done.wait(max(0.0, self._left_s()))
+        reading.stop.set()
+        came = dict(reading.came)
+        self._take(came, reading.level)
+        self._note(reading, came, (began, self._clock()), UNREADABLE if is_done else ENOUGH)
+        return len(came) == len(reading.segments)
+
     def _waited(self, reading: _Reading, left: Sequence[Piece], began: float) -> bool:
         """Whether it was read to its end; False: it was given up."""
         first, end = reading.span
         step = left[0].rest(reading.segments, (end - first) / (self._n_layers - first))
         nbytes, behind, wait_s = step.sizes[reading.level], (self._n_layers - end) / (self._n_layers - first), None
         if self._terms.level is None:
-            wait_s = first_look_s(step, reading.level, self._throughput, self._link.sharing)
+            stood = self._stood and self._terms.adapt == "refine"
+            wait_s = first_look_s(step, reading.level, self._throughput, self._link.sharing, stood)
         while not reading.done.wait(wait_s):
             waited_s = self._clock() - began
             if is_given_up(left, behind, nbytes, waited_s, self._left_s()):
@@ -336,3 +402,15 @@ class Stream:
         except Exception as error:
             log.warning("What came of segment %d cannot be decoded: %s", segment, error)
             return None
+
+
+def _loss(level: str) -> int:
+    return loss_of((level,))
+
+
+def _first_of(layers: Collection[int]) -> tuple[int, int]:
+    """The first of these layers, and the one behind those that follow it without a gap."""
+    first = end = min(layers)
+    while end in layers:
+        end += 1
+    return first, end

@@ -5,7 +5,9 @@ else whatever is done soonest. Raw KV, which the paper does not send, loses noth
 sooner is taken. Arithmetic only: throughput and seconds are handed in, nothing here waits or reads.
 
 The two differ in what text must fit into what is left of the deadline: in 5.3 all pieces that are still to come, as for
-every other level; in algorithm 1 the next one alone.
+every other level; in algorithm 1 the next one alone. Both bet on the line staying as it is: what comes without loss
+first leaves no time for the rest where it falls. So a third way has every piece come with much loss at first, and again
+with less while time is left: levels are streams of their own, and the least of them takes a small part of the time.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import Literal
 
-Adapt = Literal["paper", "algorithm"]
-"""Section 5.3 of the paper, or its algorithm 1."""
+Adapt = Literal["refine", "paper", "algorithm"]
+"""Something of every piece first, and better levels while time is left; section 5.3 of the paper; its algorithm 1."""
 TEXT, RAW = "text", "raw"
 """What comes as text is computed. What comes raw is as it was computed."""
 PIECE_TOKENS = 1500
@@ -26,6 +28,10 @@ STEPS = 6
 """A piece is read in at most so many steps, some layers at a time, so that what a line does is seen within it."""
 STEP_S = 0.05
 """Seconds that a step takes at least, if more than one: each costs a round trip."""
+SAFE = 0.15
+"""Where better levels may follow, one comes at once only if it were in time on a line that is so many times as fast."""
+PROBE = 0.1
+"""Of the seconds that computing a piece takes: how long a line that stood still is asked for it."""
 PATIENCE = 2.0
 """A piece that takes so many times as long as was foreseen is looked at again."""
 AGAIN = 1.5
@@ -148,6 +154,48 @@ def decide(
     return next((level for level in levels if delays[level] <= left_s), None) or _soonest(delays, all_s)
 
 
+def decide_first(
+    left: Sequence[Piece],
+    throughput: float | None,
+    left_s: float,
+    sharing: int = 1,
+    *,
+    is_whole: bool,
+    has_begun: bool,
+) -> str:
+    """`TEXT` or the level of the first of these pieces, where better ones may follow once something of all is there.
+
+    Text as in `decide`, as long as nothing was lost that need not be (`is_whole`). Else the level with the least loss
+    that were in time on a line `SAFE` times as fast, else the one with the most: a line that falls then costs quality,
+    not the deadline. What is late even so is computed where that is sooner, once the piece `has_begun` and so tells of
+    the line as it is.
+    """
+    levels, text_s = list(left[0].sizes), _total_text_s(left)
+    if not levels or (is_whole and text_s is not None and text_s <= left_s):
+        return decide(left, throughput, left_s, sharing)
+    last, own_s = levels[-1], left[0].text_s
+    if throughput is None:
+        return last
+    in_time = (level for level in levels if delay_s(left, level, SAFE * throughput, sharing) <= left_s)
+    level = next(in_time, last)
+    if level == last and has_begun and own_s is not None and delay_s(left, last, throughput, sharing) > left_s:
+        return TEXT if own_s < delay_s(left[:1], last, throughput, sharing) else last
+    return level
+
+
+def decide_better(
+    left: Sequence[Piece], better: Sequence[str], throughput: float, left_s: float, sharing: int = 1
+) -> str:
+    """At which level what is there of these comes once more, as it lost most; "" for none.
+
+    better: levels of the first piece that lose less than what is there, the least lossy first. The first of these at
+    which all would be in time, else the last, where at least the first piece would be.
+    """
+    in_time = (level for level in better if delay_s(left, level, throughput, sharing) <= left_s)
+    level = next(in_time, better[-1])
+    return level if delay_s(left[:1], level, throughput, sharing) <= left_s else ""
+
+
 def delay_s(left: Sequence[Piece], level: str, throughput: float, sharing: int = 1) -> float:
     """Until all of these are decoded at one level, each while the next is on its way."""
     rank = list(left[0].sizes).index(level)
@@ -165,14 +213,18 @@ def layers_together(n_layers: int, left: int, whole_s: float | None) -> int:
     return min(left, ceil(n_layers / steps))
 
 
-def first_look_s(piece: Piece, level: str, throughput: float | None, sharing: int = 1) -> float | None:
+def first_look_s(
+    piece: Piece, level: str, throughput: float | None, sharing: int = 1, stood: bool = False
+) -> float | None:
     """How long to wait for a piece before looking whether it is late; None: as long as the tier itself does.
 
-    Where nothing is known of the line: as long as computing the piece takes.
+    Where nothing is known of the line: as long as computing the piece takes. stood: the line stood still when it was
+    asked last; then for a small part of that.
     """
     if throughput is None:
         return None if piece.text_s is None else max(LEAST_S, piece.text_s)
-    return max(LEAST_S, PATIENCE * sharing * piece.sizes[level] / max(throughput, LEAST))
+    wait_s = PATIENCE * sharing * piece.sizes[level] / max(throughput, LEAST)
+    return max(LEAST_S, min(wait_s, PROBE * piece.text_s) if stood and piece.text_s is not None else wait_s)
 
 
 def is_given_up(left: Sequence[Piece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:

@@ -12,7 +12,7 @@ from ragfuse.arrivals import PieceTrace
 from ragfuse.bench.line import Line, Trace, constant, drawn, line_to
 from ragfuse.core import ChunkKV, Fetch
 from ragfuse.load.link import Link, Links
-from ragfuse.load.stream import IN_TIME, LATE, NOT_KEPT, SOONER, UNREADABLE, Stream, Terms
+from ragfuse.load.stream import ENOUGH, IN_TIME, LATE, NOT_KEPT, SOONER, UNREADABLE, Stream, Terms
 from ragfuse.plan.adapt import TEXT, Part
 from ragfuse.plan.evict import lru
 from ragfuse.store import KVStore, Tier
@@ -277,9 +277,8 @@ def test_waiting_for_its_turn_says_nothing_of_the_line(store):
             until(lambda: any(each.name == "ragfuse-stream" for each in threading.enumerate()))
             now[0] = 100.0
         thread.join()
-    (piece,) = stream.pieces
-    assert piece.seconds == 100.0
-    assert piece.throughput > SIZES["raw"]
+    assert stream.pieces[0].seconds == 100.0
+    assert stream.pieces[0].throughput > SIZES["raw"]
 
 
 def test_what_came_is_held_until_it_is_closed_and_no_longer(store):
@@ -287,6 +286,37 @@ def test_what_came_is_held_until_it_is_closed_and_no_longer(store):
         stream.run()
         assert stream.read(0)
     assert stream.read(1) == {}
+
+
+def test_something_of_all_comes_first_and_better_levels_while_time_is_left(store):
+    parts = [Part(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
+    store.line.start(mbps(4))
+    with opened(store, parts, Terms(0.0, 30.0, adapt="refine", piece_tokens=TOKENS, prior=1e4)) as stream:
+        stream.run()
+        for layer in range(LAYERS):
+            assert all(same(kv, at_level(at, "raw", layer)) for at, kv in stream.read(layer).items())
+    assert levels(stream)[:1] == ["int8"]
+    assert {level for level, _ in stream.came.values()} == {"raw"}
+    assert not stream.text
+
+
+def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_that_was_there(store):
+    parts = [Part(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
+    store.line.start(mbps(0.5))
+    terms = Terms(0.0, 2 * PIECES * SIZES["raw"] / 0.5e6, adapt="refine", piece_tokens=TOKENS)
+    seen: list[int] = []
+
+    def stands(number: int) -> None:
+        seen.append(number)
+        if len(seen) == PIECES + 1:
+            store.line.start(constant(0.0))
+
+    store.before = stands
+    with opened(store, parts, terms) as stream:
+        stream.run()
+        assert set(stream.read(0)) == set(range(PIECES))
+    assert stream.pieces[-1].why == ENOUGH
+    assert {level for level, _ in stream.came.values()} == {"int8"}
 
 
 def test_streams_at_the_same_time_know_of_each_other(store):

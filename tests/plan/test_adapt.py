@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,13 +11,16 @@ from hypothesis import strategies as some
 from ragfuse.plan.adapt import (
     LEAST_S,
     PATIENCE,
+    PROBE,
+    SAFE,
     STEP_S,
     STEPS,
     TEXT,
-    Adapt,
     Part,
     Piece,
     decide,
+    decide_better,
+    decide_first,
     delay_s,
     first_look_s,
     is_given_up,
@@ -81,7 +83,7 @@ def test_every_choice_is_the_papers(adapt, by_hand, stream, throughput, left_s, 
     stream=streams(),
     throughput=some.floats(1e3, 1e9),
     left_s=some.floats(-1, 30),
-    adapt=some.sampled_from(get_args(Adapt)),
+    adapt=some.sampled_from(["paper", "algorithm"]),
 )
 def test_more_time_never_means_more_loss(stream, throughput, left_s, adapt):
     def loss(seconds: float) -> int:
@@ -140,6 +142,49 @@ def test_the_first_piece_of_an_unknown_line_comes_at_a_medium_level():
     assert decide([piece()], None, 0.5) == "cg1"
     assert decide([piece(raw=10, cg2=1)], None, 0.5) == "cg2"
     assert decide([piece(raw=10)], None, 0.5) == "raw"
+
+
+def first(left: Sequence[Piece], mbps: float | None, left_s: float, whole: bool = True, begun: bool = False) -> str:
+    throughput = None if mbps is None else mbps * 1e6
+    return decide_first(left, throughput, left_s, is_whole=whole, has_begun=begun)
+
+
+def test_something_of_all_comes_first_unless_the_line_may_fall_a_lot():
+    left = [piece(0, text_s=50.0), piece(1, text_s=50.0)]
+    needed = {level: 2 * size / 1e6 for level, size in SIZES.items()}
+    assert first(left, None, 10.0) == "cg3"
+    assert first(left, 10.0, 1.01 * needed["raw"] / 10) == "cg2"
+    assert first(left, 10.0, 1.01 * needed["cg1"] / 10) == "cg3"
+    assert first(left, 10.0 / SAFE, 1.01 * needed["raw"] / 10) == "raw"
+    assert first(left, 10.0 / SAFE, 0.99 * needed["raw"] / 10) == "int8"
+    assert first(left, 10.0 / SAFE, 1.01 * needed["cg2"] / 10) == "cg2"
+
+
+def test_text_comes_first_only_where_nothing_was_lost_that_it_cannot_mend():
+    left = [piece(0, text_s=1.0)]
+    assert first(left, 1.0, 2.0) == TEXT
+    assert first(left, 1.0, 2.0, whole=False) == "cg3"
+    assert first([piece(0, text_s=1.0, **{})], 1.0, 0.5) == "cg3"
+
+
+def test_a_line_is_asked_for_a_part_of_each_piece_before_that_is_computed_too_late():
+    left = [piece(0, text_s=5.0), piece(1, text_s=5.0)]
+    assert first(left, 0.01, 1.0) == "cg3"
+    assert first(left, 0.01, 1.0, whole=False, begun=True) == TEXT
+    assert first(left, 0.2, 1.0, whole=False, begun=True) == "cg3"
+
+
+def test_what_lost_most_comes_again_as_well_as_all_of_it_can_in_time():
+    left = [piece(0), piece(1)]
+    assert decide_better(left, ["raw", "int8", "cg1"], 1e6, 17.0) == "raw"
+    assert decide_better(left, ["raw", "int8", "cg1"], 1e6, 9.0) == "int8"
+    assert decide_better(left, ["raw", "int8", "cg1"], 1e6, 2.0) == "cg1"
+    assert decide_better(left, ["raw", "int8", "cg1"], 1e6, 1.0) == ""
+
+
+def test_a_line_that_stood_still_is_asked_for_a_part_of_what_computing_takes():
+    assert first_look_s(piece(text_s=5.0), "cg3", 1.0, stood=True) == PROBE * 5.0
+    assert first_look_s(piece(text_s=5.0), "cg3", 1e9, stood=True) == LEAST_S
 
 
 def test_text_that_cannot_be_timed_is_taken_only_where_there_are_no_levels():

@@ -63,7 +63,7 @@ class StreamOptions:
     deadlines: tuple[float, ...] = (1.0, 2.0)
     levels: tuple[str, ...] = ("int8", "cg1", "cg2", "cg3", "cg4")
     fixed: str = ""
-    adapt: str = "paper"
+    adapt: str = "refine"
     curve: tuple[float, ...] = CURVE
     threads: int = 1
     data: Path | None = None
