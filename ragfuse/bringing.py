@@ -20,7 +20,8 @@ from ragfuse.fitting import drops, room_of
 from ragfuse.hf.model import HFModel
 from ragfuse.load.layers import LayerReader
 from ragfuse.load.link import Links
-from ragfuse.load.stream import UNREADABLE, Stream, Terms
+from ragfuse.load.stream import Stream
+from ragfuse.load.terms import UNREADABLE, Terms
 from ragfuse.plan.adapt import Adapt
 from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.pieces import base_s, parts_of, prior

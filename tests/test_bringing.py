@@ -14,7 +14,8 @@ from ragfuse import Ask, Engine, answering
 from ragfuse.bench.line import Line, constant, line_to
 from ragfuse.cli.show import show_trace
 from ragfuse.codec import RawCodec
-from ragfuse.load.stream import IN_TIME, LATE, SOONER, UNREADABLE, Stream
+from ragfuse.load.stream import Stream
+from ragfuse.load.terms import IN_TIME, LATE, SOONER, UNREADABLE
 from tests.plan.kit import timings, with_cost
 from tests.store.redis_server import RedisServer
 from tests.tiny import CHUNKS, adds_up, chunk_hits, ingest, messages

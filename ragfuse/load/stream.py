@@ -23,12 +23,11 @@ from ragfuse.arrivals import PieceTrace
 from ragfuse.core import Fetch, LayerKV
 from ragfuse.load.link import Link
 from ragfuse.load.staging import Layer
+from ragfuse.load.terms import ENOUGH, IN_TIME, LATE, NOT_KEPT, SOONER, SPARE, UNREADABLE, Terms
 from ragfuse.plan.adapt import (
     AGAIN,
     LEAST,
-    PIECE_TOKENS,
     TEXT,
-    Adapt,
     Part,
     Piece,
     decide,
@@ -47,34 +46,6 @@ log = logging.getLogger("ragfuse.load")
 CPU = torch.device("cpu")
 DECODERS = max(1, min(4, os.cpu_count() or 1))
 """Threads that decode what has come."""
-
-SPARE = 0.05
-"""Share of a deadline that is not planned away: computing takes now a little more, now a little less than foreseen."""
-
-IN_TIME = "computed, as that is in time"
-SOONER = "computed, as its bytes would come later"
-LATE = "given up, as its bytes came too slowly"
-UNREADABLE = "its bytes could not be read"
-ENOUGH = "not waited for, as the deadline comes: what came before is used"
-NOT_KEPT = "computed, as it is not kept at the level that is asked for"
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a stream is to keep. began_s: `clock()` when the deadline began to run; deadline_s: seconds from then.
-
-    base_s: seconds that the prompt computes in any case, behind the last piece. prior: bytes a second that the line is
-    taken to carry before anything was read over it, None: not known.
-    """
-
-    began_s: float
-    deadline_s: float
-    base_s: float = 0.0
-    adapt: Adapt = "paper"
-    piece_tokens: int = PIECE_TOKENS
-    prior: float | None = None
-    level: str | None = None
-    """All pieces at this level, whatever the deadline; None: as it allows."""
 
 
 @dataclass

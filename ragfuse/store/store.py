@@ -132,15 +132,13 @@ class KVStore:
         The tensors are shared: they must not be written to. A chunk read whole from a slow tier enters the fast ones,
         at their own levels where it was read raw, else at the level that was read.
         """
-        epoch, others = self._saves.epoch, list[Tier]()
+        epoch, others, most = self._saves.epoch, list[Tier](), loss_of((level,) if level else ())
         sources = () if self._closed else sorted(self.tiers, key=lambda candidate: candidate.name != tier)
         for source, wanted in chain(((each, level) for each in sources), ((each, None) for each in others)):
             found = self._reading.layers(source, key, first, count, wanted)
             if found is not None and found.meta is None:
                 others += [source] if wanted is not None else []
-            elif found is not None and found.meta is not None:
-                if level is not None and loss_of(found.meta.levels) > loss_of((level,)):
-                    continue  # it would be taken for what was asked for
+            elif found is not None and found.meta is not None and loss_of(found.meta.levels) <= most:
                 if first == 0:
                     self._uses.note(key, source.name, self._clock(), self.tell_every_s)
                 if source is not self.tiers[0]:

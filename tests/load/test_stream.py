@@ -12,7 +12,8 @@ from ragfuse.arrivals import PieceTrace
 from ragfuse.bench.line import Line, Trace, constant, drawn, line_to
 from ragfuse.core import ChunkKV, Fetch
 from ragfuse.load.link import Link, Links
-from ragfuse.load.stream import ENOUGH, IN_TIME, LATE, NOT_KEPT, SOONER, UNREADABLE, Stream, Terms
+from ragfuse.load.stream import Stream
+from ragfuse.load.terms import ENOUGH, IN_TIME, LATE, NOT_KEPT, SOONER, UNREADABLE, Terms
 from ragfuse.plan.adapt import TEXT, Part
 from ragfuse.plan.evict import lru
 from ragfuse.store import KVStore, Tier
