@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.modules import modules
 from benchmarks.tables import number, table
+from benchmarks.waiting import conversation, streams, throughput
 
 DOCS = Path(__file__).parents[1] / "docs"
 Result = Mapping[str, Any]
@@ -343,7 +344,10 @@ SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator
     ("Calibration", _has("tried", "is_safe"), _calibration),
     ("The figures of the CacheBlend paper", lambda run: run.get("figure", "").startswith("fig"), _figure),
     ("Levels of KV", _has("levels", "encode_mbps"), _codec),
+    ("KV over a line, under a deadline", _has("ttft_x_vs_int8"), streams),
     ("The figures of the CacheGen paper", lambda run: run.get("figure", "").startswith("cg-"), _figure),
+    ("A conversation that grows", _has("ttft_reduction"), conversation),
+    ("A server under load", _has("rate_x_vs_full"), throughput),
     ("Conversations on one server, simulated", _has("settings", "look_ahead"), _sessions),
     ("The figures of the AttentionStore paper", lambda run: run.get("figure", "").startswith("as-"), _figure),
     ("Prompts over modules", _has("speedup_2k"), modules),

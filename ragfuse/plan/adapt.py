@@ -30,6 +30,8 @@ STEP_S = 0.05
 """Seconds that a step takes at least, if more than one: each costs a round trip."""
 SAFE = 0.15
 """Where better levels may follow, one comes at once only if it were in time on a line that is so many times as fast."""
+LONGER = 1.15
+"""Computing may take so many times as long as was foreseen, where bytes would do."""
 PROBE = 0.1
 """Of the seconds that computing a piece takes: how long a line that stood still is asked for it."""
 PATIENCE = 2.0
@@ -171,7 +173,7 @@ def decide_first(
     the line as it is.
     """
     levels, text_s = list(left[0].sizes), _total_text_s(left)
-    if not levels or (is_whole and text_s is not None and text_s <= left_s):
+    if not levels or (is_whole and text_s is not None and LONGER * text_s <= left_s):
         return decide(left, throughput, left_s, sharing)
     last, own_s = levels[-1], left[0].text_s
     if throughput is None:

@@ -80,6 +80,19 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         }
     }
     runs["n"] = {"figure": "pc-fig5", "title": "t", "paper": "p", "rows": [{"tokens": 9}], "columns": ["tokens"]}
+    by = {"text": 0.0, "int8": 0.001, "fixed": 0.02, "adaptive": 0.01}
+    late = {"deadline_s": 8.86, "paper_s": 1.0, "violations": dict.fromkeys(by, 0.25), "ttft_s": by}
+    runs["o"] = {"deadlines": [{**late, "kl": by, "top1": by, "f1": by}], "kinds": {"random": 10, "measured": 10}}
+    runs["o"] |= {"traces": 20, "pieces": 6, "tokens": [6129], "adapt": "refine", "fixed": "cg2"}
+    runs["o"] |= {"ttft_x_vs_text": 6.88, "ttft_x_vs_int8": 3.31, "scale": {"derived": "By 622 MB."}}
+    timed = {"turn": 2, "tokens": 900, "reused": 800, "full_s": 2.0, "history_s": 0.2, "reduction": 0.9}
+    runs["p"] = {"turns": [{"turn": 1, "tokens": 99, "reused": 0}, timed], "ttft_reduction": 0.9, "top1_bf16": 0.99}
+    runs["p"] |= {"ttft_reduction_min": 0.8, "token_equal_fp32": True}
+    runs["p"] |= {"perplexity": {"kept": 20.0, "recomputed": 20.01, "naive": 300.0}}
+    load = {"rate": 0.5, "n": 40, "mean_s": 1.25, "p95_s": None, "lost": 0}
+    ways = {name: {"alone_s": 0.5, "loads": [load]} for name in ("full", "prefix", "ragfuse")}
+    runs["q"] = {"rate_x_vs_full": 3.1, "rate_x_vs_prefix": None, "batch_x": 2.5, "methods": ways, "lost": 0}
+    runs["q"] |= {"batch": {"together": 50.0, "alone": 20.0}, "rss_growth": 0.01, "at_ttft_s": 1.0}
     for name, run in runs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
     made = page(tmp_path)
@@ -103,6 +116,10 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         "| 4,096 (192 MB) | one arena, sharing off |",
         "`May` / `A 'train' in May`",
         "**pc-fig5**",
+        "| 1 s (8.9 s here) | fixed (cg2) | 25% | 0.02 s |",
+        "3.3 times sooner than 8 bits. By 622 MB.",
+        "| 2 | 900 | 800 | 2.00 s | 0.200 s | 90% |",
+        "| ragfuse | 0.50 | 40 | 1.250 s |  | 0 |",
     )
     for wanted in said:
         assert wanted in made

@@ -90,4 +90,4 @@ def _draw_timeline(result: Mapping[str, Any], path: Path) -> None:
         below.set_xlabel("seconds (red: the deadline; grey: computing)")
         found = {piece["level"] for stream in told["streams"].values() for piece in stream["pieces"]} & COLORS.keys()
         handles = [below.barh(0, 0, color=COLORS[level], label=level) for level in COLORS if level in found]
-        below.legend(handles=handles, loc="lower right", fontsize=8)
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(COLORS), fontsize=8)
