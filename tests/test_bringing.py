@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from io import StringIO
 
@@ -14,6 +15,7 @@ from ragfuse import Ask, Engine, answering
 from ragfuse.bench.line import Line, constant, line_to
 from ragfuse.cli.show import show_trace
 from ragfuse.codec import RawCodec
+from ragfuse.load import stream
 from ragfuse.load.stream import Stream
 from ragfuse.load.terms import IN_TIME, LATE, SOONER, UNREADABLE
 from tests.plan.kit import timings, with_cost
@@ -78,7 +80,7 @@ def test_what_comes_in_time_is_what_would_have_been_read_anyway(engine):
     wanted = engine.answer(messages(), Ask(ratio=0.0))
     computing(engine, SLOWLY)
     found = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0))
-    assert {piece.level for piece in found.trace.stream.pieces} == {"raw"}
+    assert {segment.level for segment in found.trace.segments if segment.kind == "chunk"} == {"raw"}
     assert len(found.trace.stream.pieces) >= len(CHUNKS)
     assert found.trace.stream.held
     assert (found.text, found.trace.tokens_reused) == (wanted.text, wanted.trace.tokens_reused)
@@ -171,12 +173,13 @@ def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monk
 
 def test_a_chunk_that_stands_twice_comes_once(engine):
     computing(engine, SLOWLY)
-    found = [
-        engine.answer(messages(c), Ask(ratio=0.0, deadline_s=5.0)).trace for c in (CHUNKS[:2], [*CHUNKS[:2], CHUNKS[0]])
-    ]
-    once, twice = (sum(piece.nbytes for piece in trace.stream.pieces) for trace in found)
-    assert once == twice > 0
-    assert chunk_hits(found[1]) == [True] * 3
+    asked = messages([*CHUNKS[:2], CHUNKS[1]])
+    trace = engine.answer(asked, Ask(ratio=0.0, deadline_s=5.0)).trace
+    _, first, last = (at for at, segment in enumerate(engine.prompt(asked).segments) if segment.kind == "chunk")
+    assert chunk_hits(trace) == [True] * 3
+    assert {first, last} <= {at for piece in trace.stream.pieces for at in piece.segments}
+    assert all((first in piece.segments) == (last in piece.segments) for piece in trace.stream.pieces)
+    assert [segment.nbytes > 0 for segment in trace.segments if segment.kind == "chunk"] == [True, True, False]
 
 
 def test_what_came_is_let_go_of_before_the_answer_is_written(engine, monkeypatch):
@@ -188,12 +191,22 @@ def test_what_came_is_let_go_of_before_the_answer_is_written(engine, monkeypatch
     assert events[:2] == ["let go", "written"]
 
 
-def test_prompts_of_a_batch_share_the_line_and_know_it(engine):
+def test_prompts_of_a_batch_share_the_line_and_know_it(engine, monkeypatch):
     computing(engine, SLOWLY)
     prompts = [messages(CHUNKS[:4]), messages(CHUNKS[2:], "Question: When?")]
+    both, decide, met = threading.Barrier(2), stream.decide_first, set[int]()
+
+    def together(*known, **terms):
+        if threading.get_ident() not in met:
+            met.add(threading.get_ident())
+            both.wait(60)
+        return decide(*known, **terms)
+
+    monkeypatch.setattr(stream, "decide_first", together)
     found = engine.batch(prompts, Ask(ratio=0.0, deadline_s=5.0))
+    monkeypatch.undo()
     alone = [engine.answer(prompt, Ask(ratio=0.0)) for prompt in prompts]
-    assert [answer.text for answer in found] == [answer.text for answer in alone]
+    assert [each.trace.tokens_reused for each in found] == [each.trace.tokens_reused for each in alone]
     assert max(piece.sharing for answer in found for piece in answer.trace.stream.pieces) == 2
 
 
