@@ -351,9 +351,9 @@ def test_what_fails_together_is_done_one_by_one_and_shared_no_more(caplog: pytes
     for _ in range(2):
         assert kit.together(model, [(prefill, {"options": GREEDY}) for prefill in prefills(model)]) == wanted
     assert model.batcher.steps == 0
-    assert [record.message for record in caplog.records] == [
-        "A step of 4 requests failed and is done one by one: too many"
-    ] * 3
+    told = "A step of {} requests failed and is done one by one: too many"  # as many as met: a busy machine parts them
+    assert len(caplog.records) == 3
+    assert {record.message for record in caplog.records} <= {told.format(n) for n in (2, 3, 4)}
 
 
 def test_a_request_that_fails_in_a_shared_step_fails_alone() -> None:
