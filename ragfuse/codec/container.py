@@ -37,8 +37,9 @@ pack as well, and what does only asks for memory."""
 
 
 class OtherTables(ValueError):
-    """The layer was packed otherwise than here: with other tables, by another version, or in other bins: to be left
-    alone, and not read.
+    """The layer is not damaged, but packed otherwise than here: with other tables, by another version or in other bins.
+
+    It is to be left alone, and not read.
     """
 
 

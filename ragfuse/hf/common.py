@@ -61,7 +61,7 @@ class Common:
             for layer, window in zip(cache.layers, windows, strict=True):
                 if window is None:
                     layer.share([_stretch(layer, span, rows) for span, rows in zip(meant, owners, strict=True)])
-        _give_back()
+        give_back()
 
 
 def _stretch(layer: RowLayer, span: Span, rows: _Rows) -> Stretch:
@@ -73,7 +73,7 @@ def _stretch(layer: RowLayer, span: Span, rows: _Rows) -> Stretch:
     return Stretch(span.lo, found, rows)
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Let the system have what was freed: glibc keeps it for the thread that did, and each answer is one's own."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

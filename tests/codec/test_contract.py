@@ -187,9 +187,7 @@ def test_a_blob_says_by_which_coder_it_was_packed(coder):
 
 
 def test_a_layer_of_other_tables_is_told_apart_from_a_damaged_one():
-    before, codec = layer(), CacheGenCodec(TABLES, PACKED[0])
-    blob = codec.encode(before)
-    meta = LayerMeta.of(before, blob)
+    blob, meta = packed(CacheGenCodec(TABLES, PACKED[0]))
     with pytest.raises(OtherTables, match=TABLES.digest):
         CacheGenCodec(UNTURNED, PACKED[0]).decode(blob, meta)
     blob[-1] ^= 1
@@ -198,32 +196,35 @@ def test_a_layer_of_other_tables_is_told_apart_from_a_damaged_one():
     assert not isinstance(caught.value, OtherTables)
 
 
-def test_a_layer_of_another_level_or_codec_is_refused():
+def packed(codec):
+    """Some layer's bytes, and what is said of them."""
     before = layer()
-    blob = codec_for("cg1", TABLES).encode(before)
+    blob = codec.encode(before)
+    return blob, LayerMeta.of(before, blob)
+
+
+def test_a_layer_of_another_level_or_codec_is_refused():
+    blob, meta = packed(codec_for("cg1", TABLES))
     with pytest.raises(OtherTables, match="level cg2 wanted"):
-        codec_for("cg2", TABLES).decode(blob, LayerMeta.of(before, blob))
+        codec_for("cg2", TABLES).decode(blob, meta)
     with pytest.raises(ValueError, match="codec 1 wanted"):
-        INT8.decode(blob, LayerMeta.of(before, blob))
+        INT8.decode(blob, meta)
 
 
 @not_raw
 def test_a_layer_of_another_version_is_left_alone(codec):
-    before = layer()
-    blob = codec.encode(before)
+    blob, meta = packed(codec)
     blob[4] += 1
     with pytest.raises(OtherTables, match="version 1 wanted, one of version 2 found"):
-        codec.decode(blob, LayerMeta.of(before, blob))
+        codec.decode(blob, meta)
 
 
 @not_raw
 def test_a_few_bytes_do_not_stand_for_many_numbers(codec):
-    told = layer()
-    blob = codec.encode(told)
-    shapes = {f"{of}_shape": (2, 1 << 20, getattr(told, f"{of}s").shape[2]) for of in ("key", "value")}
-    large = replace(LayerMeta.of(told, blob), **shapes)
+    blob, meta = packed(codec)
+    shapes = {name: (2, 1 << 20, getattr(meta, name)[2]) for name in ("key_shape", "value_shape")}
     with pytest.raises(ValueError, match="keys or values in"):
-        codec.decode(blob, large)
+        codec.decode(blob, replace(meta, **shapes))
 
 
 def test_an_ans_stream_is_used_up_by_its_numbers():

@@ -7,7 +7,6 @@ and without: an engine that shares gives back by itself, and what is to be told 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -28,6 +27,7 @@ from ragfuse.bench.modules.lengths import notes
 from ragfuse.bench.runner import is_glibc, thread_count
 from ragfuse.engine import Ask, Engine
 from ragfuse.errors import ModelError
+from ragfuse.hf.common import give_back
 from ragfuse.settings import Settings
 
 CODE = "from ragfuse.bench.modules.memory import main; main()"
@@ -160,12 +160,6 @@ class Trimming:
         """The scores as they are."""
         give_back()
         return scores
-
-
-def give_back() -> None:
-    """Let the system have what was freed, where that does not happen by itself."""
-    if is_glibc():
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def settled_rss() -> int:
