@@ -333,10 +333,10 @@ def _sessions(run: Result) -> Iterator[str]:
 
 
 def _has(name: str, inside: str = "") -> Callable[[Result], bool]:
-    """Whether a run has a key, or its first result has one."""
+    """Whether a run has a key, or the first of its list has one."""
     if not inside:
         return lambda run: name in run
-    return lambda run: bool(run.get(name)) and inside in run[name][0]
+    return lambda run: isinstance(run.get(name), list) and any(inside in first for first in run[name][:1])
 
 
 SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator[str]]], ...] = (
