@@ -3,8 +3,9 @@
 One piece comes after the other, some layers at a time, each read by a thread of its own; how fast these came decides
 how the next ones come. Once something of all is there, what lost most may come again at a better level (`refine`). What
 has come is decoded by further threads while the next is on its way. A piece that takes too long is given up, and what
-cannot be read is tried at another level; what does not come becomes text: the fusor computes it. How a piece comes is
-decided by `plan.adapt`.
+cannot be read is tried at another level; what does not come becomes text: the fusor computes it. With `refine` such a
+piece is set aside first and stays on its way while the others come: what is computed is decided when nothing else is
+left to bring. How a piece comes is decided by `plan.adapt`.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import torch
 
 from ragfuse.arrivals import PieceTrace
 from ragfuse.core import Fetch, LayerKV
 from ragfuse.load.link import Link
+from ragfuse.load.reading import Open, Reading
 from ragfuse.load.staging import Layer
-from ragfuse.load.terms import ENOUGH, IN_TIME, LATE, NOT_KEPT, SOONER, SPARE, UNREADABLE, Terms
+from ragfuse.load.terms import ASIDE, ENOUGH, IN_TIME, LATE, NOT_KEPT, SOONER, SPARE, UNREADABLE, Terms
 from ragfuse.plan.adapt import (
     AGAIN,
     LEAST,
+    LONGER,
     TEXT,
     Part,
     Piece,
@@ -35,8 +37,10 @@ from ragfuse.plan.adapt import (
     decide_first,
     first_look_s,
     is_given_up,
+    is_late,
     layers_together,
     pieces,
+    spare_s,
 )
 from ragfuse.store import Encoded, KVStore
 from ragfuse.store.levels import loss_of
@@ -46,35 +50,6 @@ log = logging.getLogger("ragfuse.load")
 CPU = torch.device("cpu")
 DECODERS = max(1, min(4, os.cpu_count() or 1))
 """Threads that decode what has come."""
-
-
-@dataclass
-class _Reading:
-    """Layers on their way: what has come so far, by segment. `stop` lets it end with the segment at hand.
-
-    began: `clock()` when it had its turn on the line; None: it still waits for that.
-    """
-
-    segments: tuple[int, ...]
-    span: tuple[int, int]
-    level: str
-    came: dict[int, Encoded] = field(default_factory=dict)
-    done: threading.Event = field(default_factory=threading.Event)
-    stop: threading.Event = field(default_factory=threading.Event)
-    began: float | None = None
-
-
-@dataclass
-class _Open:
-    """The piece at hand: segments that are still wanted, and its next layers, at:end. For these layers alone: segments
-    that lack them, and levels that were tried in vain."""
-
-    piece: Piece
-    wanted: list[int]
-    at: int = 0
-    end: int = 0
-    lacking: list[int] = field(default_factory=list)
-    banned: set[str] = field(default_factory=set)
 
 
 class Stream:
@@ -104,6 +79,7 @@ class Stream:
         self._n_layers = n_layers
         self._pieces, self._link, self._terms = pieces(parts, terms.piece_tokens), link, terms
         self._behind: list[Piece] = []
+        self._aside: list[Open] = []
         self._also = {part.segment: part.also for part in parts}
         self._tokens = {part.segment: part.tokens for part in parts}
         self._device, self._clock = device, clock
@@ -130,9 +106,13 @@ class Stream:
         began = self._clock()
         with self._link.joined():
             for number, piece in enumerate(self._pieces):
-                self._behind = self._pieces[number + 1 :]
-                self._bring(_Open(piece, list(piece.segments)))
-            if self._terms.adapt == "refine" and self._terms.level is None:
+                self._behind = [*self._pieces[number + 1 :], *self._waiting()]
+                self._bring(Open(piece, list(piece.segments)), self._refines)
+            while self._aside:
+                now = self._aside.pop(0)
+                self._behind = self._waiting()
+                self._bring(now, False)
+            if self._refines:
                 self._refine()
         for segment in self._decoding:
             level = max(self._levels[segment].values(), key=_loss)
@@ -151,21 +131,31 @@ class Stream:
 
     # deciding
 
-    def _left(self, now: _Open) -> list[Piece]:
+    def _left(self, now: Open) -> list[Piece]:
         """All that is still to come, first what is left of those that lack the layers at hand."""
         lacking, behind = ((self._n_layers - at) / self._n_layers for at in (now.at, now.end))
         others = [segment for segment in now.wanted if segment not in now.lacking]
         later = [now.piece.rest(others, behind)] if others and behind else []
         return [now.piece.rest(now.lacking, lacking, now.banned), *later, *self._behind]
 
-    def _choice(self, now: _Open, left: Sequence[Piece]) -> str:
+    def _choice(self, now: Open, left: Sequence[Piece]) -> str:
         if self._terms.level is not None:
             return self._terms.level if self._terms.level in left[0].sizes else TEXT
         known = left, self._throughput, self._left_s(), self._link.sharing
-        if self._terms.adapt == "refine":
+        if self._refines:
             begun = now.at > 0
-            return decide_first(*known, is_whole=not begun and not self._lost(), has_begun=begun)
+            return decide_first(*known, is_whole=not begun and not self._lost(), has_begun=begun and not now.stood)
         return decide(*known, self._terms.adapt)
+
+    @property
+    def _refines(self) -> bool:
+        """Whether better levels may follow what came."""
+        return self._terms.adapt == "refine" and self._terms.level is None
+
+    def _waiting(self) -> list[Piece]:
+        """What is still to come of pieces that were set aside."""
+        n = self._n_layers
+        return [each.piece.rest(each.wanted, (n - each.at) / n) for each in self._aside]
 
     def _lost(self) -> int:
         """How much was lost most of what came, where its piece is kept with less: 0 for nothing."""
@@ -187,10 +177,10 @@ class Stream:
         seen = self._link.throughput
         return self._terms.prior if seen is None else seen
 
-    def _compute(self, now: _Open, segments: Sequence[int], why: str) -> None:
+    def _compute(self, now: Open, segments: Sequence[int], why: str) -> None:
         """These are computed, whatever came of them."""
         rest = now.piece.rest(segments, 1.0)
-        self._promised_s += rest.text_s or 0.0
+        self._promised_s += (rest.text_s or 0.0) * (LONGER if self._refines else 1.0)
         self.text |= dict.fromkeys(self._with_others(segments), why)
         for segment in segments:
             self._decoding.pop(segment, None)
@@ -204,27 +194,35 @@ class Stream:
 
     # bringing
 
-    def _bring(self, now: _Open) -> None:
-        """Layer by layer, some at a time, until all are there or the piece is computed."""
+    def _bring(self, now: Open, may_wait: bool) -> None:
+        """Layer by layer, some at a time, until all are there or the piece is computed, or until it is set aside.
+
+        may_wait: whether it may be set aside, which leaves it as it is then.
+        """
         while now.wanted and now.at < self._n_layers:
-            now.lacking, now.banned, now.end = list(now.wanted), set(), now.at
+            if now.reading is None:
+                now.lacking, now.banned, now.end = list(now.wanted), set(), now.at
             while now.lacking:
                 left = self._left(now)
-                level = self._choice(now, left)
-                if level == TEXT:
-                    self._as_text(now, left)
-                    break
-                if now.end == now.at:
-                    now.end += self._together(left[0], level, now.at)
-                self._read(now, left, level, (now.at, now.end))
+                if now.reading is None:
+                    level = self._choice(now, left)
+                    if level == TEXT:
+                        self._as_text(now, left)
+                        break
+                    if now.end == now.at:
+                        now.end += self._together(left[0], level, now.at)
+                    now.reading = self._started(Reading(tuple(now.lacking), (now.at, now.end), level, self._clock()))
+                if not self._read(now, now.reading, left, may_wait):
+                    self._aside.append(now)
+                    return
             now.at = now.end
 
-    def _as_text(self, now: _Open, left: Sequence[Piece]) -> None:
+    def _as_text(self, now: Open, left: Sequence[Piece]) -> None:
         """What lacks the layers at hand is computed: all of the piece, or what of it could not be read."""
         self._compute(now, now.lacking, self._why_text(now, left[0]))
         now.lacking = []
 
-    def _why_text(self, now: _Open, piece: Piece) -> str:
+    def _why_text(self, now: Open, piece: Piece) -> str:
         wanted = self._terms.level
         if not piece.sizes or wanted in now.banned:
             return UNREADABLE
@@ -239,27 +237,33 @@ class Stream:
         whole_s = None if throughput is None else self._link.sharing * left / max(throughput, LEAST)
         return layers_together(self._n_layers, self._n_layers - at, whole_s)
 
-    def _read(self, now: _Open, left: Sequence[Piece], level: str, span: tuple[int, int]) -> None:
-        """These layers of all that lack them; what did not come is lacking still, or computed."""
-        began, reading = self._clock(), _Reading(tuple(now.lacking), span, level)
-        self._start(reading)
-        gave_up = not self._waited(reading, left, began)
+    def _read(self, now: Open, reading: Reading, left: Sequence[Piece], may_wait: bool) -> bool:
+        """These layers of all that lack them; what did not come is lacking still, or computed. False: set aside."""
+        was_aside, began = now.is_aside, self._clock() if now.is_aside else reading.asked
+        gave_up = not self._waited(reading, left, began, may_wait)
         came, ended = dict(reading.came), self._clock()
         self._stood = gave_up or (self._stood and not came)
-        self._take(came, level)
+        now.is_aside, now.stood = gave_up and may_wait, was_aside
+        if now.is_aside:
+            self._note(reading, {}, (began, ended), ASIDE)
+            return False
+        now.reading = None
+        self._take(came, reading.level)
         now.lacking = [segment for segment in now.lacking if segment not in came]
         self._note(reading, came, (began, ended), LATE if gave_up else UNREADABLE)
         if gave_up:
             self._compute(now, reading.segments, LATE)
             now.lacking = []
         elif now.lacking:
-            now.banned.add(level)
+            now.banned.add(reading.level)
+        return True
 
-    def _start(self, reading: _Reading) -> None:
+    def _started(self, reading: Reading) -> Reading:
         try:
             threading.Thread(target=self._run, args=(reading,), name="ragfuse-stream", daemon=True).start()
         except RuntimeError:  # no thread to be had: read here
             self._run(reading)
+        return reading
 
     def _take(self, came: Mapping[int, Encoded], level: str) -> None:
         """Have it decoded, in place of what was there."""
@@ -291,39 +295,42 @@ class Stream:
                 return
             segments, (first, end) = steps[0]
             span = first, first + min(end - first, self._together(left[0], level, first))
-            if not self._again(_Reading(segments, span, level)):
+            if not self._again(Reading(segments, span, level, self._clock())):
                 return
 
-    def _again(self, reading: _Reading) -> bool:
+    def _again(self, reading: Reading) -> bool:
         """Layers that are there at another level, waited for until the deadline; whether all of them came."""
-        began = self._clock()
-        self._start(reading)
+        self._started(reading)
         is_done = reading.done.wait(max(0.0, self._left_s()))
         reading.stop.set()
         came = dict(reading.came)
         self._take(came, reading.level)
-        self._note(reading, came, (began, self._clock()), UNREADABLE if is_done else ENOUGH)
+        self._note(reading, came, (reading.asked, self._clock()), UNREADABLE if is_done else ENOUGH)
         return len(came) == len(reading.segments)
 
-    def _waited(self, reading: _Reading, left: Sequence[Piece], began: float) -> bool:
-        """Whether it was read to its end; False: it was given up."""
+    def _waited(self, reading: Reading, left: Sequence[Piece], began: float, may_wait: bool) -> bool:
+        """Whether it was read to its end; False: it is set aside, or given up where it may not wait."""
         first, end = reading.span
         step = left[0].rest(reading.segments, (end - first) / (self._n_layers - first))
         nbytes, behind, wait_s = step.sizes[reading.level], (self._n_layers - end) / (self._n_layers - first), None
         if self._terms.level is None:
-            stood = self._stood and self._terms.adapt == "refine"
+            stood = self._stood and self._refines
             wait_s = first_look_s(step, reading.level, self._throughput, self._link.sharing, stood)
+            if wait_s is not None and self._refines and not may_wait:
+                wait_s = max(wait_s, spare_s(left, self._left_s()))
+        is_over = is_late if may_wait else is_given_up
         while not reading.done.wait(wait_s):
             waited_s = self._clock() - began
-            if is_given_up(left, behind, nbytes, waited_s, self._left_s()):
-                reading.stop.set()
+            if is_over(left, behind, nbytes, waited_s, self._left_s()):
+                if not may_wait:
+                    reading.stop.set()
                 if reading.began is not None:
                     self._link.saw(nbytes, 2 * (self._clock() - reading.began))
                 return False
             wait_s = waited_s * (AGAIN - 1)
         return True
 
-    def _run(self, reading: _Reading) -> None:
+    def _run(self, reading: Reading) -> None:
         """On a thread of its own: read segment after segment; one that is not there keeps none behind it."""
         first, end = reading.span
         try:
@@ -339,9 +346,10 @@ class Stream:
         except Exception as error:
             log.warning("A piece at level %s could not be read: %s", reading.level, error)
         finally:
+            reading.ended = self._clock()
             reading.done.set()
 
-    def _note(self, reading: _Reading, came: Mapping[int, Encoded], span_s: tuple[float, float], why: str) -> None:
+    def _note(self, reading: Reading, came: Mapping[int, Encoded], span_s: tuple[float, float], why: str) -> None:
         """How fast it came once it had its turn: for what is next, and for the trace, with the wait for the turn.
 
         why: what did not come did not; all of a step that was given up. What broke at once says nothing of the line.
@@ -349,7 +357,7 @@ class Stream:
         began, ended = span_s
         nbytes, sharing, throughput = sum(encoded.nbytes for encoded in came.values()), self._link.sharing, None
         if nbytes and why != LATE and reading.began is not None:
-            throughput = self._link.saw(nbytes, ended - reading.began)
+            throughput = self._link.saw(nbytes, min(ended, reading.ended or ended) - reading.began)
         there = [segment for segment in reading.segments if segment in came and why != LATE]
         gone = [segment for segment in reading.segments if segment not in there]
         for segments, told, size, word in ((there, throughput, nbytes, ""), (gone, None, 0 if there else nbytes, why)):

@@ -11,6 +11,7 @@ SPARE = 0.05
 
 IN_TIME = "computed, as that is in time"
 SOONER = "computed, as its bytes would come later"
+ASIDE = "set aside, as its bytes come too slowly: others first"
 LATE = "given up, as its bytes came too slowly"
 UNREADABLE = "its bytes could not be read"
 ENOUGH = "not waited for, as the deadline comes: what came before is used"

@@ -181,7 +181,8 @@ def decide_first(
     in_time = (level for level in levels if delay_s(left, level, SAFE * throughput, sharing) <= left_s)
     level = next(in_time, last)
     if level == last and has_begun and own_s is not None and delay_s(left, last, throughput, sharing) > left_s:
-        return TEXT if own_s < delay_s(left[:1], last, throughput, sharing) else last
+        rather = 1.0 if text_s is not None and LONGER * text_s <= left_s else PATIENCE
+        return TEXT if rather * own_s < delay_s(left[:1], last, throughput, sharing) else last
     return level
 
 
@@ -229,19 +230,45 @@ def first_look_s(
     return max(LEAST_S, min(wait_s, PROBE * piece.text_s) if stood and piece.text_s is not None else wait_s)
 
 
-def is_given_up(left: Sequence[Piece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
-    """Whether the piece at hand is better computed than waited for, as a step of it is late.
+def is_late(left: Sequence[Piece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
+    """Whether waiting for the piece at hand would be too late for the deadline, as a step of it is late.
 
     share: of the piece, that is still to come behind the step; nbytes: of the step. It is taken to need as long again
-    as it was waited for, and the line to stay as slow. What can be in time is waited for.
+    as it was waited for, and the line to stay as slow.
     """
-    piece, *others = left
-    if piece.text_s is None:
+    return _waiting_s(left, share, nbytes, waited_s) > left_s
+
+
+def is_given_up(left: Sequence[Piece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
+    """Whether the piece at hand is better computed than waited for, as a step of it is late: as `is_late` has it.
+
+    What can be in time is waited for.
+    """
+    if left[0].text_s is None:
         return False
-    throughput = nbytes / max(2 * waited_s, LEAST)
-    behind = [piece.rest(piece.segments, share)] if share > 0 else []
-    waiting_s = waited_s + _soonest_s([*behind, *others], throughput)
-    return waiting_s > left_s and piece.text_s + _soonest_s(others, throughput) < waiting_s
+    waiting_s = _waiting_s(left, share, nbytes, waited_s)
+    return waiting_s > left_s and left[0].text_s + _soonest_s(left[1:], _slow(nbytes, waited_s)) < waiting_s
+
+
+def spare_s(left: Sequence[Piece], left_s: float) -> float:
+    """How long to wait for these in any case, where nothing else is left to bring.
+
+    Not at all where all of them could be computed in time, which loses nothing; else until the deadline, as only their
+    bytes can be in time then.
+    """
+    text_s = _total_text_s(left)
+    return 0.0 if text_s is None or LONGER * text_s <= left_s else left_s
+
+
+def _waiting_s(left: Sequence[Piece], share: float, nbytes: int, waited_s: float) -> float:
+    """Until all of these are there, if the step at hand takes as long again as it was waited for."""
+    behind = [left[0].rest(left[0].segments, share)] if share > 0 else []
+    return waited_s + _soonest_s([*behind, *left[1:]], _slow(nbytes, waited_s))
+
+
+def _slow(nbytes: int, waited_s: float) -> float:
+    """Bytes a second of a line that takes so long again."""
+    return nbytes / max(2 * waited_s, LEAST)
 
 
 def _soonest_s(left: Sequence[Piece], throughput: float) -> float:

@@ -13,7 +13,7 @@ from ragfuse.bench.line import Line, Trace, constant, drawn, line_to
 from ragfuse.core import ChunkKV, Fetch
 from ragfuse.load.link import Link, Links
 from ragfuse.load.stream import Stream
-from ragfuse.load.terms import ENOUGH, IN_TIME, LATE, NOT_KEPT, SOONER, UNREADABLE, Terms
+from ragfuse.load.terms import ASIDE, ENOUGH, IN_TIME, LATE, NOT_KEPT, SOONER, UNREADABLE, Terms
 from ragfuse.plan.adapt import TEXT, Part
 from ragfuse.plan.evict import lru
 from ragfuse.store import KVStore, Tier
@@ -318,6 +318,34 @@ def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_th
         assert set(stream.read(0)) == set(range(PIECES))
     assert stream.pieces[-1].why == ENOUGH
     assert {level for level, _ in stream.came.values()} == {"int8"}
+
+
+def test_a_piece_whose_line_stands_still_waits_for_the_others_and_comes_then(store):
+    parts = [Part(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
+    store.line.start(mbps(8))
+    store.before = lambda number: store.line.start(constant(0.0) if number == 1 else None)
+    with opened(store, parts, Terms(0.0, 5.0, adapt="refine", piece_tokens=TOKENS, prior=1e6)) as stream:
+        stream.run()
+        for layer in range(LAYERS):
+            for at, kv in stream.read(layer).items():
+                *_, level = (each.level for each in stream.pieces if _brought(each, at, layer))
+                assert same(kv, at_level(at, level, layer))
+    assert (sorted(stream.came), stream.text) == ([0, 1, 2, 3], {})
+    (aside,) = [each for each in stream.pieces if each.why]
+    assert (aside.why, aside.segments, aside.nbytes) == (ASIDE, (1,), 0)
+    after = [each.segments[0] for each in stream.pieces[stream.pieces.index(aside) + 1 :]]
+    assert after.index(1) > after.index(3)
+
+
+def test_what_does_not_come_after_all_is_computed_once_the_deadline_cannot_be_met_otherwise(store):
+    parts = [Part(at, TOKENS, SIZES, 1.0) for at in range(PIECES)]
+    store.line.start(mbps(8))
+    store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
+    with opened(store, parts, Terms(0.0, 1.5, adapt="refine", piece_tokens=TOKENS, prior=1e6)) as stream:
+        stream.run()
+        assert set(stream.read(0)) == {0, 1}
+    assert set(stream.text) == {2, 3}
+    assert [each.why for each in stream.pieces if each.segments == (2,)][:1] == [ASIDE]
 
 
 def test_streams_at_the_same_time_know_of_each_other(store):

@@ -10,6 +10,7 @@ from hypothesis import strategies as some
 
 from ragfuse.plan.adapt import (
     LEAST_S,
+    LONGER,
     PATIENCE,
     PROBE,
     SAFE,
@@ -24,8 +25,10 @@ from ragfuse.plan.adapt import (
     delay_s,
     first_look_s,
     is_given_up,
+    is_late,
     layers_together,
     pieces,
+    spare_s,
 )
 from tests.reference import Sent, algorithm_1, section_5_3
 
@@ -264,3 +267,24 @@ def test_a_late_step_is_waited_for_where_the_rest_can_come_at_a_lesser_level():
     assert not is_given_up(left, 0.5, 400_000, 0.5, 1.0)
     only = [piece(text_s=3.0, int8=4_000_000), piece(1, text_s=3.0, int8=4_000_000)]
     assert is_given_up(only, 0.5, 400_000, 0.5, 1.0)
+
+
+def test_a_step_that_would_come_after_the_deadline_is_late_however_long_computing_takes():
+    left = [piece(text_s=None, int8=4_000_000), piece(1, text_s=9.0, int8=4_000_000)]
+    assert is_late(left, 0.0, 4_000_000, 1.0, 2.9)
+    assert not is_late(left, 0.0, 4_000_000, 1.0, 3.1)
+
+
+def test_what_is_left_in_the_end_is_waited_for_only_where_computing_it_would_be_late():
+    left = [piece(text_s=1.0), piece(1, text_s=1.0)]
+    assert spare_s(left, 2 * LONGER + 0.01) == 0.0
+    assert spare_s(left, 2 * LONGER - 0.01) == 2 * LONGER - 0.01
+    assert spare_s([piece(text_s=None)], 5.0) == 0.0
+
+
+def test_where_all_is_late_a_piece_is_computed_only_if_that_is_much_sooner():
+    at_once = {"is_whole": False, "has_begun": True}
+    left = [piece(text_s=3.0, cg3=4_000_000), piece(1, text_s=3.0, cg3=4_000_000)]
+    assert decide_first(left, 1e6, 5.0, **at_once) == "cg3"
+    assert decide_first(left, 0.6e6, 5.0, **at_once) == TEXT
+    assert decide_first(left, 1e6, 7.0, **at_once) == TEXT
