@@ -95,10 +95,11 @@ class Answerer:
     ) -> Answer:
         """several: others are about to be written beside it."""
         reply = asked.reply
-        with reply.model.lock:
+        known = asked.ask, reply.model, asked.profile, brought
+        with self.prefiller.turn(prompt, *known) as ahead:
             if any(end.is_set() for end in ends):
                 raise InputError("The stream was closed before its answer began.")
-            ready = self.prefiller.prepare(prompt, asked.ask, reply.model, asked.profile, brought)
+            ready = self.prefiller.prepare(prompt, *known, ahead)
             if brought is not None:
                 brought.close()
             self.talks.begin([ready], asked.ask)

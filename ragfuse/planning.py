@@ -54,8 +54,12 @@ class Planner:
         model: HFModel,
         profile: ModelProfile,
         lost: frozenset[int] = frozenset(),
+        counts: bool = True,
     ) -> LoadPlan:
-        """What to read and compute for a prompt; `lost` segments were there and could not be read."""
+        """What to read and compute for a prompt; `lost` segments were there and could not be read.
+
+        Unless it `counts`, no hit or miss is told in the store's counts.
+        """
         settings = self._settings
         policy = ask.policy or settings.policy
         ratio = settings.ratio if ask.ratio is None else ask.ratio
@@ -69,7 +73,7 @@ class Planner:
         if refusal:
             return controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).refused(refusal)
         keys = [key for segment in prompt.segments for key in segment.keys]
-        entries = self._store.lookup(keys)
+        entries = self._store.lookup(keys, counts=counts)
         others = self._store.copies(entries) if machine is not None else {}
         found = controller.plan(prompt, entries, policy, ratio, lost, ask.deadline_s, others)
         found = replace(found, misses=tuple(self._told(prompt, *miss) for miss in found.misses))

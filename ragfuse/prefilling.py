@@ -1,21 +1,25 @@
 """From a prompt to its first logits: plan, read, fuse; once more without an entry that is lost on the way.
 
-What is read and computed is told by the plan, which fusing obeys.
+What is read and computed is told by the plan, which fusing obeys. While the model is another prompt's, the next one is
+planned and its first layers are read (`Ahead`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 
 from ragfuse.asking import Ask, hurried
 from ragfuse.bringing import Brought
 from ragfuse.core import ChunkKey, LayerKV, LoadPlan, Prompt
 from ragfuse.fitting import drops, room_of
 from ragfuse.fuse.fusor import LostRun, Run, Source
+from ragfuse.hf.lock import FairLock
 from ragfuse.hf.model import HFModel, NoSource, Prefill
 from ragfuse.load.layers import LayerReader
+from ragfuse.plan.ahead import layers_before
 from ragfuse.plan.controller import is_exact
 from ragfuse.planning import Planner
 from ragfuse.profiles import ModelProfile
@@ -23,6 +27,47 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.telemetry import fused, loading, planned
 from ragfuse.tracing import Ready, Timing
+
+
+@dataclass
+class Ahead:
+    """What is known and read of a prompt before the model is its own: its plan, and layers on their way from there.
+
+    place: held until the model is; one prompt of an engine has it at a time.
+    """
+
+    place: ExitStack = field(default_factory=ExitStack)
+    plan: LoadPlan | None = None
+    _reading: ExitStack = field(default_factory=ExitStack)
+    _reader: LayerReader | None = None
+
+    def begin(self, plan: LoadPlan, reader: LayerReader) -> None:
+        """Read what it takes, as far as the reader has room for it."""
+        self.plan, self._reader = plan, self._reading.enter_context(loading(reader, plan))
+
+    def reader(self, chosen: LoadPlan) -> AbstractContextManager[LayerReader] | None:
+        """What reads for this plan, once; None where nothing was read ahead, or something else than it takes."""
+        mine, self._reader = self._reader, None
+        if mine is None or self.plan is None or _reads(self.plan) != _reads(chosen):
+            self._reading.close()
+            return None
+        return _handed(mine, self._reading.pop_all())
+
+    def close(self) -> None:
+        """Let go of what nobody took."""
+        with self.place, self._reading:
+            pass
+
+
+@contextmanager
+def _handed(reader: LayerReader, held: ExitStack) -> Iterator[LayerReader]:
+    with held:
+        yield reader
+
+
+def _reads(plan: LoadPlan) -> tuple[object, ...]:
+    """What is read for a plan, and how."""
+    return plan.fetches, plan.layers_a_read
 
 
 @dataclass(frozen=True)
@@ -33,14 +78,44 @@ class Prefiller:
     store: KVStore
     planner: Planner
     reads: Callable[[Iterable[ChunkKey]], None]
+    _place: FairLock = field(default_factory=FairLock)
+
+    @contextmanager
+    def turn(
+        self, prompt: Prompt, ask: Ask, model: HFModel, profile: ModelProfile, brought: Brought | None = None
+    ) -> Iterator[Ahead]:
+        """The model's lock, and what was read meanwhile by the prompt that waits for it next (AttentionStore 3.2.1).
+
+        It reads as many layers as a read buffer holds, by what this machine was measured to take. Where there is a
+        deadline, what is brought is `bringing.py`'s.
+        """
+        with ExitStack() as held:
+            ahead = Ahead()
+            held.callback(ahead.close)
+            if model.lock.is_anothers and ask.deadline_s is None and brought is None:
+                ahead.place.enter_context(self._place)
+                if model.lock.is_anothers:
+                    room_of(prompt, model, drops(ask, self.settings))
+                    chosen = self._planned(prompt, ask, model, profile)
+                    ahead.begin(chosen, self._reader(chosen, model))
+            held.enter_context(model.lock)
+            ahead.place.close()
+            yield ahead
 
     def prepare(
-        self, prompt: Prompt, ask: Ask, model: HFModel, profile: ModelProfile, brought: Brought | None = None
+        self,
+        prompt: Prompt,
+        ask: Ask,
+        model: HFModel,
+        profile: ModelProfile,
+        brought: Brought | None = None,
+        ahead: Ahead | None = None,
     ) -> Ready:
         """The prefilled prompt; InputError if it is longer than the model can take.
 
-        brought: what came for it over a line, and its plan.
+        brought: what came for it over a line, and its plan. ahead: what was read before its turn.
         """
+        ahead = ahead or Ahead()
         room = room_of(prompt, model, drops(ask, self.settings))
         began, lost = time.perf_counter(), frozenset[int]()
         since = brought.began_s if brought is not None else began
@@ -48,14 +123,12 @@ class Prefiller:
             if brought is not None and (brought.stream is not None or not lost):
                 chosen = brought.plan
             else:
-                left = hurried(ask, time.perf_counter() - since)
-                chosen = planned(self.planner.plan)(prompt, left, model, profile, lost)
-                self.reads(fetch.key for fetch in chosen.fetches)
+                left, is_first = hurried(ask, time.perf_counter() - since), ahead.plan is None or bool(lost)
+                chosen = self._planned(prompt, left, model, profile, lost, is_first)
             came = brought.streamed if brought is not None else frozenset[int]()
             near = replace(chosen, fetches=tuple(fetch for fetch in chosen.fetches if fetch.segment not in came))
-            reader = LayerReader(self.store, near.fetches, model.n_layers, chosen.layers_a_read, model.device)
             try:
-                with loading(reader, near):
+                with ahead.reader(near) or loading(self._reader(near, model), near) as reader:
                     prefill = _prefill(model, chosen, brought.over(reader) if brought is not None else reader)
             except LostRun as gone:
                 lost |= {gone.segment}
@@ -73,6 +146,24 @@ class Prefiller:
                 room,
                 brought.trace() if brought is not None else None,
             )
+
+    def _planned(
+        self,
+        prompt: Prompt,
+        ask: Ask,
+        model: HFModel,
+        profile: ModelProfile,
+        lost: frozenset[int] = frozenset(),
+        counts: bool = True,
+    ) -> LoadPlan:
+        """The plan, and the prefetcher hears of it. counts: as hits and misses; it was not planned before."""
+        chosen = planned(self.planner.plan)(prompt, ask, model, profile, lost, counts)
+        self.reads(fetch.key for fetch in chosen.fetches)
+        return chosen
+
+    def _reader(self, plan: LoadPlan, model: HFModel) -> LayerReader:
+        before = layers_before(plan, model.n_layers)
+        return LayerReader(self.store, plan.fetches, model.n_layers, plan.layers_a_read, model.device, before)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def test_of_an_entry_in_several_levels_the_one_that_is_read_counts(engine, monke
     ingest(engine)
     fetches, lookup = engine.plan(messages()).fetches, engine.store.lookup
 
-    def several(keys):
+    def several(keys, counts=True):
         return {key: replace(entry, sizes={**entry.sizes, "int8": 1}) for key, entry in lookup(keys).items()}
 
     monkeypatch.setattr(engine.store, "lookup", several)

@@ -33,6 +33,11 @@ class FairLock:
         return self._owner == threading.get_ident()
 
     @property
+    def is_anothers(self) -> bool:
+        """Whether another thread holds it."""
+        return self._owner not in (None, threading.get_ident())
+
+    @property
     def waiting(self) -> int:
         """Threads that wait for it."""
         with self._mutex:

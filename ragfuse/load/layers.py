@@ -19,7 +19,7 @@ import torch
 
 from ragfuse.core import ChunkKey, Fetch, LayerKV
 from ragfuse.load.staging import Layer, Sent, Staging
-from ragfuse.plan.steps import layers_a_read, room, spans, steps
+from ragfuse.plan.steps import layers_a_read, room_for, spans, steps
 from ragfuse.store import KVStore, Tier
 
 log = logging.getLogger("ragfuse.load")
@@ -41,19 +41,26 @@ class LayerReader:
     """The layers of the fetched segments, in order; a context manager that leaves no thread behind.
 
     most: how many layers of a segment are read together at most; 0: as many as `plan.steps` allows. device: where the
-    layers are wanted.
+    layers are wanted. before: layers that are read, and held, before the first is asked for, where `plan.steps` would
+    have fewer wait: a read buffer (AttentionStore 3.2.1).
     load_s: seconds spent reading. wait_s: seconds that `read` had to wait for a layer. Both grow while it runs. last_s:
     `time.perf_counter()` after the last read so far, 0 before the first.
     """
 
     def __init__(
-        self, store: KVStore, fetches: Sequence[Fetch], n_layers: int, most: int = 0, device: torch.device = CPU
+        self,
+        store: KVStore,
+        fetches: Sequence[Fetch],
+        n_layers: int,
+        most: int = 0,
+        device: torch.device = CPU,
+        before: int = 0,
     ) -> None:
         self.load_s = self.wait_s = self.last_s = 0.0
         self._store, self._fetches = store, fetches
         most = most or layers_a_read(max((fetch.nbytes for fetch in fetches), default=0), n_layers)
         self._spans = deque(spans(steps(n_layers, most)))
-        self._ready: Queue[Sent] = Queue(room(most))
+        self._ready: Queue[Sent] = Queue(room_for(before, n_layers, most))
         self._at_hand: deque[Layer] = deque()
         self._stop = threading.Event()
         far = {tier.name for tier in store.tiers if is_far(tier, device)}

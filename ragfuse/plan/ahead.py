@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from itertools import islice
 
+from ragfuse.core import LoadPlan
 from ragfuse.plan.evict import Item
 
 
@@ -70,6 +71,21 @@ def read_buffer(load_s: float, past_tokens: int, prefill_s: float, new_tokens: i
     token.
     """
     return max(0, -int(-bytes_per_s * (load_s * past_tokens - prefill_s * new_tokens) // 1))
+
+
+def layers_before(plan: LoadPlan, n_layers: int) -> int:
+    """How many layers of a plan to read before its prefill begins: as many as `read_buffer` has room for, rounded up.
+
+    0 where this machine was not measured, or loading hides anyway.
+    """
+    foreseen, nbytes = plan.forecast, sum(fetch.nbytes for fetch in plan.fetches)
+    past = sum(fetch.n_tokens for fetch in plan.fetches)
+    new = max(1, len(plan.prompt) - past)
+    if foreseen is None or foreseen.load_s <= 0 or not nbytes or not past:
+        return 0
+    bytes_per_s = nbytes / foreseen.load_s
+    held = read_buffer(foreseen.load_s / past, past, foreseen.recompute_s / new, new, bytes_per_s)
+    return min(n_layers, -(-held * n_layers // nbytes))
 
 
 def buffer_excess(used_bytes: int, capacity_bytes: int, free_share: float) -> int:

@@ -39,3 +39,9 @@ def spans(sizes: list[int]) -> list[tuple[int, int]]:
 def room(most: int) -> int:
     """Reads that may wait to be fused."""
     return max(1, AHEAD // most)
+
+
+def room_for(layers: int, n_layers: int, most: int) -> int:
+    """The same where so many layers are to be at hand before the first is fused: one read is in the reader's hands."""
+    begun = sum(first < layers for first, _ in spans(steps(n_layers, most)))
+    return max(room(most), begun - 1)

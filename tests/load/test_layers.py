@@ -1,6 +1,7 @@
 """Layers of cached chunks, in memory and ahead from disk: in order, never hanging, no thread left behind."""
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -77,6 +78,30 @@ def test_nothing_to_fetch_is_no_work(store):
 def test_layers_out_of_order_are_refused(store, tiers):
     with LayerReader(store, fetches(*tiers), LAYERS) as reader, pytest.raises(ValueError, match="layer 0 is next"):
         reader.read(1)
+
+
+@pytest.mark.parametrize(
+    ("before", "a_read", "held"),
+    [(0, 1, AHEAD + 1), (AHEAD, 1, AHEAD + 1), (8, 1, 8), (LAYERS, 1, LAYERS), (0, 5, 3), (4, 5, 7), (8, 5, LAYERS)],
+)
+def test_so_many_layers_are_read_before_the_first_is_asked_for_and_no_more(store, before, a_read, held):
+    came = []
+
+    class Counting(Wrong):
+        def read_layers(self, key, first, count=1, tier=None, level=None):
+            found = super().read_layers(key, first, count, tier, level)
+            came.extend(range(first, first + count))
+            return found
+
+    counting = Counting(store, -1, KeyError())
+    with LayerReader(counting, fetches("disk", a_read=a_read), LAYERS, before=before) as reader:
+        end = time.monotonic() + 60
+        while len(came) < held:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert came == list(range(held))
+        assert all(same(reader.read(layer)[0], CHUNKS[0].layers[layer]) for layer in range(LAYERS))
 
 
 @pytest.mark.parametrize("read", [0, 1, AHEAD + 1])
