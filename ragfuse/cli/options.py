@@ -29,6 +29,8 @@ Overflow = Annotated[
 Deadline = Annotated[float | None, typer.Option("--deadline", help="Seconds until the first token is wanted.", min=0.0)]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result here as JSON ('-': standard output).")]
 Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]
+ONE_LINE = 320
+"""Characters of JSON that stand on one line."""
 
 
 def settings_of(**given: Any) -> Settings:
@@ -60,11 +62,25 @@ def prepared(settings: Settings) -> None:
     resolve_llm(settings.model, settings.home)
 
 
+def json_text(data: Any, indent: int = 0) -> str:
+    """JSON for people: what is short stands on one line, all else has a line for each of its parts."""
+    flat = json.dumps(data, ensure_ascii=False)
+    if not data or not isinstance(data, dict | list | tuple) or (indent and len(flat) <= ONE_LINE):
+        return flat
+    inner, outer = " " * (indent + 2), " " * indent
+    if isinstance(data, dict):
+        named = [(json.dumps(str(name), ensure_ascii=False), part) for name, part in data.items()]
+        parts, ends = [f"{name}: {json_text(part, indent + 2)}" for name, part in named], "{}"
+    else:
+        parts, ends = [json_text(part, indent + 2) for part in data], "[]"
+    return ends[0] + "\n" + ",\n".join(inner + part for part in parts) + f"\n{outer}{ends[1]}"
+
+
 def write_json(data: dict[str, Any], target: Path | None) -> None:
     """Write a result where `--json` points, whole or not at all."""
     if target is None:
         return
-    text = json.dumps(data, indent=2, ensure_ascii=False)
+    text = json_text(data)
     if str(target) == "-":
         print(text)
         return
