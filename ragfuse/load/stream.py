@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
 
 import torch
 
@@ -115,7 +116,7 @@ class Stream:
             if self._refines:
                 self._refine()
         for segment in self._decoding:
-            level = max(self._levels[segment].values(), key=_loss)
+            level = max(dict.fromkeys(self._levels[segment].values()), key=_loss)
             self.came[segment] = level, self._nbytes[segment]
             self.came |= dict.fromkeys(self._also[segment], (level, 0))
         self.last_s = self._clock()
@@ -159,7 +160,7 @@ class Stream:
 
     def _lost(self) -> int:
         """How much was lost most of what came, where its piece is kept with less: 0 for nothing."""
-        return max((_loss(level) for piece in self._pieces for level, _, _ in self._worse(piece)), default=0)
+        return max(map(_loss, {level for piece in self._pieces for level, _, _ in self._worse(piece)}), default=0)
 
     def _worse(self, piece: Piece) -> Iterator[tuple[str, int, int]]:
         """(level, segment, layer) of what came of a piece, and is kept with less loss."""
@@ -383,6 +384,7 @@ class Stream:
             return None
 
 
+@lru_cache(64)
 def _loss(level: str) -> int:
     return loss_of((level,))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil, inf
 from typing import Literal
 
@@ -86,7 +87,7 @@ class Piece:
         """Of all parts."""
         return sum(part.tokens for part in self.parts)
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Bytes by those levels that all parts have, the least lossy first."""
         first, *others = (part.sizes for part in self.parts)
@@ -96,7 +97,7 @@ class Piece:
             if all(level in other for other in others)
         }
 
-    @property
+    @cached_property
     def text_s(self) -> float | None:
         """Seconds to compute all parts; None: not known."""
         return _sum(part.text_s for part in self.parts)
