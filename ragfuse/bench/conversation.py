@@ -113,21 +113,22 @@ def _to_first_logits(engine: Engine, asked: Any, ask: Ask) -> Any:
 
 
 def _agreement(engine: Engine, said: Dialogue, n_tokens: int, console: Console) -> float:
-    """Share of next tokens, along full prefill's own answers in a rounded dtype, that history too holds likeliest."""
+    """Share of next tokens, along the answers of history in a rounded dtype, that full prefill holds likeliest too."""
     same, total = 0, 0
+    ask = Ask(session=NAME, max_tokens=n_tokens)
     with progress(console) as bar:
         task = bar.add_task("agreement in bfloat16", total=len(said.questions))
         for question in said.questions:
-            asked, ask = [("user", question)], Ask(session=NAME, max_tokens=n_tokens)
-            full = engine.answer(asked, Ask(session=NAME, max_tokens=n_tokens, reuse=False)).token_ids
+            asked = [("user", question)]
             prompt = engine.plan(asked, ask).prompt
-            if any(segment.kind == "history" for segment in prompt.segments) and full:
-                model = engine.model
-                wanted = model.along(model.full_prefill(prompt.token_ids), full).argmax(-1)
-                found = model.along(engine.prepare(prompt, ask).prefill, full).argmax(-1)
-                same, total = same + int((wanted == found).sum()), total + len(full)
-            engine.answer(asked, ask)
+            kept = engine.prepare(prompt, ask).prefill
+            answer = engine.answer(asked, ask).token_ids
             engine.flush()
+            if any(segment.kind == "history" for segment in prompt.segments) and answer:
+                model = engine.model
+                wanted = model.along(model.full_prefill(prompt.token_ids), answer).argmax(-1)
+                found = model.along(kept, answer).argmax(-1)
+                same, total = same + int((wanted == found).sum()), total + len(answer)
             bar.advance(task)
     return same / total if total else 1.0
 

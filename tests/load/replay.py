@@ -126,7 +126,7 @@ class Replayed(Stream):
 
     def _take(self, came: Any, level: str) -> None:
         for segment, layers in came.items():
-            self._decoding.setdefault(segment, {}).update(dict.fromkeys(layers.layers))  # type: ignore[arg-type]
+            self._decoding.setdefault(segment, {}).update(dict.fromkeys(layers.layers))
             self._levels.setdefault(segment, {}).update(dict.fromkeys(layers.layers, level))
             self._nbytes[segment] = self._nbytes.get(segment, 0) + layers.nbytes
 
