@@ -43,7 +43,7 @@ def conversation(run: Result) -> Iterator[str]:
         f"First token of later turns {run['ttft_reduction']:.0%} sooner than computed anew, at least "
         f"{run['ttft_reduction_min']:.0%}; answers in float32 are {same}; in bfloat16 {run['top1_bf16']:.1%} of next "
         f"tokens. Perplexity after truncation {ppl['kept']:.3f}, recomputed {ppl['recomputed']:.3f}, with KV at its "
-        f"old positions {ppl['naive']:.1f}."
+        f"old positions {ppl['naive']:.1f}, with kept KV without the first {ppl['n_sinks']} tokens {ppl['bare']:.3f}."
     )
     yield ""
     rows = [

@@ -19,6 +19,7 @@ from ragfuse.errors import InputError
 from ragfuse.forgetting import dropped
 from ragfuse.outlook import Known, Outlook
 from ragfuse.sessions import Session, truncated
+from ragfuse.settings import SINKS
 from ragfuse.store import KVStore, SessionLine
 from ragfuse.store.manage import unanswered
 
@@ -124,11 +125,11 @@ class Sessions:
             log.warning(unanswered(done.silent, "what it holds of deleted sessions stays"))
         return done
 
-    def truncate(self, id: str, tokens: int, sinks: int = 0) -> Session:
-        """Let the next prompt have the last `tokens` of a session's tokens at most; the first `sinks` of all stay."""
+    def truncate(self, id: str, tokens: int, sinks: int = SINKS) -> Session:
+        """Let the next prompt have so many of a session's tokens at most: the first `sinks`, and the last ones."""
         info = self._one(id)
         version, session = self.get(info.model, id) or (0, Session(id))
-        shorter = session.with_stretches(truncated(session.stretches, tokens, 1, 1.0, sinks))
+        shorter = session.with_stretches(truncated(session.stretches, tokens, 1, 1.0, min(sinks, tokens)))
         if not self.put(info.model, shorter, version, info.lasts):
             raise InputError(f"The session '{id}' was gone on with in this very moment. Try again.")
         return shorter

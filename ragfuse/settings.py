@@ -33,6 +33,8 @@ LEVELS = ("raw", "int8", "cg1", "cg2", "cg3", "cg4")
 """Codec levels, what loses least first."""
 AUTO_LEVEL = "auto"
 """A tier's level is chosen by how fast this machine was measured to be."""
+SINKS = 4
+"""First tokens of a conversation without which what was computed behind them says less (StreamingLLM, 3.1)."""
 TIER_NAME = re.compile(r"(gpu|memory|disk|redis|objects)(-[0-9]+)?")
 
 
@@ -167,7 +169,11 @@ class Settings(BaseSettings):
         le=1,
         description="Share of the window that a conversation is shortened by, from its beginning, once it is too long.",
     )
-    sinks: int = Field(default=0, ge=0, description="First tokens of a conversation that stay then.")
+    sinks: int = Field(
+        default=SINKS,
+        ge=0,
+        description="First tokens of a conversation that stay then; later ones attend to them for want of others.",
+    )
     session_ttl_s: float | None = Field(
         default=None, gt=0, description="Sessions unused for so long are deleted; none: never."
     )

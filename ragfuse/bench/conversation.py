@@ -161,7 +161,8 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
         f"First token {result['ttft_reduction']:.0%} sooner than by full prefill, the middle of later turns.",
         f"bfloat16: {result['top1_bf16']:.1%} of next tokens are the same.",
         f"Perplexity after truncation: {ppl['kept']:.3f} by kept KV at new positions, {ppl['recomputed']:.3f} "
-        f"recomputed, {ppl['naive']:.1f} with KV at its old positions.",
+        f"recomputed, {ppl['naive']:.1f} with KV at its old positions; {ppl['bare']:.3f} by kept KV without the first "
+        f"{ppl['n_sinks']} tokens of all.",
     ):
         console.print(line, highlight=False)
 

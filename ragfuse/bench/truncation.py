@@ -1,7 +1,7 @@
 """Perplexity of what follows a text whose first half was dropped (AttentionStore 4.3.7, table 1).
 
-Three ways: KV kept and placed anew, as here; token truncation, which computes the rest again; and naive truncation, the
-paper's NKVT, whose keys keep the positions that they had.
+Four ways: KV kept and placed anew, as here, with the first tokens of all and without them; token truncation, which
+computes the rest again; and naive truncation, the paper's NKVT, whose keys keep the positions that they had.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ragfuse.errors import InputError
 from ragfuse.fuse.fusor import Run
 from ragfuse.fuse.gather import gathered
 from ragfuse.hf.model import HFModel, KVSource, Prefill
+from ragfuse.settings import SINKS
 
 FOLLOWING = 256
 """Tokens that perplexity is taken on, behind each text."""
@@ -27,11 +28,17 @@ FOLLOWING = 256
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of the same tokens behind the same kept ones, three ways; how many tokens, and how many were kept and dropped."""
+    """Of the same tokens, four ways; how many tokens, and how many were kept and dropped.
+
+    kept, recomputed, naive: behind the same kept tokens, `n_sinks` of which are the first ones of all. bare: by kept KV
+    as well, of the last tokens alone.
+    """
 
     kept: float
     recomputed: float
     naive: float
+    bare: float
+    n_sinks: int
     n_tokens: int
     n_kept: int
     n_dropped: int
@@ -42,39 +49,50 @@ class Perplexity:
 
 
 def perplexity_after(
-    model: HFModel, text: str, window: int, texts: int, console: Console, ratio: float = 0.5
+    model: HFModel, text: str, window: int, texts: int, console: Console, ratio: float = 0.5, sinks: int = SINKS
 ) -> Perplexity:
-    """Over `texts` parts of a text, each of `window` tokens and what follows; the first `ratio` of it is dropped."""
+    """Over `texts` parts of a text, each of `window` tokens and what follows; behind the sinks, `ratio` of it goes."""
     ids, size = model.tokens(text), window + FOLLOWING
     parts = [ids[lo : lo + size] for lo in range(0, len(ids) - size + 1, size)][:texts]
     if not parts:
         raise InputError(
             f"Wanted a text of {size:,} tokens to shorten, found {len(ids):,}. Give --data or less --window."
         )
-    sums, cut = [0.0, 0.0, 0.0], int(ratio * window)
+    cut = int(ratio * window)
+    sums, sinks = [0.0] * 4, min(sinks, window - cut)
     with progress(console) as bar:
         for part in bar.track(parts, description="perplexity after truncation"):
-            for way, prefill in enumerate(shortened(model, part[: window + 1], cut)):
+            for way, prefill in enumerate(shortened(model, part[: window + 1], cut, sinks)):
                 sums[way] += _loss(model, prefill, part[window + 1 :])
     total = len(parts) * (FOLLOWING - 1)
-    kept, recomputed, naive = (exp(each / total) for each in sums)
-    return Perplexity(kept, recomputed, naive, total, window - cut, cut)
+    kept, recomputed, naive, bare = (exp(each / total) for each in sums)
+    return Perplexity(kept, recomputed, naive, bare, sinks, total, window - cut, cut)
 
 
-def shortened(model: HFModel, ids: Sequence[int], cut: int) -> tuple[Prefill, Prefill, Prefill]:
-    """Prefills of ids without the first `cut`: KV kept at new positions, computed again, KV kept as it was.
+def shortened(model: HFModel, ids: Sequence[int], cut: int, sinks: int = 0) -> tuple[Prefill, ...]:
+    """Four prefills of ids of which `cut` behind the first `sinks` are gone.
 
-    The last id is computed in all of them.
+    KV kept at new positions, computed again, KV kept as it was; and KV kept at new positions of ids without the first
+    `cut`. The last id is computed in all of them.
     """
-    whole, left = model.full_prefill(ids[:-1]).kv, ids[cut:]
-    n_kept = len(left) - 1
-    placed = gathered(whole, [(cut, cut + n_kept)], model.profile.rope)
-    as_it_was = ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:]) for kv in whole.layers))
-    kept, naive = (
-        model.fuse(left, torch.arange(len(left)), [Run(0, 0, n_kept, 0, False)], KVSource([kv]), "none", 0.0)
-        for kv in (placed, as_it_was)
+    whole, n = model.full_prefill(ids[:-1]).kv, len(ids) - 1
+    rows, left = [(0, sinks), (sinks + cut, n)], [*ids[:sinks], *ids[sinks + cut :]]
+    if not sinks:
+        del rows[0]
+    as_it_was = ChunkKV(tuple(_kept(kv, rows) for kv in whole.layers))
+    kept, naive, bare = (
+        model.fuse(said, torch.arange(n - cut + 1), [Run(0, 0, n - cut, 0, False)], KVSource([kv]), "none", 0.0)
+        for said, kv in (
+            (left, gathered(whole, rows, model.profile.rope)),
+            (left, as_it_was),
+            (ids[cut:], gathered(whole, [(cut, n)], model.profile.rope)),
+        )
     )
-    return kept, model.full_prefill(left), naive
+    return kept, model.full_prefill(left), naive, bare
+
+
+def _kept(kv: LayerKV, rows: Sequence[tuple[int, int]]) -> LayerKV:
+    return LayerKV(*(torch.cat([part[:, lo:hi] for lo, hi in rows], 1) for part in (kv.keys, kv.values)))
 
 
 def _loss(model: HFModel, prefill: Prefill, following: Sequence[int]) -> float:

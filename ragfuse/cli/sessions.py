@@ -13,6 +13,7 @@ from ragfuse.cli.entries import counted, plain
 from ragfuse.cli.opened import opened
 from ragfuse.cli.options import Json, Store, console_for, write_json
 from ragfuse.errors import InputError
+from ragfuse.settings import SINKS
 
 sessions = typer.Typer(
     no_args_is_help=True,
@@ -92,8 +93,10 @@ def rm(
 @sessions.command("truncate")
 def truncate(
     name: Name,
-    tokens: Annotated[int, typer.Option(min=0, help="The last so many tokens stay.")],
-    sinks: Annotated[int, typer.Option(min=0, help="Of these, so many are the first ones of all.")] = 0,
+    tokens: Annotated[int, typer.Option(min=0, help="So many tokens stay.")],
+    sinks: Annotated[
+        int, typer.Option(min=0, help="Of these, so many are the first ones of all; the others the last.")
+    ] = SINKS,
     store: Store = None,
     json: Json = None,
 ) -> None:

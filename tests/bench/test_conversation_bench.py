@@ -31,20 +31,36 @@ def test_a_tiny_conversation_has_the_wanted_keys_and_equal_answers(tiny_path):
 
 def test_kept_rows_are_recomputed_ones_where_nothing_was_dropped(engine: Engine):
     ids = engine.tokens("The lighthouse keeper counted forty ships.")
-    kept, recomputed, naive = shortened(engine.model, ids, 0)
-    for other in (kept, naive):
+    kept, recomputed, naive, bare = shortened(engine.model, ids, 0)
+    for other in (kept, naive, bare):
         torch.testing.assert_close(other.logits, recomputed.logits, atol=1e-3, rtol=1e-3)
 
 
 def test_naive_truncation_leaves_keys_at_their_old_positions(engine: Engine):
     model, cut = engine.model, 9
     ids = model.tokens("The lighthouse keeper counted forty ships.")
-    kept, _, naive = shortened(model, ids, cut)
+    kept, _, naive, bare = shortened(model, ids, cut)
     whole, twin = model.full_prefill(ids[:-1]).kv, reference.LlamaTwin(model.model)
     n_kept = len(ids) - 1 - cut
     torch.testing.assert_close(naive.kv.layers[1].keys[:, :n_kept], whole.layers[1].keys[:, cut:])
     turned = reference.turned(whole.layers[1].keys[:, cut:], -cut, twin.layout)
-    torch.testing.assert_close(kept.kv.layers[1].keys[:, :n_kept].double(), turned, atol=1e-5, rtol=1e-5)
+    for same in (kept, bare):
+        torch.testing.assert_close(same.kv.layers[1].keys[:, :n_kept].double(), turned, atol=1e-5, rtol=1e-5)
+
+
+def test_truncation_behind_the_first_tokens_leaves_these_as_they_were(engine: Engine):
+    model, sinks, cut = engine.model, 3, 9
+    ids = model.tokens("The lighthouse keeper counted forty ships.")
+    kept, recomputed, naive, bare = shortened(model, ids, cut, sinks)
+    left = (*ids[:sinks], *ids[sinks + cut :])
+    assert [tuple(way.token_ids) for way in (kept, recomputed, naive, bare)] == [left, left, left, tuple(ids[cut:])]
+    whole, layout = model.full_prefill(ids[:-1]).kv.layers[1].keys, reference.LlamaTwin(model.model).layout
+    n = len(left) - 1
+    torch.testing.assert_close(naive.kv.layers[1].keys[:, sinks:n], whole[:, sinks + cut :])
+    turned = reference.turned(whole[:, sinks + cut :], -cut, layout)
+    torch.testing.assert_close(kept.kv.layers[1].keys[:, sinks:n].double(), turned, atol=1e-5, rtol=1e-5)
+    for way in (kept, naive):
+        torch.testing.assert_close(way.kv.layers[1].keys[:, :sinks], whole[:, :sinks])
 
 
 def test_perplexity_of_a_text_that_is_too_short_is_told(engine: Engine):

@@ -55,6 +55,14 @@ def test_a_shortened_prompt_equals_attention_over_the_kept_rows_at_their_new_pos
         assert float(error) < 1e-4
 
 
+def test_the_first_four_tokens_stay_unless_told_otherwise(said):
+    with narrow(said) as engine:
+        prompt = prepared(engine, [("user", QUESTIONS[3])], session="one").plan.prompt
+        whole = [token for stretch in engine.sessions.show("one").stretches for token in stretch.tokens]
+        assert prompt.truncated > 0
+        assert prompt.token_ids[:8] == (*whole[:4], *whole[4 + prompt.truncated :][:4])
+
+
 def test_shortening_changes_no_byte_and_no_key(said):
     keys = [stretch.key for stretch in said.sessions.show("one").stretches]
     before = {key: said.store.read_layers(key, 0, said.model.n_layers) for key in keys}
@@ -76,7 +84,8 @@ def test_only_what_is_new_is_computed_after_shortening(said):
         answer = engine.answer([("user", QUESTIONS[3])], Ask(session="one"))
         fresh = len(engine.prompt([("user", QUESTIONS[3])])) - 1  # no <s>, but the newline and what was said last
         assert answer.trace.tokens_fresh == fresh + 2
-        assert not any(segment.exact for segment in history(answer.trace))
+        sinks, *others = history(answer.trace)
+        assert (sinks.n_tokens, sinks.exact, any(segment.exact for segment in others)) == (4, True, False)
 
 
 def test_a_shortened_conversation_goes_on_and_is_never_taken_for_exact(said):
@@ -129,6 +138,15 @@ def test_a_session_is_shortened_by_name(said):
     assert (shorter.dropped, shorter.stretches[0].kept) == (n_before - 50, ((0, 3),))
     answer = said.answer([("user", QUESTIONS[3])], Ask(session="one"))
     assert (answer.trace.history_reused, answer.trace.truncated) == (50, n_before - 50)
+
+
+@pytest.mark.parametrize("tokens", [0, 3, 4, 30])
+def test_so_many_tokens_stay_the_first_four_among_them(said, tokens):
+    session = said.sessions.truncate("one", tokens)
+    first, *others = session.stretches
+    assert session.n_tokens - session.dropped == tokens
+    assert first.kept == (((0, min(4, tokens)),) if tokens else ())
+    assert sum(each.n_kept for each in others) == max(0, tokens - 4)
 
 
 def unknown(turns):
