@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ragfuse.bench.figure import Figure, Rows, Wanted
+from ragfuse.bench.figure import LINE, Figure, Rows, Wanted
 from ragfuse.bench.sessions.run import SETTINGS, Bench, Load, lengths_of, paper_load, shown
 from ragfuse.bench.sessions.server import DISK_PRICE, GB, GPU_PRICE, MEMORY_PRICE, PCIE_BPS, SERVERS, Server
 from ragfuse.bench.sessions.simulate import Given, Tally
@@ -179,13 +179,16 @@ def bars(*keys: str) -> Any:
     """Draws these columns as bars side by side, a group for each row."""
 
     def draw(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-        labels = ["\n".join(str(row[key]) for key in ("what", "method", "tokens") if key in row) for row in rows]
+        named = [[str(row[key]) for key in ("what", "method", "tokens") if key in row] for row in rows]
+        crowded = len(rows) * max(len(part) for parts in named for part in parts) > LINE
+        slanted = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if crowded else {}
         width = 0.8 / len(keys)
         for index, key in enumerate(keys):
             at = [group + (index - (len(keys) - 1) / 2) * width for group in range(len(rows))]
             label = key.replace("_", " ").replace("paper", "the paper:")
             axes.bar(at, [row[key] for row in rows], width, label=label)
-        axes.set_xticks(range(len(rows)), labels, fontsize=7)
+        labels = [(", " if crowded else "\n").join(parts) for parts in named]
+        axes.set_xticks(range(len(rows)), labels, fontsize=7, **slanted)
         axes.legend(fontsize=8)
 
     return draw
