@@ -63,9 +63,11 @@ def _timed(turn: Result, key: str) -> str:
 def throughput(run: Result) -> Iterator[str]:
     """What `ragfuse bench throughput` found."""
     growth = run["rss_growth"]
+    takes = "takes at least" if run["rates"]["ragfuse"]["at_least"] else "takes"
     yield (
-        f"At a mean first token of {run['at_ttft_s']:.2f} s ragfuse takes {number(run['rate_x_vs_full'], '.2f')} times "
-        f"the requests of full recompute and {number(run['rate_x_vs_prefix'], '.2f')} times those of prefix caching. "
+        f"At a mean first token of {run['at_ttft_s']:.2f} s ragfuse {takes} "
+        f"{number(run['rate_x_vs_full'], '.2f')} times the requests of full recompute and "
+        f"{number(run['rate_x_vs_prefix'], '.2f')} times those of prefix caching. "
         f"Answers together: {run['batch']['together']:.1f} tokens a second, one by one {run['batch']['alone']:.1f} "
         f"({run['batch_x']:.2f} times). Requests lost: {run['lost']}. Growth of the process under load: "
         f"{'too short to tell' if growth is None else f'{growth:+.1%}'}."

@@ -61,7 +61,8 @@ def run_conversation(options: ConversationOptions, console: Console) -> dict[str
             top1 = _agreement(rounded, said, min(64, options.answer_tokens), console)
         where = circumstances(device, options.threads)
     result = {**_summed(turns, top1, ppl), "turns": turns, "said": said.source, "perplexity": ppl.as_dict()}
-    result |= {"options": {name: str(value) for name, value in vars(options).items()}, "where": where}
+    given = {name: str(value) for name, value in vars(options).items() if name not in ("data", "plot")}
+    result |= {"options": given, "where": where}
     _show(result, console)
     if options.plot is not None:
         _draw(turns, options.plot)

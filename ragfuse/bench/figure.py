@@ -98,7 +98,8 @@ class Figure:
     """One figure: its title, what the paper says, how it is measured and drawn.
 
     given: what it was measured with, in words. absent: what of the paper's own is not at hand. is_simulated: no model
-    of the settings runs. shows: the benchmark whose result it can be drawn from, "" for none.
+    of the settings runs. shows: the benchmark whose result it can be drawn from, "" for none. known_by: what such a
+    result holds and no data set does, "" where no file but a result may be named.
     """
 
     title: str
@@ -110,6 +111,20 @@ class Figure:
     absent: Callable[[Wanted], list[str]] = lambda wanted: []
     is_simulated: bool = False
     shows: str = ""
+    known_by: str = ""
+
+    def source(self, wanted: Wanted) -> Path | None:
+        """The result that it is drawn from, if one was named."""
+        path = wanted.result if self.shows else None
+        return path if path is not None and (not self.known_by or _holds(path, self.known_by)) else None
+
+
+def _holds(path: Path, key: str) -> bool:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and key in found
 
 
 def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) -> dict[str, Any]:
@@ -118,7 +133,7 @@ def run_figure(name: str, figure: Figure, wanted: Wanted, picture: Path | None) 
     console.print(f"[bold]{name}: {figure.title}[/]", highlight=False, soft_wrap=True)
     print_rows(figure.columns, rows, console)
     console.print(f"The paper: {figure.paper}", highlight=False)
-    source = wanted.result if figure.shows else None
+    source = figure.source(wanted)
     on = "simulated" if figure.is_simulated else f"{settings.model} in {settings.dtype} on {settings.device}"
     differs = f"Here: {on}, {figure.given(wanted)}." if source is None else f"Here: as {source.name} says."
     console.print(differs, highlight=False)

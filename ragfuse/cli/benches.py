@@ -295,8 +295,8 @@ def paper(
         list[str] | None,
         typer.Option(
             help="Data set as for `bench quality`; held-out unless given. Repeat for more. CacheGen, AttentionStore, "
-            "Prompt Cache: a folder of them. cg-fig9, 15: what `bench codec` wrote will do; cg-fig13: what "
-            "`bench stream` wrote."
+            "Prompt Cache: a folder of them. What `bench codec` wrote will do for cg-fig9 and 15, what `bench "
+            "throughput` wrote for fig14; cg-fig13: what `bench stream` wrote."
         ),
     ] = None,
     limit: Annotated[

@@ -89,11 +89,16 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     timed = {"turn": 2, "tokens": 900, "reused": 800, "full_s": 2.0, "history_s": 0.2, "reduction": 0.9}
     runs["p"] = {"turns": [{"turn": 1, "tokens": 99, "reused": 0}, timed], "ttft_reduction": 0.9, "top1_bf16": 0.99}
     runs["p"] |= {"ttft_reduction_min": 0.8, "token_equal_fp32": True}
-    runs["p"] |= {"perplexity": {"kept": 20.0, "recomputed": 20.01, "naive": 300.0}}
+    runs["p"] |= {"perplexity": {"kept": 20.0, "recomputed": 20.01, "naive": 300.0, "bare": 30.0, "n_sinks": 4}}
     load = {"rate": 0.5, "n": 40, "mean_s": 1.25, "p95_s": None, "lost": 0}
     ways = {name: {"alone_s": 0.5, "loads": [load]} for name in ("full", "prefix", "ragfuse")}
     runs["q"] = {"rate_x_vs_full": 3.1, "rate_x_vs_prefix": None, "batch_x": 2.5, "methods": ways, "lost": 0}
-    runs["q"] |= {"batch": {"together": 50.0, "alone": 20.0}, "rss_growth": 0.01, "at_ttft_s": 1.0}
+    runs["q"] |= {
+        "batch": {"together": 50.0, "alone": 20.0},
+        "rss_growth": 0.01,
+        "at_ttft_s": 1.0,
+        "rates": {"ragfuse": {"at_least": True}},
+    }
     for name, run in runs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(run))
     made = page(tmp_path)

@@ -88,8 +88,10 @@ def _draw_tasks(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _draw_truncations(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     names = ("kept", "recomputed", "naive", "without_sinks")
-    axes.bar(names, [rows[0][name] for name in names])
+    drawn = axes.bar(names, [rows[0][name] for name in names])
+    axes.bar_label(drawn, fmt="%.4g")
     axes.set_yscale("log")
+    axes.set_ylim(1, 2 * max(rows[0][name] for name in names))
     axes.set_ylabel("perplexity of what follows")
 
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ragfuse.bench.figure import Figure, Rows, Wanted
+from ragfuse.bench.figure import Figure, Rows, Wanted, shown
 from ragfuse.bench.throughput.report import draw_curves
 from ragfuse.bench.throughput.run import QUICK, ThroughputOptions, measured_throughput
 from ragfuse.bench.throughput.served import require_server
+
+COMMAND = "throughput"
 
 
 def options_of(wanted: Wanted) -> ThroughputOptions:
@@ -20,10 +22,16 @@ def options_of(wanted: Wanted) -> ThroughputOptions:
 
 
 def _under_load(wanted: Wanted) -> Rows:
+    source = FIG14.source(wanted)
+    if source is not None:
+        return shown(source, COMMAND, _rows)
     require_server(wanted.settings)
-    found = measured_throughput(wanted.settings, options_of(wanted), wanted.console)
+    return _rows(measured_throughput(wanted.settings, options_of(wanted), wanted.console))
+
+
+def _rows(result: Mapping[str, Any]) -> Rows:
     rows: Rows = []
-    for name, told in found["methods"].items():
+    for name, told in result["methods"].items():
         rows.append({"method": name, "rate": 0.0, "mean_s": told["alone_s"], "p95_s": None, "n": None, "lost": None})
         for load in told["loads"]:
             rows.append({"method": name, **{key: load[key] for key in ("rate", "mean_s", "p95_s", "n", "lost")}})
@@ -53,4 +61,6 @@ FIG14 = Figure(
     ("method", "rate", "n", "mean_s", "p95_s", "lost"),
     _draw,
     given=lambda wanted: f"{options_of(wanted).cases} questions in other words, their passages in a random order",
+    shows=COMMAND,
+    known_by="methods",
 )

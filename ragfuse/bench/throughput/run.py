@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from ragfuse.bench.quality.cases import Case, Packing, read_cases
+from ragfuse.bench.quality.cases import Case, Packing, read_cases, set_name
 from ragfuse.bench.runner import circumstances, progress
 from ragfuse.bench.throughput.asked import Request, drawn, each_once
 from ragfuse.bench.throughput.load import SKIPPED, Heard, arrivals, offer, one_by_one, summed
@@ -128,7 +128,9 @@ def measured_throughput(settings: Settings, options: ThroughputOptions, console:
         found["prefix"] = better(found["prefix"], found["full"])
         batch = tokens_a_second(settings, [case.question for case in cases], options, bar)
     result = {**compared(found), **batch, **_leaks(found, kept, rss), "kept_busy": kept.get("load")}
-    result |= {"skipped": f"1/{SKIPPED}", "options": {name: str(value) for name, value in vars(options).items()}}
+    given = {**vars(options), "sets": ", ".join(map(set_name, options.sets))}
+    given = {name: str(value) for name, value in given.items() if name != "plot"}
+    result |= {"skipped": f"1/{SKIPPED}", "options": given}
     result |= {
         "settings": {name: str(getattr(settings, name)) for name in ("model", "dtype", "device", "memory_bytes")}
     }

@@ -137,6 +137,23 @@ def test_figure_14_is_a_table_a_picture_and_json(settings, questions, tmp_path, 
     assert (tmp_path / "fig14.png").stat().st_size > 1000
 
 
+def test_figure_14_is_drawn_from_a_result_without_measuring_again(settings, tmp_path):
+    load = {"rate": 0.5, "n": 9, "mean_s": 2.0, "p95_s": 3.0, "lost": 0}
+    told = {"methods": {name: {"alone_s": 1.0, "loads": [load]} for name in ("full", "prefix", "ragfuse")}}
+    (tmp_path / "load.json").write_text(json.dumps({**told, "date": "2026-01-01"}))
+    wanted = Wanted(settings, (str(tmp_path / "load.json"),), 2, 0, None, Console(quiet=True))
+    result = run_paper("fig14", wanted, tmp_path / "fig14.png")
+    assert [(row["method"], row["rate"], row["mean_s"]) for row in result["rows"]] == [
+        (name, *measured) for name in told["methods"] for measured in ((0.0, 1.0), (0.5, 2.0))
+    ]
+    assert (result["note"], result["date"]) == ("drawn from load.json", "2026-01-01")
+    assert (tmp_path / "fig14.png").stat().st_size > 1000
+
+
+def test_a_file_of_questions_is_no_result_of_figure_14(settings, questions):
+    assert figure.FIG14.source(Wanted(settings, (str(questions),), 2, 0, None, Console(quiet=True))) is None
+
+
 def slow_rate(curve, ttft_s):
     """Looked for in small steps, on straight lines between the points."""
     points, best = sorted(curve), 0.0
