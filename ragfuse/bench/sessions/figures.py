@@ -189,6 +189,7 @@ def bars(*keys: str) -> Any:
             axes.bar(at, [row[key] for row in rows], width, label=label)
         labels = [(", " if crowded else "\n").join(parts) for parts in named]
         axes.set_xticks(range(len(rows)), labels, fontsize=7, **slanted)
+        axes.margins(y=0.2)  # room for the legend
         axes.legend(fontsize=8)
 
     return draw
