@@ -76,9 +76,8 @@ def shortened(model: HFModel, ids: Sequence[int], cut: int, sinks: int = 0) -> t
     `cut`. The last id is computed in all of them.
     """
     whole, n = model.full_prefill(ids[:-1]).kv, len(ids) - 1
-    rows, left = [(0, sinks), (sinks + cut, n)], [*ids[:sinks], *ids[sinks + cut :]]
-    if not sinks:
-        del rows[0]
+    left = [*ids[:sinks], *ids[sinks + cut :]]
+    rows = [(lo, hi) for lo, hi in ((0, sinks), (sinks + cut, n)) if lo < hi]
     as_it_was = ChunkKV(tuple(_kept(kv, rows) for kv in whole.layers))
     kept, naive, bare = (
         model.fuse(said, torch.arange(n - cut + 1), [Run(0, 0, n - cut, 0, False)], KVSource([kv]), "none", 0.0)

@@ -88,5 +88,6 @@ def test_table_1_has_all_four_ways(wanted, tmp_path):
     (row,) = run_paper("as-table1", wanted, tmp_path / "1.png")["rows"]
     assert row["kept"] == pytest.approx(row["recomputed"], rel=0.5)
     assert row["delta"] == pytest.approx(row["kept"] - row["recomputed"])
-    assert len({row["kept"], row["naive"], row["without_sinks"]}) == 3
+    for other in ("naive", "without_sinks"):
+        assert row[other] != pytest.approx(row["kept"], rel=1e-6)
     assert row["dropped"] > 0
