@@ -12,14 +12,14 @@ Result = Mapping[str, Any]
 
 def modules(run: Result) -> Iterator[str]:
     """What `ragfuse bench modules` found."""
-    grows, sooner = run["growth"], run["speedup_2k"]
-    times, powers = (
-        number(sooner, ".1f") or "An unknown number of",
-        [number(grows[w], ".2f") for w in ("full", "cached")],
-    )
+    grows, mostly = run["growth"], run["mostly_cached"]
+    powers = [number(grows[way], ".2f") for way in ("full", "cached")]
+    if mostly is not None:
+        share = f"{mostly['tokens']:,} tokens, {mostly['cached_share']:.1%} of them cached"
+        yield f"{mostly['ttft_x']:.1f} times sooner at {share}."
     yield (
-        f"{times} times sooner at 2,000 tokens or more, 95% of them cached. Seconds grow with tokens to the power of "
-        f"{powers[0]}, of the cached prompt {powers[1]}. KV takes {run['mb_per_token']:.4f} MB a token."
+        f"Seconds grow with tokens to the power of {powers[0]}, of the cached prompt {powers[1]}. "
+        f"KV takes {run['mb_per_token']:.4f} MB a token."
     )
     yield ""
     columns = ("prompt", "tokens", "cached", "sooner", "score, full", "score, cached", "same answer")

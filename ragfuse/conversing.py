@@ -10,6 +10,7 @@ import logging
 import secrets
 import threading
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -66,10 +67,13 @@ class Conversations:
         outlook: Outlook,
     ) -> None:
         self._settings, self._prompter, self._encoder, self._outlook = settings, prompter, encoder, outlook
-        self._writer, self._lock = Writers(["history"], settings.writer_queue), threading.Lock()
+        self._writer, self._changed = Writers(["history"], settings.writer_queue), threading.Condition()
         whose, ttl_s = lambda: [encoder().digest], settings.session_ttl_s
-        self.sessions = Sessions(store, booked, whose, ttl_s, settle=self._writer.flush, outlook=outlook)
+        self.sessions = Sessions(
+            store, booked, whose, ttl_s, settle=self._writer.flush, later=self._later, outlook=outlook
+        )
         self._waiting_bytes, self.dropped = 0, 0
+        self._waiting = Counter[str]()  # saves by the session's name
         self._begun = set[int]()  # prompts whose turns are not remembered yet
 
     # before the answer
@@ -106,8 +110,6 @@ class Conversations:
         if ask.session is None and (isinstance(question, str) or settings.history == "asked"):
             return None
         encoder = self._encoder()
-        if self._waiting_bytes:
-            self._writer.flush(SAVED_S)
         given = [self._message(turn, encoder.digest) for turn in turns_of(question)]
         if ask.session is not None:
             return self._named(ask.session, given, encoder.digest)
@@ -116,6 +118,7 @@ class Conversations:
         if known is None:
             return Talk(Session(secrets.token_hex(8)), tuple(given), lasts=lasts)
         version, session = known
+        self._wait_for(session)
         kept = agreed(session, given)
         if len(kept.turns) < len(session.turns):  # another way from here on: a conversation of its own
             version, kept = 0, replace(kept, id=secrets.token_hex(8))
@@ -125,17 +128,24 @@ class Conversations:
     def _named(self, name: str, given: list[Message], digest: str) -> Talk:
         """The session of that name: gone on with by new messages, or as far as all of its messages agree."""
         version, session = self.sessions.get(digest, name) or (0, Session(name))
+        self._wait_for(session)
         stays = self._settings.history_chunks
         if any(message.role == "assistant" for message in given):
             if session.turns:
                 kept = agreed(session, given, is_again)
             else:  # a way of its own from what another one said, perhaps; its chunks come along if they are sent again
                 known = self.sessions.ending(digest, heard(given), lasts=True)
+                self._wait_for(known[1] if known is not None else session)
                 kept = agreed(replace(known[1], id=name), given) if known is not None else session
             return Talk(kept, tuple(given[len(kept.messages) :]), version, True, stays, session.keys)
         first = session.messages[:1]
         new = (message for message in given if message.role != "system" or message not in first)
         return Talk(session, tuple(new), version, True, stays, session.keys)
+
+    def _wait_for(self, session: Session) -> None:
+        """Until what its last turn left is saved, for a while; other conversations' turns hold up nobody."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting[session.id], SAVED_S)
 
     def _message(self, turn: Turn, digest: str) -> Message:
         pieces = self._prompter.pieces(turn.content, digest)
@@ -193,7 +203,7 @@ class Conversations:
             talk = _talk_of(each)
             if talk is not None and self._is_kept(talk, ask):
                 self._begun.add(id(each))
-                self._save_later(each, partial(_saves, each.plan, talk, self._encoder().key), talk.lasts)
+                self._save_later(each, partial(_saves, each.plan, talk, self._encoder().key), talk)
 
     def after(self, ready: Sequence[Ready], rows: Sequence[Sequence[int]], answers: Sequence[Answer], ask: Ask) -> None:
         """Remember turns whose answers were generated as the ids of `rows`, and save the answers' KV later."""
@@ -217,7 +227,7 @@ class Conversations:
         if n_rows >= encoder.shortest:
             made.append(Stretch.whole(said[:n_rows], encoder.key(said[:n_rows], left.behind)))
             answered: Saves = ((made[-1], ((n_prompt, n_prompt + n_rows),)),)
-            self._save_later(ready, lambda: answered, talk.lasts)
+            self._save_later(ready, lambda: answered, talk)
         messages = talk.messages if talk.stays else tuple(map(_without_chunks, talk.messages))
         reply = Message("assistant", ((answer.text, "fresh", ""),) if answer.text else (), answer.tool_calls)
         turn = Exchange((*messages, reply), () if answer.tool_calls else said, tuple(made))
@@ -254,35 +264,43 @@ class Conversations:
                 return (*ids[:count], *(model.tokens(rest) if rest else ()))
         return tuple(model.tokens(answer.text))
 
-    def _save_later(self, ready: Ready, saves: Callable[[], Saves], lasts: bool) -> None:
+    def _save_later(self, ready: Ready, saves: Callable[[], Saves], talk: Talk) -> None:
         """Save rows of a prompt in the background, unless too much waits already."""
         if ready.prefill.cache is None:
             return
         kv = ready.prefill.kv
-        with self._lock:
+        with self._changed:
             if self._waiting_bytes and self._waiting_bytes + kv.nbytes > self._settings.history_buffer_bytes:
                 self.dropped += 1
                 return
             self._waiting_bytes += kv.nbytes
+            self._waiting[talk.id] += 1
 
         def job() -> None:
             try:
                 for stretch, spans in saves():
-                    self._save(kv, stretch, spans, lasts)
+                    self._save(kv, stretch, spans, talk.lasts)
             finally:
-                self._done(kv.nbytes)
+                self._done(talk, kv.nbytes)
 
         if not self._writer.submit("history", job):
-            self._done(kv.nbytes, dropped=1)
+            self._done(talk, kv.nbytes, dropped=1)
 
     def _release_later(self, keys: Callable[[], Iterable[ChunkKey]]) -> None:
         """Drop KV that no session has, in the background, behind what waits to be saved, however much that is."""
-        self._writer.submit("history", lambda: self.sessions.release(keys()), counts=False, is_awaited=True)
+        self._later(lambda: self.sessions.release(keys()))
 
-    def _done(self, nbytes: int, dropped: int = 0) -> None:
-        with self._lock:
+    def _later(self, job: Callable[[], object]) -> None:
+        """Behind what waits to be saved, however much that is."""
+        self._writer.submit("history", job, counts=False, is_awaited=True)
+
+    def _done(self, talk: Talk, nbytes: int, dropped: int = 0) -> None:
+        with self._changed:
             self._waiting_bytes -= nbytes
+            self._waiting[talk.id] -= 1
+            self._waiting += Counter()  # without those of which nothing waits
             self.dropped += dropped
+            self._changed.notify_all()
 
     def _save(self, kv: ChunkKV, stretch: Stretch, spans: Spans, lasts: bool) -> None:
         """Cut the rows out and keep them: in all tiers, or, as nobody asked for it, in memory alone."""

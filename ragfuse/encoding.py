@@ -26,18 +26,23 @@ PACE_S = 2.0
 
 @dataclass(frozen=True)
 class Ingested:
-    """What an ingest did: chunks given, those encoded and kept now, their tokens, bytes of KV, seconds."""
+    """What an ingest did: chunks given, those encoded and kept now, their tokens, bytes of KV, seconds.
+
+    of: chunks that there are in all, None where that is not known.
+    """
 
     chunks: int = 0
     encoded: int = 0
     tokens: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    of: int | None = None
 
     def plus(self, tokens: int, nbytes: int, seconds: float) -> Ingested:
         """After one more chunk, of which so many bytes were new, at `seconds`."""
         new = bool(nbytes)
-        return Ingested(self.chunks + 1, self.encoded + new, self.tokens + new * tokens, self.nbytes + nbytes, seconds)
+        found = self.chunks + 1, self.encoded + new, self.tokens + new * tokens, self.nbytes + nbytes
+        return Ingested(*found, seconds, self.of)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class Schemas:
         kept = _kept(schema)
         layout, encoder, began = self._lay_out(kept), self._encoder(), time.perf_counter()
         room_behind(layout.n_positions, encoder.model, f"Schema '{kept.name}'", "Make its modules shorter.")
-        done = Ingested()
+        done = Ingested(of=len(layout.runs))
         for run in layout.runs:
             done = done.plus(len(run.tokens), encoder.keep_run(run), time.perf_counter() - began)
             if progress is not None:

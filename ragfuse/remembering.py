@@ -7,6 +7,7 @@ What a session is told by `sessions.py`, how it grows by `conversing.py`.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -67,9 +68,9 @@ class Deleted:
 class Sessions:
     """The sessions of a store. Threads and processes may share it.
 
-    whose: digests of the tenants that are meant where none is named, None: all. ttl_s: sessions unused for so long are
-    deleted, when others are written. settle: waits for what is on its way into the store, so that it can be deleted.
-    outlook: hears which keys each has.
+    whose: digests of the tenants that are meant where none is named, None: all. ttl_s: a session unused for so long is
+    gone when it is asked for, and deleted when others are written. settle: waits for what is on its way into the store,
+    so that it can be deleted; later: does so behind that, in nobody's way. outlook: hears which keys each has.
     """
 
     def __init__(
@@ -80,12 +81,13 @@ class Sessions:
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.time,
         settle: Callable[[], object] = lambda: None,
+        later: Callable[[Callable[[], object]], object] = lambda job: job(),
         outlook: Outlook | None = None,
     ) -> None:
         self._store, self._booked, self._whose, self._ttl_s, self._clock = store, booked, whose, ttl_s, clock
-        self._lock, self._settle = threading.Lock(), settle
+        self._lock, self._settle, self._later = threading.Lock(), settle, later
         self._here: OrderedDict[tuple[str, str], tuple[int, float, Session]] = OrderedDict()  # used last at the end
-        self._swept, self._outlook = 0.0, outlook or Outlook()
+        self._swept, self._met, self._outlook = 0.0, set[str](), outlook or Outlook()
         self._outlook.recall(self._owned)
 
     # for people and programs
@@ -93,14 +95,7 @@ class Sessions:
     def ls(self) -> list[SessionInfo]:
         """All of them, used last first."""
         whose = self._whose()
-        lines: list[SessionLine] = self._booked(lambda book: book.sessions.lines(), [])
-        found = [SessionInfo(line.id, line.model, line.turns, line.tokens, line.used) for line in lines]
-        with self._lock:
-            here = [
-                SessionInfo(id, model, len(each.turns), each.n_tokens, used, lasts=False)
-                for (model, id), (_, used, each) in self._here.items()
-            ]
-        return sorted((i for i in (*found, *here) if whose is None or i.model in whose), key=lambda info: -info.used)
+        return [info for info in self._all() if whose is None or info.model in whose]
 
     def show(self, id: str) -> Session:
         """The session of that name; InputError if there is none, or several tenants have one."""
@@ -118,8 +113,9 @@ class Sessions:
 
     def delete(self, *ids: str) -> Deleted:
         """Forget sessions, and every entry of KV in every tier that no other session has."""
-        done = Deleted()
-        for info in [self._one(id) for id in dict.fromkeys(ids)]:
+        done, found = Deleted(), [self._one(id) for id in dict.fromkeys(ids)]
+        self._settle()
+        for info in found:
             done = done.plus(self._delete(info.model, info.id))
         if done.silent:
             log.warning(unanswered(done.silent, "what it holds of deleted sessions stays"))
@@ -136,25 +132,28 @@ class Sessions:
 
     def expire(self, ttl_s: float) -> Deleted:
         """Delete all that was not used for so many seconds."""
-        before, done = self._clock() - ttl_s, Deleted()
-        for info in self.ls():
-            if info.used < before:
-                done = done.plus(self._delete(info.model, info.id))
-        return done
+        self._settle()
+        return self._expire(self.ls(), ttl_s)
 
     # for `conversing.py`
 
     def get(self, model: str, id: str) -> tuple[int, Session] | None:
-        """Version and session of a tenant, None where there is none."""
+        """Version and session of a tenant, None where there is none; one that was not used for too long is deleted."""
         found = self._booked(lambda book: book.sessions.get(model, id), None)
-        session = Session.from_dict(found[1]) if found is not None else None
-        if session is not None:
-            self._outlook.note((model, id), session)
-        if found is not None:
-            return found[0], session if session is not None else Session(id)
         with self._lock:
             here = self._here.get((model, id))
-        return (here[0], here[2]) if here is not None else None
+        known = found or here
+        if known is None:
+            return None
+        if self._ttl_s is not None and known[1] < self._clock() - self._ttl_s:
+            self._delete(model, id)
+            return None
+        if found is None:
+            return known[0], known[2]
+        session = Session.from_dict(found[2])
+        if session is not None:
+            self._outlook.note((model, id), session)
+        return found[0], session if session is not None else Session(id)
 
     def ending(self, model: str, beginnings: Sequence[str], lasts: bool) -> tuple[int, Session] | None:
         """The session that has the longest of these beginnings of messages at the end of a turn, and its version."""
@@ -179,9 +178,10 @@ class Sessions:
             kept = self._put_here(line, session)
         if kept:
             self._outlook.note((model, session.id), session)
+        self._met.add(model)
         if self._ttl_s is not None and now - self._swept > self._ttl_s / 8:
             self._swept = now
-            self.expire(self._ttl_s)
+            self._later(self._sweep)
         return kept
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
@@ -193,6 +193,29 @@ class Sessions:
             self._store.drop(left)
 
     # inside
+
+    def _sweep(self) -> None:
+        """Delete what is overdue of every tenant that a session was written for here."""
+        if self._ttl_s is not None:
+            self._expire([info for info in self._all() if info.model in self._met], self._ttl_s)
+
+    def _expire(self, of: Iterable[SessionInfo], ttl_s: float) -> Deleted:
+        before, done = self._clock() - ttl_s, Deleted()
+        for info in of:
+            if info.used < before:
+                done = done.plus(self._delete(info.model, info.id, before))
+        return done
+
+    def _all(self) -> list[SessionInfo]:
+        """Of every tenant, used last first."""
+        lines: list[SessionLine] = self._booked(lambda book: book.sessions.lines(), [])
+        found = [SessionInfo(line.id, line.model, line.turns, line.tokens, line.used) for line in lines]
+        with self._lock:
+            here = [
+                SessionInfo(id, model, len(each.turns), each.n_tokens, used, lasts=False)
+                for (model, id), (_, used, each) in self._here.items()
+            ]
+        return sorted((*found, *here), key=lambda info: -info.used)
 
     def _put_here(self, line: SessionLine, session: Session) -> bool:
         with self._lock:
@@ -218,13 +241,16 @@ class Sessions:
             raise InputError(f"{len(found)} models or tenants have a session '{id}'; set the model's salt, or --model.")
         raise InputError(f"There is no session '{id}'. `ragfuse sessions ls` lists them.")
 
-    def _delete(self, model: str, id: str) -> Deleted:
-        self._settle()
-        self._outlook.forget((model, id))
+    def _delete(self, model: str, id: str, before: float = math.inf) -> Deleted:
+        """Forget a session that was used last before that time."""
         with self._lock:
-            here = self._here.pop((model, id), None)
+            here = self._here.get((model, id))
+            here = self._here.pop((model, id)) if here is not None and here[1] < before else None
             others = self._keys_here()
-        orphans: list[str] | None = self._booked(lambda book: book.sessions.delete(model, id), None)
+        orphans: list[str] | None = self._booked(lambda book: book.sessions.delete(model, id, before), None)
+        if here is None and orphans is None:
+            return Deleted()
+        self._outlook.forget((model, id))
         keys = {ChunkKey.parse(key) for key in orphans or ()} | set(here[2].keys if here is not None else ())
         elsewhere = self._in_book(keys) if here is not None else set[ChunkKey]()
         return self._drop(keys - others - elsewhere)

@@ -62,7 +62,7 @@ def run_conversation(options: ConversationOptions, console: Console) -> dict[str
         where = circumstances(device, options.threads)
     result = {**_summed(turns, top1, ppl), "turns": turns, "said": said.source, "perplexity": ppl.as_dict()}
     given = {name: str(value) for name, value in vars(options).items() if name not in ("data", "plot")}
-    result |= {"options": given, "where": where}
+    result |= {"model": options.model, "dtype": options.dtype, "options": given, **where}
     _show(result, console)
     if options.plot is not None:
         _draw(turns, options.plot)

@@ -47,7 +47,7 @@ def add(
         columns = TextColumn("encoding"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
         with progress(console, *columns) as bar:
             task = bar.add_task("encoding", total=None)
-            found = engine.register(file, lambda done: bar.update(task, completed=done.chunks))
+            found = engine.register(file, lambda done: bar.update(task, completed=done.chunks, total=done.of))
         refusal = engine.model.profile.refusal if not engine.model.profile.fixed else ""
     done, layout = found.done, found.layout
     if refusal:

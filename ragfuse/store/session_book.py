@@ -6,6 +6,7 @@ What a session is told by `sessions.py`; here it is a text with a version, which
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from sqlite3 import Connection
@@ -22,13 +23,16 @@ CREATE TABLE IF NOT EXISTS sessions(
 CREATE TABLE IF NOT EXISTS session_ends(
     model TEXT NOT NULL, heard TEXT NOT NULL, id TEXT NOT NULL, PRIMARY KEY(model, heard, id)
 );
+CREATE INDEX IF NOT EXISTS session_ends_of ON session_ends(model, id);
 CREATE TABLE IF NOT EXISTS session_keys(
     key TEXT NOT NULL, model TEXT NOT NULL, id TEXT NOT NULL, PRIMARY KEY(key, model, id)
 );
+CREATE INDEX IF NOT EXISTS session_keys_of ON session_keys(model, id);
 """
 _ORPHANS = """
-SELECT key FROM session_keys WHERE model = ? AND id = ? AND key NOT IN (
-    SELECT key FROM session_keys WHERE NOT (model = ? AND id = ?))
+SELECT key FROM session_keys AS mine WHERE model = ? AND id = ? AND NOT EXISTS (
+    SELECT 1 FROM session_keys AS other
+    WHERE other.key = mine.key AND NOT (other.model = mine.model AND other.id = mine.id))
 """
 
 
@@ -49,15 +53,17 @@ class SessionBook:
     def __init__(self, database: Database, trouble: Callable[[], AbstractContextManager[None]]) -> None:
         self._database, self._trouble = database, trouble
 
-    def get(self, model: str, id: str) -> tuple[int, dict[str, Any]] | None:
-        """Version and state of a session, None where there is none, or a bad byte has made it none."""
+    def get(self, model: str, id: str) -> tuple[int, float, dict[str, Any]] | None:
+        """Version of a session, when it was used last, and its state; None where there is none, or a bad byte has
+        made it none."""
+        sql = "SELECT version, used, state FROM sessions WHERE model = ? AND id = ?"
         with self._trouble():
-            rows = self._database.query("SELECT version, state FROM sessions WHERE model = ? AND id = ?", (model, id))
+            rows = self._database.query(sql, (model, id))
         try:
-            state = json.loads(rows[0][1]) if rows else None
+            state = json.loads(rows[0][2]) if rows else None
         except ValueError:
             return None
-        return (rows[0][0], state) if isinstance(state, dict) else None
+        return (*rows[0][:2], state) if isinstance(state, dict) else None
 
     def put(
         self,
@@ -110,15 +116,17 @@ class SessionBook:
         with self._trouble():
             return [key for (key,) in self._database.query(sql, (json.dumps(list(keys)),))]
 
-    def delete(self, model: str, id: str) -> list[str] | None:
-        """Forget a session; keys that no other one has, None where there was none."""
+    def delete(self, model: str, id: str, before: float = math.inf) -> list[str] | None:
+        """Forget a session that was used last before that time; keys that no other one has, None where there was
+        none."""
+        overdue = "SELECT 1 FROM sessions WHERE model = ? AND id = ? AND used < ?"
         with self._trouble(), self._database.write() as transaction:
-            orphans = [key for (key,) in transaction.execute(_ORPHANS, (model, id, model, id))]
-            return orphans if self._drop(transaction, model, id) else None
+            if transaction.execute(overdue, (model, id, before)).fetchone() is None:
+                return None
+            orphans = [key for (key,) in transaction.execute(_ORPHANS, (model, id))]
+            self._drop(transaction, model, id)
+            return orphans
 
-    def _drop(self, transaction: Connection, model: str, id: str) -> bool:
-        counts = [
-            transaction.execute(f"DELETE FROM {table} WHERE model = ? AND id = ?", (model, id)).rowcount
-            for table in SESSION_TABLES
-        ]
-        return counts[0] > 0
+    def _drop(self, transaction: Connection, model: str, id: str) -> None:
+        for table in SESSION_TABLES:
+            transaction.execute(f"DELETE FROM {table} WHERE model = ? AND id = ?", (model, id))

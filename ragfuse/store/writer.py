@@ -32,7 +32,8 @@ class Writer:
         self._jobs: deque[Callable[[], object]] = deque()
         self._changed = Condition()
         self._thread: Thread | None = None
-        self._busy = self._closed = False
+        self._taken = self._ended = 0
+        self._closed = False
 
     def submit(self, job: Callable[[], object], *, counts: bool = True, is_awaited: bool = False) -> bool:
         """Run `job` later; False at once if it is dropped, and counted if it `counts`. Never waits for a job.
@@ -45,13 +46,15 @@ class Writer:
                 self.dropped += counts
                 return False
             self._jobs.append(job)
+            self._taken += 1
             self._changed.notify_all()
             return True
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until every job submitted so far is done; False if that took too long."""
+        """Wait until every job submitted so far is done, not for those to come; False if that took too long."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout_s)
+            so_far = self._taken
+            return self._changed.wait_for(lambda: self._ended >= so_far, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Take no more jobs, and wait for those taken; False if that took too long, and the rest is dropped."""
@@ -61,6 +64,7 @@ class Writer:
         done = self.flush(timeout_s)
         with self._changed:
             self.dropped += len(self._jobs)
+            self._ended += len(self._jobs)
             self._jobs.clear()
         if done and self._thread is not None:
             self._thread.join(timeout_s)
@@ -90,12 +94,11 @@ class Writer:
     def _next(self) -> Callable[[], object] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
-            self._busy = bool(self._jobs)
             return self._jobs.popleft() if self._jobs else None
 
     def _finished(self) -> None:
         with self._changed:
-            self._busy = False
+            self._ended += 1
             self._changed.notify_all()
 
 

@@ -66,7 +66,8 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
     runs["m"] = {"cases": [use], "by_set": [{**asked, "score_full": 0.5, "score_cached": 0.4}], "paper": "p"}
     runs["m"] |= {
         "slope": [{"tokens": 2106, "full_s": 7.0, "cached_s": 0.4}],
-        "speedup_2k": 17.5,
+        "speedup_2k": 11.5,
+        "mostly_cached": {"tokens": 2155, "cached_share": 0.951, "ttft_x": 11.5},
         "mb_per_token": 0.0461,
     }
     runs["m"] |= {"growth": {"full": 1.2, "cached": 0.4}, "model": "m"}
@@ -97,6 +98,7 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         "batch": {"together": 50.0, "alone": 20.0},
         "rss_growth": 0.01,
         "at_ttft_s": 1.0,
+        "kept_busy": {**load, "n": 700, "p95_s": 2.5},
         "rates": {"ragfuse": {"at_least": True}},
     }
     for name, run in runs.items():
@@ -115,7 +117,7 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         "| 3.000 | cg2 |",
         "| 128G/2T, look ahead | 70.0% | 65.0% | 5.0% | 79.0% | 52 ms | 2,060 |",
         "Lines changed: 1 of the chain's 6",
-        "17.5 times sooner",
+        "11.5 times sooner at 2,155 tokens, 95.1% of them cached.",
         "| trip | 423 | 94.8% | 6.1x |  |  | 0% |",
         "| held-out, n = 12 | 1,088 | 98.6% | 10.8x | 0.500 | 0.400 | 50% |",
         "| 1,024 (48 MB) | one arena, sharing on | 1,000 MB | 1,200 MB | 200 MB | 80% | 40% |",
@@ -126,6 +128,8 @@ def test_every_kind_of_run_has_its_section(tmp_path: Path) -> None:
         "3.3 times sooner than 8 bits. By 622 MB.",
         "| 2 | 900 | 800 | 2.00 s | 0.200 s | 90% |",
         "| ragfuse | 0.50 | 40 | 1.250 s |  | 0 |",
+        "| ragfuse, kept busy | 0.50 | 700 | 1.250 s | 2.500 s | 0 |",
+        "With 1 s adaptive streams are late 1.000 times as often as 8 bits, where at most 0.1 was wanted.",
     )
     for wanted in said:
         assert wanted in made

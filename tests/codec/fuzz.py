@@ -21,10 +21,10 @@ META = LayerMeta.of(BEFORE, torch.zeros(1))
 
 
 def one(data: bytes) -> None:
-    """Every codec looks at the same bytes."""
+    """Every codec looks at the same bytes, but for what says whose they are."""
     blob = bytearray(data)
-    resum(blob)
     for codec in CODECS:
+        resum(blob, codec)
         try:
             after = codec.decode(torch.frombuffer(blob or bytearray(1), dtype=torch.uint8), META)
         except ValueError:

@@ -5,8 +5,8 @@ import struct
 import torch
 from blake3 import blake3
 
-from ragfuse.codec import CodecTables, profile_tables
-from ragfuse.codec.container import HEADER, SUM_NBYTES
+from ragfuse.codec import CacheGenCodec, Codec, CodecTables, profile_tables
+from ragfuse.codec.container import HEADER, SUM_NBYTES, TABLES
 from ragfuse.core import ChunkKV, LayerKV, RopeLayout
 
 
@@ -46,8 +46,11 @@ def tables(rope: bool = True, heads: int = 2, dim: int = 16, value_dim: int = 12
     return profile_tables(chunks, [ROPE if rope else None] * n_layers)
 
 
-def resum(blob: bytearray) -> None:
-    """Make the last length and the checksum of a changed blob fit, so that what lies behind them is looked at, too."""
+def resum(blob: bytearray, codec: Codec) -> None:
+    """Make the digest of a codec's tables, the last length and the checksum of a changed blob fit, so that what lies
+    behind them is looked at, too."""
+    if len(blob) >= HEADER.size:
+        blob[TABLES] = bytes.fromhex(codec.tables.digest) if isinstance(codec, CacheGenCodec) else bytes(8)
     parts = blob[HEADER.size - 1] if len(blob) >= HEADER.size else 0
     begins = HEADER.size + 4 * parts + SUM_NBYTES
     if not parts or len(blob) < begins:

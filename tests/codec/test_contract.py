@@ -96,16 +96,17 @@ def test_encoding_changes_nothing_of_the_layer_and_shares_no_memory(codec):
     assert torch.equal(blob, bytes_then)
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("level", SWITCHED, ids=str)
-def test_a_packed_layer_comes_back_as_its_slow_twin_bins_it(level):
-    before, at, codec = layer(n=23, seed=5, like=1), 1, CacheGenCodec(UNTURNED, level)
+def test_a_packed_layer_comes_back_as_its_slow_twin_bins_it(level, at):
+    before, codec = layer(n=23, seed=5, like=at), CacheGenCodec(UNTURNED, level)
     after, own = there_and_back(codec, before, at), UNTURNED.layers[at]
     odd = torch.zeros(23, dtype=torch.bool)
     if level.odd:
         odd = odd_ones(before.keys, own.keys, level.odd) | odd_ones(before.values, own.values, level.odd)
     for found, given_, part in ((after.keys, before.keys, own.keys), (after.values, before.values, own.values)):
         mean, steps = torch.from_numpy(part.means[:, 0]), torch.from_numpy(part.steps).view(part.heads, part.dim)
-        width = level.width(at, 3)
+        width = float(np.float32(level.bins[at if level.layerwise else 1]))  # a layer for each third
         twin = reference.binned(given_, mean, steps, width, odd, 10 if level.deltas else 0)
         assert torch.allclose(found, twin, rtol=0, atol=1e-4 * float(given_.abs().max()))
 
@@ -265,7 +266,7 @@ def test_foreign_bytes_are_refused_or_decode_to_the_shape_that_was_wanted(codec,
             del blob[at : at + data.draw(st.integers(1, 40))]
         else:
             blob[at:at] = data.draw(st.binary(max_size=20))
-    resum(blob)
+    resum(blob, codec)
     meta = LayerMeta.of(before, torch.zeros(1))
     try:
         after = codec.decode(torch.frombuffer(blob, dtype=torch.uint8), meta)
@@ -277,9 +278,10 @@ def test_foreign_bytes_are_refused_or_decode_to_the_shape_that_was_wanted(codec,
 @pytest.mark.parametrize("path", sorted((Path(__file__).parent / "corpus").iterdir()), ids=lambda path: path.name[:8])
 def test_what_fuzzing_found_worth_keeping_is_refused_or_decodes(path):
     blob = bytearray(path.read_bytes())
-    resum(blob)
-    before, told = layer(n=30), torch.frombuffer(blob or bytearray(1), dtype=torch.uint8)
+    before = layer(n=30)
     for codec in EVERY[1:]:
+        resum(blob, codec)
+        told = torch.frombuffer(blob or bytearray(1), dtype=torch.uint8)
         try:
             after = codec.decode(told, LayerMeta.of(before, torch.zeros(1)))
         except ValueError:
@@ -300,7 +302,7 @@ def test_a_frame_that_says_it_is_enormous_asks_for_no_memory():
     first = blob.index(b"\x28\xb5\x2f\xfd", stream)
     frame = enormous(1 << 45)
     blob[first : first + len(frame)] = frame
-    resum(blob)
+    resum(blob, codec)
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match="another found"):
         codec.decode(torch.frombuffer(blob, dtype=torch.uint8), LayerMeta.of(before, torch.zeros(1)))

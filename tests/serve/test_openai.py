@@ -91,6 +91,23 @@ def test_a_stream_says_the_same_and_then_usage(client: Any, model: str) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+def test_a_stream_s_usage_tells_what_was_cached(client: Any, model: str, served: Served) -> None:
+    ask = {"model": model, "messages": [said("Which door is green?")], "extra_body": with_documents(3)}
+    client.chat.completions.create(**ask)
+    engine_of(served).flush()
+    whole = client.chat.completions.create(**ask).usage
+    *_, last = client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+    assert last.usage.prompt_tokens_details.cached_tokens == whole.prompt_tokens_details.cached_tokens > 0
+
+
+def test_a_session_of_an_extra_body_is_gone_on_with(client: Any, model: str) -> None:
+    ask = {"model": model, "extra_body": {"session_id": "mine"}}
+    first = client.chat.completions.create(**ask, messages=[said("How many ships came?")])
+    second = client.chat.completions.create(**ask, messages=[said("And then?")])
+    assert second.model_extra["ragfuse"]["session"] == "mine"
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
+
+
 def test_a_stream_without_options_tells_no_usage(client: Any, model: str) -> None:
     chunks = list(client.chat.completions.create(model=model, messages=[said("Who?")], stream=True))
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
 
-from ragfuse import Ask, Engine, Piece, Settings
+from ragfuse import Ask, Engine, Piece, Settings, conversing
 from ragfuse.store import DiskTier
 from tests.sessions.kit import QUESTIONS, is_full_prefill, resent, talk
 from tests.tiny import CHUNKS, INSTRUCTION, adds_up, ingest, messages, python
@@ -136,6 +137,24 @@ def test_a_turn_asked_again_reuses_what_stands_before_it_and_replaces_it_in_a_na
     assert again.trace.history_reused == answers[1].trace.tokens + len(answers[1].token_ids) - 1
     session = engine.sessions.show("one")
     assert [turn.messages[-1].text for turn in session.turns] == [a.text for a in (*answers[:2], again)]
+
+
+def test_a_turn_waits_for_no_other_conversation_s_saves(engine, monkeypatch):
+    go, real = threading.Event(), engine._talks._save
+    monkeypatch.setattr(conversing, "SAVED_S", 60.0)
+    monkeypatch.setattr(engine._talks, "_save", lambda *given: go.wait(60) and real(*given))
+    talk(engine, QUESTIONS[:1], session="slow")
+    other = threading.Thread(target=talk, args=(engine, QUESTIONS[1:2]), kwargs={"session": "other"})
+    other.start()
+    other.join(30)
+    assert not other.is_alive()
+    again = threading.Thread(target=talk, args=(engine, QUESTIONS[2:3]), kwargs={"session": "slow"})
+    again.start()
+    again.join(0.2)
+    assert again.is_alive()
+    go.set()
+    again.join(30)
+    assert len(engine.sessions.show("slow").turns) == 2
 
 
 def test_an_answer_that_was_altered_is_not_taken_for_what_was_said(engine):

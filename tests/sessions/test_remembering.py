@@ -15,6 +15,8 @@ import pytest
 from ragfuse import Ask, Engine, InputError, SettingsError
 from ragfuse.conversing import Conversations
 from ragfuse.keeping import Keeping
+from ragfuse.sessions import Session
+from ragfuse.store.session_book import _ORPHANS, SESSION_TABLES
 from tests.sessions.kit import QUESTIONS, is_full_prefill, resent, talk
 from tests.sessions.test_conversing import prepared
 from tests.tiny import ROOT, ingest
@@ -174,6 +176,50 @@ def test_sessions_that_are_not_used_expire_with_their_kv(engine, monkeypatch):
     talk(engine, QUESTIONS[2:3], session="three")
     assert [info.id for info in engine.sessions.ls()] == ["three", "two"]
     assert keys_kept(engine) == keys_of(engine, "two") | keys_of(engine, "three")
+
+
+def test_a_session_that_was_not_used_for_too_long_is_gone_when_it_is_asked_for(engine):
+    now = [1000.0]
+    engine.sessions._clock, engine.sessions._ttl_s = lambda: now[0], 60.0
+    first = talk(engine, QUESTIONS[:1], session="one")
+    engine.flush()
+    before = keys_of(engine, "one")
+    now[0] += 59
+    assert engine.answer(resent(QUESTIONS[:2], first), Ask(session="two")).trace.history_reused > 0
+    engine.flush()
+    now[0] += 2
+    again = engine.answer([("user", QUESTIONS[2])], Ask(session="one"))
+    assert again.trace.history_reused == 0
+    assert len(engine.sessions.show("one").turns) == 1
+    engine.flush()
+    assert keys_kept(engine) == keys_of(engine, "one") | keys_of(engine, "two")
+    assert before & keys_of(engine, "two")
+
+
+def test_what_is_overdue_goes_for_every_tenant_that_was_written_for(engine):
+    now = [1000.0]
+    engine.sessions._clock, engine.sessions._ttl_s = lambda: now[0], 60.0
+    for tenant in ("mine", "theirs"):
+        assert engine.sessions.put(tenant, Session("old"), 0, lasts=True)
+    now[0] += 61
+    assert engine.sessions.put("mine", Session("new"), 0, lasts=True)
+    engine.flush()
+    assert [(line.model, line.id) for line in engine.book.sessions.lines()] == [("mine", "new")]
+
+
+def test_a_session_that_was_gone_on_with_meanwhile_is_not_overdue(engine):
+    engine.sessions.put("mine", Session("one"), 0, lasts=True)
+    (line,) = engine.book.sessions.lines()
+    assert engine.book.sessions.delete("mine", "one", line.used) is None
+    assert engine.book.sessions.delete("mine", "one", line.used + 1) == []
+
+
+def test_a_turn_reads_no_other_session_s_keys(engine):
+    plans = [
+        engine.book._database.query(f"EXPLAIN QUERY PLAN {sql}", ("m", "i"))
+        for sql in (*(f"DELETE FROM {table} WHERE model = ? AND id = ?" for table in SESSION_TABLES), _ORPHANS)
+    ]
+    assert all("SEARCH" in step[-1] for plan in plans for step in plan if "SUBQUERY" not in step[-1])
 
 
 def test_a_store_is_looked_after_without_a_model(engine, tiny_settings):

@@ -16,6 +16,20 @@ def test_jobs_run_in_order_in_one_other_thread():
     writer.close()
 
 
+def test_flush_waits_for_what_was_submitted_before_it_alone():
+    writer, gates = Writer(), [threading.Event(), threading.Event()]
+    writer.submit(lambda: gates[0].wait(10))
+    flushed = threading.Thread(target=writer.flush)
+    flushed.start()
+    assert writer.flush(0.01) is False
+    writer.submit(lambda: gates[1].wait(10))
+    gates[0].set()
+    flushed.join(5)
+    assert not flushed.is_alive()
+    gates[1].set()
+    assert writer.close()
+
+
 def test_a_full_queue_drops_and_counts_without_waiting():
     writer, started, go, ran = Writer(limit=2), threading.Event(), threading.Event(), []
     writer.submit(lambda: (started.set(), go.wait(10)))

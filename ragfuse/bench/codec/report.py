@@ -18,7 +18,6 @@ from ragfuse.bench.codec.levels import by_set, fidelities, rows_of
 from ragfuse.bench.codec.speed import SHAPE, Speeds, shaped, speeds
 from ragfuse.bench.figure import Wanted, print_rows
 from ragfuse.bench.plots import saved
-from ragfuse.bench.quality.cases import set_name
 from ragfuse.bench.runner import Runner, circumstances
 from ragfuse.codec import Codec
 from ragfuse.core import ChunkKV
@@ -59,7 +58,7 @@ def run_codec(wanted: Wanted, questions: int, picture: Path | None) -> Result:
         "speeds_are": "MB of KV in two bytes a value, by the second of one core, on one piece of text",
         "model": wanted.settings.model,
         "dtype": wanted.settings.dtype,
-        "sets": [set_name(name) for name in wanted.sets],
+        "sets": list(dict.fromkeys(row["dataset"] for row in by_set(found))),
         "context_tokens": wanted.context_tokens,
         **circumstances(model.device, torch.get_num_threads()),
     }

@@ -14,13 +14,14 @@ from ragfuse.bench.modules.cases import long_schema, over_all
 from ragfuse.bench.quality.cases import Packing, read_cases
 from ragfuse.bench.runner import Runner
 from ragfuse.core import digest
-from ragfuse.engine import Engine
+from ragfuse.engine import Ask, Engine
 from ragfuse.errors import InputError
+from ragfuse.text.nodes import Request
 
 LENGTHS = (512, 1024, 2048, 3072)
 MODULE_TOKENS = 256
-LONG, MOSTLY = 2000, 0.95
-"""Tokens and cached share of the prompts on which the cache's worth is told in one number."""
+LONG, MOSTLY = 2048, 0.95
+"""Tokens and cached share of the prompt on which the cache's worth is told in one number."""
 QUESTION = "Which of these notes is the oldest?"
 
 
@@ -62,10 +63,24 @@ def _paragraphs(engine: Engine) -> Iterator[str]:
                 yield text
 
 
-def at_length(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """How many times sooner a prompt of 2,000 tokens or more begins, 95% of it cached; None where none is so."""
-    fit = [row for row in rows if row["tokens"] >= LONG and row["cached_share"] >= MOSTLY]
-    return float(min(fit, key=lambda row: int(row["tokens"]))["ttft_x"]) if fit else None
+def mostly_cached(engine: Engine, runner: Runner) -> dict[str, Any]:
+    """A row for a prompt over `LONG` tokens of modules, and new text for as long as `MOSTLY` of all is cached."""
+    texts = notes(engine, LONG)
+    schema, words = long_schema("notes", texts), texts[0].split(" ")
+    engine.register(schema)
+    engine.flush()
+    said = (f"{' '.join(words[:count])}\n\n{QUESTION}" for count in range(len(words), 0, -1))
+    requests = (over_all(schema, len(texts), text) for text in said)
+    request = next(request for request in requests if cached_share(engine, request) >= MOSTLY)
+    row = timed(engine, request, runner, f"{MOSTLY:.0%} of {LONG:,} tokens")
+    engine.schemas.remove(schema.name)
+    return row
+
+
+def cached_share(engine: Engine, request: Request) -> float:
+    """The share of a prompt's tokens that lie in modules."""
+    prompt = engine.schemas.prompt(request, Ask())
+    return sum(len(segment.tokens) for segment in prompt.segments if segment.keys) / len(prompt)
 
 
 def growth(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -60,9 +60,12 @@ def _lengths(result: Result) -> Table:
 
 def words(result: Result) -> list[str]:
     """What was found, in sentences."""
-    lines, sooner, grows = [], result["speedup_2k"], result["growth"]
-    if sooner is not None:
-        lines.append(f"A prompt of 2,000 tokens or more, 95% of it cached, begins {sooner:.1f} times sooner.")
+    lines, mostly, grows = [], result["mostly_cached"], result["growth"]
+    if mostly is not None:
+        lines.append(
+            f"A prompt of {mostly['tokens']:,} tokens, {mostly['cached_share']:.1%} of them cached, begins "
+            f"{mostly['ttft_x']:.1f} times sooner."
+        )
     if grows["full"] is not None:
         lines.append(
             f"Seconds grow with tokens to the power of {grows['full']:.2f} and {grows['cached']:.2f} (cached)."

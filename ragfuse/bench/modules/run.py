@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ragfuse.bench.modules.asked import engine_over, mean_of, measured, model_of
 from ragfuse.bench.modules.cases import USES, documents, uses
-from ragfuse.bench.modules.lengths import LENGTHS, at_length, growth, slope
+from ragfuse.bench.modules.lengths import LENGTHS, LONG, growth, mostly_cached, slope
 from ragfuse.bench.modules.memory import Batch, batch_memory
 from ragfuse.bench.modules.report import draw_modules, show_modules
 from ragfuse.bench.quality.cases import Packing, set_name
@@ -61,10 +61,12 @@ def run_modules(settings: Settings, options: ModuleOptions, console: Console) ->
             runner = Runner(options.rounds, model.device, console)
             found = _rows(engine, runner, options)
             lengths = slope(engine, runner, options.lengths)
+            mostly = mostly_cached(engine, runner) if max(options.lengths) >= LONG else None
             per_token = model.nbytes_per_token
         where = circumstances(model.device, options.threads)
     result = {
-        "speedup_2k": at_length(lengths),
+        "speedup_2k": mostly and mostly["ttft_x"],
+        "mostly_cached": mostly,
         "slope": lengths,
         "batch_memory_ratio": memory.get("batch_memory_ratio"),
         "cases": found,

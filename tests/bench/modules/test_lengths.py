@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from rich.console import Console
 
-from ragfuse.bench.modules.lengths import at_length, growth, notes
+from ragfuse.bench.modules.lengths import LONG, MOSTLY, growth, mostly_cached, notes
+from ragfuse.bench.runner import Runner
 from ragfuse.errors import InputError
 
 
@@ -18,15 +20,12 @@ def test_of_one_length_no_growth_is_told() -> None:
     assert growth([{"tokens": 512, "s": 1.0}] * 2, "s") is None
 
 
-def test_the_worth_is_told_on_the_shortest_prompt_that_is_long_enough_and_mostly_cached() -> None:
-    rows = [
-        {"tokens": 3000, "cached_share": 0.99, "ttft_x": 20.0},
-        {"tokens": 1999, "cached_share": 0.99, "ttft_x": 9.0},
-        {"tokens": 2000, "cached_share": 0.94, "ttft_x": 10.0},
-        {"tokens": 2100, "cached_share": 0.95, "ttft_x": 11.0},
-    ]
-    assert at_length(rows) == 11.0
-    assert at_length(rows[1:3]) is None
+def test_the_worth_is_told_on_a_prompt_of_which_no_more_is_cached_than_is_said(engine) -> None:
+    row = mostly_cached(engine, Runner(1, engine.model.device, Console(quiet=True)))
+    assert row["tokens"] > LONG
+    assert MOSTLY <= row["cached_share"] < MOSTLY + 0.005
+    assert row["ttft_x"] > 1
+    assert engine.schemas.ls() == []
 
 
 def test_notes_have_as_many_tokens_as_asked_and_each_text_once(engine) -> None:

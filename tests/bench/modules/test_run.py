@@ -47,7 +47,7 @@ def quiet() -> Console:
 def test_a_tiny_run_has_the_wanted_keys_and_says_them(varied_path: Path, tmp_path: Path, sets) -> None:
     settings = Settings(model=str(varied_path), dtype="float32", home=tmp_path)
     console = Console(file=io.StringIO(), width=160)
-    options = ModuleOptions(uses=(), sets=sets, limit=2, lengths=(300, 2000), batch=None, rounds=1)
+    options = ModuleOptions(uses=(), sets=sets, limit=2, lengths=(300, 2048), batch=None, rounds=1)
     result = run_modules(settings, ModuleOptions(**{**vars(options), "plot": tmp_path / "m.png"}), console)
     assert set(result) >= KEYS
     assert json.loads(json.dumps(result)) == result
