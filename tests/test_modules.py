@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragfuse import Ask, Engine, InputError, PMLTemplate
+from ragfuse import Ask, Engine, InputError, PMLTemplate, Settings
 from ragfuse.core import ChunkKey
 from ragfuse.errors import PMLError
 from ragfuse.hf.common import Common
@@ -64,8 +64,13 @@ def states(prefill):
 
 
 def off(one, other) -> float:
+    """How far the worst row of any head is away, by its length."""
     pairs = [(a, b) for mine, theirs in zip(one, other, strict=True) for a, b in zip(mine, theirs, strict=True)]
-    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    return max(float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max()) for a, b in pairs)
+
+
+def logits_off(one, other) -> float:
+    return float((one.logits - other.logits).abs().max() / other.logits.abs().max())
 
 
 # registering
@@ -83,11 +88,21 @@ def test_a_schema_is_encoded_once(engine: Engine) -> None:
 
 
 def test_an_edit_encodes_what_it_changes_alone(trip: Engine) -> None:
-    edited = TRIP.replace("Oslo and its fjords", "Oslo and the sea")
-    changed = trip.register(edited)
     before = trip.schemas.show("trip")
+    changed = trip.register(TRIP.replace("Oslo and its fjords", "Oslo and the sea"))
     assert changed.done.encoded == 1
-    assert before.places["plan/abroad/oslo"].stop == changed.layout.places["plan/abroad/oslo"].stop
+    assert changed.layout.places["diet"] == before.places["diet"]
+
+
+def test_an_edit_that_moves_what_comes_behind_it_encodes_the_text_around_it_anew(trip: Engine) -> None:
+    before = trip.schemas.show("trip")
+    longer = "Lisbon and its trams, which are yellow, and its seven hills, and the river that is as wide as a sea"
+    changed = trip.register(TRIP.replace("Lisbon and its trams, which are yellow", longer))
+    assert changed.layout.places["diet"].start > before.places["diet"].start
+    keys, had = ([trip.encoder.key_of(run) for run in layout.runs] for layout in (changed.layout, before))
+    new = {place for run, key in zip(changed.layout.runs, keys, strict=True) if key not in had for place in run.members}
+    assert new == {"", "plan", "plan/abroad", "plan/abroad/lisbon"}
+    assert changed.done.encoded == len(set(keys) - set(had))
 
 
 def test_another_process_on_the_store_has_it(trip: Engine, tiny_settings) -> None:
@@ -188,6 +203,7 @@ def test_a_scaffold_that_covers_the_prompt_equals_full_prefill(engine: Engine) -
         engine.encoder.key_of(engine.schemas.show("lines").scaffolds[0])
     }
     assert off(states(ready.prefill), states(whole.prefill)) < 1e-4
+    assert logits_off(ready.prefill, whole.prefill) < 1e-4
     assert engine.answer(parse_prompt(ALL_LINES)).token_ids == full(engine, parse_prompt(ALL_LINES)).token_ids
     assert all(segment.exact for segment in engine.answer(parse_prompt(ALL_LINES)).trace.segments)
 
@@ -197,8 +213,24 @@ def test_a_single_module_at_the_start_equals_full_prefill(engine: Engine) -> Non
     prompt = parse_prompt('<prompt schema="one"><m/>And a question.</prompt>')
     ready = engine.prepare(engine.prompt(prompt))
     assert len(ready.plan.fetches) == 1
-    assert off(states(ready.prefill), states(engine.prepare(engine.prompt(prompt), Ask(reuse=False)).prefill)) < 1e-4
+    whole = engine.prepare(engine.prompt(prompt), Ask(reuse=False))
+    assert off(states(ready.prefill), states(whole.prefill)) < 1e-4
+    assert logits_off(ready.prefill, whole.prefill) < 1e-4
     assert engine.answer(prompt).token_ids == full(engine, prompt).token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.embedded
+def test_a_scaffold_and_a_first_module_equal_full_prefill_on_a_trained_model(smollm_path, tmp_path) -> None:
+    with Engine(Settings(model="smollm2-135m-reader", dtype="float32", store=tmp_path)) as engine:
+        engine.register(LINES)
+        engine.register('<schema name="one"><module name="m">The only module of all stands here.</module></schema>')
+        for text in (ALL_LINES, '<prompt schema="one"><m/>And a question.</prompt>'):
+            prompt = engine.prompt(parse_prompt(text))
+            ready, whole = engine.prepare(prompt), engine.prepare(prompt, Ask(reuse=False))
+            assert ready.plan.fetches
+            assert off(states(ready.prefill), states(whole.prefill)) < 1e-4
+            assert logits_off(ready.prefill, whole.prefill) < 1e-4
 
 
 def test_the_order_of_imports_does_not_matter(trip: Engine) -> None:

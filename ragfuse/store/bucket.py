@@ -105,9 +105,10 @@ class Bucket:
             yield found
 
     def read(self, name: str, begin: int, end: int) -> bytes:
-        """These bytes of an object, by one request; fewer where it ends before."""
+        """These bytes of an object, by one request, or by a second one where the connection breaks; fewer where it ends
+        before."""
         try:
-            return self._run(lambda: self._read(self._path(name), begin, end), nbytes=end - begin)
+            return self._run(lambda: self._read(self._path(name), begin, end), nbytes=end - begin, tries=2)
         except OSError as error:
             return _beyond(error)
 
@@ -196,20 +197,26 @@ class Bucket:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _run(self, call: Callable[[], Awaitable[_Found]], *, nbytes: int = 0, extra_s: float = 0.0) -> _Found:
+    def _run(
+        self, call: Callable[[], Awaitable[_Found]], *, nbytes: int = 0, extra_s: float = 0.0, tries: int = 1
+    ) -> _Found:
         """What the call gives, in time; called only once the file system is this process's own."""
         patience_s = self._timeout_s + extra_s + nbytes / _SLOWEST_NBYTES_PER_S
         with self.guard():
-            try:
-                if self._pid != os.getpid():
-                    self._open()
-                found: _Found = sync(self._fs.loop, call, timeout=patience_s)
-                return found
-            except Exception as error:
-                told = _told(error, patience_s)
-                if told is error:
-                    raise
-                raise told from error
+            while True:
+                tries -= 1
+                try:
+                    if self._pid != os.getpid():
+                        self._open()
+                    found: _Found = sync(self._fs.loop, call, timeout=patience_s)
+                    return found
+                except Exception as error:
+                    told = _told(error, patience_s)
+                    if tries and isinstance(told, ConnectionError):
+                        continue
+                    if told is error:
+                        raise
+                    raise told from error
 
     async def _read(self, path: str, begin: int, end: int) -> bytes:
         if self._s3 is not None:

@@ -61,6 +61,7 @@ class RedisIndex:
 
     def __init__(self, url: str, timeout_s: float, ttl_s: float | None, clock: Callable[[], float] = time.time) -> None:
         self._client, self.errors, self.trouble = _connect(url, timeout_s)
+        self._once_more = _once_more()
         self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
         self.place = _place(url, self._client.connection_pool.connection_kwargs)
         self._pace, self._clock, self.ahead_s = Pace(timeout_s), clock, 0.0
@@ -125,16 +126,24 @@ class RedisIndex:
                 return
 
     def fields(self, key: str, first: int, count: int, *, hit: bool) -> list[bytes | None]:
-        """The head and `count` pieces, None where there is none: one round trip, which may note a hit as well."""
+        """The head and `count` pieces, None where there is none: one round trip, which may note a hit as well.
+
+        Asked for once more where the connection breaks, on a new one.
+        """
         from redis.exceptions import NoScriptError, ResponseError
 
         names = ["head", *map(str, range(first, first + count))]
         touch = ("touch", 1, self._ttl, key) if hit else ()
-        with self.guard(), self._client.pipeline(transaction=False) as pipeline:
-            if touch:  # first: what is due vanishes before it is read
-                pipeline.evalsha(self._sha, 0, _PREFIX, *touch)
-            pipeline.hmget(f"{_PREFIX}chunk:{key}", names)
-            *touched, found = pipeline.execute(raise_on_error=False)
+
+        def asked() -> list[Any]:
+            with self._client.pipeline(transaction=False) as pipeline:
+                if touch:  # first: what is due vanishes before it is read
+                    pipeline.evalsha(self._sha, 0, _PREFIX, *touch)
+                pipeline.hmget(f"{_PREFIX}chunk:{key}", names)
+                return list(pipeline.execute(raise_on_error=False))
+
+        with self.guard():
+            *touched, found = self._once_more(asked, lambda error: None)
         if touched and isinstance(touched[0], NoScriptError):
             self.run(*touch)
         if isinstance(found, ResponseError) and not str(found).startswith("WRONGTYPE"):
@@ -276,6 +285,15 @@ def _connect(url: str, timeout_s: float) -> tuple[Any, tuple[type[Exception], ..
         ) from None
     trouble = (redis.ConnectionError, redis.TimeoutError, InvalidResponse, OSError)
     return client, (redis.RedisError, OSError), trouble
+
+
+def _once_more() -> Callable[[Callable[[], Any], Callable[[Exception], None]], Any]:
+    """Calls what it is given, and again at once where the connection broke; who is silent is not asked twice."""
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    return Retry(NoBackoff(), 1, (redis.ConnectionError,)).call_with_retry
 
 
 def _check(url: str) -> None:
