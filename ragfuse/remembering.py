@@ -142,14 +142,12 @@ class Sessions:
         found = self._booked(lambda book: book.sessions.get(model, id), None)
         with self._lock:
             here = self._here.get((model, id))
-        known = found or here
-        if known is None:
-            return None
-        if self._ttl_s is not None and known[1] < self._clock() - self._ttl_s:
+        used = found[1] if found is not None else here[1] if here is not None else math.inf
+        if self._ttl_s is not None and used < self._clock() - self._ttl_s:
             self._delete(model, id)
             return None
         if found is None:
-            return known[0], known[2]
+            return (here[0], here[2]) if here is not None else None
         session = Session.from_dict(found[2])
         if session is not None:
             self._outlook.note((model, id), session)
