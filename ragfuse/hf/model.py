@@ -92,7 +92,8 @@ class HFModel:
         what the chat template writes around calls, results and thoughts."""
         encode = self._encoder or self.words
         with self._encoding:  # a tokenizer keeps `split_special_tokens` as its state: this one is for nobody else
-            ids: list[int] = encode(text, add_special_tokens=False, split_special_tokens=not special).input_ids
+            options = {"split_special_tokens": not special, "verbose": False}  # whether it fits is asked elsewhere
+            ids: list[int] = encode(text, add_special_tokens=False, **options).input_ids
         return ids
 
     def text(self, token_ids: Sequence[int]) -> str:

@@ -161,6 +161,18 @@ def test_a_place_that_is_taken_is_told_in_one_line(served: Served, tiny_settings
 
 
 @pytest.mark.slow
+def test_the_stores_that_are_named_are_those_that_are_written(tiny_settings: Settings, tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far" / "kv"
+    with process(tiny_settings, "--store", str(near), "--store", f"file://{far}") as (run, root):
+        assert ask(root, session_id="one", **with_documents()).status_code == 200
+        wait_for(lambda: httpx.get(f"{root}/v1/ragfuse/store").json()["waiting_to_be_encoded"] == 0)
+        run.send_signal(signal.SIGTERM)
+        assert ended(run) == 0
+    assert all(any(path.is_file() for path in folder.rglob("*")) for folder in (near / "chunks", far))
+    assert not any(path.is_file() for path in (tiny_settings.store / "chunks").rglob("*"))
+
+
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_turn_leaves_its_conversation_whole_without_that_turn_or_none(
     tiny_settings: Settings, tmp_path: Path
 ) -> None:
