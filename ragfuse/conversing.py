@@ -43,7 +43,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.writer import Writers
 from ragfuse.text.chunks import Piece
-from ragfuse.text.turns import Turn
+from ragfuse.text.turns import Turn, later_turns
 from ragfuse.tracing import Ready
 
 log = logging.getLogger("ragfuse.engine")
@@ -337,14 +337,6 @@ def _said(session: Session) -> Iterator[Turn]:
         reply = turn.messages[-1]
         content = (Piece(reply.text, ids=turn.said),) if reply.text and turn.said else turn_of(reply).content
         yield replace(turn_of(reply), content=content)
-
-
-def later_turns(messages: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """Messages without their first turns, one more each time; what the system says first stays, and the last turn."""
-    head = next((at for at, turn in enumerate(messages) if turn.role != "system"), len(messages))
-    for at in range(head + 1, len(messages)):
-        if messages[at].role == "user" != messages[at - 1].role:
-            yield [*messages[:head], *messages[at:]]
 
 
 def _lacking(whole: Prompt, short: Prompt, talk: Talk) -> Prompt:

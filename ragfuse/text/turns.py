@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ragfuse.core import ToolCall
@@ -46,6 +46,14 @@ class Turn:
                 turn = Turn(turn.role, content, before.tool_calls + turn.tool_calls)
             found.append(turn)
         return found
+
+
+def later_turns(messages: Sequence[Turn]) -> Iterator[list[Turn]]:
+    """Messages without their first turns, one more each time; what the system says first stays, and the last turn."""
+    head = next((at for at, turn in enumerate(messages) if turn.role != "system"), len(messages))
+    for at in range(head + 1, len(messages)):
+        if messages[at].role == "user" != messages[at - 1].role:
+            yield [*messages[:head], *messages[at:]]
 
 
 def _listed(content: Content) -> Sequence[str | Piece]:

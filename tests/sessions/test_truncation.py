@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from ragfuse import Ask, Engine, InputError
-from ragfuse.conversing import later_turns
 from ragfuse.core import ChunkKV, LayerKV
-from ragfuse.text.turns import Turn
+from ragfuse.text.turns import Turn, later_turns
 from tests import reference
 from tests.sessions.kit import QUESTIONS, is_full_prefill, talk
 from tests.sessions.test_conversing import history, prepared
