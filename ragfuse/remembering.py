@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ragfuse.core import ChunkKey
@@ -179,7 +180,7 @@ class Sessions:
         self._met.add(model)
         if self._ttl_s is not None and now - self._swept > self._ttl_s / 8:
             self._swept = now
-            self._later(self._sweep)
+            self._later(partial(self._sweep, self._ttl_s))
         return kept
 
     def release(self, keys: Iterable[ChunkKey]) -> None:
@@ -192,10 +193,9 @@ class Sessions:
 
     # inside
 
-    def _sweep(self) -> None:
+    def _sweep(self, ttl_s: float) -> Deleted:
         """Delete what is overdue of every tenant that a session was written for here."""
-        if self._ttl_s is not None:
-            self._expire([info for info in self._all() if info.model in self._met], self._ttl_s)
+        return self._expire([info for info in self._all() if info.model in self._met], ttl_s)
 
     def _expire(self, of: Iterable[SessionInfo], ttl_s: float) -> Deleted:
         before, done = self._clock() - ttl_s, Deleted()

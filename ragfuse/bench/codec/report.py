@@ -43,13 +43,14 @@ def run_codec(wanted: Wanted, questions: int, picture: Path | None) -> Result:
     answered = _answers(wanted, model, codecs.all, questions)
     fast = speeds(model, piece_of(wanted, model), {**codecs.all, **codecs.others}, runner)
     rows = {row["name"]: row for row in rows_of(found)}
+    sets = by_set(found)
     levels = [level for name in codecs.levels for level in _level(name, rows, answered, fast, codecs)]
     result = {
         "levels": levels,
         "baselines": [level for base in BASELINES for level in _level(base.name, rows, answered, fast, codecs)],
         "ideas": [rows[name] for name in ideas],
         "reached": reached(levels),
-        "by_set": [row for row in by_set(found) if row["name"] in codecs.all],
+        "by_set": [row for row in sets if row["name"] in codecs.all],
         "answers": answered,
         "piece": {"tokens": fast.tokens, "prefill_s": fast.prefill_s},
         "shapes": _shapes(wanted, runner),
@@ -58,7 +59,7 @@ def run_codec(wanted: Wanted, questions: int, picture: Path | None) -> Result:
         "speeds_are": "MB of KV in two bytes a value, by the second of one core, on one piece of text",
         "model": wanted.settings.model,
         "dtype": wanted.settings.dtype,
-        "sets": list(dict.fromkeys(row["dataset"] for row in by_set(found))),
+        "sets": list(dict.fromkeys(row["dataset"] for row in sets)),
         "context_tokens": wanted.context_tokens,
         **circumstances(model.device, torch.get_num_threads()),
     }

@@ -22,7 +22,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, MemoryTier
-from ragfuse.text.nodes import Request
+from ragfuse.text.nodes import Request, Schema
 
 Place = Literal["host", "gpu"]
 WAYS: Mapping[str, Ask] = MappingProxyType({"full": Ask(reuse=False), "cached": Ask()})
@@ -54,14 +54,14 @@ def engine_over(settings: Settings, model: HFModel, place: Place = "host") -> It
 
 
 @contextmanager
-def registered(engine: Engine, case: ModuleCase) -> Iterator[ModuleCase]:
-    """The case with its modules in the store, which forgets them afterwards."""
-    engine.register(case.schema)
+def registered(engine: Engine, schema: Schema) -> Iterator[None]:
+    """With a schema's modules in the store, which forgets them afterwards."""
+    engine.register(schema)
     engine.flush()
     try:
-        yield case
+        yield
     finally:
-        engine.schemas.remove(case.schema.name)
+        engine.schemas.remove(schema.name)
 
 
 def first_logits(engine: Engine, request: Request, ask: Ask) -> Ready:
@@ -121,7 +121,7 @@ def score(case: ModuleCase, text: str) -> float:
 
 def measured(engine: Engine, case: ModuleCase, runner: Runner) -> dict[str, Any]:
     """A case's row: its name, times, what its KV takes, answers side by side."""
-    with registered(engine, case):
+    with registered(engine, case.schema):
         times = timed(engine, case.request, runner, case.name)
         layout = engine.schemas.show(case.schema.name)
         kept = sum(len(run.tokens) for run in layout.runs)

@@ -63,7 +63,7 @@ def _timed(wanted: Wanted, model: HFModel, cases: Sequence[ModuleCase], place: P
     runner, rows = Runner(_rounds(wanted), model.device, Console(quiet=True)), list[dict[str, Any]]()
     with engine_over(wanted.settings, model, place) as engine, progress(wanted.console) as bar:
         for case in bar.track(cases, description=f"first tokens, modules in {place} memory"):
-            with registered(engine, case):
+            with registered(engine, case.schema):
                 rows.append({"dataset": case.dataset, **timed(engine, case.request, runner, case.name)})
     for dataset in dict.fromkeys(row["dataset"] for row in rows):
         mine = [row for row in rows if row["dataset"] == dataset]
@@ -134,7 +134,7 @@ def _accuracy(wanted: Wanted) -> Rows:
 
 
 def _answers(engine: Engine, case: ModuleCase) -> dict[str, Any]:
-    with registered(engine, case):
+    with registered(engine, case.schema):
         texts = {way: said(engine, case, ask) for way, ask in WAYS.items()}
     same = float(texts["cached"] == texts["full"])
     return {"task": case.task, "same": same, **{way: score(case, text) for way, text in texts.items()}}

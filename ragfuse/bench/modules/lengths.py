@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil, log
 from typing import Any
 
-from ragfuse.bench.modules.asked import timed
+from ragfuse.bench.modules.asked import registered, timed
 from ragfuse.bench.modules.cases import long_schema, over_all
 from ragfuse.bench.quality.cases import Packing, read_cases
 from ragfuse.bench.runner import Runner
@@ -31,10 +31,8 @@ def slope(engine: Engine, runner: Runner, lengths: Sequence[int]) -> list[dict[s
     for length in lengths:
         texts = notes(engine, length)
         schema = long_schema(f"notes-{length}", texts)
-        engine.register(schema)
-        engine.flush()
-        rows.append(timed(engine, over_all(schema, len(texts), QUESTION), runner, f"{length:,} tokens"))
-        engine.schemas.remove(schema.name)
+        with registered(engine, schema):
+            rows.append(timed(engine, over_all(schema, len(texts), QUESTION), runner, f"{length:,} tokens"))
     return rows
 
 
@@ -67,14 +65,11 @@ def mostly_cached(engine: Engine, runner: Runner) -> dict[str, Any]:
     """A row for a prompt over `LONG` tokens of modules, and new text for as long as `MOSTLY` of all is cached."""
     texts = notes(engine, LONG)
     schema, words = long_schema("notes", texts), texts[0].split(" ")
-    engine.register(schema)
-    engine.flush()
     said = (f"{' '.join(words[:count])}\n\n{QUESTION}" for count in range(len(words), 0, -1))
     requests = (over_all(schema, len(texts), text) for text in said)
-    request = next(request for request in requests if cached_share(engine, request) >= MOSTLY)
-    row = timed(engine, request, runner, f"{MOSTLY:.0%} of {LONG:,} tokens")
-    engine.schemas.remove(schema.name)
-    return row
+    with registered(engine, schema):
+        request = next(request for request in requests if cached_share(engine, request) >= MOSTLY)
+        return timed(engine, request, runner, f"{MOSTLY:.0%} of {LONG:,} tokens")
 
 
 def cached_share(engine: Engine, request: Request) -> float:

@@ -64,7 +64,7 @@ def test_a_tiny_run_has_the_wanted_keys_and_says_them(varied_path: Path, tmp_pat
 
 
 def test_both_ways_hold_the_same_tokens_at_the_same_positions(engine: Engine, doors: ModuleCase) -> None:
-    with registered(engine, doors):
+    with registered(engine, doors.schema):
         full, cached = (first_logits(engine, doors.request, ask) for ask in (Ask(reuse=False), Ask()))
     assert full.plan.prompt.token_ids == cached.plan.prompt.token_ids
     assert full.plan.prompt.positions.tolist() == cached.plan.prompt.positions.tolist()
