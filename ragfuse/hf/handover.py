@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ragfuse.errors import RefusedError, SettingsError
 from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
-from ragfuse.hf.decode import Batcher, Forward, Member
+from ragfuse.hf.decode import Member
 from ragfuse.hf.hooks import Wiring
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.seed import seeded
@@ -70,7 +70,7 @@ def generate(
     ids = torch.tensor([list(prefill.token_ids)], device=model.device)
     criteria, full = _complete(model, options)
     with model.batcher.member(*sharing(model, prefill)) as member, seeded(seed):
-        face = _face(model.model, _Answers(prefill, member, model.batcher, model.model.forward))
+        face = _face(model.model, _Answers(model, prefill, member))
         out = face.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -109,9 +109,12 @@ def _lacking_one(cache: RowCache | None) -> RowCache | None:
 def sharing(model: HFModel, prefill: Prefill) -> tuple[RowCache | None, Wiring | None]:
     """How a request takes part in shared steps: its cache, and the wiring where attention of ours is taken.
 
-    No cache: not at all. Some rotations go by the longest of all prompts, some layers hold a state that is not KV.
+    No cache: not at all. Some rotations go by the longest of all prompts, some layers hold a state that is not KV, and
+    biases by position are one prompt's own.
     """
     wiring = model.wiring
+    if wiring is not None and wiring.biases is not None and prefill.positions is not None:
+        return None, None
     if wiring is not None:
         takes_ours = wiring.mode == "rows" and "position_ids" in wiring.options
         return prefill.cache, wiring if takes_ours else None
@@ -162,8 +165,9 @@ def _face(model: PreTrainedModel, answers: _Answers) -> Any:
 class _Answers:
     """What one `generate` gets for its model's forwards: first the prefill's logits, then steps."""
 
-    def __init__(self, prefill: Prefill, member: Member | None, batcher: Batcher, forward: Forward) -> None:
-        self._prefill, self._member, self._batcher, self._forward = prefill, member, batcher, forward
+    def __init__(self, model: HFModel, prefill: Prefill, member: Member | None) -> None:
+        self._model, self._prefill, self._member = model, prefill, member
+        self._forward, self._batcher = model.model.forward, model.batcher
         self._is_first = prefill.cache is not None
 
     def forward(self, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
@@ -180,4 +184,5 @@ class _Answers:
                 cache.length += 1
                 logits = self._prefill.logits.expand(repeats, 1, -1)
                 return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
-        return self._batcher.step(self._member, self._forward, arguments)
+        behind = self._model.standing(self._prefill, arguments["input_ids"].shape[1])
+        return self._batcher.step(self._member, behind(self._forward), arguments)

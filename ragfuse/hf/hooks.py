@@ -20,7 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragfuse.fuse.attend import Ragged, RowMask, attend, attend_ragged, watch_last
 from ragfuse.fuse.fusor import Fusion
+from ragfuse.hf.biases import Biases, placed
 from ragfuse.hf.cache import RowCache
+from ragfuse.hf.probe import is_alibi
 
 ATTENTION = "ragfuse"
 AttentionMode = Literal["rows", "dense"]
@@ -71,6 +73,7 @@ class Wiring:
     mode: "rows" where the family passes its mask on to an attention function of ours; "dense" where it attends by
     itself, under its own mask if it made one (with ALiBi in it, say), else under ours. windows: sliding
     window per layer (None: none), for our dense mask. pads: the last layer gives as many rows as came to the first.
+    biases: of a model that tells positions by these alone (ALiBi).
     """
 
     model: PreTrainedModel
@@ -79,6 +82,7 @@ class Wiring:
     mode: AttentionMode
     options: frozenset[str]
     pads: bool = False
+    biases: Biases | None = None
 
     @classmethod
     def of(
@@ -91,7 +95,8 @@ class Wiring:
     ) -> Wiring:
         """The wiring of a model, with the names of its forward's arguments."""
         options = frozenset(inspect.signature(type(model).forward).parameters)
-        return cls(model, layers, windows, mode, options, pads)
+        biases = Biases(model, layers) if is_alibi(model.config) else None
+        return cls(model, layers, windows, mode, options, pads, biases)
 
     def forward_options(self, positions: Tensor) -> dict[str, Any]:
         """Arguments of the model's forward that not every family has."""
@@ -108,15 +113,19 @@ class FusedPrefill:
         self.score: Tensor | None = None
         self._capture = False
         self._done, self._unseen = False, 0
+        self._biases = dict[str, Tensor]()
 
     def run(self, token_ids: Tensor) -> None:
         """Prefill the prompt int64 [1, T]; leaves `logits` [V] of its last row."""
+        positions, biases = self.fusion.positions, self.wiring.biases
+        if biases is not None and int(positions[-1] - positions[0]) >= len(positions):
+            self._biases = biases.of(positions)
         with self._hooked():
             out = self.wiring.model(
                 input_ids=token_ids,
                 past_key_values=self.cache,
                 use_cache=True,
-                **self.wiring.forward_options(self.fusion.positions),
+                **self.wiring.forward_options(positions),
             )
         self.logits: Tensor = out.logits[0, -1]
 
@@ -173,7 +182,8 @@ class FusedPrefill:
                 changed["attention_mask"] = own.index_select(2, rows)
             else:
                 changed["attention_mask"] = mask.dense(inputs.dtype, self.wiring.windows[layer])
-        return {**inputs.kwargs, **changed}
+        changed = {**inputs.kwargs, **changed}
+        return {**changed, **placed(changed, self._biases)}
 
     def _only_kv(self, layer: int, module: nn.Module, inputs: _Inputs) -> tuple[Tensor, Tensor]:
         self._capture = True

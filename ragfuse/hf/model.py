@@ -7,7 +7,8 @@ tokens of an answer. Retrieval, storage and the choice of what to reuse live els
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,12 +168,27 @@ class HFModel:
     def along(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
         """Logits float32 [n, V] that predict each of n ids after the prompt; the prefill is used up."""
         after = torch.tensor([list(token_ids[:-1])], device=self.device, dtype=torch.int64)
-        logits = [prefill.logits[None].float()]
-        if after.shape[1]:
-            with self.lock, torch.no_grad():
-                out = self.model(input_ids=after, past_key_values=prefill.cache, use_cache=True)
+        logits, count, at = [prefill.logits[None].float()], after.shape[1], prefill.positions
+        if count:
+            behind = None if at is None else torch.arange(1, count + 1, device=self.device) + at[-1]
+            with self.lock, torch.no_grad(), self.standing(prefill, count):
+                options = probe.at_positions(self.model, behind)
+                out = self.model(input_ids=after, past_key_values=prefill.cache, use_cache=True, **options)
             logits.append(out.logits[0].float())
         return torch.cat(logits)
+
+    @contextmanager
+    def standing(self, prefill: Prefill, count: int) -> Iterator[None]:
+        """For one forward of `count` tokens behind a prefill, under the lock: they see its keys where these stand.
+
+        Only models that cannot be told positions need it (`biases.py`), for prompts that leave some free.
+        """
+        wiring, at, cache = self.wiring, prefill.positions, prefill.cache
+        if wiring is None or wiring.biases is None or at is None or cache is None:
+            yield
+            return
+        with wiring.biases.placing(at, cache.length + count):
+            yield
 
     def fuse(
         self,

@@ -119,7 +119,7 @@ def find_rope(model: PreTrainedModel, token_ids: Tensor, tolerance: float) -> tu
     near = torch.arange(token_ids.shape[1], device=token_ids.device)
     first = plain_kv(model, token_ids, near)
     if not takes_positions(model):
-        if not _is_alibi(model.config):
+        if not is_alibi(model.config):
             raise RefusedError("Its forward cannot be told the positions of tokens.")
         return (None,) * len(first)
     second = plain_kv(model, token_ids, near + DELTA)
@@ -127,7 +127,8 @@ def find_rope(model: PreTrainedModel, token_ids: Tensor, tolerance: float) -> tu
     return tuple(_layer_rope(layer, near, far, tables, tolerance) for layer, (near, far) in enumerate(pairs))
 
 
-def _is_alibi(config: PreTrainedConfig) -> bool:
+def is_alibi(config: PreTrainedConfig) -> bool:
+    """Whether a model tells positions by biases that its attention adds to scores."""
     attention = getattr(config, "attn_config", None)
     return config.model_type == "bloom" or bool(getattr(config, "alibi", False) or getattr(attention, "alibi", False))
 

@@ -1,12 +1,15 @@
 """A run is encoded at positions with gaps, and a prompt over such runs is what its own prefill there would be."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from ragfuse.errors import RefusedError
+from ragfuse.errors import InputError, RefusedError
 from ragfuse.fuse.fusor import Run
 from ragfuse.hf.handover import generate
-from ragfuse.hf.model import KVSource
+from ragfuse.hf.model import HFModel, KVSource
+from ragfuse.hf.probe import decoder_layers
 from tests.hf import kit
 from tests.hf.families import REFUSED
 
@@ -28,6 +31,97 @@ def own(name: str, ids: list[int], positions: list[int]) -> list[tuple[torch.Ten
     with torch.no_grad():
         out = model(input_ids=torch.tensor([ids]), position_ids=torch.tensor([positions]), use_cache=True)
     return [(layer.keys[0], layer.values[0]) for layer in out.past_key_values.layers]
+
+
+def among(name: str, ids: list[int], positions: list[int], n_more: int = 0) -> tuple[list[int], torch.Tensor, list]:
+    """Greedy ids, logits and KV of the family's own forward over a row without gaps, others standing in them unseen."""
+    model, rows = kit.family(name).model, list(positions)
+    row = [77] * (positions[-1] + 1)
+    for position, token in zip(positions, ids, strict=True):
+        row[position] = token
+    unseen = [at for at in range(len(row)) if at not in set(positions)]
+
+    def hide(module, args, kwargs):
+        mask = kwargs["attention_mask"].clone()
+        mask[..., unseen] = True if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        return args, {**kwargs, "attention_mask": mask}
+
+    handles = [layer.register_forward_pre_hook(hide, with_kwargs=True) for layer in decoder_layers(model)]
+    try:
+        with torch.no_grad():
+            for _ in range(n_more + 1):
+                out = model(input_ids=torch.tensor([row]), use_cache=True)
+                row.append(int(out.logits[0, -1].argmax()))
+    finally:
+        for handle in handles:
+            handle.remove()
+    kv = [(layer.keys[0][:, rows], layer.values[0][:, rows]) for layer in out.past_key_values.layers]
+    return row[positions[-1] + 1 : -1] if n_more else [], out.logits[0, rows[-1]], kv
+
+
+@pytest.mark.parametrize("name", UNMARKED)
+@pytest.mark.parametrize("start", [0, 7])
+def test_biases_count_positions_and_not_keys(name: str, start: int) -> None:
+    model, ids = kit.family(name), kit.ids(len(GAPPED))
+    written, _, kv = among(name, ids, at(start), 8)
+    assert kit.worst(kit.copied(model.encode_at(ids, at(start))), kv) < EXACT
+    full = model.full_prefill(ids, torch.tensor(at(start)))
+    assert kit.off(full.logits, among(name, ids, at(start))[1]) < EXACT
+    assert generate(model, full.copy(), options) == [written]
+    follow = model.along(full, [5, 9, 2])
+    wanted = among(name, [*ids, 5, 9], [*at(start), start + 44, start + 45])[1]
+    assert kit.off(follow[-1], wanted) < EXACT
+
+
+@pytest.mark.parametrize("name", UNMARKED)
+def test_all_rows_computed_again_behind_gaps_equal_full_prefill(name: str) -> None:
+    model, ids = kit.family(name), kit.ids(len(GAPPED) + 2)
+    positions = torch.tensor([*at(0), 50, 51])
+    source = KVSource([model.encode(ids[:9]), model.encode(ids[9:22]), model.encode(ids[22:26])])
+    runs = [Run(at, *span, blend=True) for at, span in enumerate([(0, 9, 0), (9, 22, 20), (22, 26, 40)])]
+    fused, full = model.fuse(ids, positions, runs, source, "hkvd", 1.0), model.full_prefill(ids, positions)
+    assert kit.off(fused.logits, full.logits) < EXACT
+    assert kit.worst(kit.states(fused), kit.states(full)) < EXACT
+    some = model.fuse(ids, positions, runs, source, "hkvd", 0.5)
+    assert 1e-4 < kit.off(some.logits, full.logits) < kit.off(reused(model, ids, positions, runs, source), full.logits)
+
+
+def reused(model: HFModel, ids: list[int], positions: torch.Tensor, runs: list[Run], source: KVSource) -> torch.Tensor:
+    return model.fuse(ids, positions, runs, source, "none", 0.0).logits
+
+
+@pytest.mark.parametrize("name", UNMARKED)
+def test_several_rows_are_written_behind_gaps(name: str) -> None:
+    model, ids = kit.family(name), kit.ids(len(GAPPED))
+    full = model.full_prefill(ids, torch.tensor(at(0)))
+    written = among(name, ids, at(0), 8)[0]
+    drawn = {**options, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    assert generate(model, full, drawn) == [written] * 3
+
+
+@pytest.mark.parametrize("name", UNMARKED)
+def test_answers_behind_gaps_and_without_are_written_at_the_same_time(name: str) -> None:
+    model, ids = kit.family(name), kit.ids(len(GAPPED))
+    gapped, plain = model.full_prefill(ids, torch.tensor(at(0))), model.full_prefill(ids)
+    wanted = [generate(model, each.copy(), options) for each in (gapped, plain, plain)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda each: generate(model, each, options), [gapped, plain, plain.copy()]))
+    assert found == wanted
+
+
+@pytest.mark.parametrize("name", [name for name in (*ROTATED, *UNMARKED) if name != "gemma3-two-ropes"])
+def test_what_follows_is_predicted_behind_the_last_position(name: str) -> None:
+    model, ids = kit.family(name), kit.ids(len(GAPPED))
+    follow = model.along(model.full_prefill(ids, torch.tensor(at(3))), [5, 9, 2])
+    whole = model.full_prefill([*ids, 5, 9], torch.tensor([*at(3), 47, 48]))
+    assert kit.off(follow[-1], whole.logits) < EXACT
+
+
+def test_a_prompt_beyond_the_last_bias_is_refused() -> None:
+    model = kit.family("mpt-alibi")
+    longest = model.model.config.max_seq_len
+    with pytest.raises(InputError, match=f"reaches to position {longest}"):
+        model.encode_at([1, 2, 3], [0, 1, longest])
 
 
 @pytest.mark.parametrize("name", [*ROTATED, *FIXED])
@@ -63,7 +157,7 @@ def test_a_prompt_from_one_run_with_gaps_equals_its_full_prefill(name: str) -> N
     assert generate(model, fused, options) == generate(model, full, options)
 
 
-@pytest.mark.parametrize("name", [*ROTATED, *FIXED])
+@pytest.mark.parametrize("name", [*ROTATED, *UNMARKED, *FIXED])
 def test_a_full_prefill_honours_its_positions(name: str) -> None:
     model, ids = kit.family(name), kit.ids(len(GAPPED))
     gapped, plain = model.full_prefill(ids, torch.tensor(at(0))), model.full_prefill(ids)

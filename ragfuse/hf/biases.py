@@ -1,0 +1,105 @@
+"""Attention that is biased by how far back a key stands (ALiBi), where positions have gaps (Prompt Cache, section 4.2).
+
+Such families take a key's number for its position. What they would hand to their layers for keys at every position is
+asked of the model's own forward, and looked up at the positions that there are: no family's formula is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ragfuse.errors import InputError
+from ragfuse.hf.cache import RowCache
+
+MASK = "attention_mask"
+STEP = 1024
+"""Positions that are asked for at once."""
+
+
+class _Handed(Exception):
+    """Carries out what a model hands to its first layer."""
+
+
+class Biases:
+    """What one model adds to its scores, by the argument of its layers that holds it; used under the model's lock."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+        self._model, self._layers = model, layers
+        self._room, self._made = 0, dict[str, Tensor]()
+
+    def of(self, positions: Tensor) -> dict[str, Tensor]:
+        """[..., 1, K] for keys at positions int64 [K], which rise; InputError beyond what the model has."""
+        last = int(positions[-1])
+        if last >= self._room:
+            self._room = (last // STEP + 1) * STEP
+            self._made = self._handed(self._room)
+        return {name: self._looked_up(made, positions, last) for name, made in self._made.items()}
+
+    def _looked_up(self, made: Tensor, positions: Tensor, last: int) -> Tensor:
+        """Some families make as many as there are keys, others the most that they have, up to the last key."""
+        width = made.shape[-1]
+        if last >= width:
+            raise InputError(f"The prompt reaches to position {last}, and this model has {width}. Shorten it.")
+        return made.index_select(-1, positions if width == self._room else positions + (width - 1 - last))
+
+    def _handed(self, room: int) -> dict[str, Tensor]:
+        """From the forward of one token behind room - 1 others, which ends before the first layer."""
+        cache = RowCache(len(self._layers))
+        cache.length = room - 1
+        handle = self._layers[0].register_forward_pre_hook(_hand, with_kwargs=True)
+        try:
+            token = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
+            with torch.no_grad():
+                self._model(input_ids=token, past_key_values=cache, use_cache=True)
+        except _Handed as handed:
+            return {name: value for name, value in handed.args[0].items() if _is_bias(name, value)}
+        finally:
+            handle.remove()
+        raise RuntimeError("The forward ended without its first layer.")
+
+    @contextmanager
+    def placing(self, positions: Tensor, count: int) -> Iterator[None]:
+        """For one forward over `count` keys: the first stand at these positions, the others right behind the last."""
+        behind = torch.arange(1, max(0, count - len(positions)) + 1, device=positions.device) + positions[-1]
+        biases = self.of(torch.cat([positions, behind])[:count])
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return args, {**kwargs, **placed(kwargs, biases)}
+
+        handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in self._layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def placed(arguments: Mapping[str, Any], biases: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a layer's arguments that hold biases, with these in them; what a mask hides stays hidden."""
+    changed = dict[str, Tensor]()
+    for name, bias in biases.items():
+        own = arguments.get(name)
+        if not isinstance(own, Tensor) or not own.is_floating_point():
+            continue
+        if name == MASK:
+            changed[name] = torch.where(own <= torch.finfo(own.dtype).min / 2, own, bias)
+        else:
+            changed[name] = bias.repeat(own.shape[0] // bias.shape[0], *(1,) * (bias.ndim - 1))
+    return changed
+
+
+def _hand(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    raise _Handed(kwargs)
+
+
+def _is_bias(name: str, value: object) -> bool:
+    """Numbers for each key, alike for all queries."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or name == "hidden_states":
+        return False
+    return value.ndim > 2 and value.shape[-2] == 1
