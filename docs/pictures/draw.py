@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 
-HERE = Path(__file__).resolve().parent
-if str(HERE) not in sys.path:
-    sys.path.insert(0, str(HERE))
+if str(Path(__file__).resolve().parent) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from kit import Picture, style  # noqa: E402
+from kit import HERE, Picture, style
+from modules import positions
 
 __all__ = ["HERE", "PICTURES", "style"]
 
@@ -318,7 +318,7 @@ def entries() -> Picture:
 
 
 PICTURES: MappingProxyType[str, Callable[[], Picture]] = MappingProxyType(
-    {one.__name__: one for one in (prompt, layers, overlap, tiers, boundaries, entries)}
+    {one.__name__: one for one in (prompt, layers, overlap, tiers, boundaries, entries, positions)}
 )
 
 if __name__ == "__main__":

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 from types import MappingProxyType
+
+HERE = Path(__file__).resolve().parent
 
 # What a colour means, in light and in dark.
 COLOURS = MappingProxyType(

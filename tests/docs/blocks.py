@@ -1,7 +1,8 @@
 """The code blocks of the documentation, and the marks that stand before them.
 
 `<!-- first: CODE -->` is run before a block and not shown. `<!-- needs: NAME -->` lets a block wait for public names
-that are not there yet. `<!-- not run: REASON -->` leaves it out.
+that are not there yet. `<!-- not run: REASON -->` leaves it out. `<!-- printed -->` stands before what the program
+above it prints; `pytest -m slow tests/docs/test_blocks.py --rewrite` writes that anew.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ BOOK = sorted(path for path in (ROOT / "docs").rglob("*.md") if not {"_build", "
 READMES = [ROOT / "README.md", *sorted((ROOT / "integrations").glob("*/README.md")), ROOT / "training" / "README.md"]
 PAGES = MappingProxyType({path.relative_to(ROOT).as_posix(): path for path in [*BOOK, *READMES]})
 FENCE = re.compile(
-    r"((?:<!-- (?:first|needs|not run):.*?-->\s*)*)^( *)```(\w*)\n(.*?)^\2```$", re.MULTILINE | re.DOTALL
+    r"((?:<!-- (?:(?:first|needs|not run):.*?|printed )-->\s*)*)^( *)```(\w*)\n(.*?)^\2```$", re.MULTILINE | re.DOTALL
 )
 OURS = ("ragfuse", "langchain_ragfuse", "llama_index.llms.ragfuse")
+PRINTED = "<!-- printed -->"
 MARK = re.compile(r"<!-- (first|needs|not run):(.*?)-->", re.DOTALL)
 
 
@@ -37,6 +39,7 @@ class Block:
     first: str = ""
     needs: tuple[str, ...] = ()
     not_run: str = ""
+    printed: bool = False
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -52,7 +55,16 @@ def blocks(page: str) -> Iterator[Block]:
         line = text.count("\n", 0, match.start(3)) + 1
         code = re.sub(rf"^{match[2]}", "", match[4], flags=re.MULTILINE)
         needs = tuple(marks.get("needs", "").split())
-        yield Block(page, line, match[3], code, marks.get("first", "").strip(), needs, marks.get("not run", "").strip())
+        first, not_run = marks.get("first", "").strip(), marks.get("not run", "").strip()
+        yield Block(page, line, match[3], code, first, needs, not_run, PRINTED in match[1])
+
+
+def rewrite(block: Block, printed: str) -> None:
+    """Let a block say what its program prints; the blocks behind it move."""
+    lines = PAGES[block.page].read_text(encoding="utf-8").splitlines(keepends=True)
+    stop = block.line + block.code.count("\n")
+    lines[block.line : stop] = [printed]
+    PAGES[block.page].write_text("".join(lines), encoding="utf-8")
 
 
 def is_there(name: str) -> bool:

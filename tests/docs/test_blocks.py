@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 from docs._ext.book_reference import root
 from ragfuse import Settings
-from tests.docs.blocks import OURS, PAGES, ROOT, Block, blocks, commands, is_there
+from tests.docs.blocks import OURS, PAGES, ROOT, Block, blocks, commands, is_there, rewrite
 from tests.tiny import CHUNKS
 
 PYTHON = {page: found for page in PAGES if (found := [b for b in blocks(page) if b.language == "python"])}
@@ -44,14 +46,42 @@ def is_program(block: Block) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page, found in PYTHON.items() if any(map(is_program, found))])
-def test_the_programs_of_a_page_run(page: str, settings_of_docs: pytest.MonkeyPatch, varied_path: Path) -> None:
+def test_the_programs_of_a_page_run_and_print_what_it_says(
+    page: str, settings_of_docs: pytest.MonkeyPatch, varied_path: Path, request: pytest.FixtureRequest
+) -> None:
     names: dict[str, Any] = {"__name__": "__main__", "TEXTS": list(CHUNKS)}
-    for block in filter(is_program, PYTHON[page]):
-        if block.missing:
-            continue
+    said, wrong = "", list[tuple[Block, str]]()
+    for block in blocks(page):
+        if block.printed and block.code != said:
+            wrong.append((block, said))
+        if block.language == "python" and is_program(block) and not block.missing:
+            said = run(block, names, varied_path)
+    if request.config.getoption("--rewrite", default=False):
+        for block, said in reversed(wrong):
+            rewrite(block, said)
+    for block, said in wrong:
+        assert block.code == said, f"{page}:{block.line}: write it anew with --rewrite"
+
+
+def run(block: Block, names: dict[str, Any], model: Path) -> str:
+    """What a program prints, over the names that those before it left."""
+    with redirect_stdout(StringIO()) as out:
         for code in (block.first, block.code):
-            code = HUB.sub(repr(str(varied_path)), code)
-            exec(compile("\n" * block.line + code, f"{page}", "exec"), names)
+            code = HUB.sub(repr(str(model)), code)
+            exec(compile("\n" * block.line + code, block.page, "exec"), names)
+    return out.getvalue()
+
+
+def test_what_a_program_prints_can_be_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1)\nprint(2)\n```\n\n<!-- printed -->\n```text\nold\n```\n\nAnd on.\n")
+    monkeypatch.setattr("tests.docs.blocks.PAGES", {"page.md": page})
+    program, told = blocks("page.md")
+    assert not program.printed
+    assert told.printed
+    rewrite(told, run(program, {}, tmp_path))
+    assert [block.code for block in blocks("page.md")] == [program.code, "1\n2\n"]
+    assert page.read_text().endswith("1\n2\n```\n\nAnd on.\n")
 
 
 @pytest.mark.parametrize("page", PYTHON)

@@ -82,7 +82,8 @@ def test_a_committed_picture_is_what_the_code_draws(name: str) -> None:
 
 
 def test_every_picture_is_shown_and_described() -> None:
-    shown = re.findall(r"!\[([^\]]+)\]\(pictures/(\w+)\.svg\)", (ROOT / "docs" / "how.md").read_text(encoding="utf-8"))
+    pages = "".join(PAGES[page].read_text(encoding="utf-8") for page in ("docs/how.md", "docs/guides/pml.md"))
+    shown = re.findall(r"!\[([^\]]+)\]\((?:\.\./)?pictures/(\w+)\.svg\)", pages)
     assert {name for _, name in shown} == set(draw.PICTURES)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as some
 
 from ragfuse.core import ChunkKey, Prompt, token_digest
+from ragfuse.errors import PMLError
 from ragfuse.text.bind import Bound, bind
-from ragfuse.text.nodes import Import, Item, Message, Module, Param, Role, Schema, Text, Union, inner
+from ragfuse.text.nodes import Import, Item, Message, Module, Param, Role, Scaffold, Schema, Text, Union, inner
 from ragfuse.text.pml import ROLES, parse_prompt, parse_schema
 from ragfuse.text.schema import PLAIN, Layout, Run, Wrapping, lay_out
 
@@ -148,7 +150,49 @@ ITEMS: some.SearchStrategy[Item] = some.recursive(
     some.one_of(TEXTS, PARAMS), lambda items: some.one_of(_module(items), _union(items)), max_leaves=10
 )
 MESSAGES = some.builds(Role, some.sampled_from(ROLES), some.lists(ITEMS, max_size=4).map(apart))
-SCHEMAS = some.builds(Schema, some.just("s"), some.lists(some.one_of(ITEMS, MESSAGES), max_size=5).map(apart))
+ALL = some.lists(some.one_of(ITEMS, MESSAGES), max_size=5).map(apart)
+
+
+@some.composite
+def schemas(draw: some.DrawFn) -> Schema:
+    """Schemas, with up to two scaffolds that have text."""
+    schema = Schema("s", draw(ALL))
+    for _ in range(draw(some.integers(0, 2))):
+        paths = (*draw(some.sampled_from([(), (".",)])), *draw(together(schema.items)))
+        more = replace(schema, scaffolds=(*schema.scaffolds, Scaffold(paths)))
+        with suppress(PMLError):  # one without text
+            lay_out(more, encode, GAP, TURNS)
+            schema = more
+    return schema
+
+
+@some.composite
+def together(draw: some.DrawFn, items: tuple[Item, ...], inside: str = "") -> tuple[str, ...]:
+    """Paths of cached modules that one prompt may import, each with what it stands in."""
+    found: list[str] = []
+    for item in items:
+        modules = item.modules if isinstance(item, Union) else (item,) if isinstance(item, Module) else ()
+        cached = [module for module in modules if module.cache]
+        if isinstance(item, Role):
+            found += draw(together(item.items, inside))
+        elif cached and draw(some.booleans()):
+            module = draw(some.sampled_from(cached))
+            path = f"{inside}/{module.name}".strip("/")
+            found += [path, *draw(together(module.items, path))]
+    return tuple(found)
+
+
+SCHEMAS = schemas()
+
+
+def importing(paths: Sequence[str], inside: str = "") -> tuple[Import, ...]:
+    """The imports of all these."""
+    parents = [path.rpartition("/") for path in paths if path not in ("", ".")]
+    return tuple(
+        Import(name, (), importing(paths, f"{parent}/{name}".strip("/")))
+        for parent, _, name in parents
+        if parent == inside
+    )
 
 
 @some.composite

@@ -13,7 +13,20 @@ from ragfuse.errors import PMLError
 from ragfuse.text.bind import Bound, bind
 from ragfuse.text.nodes import Import, Request, Schema, Text
 from ragfuse.text.schema import Layout, Run, lay_out
-from tests.text.layouts import GAP, SCHEMAS, TURNS, arguments, bound, encode, key_of, laid, read, requests, shown
+from tests.text.layouts import (
+    GAP,
+    SCHEMAS,
+    TURNS,
+    arguments,
+    bound,
+    encode,
+    importing,
+    key_of,
+    laid,
+    read,
+    requests,
+    shown,
+)
 
 CITIES = """You plan.<module name="plan">For <param name="days" len="6"/> days<union>
 <module name="rome">Rome!</module><module name="oslo">Oslo is north.</module></union>.</module>End."""
@@ -365,7 +378,9 @@ def test_a_prompt_without_a_token_is_refused() -> None:
 @given(some.data(), SCHEMAS, some.booleans())
 def test_every_row_that_is_reused_is_the_token_at_its_place(data: some.DataObject, schema: Schema, fixed: bool) -> None:
     layout = lay_out(schema, encode, GAP, TURNS, min_tokens=2, fixed=fixed)
-    items, args = data.draw(requests(schema.items)), data.draw(arguments(schema.items))
+    named = [importing(scaffold.modules) for scaffold in schema.scaffolds]
+    items = data.draw(some.one_of(requests(schema.items), *map(some.just, named)))
+    args = data.draw(arguments(schema.items))
     with suppress(PMLError):  # nothing at all, or a text where KV cannot be moved
         check(layout, bind(Request("s", items, args), layout, encode, key_of), items, args)
 
@@ -378,8 +393,24 @@ def check(layout: Layout, found: Bound, items: tuple[object, ...], args: tuple[t
             assert runs[key].tokens[lo:hi] == segment.tokens
             assert [segment.turn + at for at in runs[key].positions[lo:hi]] == [*range(segment.start, segment.stop)]
             assert GAP not in segment.tokens
+    check_scaffolds(layout, found)
     if not any(isinstance(item, Text) for item in _all(items)):
         check_by_hand(layout, found, items, args)
+
+
+def check_scaffolds(layout: Layout, found: Bound) -> None:
+    """A scaffold is taken whole or not at all; it gives way to another of at least its size alone."""
+    there = {"", *found.imported}
+    taken = {"" if path == "." else path: key for path, key in found.prompt.taken.modules if key is not None}
+    of_scaffolds = {key_of(run): len(run.tokens) for run in layout.scaffolds}
+    for run in layout.scaffolds:
+        if not there.issuperset(run.members):
+            assert run not in found.runs
+            continue
+        others = [
+            of_scaffolds.get(taken[path], 0) for path in run.members if taken.get(path, key_of(run)) != key_of(run)
+        ]
+        assert not others or max(others) >= len(run.tokens)
 
 
 def _all(items: tuple[object, ...]) -> list[object]:
