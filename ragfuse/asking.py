@@ -72,17 +72,11 @@ def known_policy(name: str) -> None:
         policy_named(name)
 
 
-def longest_of(model: HFModel) -> int | None:
-    """Tokens of prompt and answer that a model takes together, None without a limit."""
-    longest = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
-    return longest if isinstance(longest, int) and longest > 0 else None
-
-
 def room_behind(
     n_tokens: int, model: HFModel, what: str = "The prompt", so: str = "Take fewer or shorter chunks."
 ) -> int | None:
     """New tokens that fit behind so many, None without a limit; InputError when these do not fit themselves."""
-    longest = longest_of(model)
+    longest = model.longest
     if longest is None:
         return None
     if n_tokens > longest:

@@ -169,7 +169,7 @@ def _parted(model: HFModel) -> tuple[list[int], list[int]]:
     """Two thirds of the texts as one run, and of the rest what follows: so much as a model takes."""
     runs = _runs(model)
     before, follow = ([token for run in some for token in run] for some in (runs[::3] + runs[1::3], runs[2::3]))
-    most = getattr(model.model.config.get_text_config(), "max_position_embeddings", None) or 2 * LONGEST
+    most = model.longest or 2 * LONGEST
     behind = min(FOLLOW, most // 4)
     return before[: min(BEFORE, most - behind)], follow[:behind]
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
 
-from ragfuse.asking import Ask, longest_of
+from ragfuse.asking import Ask
 from ragfuse.core import Answer, ChunkKey, ChunkKV, LoadPlan, Prompt, Segment
 from ragfuse.encoding import PACE_S, Encoder
 from ragfuse.fitting import fitted
@@ -184,7 +184,7 @@ class Conversations:
 
     def _window(self, ask: Ask) -> tuple[int, int] | None:
         """Tokens that prompt and answer may take, and how many of them the prompt; None without a limit."""
-        limits = [each for each in (self._settings.window_tokens, longest_of(self._encoder().model)) if each]
+        limits = [each for each in (self._settings.window_tokens, self._encoder().model.longest) if each]
         if not limits:
             return None
         window = min(limits)

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 
-from ragfuse.asking import Ask, longest_of, options_of, room_behind
+from ragfuse.asking import Ask, options_of, room_behind
 from ragfuse.core import Prompt
 from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
@@ -49,7 +49,7 @@ def limit_of(ask: Ask, settings: Settings, model: HFModel) -> int | None:
 
     Behind it is room for an answer as long as asked for, or of a quarter of what the model takes.
     """
-    longest = longest_of(model) if drops(ask, settings) else None
+    longest = model.longest if drops(ask, settings) else None
     if longest is None:
         return None
     wanted = options_of(ask, settings).get("max_new_tokens") or settings.max_tokens

@@ -116,7 +116,7 @@ def _check(model: HFModel, options: TtftOptions) -> None:
     if model.profile.refusal:
         raise ModelError(f"{options.model} cannot be fused: {model.profile.refusal} Measure another model.")
     tokens = max(options.chunks) * options.chunk_tokens + options.question_tokens
-    room = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+    room = model.longest
     if room is not None and tokens > room:
         raise SettingsError(
             f"Wanted a prompt of {tokens} tokens, found room for {room} in {options.model}. "

@@ -37,8 +37,8 @@ class Biases:
         """[..., 1, K] for keys at positions int64 [K], which rise; InputError beyond what the model has."""
         last = int(positions[-1])
         if last >= self._room:
-            self._room = (last // STEP + 1) * STEP
-            self._made = self._handed(self._room)
+            room = (last // STEP + 1) * STEP
+            self._made, self._room = self._handed(room), room
         return {name: self._looked_up(made, positions, last) for name, made in self._made.items()}
 
     def _looked_up(self, made: Tensor, positions: Tensor, last: int) -> Tensor:

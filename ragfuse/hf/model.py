@@ -106,6 +106,13 @@ class HFModel:
         """Bytes of KV that one token takes."""
         return self.encode([0]).nbytes
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of prompt and answer that it takes together; None without a limit."""
+        config = self.model.config.get_text_config()
+        found = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+        return found if isinstance(found, int) and found > 0 else None
+
     def encode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> ChunkKV:
         """KV of a run at positions 0..n-1, computed behind `context` (whose own rows are cut off)."""
         cut, ids = len(context), torch.tensor([list(token_ids)], device=self.device)

@@ -49,8 +49,7 @@ def measure(
     """
     if model.profile.refusal:
         raise ModelError(f"{model.name} is not fused, so there is nothing to plan: {model.profile.refusal}")
-    window = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
-    top = min(longest, window) if isinstance(window, int) and window > 0 else longest
+    top = min(longest, model.longest or longest)
     prefill = prefill_points(model, top, rounds, _part(progress, 0.0, _PREFILL))
     fused = fused_points(model, prefill[-1][0], rounds, _part(progress, _PREFILL, _FUSED))
     folder = next((tier.path for tier in tiers if isinstance(tier, DiskTier)), None)

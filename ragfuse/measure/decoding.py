@@ -58,6 +58,5 @@ def _at_host(layer: LayerKV) -> LayerKV:
 def _ids(model: HFModel) -> list[int]:
     """Random ids, always the same ones."""
     config, drawn = model.model.config.get_text_config(), torch.Generator().manual_seed(1)
-    longest = getattr(config, "max_position_embeddings", None)
-    count = min(TOKENS, longest) if isinstance(longest, int) and longest > 0 else TOKENS
+    count = min(TOKENS, model.longest or TOKENS)
     return [int(token) for token in torch.randint(config.vocab_size, (count,), generator=drawn)]

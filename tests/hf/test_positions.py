@@ -119,7 +119,8 @@ def test_what_follows_is_predicted_behind_the_last_position(name: str) -> None:
 
 def test_a_prompt_beyond_the_last_bias_is_refused() -> None:
     model = kit.family("mpt-alibi")
-    longest = model.model.config.max_seq_len
+    longest = model.longest
+    assert longest == 512
     with pytest.raises(InputError, match=f"reaches to position {longest}"):
         model.encode_at([1, 2, 3], [0, 1, longest])
 
