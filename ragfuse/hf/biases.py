@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, ModelError
 from ragfuse.hf.cache import RowCache
 
 MASK = "attention_mask"
@@ -33,20 +33,30 @@ class Biases:
         self._model, self._layers = model, layers
         self._room, self._made = 0, dict[str, Tensor]()
 
+    @staticmethod
+    def are_needed(positions: Tensor | None) -> bool:
+        """Whether int64 [K] have gaps; a constant more or less is nothing to softmax."""
+        return positions is not None and int(positions[-1] - positions[0]) >= len(positions)
+
     def of(self, positions: Tensor) -> dict[str, Tensor]:
         """[..., 1, K] for keys at positions int64 [K], which rise; InputError beyond what the model has."""
-        last = int(positions[-1])
+        last = int(positions[-1] - positions[0])
         if last >= self._room:
             room = (last // STEP + 1) * STEP
             self._made, self._room = self._handed(room), room
-        return {name: self._looked_up(made, positions, last) for name, made in self._made.items()}
+        return {name: self._looked_up(made, positions[-1] - positions, last) for name, made in self._made.items()}
 
-    def _looked_up(self, made: Tensor, positions: Tensor, last: int) -> Tensor:
-        """Some families make as many as there are keys, others the most that they have, up to the last key."""
+    def _looked_up(self, made: Tensor, back: Tensor, last: int) -> Tensor:
+        """By how far back from the last key: in 16 bits those near are the finest then.
+
+        Some families make as many as there are keys, from nothing up; others their most, up to nothing.
+        """
         width = made.shape[-1]
         if last >= width:
-            raise InputError(f"The prompt reaches to position {last}, and this model has {width}. Shorten it.")
-        return made.index_select(-1, positions if width == self._room else positions + (width - 1 - last))
+            raise InputError(f"From first token to last there are {last + 1} positions, and this model has {width}.")
+        if width == self._room:
+            return made[..., :1] - made.index_select(-1, back)
+        return made.index_select(-1, width - 1 - back)
 
     def _handed(self, room: int) -> dict[str, Tensor]:
         """From the forward of one token behind room - 1 others, which ends before the first layer."""
@@ -58,10 +68,14 @@ class Biases:
             with torch.no_grad():
                 self._model(input_ids=token, past_key_values=cache, use_cache=True)
         except _Handed as handed:
-            return {name: value for name, value in handed.args[0].items() if _is_bias(name, value)}
+            found = {name: value for name, value in handed.args[0].items() if _is_bias(name, value)}
         finally:
             handle.remove()
-        raise RuntimeError("The forward ended without its first layer.")
+        if not found:
+            raise ModelError(
+                f"{self._model.config.model_type} hands no biases to its layers: gaps would be lost on it."
+            )
+        return found
 
     @contextmanager
     def placing(self, positions: Tensor, count: int) -> Iterator[None]:
@@ -99,7 +113,7 @@ def _hand(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def _is_bias(name: str, value: object) -> bool:
-    """Numbers for each key, alike for all queries."""
+    """Numbers for each key, which differ."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or name == "hidden_states":
         return False
-    return value.ndim > 2 and value.shape[-2] == 1
+    return value.ndim > 2 and value.shape[-2] == 1 and not bool((value == value[..., :1]).all())

@@ -7,6 +7,7 @@ import json
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragfuse.core import FORMAT_VERSION, ChunkKV, digest
+from ragfuse.hf.probe import is_alibi
 
 
 def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, drift: ChunkKV | None = None) -> str:
@@ -14,6 +15,8 @@ def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     config = model.config.to_diff_dict()
     kept = sorted((k, str(v)) for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype"))
     hasher = [str(FORMAT_VERSION), str(model.dtype), repr(kept)]
+    if is_alibi(model.config):
+        hasher.append("biases count positions")  # they counted keys once, over gaps
     for name, weight in model.state_dict().items():
         flat = weight.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // 256)][:256].float().cpu().numpy().tobytes()

@@ -118,7 +118,7 @@ class FusedPrefill:
     def run(self, token_ids: Tensor) -> None:
         """Prefill the prompt int64 [1, T]; leaves `logits` [V] of its last row."""
         positions, biases = self.fusion.positions, self.wiring.biases
-        if biases is not None and int(positions[-1] - positions[0]) >= len(positions):
+        if biases is not None and biases.are_needed(positions):
             self._biases = biases.of(positions)
         with self._hooked():
             out = self.wiring.model(

@@ -191,10 +191,11 @@ class HFModel:
         Only models that cannot be told positions need it (`biases.py`), for prompts that leave some free.
         """
         wiring, at, cache = self.wiring, prefill.positions, prefill.cache
-        if wiring is None or wiring.biases is None or at is None or cache is None:
+        biases = wiring.biases if wiring is not None else None
+        if biases is None or at is None or cache is None or not biases.are_needed(at):
             yield
             return
-        with wiring.biases.placing(at, cache.length + count):
+        with biases.placing(at, cache.length + count):
             yield
 
     def fuse(

@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ragfuse.errors import InputError, RefusedError
+from ragfuse.errors import InputError, ModelError, RefusedError
 from ragfuse.fuse.fusor import Run
-from ragfuse.hf.handover import generate
+from ragfuse.hf.handover import generate, sharing
 from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.hf.probe import decoder_layers
 from tests.hf import kit
-from tests.hf.families import REFUSED
+from tests.hf.families import FAMILIES, REFUSED
 
 EXACT = 5e-6
 ROTATED = ["llama", "gemma3-two-ropes", "glm-interleaved", "smollm3-some-nope", "deepseek-latent", "gpt-neox-partial"]
@@ -91,6 +91,41 @@ def reused(model: HFModel, ids: list[int], positions: torch.Tensor, runs: list[R
 
 
 @pytest.mark.parametrize("name", UNMARKED)
+@pytest.mark.parametrize("jump", [700, 3000])
+@pytest.mark.parametrize("lead", [0, 9])
+def test_a_long_gap_costs_no_precision(name: str, jump: int, lead: int) -> None:
+    """16 bits count coarsely where numbers are large: what is near must not."""
+    if name == "mpt-alibi":
+        jump = 440
+    ids, positions = kit.ids(30), torch.tensor([*range(lead), *range(jump, jump + 30 - lead)])
+    ends = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = kit.family(name, dtype)
+        full = model.full_prefill(ids, positions)
+        ends.append((full.logits, model.along(full, [5, 9, 2])[-1]))
+    plain = [kit.family(name, dtype).full_prefill(ids).logits for dtype in (torch.float32, torch.bfloat16)]
+    rounding = max(kit.off(plain[1].float(), plain[0]), 0.01)
+    for exact, rounded in zip(*ends, strict=True):
+        assert kit.off(rounded.float(), exact.float()) < 3 * rounding
+
+
+@pytest.mark.parametrize("name", UNMARKED)
+def test_what_stands_anywhere_without_gaps_needs_no_biases_of_ours(name: str) -> None:
+    model, ids = kit.family(name), kit.ids(20)
+    assert sharing(model, model.full_prefill(ids, torch.arange(7, 27)))[0] is not None
+    assert sharing(model, model.full_prefill(ids, torch.tensor([*range(10), *range(12, 22)]))) == (None, None)
+    there = model.full_prefill(ids, torch.arange(100, 120))
+    assert kit.off(there.logits, model.full_prefill(ids).logits) < EXACT
+
+
+def test_biases_that_are_not_found_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HFModel(kit.build(*FAMILIES["bloom-alibi"][:2]), None)
+    monkeypatch.setattr("ragfuse.hf.biases._is_bias", lambda name, value: False)
+    with pytest.raises(ModelError, match="bloom hands no biases"):
+        model.encode_at([1, 2, 3], [0, 1, 9])
+
+
+@pytest.mark.parametrize("name", UNMARKED)
 def test_several_rows_are_written_behind_gaps(name: str) -> None:
     model, ids = kit.family(name), kit.ids(len(GAPPED))
     full = model.full_prefill(ids, torch.tensor(at(0)))
@@ -121,7 +156,7 @@ def test_a_prompt_beyond_the_last_bias_is_refused() -> None:
     model = kit.family("mpt-alibi")
     longest = model.longest
     assert longest == 512
-    with pytest.raises(InputError, match=f"reaches to position {longest}"):
+    with pytest.raises(InputError, match=f"{longest + 1} positions, and this model has {longest}"):
         model.encode_at([1, 2, 3], [0, 1, longest])
 
 

@@ -123,9 +123,8 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     def metadata(self) -> LLMMetadata:
         """What LlamaIndex's prompt helpers go by; loads the model."""
         model = self.get_engine().model
-        config = model.model.config.get_text_config()
         return LLMMetadata(
-            context_window=self.context_window or getattr(config, "max_position_embeddings", 4096),
+            context_window=self.context_window or model.longest or 4096,
             num_output=self.max_tokens or self._settings.max_tokens,
             is_chat_model=self._has_template,
             is_function_calling_model=self._has_template,
