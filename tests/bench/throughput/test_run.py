@@ -38,7 +38,7 @@ from ragfuse.errors import RagFuseError, SettingsError
 from tests.tiny import CHUNKS, ROOT
 
 pytest.importorskip("uvicorn", reason="the server's extra is not installed")
-TINY = {"cases": 2, "answer_tokens": 3, "shares": (0.5, 0.9), "seconds": 1.0, "together": 2, "together_tokens": 4}
+TINY = {"cases": 2, "answer_tokens": 3, "shares": (0.5, 0.9), "seconds": 4.0, "together": 2, "together_tokens": 4}
 
 
 @pytest.fixture(scope="module")
