@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -152,7 +153,18 @@ def test_logits_of_a_shared_step_are_those_of_the_whole_text(name: str, monkeypa
 def test_each_step_holds_a_row_of_everyone(model: HFModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.batcher, "patience_s", WAIT_S)
     steps, rows = model.batcher.steps, model.batcher.rows
-    kit.together(model, [(prefill, {"options": GREEDY}) for prefill in prefills(model)])
+    member, all_there = model.batcher.member, threading.Barrier(len(SIZES))
+
+    @contextmanager
+    def waiting(*args: Any) -> Iterator[Any]:
+        """Nobody is alone, however slowly threads begin."""
+        with member(*args) as entered:
+            all_there.wait(WAIT_S)
+            yield entered
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model.batcher, "member", waiting)
+        kit.together(model, [(prefill, {"options": GREEDY}) for prefill in prefills(model)])
     assert (model.batcher.steps - steps, model.batcher.rows - rows) == (LENGTH - 1, (LENGTH - 1) * len(SIZES))
     generate(model, prefills(model)[0], GREEDY)
     assert model.batcher.steps - steps == LENGTH - 1
