@@ -6,8 +6,7 @@ asked of the model's own forward, and looked up at the positions that there are:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +31,6 @@ class Biases:
     def __init__(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
         self._model, self._layers = model, layers
         self._room, self._made = 0, dict[str, Tensor]()
-
-    @staticmethod
-    def are_needed(positions: Tensor | None) -> bool:
-        """Whether int64 [K] have gaps; a constant more or less is nothing to softmax."""
-        return positions is not None and int(positions[-1] - positions[0]) >= len(positions)
 
     def of(self, positions: Tensor) -> dict[str, Tensor]:
         """[..., 1, K] for keys at positions int64 [K], which rise; InputError beyond what the model has."""
@@ -76,22 +70,6 @@ class Biases:
                 f"{self._model.config.model_type} hands no biases to its layers: gaps would be lost on it."
             )
         return found
-
-    @contextmanager
-    def placing(self, positions: Tensor, count: int) -> Iterator[None]:
-        """For one forward over `count` keys: the first stand at these positions, the others right behind the last."""
-        behind = torch.arange(1, max(0, count - len(positions)) + 1, device=positions.device) + positions[-1]
-        biases = self.of(torch.cat([positions, behind])[:count])
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return args, {**kwargs, **placed(kwargs, biases)}
-
-        handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in self._layers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def placed(arguments: Mapping[str, Any], biases: Mapping[str, Tensor]) -> dict[str, Tensor]:

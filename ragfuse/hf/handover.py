@@ -113,7 +113,7 @@ def sharing(model: HFModel, prefill: Prefill) -> tuple[RowCache | None, Wiring |
     biases by position are one prompt's own.
     """
     wiring = model.wiring
-    if wiring is not None and wiring.biases is not None and wiring.biases.are_needed(prefill.positions):
+    if wiring is not None and wiring.biases_at(prefill.positions) is not None:
         return None, None
     if wiring is not None:
         takes_ours = wiring.mode == "rows" and "position_ids" in wiring.options

@@ -8,7 +8,7 @@ in the last one, the layer runs once just far enough to give its K and V.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -98,6 +98,14 @@ class Wiring:
         biases = Biases(model, layers) if is_alibi(model.config) else None
         return cls(model, layers, windows, mode, options, pads, biases)
 
+    def biases_at(self, positions: Tensor | None) -> Biases | None:
+        """Those that stand in for the model's own at int64 [T] positions; None where these leave no gaps.
+
+        A constant more or less is nothing to softmax, so where a prompt begins does not matter.
+        """
+        has_gaps = positions is not None and int(positions[-1] - positions[0]) >= len(positions)
+        return self.biases if self.biases is not None and has_gaps else None
+
     def forward_options(self, positions: Tensor) -> dict[str, Any]:
         """Arguments of the model's forward that not every family has."""
         options: dict[str, Any] = {"position_ids": positions[None], "logits_to_keep": 1}
@@ -117,8 +125,8 @@ class FusedPrefill:
 
     def run(self, token_ids: Tensor) -> None:
         """Prefill the prompt int64 [1, T]; leaves `logits` [V] of its last row."""
-        positions, biases = self.fusion.positions, self.wiring.biases
-        if biases is not None and biases.are_needed(positions):
+        positions = self.fusion.positions
+        if (biases := self.wiring.biases_at(positions)) is not None:
             self._biases = biases.of(positions)
         with self._hooked():
             out = self.wiring.model(
@@ -272,16 +280,38 @@ def _bound(hook: Callable[..., Any], layer: int) -> Callable[..., Any]:
 @contextmanager
 def attending(wiring: Wiring, ragged: Ragged) -> Iterator[None]:
     """For one forward of the newest rows, let every layer attend over what `ragged` holds; mode "rows" alone."""
+    with _attention(wiring), _given(wiring.layers, lambda arguments: {"attention_mask": ragged}):
+        yield
+
+
+@contextmanager
+def standing(wiring: Wiring, positions: Tensor | None, count: int) -> Iterator[None]:
+    """For one forward over `count` keys: the first stand at int64 [T] positions, the others right behind the last.
+
+    Only biases need to be told; other families are told positions.
+    """
+    biases = wiring.biases_at(positions)
+    if biases is None or positions is None:
+        yield
+        return
+    behind = torch.arange(1, max(0, count - len(positions)) + 1, device=positions.device) + positions[-1]
+    there = biases.of(torch.cat([positions, behind])[:count])
+    with _given(wiring.layers, lambda arguments: placed(arguments, there)):
+        yield
+
+
+@contextmanager
+def _given(layers: Sequence[nn.Module], changed: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Iterator[None]:
+    """While it lasts, layers get what `changed` says of their keyword arguments."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, "attention_mask": ragged}
+        return args, {**kwargs, **changed(kwargs)}
 
     handles = []
     try:
-        with _attention(wiring):
-            for layer in wiring.layers:
-                handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-            yield
+        for layer in layers:
+            handles.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+        yield
     finally:
         for handle in handles:
             handle.remove()

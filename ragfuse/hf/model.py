@@ -26,7 +26,7 @@ from ragfuse.hf.cache import RowCache
 from ragfuse.hf.decode import Batcher
 from ragfuse.hf.drift import read_drift
 from ragfuse.hf.fingerprint import fingerprint
-from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring
+from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring, standing
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed import pack
 from ragfuse.hf.prefill import KVSource, NoSource, Prefill
@@ -186,16 +186,12 @@ class HFModel:
 
     @contextmanager
     def standing(self, prefill: Prefill, count: int) -> Iterator[None]:
-        """For one forward of `count` tokens behind a prefill, under the lock: they see its keys where these stand.
-
-        Only models that cannot be told positions need it (`biases.py`), for prompts that leave some free.
-        """
-        wiring, at, cache = self.wiring, prefill.positions, prefill.cache
-        biases = wiring.biases if wiring is not None else None
-        if biases is None or at is None or cache is None or not biases.are_needed(at):
+        """For one forward of `count` tokens behind a prefill, under the lock: they see its keys where these stand."""
+        wiring, cache = self.wiring, prefill.cache
+        if wiring is None or cache is None:
             yield
             return
-        with biases.placing(at, cache.length + count):
+        with standing(wiring, prefill.positions, cache.length + count):
             yield
 
     def fuse(
