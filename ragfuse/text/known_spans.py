@@ -1,0 +1,263 @@
+"""Runs of token ids that are known, and where a prompt has them: whole, cut, edited, or written another way.
+
+A prompt is tokenised as a whole, so a text in it may lose its first and last token to its neighbours, and one that was
+wrapped, escaped, numbered or shortened on its way into the prompt agrees only here and there. What is found are runs
+that agree id by id; nothing else ever is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+
+from ragfuse.errors import InputError, SettingsError
+from ragfuse.text.span_anchors import Anchors, Array
+from ragfuse.text.span_runs import LEAST, Search
+
+MOST = 1 << 18
+"""Spans that are known at once, unless told otherwise."""
+_LARGEST = (1 << 31) - 1
+_ROOM = (1 << 32) - 1
+"""Tokens that can be told apart by a place."""
+_BATCH = 1 << 18
+"""Tokens that wait at most until they are taken into the anchors."""
+_ENTRY = 240
+"""Bytes of one span's digest and its places in a dict and in lists, about."""
+
+Ids = Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSpan:
+    """A run of token ids, its text and where it came from."""
+
+    tokens: tuple[int, ...]
+    text: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Tokens lo:hi of a prompt, which are `span.tokens[row : row + hi - lo]`."""
+
+    lo: int
+    hi: int
+    span: KnownSpan
+    row: int
+
+
+class KnownSpans:
+    """Known spans and where they stand in a prompt. Thread-safe; adding or discarding one costs microseconds.
+
+    A span of at least `shortest` tokens is found where it stands whole, with or without its first and its last token.
+    An altered one is found where runs of it, each of 4 tokens or more, in its order and with at most 16 tokens between
+    them on either side, come to `altered` tokens. Each run is a match. Where several spans agree, the longest agreement
+    stands. Of more than `most` spans those go first that were matched, or added, the longest time ago.
+
+    What `find` does grows with the prompt alone: of one beginning only few spans are looked at, and in a prompt that
+    repeats itself only few shifts of a span.
+    """
+
+    def __init__(self, shortest: int = 8, altered: int = 32, most: int = MOST) -> None:
+        if shortest < LEAST + 2 or altered < shortest or most < 1:
+            raise SettingsError(
+                f"shortest is {shortest}, altered {altered}, most {most}; wanted shortest from {LEAST + 2} on, altered "
+                "not below it, and most from 1 on."
+            )
+        self._shortest, self._altered, self._most = shortest, altered, most
+        self._lock = Lock()
+        self._numbers: dict[bytes, int] = {}  # digest of a span's ids -> its number, matched longest ago first
+        self._digests: list[bytes | None] = []  # by number; None: discarded
+        self._words: list[tuple[str, str]] = []  # text and source, by number
+        self._arena = np.zeros(1024, np.int32)
+        self._starts = np.zeros(1025, np.int64)  # of each number, and where the next one will be
+        self._alive = np.zeros(1024, bool)
+        self._taken = 0  # numbers that are in the anchors
+        self._dead = 0  # tokens of discarded spans
+        self._word_bytes = 0
+        self._anchors = Anchors(shortest)
+        self._compared = 0  # ids that the last `find` compared
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, tokens: Ids) -> bool:
+        ids = _within(tokens)
+        return int(ids.min(initial=0)) >= 0 and _digest(ids) in self._numbers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: ids, anchors, texts, and about what Python takes to keep them."""
+        with self._lock:
+            arrays = self._arena.nbytes + self._starts.nbytes + self._alive.nbytes + self._anchors.nbytes
+            return arrays + self._word_bytes + _ENTRY * len(self._digests)
+
+    def add(self, tokens: Ids, text: str = "", source: str = "") -> None:
+        """Know these ids from now on; of ids that are known already only text and source change, if given.
+
+        InputError for ids that no tokenizer gives.
+        """
+        ids = _within(tokens)
+        if int(ids.min(initial=0)) < 0:
+            raise InputError(
+                f"Token ids are whole numbers from 0 to {_LARGEST:,}; found others in a span of {len(ids)}. Give ids "
+                "as the tokenizer made them."
+            )
+        if not len(ids):
+            return
+        digest = _digest(ids)
+        with self._lock:
+            number = self._numbers.pop(digest, None)
+            if number is not None:
+                self._numbers[digest] = number
+                old = self._words[number]
+                self._say(number, (text or old[0], source or old[1]))
+                return
+            while self._numbers and (len(self) >= self._most or self._tokens + len(ids) > _ROOM):
+                self._drop(next(iter(self._numbers)))
+            self._append(ids, digest, (text, source))
+            if self._end - int(self._starts[self._taken]) >= _BATCH:
+                self._take_in()
+
+    def discard(self, tokens: Ids) -> None:
+        """Forget a span; ids that are not known are no error."""
+        ids = _within(tokens)
+        if int(ids.min(initial=0)) < 0:
+            return
+        digest = _digest(ids)
+        with self._lock:
+            if digest in self._numbers:
+                self._drop(digest)
+
+    def find(self, ids: Ids) -> list[Match]:
+        """Where known spans stand in ids: by lo, none overlapping."""
+        prompt = _within(ids)
+        with self._lock:
+            self._take_in()
+            self._compared = 0
+            if len(prompt) < self._shortest - 2 or not self._numbers:
+                return []
+            at, place = self._anchors.find(prompt)
+            starts = self._starts[: self._taken + 1]
+            number = np.searchsorted(starts, place, "right") - 1
+            alive = np.flatnonzero(self._alive[number])
+            search = Search(
+                prompt, self._arena, starts[:-1], starts[1:], self._shortest, self._altered, self._anchors.gram
+            )
+            found = search.find(at[alive], place[alive], number[alive])
+            self._compared = search.compared
+            return self._matches(prompt, found)
+
+    def _matches(self, prompt: Array, found: Iterable[tuple[int, int, int, int]]) -> list[Match]:
+        spans: dict[int, KnownSpan] = {}
+        matches = []
+        for lo, hi, number, place in found:
+            if not np.array_equal(prompt[lo:hi], self._arena[place : place + hi - lo]):
+                continue  # never so; but a wrong row would be a wrong answer
+            start, end = int(self._starts[number]), int(self._starts[number + 1])
+            if number not in spans:
+                spans[number] = KnownSpan(tuple(self._arena[start:end].tolist()), *self._words[number])
+            matches.append(Match(lo, hi, spans[number], place - start))
+        for number in spans:
+            digest = self._digests[number]
+            if digest is not None:
+                self._numbers[digest] = self._numbers.pop(digest)
+        return matches
+
+    # what is kept
+
+    @property
+    def _end(self) -> int:
+        return int(self._starts[len(self._digests)])
+
+    @property
+    def _tokens(self) -> int:
+        return self._end - self._dead
+
+    def _append(self, ids: Array, digest: bytes, words: tuple[str, str]) -> None:
+        number, start = len(self._digests), self._end
+        self._arena = _roomy(self._arena, start + len(ids))
+        self._starts, self._alive = _roomy(self._starts, number + 2), _roomy(self._alive, number + 1)
+        self._arena[start : start + len(ids)] = ids
+        self._starts[number + 1] = start + len(ids)
+        self._alive[number] = True
+        self._numbers[digest] = number
+        self._digests.append(digest)
+        self._words.append(("", ""))
+        self._say(number, words)
+
+    def _say(self, number: int, words: tuple[str, str]) -> None:
+        self._word_bytes += sum(map(_size, words)) - sum(map(_size, self._words[number]))
+        self._words[number] = words
+
+    def _drop(self, digest: bytes) -> None:
+        number = self._numbers.pop(digest)
+        self._say(number, ("", ""))
+        self._digests[number], self._alive[number] = None, False
+        self._dead += int(self._starts[number + 1] - self._starts[number])
+        if self._dead > max(1 << 16, self._tokens):
+            self._compact()
+
+    def _take_in(self) -> None:
+        """Make anchors of what was added since."""
+        first, last = self._taken, len(self._digests)
+        if first == last:
+            return
+        base, sizes = int(self._starts[first]), np.diff(self._starts[first : last + 1])
+        sizes[~self._alive[first:last]] *= -1
+        self._anchors.add(self._arena[base : self._end], base, sizes)
+        self._taken = last
+
+    def _compact(self) -> None:
+        """Leave out discarded spans. What stays keeps its order, so anchors move without being sorted again."""
+        self._take_in()
+        count = len(self._digests)
+        starts, alive = self._starts[: count + 1], self._alive[:count]
+        sizes = np.where(alive, np.diff(starts), 0)
+        begun = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+
+        def moved(places: Array) -> Array:
+            number = np.searchsorted(starts, places, "right") - 1
+            gone: Array = np.where(alive[number], places - starts[number] + begun[number], -1)
+            return gone
+
+        self._anchors.move(moved)
+        kept = np.flatnonzero(alive)
+        self._arena = _roomy(self._arena[: self._end][np.repeat(alive, np.diff(starts))], 1024)
+        self._digests = [self._digests[number] for number in kept]
+        self._words = [self._words[number] for number in kept]
+        self._starts = _roomy(np.append(begun[:-1][kept], begun[-1]), 1025)
+        self._alive = _roomy(np.ones(len(kept), bool), 1024)
+        renumbered = np.cumsum(alive) - 1
+        self._numbers = {digest: int(renumbered[number]) for digest, number in self._numbers.items()}
+        self._taken, self._dead = len(kept), 0
+
+
+def _within(tokens: Ids) -> Array:
+    """Ids as int32; -1 for what is no id."""
+    wide = np.asarray(tokens, dtype=np.int64) if len(tokens) else np.zeros(0, np.int64)
+    if len(wide) and (int(wide.min()) < 0 or int(wide.max()) > _LARGEST):
+        wide = np.where((wide < 0) | (wide > _LARGEST), -1, wide)
+    return wide.astype(np.int32)
+
+
+def _digest(ids: Array) -> bytes:
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+
+
+def _roomy(array: Array, size: int) -> Array:
+    """An array with that much room at least, twice its own if it grows."""
+    if len(array) >= size:
+        return array
+    larger = np.zeros(max(size, len(array) + len(array) // 2), array.dtype)
+    larger[: len(array)] = array
+    return larger
+
+
+def _size(text: str) -> int:
+    return sys.getsizeof(text) if text else 0

@@ -1,0 +1,51 @@
+"""The benchmark of matching on few passages: every form has its share, nothing is reused wrongly."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ragfuse.bench.matching import FORMS, MatchingOptions, run_matching
+from ragfuse.cli.door import app
+from ragfuse.errors import InputError, SettingsError
+
+
+def run(varied_path: Path, home: Path, **options: Any) -> tuple[dict[str, Any], str]:
+    console = Console(file=io.StringIO(), width=200)
+    sizes: dict[str, Any] = {"passages": 14, "least": 300, "longest": 900, "prompts": 1, "known": (14, 40), "rounds": 2}
+    result = run_matching(MatchingOptions(str(varied_path), home=home, **{**sizes, **options}), console)
+    assert isinstance(console.file, io.StringIO)
+    return json.loads(json.dumps(result)), console.file.getvalue()
+
+
+def test_every_form_has_its_share_and_nothing_is_reused_wrongly(varied_path: Path, tmp_path: Path):
+    result, text = run(varied_path, tmp_path)
+    recovered = {row["form"]: row["recovered"] for row in result["forms"]}
+    assert set(FORMS) < set(recovered)
+    assert min(recovered.values()) > 0.5
+    assert recovered["whole"] > 0.98
+    assert result["false_reuse"] == 0
+    assert [row["known"] for row in result["ms_per_8k"]] == [14, 40]
+    assert all(row["ms"] > 0 and row["mb"] > 0 for row in result["ms_per_8k"])
+    assert "Matched ids that differ: 0." in text
+
+
+def test_bounds_that_no_paragraph_keeps_are_told(varied_path: Path, tmp_path: Path):
+    with pytest.raises(InputError, match="0 paragraphs have 1 to 2 tokens"):
+        run(varied_path, tmp_path, least=1, longest=2)
+
+
+@pytest.mark.parametrize("options", [{"passages": 11}, {"known": ()}, {"known": (100,)}, {"rounds": 0}])
+def test_options_that_measure_nothing_are_refused(options: dict[str, Any]):
+    with pytest.raises(SettingsError, match="wanted"):
+        MatchingOptions(**options)
+
+
+def test_numbers_that_are_none_are_told_on_the_command_line():
+    done = CliRunner().invoke(app, ["bench", "matching", "--known", "many"])
+    assert done.exit_code == 1
+    assert "--known is 'many'" in " ".join(done.output.split())

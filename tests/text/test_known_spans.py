@@ -1,0 +1,451 @@
+"""Known spans of ids in a prompt: whole and altered ones are found, nothing but what agrees, in a bounded time."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragfuse.errors import InputError, SettingsError
+from ragfuse.text.known_spans import KnownSpan, KnownSpans, Match
+from ragfuse.text.span_runs import PER_TOKEN
+
+Ids = list[int]
+LARGEST = 2**31 - 1
+
+
+def drawn(n: int, seed: object, vocabulary: int = 50_000) -> Ids:
+    """Ids that agree with no others by chance."""
+    source = random.Random(repr(seed))
+    return [source.randrange(vocabulary) for _ in range(n)]
+
+
+def known_with(*spans: Ids, **options: int) -> KnownSpans:
+    known = KnownSpans(**options)
+    for span in spans:
+        known.add(span)
+    return known
+
+
+def checked(known: KnownSpans, ids: Ids) -> list[Match]:
+    """What is found, once it keeps what every match promises."""
+    found = known.find(ids)
+    for match in found:
+        assert match.hi - match.lo >= 4
+        assert tuple(ids[match.lo : match.hi]) == match.span.tokens[match.row : match.row + match.hi - match.lo]
+        assert match.span.tokens in known
+    assert all(first.hi <= second.lo for first, second in pairwise(found))
+    return found
+
+
+def places(found: list[Match]) -> list[tuple[int, int, int]]:
+    return [(match.lo, match.hi, match.row) for match in found]
+
+
+def covered(found: list[Match]) -> set[int]:
+    return {index for match in found for index in range(match.lo, match.hi)}
+
+
+# whole
+
+
+def test_whole_spans_are_found_in_any_order_with_text_and_source():
+    a, b = drawn(150, "a"), drawn(9, "b")
+    known = KnownSpans()
+    known.add(a, "some text", "a.txt")
+    known.add(np.array(b), source="b.txt")
+    found = checked(known, [1, 2, 3, *b, 4, 5, *a, 6])
+    assert places(found) == [(3, 12, 0), (14, 164, 0)]
+    assert [match.span for match in found] == [
+        KnownSpan(tuple(b), "", "b.txt"),
+        KnownSpan(tuple(a), "some text", "a.txt"),
+    ]
+
+
+def test_a_prompt_may_be_an_array_or_empty():
+    a = drawn(40, "a")
+    known = known_with(a)
+    assert places(known.find(np.array(a, dtype=np.int32))) == [(0, 40, 0)]
+    assert known.find([]) == []
+    assert known.find(a[:3]) == []
+    assert KnownSpans().find(a) == []
+
+
+@pytest.mark.parametrize("n", [8, 9, 10, 12, 13, 14, 15, 16, 20, 100])
+@pytest.mark.parametrize("lost", [(0, 0), (1, 0), (0, 1), (1, 1)])
+def test_first_and_last_token_may_be_lost_to_the_neighbours(n: int, lost: tuple[int, int]):
+    span = drawn(n, n)
+    left, right = lost
+    ids = [60_000, *([60_001] * left), *span[left : n - right], *([60_002] * right), 60_003]
+    assert places(checked(known_with(span), ids)) == [(1 + left, 1 + n - right, left)]
+
+
+@pytest.mark.parametrize("n", [9, 12, 20, 31])
+def test_less_than_nearly_all_of_a_short_span_is_not_found(n: int):
+    span = drawn(n, n)
+    assert known_with(span).find([60_000, *span[2:], 60_000]) == []
+    assert known_with(span).find([60_000, *span[:-2], 60_000]) == []
+
+
+def test_spans_shorter_than_the_shortest_are_kept_and_never_found():
+    known = known_with(drawn(7, "short"), drawn(1, "one"), [])
+    assert len(known) == 2
+    assert known.find([*drawn(7, "short"), *drawn(1, "one")]) == []
+    assert places(known_with(drawn(7, "short"), shortest=6).find(drawn(7, "short"))) == [(0, 7, 0)]
+
+
+def test_a_span_twice_in_one_prompt_is_found_twice():
+    a = drawn(50, "a")
+    assert places(checked(known_with(a), [*a, 7, *a, *a])) == [(0, 50, 0), (51, 101, 0), (101, 151, 0)]
+
+
+def test_of_a_span_its_beginning_and_one_inside_it_the_longest_stands():
+    a = drawn(100, "a")
+    known = known_with(a[:40], a[20:60], a)
+    assert [match.span.tokens for match in checked(known, [1, *a, 2])] == [tuple(a)]
+    found = checked(known, [1, *a[:40], 2, *a[20:60], 3])
+    assert [match.span.tokens for match in found] == [tuple(a[:40]), tuple(a[20:60])]
+
+
+def test_where_spans_overlap_the_longer_one_stands_whole_and_the_other_with_the_rest():
+    a = drawn(200, "a")
+    found = checked(known_with(a[:120], a[100:]), a)
+    assert places(found) == [(0, 120, 0), (120, 200, 20)]
+    assert places(checked(known_with(a[:110], a[80:]), a)) == [(0, 80, 0), (80, 200, 0)]
+
+
+def test_of_as_long_ones_the_leftmost_stands():
+    a = drawn(100, "a")
+    assert places(checked(known_with(a[:60], a[40:]), a)) == [(0, 60, 0), (60, 100, 20)]
+
+
+def test_ids_of_any_size_are_compared_as_they_are():
+    span = [LARGEST - index for index in range(20)]
+    known = known_with(span)
+    assert places(known.find([*span])) == [(0, 20, 0)]
+    assert known.find([one + 2**32 for one in span]) == []
+    assert known.find([-1] * 20) == []
+    with pytest.raises(InputError, match="from 0 to 2,147,483,647"):
+        known.add([1, 2, 3, 2**31])
+    known.discard([-1])
+    assert [-1] not in known
+
+
+# altered
+
+
+def test_a_cut_of_enough_tokens_is_found_and_a_shorter_one_is_not():
+    a = drawn(200, "a")
+    assert places(checked(known_with(a), [1, *a[50:82], 2])) == [(1, 33, 50)]
+    assert known_with(a).find([1, *a[50:81], 2]) == []
+
+
+def test_runs_between_replaced_tokens_are_found_each():
+    a = drawn(120, "a")
+    ids = list(a)
+    for index in range(14, 120, 15):
+        ids[index] = 70_000 + index
+    assert places(checked(known_with(a), ids)) == [(lo, lo + 14, lo) for lo in range(0, 120, 15)]
+
+
+@pytest.mark.parametrize("each", [4, 5, 7, 10, 30])
+@pytest.mark.parametrize(("added", "left_out"), [(1, 0), (0, 1), (1, 2), (3, 1), (16, 0), (0, 16), (16, 16), (0, 5)])
+def test_runs_of_shifting_rows_are_chained(each: int, added: int, left_out: int):
+    """A run of 13 tokens is always met; whatever lies beside it is found from there."""
+    a, ids, expected, row = drawn(400, "a"), [], [], 0
+    for index in range(6):
+        size = 30 if index == 3 else each
+        expected.append((len(ids), len(ids) + size, row))
+        ids += [*a[row : row + size], *(80_000 + 20 * index + extra for extra in range(added))]
+        row += size + left_out
+    assert places(checked(known_with(a), ids)) == expected
+
+
+def test_runs_too_far_apart_or_in_another_order_do_not_count_together():
+    a = drawn(100, "a")
+    known = known_with(a)
+    assert known.find([*a[:20], *drawn(17, "gap", 9), *a[20:40]]) == []
+    assert known.find([*a[40:60], 1, *a[:20]]) == []
+    assert len(known.find([*a[:20], *drawn(16, "gap", 9), *a[20:40]])) == 2
+
+
+def test_the_pieces_of_another_splitting_are_found_in_the_spans_they_come_from():
+    text = drawn(1000, "text")
+    known = known_with(*(text[lo : lo + 200] for lo in range(0, 1000, 200)))
+    prompt: Ids = []
+    for lo in range(50, 850, 120):
+        prompt += [90_000 + lo, *text[lo : lo + 150]]
+    found = checked(known, prompt)
+    assert sum(match.hi - match.lo for match in found) > 0.85 * len(prompt)
+
+
+# what is kept
+
+
+def test_the_same_tokens_again_change_only_what_is_said_of_them():
+    a = drawn(20, "a")
+    known = KnownSpans()
+    known.add(a, "text", "old.txt")
+    known.add(tuple(a), source="new.txt")
+    assert len(known) == 1
+    [match] = known.find(a)
+    assert (match.span.text, match.span.source) == ("text", "new.txt")
+
+
+def test_discarded_spans_are_gone_and_may_come_back():
+    a, b = drawn(50, "a"), drawn(50, "b")
+    known = known_with(a, b)
+    known.find(a)
+    known.discard(a)
+    known.discard(a)
+    known.discard([1, 2, 3])
+    assert (a in known, b in known, len(known)) == (False, True, 1)
+    assert places(known.find([*a, *b])) == [(50, 100, 0)]
+    known.add(a)
+    assert places(known.find([*a, *b])) == [(0, 50, 0), (50, 100, 0)]
+
+
+def test_a_span_that_is_discarded_before_it_was_ever_sought_is_not_found():
+    a, b = drawn(50, "a"), drawn(50, "b")
+    known = known_with(a, b)
+    known.discard(a)
+    assert places(known.find([*a, *b])) == [(50, 100, 0)]
+
+
+def test_memory_of_discarded_spans_is_given_back():
+    known, spans = KnownSpans(), [drawn(200, index) for index in range(2000)]
+    for span in spans:
+        known.add(span, "text", "source")
+    known.find(spans[0])
+    before = known.nbytes
+    for span in spans[:-20]:
+        known.discard(span)
+    assert known.nbytes < before / 3
+    for span in spans[-20:]:
+        assert places(checked(known, [5, *span, 5])) == [(1, 201, 0)]
+    assert known.find(spans[0]) == []
+    known.add(spans[0])
+    assert places(known.find(spans[0])) == [(0, 200, 0)]
+
+
+def test_nbytes_holds_ids_and_texts():
+    known = KnownSpans()
+    empty = known.nbytes
+    for index in range(100):
+        known.add(drawn(1000, index), "x" * 5000)
+    assert 100 * (4 * 1000 + 5000) < known.nbytes - empty < 4 * 100 * (4 * 1000 + 5000)
+
+
+def test_of_more_spans_than_the_most_those_matched_longest_ago_go_first():
+    spans = [drawn(30, index) for index in range(6)]
+    known = known_with(*spans[:4], most=4)
+    known.find(spans[0])
+    known.add(spans[4])
+    assert [span in known for span in spans[:5]] == [True, False, True, True, True]
+    known.add(spans[2])  # known again: as if it were new
+    known.add(spans[5])
+    assert [span in known for span in spans] == [True, False, True, False, True, True]
+    assert len(known) == 4
+
+
+def test_spans_that_come_and_go_stay_within_the_bound():
+    known = KnownSpans(most=50)
+    for index in range(2000):
+        known.add(drawn(100, index))
+        if index % 97 == 0:
+            assert places(checked(known, drawn(100, index))) == [(0, 100, 0)]
+    assert len(known) == 50
+    assert known.nbytes < 4_000_000
+    for index in range(1950, 2000):
+        assert places(checked(known, drawn(100, index))) == [(0, 100, 0)]
+
+
+@pytest.mark.parametrize("options", [{"shortest": 5}, {"altered": 7}, {"most": 0}])
+def test_bounds_that_make_no_sense_are_refused(options: dict[str, int]):
+    with pytest.raises(SettingsError, match="wanted shortest from 6 on"):
+        KnownSpans(**options)
+
+
+# many alike
+
+
+def test_each_of_thousands_with_one_beginning_is_found():
+    head = drawn(60, "head")
+    spans = [[*head, *drawn(60, index)] for index in range(3000)]
+    known = known_with(*spans)
+    for index in (0, 1, 7, 8, 1500, 2990, 2999):
+        [match] = checked(known, [1, *spans[index], 2])
+        assert match.span.tokens == tuple(spans[index])
+
+
+def test_each_of_thousands_that_differ_in_two_tokens_is_found():
+    """No few tokens of one are its own; all of them together are."""
+    a, b, c = drawn(30, "a"), drawn(30, "b"), drawn(30, "c")
+    spans = [[*a, first, *b, second, *c] for first in range(50) for second in range(50)]
+    known = known_with(*spans)
+    for index in (0, 49, 50, 1234, 2450, 2499):
+        [match] = checked(known, [1, *spans[index], 2])
+        assert match.span.tokens == tuple(spans[index])
+        [match] = checked(known, [1, *spans[index][1:-1], 2])
+        assert match.span.tokens[1:-1] == tuple(spans[index][1:-1])
+    for span in spans[:2000]:
+        known.discard(span)
+    [match] = checked(known, [1, *spans[2200], 2])
+    assert match.span.tokens == tuple(spans[2200])
+
+
+def most_compared(ids: Ids) -> int:
+    return (PER_TOKEN + 400) * (len(ids) + 128)
+
+
+HEAD = drawn(100, "head")
+PROMPTS = {
+    "one token repeated": lambda n: [7] * n,
+    "a short period": lambda n: ([1, 2, 3] * n)[:n],
+    "a longer period": lambda n: (drawn(37, "period") * n)[:n],
+    "the one beginning again and again": lambda n: (HEAD * n)[:n],
+    "one span again and again": lambda n: ([*HEAD, *drawn(100, 5)] * n)[:n],
+    "two ids by chance": lambda n: drawn(n, "two", 2),
+}
+KNOWN = {
+    "thousands with one beginning": [[*HEAD, *drawn(100, index)] for index in range(3000)],
+    "one token repeated, of many lengths": [[7] * n for n in range(8, 1500, 3)],
+    "short periods": [([1, 2, 3] * 300)[at : at + n] for at in range(3) for n in range(8, 800, 7)],
+    "long spans of a period": [(drawn(37, "period") * 200)[at : at + 5000] for at in range(30)],
+    "two ids by chance": [drawn(40, index, 2) for index in range(300)],
+    "many beginnings of one span": [[*HEAD, *drawn(100, 5)][:n] for n in range(8, 200)],
+}
+
+
+@pytest.fixture(scope="module", params=KNOWN)
+def crowd(request: pytest.FixtureRequest) -> KnownSpans:
+    return known_with(*KNOWN[request.param])
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_what_is_compared_grows_with_the_prompt_alone(crowd: KnownSpans, prompt: str):
+    for n in (1000, 4000, 16_000):
+        ids = PROMPTS[prompt](n)
+        checked(crowd, ids)
+        assert crowd._compared < most_compared(ids)
+
+
+@pytest.mark.parametrize(("n", "span"), [(4000, [7] * 200), (3000, [7] * 1000), (2000, [1, 2, 3] * 30), (500, [7] * 8)])
+def test_a_prompt_of_one_span_again_and_again_is_found_all_over(n: int, span: Ids):
+    ids = (span * n)[:n]
+    assert len(covered(checked(known_with(span), ids))) > 0.9 * n
+
+
+def test_a_span_with_a_repeating_beginning_is_found_behind_more_of_the_same():
+    span = [*([7] * 100), *drawn(5, "end")]
+    assert places(checked(known_with(span), [*([7] * 1000), *span, 8]))[-1] == (1000, 1105, 0)
+    span = [*drawn(5, "begin"), *([7] * 100)]
+    assert (1, 106, 0) in places(checked(known_with(span), [8, *span, *([7] * 1000)]))
+
+
+# a slow and obvious twin
+
+
+def agreements(ids: Ids, span: Ids) -> list[tuple[int, int, int]]:
+    """Every longest run (lo, hi, row), by trying all shifts."""
+    runs = []
+    for shift in range(-len(ids), len(span) + 1):
+        lo = max(0, -shift)
+        for index in range(lo, min(len(ids), len(span) - shift) + 1):
+            if index == min(len(ids), len(span) - shift) or ids[index] != span[index + shift]:
+                if index > lo:
+                    runs.append((lo, index, lo + shift))
+                lo = index + 1
+    return runs
+
+
+def stands(run: tuple[int, int, int], span: Ids, altered: int) -> bool:
+    lo, hi, row = run
+    return hi - lo >= altered or (len(span) >= 8 and row <= 1 and row + hi - lo >= len(span) - 1)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> tuple[list[Ids], Ids]:
+    """Spans, and a prompt made of parts of them and other ids."""
+    ids = st.integers(0, draw(st.sampled_from([1, 2, 5, 40, 1000])))
+    spans = draw(st.lists(st.lists(ids, min_size=6, max_size=60), min_size=1, max_size=5))
+    prompt: Ids = []
+    for _ in range(draw(st.integers(1, 6))):
+        span = draw(st.sampled_from(spans))
+        lo = draw(st.sampled_from([0, 0, 0, 1, 3, len(span) // 2]))
+        hi = draw(st.sampled_from([len(span), len(span), len(span) - 1, len(span) - 3]))
+        prompt += draw(st.lists(ids, max_size=8)) + span[lo:hi]
+    return spans, prompt + draw(st.lists(ids, max_size=8))
+
+
+@settings(max_examples=400, deadline=None)
+@given(scenes())
+def test_nothing_that_stands_is_left_out_beside_what_is_found(scene: tuple[list[Ids], Ids]):
+    spans, prompt = scene
+    known = known_with(*spans, altered=20)
+    found = checked(known, prompt)
+    held = covered(found)
+    standing = [run for span in spans for run in agreements(prompt, span) if stands(run, span, 20)]
+    for lo, hi, _ in standing:
+        assert not held.isdisjoint(range(lo, hi)), (lo, hi)
+    if standing:
+        longest = max(hi - lo for lo, hi, _ in standing)
+        assert len(held) >= longest
+    if found and not standing:  # then several runs count together
+        assert len(held) >= 20
+
+
+@settings(max_examples=100, deadline=None)
+@given(scenes(), st.lists(st.tuples(st.booleans(), st.integers(0, 4)), max_size=12))
+def test_adding_discarding_and_seeking_in_any_order_is_like_only_what_is_left(
+    scene: tuple[list[Ids], Ids], steps: list[tuple[bool, int]]
+):
+    spans, prompt = scene
+    known, left = KnownSpans(altered=20), dict[tuple[int, ...], None]()
+    for add, which in steps:
+        span = spans[which % len(spans)]
+        if add:
+            known.add(span)
+            left[tuple(span)] = None
+        else:
+            known.discard(span)
+            left.pop(tuple(span), None)
+        checked(known, prompt)
+        assert len(known) == len(left)
+    alike = known_with(*map(list, left), altered=20)
+    assert len(covered(checked(known, prompt))) == len(covered(checked(alike, prompt)))
+
+
+# threads
+
+
+def test_spans_may_be_added_and_discarded_while_others_seek():
+    known, spans = KnownSpans(most=300), [drawn(60, index) for index in range(400)]
+
+    def work(thread: int) -> int:
+        found = 0
+        for step in range(100):
+            span = spans[(thread * 50 + step) % 400]
+            known.add(span, source=str(thread))
+            prompt = [1, *span, 2, *spans[step], 3]
+            found += sum(match.lo == 1 for match in checked_ids(known, prompt))
+            if step % 5 == 0:
+                known.discard(span)
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        assert min(pool.map(work, range(8))) > 80
+    assert len(known) <= 300
+
+
+def checked_ids(known: KnownSpans, ids: Ids) -> list[Match]:
+    """As `checked`, where others may have discarded a span meanwhile."""
+    found = known.find(ids)
+    for match in found:
+        assert tuple(ids[match.lo : match.hi]) == match.span.tokens[match.row : match.row + match.hi - match.lo]
+    return found
