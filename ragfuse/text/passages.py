@@ -1,0 +1,99 @@
+"""Token ids cut into passages by what they say, so that the same passage is cut the same wherever it stands.
+
+Borders are paragraphs, then lines, then places that the ids themselves choose; special tokens part everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+
+LEAST, LINES, MOST = 32, 128, 512
+"""Tokens of a passage: at least; from how many on a line ends it; at most."""
+SIGNS = frozenset("_{}[]=<>;\\`#$@")
+"""What programs and markup are made of, and prose is not."""
+PROSE = 0.01
+"""Share of a text that these may be, if it is prose: of articles 98 of 100 passages have less than .006, of programs 95
+of 100 more than .012."""
+_WINDOW = 4
+_FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+class Border(IntEnum):
+    """What a token ends: nothing, a line, a paragraph, or everything, as special tokens do."""
+
+    NONE = 0
+    LINE = 1
+    PARAGRAPH = 2
+    SPECIAL = 3
+
+
+BorderOf = Callable[[int], tuple[int, bool]]
+"""What a token ends, as a `Border`, and whether it says anything besides."""
+
+
+def passages(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int]]:
+    """Passages of `LEAST` to `MOST` tokens as lo:hi, in order; what is shorter and stands alone is none.
+
+    White space around a passage is no part of it. A paragraph that is too short goes on with the next one. The work
+    grows with the ids alone.
+    """
+    marks = list(_borders(ids, border_of))
+    start, end, line = -1, 0, 0  # of the passage at hand, and where its last line ended
+    for at, border, says in marks:
+        if start < 0 and says:
+            start = line = at
+        if start < 0:
+            continue
+        end = at + 1 if says else end
+        while end - start > MOST:
+            cut = line if start + LEAST <= line <= start + MOST else _chosen(ids, start)
+            yield start, cut
+            start = line = next(more for more in range(cut, end) if marks[more][2])
+        line = end if border else line
+        if border and end - start >= (LINES if border == Border.LINE else LEAST):
+            yield start, end
+            start = -1
+        elif border == Border.SPECIAL:
+            start = -1
+    if start >= 0 and end - start >= LEAST:
+        yield start, end
+
+
+def is_prose(text: str) -> bool:
+    """Whether a text reads as prose: in programs, tables and markup a small error matters more."""
+    return sum(letter in SIGNS for letter in text) <= PROSE * len(text)
+
+
+def last_paragraph(ids: Sequence[int], border_of: BorderOf) -> int:
+    """Where the last paragraph begins that says anything; 0 where there is but one."""
+    begins = says_more = 0
+    for at, border, says in _borders(ids, border_of):
+        if says_more and says:
+            begins, says_more = at, 0
+        if border >= Border.PARAGRAPH:
+            says_more = 1
+    return begins
+
+
+def _borders(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int, bool]]:
+    """Each token's place, what it ends, and whether it says anything; two line ends side by side end a paragraph."""
+    before = 0
+    for at, id in enumerate(ids):
+        border, says = border_of(id)
+        if border == Border.LINE and not says and before:
+            border = Border.PARAGRAPH
+        yield at, border, says
+        before = border
+
+
+def _chosen(ids: Sequence[int], start: int) -> int:
+    """A cut in the second half of what a passage may have, where a window of ids has the least hash."""
+
+    def mixed(at: int) -> int:
+        value = 0
+        for id in ids[at - _WINDOW : at]:
+            value = ((value ^ id) * _FACTOR) & _MASK
+        return value
+
+    return min(range(start + MOST // 2, start + MOST + 1), key=mixed)

@@ -1,0 +1,102 @@
+"""Passages are cut by what they say: sizes, borders, and the same cut wherever a passage stands."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragfuse.text.passages import LEAST, LINES, MOST, Border, last_paragraph, passages
+
+LINE, PARAGRAPH, SPECIAL = 1, 2, 3
+
+
+def border_of(token):
+    """Ids 1 to 3 are a line's end, a paragraph's, and a special token; all others are words."""
+    return (token, False) if token in (LINE, PARAGRAPH, SPECIAL) else (Border.NONE, True)
+
+
+def words(count, seed=0):
+    drawn = random.Random(seed)
+    return [drawn.randrange(10, 10_000) for _ in range(count)]
+
+
+def cut(ids):
+    return [tuple(ids[lo:hi]) for lo, hi in passages(ids, border_of)]
+
+
+def test_paragraphs_are_passages_without_what_parts_them():
+    one, two = words(40, 1), words(50, 2)
+    assert cut([*one, PARAGRAPH, *two, PARAGRAPH, *words(5)]) == [tuple(one), tuple(two)]
+
+
+def test_two_line_ends_part_paragraphs_as_one_token_does():
+    one, two = words(40, 1), words(50, 2)
+    assert cut([*one, LINE, LINE, *two]) == [tuple(one), tuple(two)]
+
+
+def test_a_paragraph_that_is_too_short_goes_on_with_the_next():
+    one, two = words(LEAST - 1, 1), words(50, 2)
+    assert cut([*one, PARAGRAPH, *two]) == [(*one, PARAGRAPH, *two)]
+
+
+def test_a_line_ends_a_passage_that_is_long_already():
+    one, two = words(LINES, 1), words(LEAST, 2)
+    assert cut([*one, LINE, *two]) == [tuple(one), tuple(two)]
+    assert cut([*one[:-1], LINE, *two]) == [(*one[:-1], LINE, *two)]
+
+
+def test_special_tokens_are_in_no_passage():
+    one, two = words(40, 1), words(10, 2)
+    assert cut([SPECIAL, *one, SPECIAL, *two, SPECIAL, *words(33, 3)]) == [tuple(one), tuple(words(33, 3))]
+
+
+def test_a_long_passage_is_cut_where_its_own_ids_say_so():
+    text = words(3 * MOST, 1)
+    found = cut(text)
+    assert all(LEAST <= len(each) <= MOST for each in found)
+    shifted = cut([*words(77, 2), PARAGRAPH, *text])
+    assert found[0] == shifted[1]
+    assert set(found) <= set(shifted)
+
+
+def test_the_same_passages_in_another_order_are_the_same():
+    texts = [words(30 + 20 * number, number) for number in range(1, 8)]
+
+    def joined(order):
+        return [token for number in order for token in (*texts[number], PARAGRAPH)]
+
+    assert set(cut(joined(range(7)))) == set(cut(joined([4, 0, 6, 1, 5, 3, 2])))
+
+
+tokens = st.lists(st.sampled_from([LINE, PARAGRAPH, SPECIAL, *range(10, 30)]), max_size=1500)
+
+
+@given(tokens)
+def test_passages_are_in_order_never_overlap_and_have_their_size(ids):
+    found = list(passages(ids, border_of))
+    assert all(LEAST <= hi - lo <= MOST for lo, hi in found)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(found))
+    assert all(border_of(ids[lo])[1] for lo, _ in found)
+    assert all(ids[at] != SPECIAL for lo, hi in found for at in range(lo, hi))
+
+
+@given(tokens)
+def test_every_token_is_looked_at_once(ids):
+    asked = []
+
+    def counted(token):
+        asked.append(token)
+        return border_of(token)
+
+    list(passages(ids, counted))
+    assert len(asked) == len(ids)
+
+
+def test_the_last_paragraph_is_what_follows_the_last_gap_that_something_follows():
+    assert last_paragraph([10, 11, PARAGRAPH, 12, 13], border_of) == 3
+    assert last_paragraph([10, 11, PARAGRAPH, 12, PARAGRAPH], border_of) == 3
+    assert last_paragraph([10, 11, LINE, 12], border_of) == 0
+    assert last_paragraph([10, LINE, LINE, 12], border_of) == 3
