@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.modules import modules
+from benchmarks.reuse import matching, prefix, unprepared
 from benchmarks.tables import number, table
 from benchmarks.waiting import conversation, streams, throughput
 
@@ -236,8 +237,8 @@ def _dropin(run: Result) -> Iterator[str]:
     cost = run["langchain"]["lines"]
     yield ""
     yield (
-        f"Lines changed: {cost['changed']} of the chain's {cost['of']}, and its import; added to the ingest: "
-        f"{cost['added']}. Counted in the programs that were run."
+        f"Lines changed: {cost['changed']} of the chain's {cost['of']}, and its import; added: {cost['added']}. "
+        "Counted in the programs that were run."
     )
 
 
@@ -353,6 +354,9 @@ SECTIONS: tuple[tuple[str, Callable[[Result], bool], Callable[[Result], Iterator
     ("Prompts over modules", _has("speedup_2k"), modules),
     ("The figures of the Prompt Cache paper", lambda run: run.get("figure", "").startswith("pc-"), _figure),
     ("Beside what people use today", _has("results", "peer"), _peers),
+    ("Nothing indexed, one line changed", _has("by_framework"), unprepared),
+    ("Prefix caching", _has("identical_share"), prefix),
+    ("Known passages, altered", _has("ms_per_8k"), matching),
     ("The model swapped in a chain", _has("langchain"), _dropin),
     ("Time to first token, random weights", _has("prefix_x"), _ttft),
     ("Reading ahead", _has("threaded_over_ram"), _load),

@@ -26,6 +26,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.hf.stream import StopWhen
 from ragfuse.planning import Planner
 from ragfuse.prefilling import Prefiller
+from ragfuse.prefix_cache import PrefixCache
 from ragfuse.profiles import ModelProfile
 from ragfuse.settings import Settings
 from ragfuse.streaming import Enough
@@ -57,6 +58,7 @@ class Answerer:
     prefiller: Prefiller
     bringer: Bringer
     talks: Conversations
+    prefixes: PrefixCache
     saves: Callable[[Ready, Ask], None]
     common: Common = field(default_factory=Common)
 
@@ -103,6 +105,8 @@ class Answerer:
             if brought is not None:
                 brought.close()
             self.talks.begin([ready], asked.ask)
+            if asked.ask.reuse:
+                self.prefixes.begin(ready, self.talks.keeps(ready, asked.ask))
             if self.settings.share and (several or reply.model.batcher.active):
                 self._share(ready, reply.model)
         try:
@@ -122,6 +126,8 @@ class Answerer:
         answer = self._read(ready, rows[0], asked, options, sink.first_s)
         if not any(map(_is_gone, ends)):
             self.talks.after([ready], rows[:1], [answer], ask)
+            if ask.reuse:
+                self.prefixes.after(ready, rows[0], self.talks.keeps(ready, ask))
         if streamer is None and say is not None:
             say(answer.text)
         return answer
@@ -134,7 +140,7 @@ class Answerer:
         spans = []
         for fetch in plan.fetches:
             segment, (lo, hi) = plan.prompt.segments[fetch.segment], plan.prompt.spans[fetch.segment]
-            if segment.kind == "module":
+            if segment.kind in ("module", "prefix"):
                 spans.append(Span(lo, hi, (fetch.key, fetch.level, segment.rows, segment.turn)))
         self.common.share(cache, sorted(spans, key=lambda span: span.lo), wiring.windows)
 

@@ -32,6 +32,9 @@ class Ask:
 
     session: the name of a conversation that is kept, and gone on with. Messages that hold an assistant's are all of it;
     others, and a text, are what is said next.
+
+    documents: (text, source) of what was retrieved for the question. Each that stands in the prompt is encoded after
+    the answer and known from then on, as if `Engine.know` had been told of it.
     """
 
     max_tokens: int | None = None
@@ -48,6 +51,7 @@ class Ask:
     overflow: Literal["error", "drop"] | None = None
     session: str | None = None
     blend: bool = False
+    documents: Sequence[tuple[str, str]] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if self.ratio is not None and not 0 <= self.ratio <= 1:

@@ -24,6 +24,7 @@ from ragfuse.fuse.gather import gathered
 from ragfuse.gate import Booked
 from ragfuse.leaving import Saves, Spans, left_by
 from ragfuse.outlook import Name, Outlook
+from ragfuse.prefix_cache import PrefixCache
 from ragfuse.prompting import Prompter, Question, turns_of
 from ragfuse.remembering import Sessions
 from ragfuse.sessions import (
@@ -65,8 +66,10 @@ class Conversations:
         encoder: Callable[[], Encoder],
         store: KVStore,
         outlook: Outlook,
+        prefixes: PrefixCache,
     ) -> None:
         self._settings, self._prompter, self._encoder, self._outlook = settings, prompter, encoder, outlook
+        self._prefixes = prefixes
         self._writer, self._changed = Writers(["history"], settings.writer_queue), threading.Condition()
         whose, ttl_s = lambda: [encoder().digest], settings.session_ttl_s
         self.sessions = Sessions(
@@ -149,7 +152,8 @@ class Conversations:
 
     def _message(self, turn: Turn, digest: str) -> Message:
         pieces = self._prompter.pieces(turn.content, digest)
-        parts = tuple((piece.text, piece.kind, piece.source) for piece in pieces if piece.text)
+        kinds = ("found" if piece.found else piece.kind for piece in pieces)
+        parts = tuple((each.text, kind, each.source) for each, kind in zip(pieces, kinds, strict=True) if each.text)
         return Message(turn.role, parts, turn.tool_calls, turn.tool_call_id, turn.name)
 
     def _shortened(self, make: Callable[[Question], Prompt], messages: Sequence[Turn], talk: Talk, ask: Ask) -> Prompt:
@@ -203,7 +207,12 @@ class Conversations:
             talk = _talk_of(each)
             if talk is not None and self._is_kept(talk, ask):
                 self._begun.add(id(each))
-                self._save_later(each, partial(_saves, each.plan, talk, self._encoder().key), talk)
+                self._save_later(each, _saves(each.plan, talk, self._encoder().key), talk)
+
+    def keeps(self, ready: Ready, ask: Ask) -> bool:
+        """Whether what is new in a prompt is saved for its conversation's next turn."""
+        talk = _talk_of(ready)
+        return talk is not None and self._is_kept(talk, ask)
 
     def after(self, ready: Sequence[Ready], rows: Sequence[Sequence[int]], answers: Sequence[Answer], ask: Ask) -> None:
         """Remember turns whose answers were generated as the ids of `rows`, and save the answers' KV later."""
@@ -223,11 +232,11 @@ class Conversations:
     def _remember(self, ready: Ready, talk: Talk, ids: Sequence[int], answer: Answer) -> None:
         encoder, n_prompt = self._encoder(), len(ready.plan.prompt)
         left, said = left_by(ready.plan, talk, encoder.key), self._spelled(answer)
-        made, n_rows = [*left.asked], min(_n_alike(said, ids), _n_held(ready, len(ids)) - n_prompt)
+        made, n_rows = [*left.asked], min(_n_alike(said, ids), ready.n_held(len(ids)) - n_prompt)
         if n_rows >= encoder.shortest:
             made.append(Stretch.whole(said[:n_rows], encoder.key(said[:n_rows], left.behind)))
             answered: Saves = ((made[-1], ((n_prompt, n_prompt + n_rows),)),)
-            self._save_later(ready, lambda: answered, talk)
+            self._save_later(ready, answered, talk, said[:n_rows])
         messages = talk.messages if talk.stays else tuple(map(_without_chunks, talk.messages))
         reply = Message("assistant", ((answer.text, "fresh", ""),) if answer.text else (), answer.tool_calls)
         turn = Exchange((*messages, reply), () if answer.tool_calls else said, tuple(made))
@@ -251,7 +260,7 @@ class Conversations:
 
     def _is_kept(self, talk: Talk, ask: Ask) -> bool:
         """Whether the turn is remembered: what nobody asked to keep is, unless it was given chunks."""
-        chunks = any(kind == "chunk" for message in talk.messages for _, kind, _ in message.parts)
+        chunks = any(message.has_chunks for message in talk.messages)
         return ask.reuse and (talk.lasts or not chunks)
 
     def _spelled(self, answer: Answer) -> tuple[int, ...]:
@@ -264,8 +273,11 @@ class Conversations:
                 return (*ids[:count], *(model.tokens(rest) if rest else ()))
         return tuple(model.tokens(answer.text))
 
-    def _save_later(self, ready: Ready, saves: Callable[[], Saves], talk: Talk) -> None:
-        """Save rows of a prompt in the background, unless too much waits already."""
+    def _save_later(self, ready: Ready, saves: Saves, talk: Talk, written: tuple[int, ...] = ()) -> None:
+        """Save rows of a prompt, and of what was written behind it, in the background, unless too much waits already.
+
+        What is exact of it is what other prompts may begin with, too: those that come meanwhile wait for it.
+        """
         if ready.prefill.cache is None:
             return
         kv = ready.prefill.kv
@@ -275,16 +287,21 @@ class Conversations:
                 return
             self._waiting_bytes += kv.nbytes
             self._waiting[talk.id] += 1
+        exact = [(spans[0], each.key) for each, spans in saves if len(spans) == 1 and each.key.encoded != "amid"]
+        for (lo, hi), key in exact:
+            self._prefixes.expect((*ready.plan.prompt.token_ids, *written)[:hi], lo, key)
 
         def job() -> None:
             try:
-                for stretch, spans in saves():
+                for stretch, spans in saves:
                     self._save(kv, stretch, spans, talk.lasts)
             finally:
                 self._done(talk, kv.nbytes)
+                self._prefixes.saved(key for _, key in exact)
 
         if not self._writer.submit("history", job):
             self._done(talk, kv.nbytes, dropped=1)
+            self._prefixes.saved(key for _, key in exact)
 
     def _release_later(self, keys: Callable[[], Iterable[ChunkKey]]) -> None:
         """Drop KV that no session has, in the background, behind what waits to be saved, however much that is."""
@@ -326,7 +343,10 @@ def _saved(plan: LoadPlan, talk: Talk, key_of: Callable[[Sequence[int], str], Ch
 
 def turn_of(message: Message) -> Turn:
     """A message as prompts take it."""
-    pieces = tuple(Piece(text, "chunk" if kind == "chunk" else "fresh", source) for text, kind, source in message.parts)
+    pieces = tuple(
+        Piece(text, "fresh" if kind == "fresh" else "chunk", source, found=kind == "found")
+        for text, kind, source in message.parts
+    )
     return Turn(message.role, pieces, message.tool_calls, message.tool_call_id, message.name)
 
 
@@ -350,7 +370,7 @@ def _lacking(whole: Prompt, short: Prompt, talk: Talk) -> Prompt:
 
 
 def _without_chunks(message: Message) -> Message:
-    return replace(message, parts=tuple(part for part in message.parts if part[1] != "chunk"))
+    return replace(message, parts=tuple(part for part in message.parts if part[1] == "fresh"))
 
 
 def _talk_of(ready: Ready) -> Talk | None:
@@ -381,14 +401,3 @@ def _behind(prompt: Prompt, row: int) -> Iterator[Segment]:
 def _n_alike(one: Sequence[int], other: Sequence[int]) -> int:
     """How many ids two beginnings share."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _n_held(ready: Ready, n_ids: int) -> int:
-    """Rows of a prompt and its answer, all but the answer's last token, that lie in the prompt's own cache.
-
-    An answer that was decoded with others, or as one of several, left the prompt's rows alone there.
-    """
-    cache, n_prompt = ready.prefill.cache, len(ready.plan.prompt)
-    if cache is None or cache.length != n_prompt + n_ids - 1 or cache.layers[0].keys.shape[0] > 1:
-        return n_prompt
-    return cache.length

@@ -23,7 +23,7 @@ FORMAT_VERSION = 2
 """Version of everything that is written: keys, headers, profiles. A change makes old entries misses."""
 
 Encoded = Literal["alone", "prefix", "amid"]
-Kind = Literal["fresh", "chunk", "module", "history"]
+Kind = Literal["fresh", "chunk", "prefix", "module", "history"]
 
 
 def digest(*parts: str | bytes) -> str:
@@ -85,7 +85,8 @@ class Segment:
 
     `keys` are the places to look for its KV, best first; it is empty iff the segment is fresh. `source` says where the
     text came from, for people; `text` is a chunk's own text. `rows` lo:hi of the stored run are meant (None: all of
-    it), whose own position 0 stands at `origin` (None: its rows stand as one, so that lo stands at `start`).
+    it), whose own position 0 stands at `origin` (None: its rows stand as one, so that lo stands at `start`). `stored`:
+    ids of that whole run, where only some of its rows stand here.
     """
 
     tokens: tuple[int, ...]
@@ -96,6 +97,7 @@ class Segment:
     text: str = field(default="", repr=False, compare=False)
     rows: tuple[int, int] | None = None
     origin: int | None = None
+    stored: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if bool(self.keys) == (self.kind == "fresh"):
@@ -130,7 +132,10 @@ class Prompt:
 
     So there is always a token to compute, and its row yields the first logits. dropped: sources of chunks that were
     left out, so that it fits. talk: the conversation that it goes on with, for who keeps that; truncated: tokens of the
-    conversation that it lacks, so that it fits. taken: what it takes from a schema (`text.bind.Taken`).
+    conversation that it lacks, so that it fits. taken: what it takes from a schema (`text.bind.Taken`). said: rows
+    lo:hi of what a user said last, (0, 0) where nobody did. altered: how documents that were retrieved for it were
+    changed on their way into it, so that they are not found ("" where they are, or do not stand in it). first_chunk:
+    the row where its first chunk begins, -1 where there is none.
     """
 
     segments: tuple[Segment, ...]
@@ -138,6 +143,9 @@ class Prompt:
     truncated: int = 0
     talk: Talk | None = field(default=None, repr=False, compare=False)
     taken: object = field(default=None, repr=False, compare=False)
+    said: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
+    altered: str = field(default="", repr=False, compare=False)
+    first_chunk: int = field(default=-1, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.segments or self.segments[-1].kind != "fresh":
@@ -329,7 +337,8 @@ class Trace:
     chunks that were left out of the prompt, so that it and its answer fit. stream: what came over a line under a
     deadline, piece by piece. session: the conversation that it goes on with, "" for none; truncated: tokens of that
     which the prompt lacks, the earliest ones. schema: whose prompt it is, "" for none; modules: paths of its modules
-    whose text was reused (".": the schema's own).
+    whose text was reused (".": the schema's own). tokens_prefix, tokens_chunks: of the reused ones, those of a
+    beginning that earlier prompts had too, and those of chunks.
     """
 
     model: str = ""
@@ -359,6 +368,21 @@ class Trace:
     truncated: int = 0
     schema: str = ""
     modules: tuple[str, ...] = ()
+    tokens_prefix: int = 0
+    tokens_chunks: int = 0
+
+    @property
+    def summary(self) -> str:
+        """One line: "541 tokens: 474 reused (6 of 6 chunks), 31 recomputed, first token 0.14 s"."""
+        first = f"first token {self.ttft_s:.2f} s"
+        if not self.tokens_reused:
+            return f"{self.tokens} tokens: none reused ({self.refusal or 'nothing was found'}), {first}"
+        chunks = [segment.hit for segment in self.segments if segment.kind == "chunk"]
+        parts = [f"{self.tokens_prefix} as beginning"] if self.tokens_prefix else []
+        parts += [f"{self.history_reused} of earlier turns"] if self.history_reused else []
+        parts += [f"{sum(chunks)} of {len(chunks)} chunks"] if chunks else []
+        told = f" ({', '.join(parts)})" if parts else ""
+        return f"{self.tokens} tokens: {self.tokens_reused} reused{told}, {self.tokens_recomputed} recomputed, {first}"
 
     @property
     def history_reused(self) -> int:

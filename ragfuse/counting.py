@@ -15,20 +15,22 @@ from dataclasses import dataclass
 from ragfuse.core import Answer, Trace
 from ragfuse.gate import INEXACT, UNSAFE
 from ragfuse.plan.controller import MISSING, UNREADABLE
-from ragfuse.planning import NOTHING, TOO_SHORT, UNASKED
+from ragfuse.planning import ALTERED, FIRST, NOTHING, TOO_SHORT, UNASKED
 
 TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 60.0)
 """Upper ends of the buckets that times to the first token are counted in; one more takes the rest."""
 KINDS = ("reused", "recomputed", "fresh")
 """What became of a prompt's tokens."""
-WHY = ("asked", "nothing_stored", "too_short", "sooner", "inexact", "unsafe", "model")
-"""Why prompts were prefilled in full: it was asked for; nothing of them was in the store; they held no chunk; it was
-sooner; verify or calibrate speaks against fusing this model; the model cannot be fused."""
+WHY = ("asked", "nothing_stored", "too_short", "altered", "sooner", "inexact", "unsafe", "model")
+"""Why prompts were prefilled in full: it was asked for; nothing of them was in the store; they were too short; what was
+retrieved stood in them altered; it was sooner; verify or calibrate speaks against fusing this model; it cannot be
+fused."""
 
 
 def why_of(refusal: str) -> str:
     """One of `WHY`, "" for a prompt that was fused."""
-    begins = {UNASKED: "asked", NOTHING: "nothing_stored", TOO_SHORT: "too_short", INEXACT: "inexact", UNSAFE: "unsafe"}
+    begins = {UNASKED: "asked", NOTHING: "nothing_stored", FIRST: "nothing_stored", TOO_SHORT: "too_short"}
+    begins |= {ALTERED: "altered", INEXACT: "inexact", UNSAFE: "unsafe"}
     begins |= {"full prefill ": "sooner"}  # last: it begins what was asked for, too
     return next((why for begin, why in begins.items() if refusal.startswith(begin)), "model" if refusal else "")
 

@@ -1,9 +1,8 @@
-"""Runs into the store: alone or behind a prompt's prefix, and a second time amid other text; a schema's once, at their
-positions.
+"""Runs into the store: a chunk amid other text, a prompt's beginning alone, a schema's run at its positions.
 
-Right behind the prefix a chunk is exact where it stands first. Further down, a chunk that was encoded as if it stood
-first brings along what a model computes only once, at the beginning of a text; one that saw other text before itself
-comes several times closer to full prefill.
+A chunk that was encoded as if it stood first brings along what a model computes only once, at the beginning of a text;
+one that saw other text before itself comes several times closer to full prefill wherever it is placed. So there is one
+entry a chunk, the same whether it was indexed or met in a prompt, and whatever the prompt begins with.
 """
 
 from __future__ import annotations
@@ -49,10 +48,9 @@ class Ingested:
 class Encoder:
     """Encodes for one model and tenant (`digest`) what `store` does not hold yet.
 
-    shortest: tokens of the shortest run that is kept. other_tokens: tokens of other text that a chunk's second entry
-    is encoded behind, 0: no second entries. home, levels: by tokens and bytes, the one slow tier that a chunk goes to,
-    and the levels of tiers that it is written at. pace_s: seconds that saving one is waited for, None: until all tiers
-    have it.
+    shortest: tokens of the shortest run that is kept. other_tokens: tokens of other text that a chunk is encoded
+    behind. home, levels: by tokens and bytes, the one slow tier that a chunk goes to, and the levels of tiers that it
+    is written at. pace_s: seconds that saving one is waited for, None: until all tiers have it.
     """
 
     model: HFModel
@@ -82,12 +80,22 @@ class Encoder:
         wanted = self.levels(len(tokens), kv.nbytes).get(tier) or self.store.levels.of(tier)
         return self.store.levels.nbytes(self.key(tokens), kv, wanted)
 
-    def keep(self, tokens: Sequence[int], prefix: Sequence[int] = ()) -> int:
-        """Encode and keep a run behind `prefix`, or alone behind a short one; bytes of new KV."""
-        context = self._context(prefix)
-        seldom = bool(self.other_tokens and context)  # only the chunk that stands first in a prompt is read from here
-        key, behind = self.key(tokens, context), prefix if context else ()
-        return self._put(tokens, key, lambda: self.model.encode(tokens, behind), fast=not seldom)
+    @property
+    def context(self) -> str:
+        """The context of chunks: other text, or nothing where there are to be no such entries."""
+        return amid("") if self.other_tokens else ""
+
+    def keep_prefix(self, tokens: Sequence[int]) -> int:
+        """Encode and keep what prompts begin with; bytes of new KV."""
+        return self._put(tokens, self.key(tokens), lambda: self.model.encode(tokens), fast=True)
+
+    def keep_chunk(self, tokens: Sequence[int]) -> int:
+        """Encode and keep a chunk; bytes of new KV, 0 where it was there."""
+        room = room_behind(len(tokens), self.model)
+        other = self.other_tokens if room is None else min(self.other_tokens, room - 1)
+        before = self.model.tokens(stand_in() + GAP)[-other:] if other else []
+        encode = self.model.encode_amid if self.other_tokens else self.model.encode
+        return self._put(tokens, self.key(tokens, self.context), lambda: encode(tokens, before), fast=True)
 
     def keep_run(self, run: Run) -> int:
         """Encode and keep a schema's run (Prompt Cache 3.3); bytes of new KV.
@@ -98,19 +106,6 @@ class Encoder:
         positions = [start + position for position in run.positions]
         encoded = lambda: self.model.encode_at(run.tokens, positions)  # noqa: E731
         return self._put(run.tokens, self.key_of(run), encoded, fast=True, stays=True)
-
-    def keep_amid(self, tokens: Sequence[int], prefix: Sequence[int] = ()) -> int:
-        """Encode and keep a chunk behind `prefix` and other text; bytes of new KV, 0 where there is no room for it."""
-        context, room = self._context(prefix), room_behind(len(prefix), self.model)
-        other = self.other_tokens if room is None else min(self.other_tokens, room // 2)
-        if not other or (room is not None and other + len(tokens) >= room):
-            return 0
-
-        def encoded() -> ChunkKV:
-            before = prefix if context else ()
-            return self.model.encode_amid(tokens, (*before, *self.model.tokens(stand_in() + GAP)[-other:]))
-
-        return self._put(tokens, self.key(tokens, amid(context)), encoded, fast=True)
 
     def _put(
         self, tokens: Sequence[int], key: ChunkKey, encoded: Callable[[], ChunkKV], fast: bool, stays: bool = False
@@ -125,6 +120,3 @@ class Encoder:
         wait, pace_s = self.pace_s is None, self.pace_s or 0.0
         kept = self.store.put(key, kv, wait=wait, fast=fast, home=home, pace_s=pace_s, levels=levels)
         return kv.nbytes if kept else 0
-
-    def _context(self, prefix: Sequence[int]) -> str:
-        return token_digest(prefix) if len(prefix) >= self.shortest else ""

@@ -25,7 +25,7 @@ from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import StoreError
 from ragfuse.fitting import limit_of
 from ragfuse.forgetting import chunk_of, forget_chunks
-from ragfuse.gate import Profiles
+from ragfuse.gate import Profiles, refusal_of
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.keeping import open_kept
@@ -37,12 +37,14 @@ from ragfuse.plan.controller import settle
 from ragfuse.planning import Planner
 from ragfuse.prefetching import Prefetcher
 from ragfuse.prefilling import Prefiller
+from ragfuse.prefix_cache import PrefixCache
 from ragfuse.profiles import MachineProfile, ModelProfile
 from ragfuse.prompting import Content, Inquiry, Prompter, Question
 from ragfuse.registry import Registry
 from ragfuse.saving import EXIT_S, WAIT_S, Saver, Work
 from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
+from ragfuse.sightings import Recurs, Sightings
 from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
 from ragfuse.telemetry import answered, batched
@@ -50,6 +52,7 @@ from ragfuse.tenants import remember_tenant
 from ragfuse.text.bind import Taken
 from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.text.nodes import Request, Schema
+from ragfuse.text.passages import is_prose
 from ragfuse.timings import Timings
 from ragfuse.tracing import Ready
 from ragfuse.weights import loaded
@@ -80,22 +83,24 @@ class Engine:
         evict = self.outlook.evict(self.settings)
         self.store = store if store is not None else open_kept(self.settings, codecs=self._coding, evict=evict)
         self._model, self._lock = model, threading.Lock()
+        self._sightings = Sightings()
         self._profiles, self._timings = Profiles(self._booked), Timings(self.settings.tiers, self._booked)
-        self._planner = Planner(self.settings, self.store, self._timings)
+        self._prefixes = PrefixCache(self.settings, lambda: self.encoder, self.store)
+        self._planner = Planner(self.settings, self.store, self._timings, self._prefixes)
         self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
         self.tally = Tally(lambda: self._saver.waiting)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
         keys_of, free_share = lambda name: self._talks.keys_of(name), self.settings.memory_free
-        self._prefetcher = Prefetcher(self.store, lambda: self.encoder, self._booked, keys_of, free_share)
+        self._prefetcher = Prefetcher(self.store, lambda: self.encoder, keys_of, free_share)
         self._prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
         self.links = Links(self.settings.streams)
         self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
-        known = self._booked, self._prompter, lambda: self.encoder, self.store, self.outlook
+        known = self._booked, self._prompter, lambda: self.encoder, self.store, self.outlook, self._prefixes
         self._talks: Conversations = Conversations(self.settings, *known)
         registry = Registry(self.store, self._booked, self.settings.salt)
         self.schemas = Schemas(self.settings, registry, self._prompter, lambda: self.encoder)
-        own = self._planner, self._prefiller, self._bringer, self._talks
+        own = self._planner, self._prefiller, self._bringer, self._talks, self._prefixes
         self._answerer = Answerer(self.settings, *own, self._save_later)
         self.marker, self._caller, self.sessions = self._prompter.marker, Caller(), self._talks.sessions
         if model is not None:
@@ -146,16 +151,16 @@ class Engine:
         """
         if isinstance(prompt, Request):
             return self.schemas.prompt(prompt, Ask())
-        return self._prefetcher.note(self._prompter.prompt(prompt, self.digest, tools))
+        return self._prompter.prompt(prompt, self.digest, tools)
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
         return self._prompter.pieces(content, self.digest)
 
     def prefix(self, prompt: Inquiry) -> tuple[int, ...]:
-        """The ids before the first chunk of a prompt, () if there is none: what `ingest` may encode chunks behind."""
+        """The ids before the first chunk of a prompt, () if there is none: what `ingest` may keep beside chunks."""
         first = self.prompt(prompt).segments[0]
-        return first.tokens if first.kind == "module" else ()
+        return first.tokens if first.kind == "prefix" else ()
 
     def ingest(
         self,
@@ -163,19 +168,17 @@ class Engine:
         prefix: Sequence[int] = (),
         progress: Callable[[Ingested], None] | None = None,
     ) -> Ingested:
-        """Encode and keep the KV of (text, source) chunks that are not kept yet, behind `prefix` if given.
+        """Encode and keep the KV of (text, source) chunks that are not kept yet, and of a `prefix` of prompts.
 
-        Each chunk is encoded a second time amid other text, see `encoding.py`. Interrupted, it loses at most the chunk
-        at hand; called again, it goes on where it stopped.
+        Interrupted, it loses at most the chunk at hand; called again, it goes on where it stopped.
         """
         began, done, encoder = time.perf_counter(), Ingested(), self.encoder
         room_behind(len(prefix), self.model, "What stands before the first chunk")
-        encoder.keep(prefix)
-        self._prefetcher.remember(prefix)
+        encoder.keep_prefix(prefix)
         for text, source in texts:
             text, ids = text.strip(), self.tokens(text.strip())
-            room_behind(len(prefix) + len(ids), self.model, f"A chunk of '{source}'")
-            nbytes = encoder.keep_amid(ids, prefix) + encoder.keep(ids, prefix)
+            room_behind(len(ids), self.model, f"A chunk of '{source}'")
+            nbytes = encoder.keep_chunk(ids)
             if len(ids) >= self.settings.min_chunk_tokens:
                 self._prompter.note(self.digest, text, source, ids)
             done = done.plus(len(ids), nbytes, time.perf_counter() - began)
@@ -201,8 +204,8 @@ class Engine:
                 self._prompter.note(self.digest, text.strip(), source, ids)
 
     def prefetch(self, texts: Iterable[str]) -> None:
-        """Begin to bring what the store holds of these chunks to memory, for the next prompt, if that begins like
-        one of the latest or as chunks were encoded behind. Returns at once, encodes nothing, may load the model."""
+        """Begin to bring what the store holds of these chunks to memory, for the next prompt. Returns at once, encodes
+        nothing, may load the model."""
         self._prefetcher.submit(texts)
 
     def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
@@ -224,6 +227,7 @@ class Engine:
         texts = [text.strip() for text in ((texts,) if isinstance(texts, str) else texts)]
         runs = {tuple(self.tokens(text)) for text in texts}
         self._saver.forget(runs)
+        self._prefixes.forget(runs)
         self._prompter.forget(self.digest, texts)
         return forget_chunks(self.store, self.book, {chunk_of(self.key(run)) for run in runs})
 
@@ -301,6 +305,7 @@ class Engine:
         self._prefetcher.flush()
         self._saver.flush()
         self._talks.flush()
+        self._prefixes.flush()
         self.store.flush()
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -311,6 +316,7 @@ class Engine:
         self._prefetcher.close(left())
         self._saver.close(left())
         self._talks.close(left())
+        self._prefixes.close(left())
         self.store.close(left())
         book, self.book = self.book, None
         if book is not None:
@@ -338,8 +344,13 @@ class Engine:
         if isinstance(question, Request):
             return self.schemas.prompt(question, ask)
         tools, limit = offered(ask), limit_of(ask, self.settings, self.model)
+        if self.settings.learn != "off":
+            self._prompter.hear(self.digest, ask.documents, question)
         make = partial(self._prompter.prompt, digest=self.digest, tools=tools)
-        return self._prefetcher.note(self._talks.fitted(question, ask, lambda q, n: make(q, leave_out=n), limit))
+        prompt = self._talks.fitted(question, ask, lambda q, n: make(q, leave_out=n), limit)
+        if ask.documents and all(segment.kind != "chunk" for segment in prompt.segments):
+            return replace(prompt, altered=self._prompter.altered(question, ask.documents))
+        return prompt
 
     @answered
     def _answer(
@@ -360,6 +371,12 @@ class Engine:
         if ask.reuse and (not profile.refusal or (profile.fixed and taken is not None)):
             for work in self._planner.work_after(ready.plan):
                 self._saver.submit(work)
+        if ask.reuse and not profile.refusal:
+            begins, n_exact = self._prefixes.lacks(ready)
+            if begins:
+                self._saver.submit(Work(tuple(begins), begins=n_exact))
+        if ask.reuse and self.settings.learn != "off" and taken is None:
+            self._saver.submit(Work((), prompt=ready.plan.prompt, bare=not ready.plan.fetches))
         if ask.reuse and isinstance(taken, Taken):
             self._prefetcher.submit_keys(taken.others)  # of the unions used: the next prompt may want another one
 
@@ -369,16 +386,31 @@ class Engine:
         if work.far is not None:
             self.store.promote(work.far)
             return
+        if work.prompt is not None:
+            runs = self._sightings.met_again(work.prompt, self.model.border)
+            why = refusal_of(self.profile, self.settings.policy)
+            if self.settings.learn == "text" and not why:
+                for run in runs:
+                    if is_prose(self.model.text(run)):
+                        self._saver.submit(Work(run, source="seen again"))
+            elif runs and work.bare:
+                shared(("recurs", self.settings.model), Recurs).tell(len(runs), self.settings, why)
+            return
         self.model.batcher.wait_idle(WAIT_S)
+        if work.begins:
+            self._prefixes.extend(work.tokens, work.begins)
+            return
         encoder = self.encoder.in_background()
         if work.run is not None:
             encoder.keep_run(work.run)
             return
-        encoder.keep(work.tokens, work.prefix)
-        if work.text:
-            encoder.keep_amid(work.tokens, work.prefix)
-            self._prefetcher.remember(work.prefix)
-            self._prompter.note(self.digest, work.text, work.source, work.tokens)
+        encoder.keep_chunk(work.tokens)
+        self._prompter.note(self.digest, work.text or self._text(work.tokens), work.source, work.tokens)
+
+    def _text(self, tokens: tuple[int, ...]) -> str:
+        """The text of ids, where it is tokenised as these; else "": then later processes do not know it."""
+        text = self.model.text(tokens).strip()
+        return text if tuple(self.model.tokens(text)) == tokens else ""
 
     def _booked(self, use: Callable[[Book], T], otherwise: T) -> T:
         """What the book says; `otherwise` without one, also when the engine is closed in this very moment."""

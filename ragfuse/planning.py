@@ -21,6 +21,7 @@ from ragfuse.measure import Progress, measure
 from ragfuse.plan.controller import MISSING, LoadingController, settle
 from ragfuse.plan.evict import lru
 from ragfuse.plan.tiers import choose_level, choose_tier, promotions
+from ragfuse.prefix_cache import PrefixCache
 from ragfuse.profiles import MachineProfile, ModelProfile
 from ragfuse.saving import Work, work_after
 from ragfuse.settings import AUTO_LEVEL, Settings
@@ -32,8 +33,12 @@ from ragfuse.timings import Timings
 log = logging.getLogger("ragfuse.engine")
 
 UNASKED = "full prefill was asked for"
-NOTHING = "nothing of it is in the store"
-TOO_SHORT = "it holds no chunk that is long enough"
+NOTHING = "none of this text is stored yet"
+ALTERED = "the documents retrieved for it are known, but stand in it altered"
+FIRST = "these documents are met for the first time: they are encoded after the answer, for the next question"
+TOO_SHORT = "it is too short to hold a chunk"
+SHORT = 32
+"""Tokens of a prompt under which there is nothing to save."""
 PROMOTED = 2
 """Chunks that are copied to a faster tier after one answer, at most."""
 
@@ -41,8 +46,8 @@ PROMOTED = 2
 class Planner:
     """Plans an engine's prompts over its store, by `timings` where this machine was measured."""
 
-    def __init__(self, settings: Settings, store: KVStore, timings: Timings) -> None:
-        self.timings = timings
+    def __init__(self, settings: Settings, store: KVStore, timings: Timings, prefixes: PrefixCache) -> None:
+        self.timings, self._prefixes = timings, prefixes
         self._settings, self._store = settings, store
         self._hint, self._lock = Hint(), threading.Lock()
         self._promoted = 0
@@ -58,30 +63,39 @@ class Planner:
     ) -> LoadPlan:
         """What to read and compute for a prompt; `lost` segments were there and could not be read.
 
-        Unless it `counts`, no hit or miss is told in the store's counts.
+        Unless it `counts`, no hit or miss is told in the store's counts. The plan's prompt is this one with what it
+        shares with earlier prompts in place; with `lost` segments, it is one that a plan gave.
         """
+        if ask.reuse and not lost:
+            prompt = self._prefixes.placed(prompt)
         settings = self._settings
         policy = ask.policy or settings.policy
         ratio = settings.ratio if ask.ratio is None else ask.ratio
         machine, corrections = self.timings.now(model)
         controller = LoadingController(machine, profile.choice, corrections)
         blends = any(segment.kind == "chunk" for segment in prompt.segments)
-        judged = profile if blends else replace(profile, safe=None)  # what is used as it is needs no calibration
-        if profile.fixed and not blends and prompt.taken is not None:
-            judged = replace(judged, refusal="")  # a schema's modules stand where they were encoded
-        refusal = refusal_of(judged, policy) if ask.reuse else UNASKED
+        refusal = refusal_of(_judged(prompt, profile, blends), policy) if ask.reuse else UNASKED
+        left, why_left = frozenset[ChunkKey](), refusal
+        if refusal and blends and ask.reuse and not refusal_of(_judged(prompt, profile, False), policy):
+            left = frozenset(key for segment in prompt.segments if segment.kind == "chunk" for key in segment.keys)
+            refusal = ""  # what is exact is read all the same
         if refusal:
             return controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).refused(refusal)
-        keys = [key for segment in prompt.segments for key in segment.keys]
+        keys = [key for segment in prompt.segments for key in segment.keys if key not in left]
         entries = self._store.lookup(keys, counts=counts)
         others = self._store.copies(entries) if machine is not None else {}
         found = controller.plan(prompt, entries, policy, ratio, lost, ask.deadline_s, others)
-        found = replace(found, misses=tuple(self._told(prompt, *miss) for miss in found.misses))
+        lacking = (miss for miss in found.misses if (prompt.segments[miss[0]].kind, miss[1]) != ("prefix", MISSING))
+        found = replace(found, misses=tuple(self._told(prompt, *miss) for miss in lacking))  # a new beginning: new text
+        if left:
+            chunks = {at for at, segment in enumerate(prompt.segments) if segment.kind == "chunk"}
+            found = replace(found, misses=tuple((at, why_left if at in chunks else why) for at, why in found.misses))
+            return found if found.fetches or found.refusal else found.refused(why_left)
         if found.fetches or found.refusal:
             if blends:
                 self._hint.give(profile, policy, settings.model)
             return found
-        why = self._nothing() if keys else TOO_SHORT
+        why = self._nothing(prompt, bool(lost))
         return replace(found.refused(why), misses=found.misses)
 
     def home(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> str | None:
@@ -107,7 +121,7 @@ class Planner:
         yield from work_after(plan)
         used = tuple(fetch.key for fetch in (*plan.fetches, *plan.unread))
         if used and plan.forecast is not None and len(self._slow) > 1:
-            yield Work((), (), used=used)
+            yield Work((), used=used)
 
     def promote(self, model: HFModel, keys: Sequence[ChunkKey]) -> None:
         """Copy those of these chunks that are hit often to a faster tier that has room, a few; see `plan.tiers`."""
@@ -147,12 +161,17 @@ class Planner:
         reasons = (self._store.why_not(key) for key in prompt.segments[index].keys if why == MISSING)
         return index, next(filter(None, reasons), why)
 
-    def _nothing(self) -> str:
+    def _nothing(self, prompt: Prompt, lost: bool) -> str:
         """Why a prompt was found nowhere: of tiers that do not answer, nobody knows."""
+        if len(prompt) < SHORT:
+            return f"{TOO_SHORT}: {len(prompt)} tokens"
         tiers = self._store.tiers  # what the look-up just met: an answer does not wait for being asked again
         silent = [tier.name for tier in tiers if isinstance(tier, Breaks) and tier.breaker.is_open]
         there = f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
-        return f"{NOTHING}{there if silent else ''}"
+        if prompt.altered:
+            return f"{ALTERED}: {prompt.altered}"
+        first = not (silent or lost) and any(segment.kind == "chunk" for segment in prompt.segments)
+        return FIRST if first else f"{NOTHING}{there if silent else ''}"
 
     @property
     def _slow(self) -> list[Tier]:
@@ -169,3 +188,12 @@ class Planner:
         log.info("Promoted %s to tier %s, as it is used often", key, tier.name)
         with self._lock:
             self._promoted += 1
+
+
+def _judged(prompt: Prompt, profile: ModelProfile, blends: bool) -> ModelProfile:
+    """What is known of a model as far as it concerns a prompt: what is used as it is needs no calibration, and no
+    moving where it stands as it was encoded."""
+    if blends:
+        return profile
+    stays = prompt.taken is not None or any(segment.kind == "prefix" for segment in prompt.segments)
+    return replace(profile, safe=None, refusal="" if profile.fixed and stays else profile.refusal)

@@ -1,8 +1,7 @@
 """What a retriever has found is brought to memory while the prompt is still being made, in a thread.
 
-Under which keys the next prompt will look is told by the beginnings of those before it, also, by the store's book, in
-other processes. What conversations read that wait for their turn is known, and comes in the order of the queue. Nothing
-is encoded here, and what is not there is no loss: a question reads it for itself, or computes it.
+What conversations read that wait for their turn comes in the order of the queue. Nothing is encoded here, and what is
+not there is no loss: a question reads it for itself, or computes it.
 """
 
 from __future__ import annotations
@@ -15,20 +14,16 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ragfuse.core import ChunkKey, Entry, Prompt, token_digest
+from ragfuse.core import ChunkKey, Entry
 from ragfuse.encoding import Encoder
-from ragfuse.gate import Booked
 from ragfuse.outlook import Name
 from ragfuse.plan.ahead import to_prefetch
 from ragfuse.saving import EXIT_S
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.tier import Touches
-from ragfuse.text.assemble import contexts_behind
 
 log = logging.getLogger("ragfuse.engine")
 
-BEGINNINGS = 4
-"""Prefixes of prompts that are remembered, the latest ones."""
 WAITING = 8
 """Wishes that may wait; of more, the oldest is dropped."""
 KeysOf = Callable[[Name], Sequence[ChunkKey]]
@@ -52,16 +47,12 @@ class Prefetcher:
     The thread lives while something waits. No lock is held while a tier is asked or read.
     """
 
-    def __init__(
-        self, store: KVStore, encoder: Callable[[], Encoder], booked: Booked, keys_of: KeysOf, free_share: float
-    ) -> None:
-        self._store, self._encoder, self._booked = store, encoder, booked
+    def __init__(self, store: KVStore, encoder: Callable[[], Encoder], keys_of: KeysOf, free_share: float) -> None:
+        self._store, self._encoder = store, encoder
         self._keys_of, self._free_share = keys_of, free_share
         self._ahead: _Wish | None = None
         self._changed = threading.Condition()
         self._wishes: deque[_Wish] = deque(maxlen=WAITING)
-        self._beginnings: deque[str] = deque(maxlen=BEGINNINGS)  # digests, latest first
-        self._recalled: list[str] | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
         atexit.register(_at_exit, weakref.ref(self))
@@ -93,22 +84,6 @@ class Prefetcher:
             self._ahead = wish if waiting and not self._closed else None
             if self._ahead is not None and self._thread is None:
                 self._start()
-
-    def note(self, prompt: Prompt) -> Prompt:
-        """Remember the prefix of a prompt, which is given back."""
-        first = prompt.segments[0]
-        if first.kind == "module":
-            with self._changed:
-                _put_first(self._beginnings, first.keys[0].tokens)
-        return prompt
-
-    def remember(self, prefix: Sequence[int]) -> None:
-        """Chunks were encoded behind these tokens: later engines of this tenant shall take them for a beginning."""
-        encoder = self._encoder()
-        beginning, known = token_digest(prefix), self._recall(encoder.digest)
-        if len(prefix) >= encoder.shortest and beginning not in known:
-            self._recalled = known = [beginning, *known][:BEGINNINGS]
-            self._booked(lambda book: book.put(f"beginnings-{encoder.digest}", {"latest": known}), None)
 
     def leave(self, keys: Iterable[ChunkKey]) -> None:
         """A question reads these for itself now: nobody is helped by a second read."""
@@ -195,28 +170,10 @@ class Prefetcher:
         return list({entry.key: entry for entry in best if entry is not None}.values())
 
     def _wanted(self, texts: Sequence[str]) -> Iterator[tuple[ChunkKey, ...]]:
-        """For each run that a prompt may hold, its keys, best first; the prompt begins like one of the latest."""
+        """For each run that a prompt may hold, its key."""
         encoder = self._encoder()
         runs = (encoder.model.tokens(text.strip()) for text in texts)
-        chunks = [token_digest(ids) for ids in runs if len(ids) >= encoder.shortest]
-        with self._changed:
-            latest = tuple(self._beginnings)
-        beginnings = list(dict.fromkeys([*latest, *self._recall(encoder.digest)]))[:BEGINNINGS]
-        for beginning in beginnings or ("",):
-            first, later = contexts_behind(beginning, encoder.other_tokens > 0)
-            if beginning:
-                yield (ChunkKey(encoder.digest, beginning),)
-            for at, chunk in enumerate(chunks):
-                for contexts in (later,) if at else (first, later):  # the first one found may stand further down
-                    yield tuple(ChunkKey(encoder.digest, chunk, context) for context in contexts)
-
-    def _recall(self, digest: str) -> list[str]:
-        """Beginnings that the book has of a tenant, latest first; read once."""
-        if self._recalled is None:
-            found = self._booked(lambda book: book.get(f"beginnings-{digest}"), None) or {}
-            latest = found.get("latest")
-            self._recalled = [each for each in latest if isinstance(each, str)] if isinstance(latest, list) else []
-        return self._recalled
+        yield from ((encoder.key(ids, encoder.context),) for ids in runs if len(ids) >= encoder.shortest)
 
     def _affordable(self, entries: Sequence[Entry]) -> list[Entry]:
         """Those that lie in slow tiers, as many as fit beside those that are in fast ones and stay there."""
@@ -247,12 +204,6 @@ def to_bring(store: KVStore, keys_of: KeysOf, waiting: Sequence[Name], free_shar
     room = min((int(_free(tier) - free_share * tier.capacity) for tier in fast.values()), default=0)
     for name in to_prefetch(waiting, nbytes, (), room):
         yield from (entry for entry in found[name] if entry.tier not in fast)
-
-
-def _put_first(latest: deque[str], new: str) -> None:
-    if new in latest:
-        latest.remove(new)
-    latest.appendleft(new)
 
 
 def _free(tier: Tier) -> int:

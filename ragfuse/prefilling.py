@@ -118,6 +118,7 @@ class Prefiller:
         ahead = ahead or Ahead()
         room = room_of(prompt, model, drops(ask, self.settings))
         began, lost = time.perf_counter(), frozenset[int]()
+        prompt = brought.plan.prompt if brought is not None else prompt
         since = brought.began_s if brought is not None else began
         while True:
             if brought is not None and (brought.stream is not None or not lost):
@@ -131,7 +132,7 @@ class Prefiller:
                 with ahead.reader(near) or loading(self._reader(near, model), near) as reader:
                     prefill = _prefill(model, chosen, brought.over(reader) if brought is not None else reader)
             except LostRun as gone:
-                lost |= {gone.segment}
+                lost, prompt = lost | {gone.segment}, chosen.prompt
                 if brought is not None:
                     brought.lose(gone.segment)
                 continue

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ragfuse.asking import ends_of
-from ragfuse.core import ChunkKey, Prompt
+from ragfuse.core import ChunkKey, Prompt, amid
 from ragfuse.errors import InputError
 from ragfuse.gate import Booked
 from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
 from ragfuse.store import KnownText
+from ragfuse.text.altered import altered
 from ragfuse.text.assemble import Assembler
 from ragfuse.text.call_probe import call_format
 from ragfuse.text.calls import CallFormat
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
 from ragfuse.text.fit import lean
+from ragfuse.text.known_spans import ALTERED, MOST, KnownSpans, Match
 from ragfuse.text.nodes import Request
 from ragfuse.text.turns import Content, Turn
 
 __all__ = ["Content", "Inquiry", "Prompter", "Question", "Turn"]
 
+ENOUGH = 0.75
+"""Share of a new document that known ones have to say, for it to be taken from them and not encoded itself."""
 Question = str | Sequence[tuple[str, Content] | Turn]
 """What is asked: one text, or messages for the chat template, each a (role, content) or a turn."""
 Inquiry = Question | Request
@@ -44,6 +48,10 @@ class Prompter:
         self._settings, self._booked, self._model, self._key = settings, booked, model, key
         self._lock = threading.Lock()
         self._known: KnownChunks | None = None
+        shortest = max(6, settings.min_chunk_tokens)
+        self._spans = KnownSpans(shortest, max(ALTERED, shortest))
+        self._heard = KnownSpans(shortest, max(ALTERED, shortest))  # what nobody encoded yet
+        self._read_texts = set[str]()
         self._calls: CallFormat | None = None
         self.marker = Marker(self._secret())
 
@@ -55,18 +63,45 @@ class Prompter:
                 texts: list[KnownText] = self._booked(lambda book: list(book.texts(digest)), [])
                 for text in texts:
                     self._known.add([text.text], text.source)
+                if texts:
+                    threading.Thread(target=self._read, args=(texts,), name="ragfuse-index", daemon=True).start()
             return self._known
 
     def note(self, digest: str, text: str, source: str, tokens: Sequence[int]) -> None:
-        """From now on this text is a known chunk, here and in later processes."""
+        """From now on this is a known chunk, here and, unless it has no text, in later processes."""
+        self._spans.add(tokens, text, source)
+        self._heard.discard(tokens)
+        if not text:
+            return
         known = self.known(digest)
         if text not in known:
             known.add([text], source)
         self._booked(lambda book: book.add_texts(digest, [(str(self._key(tokens)), text, source)]), None)
 
+    def hear(self, digest: str, texts: Iterable[tuple[str, str]], question: Question) -> None:
+        """Look for these (text, source) in prompts from now on, in this process. Whoever encodes one notes it.
+
+        One that does not stand in the question as it is is looked for by its ids alone, of which there are so many.
+        """
+        known, contents = self.known(digest), _contents(question)
+        for text, source in texts:
+            text = text.strip()
+            if text in known or len(ids := self._model().tokens(text)) < self._settings.min_chunk_tokens:
+                continue
+            if text in contents:
+                known.add([text], source)
+                self._read_texts.add(text)
+            if ids not in self._spans:
+                self._heard.add(ids, text, source)
+
     def forget(self, digest: str, texts: Iterable[str]) -> None:
         """These texts are no known chunks any more, in this process."""
         self.known(digest).discard([chunk_id(text) for text in texts])
+        for text in texts:
+            ids = self._model().tokens(text.strip())
+            self._spans.discard(ids)
+            self._heard.discard(ids)
+            self._read_texts.discard(text.strip())
 
     def known_from(self, digest: str, source: str) -> list[str]:
         """Known texts of this source, also those that another process has noted since."""
@@ -92,9 +127,9 @@ class Prompter:
         The last `leave_out` chunks are left out, see `text.fit`.
         """
         model, settings = self._model(), self._settings
-        shortest, has_amid = settings.min_chunk_tokens, settings.amid_tokens > 0
+        shortest, context = settings.min_chunk_tokens, amid("") if settings.amid_tokens else ""
         if isinstance(question, str) and not tools:
-            plain = Assembler(model.tokens, self._key, None, shortest, shortest, has_amid)
+            plain = Assembler(model.tokens, self._key, None, shortest, shortest, context, find=self._find)
             left = lean([self.pieces(question, digest)], leave_out)
             return replace(plain.text(left.contents[0], model.bos), dropped=left.sources)
         turns = turns_of(question)
@@ -102,15 +137,43 @@ class Prompter:
         left = lean([self.pieces(turn.content, digest) for turn in turns], leave_out, asked)
         turns = [replace(turn, content=content) for turn, content in zip(turns, left.contents, strict=True)]
         render = self.render if getattr(model.words, "chat_template", None) else None
-        chat = Assembler(model.tokens, self._key, render, shortest, shortest, has_amid, self.calls)
+        known = context, self.calls, self._find
+        chat = Assembler(model.tokens, self._key, render, shortest, shortest, *known)
         return replace(chat.chat(turns, tools), dropped=left.sources)
 
     def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
         if isinstance(content, str):
-            return pieces(content, self.marker, self.known(digest))
+            found = pieces(content, self.marker, self.known(digest))
+            for piece in found:
+                if piece.found and piece.text not in self._read_texts:
+                    self._read([KnownText("", piece.text, piece.source)])
+            return found
         parts = ((part,) if isinstance(part, Piece) else self.pieces(part, digest) for part in content)
         return [piece for part in parts for piece in part]
+
+    def altered(self, question: Question, documents: Sequence[tuple[str, str]]) -> str:
+        """How a question holds documents that were retrieved for it, where none of them is found in it; "": not so."""
+        return altered(_contents(question), [text for text, _ in documents])
+
+    def _find(self, ids: Sequence[int]) -> list[Match]:
+        """Where known chunks stand in ids. What was only heard of has no KV yet: it counts where those that have some
+        say less than `ENOUGH` of it."""
+        found = self._spans.find(ids)
+        for new in self._heard.find(ids) if len(self._heard) else ():
+            held = sum(max(0, min(each.hi, new.hi) - max(each.lo, new.lo)) for each in found)
+            if held < ENOUGH * (new.hi - new.lo):
+                found = [*(part for each in found for part in _outside(each, new)), new]
+        return sorted(found, key=lambda match: match.lo)
+
+    def _read(self, texts: Iterable[KnownText]) -> None:
+        """Look for the ids of these texts, too: they are found where a prompt holds them altered, or in part."""
+        if len(self._spans) >= MOST:
+            self._read_texts.clear()  # some of them were dropped for others
+        for text in texts:
+            if text.text not in self._read_texts:
+                self._spans.add(self._model().tokens(text.text), text.text, text.source)
+                self._read_texts.add(text.text)
 
     def render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = (), ask: bool = True) -> str:
         """Messages as the chat template writes them; ask: with what makes the model answer."""
@@ -121,6 +184,22 @@ class Prompter:
         """What signs marks: the same in every process on one store."""
         new = {"secret": secrets.token_hex(32)}
         return bytes.fromhex(self._booked(lambda book: book.settle("marker", new), new)["secret"])
+
+
+def _outside(match: Match, new: Match) -> Iterator[Match]:
+    """What of a match stands outside another one."""
+    for lo, hi in ((match.lo, min(match.hi, new.lo)), (max(match.lo, new.hi), match.hi)):
+        if lo < hi:
+            yield replace(match, lo=lo, hi=hi, row=match.row + lo - match.lo)
+
+
+def _contents(question: Question) -> str:
+    """All that a question says, as one text."""
+    return "\n".join(text for turn in turns_of(question) for text in _texts(turn.content))
+
+
+def _texts(content: Content) -> list[str]:
+    return [content] if isinstance(content, str) else [each if isinstance(each, str) else each.text for each in content]
 
 
 def turns_of(question: Question) -> list[Turn]:

@@ -1,6 +1,6 @@
 """Chunks that a question met and the store lacked, or had too far away: seen to after the answer, in the background.
 
-What to encode and behind which prefix is told here; how, by the engine; what is promoted, by `planning.py`.
+What to encode is told here; how, by the engine; what is promoted, by `planning.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from ragfuse.core import ChunkKey, LoadPlan
+from ragfuse.core import ChunkKey, LoadPlan, Prompt
 from ragfuse.text.bind import Taken
 from ragfuse.text.schema import Run
 
@@ -29,42 +29,41 @@ WAIT_S = 2.0
 
 @dataclass(frozen=True)
 class Work:
-    """A run to encode behind `prefix`, the text it was made from ("": a prompt's own beginning), and its source.
+    """A chunk to encode, the text it was made from ("": only its ids are known), and its source.
 
     far: the run is in the store under this key and was computed all the same, as it loads too slowly from where it is.
     used: nothing is to be encoded; these chunks were used, and may have come to deserve a faster tier.
-    run: of a schema, to be encoded as a whole at its positions.
+    run: of a schema, to be encoded as a whole at its positions. prompt: nothing is to be encoded; it may hold passages
+    that recur. bare: nothing of that prompt was reused. begins: the run is what a prompt begins with, of which so many
+    tokens are in the prefix cache; the first chunk behind them shall be, too.
     """
 
     tokens: tuple[int, ...]
-    prefix: tuple[int, ...]
     text: str = ""
     source: str = ""
     far: ChunkKey | None = None
     used: tuple[ChunkKey, ...] = ()
     run: Run | None = None
+    prompt: Prompt | None = None
+    bare: bool = False
+    begins: int = 0
 
 
 def work_after(plan: LoadPlan) -> Iterator[Work]:
-    """What a prompt lacked: behind its prefix if that has been met before, alone otherwise; and what was too far away.
-
-    Where the prefix is known, a chunk that was found under another key than its best lacked that one.
-    """
+    """What a prompt lacked, each once, and what was too far away."""
     segments = plan.prompt.segments
     for fetch in plan.unread:
-        yield Work(segments[fetch.segment].tokens, (), far=fetch.key)
-    hits = {fetch.segment: fetch.key for fetch in (*plan.fetches, *plan.unread)}
+        yield Work(segments[fetch.segment].tokens, far=fetch.key)
+    hits = {fetch.key for fetch in (*plan.fetches, *plan.unread)}
     taken = plan.prompt.taken
     if isinstance(taken, Taken):
-        lacking = {segments[at].keys[0] for at, _ in plan.misses} - set(hits.values())
-        yield from (Work(run.tokens, (), run=run) for key, run in taken.runs.items() if key in lacking)
+        lacking = {segments[at].keys[0] for at, _ in plan.misses} - hits
+        yield from (Work(run.tokens, run=run) for key, run in taken.runs.items() if key in lacking)
         return
-    prefix = segments[0].tokens if 0 in hits and segments[0].kind == "module" else ()
-    for index, segment in enumerate(segments):
-        if segment.kind in ("fresh", "history"):  # what is said is kept by `conversing.py`
-            continue
-        if index not in hits or (prefix and hits[index] != segment.keys[0]):
-            yield Work(segment.tokens, prefix if index else (), segment.text, segment.source)
+    for segment in segments:  # beginnings are kept by `prefix_cache.py`, what is said by `conversing.py`
+        if segment.kind == "chunk" and segment.keys[0] not in hits:
+            hits.add(segment.keys[0])
+            yield Work(segment.stored or segment.tokens, segment.text, segment.source)
 
 
 class Saver:

@@ -19,7 +19,8 @@ VERSION = 1
 """Of a session as it is written down; others are none."""
 
 Part = tuple[str, str, str]
-"""A piece of a message: its text, "fresh" or "chunk", and where a chunk came from."""
+"""A piece of a message: its text, "fresh", "chunk", or "found" for a chunk that a text holds without saying so, and
+where a chunk came from."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class Message:
     @property
     def has_chunks(self) -> bool:
         """Whether any of its pieces is one."""
-        return any(kind == "chunk" for _, kind, _ in self.parts)
+        return any(kind != "fresh" for _, kind, _ in self.parts)
 
     @property
     def bare(self) -> Message | None:
         """It without the chunks around what it says, and what parts them; None where there are none, or some amid."""
-        says = [at for at, (text, kind, _) in enumerate(self.parts) if kind != "chunk" and text.strip()]
+        says = [at for at, (text, kind, _) in enumerate(self.parts) if kind == "fresh" and text.strip()]
         inside = replace(self, parts=self.parts[says[0] : says[-1] + 1] if says else ())
         if not says or inside.has_chunks or len(inside.parts) == len(self.parts):
             return None

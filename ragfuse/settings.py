@@ -117,6 +117,16 @@ class Settings(BaseSettings):
         description="Whether answers that are written at the same time hold modules that they have in common once, "
         "in memory.",
     )
+    prefix_cache: bool = Field(
+        default=True,
+        description="Whether the longest beginning that a prompt shares with an earlier one is taken from memory. It "
+        "is exact.",
+    )
+    learn: Literal["off", "heard", "text"] = Field(
+        default="text",
+        description="Which chunks are found without being indexed: none (off); what a framework's retrievers returned "
+        "(heard); also long passages that several prompts hold (text).",
+    )
     policy: str = Field(
         default="auto", description="Selection policy, see ragfuse.fuse.select; auto: by what the store holds."
     )
@@ -138,8 +148,8 @@ class Settings(BaseSettings):
     amid_tokens: int = Field(
         default=256,
         ge=0,
-        description="Tokens of other text that a chunk is encoded behind, in a second entry for places further down "
-        "in a prompt; 0: no such entries.",
+        description="Tokens of other text that a chunk is encoded behind, so that it does not stand for a beginning; "
+        "0: chunks are encoded alone.",
     )
     min_chunk_tokens: int = Field(default=8, ge=1, description="Shorter runs are always computed fresh.")
     top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")

@@ -7,6 +7,7 @@ document or an answer is ever among them. What is counted over many answers is `
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
@@ -20,6 +21,8 @@ from ragfuse.counting import Tally
 from ragfuse.hf.model import Prefill
 from ragfuse.load.layers import LayerReader
 from ragfuse.settings import Settings
+
+log = logging.getLogger("ragfuse")
 
 Span = Any
 """A span of opentelemetry."""
@@ -80,6 +83,7 @@ def answered(
         with _asked("answer", engine, ask, say is not None) as made:
             answer = write(engine, prompt, ask, say, *args, **kwargs)
             engine.tally.add(answer)
+            log.info(answer.trace.summary)
             if made is not None:
                 made.set_attributes(of_answers([answer]))
                 if say is not None:
@@ -100,6 +104,7 @@ def batched(
             answers = write(engine, prompts, ask, *args, **kwargs)
             for answer in answers:
                 engine.tally.add(answer)
+                log.info(answer.trace.summary)
             if made is not None and answers:
                 made.set_attributes(of_answers(answers))
             return answers

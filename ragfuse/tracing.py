@@ -41,6 +41,16 @@ class Ready:
     room: int | None = None
     stream: StreamTrace | None = None
 
+    def n_held(self, n_ids: int) -> int:
+        """Rows of a prompt and its answer of `n_ids` tokens, all but the last, that lie in the prompt's own cache.
+
+        An answer that was decoded with others, or as one of several, left the prompt's rows alone there.
+        """
+        cache, n_prompt = self.prefill.cache, len(self.plan.prompt)
+        if cache is None or cache.length != n_prompt + n_ids - 1 or cache.layers[0].keys.shape[0] > 1:
+            return n_prompt
+        return cache.length
+
 
 def trace_of(ready: Ready, timing: Timing, first_s: float | None, now_s: float, model: str) -> Trace:
     """The trace of one answer; first_s, now_s: `time.perf_counter()` at its first token and at its end."""
@@ -49,6 +59,7 @@ def trace_of(ready: Ready, timing: Timing, first_s: float | None, now_s: float, 
     segments = tuple(
         _segment(plan, index, segment, rows) for index, segment in enumerate(plan.prompt.segments) if segment.keys
     )
+    segments = tuple(each for each in segments if each.hit or each.kind != "prefix")  # a new beginning is new text
     cached = sum(s.n_tokens for s in segments if s.hit)
     offered = sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact)
     recomputed = round(prefill.mean_ratio * offered)
@@ -80,6 +91,8 @@ def trace_of(ready: Ready, timing: Timing, first_s: float | None, now_s: float, 
         truncated=plan.prompt.truncated,
         schema=plan.prompt.taken.schema if isinstance(plan.prompt.taken, Taken) else "",
         modules=_modules(plan),
+        tokens_prefix=sum(s.n_tokens for s in segments if s.hit and s.kind == "prefix"),
+        tokens_chunks=sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk") - recomputed,
     )
 
 

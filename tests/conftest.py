@@ -51,8 +51,12 @@ def varied_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 @pytest.fixture
 def tiny_settings(varied_path: Path, tmp_path: Path) -> Settings:
-    """A random 3-layer model in float32 whose tokens are bytes, over an empty store."""
-    return Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, max_tokens=12)
+    """A random 3-layer model in float32 whose tokens are bytes, over an empty store.
+
+    Without prefix caching, under which a prompt that is asked again shows nothing of its chunks.
+    """
+    alone = {"prefix_cache": False, "learn": "heard", "max_tokens": 12}
+    return Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, **alone)
 
 
 @pytest.fixture

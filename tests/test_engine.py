@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, InputError, ModelError, Piece, SettingsError, StoreError
-from ragfuse.core import ChunkKV, LayerKV, amid, token_digest
+from ragfuse.core import ChunkKV, LayerKV, amid
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.evict import lru
 from ragfuse.saving import WAITING
@@ -41,11 +41,13 @@ def test_ratio_one_is_full_prefill_token_for_token(engine, policy, missing):
     assert engine.answer(messages(), Ask(policy=policy, ratio=1.0)).token_ids == full(engine).token_ids
 
 
-def test_one_chunk_behind_its_prefix_is_exact_at_ratio_zero(filled):
+def test_a_prompt_of_which_only_the_beginning_is_stored_is_exact_at_ratio_zero(engine):
+    engine.ingest([], engine.prefix(messages()))
     one = messages(CHUNKS[3:4])
-    answer = filled.answer(one, Ask(ratio=0.0))
-    assert answer.token_ids == full(filled, one).token_ids
-    assert [segment.exact for segment in answer.trace.segments] == [True, True]
+    answer = engine.answer(one, Ask(ratio=0.0))
+    assert answer.token_ids == full(engine, one).token_ids
+    assert [(s.kind, s.exact) for s in answer.trace.segments if s.hit] == [("prefix", True)]
+    assert (answer.trace.tokens_reused, answer.trace.tokens_recomputed) == (len(engine.prefix(one)), 0)
 
 
 def test_ratio_zero_recomputes_nothing(filled):
@@ -231,37 +233,41 @@ def test_engines_on_one_new_store_that_open_at_once_have_one_secret(tiny_setting
         engine.close()
 
 
-def test_a_prefix_before_a_chunk_is_what_ingest_encodes_behind(engine):
+def test_a_prefix_before_a_chunk_is_what_ingest_keeps_beside_chunks(engine):
     prefix = engine.prefix(messages())
     prompt = engine.prompt(messages())
     assert prompt.segments[0].tokens == prefix
-    assert prompt.segments[1].keys[0].context == token_digest(prefix)
+    assert prompt.segments[0].keys == (engine.key(prefix),)
+    assert prompt.segments[1].keys == (engine.key(engine.tokens(CHUNKS[0]), amid("")),)
+    engine.ingest([(CHUNKS[0], "")], prefix)
+    wanted = {*prompt.segments[0].keys, *prompt.segments[1].keys}
+    assert {entry.key for entry in engine.store.entries()} == wanted
     assert engine.prefix([("user", "no chunk in it")]) == ()
 
 
-def test_a_chunk_that_was_encoded_alone_is_found_behind_any_prefix(engine):
+def test_a_chunk_is_found_behind_any_prefix(engine):
     engine.ingest([(text, "") for text in CHUNKS])
     for head in (INSTRUCTION, "Some other, longer beginning of a prompt.\n\n"):
         trace = engine.answer(messages(head=head)).trace
         assert chunk_hits(trace) == [True] * 6
-        assert not any(segment.exact for segment in trace.segments[1:])
+        assert [(segment.kind, segment.exact) for segment in trace.segments] == [("chunk", False)] * 6
         assert trace.tokens_recomputed > 0
 
 
 def test_chunks_shorter_than_the_least_are_fresh_and_their_number_is_a_setting(tiny_settings):
     short = ["Seven t.", "Eight to", CHUNKS[0]]
     with Engine(tiny_settings.model_copy(update={"min_chunk_tokens": 9})) as engine:
-        assert [s.kind for s in engine.prompt(messages(short)).segments] == ["module", "fresh", "chunk", "fresh"]
+        assert [s.kind for s in engine.prompt(messages(short)).segments] == ["prefix", "fresh", "chunk", "fresh"]
     with Engine(tiny_settings) as engine:
         kinds = [s.kind for s in engine.prompt(messages(short)).segments]
-        assert kinds == ["module", "chunk", "fresh", "chunk", "fresh", "chunk", "fresh"]
+        assert kinds == ["prefix", "chunk", "fresh", "chunk", "fresh", "chunk", "fresh"]
 
 
 def test_one_chunk_twice_in_a_prompt_is_right_in_both_places(filled):
     twice = messages([CHUNKS[0], CHUNKS[1], CHUNKS[0], CHUNKS[0]])
     answer = filled.answer(twice, Ask(ratio=1.0))
     assert chunk_hits(answer.trace) == [True] * 4
-    assert [segment.exact for segment in answer.trace.segments] == [True, True, False, False, False]
+    assert [segment.exact for segment in answer.trace.segments] == [True, False, False, False, False]
     assert answer.token_ids == full(filled, twice).token_ids
 
 
@@ -472,10 +478,10 @@ def test_the_same_miss_waits_once(engine):
     with engine.model.lock:
         for _ in range(3):
             engine.answer(messages())
-        assert len(engine._saver._waiting) <= 7 < WAITING
+        assert len(engine._saver._waiting) <= 6 < WAITING
     engine.flush()
     assert engine.store.stats().dropped_writes == 0
-    assert len({entry.key for entry in engine.store.entries()}) == 13
+    assert len({entry.key for entry in engine.store.entries()}) == 6
 
 
 def test_an_engine_without_disk_knows_its_chunks_while_it_lives(tiny_settings):
@@ -529,7 +535,7 @@ def test_a_process_that_ends_without_closing_keeps_what_it_can(tiny_settings):
     assert python(code, tiny_settings.model, tiny_settings.store, CHUNKS[0]) == 0
     with Engine(tiny_settings) as engine:
         assert CHUNKS[0] in engine.known
-        assert {entry.key.context for entry in engine.store.entries()} == {"", amid("")}
+        assert {entry.key.context for entry in engine.store.entries()} == {amid("")}
 
 
 def test_pieces_pass_through_as_they_are(engine):
@@ -595,6 +601,6 @@ def test_ingest_ends_when_every_slow_tier_has_everything(tiny_settings, tmp_path
     tiers = [DiskTier(tmp_path / name, 1 << 30, lru, name=name) for name in ("one", "two")]
     with Engine(tiny_settings, store=KVStore(tiers, writer_queue=1)) as engine:
         ingest(engine)
-        assert len(tiers[0].entries()) >= 2 * len(CHUNKS)
+        assert len(tiers[0].entries()) == len(CHUNKS) + 1
         assert tiers[0].entries().keys() == tiers[1].entries().keys()
         assert engine.store.stats().dropped_writes == 0

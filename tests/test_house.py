@@ -36,11 +36,13 @@ ENGINE = {
     "gate",
     "models",
     "planning",
+    "prefix_cache",
     "prefetching",
     "prefilling",
     "prompting",
     "saving",
     "sharing",
+    "sightings",
     "streaming",
 }
 ENGINE |= {
@@ -110,7 +112,7 @@ UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "jobl
 MUTABLE_CALLS = {"list", "dict", "set", "bytearray", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar"}
 MUTABLE_CALLS |= {"WeakKeyDictionary", "WeakValueDictionary", "local", "Lock", "RLock", "Event", "Condition", "Queue"}
 MUTABLE_NODES = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
-MAX_LINES = 400
+MAX_LINES = 600
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ import pytest
 
 from ragfuse import Ask, Engine
 from ragfuse.core import amid
-from ragfuse.prefetching import BEGINNINGS, SHARE, WAITING
+from ragfuse.prefetching import SHARE, WAITING
 from tests.tiny import CHUNKS, chunk_hits, file_of, ingest, messages
+
+ALL = ["memory"] * len(CHUNKS)
 
 
 def again(settings, **given) -> Engine:
@@ -26,7 +28,8 @@ def old(tiny_settings):
 
 
 def tiers(trace):
-    return [segment.tier for segment in trace.segments]
+    """Where each chunk was read from."""
+    return [segment.tier for segment in trace.segments if segment.kind == "chunk"]
 
 
 def in_memory(engine):
@@ -48,7 +51,7 @@ def test_what_is_prefetched_is_read_from_memory_by_the_question(old):
     with again(old) as engine:
         engine.prefetch(CHUNKS)
         engine.flush()
-        assert set(tiers(engine.answer(messages()).trace)) == {"memory"}
+        assert tiers(engine.answer(messages()).trace) == ALL
 
 
 def test_an_answer_is_the_same_with_and_without(old):
@@ -60,68 +63,65 @@ def test_an_answer_is_the_same_with_and_without(old):
         assert engine.answer(messages(), Ask(policy="hkvd", ratio=0.2)).token_ids == plain
 
 
-def test_a_new_engine_knows_from_the_book_how_prompts_begin(old):
+def test_an_engine_that_has_met_no_prompt_brings_what_the_first_one_reads(old):
     with Engine(old) as engine:
         engine.prefetch(CHUNKS)
         engine.flush()
-        assert set(tiers(engine.answer(messages()).trace)) == {"memory"}
+        assert tiers(engine.answer(messages()).trace) == ALL
 
 
-def test_beginnings_that_chunks_were_encoded_behind_after_answers_are_in_the_book_too(tiny_settings):
+def test_what_was_encoded_after_an_answer_is_brought_too(tiny_settings):
     with Engine(tiny_settings) as engine:
-        for _ in range(3):  # met, met again, encoded behind
-            engine.answer(messages())
-            engine.flush()
+        engine.answer(messages())
     with Engine(tiny_settings) as engine:
         engine.prefetch(CHUNKS)
         engine.flush()
-        assert set(tiers(engine.answer(messages()).trace)) == {"memory"}
+        assert tiers(engine.answer(messages()).trace) == ALL
 
 
-def test_of_many_beginnings_the_latest_are_kept(tiny_settings):
-    heads = [f"Instruction number {number}, which is long enough.\n\n" for number in range(BEGINNINGS + 1)]
+def test_chunks_are_in_memory_whatever_a_prompt_begins_with(tiny_settings):
+    heads = [f"Instruction number {number}, which is long enough.\n\n" for number in range(5)]
     with Engine(tiny_settings) as engine:
         for head in heads:
             engine.ingest([(CHUNKS[0], "")], engine.prefix(messages(head=head)))
     with Engine(tiny_settings) as engine:
         engine.prefetch(CHUNKS[:1])
         engine.flush()
-        plans = [engine.plan(messages(CHUNKS[:1], head=head)) for head in heads]
+        plans = [engine.plan(messages(CHUNKS[:1], head=head)) for head in [*heads, "A new one, and long enough.\n\n"]]
         found = [[fetch.tier for fetch in plan.fetches] for plan in plans]
-        assert found == [["disk"] * 2] + [["memory"] * 2] * BEGINNINGS
+        assert found == [["disk", "memory"]] * 5 + [["memory"]]
 
 
-def test_another_tenant_is_told_of_no_beginning(old):
+def test_another_tenant_s_chunks_are_not_brought(old):
     with Engine(old.model_copy(update={"salt": "theirs"})) as engine:
         engine.prefetch(CHUNKS)
         engine.flush()
         assert not in_memory(engine)
 
 
-def test_chunks_in_another_order_are_in_memory_but_for_the_one_that_comes_first(old):
+def test_chunks_in_another_order_are_in_memory_all_the_same(old):
     with again(old) as engine:
         engine.prefetch(CHUNKS)
         engine.flush()
-        trace = engine.answer(messages(CHUNKS[::-1])).trace
-        assert tiers(trace) == ["memory", "disk", *["memory"] * 5]
+        assert tiers(engine.answer(messages(CHUNKS[::-1])).trace) == ALL
 
 
 def test_texts_are_stripped_as_chunks_are(old):
     with again(old) as engine:
         engine.prefetch([f"\n {text}\t" for text in CHUNKS])
         engine.flush()
-        assert set(tiers(engine.answer(messages()).trace)) == {"memory"}
+        assert tiers(engine.answer(messages()).trace) == ALL
 
 
-def test_without_a_prompt_before_it_finds_what_was_encoded_behind_none(tiny_settings):
-    with Engine(tiny_settings) as engine:
-        engine.ingest([(text, "") for text in CHUNKS])
-    with Engine(tiny_settings) as engine:
+@pytest.mark.parametrize(("amid_tokens", "context"), [(256, amid("")), (0, "")])
+def test_it_brings_each_text_s_own_entry_and_nothing_else(tiny_settings, amid_tokens, context):
+    settings = tiny_settings.model_copy(update={"amid_tokens": amid_tokens})
+    with Engine(settings) as engine:
+        ingest(engine)
+    with Engine(settings) as engine:
         engine.prefetch(CHUNKS)
         engine.flush()
-        found = {key.context for key in in_memory(engine)}
-        assert found == {"", amid("")}
-        assert len(in_memory(engine)) == len(CHUNKS) + 1
+        assert set(in_memory(engine)) == {engine.key(engine.tokens(text), context) for text in CHUNKS}
 
 
 def test_nothing_is_encoded_and_nothing_counted_as_a_hit_or_a_miss(old):
@@ -152,13 +152,12 @@ def test_one_text_is_one_text(old):
 
 def test_an_entry_whose_file_is_lost_costs_itself_alone(old):
     with again(old) as engine:
-        prefix = engine.prompt(messages()).segments[0].keys[0].tokens
-        file_of(engine, CHUNKS[2], amid(prefix)).unlink()
+        file_of(engine, CHUNKS[2], amid("")).unlink()
         engine.prefetch(CHUNKS)
         engine.flush()
         trace = engine.answer(messages()).trace
-        assert tiers(trace) == ["memory", "memory", "memory", "disk", "memory", "memory", "memory"]
-        assert all(chunk_hits(trace))  # by the entry behind the prefix
+        assert tiers(trace) == ["memory", "memory", "", "memory", "memory", "memory"]
+        assert chunk_hits(trace) == [True, True, False, True, True, True]
 
 
 def test_it_takes_no_more_than_its_share_and_evicts_nothing_that_it_brought(old):
@@ -179,14 +178,14 @@ def test_what_is_pinned_leaves_it_less_room(old):
     with again(old) as engine:
         room = 6 * size_of(engine)
     with again(old, memory_bytes=room) as engine:
-        first = engine.prompt(messages()).segments[0].keys[0]
-        rest = [key for segment in engine.prompt(messages()).segments[4:] for key in segment.keys[:1]]
-        for key in rest[:3]:
+        first = engine.prompt(messages()).segments[1].keys[0]
+        rest = [engine.key(engine.tokens(text), amid("")) for text in CHUNKS[3:]]
+        for key in rest:
             assert engine.store.promote(key)
-        engine.store.pin(*rest[:3])
+        engine.store.pin(*rest)
         engine.prefetch(CHUNKS[:3])
         engine.flush()
-        assert {*rest[:3], first} <= in_memory(engine).keys()
+        assert in_memory(engine).keys() == {*rest, first}
         assert engine.store.tier("memory").counts["evicted"] == 0
 
 
@@ -240,9 +239,7 @@ def test_a_question_does_not_wait_for_it_and_what_it_reads_is_not_read_again(old
         assert set(tiers(answer.trace)) == {"disk"}
         gate.open.set()
         engine.flush()
-        first = engine.prompt(messages()).segments[1].keys[0].tokens
-        assert len(gate.keys) == 2  # the one at hand, and the first chunk's other entry, which no question read
-        assert gate.keys[1].tokens == first
+        assert gate.keys == [engine.key(engine.tokens(CHUNKS[0]), amid(""))]  # the one at hand
 
 
 def test_the_newest_wish_comes_first_and_the_oldest_is_dropped(old, monkeypatch):

@@ -13,7 +13,7 @@ KEY = ChunkKey("model", "tokens")
 
 
 def work(number: int) -> Work:
-    return Work((number,), (), f"text {number}")
+    return Work((number,), f"text {number}")
 
 
 class Desk:
@@ -159,16 +159,33 @@ def test_an_idle_saver_has_no_thread_and_holds_nobody():
     assert gone() is None
 
 
-def test_what_was_missed_is_encoded_behind_a_prefix_that_was_met_before():
-    prefix = Segment((1, 2), 0, "module", (KEY,))
-    chunks = [Segment((3 + i,), 2 + i, "chunk", (KEY,), f"book-{i}", f"text-{i}") for i in range(3)]
-    prompt = Prompt((prefix, *chunks, Segment((9,), 5)))
+def after(prompt: Prompt, *hits: int) -> list[Work]:
+    """What is encoded after a prompt of which these segments were read."""
+    fetches = tuple(Fetch(index, prompt.segments[index].keys[0], "memory", "raw", 1) for index in hits)
+    return list(work_after(LoadPlan(prompt, 0.1, "hkvd", fetches)))
 
-    def after(*hits: int) -> list[Work]:
-        fetches = tuple(Fetch(index, KEY, "memory", "raw", 1) for index in hits)
-        return list(work_after(LoadPlan(prompt, 0.1, "hkvd", fetches)))
 
-    assert after(0, 1, 2, 3) == []
-    assert after(0, 2) == [Work((3,), (1, 2), "text-0", "book-0"), Work((5,), (1, 2), "text-2", "book-2")]
-    assert after() == [Work((1, 2), ()), *(Work((3 + i,), (), f"text-{i}", f"book-{i}") for i in range(3))]
-    assert after(1, 2, 3) == [Work((1, 2), ())]
+def chunk(number: int, start: int, **given: object) -> Segment:
+    """One token as a chunk with a key of its own."""
+    key = ChunkKey("model", f"tokens-{number}")
+    return Segment((3 + number,), start, "chunk", (key,), f"book-{number}", f"text-{number}", **given)
+
+
+def test_chunks_that_were_missed_are_encoded_and_the_prompt_s_beginning_is_not():
+    prompt = Prompt((Segment((1, 2), 0, "prefix", (KEY,)), *(chunk(i, 2 + i) for i in range(3)), Segment((9,), 5)))
+    missed = [Work((3 + i,), f"text-{i}", f"book-{i}") for i in range(3)]
+    assert after(prompt, 0, 1, 2, 3) == []
+    assert after(prompt, 0, 2) == [missed[0], missed[2]]
+    assert after(prompt) == missed
+    assert after(prompt, 1, 2, 3) == []
+
+
+def test_a_chunk_that_was_missed_in_several_places_is_encoded_once():
+    prompt = Prompt((chunk(0, 0), chunk(1, 1), chunk(0, 2), Segment((9,), 3)))
+    assert after(prompt) == [Work((3,), "text-0", "book-0"), Work((4,), "text-1", "book-1")]
+    assert after(prompt, 0) == [Work((4,), "text-1", "book-1")]
+
+
+def test_of_a_chunk_that_stands_in_part_in_a_prompt_all_is_encoded():
+    prompt = Prompt((chunk(0, 0, rows=(1, 2), stored=(7, 3, 8)), Segment((9,), 1)))
+    assert after(prompt) == [Work((7, 3, 8), "text-0", "book-0")]

@@ -37,11 +37,11 @@ def prompt() -> Picture:
         middles.append(x + (width - 4) / 2)
         x += width
     said = [
-        ("as it is", "computed once,", "then kept"),
-        ("as it is", "encoded behind just", "this instruction"),
+        ("as it is", "an earlier prompt", "began so"),
+        ("as it is", "stood right behind", "it before, too"),
         ("reused, turned", "keys are moved to", "where it stands now"),
         ("reused, turned", "a few rows are", "computed again"),
-        ("computed", "not in the store yet:", "kept after the answer"),
+        ("computed", "met for the first time:", "kept after the answer"),
         ("computed", "always new", ""),
     ]
     for middle, (head, one, two) in zip(middles, said, strict=True):
@@ -59,7 +59,13 @@ def prompt() -> Picture:
         ("fresh", "computed"),
         gap=24,
     )
-    p.words(24, 306, "Chunks may come in any order and any pattern of hits and misses.", 12, "soft")
+    p.words(
+        24,
+        306,
+        "Chunks may come in any order, whole or altered, and nobody has to say where they are.",
+        12,
+        "soft",
+    )
     return p
 
 
@@ -190,7 +196,7 @@ def _lane(p: Picture, y: float, name: str, steps: list[tuple[str, float, str]]) 
 
 def tiers() -> Picture:
     """Where the KV lies, and which way it goes."""
-    p = Picture(860, 340)
+    p = Picture(860, 366)
     p.words(24, 34, "Where the KV lies", 15, bold=True)
     places = [
         ("GPU memory", "on a GPU", "exact"),
@@ -207,7 +213,9 @@ def tiers() -> Picture:
     p.arrow((24, 72), (836, 72))
     p.words(24, 64, "asked first", 11.5, "soft")
     p.words(836, 64, "slower, larger, cheaper", 11.5, "soft", at="end")
-    y = 196
+    y = 222
+    p.words(24, y - 18, "a beginning", 12.5, bold=True)
+    p.words(180, y - 18, "of prompts, as earlier ones had it: into memory, and nowhere else", 12, "soft")
     p.words(24, y + 8, "a new chunk", 12.5, bold=True)
     p.words(
         180,
@@ -228,89 +236,87 @@ def tiers() -> Picture:
 
 
 def boundaries() -> Picture:
-    """Where a chunk begins and ends: three ways, in this order."""
-    p = Picture(860, 372)
-    p.words(24, 34, "Where a chunk begins and ends", 15, bold=True)
+    """How a chunk is known: four ways."""
+    p = Picture(860, 436)
+    p.words(24, 34, "How a chunk is known", 15, bold=True)
+    p.words(836, 34, "reused from", 12, "soft", at="end")
     rows = [
-        (
-            "1",
-            "said outright",
-            "a content block, a Piece, or marks around the text",
-            "signed: no document can forge one",
-        ),
-        ("2", "known text", "the text of a chunk that the store has met", "leftmost first, then the longest"),
-        ("3", "everything else", "fresh text, computed every time", "instructions, the question, new text"),
+        ("1", "said outright", "a content block, a Piece, a server's documents, or signed marks", "the 2nd question"),
+        ("2", "indexed", "ingest, RagFuseIndexer, KVPrecompute", "the 1st question"),
+        ("3", "heard", "a retriever of LangChain or LlamaIndex returned it", "the 2nd question"),
+        ("4", "learnt", "two prompts held this passage; anywhere, the server too", "the 3rd question"),
+        ("", "the rest", "instructions are the beginning of prompts; the question is new", ""),
     ]
     for number, (sign, name, what, note) in enumerate(rows):
-        y = 56 + number * 46
-        p.label(24, y, 30, 34, sign, ("exact", "reused", "fresh")[number], 14)
-        p.words(70, y + 22, name, 13, bold=True)
-        p.words(214, y + 22, what, 12.5)
-        p.words(836, y + 22, note, 12, "soft", at="end")
-    p.line((24, 204), (836, 204), fill="line")
-    p.words(24, 232, "A message as the chain wrote it", 12.5, "soft")
+        y = 50 + number * 42
+        p.label(24, y, 30, 32, sign, ("exact", "exact", "reused", "reused", "fresh")[number], 14)
+        p.words(70, y + 21, name, 13, bold=True)
+        p.words(190, y + 21, what, 12.5)
+        p.words(836, y + 21, note, 12, "soft", at="end")
+    p.line((24, 268), (836, 268), fill="line")
+    p.words(24, 296, "A message as the chain wrote it", 12.5, "soft")
     pieces = [
-        ("Use only the passages.", 176, "fresh"),
+        ("Use only the passages.", 176, "exact"),
         ("The harbour was dug in 1847 by ...", 236, "reused"),
         ("The lighthouse is green, ...", 196, "reused"),
         ("Who dug it?", 100, "fresh"),
     ]
     x = 24.0
     for number, (text, width, fill) in enumerate(pieces):
-        p.box(x, 246, width, 40, fill)
-        p.words(x + width / 2, 271, text, 12, at="middle")
+        p.box(x, 310, width, 40, fill)
+        p.words(x + width / 2, 335, text, 12, at="middle")
         x += width + 28
         if number < len(pieces) - 1:
-            p.words(x - 14, 271, "\\n\\n", 11, "soft", at="middle")
-    p.words(
-        24,
-        318,
-        "White space around a chunk is fresh text: stripped, reordered or deduplicated chunks are found all the same.",
-        12,
-        "soft",
-    )
-    p.words(
-        24, 338, "Each piece is tokenised apart and hashed by its ids, so separators never change a key.", 12, "soft"
-    )
-    p.words(
-        24, 358, "A chunk that was edited is another chunk: a miss, computed and kept after the answer.", 12, "soft"
-    )
+            p.words(x - 14, 335, "\\n\\n", 11, "soft", at="middle")
+    for number, text in enumerate(
+        (
+            "The prompt is tokenised as a whole, as without ragfuse; known chunks are found among its token ids.",
+            "Numbered, indented, escaped, cut or edited: what agrees id by id is reused, the rest is computed.",
+            "No document can forge a mark, and nothing that differs is taken for the same.",
+        )
+    ):
+        p.words(24, 380 + number * 20, text, 12, "soft")
     return p
 
 
 def entries() -> Picture:
-    """The two entries of a chunk, and which place in a prompt takes which."""
-    p = Picture(860, 320)
-    p.words(24, 34, "A chunk is encoded twice", 15, bold=True)
-    p.words(24, 76, "behind the prefix", 13, bold=True)
-    p.label(190, 56, 110, 34, "instruction", "exact")
-    p.label(304, 56, 170, 34, "chunk", "reused")
-    p.words(494, 78, "exact where the chunk stands first in a prompt", 12.5, "soft")
-    p.words(24, 130, "amid other text", 13, bold=True)
-    p.label(190, 110, 110, 34, "instruction", "exact")
-    p.label(304, 110, 170, 34, "256 tokens of other text", "hint", 11.5)
-    p.label(478, 110, 170, 34, "chunk", "reused")
-    p.words(664, 132, "for places further down", 12.5, "soft")
-    p.words(190, 168, "What stands before is cut off; what it was is part of the key.", 12, "soft")
-    p.line((24, 192), (836, 192), fill="line")
-    p.words(24, 222, "in a prompt", 13, bold=True)
-    for x, width, text, fill in (
-        (190, 110, "instruction", "exact"),
-        (304, 130, "first chunk", "exact"),
-        (438, 130, "second", "reused"),
-        (572, 130, "third", "reused"),
-        (706, 130, "question", "fresh"),
+    """The one entry of a chunk, and what of a prompt it serves."""
+    p = Picture(860, 348)
+    p.words(24, 34, "A chunk is encoded once, amid other text", 15, bold=True)
+    p.words(24, 76, "encoded", 13, bold=True)
+    p.label(190, 56, 214, 34, "256 tokens of other text", "hint", 11.5)
+    p.label(408, 56, 160, 34, "chunk", "reused")
+    p.words(586, 78, "what stands before is cut off again", 12.5, "soft")
+    p.words(
+        190,
+        114,
+        "A text's first tokens are special to a model; a chunk encoded as if it stood first brings that along.",
+        12,
+        "soft",
+    )
+    p.line((24, 136), (836, 136), fill="line")
+    parts = ("instruction", "first chunk", "second", "third", "question")
+    for y, name, fills in (
+        (158, "the first time", ("exact", "reused", "reused", "reused", "fresh")),
+        (224, "begun so again", ("exact", "exact", "reused", "reused", "fresh")),
     ):
-        p.label(x, 202, width, 34, text, fill)
-    p.arrow((369, 262), (369, 242))
-    p.words(369, 278, "behind the prefix", 12, at="middle")
-    p.arrow((503, 262), (503, 242))
-    p.arrow((637, 262), (637, 242))
-    p.words(570, 278, "amid other text", 12, at="middle")
+        p.words(24, y + 22, name, 13, bold=True)
+        for x, text, fill in zip((190, 320, 450, 580, 710), parts, fills, strict=True):
+            p.label(x, y, 126, 34, text, fill)
+    p.arrow((383, 194), (383, 222))
+    p.words(394, 213, "encoded exactly behind the instruction, after the answer", 12, "soft")
+    p.legend(
+        190,
+        286,
+        ("exact", "the prompt's beginning, as it is"),
+        ("reused", "the chunk's one entry"),
+        ("fresh", "computed"),
+        gap=24,
+    )
     p.words(
         24,
-        304,
-        "A text's first tokens are special to a model; a chunk encoded as if it stood first brings that along.",
+        324,
+        "The same entry serves every prompt, whatever it begins with, and wherever in it the chunk stands.",
         12,
         "soft",
     )

@@ -2,7 +2,10 @@
 
 The four programs are in `chains/`: real questions over real articles, retrieved by the embedded embedder. What is timed
 is what a person waits for: from the question to the first text of the answer's stream, retrieval included. The lines
-that a swap takes are counted in the programs' own source.
+that a swap takes are counted in the programs' own source. Nothing is indexed: what is reused was learnt in the round
+that warms up, and the rounds behind it ask the very same prompts.
+
+What is learnt how soon, through more doors and beside a store that was filled, is measured in `unprepared.py`.
 """
 
 from __future__ import annotations
@@ -33,6 +36,18 @@ from ragfuse.bench.chains.asks import MAKERS, Ask, Said
 from ragfuse.bench.plots import saved
 from ragfuse.bench.quality.metrics import is_right, normalise
 from ragfuse.bench.runner import Times, circumstances, progress, speedup, thread_count
+from ragfuse.bench.unprepared import (
+    DOORS,
+    PASSAGES,
+    Embedders,
+    Run,
+    draw_shares,
+    held_out,
+    require_doors,
+    run_unprepared,
+    show,
+)
+from ragfuse.dtypes import settled
 from ragfuse.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, SettingsError
 from ragfuse.models import quietly
@@ -63,7 +78,11 @@ ROOM = 6 << 30
 
 @dataclass(frozen=True)
 class DropinOptions:
-    """What to measure. questions: of the demo's, all on one article; splits: the article's first so many chunks."""
+    """What to measure. questions: of the demo's, all on one article; splits: the article's first so many chunks.
+
+    swap: whether Hugging Face's classes are measured beside ours. doors: names of `unprepared.DOORS`; asked: questions
+    that go through each.
+    """
 
     model: str = "smollm2-135m-reader"
     dtype: str = "auto"
@@ -73,6 +92,9 @@ class DropinOptions:
     chunk_tokens: int = 512
     rounds: int = 3
     threads: int = 1
+    swap: bool = True
+    doors: tuple[str, ...] = tuple(DOORS)
+    asked: int = PASSAGES
     plot: Path | None = None
     home: Path = field(default_factory=lambda: Settings().home)
 
@@ -81,31 +103,25 @@ class DropinOptions:
             raise SettingsError(f"--dtype is '{self.dtype}'; wanted auto, float32 or bfloat16.")
         if min(self.questions, self.rounds, self.threads) < 1 or self.splits < TOP or self.chunk_tokens < 16:
             raise SettingsError(f"Questions and rounds are from 1 on, chunks from {TOP} on, of 16 tokens or more.")
+        held_out(self.asked)  # so many questions there are
+        if not self.swap and not self.doors:
+            raise SettingsError("Nothing is left to measure: leave out --no-swap, or name --doors.")
 
 
 def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
-    """The result as plain JSON types; `console` shows progress and the table."""
-    require_packages()
+    """The result as plain JSON types; `console` shows progress and the tables."""
+    require(options)
     options.home.mkdir(parents=True, exist_ok=True)
-    with (
-        thread_count(options.threads),
-        _quiet(),
-        quietly(options.home),
-        tempfile.TemporaryDirectory(dir=options.home, prefix="dropin-") as folder,
-        Engine(_settings(options, Path(folder))) as engine,
-    ):
-        asked, splits = _material(options, engine)
-        dtype, found = engine.settings.dtype, {}
-        for name in FRAMEWORKS:
-            theirs, ours = (make(engine, splits) for make in MAKERS[name])
-            found[name] = _measure(name, theirs, ours, asked, options, engine, console)
-            del theirs, ours
-            gc.collect()
+    result: dict[str, Any] = {"model": options.model}
+    with thread_count(options.threads), _quiet(), quietly(options.home):
+        if options.swap:
+            result |= _swapped(options, console)
+        if options.doors:
+            settings = settled(_settings(options))
+            run = Run(settings, held_out(options.asked), Embedders.embedded(settings), options.threads)
+            result |= {"dtype": settings.dtype, **run_unprepared(run, options.doors, console)}
     given = {key: value for key, value in asdict(options).items() if key not in ("home", "plot")}
-    result: dict[str, Any] = {
-        **found,
-        "model": options.model,
-        "dtype": dtype,
+    result |= {
         "clock": "wall",
         "timed": "from the question to the first text of the answer's stream, retrieval included",
         "options": given,
@@ -119,10 +135,37 @@ def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
     return result
 
 
-def _settings(options: DropinOptions, folder: Path) -> Settings:
-    """All KV in memory, and in a folder that goes away afterwards."""
+def require(options: DropinOptions) -> None:
+    """InputError that names what is missing for what is to be measured, and what brings it."""
+    require_packages()
+    require_doors(options.doors, _settings(options))
+
+
+def _swapped(options: DropinOptions, console: Console) -> dict[str, Any]:
+    """Both frameworks' figures, by name, and the dtype."""
+    with (
+        tempfile.TemporaryDirectory(dir=options.home, prefix="dropin-") as folder,
+        Engine(_swap_settings(options, Path(folder))) as engine,
+    ):
+        asked, splits = _material(options, engine)
+        found: dict[str, Any] = {"dtype": engine.settings.dtype}
+        for name in FRAMEWORKS:
+            theirs, ours = (make(engine, splits) for make in MAKERS[name])
+            found[name] = _measure(name, theirs, ours, asked, options, engine, console)
+            del theirs, ours
+            gc.collect()
+    return found
+
+
+def _settings(options: DropinOptions, folder: Path | None = None) -> Settings:
+    """All KV in memory, and in a folder that goes away afterwards; None: it is named later."""
     named: dict[str, Any] = {"model": options.model, "dtype": options.dtype, "home": options.home}
     return Settings(**named, store=folder, memory_bytes=ROOM)
+
+
+def _swap_settings(options: DropinOptions, folder: Path) -> Settings:
+    """The same without prefix caching: rounds ask the same prompts, of which nothing would be left to compute."""
+    return _settings(options, folder).model_copy(update={"prefix_cache": False})
 
 
 def require_packages() -> None:
@@ -279,7 +322,19 @@ def _quiet() -> Iterator[None]:
 
 
 def _show(result: Mapping[str, Any], console: Console) -> None:
-    """The result as a table that needs no manual."""
+    """The result as tables that need no manual."""
+    if result["options"]["swap"]:
+        _show_swap(result, console)
+    if result["options"]["doors"]:
+        show(result, console)
+    malloc = "tuned" if result["malloc"]["tuned"] else "as the system has it"
+    where = f"{result['model']} in {result['dtype']}; {result['machine']['cpu']}; threads: {result['threads']}"
+    load = f"load {result['machine']['load_average']:.1f} at the end"
+    console.print(f"{where}; allocator {malloc}; {load}; {result['date']}", highlight=False)
+
+
+def _show_swap(result: Mapping[str, Any], console: Console) -> None:
+    """Hugging Face's classes and ours, side by side."""
     table = Table(title=f"The model swapped, {TOP} chunks a prompt (median of {result['rounds']} rounds, wall time)")
     for column in ("framework", "model class", "first token", "sooner", "tokens reused", "right", "same answer"):
         table.add_column(column, justify="left" if column in ("framework", "model class") else "right")
@@ -298,32 +353,40 @@ def _show(result: Mapping[str, Any], console: Console) -> None:
         row, cost = result[name], result[name]["lines"]
         console.print(
             f"{NAMES[name]}: the same {TOP} chunks for both; {row['tokens']:,} prompt tokens. Changed: "
-            f"{cost['changed']} line of {cost['of']} and its import; added to the ingest: {cost['added']}.",
+            f"{cost['changed']} line of {cost['of']} and its import; added: {cost['added']}.",
             highlight=False,
         )
-    malloc = "tuned" if result["malloc"]["tuned"] else "as the system has it"
-    where = f"{result['machine']['cpu']}; threads: {result['threads']}; allocator {malloc}"
-    load = f"load {result['machine']['load_average']:.1f} at the end"
-    console.print(f"Timed: {result['timed']}. {where}; {load}; {result['date']}", highlight=False)
+    console.print(f"Timed: {result['timed']}.", highlight=False)
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Seconds to the first token of every question and round, both models side by side, as a picture at `path`."""
-    with saved(path, (7.5, 4)) as figure:
-        panels = figure.subplots(1, len(FRAMEWORKS), sharey=True)
-        for axes, name in zip(panels, FRAMEWORKS, strict=True):
-            row = result[name]
-            for index, asked in enumerate(row["questions"]):
-                for side, color, shift in (("theirs", "tab:grey", -0.2), ("ours", "tab:orange", 0.2)):
-                    spread = asked[side]["wall_s"]
-                    label = (THEIRS if side == "theirs" else OURS)[name] if not index else None
-                    axes.bar(index + shift, spread["median"], 0.38, color=color, label=label)
-                    rounds = spread["rounds"]
-                    axes.plot([index + shift] * len(rounds), rounds, "k.", markersize=3)
-            axes.set_title(f"{NAMES[name]}: {row['ttft_ratio']:.1f}x sooner")
-            axes.set_xticks(range(len(row["questions"])), [f"question {i + 1}" for i in range(len(row["questions"]))])
-            axes.tick_params(axis="x", labelsize=8)
-            axes.legend(fontsize=8)
-            axes.grid(True, axis="y", alpha=0.3)
-        panels[0].set_ylabel("seconds to the first token")
-        figure.suptitle(f"{result['model']}, {TOP} chunks, threads: {result['threads']}; bars: medians", fontsize=9)
+    """Seconds to the first token with either model, and what each door reused where nothing was indexed, at `path`."""
+    swap, doors = result["options"]["swap"], result["options"]["doors"]
+    with saved(path, (7.5, 4.0 * bool(swap) + 5.0 * bool(doors))) as figure:
+        rows = figure.subfigures(2, 1, height_ratios=(4, 5)) if swap and doors else [figure, figure]
+        if swap:
+            _draw_swap(result, rows[0])
+        if doors:
+            draw_shares(rows[1].subplots(), result)
+        about = f"{result['model']}, {TOP} chunks, threads: {result['threads']}"
+        figure.suptitle(f"{about}; bars: medians" if swap else about, fontsize=9)
+
+
+def _draw_swap(result: Mapping[str, Any], figure: Any) -> None:
+    """Every question and round, both models side by side."""
+    panels = figure.subplots(1, len(FRAMEWORKS), sharey=True)
+    for axes, name in zip(panels, FRAMEWORKS, strict=True):
+        row = result[name]
+        for index, asked in enumerate(row["questions"]):
+            for side, color, shift in (("theirs", "tab:grey", -0.2), ("ours", "tab:orange", 0.2)):
+                spread = asked[side]["wall_s"]
+                label = (THEIRS if side == "theirs" else OURS)[name] if not index else None
+                axes.bar(index + shift, spread["median"], 0.38, color=color, label=label)
+                rounds = spread["rounds"]
+                axes.plot([index + shift] * len(rounds), rounds, "k.", markersize=3)
+        axes.set_title(f"{NAMES[name]}: {row['ttft_ratio']:.1f}x sooner")
+        axes.set_xticks(range(len(row["questions"])), [f"question {i + 1}" for i in range(len(row["questions"]))])
+        axes.tick_params(axis="x", labelsize=8)
+        axes.legend(fontsize=8)
+        axes.grid(True, axis="y", alpha=0.3)
+    panels[0].set_ylabel("seconds to the first token")

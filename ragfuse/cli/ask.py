@@ -164,8 +164,8 @@ def _full(engine: Engine, prompt: Any, console: Console, session: str | None) ->
     from ragfuse.engine import Ask
 
     with console.status("full prefill, to compare"):
-        for reuse in (False, True):
-            engine.answer(prompt, Ask(reuse=reuse, max_tokens=1))  # of no session: it shall have the question once
+        engine.answer(prompt, Ask(reuse=False, max_tokens=1))  # of no session: it shall have the question once
+        engine.prepare(engine.prompt(prompt))  # which leaves nothing behind for the question to begin with
         engine.flush()
         full = engine.answer(prompt, Ask(reuse=False, session=session))
     console.print(Text.assemble(("full prefill: ", "bold"), full.text, _after(full)))

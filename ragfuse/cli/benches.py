@@ -194,28 +194,35 @@ def dropin(
     ),
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; auto: what this CPU is quick in.")] = "auto",
     questions: Annotated[int, typer.Option(help="Questions, of the demo's on one article.")] = 4,
-    splits: Annotated[int, typer.Option(help="Chunks of the article that are indexed.")] = 24,
+    splits: Annotated[int, typer.Option(help="Chunks of the article that are retrieved from.")] = 24,
     chunk_tokens: ChunkTokens = 512,
     threads: Threads = 1,
     rounds: Rounds = 3,
-    plot: Annotated[Path | None, typer.Option(help="Draw the times here (PNG).")] = None,
+    swap: Annotated[bool, typer.Option(help="Compare with Hugging Face's model classes.")] = True,
+    doors: Annotated[
+        str,
+        typer.Option(help="Ways to ask with nothing indexed: chain,lcel,agent,compact,refine,tree,chat,server; none."),
+    ] = "all",
+    asked: Annotated[int, typer.Option(help="Questions that are asked twice through each of these, 1 to 12.")] = 12,
+    plot: Annotated[Path | None, typer.Option(help="Draw times, and what is reused when, here (PNG).")] = None,
     json: Json = None,
 ) -> None:
-    """One LangChain chain and one LlamaIndex query engine, with Hugging Face's model class and then with ours."""
+    """The model swapped in chains and query engines, beside Hugging Face's, and what is reused with nothing indexed."""
     console = console_for(json)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # both answer in threads of their own, which start with what this says
     try:
-        from ragfuse.bench.dropin import DropinOptions, require_packages, run_dropin
+        from ragfuse.bench.dropin import DropinOptions, require, run_dropin
         from ragfuse.bench.plots import require_plotting
         from ragfuse.bench.runner import tune_malloc
-
-        require_packages()
+        from ragfuse.bench.unprepared import doors_named
     except ImportError as error:
         raise InputError(
             f"This needs more packages ({error.name}): pip install 'ragfuse-kv[demo,llama-index]'"
         ) from error
     sizes: dict[str, Any] = {"questions": questions, "splits": splits, "chunk_tokens": chunk_tokens, "rounds": rounds}
-    chosen = DropinOptions(model=model, dtype=dtype, **sizes, threads=threads, plot=plot)
+    more: dict[str, Any] = {"swap": swap, "doors": doors_named(doors), "asked": asked}
+    chosen = DropinOptions(model=model, dtype=dtype, **sizes, **more, threads=threads, plot=plot)
+    require(chosen)
     if plot is not None:
         require_plotting()
     tune_malloc(console)
@@ -234,7 +241,7 @@ def quality(
         str,
         typer.Option(
             help="full; prefix (caching); none (plain reuse); auto (the default); mapreduce, maprerank (LangChain's); "
-            "wrongmask (an ablation); oracle (knows full prefill); a policy. @alone, @behind, @amid: what chunks saw."
+            "wrongmask (an ablation); oracle (knows full prefill); a policy. @alone, @amid: what chunks saw."
         ),
     ] = BY_DEFAULT,
     ratios: Annotated[str, typer.Option(help="Ratios of the policies among the methods.")] = "0.15",

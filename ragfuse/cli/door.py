@@ -20,9 +20,11 @@ from ragfuse.cli import (
     ingest,
     kv_benches,
     load_benches,
+    matching_benches,
     measure,
     models,
     module_benches,
+    reuse_benches,
     schema,
     serve,
     session_benches,
@@ -101,6 +103,8 @@ benches.bench.command("conversation")(talk_benches.conversation)
 benches.bench.command("throughput")(load_benches.throughput)
 benches.bench.command("sessions")(session_benches.sessions)
 benches.bench.command("modules")(module_benches.modules)
+benches.bench.command("matching")(matching_benches.matching)
+benches.bench.command("prefix")(reuse_benches.prefix)
 app.add_typer(benches.bench, name="bench")
 app.add_typer(models.models, name="models")
 app.add_typer(store.store, name="store")

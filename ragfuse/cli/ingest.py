@@ -122,7 +122,7 @@ def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
             bar.update(task, completed=done.chunks, rate=rate)
 
         done = engine.ingest(chunks, prefix, show)
-    _tell_refused(engine, before, chunks, prefix, console)
+    _tell_refused(engine, before, chunks, console)
     return done
 
 
@@ -145,18 +145,16 @@ def _refused(engine: Engine) -> dict[str, int]:
     return {tier.name: tier.counts["refused"] + tier.counts["failed"] for tier in engine.store.tiers}
 
 
-def _tell_refused(
-    engine: Engine, before: Mapping[str, int], chunks: Chunks, prefix: Sequence[int], console: Console
-) -> None:
+def _tell_refused(engine: Engine, before: Mapping[str, int], chunks: Chunks, console: Console) -> None:
     """Which tiers did not take what they were given since `before`, and how many chunks no tier that lasts has."""
-    most, silent = 2 * len(chunks) + 1, engine.store.silent()  # two entries of each chunk, and the prefix
+    most, silent = len(chunks) + 1, engine.store.silent()  # of each chunk and the prefix
     refused = {name: min(most, n - before[name]) for name, n in _refused(engine).items() if n > before[name]}
     if not refused:
         return
     named = [
         f"{name}{' (does not answer)' if name in silent else ''} {_counted(n, 'write')}" for name, n in refused.items()
     ]
-    lost = _n_lost(engine, chunks, prefix)
+    lost = _n_lost(engine, chunks)
     kept = (
         f"{_counted(lost, 'chunk')} {'is' if lost == 1 else 'are'} not kept"
         if lost
@@ -165,17 +163,13 @@ def _tell_refused(
     console.print(f"[yellow]Refused by {', by '.join(named)}[/]: {kept}.", highlight=False)
 
 
-def _n_lost(engine: Engine, chunks: Chunks, prefix: Sequence[int]) -> int:
+def _n_lost(engine: Engine, chunks: Chunks) -> int:
     """Chunks that are long enough to be kept, and have no entry in a slow tier; without such, in any."""
-    from ragfuse.core import amid, token_digest
-
-    shortest, tiers = engine.settings.min_chunk_tokens, engine.store.tiers
-    context = token_digest(prefix) if len(prefix) >= shortest else ""
+    shortest, tiers, encoder = engine.settings.min_chunk_tokens, engine.store.tiers, engine.encoder
     runs = {tuple(ids) for text, _ in chunks if len(ids := engine.tokens(text.strip())) >= shortest}
-    keys = [{engine.key(run, context), engine.key(run, amid(context))} for run in runs]
-    wanted = set().union(*keys)
-    kept = {key for tier in [each for each in tiers if each.slow] or tiers for key in tier.entries(wanted)}
-    return sum(not each & kept for each in keys)
+    keys = [encoder.key(run, encoder.context) for run in runs]
+    kept = {key for tier in [each for each in tiers if each.slow] or tiers for key in tier.entries(keys)}
+    return sum(key not in kept for key in keys)
 
 
 def homes_of(engine: Engine, n_tokens: int) -> list[str]:
@@ -189,7 +183,7 @@ def _what_fits(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
     """The chunks whose KV the store has room for, from the first on: more would push the first out again."""
     sample = [engine.tokens(text) for text, _ in chunks[:: max(1, len(chunks) // 50)]]
     n_tokens = sum(map(len, sample)) / len(sample)
-    silent, n_entries = engine.store.silent(), len(chunks) * (2 if engine.settings.amid_tokens else 1)
+    silent, n_entries = engine.store.silent(), len(chunks)
     homes = [name for name in homes_of(engine, int(n_tokens)) if name not in silent]
     per_token = {name: _token_nbytes(engine, name, sample[0]) for name in homes}
     rooms = {name: _room_nbytes(engine, name) for name in homes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -61,6 +62,7 @@ def serve(
     keys = Keys(told, settings.salt)
     check_host(host, keys)
     prepared(settings)
+    logging.getLogger("ragfuse").setLevel(logging.INFO)  # a line an answer: what it reused
     console = Console(stderr=True)
     with console.status("loading the model") as status:
         from ragfuse.serve.server import serve as run

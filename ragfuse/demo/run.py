@@ -23,6 +23,9 @@ MAX_TOKENS = 24
 CHUNK_TOKENS = 230
 """Most tokens of a chunk; the splitter fills them to 160 on average."""
 
+WARM_UP = "What is told here?"
+"""A question that is none of those that are timed: what they begin with must not be known before."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -53,13 +56,13 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
     long = Demo(engine, said["template"], chunk_tokens=512)
     short.ingest([item["question"] for item in said["questions"]], console)
     console.print(f"[bold]{len(said['questions'])} questions[/]: {said['chosen_how']}\n", highlight=False)
-    short.warm_up(said["questions"][0]["question"])
+    short.warm_up(WARM_UP)
     asked = []
     for item in said["questions"]:
         asked.append(short.ask(item["question"], item["answers"]))
         _show(console, asked[-1])
     long.ingest_only_for(said["long"]["question"], console)
-    long.warm_up(said["long"]["question"])
+    long.warm_up(WARM_UP)
     tries = [long.ask(said["long"]["question"], said["long"]["answers"]) for _ in range(3)]
     longest = sorted(tries, key=lambda asked: asked.speedup)[1]
     console.print("[bold]one long prompt[/] (6 chunks of up to 512 tokens; the middle of three tries)")

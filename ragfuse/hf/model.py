@@ -60,6 +60,7 @@ class HFModel:
         self._wired: Wiring | None = None
         self._numbers: dict[int, int] = {}  # of words, by token and by what it says
         self._known: dict[str, int] = {}
+        self._borders: dict[int, tuple[int, bool]] = {}
         self._contexts: dict[tuple[int, ...], tuple[LayerKV, ...]] = {}  # least recently used first
         self.device, self.dtype = model.device, model.dtype
         self.name = str(model.config._name_or_path) or model.config.model_type
@@ -259,6 +260,17 @@ class HFModel:
             is_word = not special and (part or any(letter.isalnum() for letter in said))
             name = f"{said} {token_id}" if part else said
             found = self._numbers[token_id] = self._known.setdefault(name, len(self._known)) if is_word else -1
+        return found
+
+    def border(self, token_id: int) -> tuple[int, bool]:
+        """What a token ends in a text, and whether it says anything besides: 0 nothing, 1 a line, 2 a paragraph, 3 all,
+        as special tokens do."""
+        found = self._borders.get(token_id)
+        if found is None:
+            said = "" if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
+            special = self.tokenizer is not None and token_id in self.tokenizer.all_special_ids
+            ends = 3 if special else min(2, said.count("\n"))
+            found = self._borders[token_id] = (ends, not special and bool(said.strip()))
         return found
 
     def _run(self, fusion: Fusion, ids: Tensor, profile: ModelProfile) -> FusedPrefill:

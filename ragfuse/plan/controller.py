@@ -106,6 +106,8 @@ def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
     """Whether a fetched segment attended to just what stands before it here: then its KV is full prefill's own."""
     segment, before = prompt.segments[fetch.segment], prompt.segments[: fetch.segment]
     lo, start = prompt.spans[fetch.segment][0], segment.start
+    if segment.kind == "prefix":
+        return True  # what is not exact does not enter the prefix cache
     if fetch.key.encoded == "amid":
         return False
     if segment.rows is not None and segment.rows[0]:

@@ -39,7 +39,13 @@ ENCODED: Mapping[Encoded, str] = MappingProxyType(
     {"alone": "encoded alone", "prefix": "encoded behind the prompt's beginning", "amid": "encoded amid other text"}
 )
 NAMES: Mapping[Kind, str] = MappingProxyType(
-    {"module": "the prompt's beginning", "history": "earlier turns", "chunk": "a chunk", "fresh": "new text"}
+    {
+        "prefix": "the prompt's beginning",
+        "module": "a module",
+        "history": "earlier turns",
+        "chunk": "a chunk",
+        "fresh": "new text",
+    }
 )
 UNMEASURED = "Times are not predicted: this model, this machine or one of the tiers was not measured (ragfuse measure)."
 

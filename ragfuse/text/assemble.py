@@ -12,12 +12,14 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
-from ragfuse.core import ChunkKey, Prompt, Segment, amid, token_digest
+from ragfuse.core import ChunkKey, Prompt, Segment
 from ragfuse.errors import InputError
 from ragfuse.text.calls import PLAIN, CallFormat, spelled
 from ragfuse.text.chunks import Piece, peel
+from ragfuse.text.known_spans import Match
 from ragfuse.text.turns import Content, Turn
 
 Message = tuple[str, str | Sequence[Piece]] | Turn
@@ -26,16 +28,20 @@ Message = tuple[str, str | Sequence[Piece]] | Turn
 Render = Callable[..., str]
 Encode = Callable[[str, bool], Sequence[int]]
 KeyOf = Callable[[tuple[int, ...], str], ChunkKey]
+Find = Callable[[Sequence[int]], Sequence[Match]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Ids that were tokenised together."""
+    """Ids that were tokenised together, or some rows of a known run: those from `row` on of `stored`."""
 
     tokens: tuple[int, ...]
     is_chunk: bool = False
     source: str = ""
     text: str = ""
+    stored: tuple[int, ...] = ()
+    row: int = 0
+    is_template: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,12 +52,12 @@ class Assembler:
     alone); `render(messages)`, or `render(messages, tools)` where it knows of tools, the chat template with the
     generation prompt, roles and contents being plain strings; `calls` how it writes calls of tools.
 
-    Before the first chunk stands the prefix: one module with one key, if it has `min_tokens`. A chunk of at least
-    `min_chunk_tokens` has the key of its KV behind that module, then that of its KV alone. One that does not stand
-    first has before both of them the keys of its KV amid other text, behind that module and behind none: there it
-    saw other text before itself, as it does here (unless not `has_amid`: such entries are not made). All else is
-    fresh: the rest, a chunk that ends the prompt (something must be computed to answer, and part of a chunk has no
-    key), and a prompt without chunks as a whole.
+    A chunk is a piece that says so, or a known run of ids that `find` meets in what lies between such pieces, whole or
+    in part. Texts that stand side by side are tokenised as one, so the ids do not depend on what is known.
+
+    Before the first chunk stands the prefix: one segment with one key, if it has `min_tokens`. A chunk of at least
+    `min_chunk_tokens` has the key of its KV in this `context`, wherever it stands. All else is fresh: the rest, a chunk
+    that ends the prompt (something must be computed to answer), and a prompt without chunks as a whole.
     """
 
     encode: Encode
@@ -59,8 +65,9 @@ class Assembler:
     render: Render | None = None
     min_tokens: int = 8
     min_chunk_tokens: int = 8
-    has_amid: bool = True
+    context: str = ""
     calls: CallFormat = PLAIN
+    find: Find = lambda ids: ()
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """The Prompt of a conversation, by the chat template. Special tokens are the template's own alone: in contents,
@@ -73,48 +80,76 @@ class Assembler:
         if not self.calls.native:
             turns, tools = spelled(turns, tools), ()
         parts = _render(partial(_filled, self.render, self.calls, self._is_markup, tools), turns)
-        return self._prompt([self._template(part) if isinstance(part, str) else self._run(part) for part in parts])
+        runs = [self._template(part) if isinstance(part, str) else self._run(part) for part in parts]
+        return self._prompt(runs, turns[-1].role == "user")
 
     def text(self, pieces: Iterable[Piece], bos: Sequence[int] = ()) -> Prompt:
         """The Prompt of a text as it is, behind the ids `bos`."""
-        return self._prompt([_Run(tuple(bos)), *map(self._run, _parts(tuple(pieces)))])
+        return self._prompt([_Run(tuple(bos), is_template=True), *map(self._run, _parts(tuple(pieces)))], True)
 
     def _is_markup(self, text: str) -> bool:
         """Whether a template that writes this text would write special tokens with it."""
         return list(self.encode(text, True)) != list(self.encode(text, False))
 
     def _template(self, text: str) -> _Run:
-        return _Run(tuple(self.encode(text, True)))
+        return _Run(tuple(self.encode(text, True)), is_template=True)
 
     def _run(self, piece: Piece) -> _Run:
         return _Run(piece.ids or tuple(self.encode(piece.text, False)), piece.kind == "chunk", piece.source, piece.text)
 
-    def _prompt(self, runs: Sequence[_Run]) -> Prompt:
-        runs = [run for run in runs if run.tokens]
+    def _prompt(self, runs: Sequence[_Run], asks: bool) -> Prompt:
+        """asks: what is said last is a user's."""
+        said = _said(runs) if asks else (0, 0)
+        runs = [run for run in self._found(runs) if run.tokens]
         if not runs:
             raise InputError("The prompt is empty; wanted at least one token of text.")
-        reused = [run.is_chunk and len(run.tokens) >= self.min_chunk_tokens for run in runs[:-1]] + [False]
+        reused = [run.is_chunk and len(run.tokens) >= (1 if run.stored else self.min_chunk_tokens) for run in runs]
+        reused[-1] = False
         n_prefix = next((i for i, run in enumerate(runs) if run.is_chunk), len(runs)) if any(reused) else 0
-        return Prompt(_placed(self._segments(runs, reused, n_prefix)))
+        prompt = Prompt(_placed(self._segments(runs, reused, n_prefix)), said=said)
+        chunks = (lo for each, (lo, _) in zip(prompt.segments, prompt.spans, strict=True) if each.kind == "chunk")
+        return replace(prompt, first_chunk=next(chunks, -1))
+
+    def _found(self, runs: Sequence[_Run]) -> Iterator[_Run]:
+        """The same with known runs in what lies between chunks that were given."""
+        for is_chunk, group in groupby(runs, key=lambda run: run.is_chunk):
+            if is_chunk:
+                yield from group
+                continue
+            ids, at = tuple(token for run in group for token in run.tokens), 0
+            for match in self.find(ids):
+                span = match.span
+                yield _Run(ids[at : match.lo])
+                yield _Run(ids[match.lo : match.hi], True, span.source, span.text, tuple(span.tokens), match.row)
+                at = match.hi
+            yield _Run(ids[at:])
 
     def _segments(self, runs: Sequence[_Run], reused: Sequence[bool], n_prefix: int) -> Iterator[Segment]:
-        """Segments that still stand at 0: the module if there is one, then one for each run."""
+        """Segments that still stand at 0: the prefix if there is one, then one for each run."""
         prefix = tuple(token for run in runs[:n_prefix] for token in run.tokens)
-        module = bool(prefix) and len(prefix) >= self.min_tokens
-        if prefix:
-            yield Segment(prefix, 0, "module", (self.key_of(prefix, ""),)) if module else Segment(prefix, 0)
-        first, later = contexts_behind(token_digest(prefix) if module else "", self.has_amid)
-        for at, (run, keep) in enumerate(zip(runs[n_prefix:], reused[n_prefix:], strict=True)):
-            contexts = later if at else first
-            alone = self.key_of(run.tokens, "") if keep else None
-            keys = tuple(replace(alone, context=context) for context in contexts) if alone else ()
-            yield Segment(run.tokens, 0, "chunk", keys, run.source, run.text) if keep else Segment(run.tokens, 0)
+        if len(prefix) >= self.min_tokens:
+            yield Segment(prefix, 0, "prefix", (self.key_of(prefix, ""),))
+        elif prefix:
+            yield Segment(prefix, 0)
+        for run, keep in zip(runs[n_prefix:], reused[n_prefix:], strict=True):
+            if not keep:
+                yield Segment(run.tokens, 0)
+                continue
+            is_part = run.stored and run.stored != run.tokens
+            rows, stored = ((run.row, run.row + len(run.tokens)), run.stored) if is_part else (None, ())
+            key = self.key_of(stored or run.tokens, self.context)
+            yield Segment(run.tokens, 0, "chunk", (key,), run.source, run.text, rows, stored=stored)
 
 
-def contexts_behind(prefix: str, has_amid: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Contexts to look for behind a prefix (its digest, "": none), best first: of its first chunk, of all others."""
-    first = (prefix, "") if prefix else ("",)
-    return first, (*map(amid, first), *first) if has_amid else first
+def _said(runs: Sequence[_Run]) -> tuple[int, int]:
+    """Rows lo:hi of the last text, with the chunks that stand beside it, that is no template's."""
+    lo = hi = at = 0
+    for is_template, group in groupby(runs, key=lambda run: run.is_template):
+        n_tokens = sum(len(run.tokens) for run in group)
+        if not is_template and n_tokens:
+            lo, hi = at, at + n_tokens
+        at += n_tokens
+    return lo, hi
 
 
 def _placed(segments: Iterable[Segment]) -> tuple[Segment, ...]:
@@ -131,8 +166,17 @@ def _placed(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 
 def _parts(content: Content) -> tuple[Piece, ...]:
     given = (content,) if isinstance(content, str) else content
-    pieces = [piece if isinstance(piece, Piece) else Piece(piece) for piece in given]
+    pieces = _joined(piece if isinstance(piece, Piece) else Piece(piece) for piece in given)
     return tuple(part for piece in pieces if piece.text for part in peel(piece))
+
+
+def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The same with texts side by side as one, chunks that were only found in them too."""
+    for is_text, group in groupby(pieces, key=lambda piece: not piece.ids and (piece.kind == "fresh" or piece.found)):
+        if is_text:
+            yield Piece("".join(piece.text for piece in group))
+        else:
+            yield from group
 
 
 def _render(fill: Callable[[Sequence[Turn]], list[str | Piece]], turns: Sequence[Turn]) -> list[str | Piece]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import base64
 import hmac
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Literal
 
+import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from ragfuse.core import digest
 from ragfuse.errors import SettingsError
@@ -23,6 +25,10 @@ from ragfuse.errors import SettingsError
 _LETTER = r"[^\W\u0e00-\U0010ffff]"  # of scripts that put space between words
 _START = re.compile(rf"(?:(?<!{_LETTER})|(?!{_LETTER}))\S")
 _STOP = re.compile(rf"(?!{_LETTER})|(?<!{_LETTER})")
+FACTOR = 0x9E3779B97F4A7C15
+"""Odd and without pattern, for hashes."""
+LEAST_BITS, BITS_EACH = 1 << 10, 32
+"""Places of the table that says where a text may begin: at least, and for each text."""
 _HEAD = re.compile(r"\[\[chunk:([0-9]{1,9}):([A-Za-z0-9_-]*):([0-9a-f]{32})\]\]")
 
 
@@ -30,13 +36,15 @@ _HEAD = re.compile(r"\[\[chunk:([0-9]{1,9}):([A-Za-z0-9_-]*):([0-9a-f]{32})\]\]"
 class Piece:
     """A run of prompt text: `fresh`, or one `chunk`; `source` says where a chunk came from, for people.
 
-    ids: its token ids where these are known without a tokenizer, as what a model wrote itself; (): to be found.
+    ids: its token ids where these are known without a tokenizer, as what a model wrote itself; (): to be found. found:
+    the chunk was met in a text that does not say where chunks begin; it is tokenised with what stands around it.
     """
 
     text: str
     kind: Literal["fresh", "chunk"] = "fresh"
     source: str = ""
     ids: tuple[int, ...] = ()
+    found: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,7 @@ class KnownChunks:
         self._sources: dict[str, str] = {}  # text -> source
         self._texts: dict[str, str] = {}  # id -> text
         self._lengths: dict[str, dict[int, int]] = {}  # anchor -> length -> how many texts
+        self._may_begin = np.zeros(LEAST_BITS, bool)  # by hash, whether an anchor has it
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -107,6 +116,8 @@ class KnownChunks:
 
     def _count(self, text: str, step: int) -> None:
         anchor = text[: self._min_chars]
+        if anchor not in self._lengths:
+            self._expect(anchor)
         lengths = self._lengths.setdefault(anchor, {})
         lengths[len(text)] = lengths.get(len(text), 0) + step
         if not lengths[len(text)]:
@@ -114,15 +125,39 @@ class KnownChunks:
         if not lengths:
             del self._lengths[anchor]
 
+    def _expect(self, anchor: str) -> None:
+        """Let places be looked at that hash like this anchor; the table grows with the anchors."""
+        if BITS_EACH * (len(self._lengths) + 1) > len(self._may_begin):
+            self._may_begin = np.zeros(2 * len(self._may_begin), bool)
+            codes = _codes("".join(self._lengths)).reshape(-1, self._min_chars)
+            self._may_begin[self._places(codes.T)] = True
+        found = 0
+        for letter in anchor:
+            found = (found * FACTOR + ord(letter)) % (1 << 64)
+        self._may_begin[_mixed(np.array([found], np.uint64)) % np.uint64(len(self._may_begin))] = True
+
+    def _places(self, letters: Sequence[NDArray[np.uint64]] | NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """Where in the table texts are: letters holds the first ones of all texts, then the second ones, and so on."""
+        hashes = np.zeros(len(letters[0]), np.uint64)
+        for each in letters:
+            hashes = hashes * np.uint64(FACTOR) + each
+        return _mixed(hashes) % np.uint64(len(self._may_begin))
+
     def _find(self, text: str) -> Iterator[Span]:
-        at = 0
-        while self._lengths and (start := _START.search(text, at)):
-            lo = start.start()
+        at, codes = 0, _codes(text)
+        count = len(codes) - self._min_chars + 1
+        if count < 1 or not self._lengths:
+            return
+        places = self._places([codes[first : first + count] for first in range(self._min_chars)])
+        for place in np.flatnonzero(self._may_begin[places]):
+            lo = int(place)
+            if lo < at or not _START.match(text, lo):
+                continue
             hi = self._stop(text, lo)
             if hi:
                 chunk = text[lo:hi]
                 yield Span(lo, hi, chunk_id(chunk), self._sources[chunk])
-            at = hi or lo + 1
+                at = hi
 
     def _stop(self, text: str, lo: int) -> int:
         """End of the longest known chunk that begins at `lo`, 0 if there is none."""
@@ -196,9 +231,21 @@ def _known(piece: Piece, known: KnownChunks) -> Iterator[Piece]:
     done = 0
     for span in known.find(piece.text):
         yield Piece(piece.text[done : span.lo])
-        yield Piece(piece.text[span.lo : span.hi], "chunk", span.source)
+        yield Piece(piece.text[span.lo : span.hi], "chunk", span.source, found=True)
         done = span.hi
     yield Piece(piece.text[done:])
+
+
+def _codes(text: str) -> NDArray[np.uint64]:
+    """Its characters as numbers."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
+
+
+def _mixed(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hashes whose low bits depend on all of them."""
+    mixed = hashes * np.uint64(FACTOR)
+    found: NDArray[np.uint64] = mixed ^ (mixed >> np.uint64(32))
+    return found
 
 
 def _foot(tag: str) -> str:

@@ -19,6 +19,8 @@ from ragfuse.errors import InputError, SettingsError
 from ragfuse.text.span_anchors import Anchors, Array
 from ragfuse.text.span_runs import LEAST, Search
 
+ALTERED = 32
+"""Tokens of an altered span that have to agree, unless told otherwise."""
 MOST = 1 << 18
 """Spans that are known at once, unless told otherwise."""
 _LARGEST = (1 << 31) - 1
@@ -63,7 +65,7 @@ class KnownSpans:
     repeats itself only few shifts of a span.
     """
 
-    def __init__(self, shortest: int = 8, altered: int = 32, most: int = MOST) -> None:
+    def __init__(self, shortest: int = 8, altered: int = ALTERED, most: int = MOST) -> None:
         if shortest < LEAST + 2 or altered < shortest or most < 1:
             raise SettingsError(
                 f"shortest is {shortest}, altered {altered}, most {most}; wanted shortest from {LEAST + 2} on, altered "

@@ -10,6 +10,8 @@ from enum import IntEnum
 
 LEAST, LINES, MOST = 32, 128, 512
 """Tokens of a passage: at least; from how many on a line ends it; at most."""
+HEADER = 3
+"""Tokens of the line behind a special token that a chat template writes: who speaks."""
 SIGNS = frozenset("_{}[]=<>;\\`#$@")
 """What programs and markup are made of, and prose is not."""
 PROSE = 0.01
@@ -40,7 +42,9 @@ def passages(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int
     """
     marks = list(_borders(ids, border_of))
     start, end, line = -1, 0, 0  # of the passage at hand, and where its last line ended
+    opened = -1  # where the last special token ended
     for at, border, says in marks:
+        opened = at + 1 if border == Border.SPECIAL else opened
         if start < 0 and says:
             start = line = at
         if start < 0:
@@ -51,7 +55,9 @@ def passages(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int
             yield start, cut
             start = line = next(more for more in range(cut, end) if marks[more][2])
         line = end if border else line
-        if border and end - start >= (LINES if border == Border.LINE else LEAST):
+        if border and start == opened and end - start <= HEADER:  # the line that says who speaks
+            start = -1
+        elif border and end - start >= (LINES if border == Border.LINE else LEAST):
             yield start, end
             start = -1
         elif border == Border.SPECIAL:

@@ -96,7 +96,7 @@ def test_one_word_is_answered_without_reuse_and_says_so(run, book):
     (book / "lighthouses.txt").write_text("Hi")
     result = run("ask", "Who?", "--docs", book, "--compare")
     assert result.exit_code == 0, result.output
-    assert "no chunk that is long enough" in " ".join(result.stdout.split())
+    assert "none of this text is stored yet" in " ".join(result.stdout.split())
     assert "Nothing was reused" in result.stdout
 
 
@@ -276,7 +276,7 @@ def shown(console):
 
 
 SEGMENTS = (
-    SegmentTrace("", "module", 20, 0, True, "memory", "raw", 500_000, 0, True),
+    SegmentTrace("", "prefix", 20, 0, True, "memory", "raw", 500_000, 0, True),
     SegmentTrace(
         "/a/very/long/path/to/a-file-that-goes-on-and-on[1].txt", "chunk", 40, 20, True, "disk", "raw", 900_000, 9
     ),

@@ -719,9 +719,9 @@ def test_what_an_engine_has_kept_is_listed_with_source_and_text(engine, tiny_set
     engine.close()
     with Keeping(tiny_settings) as keeping:
         lines = keeping.lines()
-        assert {line.entry.key.encoded for line in lines} == {"alone", "amid"}
+        assert [line.entry.key.encoded for line in lines] == ["amid", "amid"]
         assert {(line.source, line.text[:10]) for line in lines} == {
             ("/docs/a.txt", "The keeper"),
             ("/docs/b.txt", "THE KEEPER"),
         }
-        assert len(keeping.lines(Wish(source="b.txt"))) == 2
+        assert len(keeping.lines(Wish(source="b.txt"))) == 1

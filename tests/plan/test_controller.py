@@ -22,7 +22,7 @@ def chunk(tokens: tuple[int, ...], start: int) -> Segment:
     return Segment(tokens, start, "chunk", (key(tokens, PREFIX), key(tokens)))
 
 
-PROMPT = Prompt((Segment(PREFIX, 0, "module", (key(PREFIX),)), chunk(ONE, 3), chunk(TWO, 5), Segment(QUESTION, 8)))
+PROMPT = Prompt((Segment(PREFIX, 0, "prefix", (key(PREFIX),)), chunk(ONE, 3), chunk(TWO, 5), Segment(QUESTION, 8)))
 BEHIND = {k: entry(k, n) for k, n in ((key(PREFIX), 3), (key(ONE, PREFIX), 2), (key(TWO, PREFIX), 3))}
 ALONE = {k: entry(k, n, "disk") for k, n in ((key(ONE), 2), (key(TWO), 3))}
 
@@ -75,12 +75,23 @@ def test_exact_is_what_attended_to_just_what_stands_before_it():
     assert not is_exact(PROMPT, fetch(1, key(ONE)))
     assert not is_exact(PROMPT, fetch(2, key(TWO, PREFIX)))
     assert is_exact(PROMPT, fetch(2, key(TWO, PREFIX + ONE)))
-    assert not is_exact(PROMPT, fetch(0, key(PREFIX, ONE)))
+    whole = Prompt((replace(PROMPT.segments[0], kind="module"), *PROMPT.segments[1:]))
+    assert is_exact(whole, fetch(0, key(PREFIX)))
+    assert not is_exact(whole, fetch(0, key(PREFIX, ONE)))
+
+
+def test_what_comes_from_the_prefix_cache_is_exact_also_where_it_is_part_of_an_entry():
+    behind = Segment(ONE, 3, "prefix", (key((0, *ONE, 0), PREFIX),), rows=(1, 3))
+    prompt = Prompt((PROMPT.segments[0], behind, chunk(TWO, 5), Segment(QUESTION, 8)))
+    assert is_exact(prompt, fetch(1, behind.keys[0]))
+    assert not is_exact(
+        Prompt((prompt.segments[0], replace(behind, kind="chunk"), *prompt.segments[2:])), fetch(1, behind.keys[0])
+    )
 
 
 def test_behind_a_gap_nothing_is_exact_and_a_prompt_that_starts_late_is_no_gap():
-    gap = Prompt((Segment(PREFIX, 0, "module", (key(PREFIX),)), chunk(ONE, 4), Segment(QUESTION, 6)))
-    late = Prompt((Segment(PREFIX, 7, "module", (key(PREFIX),)), chunk(ONE, 10), Segment(QUESTION, 12)))
+    gap = Prompt((Segment(PREFIX, 0, "prefix", (key(PREFIX),)), chunk(ONE, 4), Segment(QUESTION, 6)))
+    late = Prompt((Segment(PREFIX, 7, "prefix", (key(PREFIX),)), chunk(ONE, 10), Segment(QUESTION, 12)))
     assert not is_exact(gap, fetch(1, key(ONE, PREFIX)))
     assert is_exact(late, fetch(1, key(ONE, PREFIX)))
 
@@ -92,7 +103,7 @@ def amidst(tokens: tuple[int, ...]) -> ChunkKey:
 THREE = (10, 11, 12, 13)
 LONGER = Prompt(
     (
-        Segment(PREFIX, 0, "module", (key(PREFIX),)),
+        Segment(PREFIX, 0, "prefix", (key(PREFIX),)),
         chunk(ONE, 3),
         Segment(TWO, 5, "chunk", (amidst(TWO), key(TWO, PREFIX), key(TWO))),
         Segment(THREE, 8, "chunk", (amidst(THREE), key(THREE, PREFIX), key(THREE))),

@@ -91,10 +91,11 @@ def test_a_tier_of_another_speed_than_measured_is_said():
 
 def test_what_has_no_source_is_called_by_what_it_is():
     prompt, entries = prompt_of(["disk", "disk"])
-    head = replace(prompt.segments[0], kind="module", source="")
-    found = LoadingController(machine()).plan(Prompt((head, *prompt.segments[1:])), entries, "hkvd", 0.2)
-    assert "- the prompt's beginning, 200 tokens: hit in disk" in in_words(found)
-    assert "to load, nothing to recompute" in in_words(found)
+    for kind, name in (("prefix", "the prompt's beginning"), ("module", "a module"), ("history", "earlier turns")):
+        head = replace(prompt.segments[0], kind=kind, source="")
+        found = LoadingController(machine()).plan(Prompt((head, *prompt.segments[1:])), entries, "hkvd", 0.2)
+        assert f"- {name}, 200 tokens: hit in disk" in in_words(found)
+        assert "to load, nothing to recompute" in in_words(found)
 
 
 def test_without_timings_the_plan_says_how_to_get_them():

@@ -59,7 +59,7 @@ def test_a_signal_lets_answers_end_and_saves_what_they_brought(tiny_settings: Se
         assert rest[-2:] == ["data: [DONE]", ""] or rest[-1] == "data: [DONE]"
         assert ended(run) == 0
     with Engine(tiny_settings) as engine:
-        assert len(engine.store.tier("disk").entries()) == 6
+        assert len(engine.store.tier("disk").entries()) == 3
 
 
 @pytest.mark.slow

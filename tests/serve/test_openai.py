@@ -56,11 +56,22 @@ def test_documents_of_an_extra_body_are_cached_and_counted(client: Any, model: s
     ask = {"model": model, "messages": [said("Which door is green?")], "extra_body": with_documents(4)}
     client.chat.completions.create(**ask)
     engine_of(served).flush()
+    ask["messages"].insert(0, said("Name the colour, and nothing besides.", "system"))  # no beginning of a prompt yet
     answer = client.chat.completions.create(**ask)
     trace = answer.model_extra["ragfuse"]
-    assert [each["source"] for each in trace["segments"]] == [f"book-{at}" for at in range(4)]
+    chunks = [each for each in trace["segments"] if each["kind"] == "chunk"]
+    assert [each["source"] for each in chunks] == [f"book-{at}" for at in range(4)]
     assert all(each["hit"] for each in trace["segments"])
     assert answer.usage.prompt_tokens_details.cached_tokens == trace["tokens_reused"] > 0
+
+
+def test_a_prompt_that_is_asked_again_is_cached_but_for_its_last_token(client: Any, model: str, served: Served) -> None:
+    ask = {"model": model, "messages": [said("Is any door of another colour than these, and whose?")]}
+    client.chat.completions.create(**ask)
+    engine_of(served).flush()
+    answer = client.chat.completions.create(**ask)
+    assert answer.usage.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens - 1
+    assert {(each["kind"], each["exact"]) for each in answer.model_extra["ragfuse"]["segments"]} == {("prefix", True)}
 
 
 def test_documents_stand_before_the_last_question_with_exact_boundaries(

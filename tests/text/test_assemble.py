@@ -15,6 +15,7 @@ from ragfuse.core import ChunkKey, Prompt, Segment, ToolCall, amid, token_digest
 from ragfuse.errors import InputError
 from ragfuse.text import Assembler, KnownChunks, Marker, Message, Piece, pieces
 from ragfuse.text.calls import PLAIN
+from ragfuse.text.known_spans import KnownSpans
 from ragfuse.text.turns import Turn
 
 A = "The fjord was frozen from shore to shore that year."
@@ -71,8 +72,8 @@ def template(source: str) -> Callable[..., str]:
     return lambda messages, tools=(): compiled.render(messages=messages, tools=tools, raise_exception=raise_exception)
 
 
-def assembler(source: str = CHATML, **limits: int) -> Assembler:
-    return Assembler(encode, key_of, template(source), **limits)
+def assembler(source: str = CHATML, **given: Any) -> Assembler:
+    return Assembler(encode, key_of, template(source), **given)
 
 
 def decoded(prompt: Prompt) -> str:
@@ -96,9 +97,9 @@ def question(*texts: str) -> list[Message]:
 # a conversation
 
 
-def test_a_question_over_chunks_is_module_chunks_and_fresh():
+def test_a_question_over_chunks_is_prefix_chunks_and_fresh():
     prompt = assembler().chat(question(A, B))
-    assert kinds(prompt) == ["module", "chunk", "fresh", "chunk", "fresh"]
+    assert kinds(prompt) == ["prefix", "chunk", "fresh", "chunk", "fresh"]
     head = "<|im_start|>system\nBe brief and only use the text.<|im_end|>\n<|im_start|>user\n"
     assert decoded(prompt) == f"{head}{A}\n\n{B}\n\nQuestion: why?<|im_end|>\n<|im_start|>assistant\n"
     assert [segment.source for segment in prompt.segments] == ["", "The.txt", "", "Nob.txt", ""]
@@ -118,24 +119,22 @@ def test_positions_run_from_zero_without_gaps():
     assert prompt.positions.tolist() == list(range(len(prompt)))
 
 
-def test_a_chunk_has_a_key_behind_the_module_and_one_alone():
-    prompt = assembler().chat(question(A, B))
-    module = prompt.segments[0]
-    assert module.keys == (key_of(module.tokens, ""),)
-    for segment in chunks(prompt):
-        assert [key.tokens for key in segment.keys] == [token_digest(segment.tokens)] * len(segment.keys)
-    behind = token_digest(module.tokens)
-    first, *later = ([key.context for key in segment.keys] for segment in chunks(prompt))
-    assert first == [behind, ""]
-    assert later == [[amid(behind), amid(""), behind, ""]] * len(later)
-    assert later
+@pytest.mark.parametrize("context", ["", amid("")])
+def test_a_chunk_has_one_key_in_the_context_of_chunks_and_the_prefix_one_alone(context):
+    prompt = assembler(context=context).chat(question(A, B))
+    prefix, found = prompt.segments[0], chunks(prompt)
+    assert prefix.keys == (key_of(prefix.tokens, ""),)
+    assert [segment.keys for segment in found] == [(key_of(segment.tokens, context),) for segment in found]
+    assert len(found) == 2
 
 
-def test_a_chunk_keeps_its_keys_wherever_it_stands():
+def test_a_chunk_keeps_its_key_wherever_it_stands():
     first, last = assembler().chat(question(A, B)), assembler().chat(question(B, f"\n {A}  "))
-    assert chunks(first)[0].keys == chunks(last)[1].keys[2:]
+    assert chunks(first)[0].keys == chunks(last)[1].keys
     middle = assembler().chat(question(B, A, B))
     assert chunks(middle)[1].keys == chunks(last)[1].keys
+    other = assembler().chat([("system", "Quite another beginning, long enough."), *question(B, A)[1:]])
+    assert chunks(other)[1].keys == chunks(last)[1].keys
     assert decoded(last).count(f"\n {A}  ") == 1
 
 
@@ -150,9 +149,9 @@ def test_a_conversation_without_chunks_is_one_fresh_segment():
     assert kinds(prompt) == ["fresh"]
 
 
-def test_turns_before_the_first_chunk_belong_to_the_module():
+def test_turns_before_the_first_chunk_belong_to_the_prefix():
     prompt = assembler().chat([("user", "Hi"), ("assistant", "Hello"), *question(A)[1:]])
-    assert kinds(prompt) == ["module", "chunk", "fresh"]
+    assert kinds(prompt) == ["prefix", "chunk", "fresh"]
     assert "Hello" in tokenizer().decode(list(prompt.segments[0].tokens))
 
 
@@ -193,23 +192,44 @@ def test_tools_are_told_of_once_and_in_words_where_calls_are_in_words():
     assert "<tool_call>" in told
 
 
-def test_a_short_chunk_is_fresh_and_not_part_of_the_module():
+def test_a_short_chunk_is_fresh_and_not_part_of_the_prefix():
     prompt = assembler(min_chunk_tokens=8).chat(question("No.", A))
-    assert kinds(prompt) == ["module", "fresh", "chunk", "fresh"]
+    assert kinds(prompt) == ["prefix", "fresh", "chunk", "fresh"]
     assert prompt.segments[0].tokens == assembler().chat(question(A)).segments[0].tokens
 
 
-def test_a_short_prefix_is_no_module_and_no_context():
+def test_a_short_prefix_has_no_key():
     prompt = assembler(min_tokens=1000).chat(question(A))
     assert kinds(prompt) == ["fresh", "chunk", "fresh"]
     assert chunks(prompt)[0].keys == (key_of(chunks(prompt)[0].tokens, ""),)
 
 
 def test_marked_and_known_chunks_reach_the_prompt():
-    marker, known = Marker(bytes(32)), KnownChunks()
+    marker, known, spans = Marker(bytes(32)), KnownChunks(), KnownSpans()
     known.add([B], source="known.txt")
+    spans.add(encode(B, False), B, "known.txt")
     content = pieces(f"{marker.mark(A, 'marked.txt')}\n\n{B}\n\nWhy?", marker, known)
-    assert [segment.source for segment in chunks(assembler().chat([("user", content)]))] == ["marked.txt", "known.txt"]
+    found = chunks(assembler(find=spans.find).chat([("user", content)]))
+    assert [(segment.source, segment.text) for segment in found] == [("marked.txt", A), ("known.txt", B)]
+    assert found[0].tokens == tuple(encode(A, False))
+    assert [segment.source for segment in chunks(assembler().chat([("user", content)]))] == ["marked.txt"]
+
+
+def test_a_chunk_that_was_only_found_changes_no_ids_and_is_read_as_rows_of_its_run():
+    known, spans = KnownChunks(), KnownSpans()
+    known.add([B], source="known.txt")
+    spans.add(encode(B, False), B, "known.txt")
+    said = f"{A}\n\n{B}\n\nWhy?"
+    content = pieces(said, Marker(bytes(32)), known)
+    assert [piece.found for piece in content] == [False, True, False]
+    prompt = assembler(find=spans.find).chat([("user", content)])
+    assert prompt.token_ids == assembler().chat([("user", said)]).token_ids
+    (found,) = chunks(prompt)
+    lo, hi = found.rows or (0, len(encode(B, False)))
+    assert found.tokens == tuple(encode(B, False))[lo:hi]
+    assert hi - lo >= len(encode(B, False)) - 2
+    assert found.keys == (key_of(tuple(encode(B, False)), ""),)
+    assert found.stored == (() if found.rows is None else tuple(encode(B, False)))
 
 
 text_or_chunk = st.builds(
@@ -238,7 +258,7 @@ def test_a_refused_or_dropped_system_message_moves_into_the_first_user_message(s
     prompt = assembler(source).chat(question(A))
     head = "<|im_start|>user\nBe brief and only use the text.\n\n"
     assert decoded(prompt) == f"{head}{A}\n\nQuestion: why?<|im_end|>\n<|im_start|>assistant\n"
-    assert kinds(prompt) == ["module", "chunk", "fresh"]
+    assert kinds(prompt) == ["prefix", "chunk", "fresh"]
 
 
 def test_a_refused_system_message_alone_becomes_a_user_message():
@@ -300,7 +320,7 @@ def test_a_text_stands_behind_bos():
     prompt = assembler().text(
         [Piece("Read this first, then answer:\n"), Piece(A, "chunk", "s"), Piece(" Why?")], bos=(7,)
     )
-    assert kinds(prompt) == ["module", "chunk", "fresh"]
+    assert kinds(prompt) == ["prefix", "chunk", "fresh"]
     assert prompt.token_ids[0] == 7
     assert prompt.token_ids[1:] == tuple(
         encode("Read this first, then answer:\n", False) + encode(A, False) + encode(" Why?", False)

@@ -312,11 +312,11 @@ def test_marked_chunks_come_first_and_known_ones_are_found_around_them():
     text = f"Read: {A}\n{marker.mark(f'{B} {A}', 'marked')}\n{A} Why?"
     assert pieces(text, marker, known) == (
         Piece("Read: "),
-        Piece(A, "chunk", "known"),
+        Piece(A, "chunk", "known", found=True),
         Piece("\n"),
         Piece(f"{B} {A}", "chunk", "marked"),
         Piece("\n"),
-        Piece(A, "chunk", "known"),
+        Piece(A, "chunk", "known", found=True),
         Piece(" Why?"),
     )
 

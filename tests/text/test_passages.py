@@ -53,6 +53,12 @@ def test_special_tokens_are_in_no_passage():
     assert cut([SPECIAL, *one, SPECIAL, *two, SPECIAL, *words(33, 3)]) == [tuple(one), tuple(words(33, 3))]
 
 
+def test_the_line_that_says_who_speaks_is_no_part_of_the_first_passage():
+    text = words(40, 1)
+    assert cut([SPECIAL, 12, LINE, *text, SPECIAL, 13, LINE]) == [tuple(text)]
+    assert cut([SPECIAL, *words(4, 2), LINE, *text]) == [(*words(4, 2), LINE, *text)]
+
+
 def test_a_long_passage_is_cut_where_its_own_ids_say_so():
     text = words(3 * MOST, 1)
     found = cut(text)

@@ -1,21 +1,21 @@
-"""The trip of an ingest: texts in, KV behind the prompt's own beginning in the store, texts in the book."""
+"""The trip of an ingest: texts in, KV amid other text in the store, texts in the book."""
 
 import pytest
+import torch
 
 from ragfuse import Engine, InputError
-from ragfuse.core import amid, token_digest
+from ragfuse.core import amid
+from ragfuse.encoding import GAP
+from ragfuse.text import stand_in
 from tests.tiny import CHUNKS, ingest, messages
 
 SOURCED = [(text, f"book-{number}") for number, text in enumerate(CHUNKS)]
 
 
-def test_every_chunk_is_kept_behind_the_prefix_and_amid_other_text_and_the_prefix_alone(engine):
+def test_every_chunk_is_kept_once_amid_other_text_and_the_prefix_alone(engine):
     ingest(engine)
-    prefix = engine.prefix(messages())
-    behind = token_digest(prefix)
-    contexts = behind, amid(behind)
-    wanted = {engine.key(engine.tokens(text), context) for text in CHUNKS for context in contexts}
-    wanted.add(engine.key(prefix))
+    wanted = {engine.key(engine.tokens(text), amid("")) for text in CHUNKS}
+    wanted.add(engine.key(engine.prefix(messages())))
     assert {entry.key for entry in engine.store.entries()} == wanted
     assert {entry.tier for entry in engine.store.entries()} == {"memory", "disk"}
 
@@ -53,11 +53,11 @@ def test_numbers_add_up_and_progress_sees_every_chunk(engine):
     assert [each.chunks for each in seen] == [1, 2, 3, 4, 5, 6]
     assert seen[-1] == done
     assert done.tokens == sum(len(engine.tokens(text)) for text in CHUNKS)
-    assert done.nbytes == 2 * done.tokens * engine.model.nbytes_per_token
+    assert done.nbytes == done.tokens * engine.model.nbytes_per_token
     assert done.nbytes == engine.store.stats().nbytes["memory"]
 
 
-def test_without_other_text_a_chunk_has_one_entry(tiny_settings):
+def test_without_other_text_a_chunk_is_encoded_alone(tiny_settings):
     with Engine(tiny_settings.model_copy(update={"amid_tokens": 0})) as engine:
         done = engine.ingest([(text, "one book") for text in CHUNKS])
         assert done.nbytes == done.tokens * engine.model.nbytes_per_token
@@ -68,18 +68,20 @@ def test_without_other_text_a_chunk_has_one_entry(tiny_settings):
         for _ in range(2):
             engine.answer(messages())
             engine.flush()
-        best = {segment.keys[0] for segment in engine.prompt(messages()).segments if segment.keys}
-        assert set(engine.store.lookup(best)) == best  # nothing is left to be encoded again and again
+        chunks = [segment for segment in engine.prompt(messages()).segments if segment.kind == "chunk"]
+        kept = {entry.key for entry in engine.store.entries()}
+        assert kept == {segment.keys[0] for segment in chunks}  # nothing is left to be encoded again and again
 
 
-def test_what_was_interrupted_between_the_two_entries_is_completed(engine):
+def test_what_was_lost_of_an_ingest_is_encoded_again_and_nothing_else(engine):
     engine.ingest([(text, "one book") for text in CHUNKS])
-    for text in CHUNKS[1:3]:
-        engine.store.delete(engine.key(engine.tokens(text), amid("")))
-    engine.store.delete(engine.key(engine.tokens(CHUNKS[4])))
+    lost = (1, 2, 4)
+    for number in lost:
+        engine.store.delete(engine.key(engine.tokens(CHUNKS[number]), amid("")))
     again = engine.ingest([(text, "one book") for text in CHUNKS])
     assert again.encoded == 3
-    assert len({entry.key for entry in engine.store.entries()}) == 12
+    assert again.tokens == sum(len(engine.tokens(CHUNKS[number])) for number in lost)
+    assert len({entry.key for entry in engine.store.entries()}) == 6
 
 
 def test_a_text_too_short_to_be_reused_is_not_kept(engine):
@@ -95,41 +97,44 @@ def test_a_text_longer_than_the_model_is_refused_by_its_name(engine):
 def test_a_store_without_room_keeps_nothing_and_says_so(tiny_settings):
     with Engine(tiny_settings.model_copy(update={"memory_bytes": 1000, "disk_bytes": 1000})) as engine:
         assert engine.ingest(SOURCED).encoded == 0
-        assert engine.store.stats().dropped_writes == 24
+        assert engine.store.stats().dropped_writes == 12
 
 
 def test_another_salt_has_its_own_entries_and_texts(tiny_settings, engine):
     ingest(engine)
     with Engine(tiny_settings.model_copy(update={"salt": "other"})) as other:
-        assert other.store.lookup([other.key(other.tokens(text)) for text in CHUNKS]) == {}
+        assert other.store.lookup([other.key(other.tokens(text), amid("")) for text in CHUNKS]) == {}
         assert list(other.book.texts(other.digest)) == []
         assert all(text not in other.known for text in CHUNKS)
 
 
-def test_only_the_first_chunk_of_a_prompt_comes_from_right_behind_the_prefix(engine):
+def test_every_chunk_of_a_prompt_comes_from_amid_other_text_also_the_first_one_and_the_prefix_is_exact(engine):
     engine.ingest([(text, "one book") for text in CHUNKS], engine.prefix(messages()))
     for order in (CHUNKS, CHUNKS[::-1]):
-        first, *others = [s for s in engine.answer(messages(order)).trace.segments if s.kind == "chunk"]
-        assert (first.encoded, first.exact) == ("prefix", True)
-        assert {(segment.encoded, segment.exact) for segment in others} == {("amid", False)}
+        prefix, *chunks = engine.answer(messages(order)).trace.segments
+        assert (prefix.kind, prefix.encoded, prefix.exact) == ("prefix", "alone", True)
+        assert [(s.kind, s.encoded, s.exact) for s in chunks] == [("chunk", "amid", False)] * 6
 
 
 def test_equal_chunks_of_a_document_are_encoded_once(engine):
     texts = [f"Page {number}. {CHUNKS[number % 6]}" for number in range(30)]
     done = engine.ingest([(text, "one long book") for text in [*texts, texts[3]]], engine.prefix(messages()))
     assert (done.chunks, done.encoded) == (31, 30)
-    prefix = token_digest(engine.prefix(messages()))
     for text in texts:
-        for context in (prefix, amid(prefix)):
-            entry = engine.store.lookup([engine.key(engine.tokens(text), context)])
-            assert [found.n_tokens for found in entry.values()] == [len(engine.tokens(text))]
+        entry = engine.store.lookup([engine.key(engine.tokens(text), amid(""))])
+        assert [found.n_tokens for found in entry.values()] == [len(engine.tokens(text))]
+    assert len({entry.key for entry in engine.store.entries()}) == 30 + 1
 
 
-def test_a_chunk_that_leaves_no_room_for_other_text_has_one_entry(engine):
-    text = "x" * 4000
-    assert engine.ingest([(text, "a"), (CHUNKS[0], "a")]).encoded == 2
-    assert not engine.store.lookup([engine.key(engine.tokens(text), amid(""))])
-    assert engine.store.lookup([engine.key(engine.tokens(text)), engine.key(engine.tokens(CHUNKS[0]), amid(""))])
+@pytest.mark.parametrize(("n_tokens", "other"), [(4096, 0), (4095, 1), (4000, 96), (3840, 256), (40, 256)])
+def test_a_chunk_is_encoded_behind_as_much_other_text_as_the_model_has_room_for(engine, monkeypatch, n_tokens, other):
+    behind, encode = [], engine.model.encode_amid
+    monkeypatch.setattr(engine.model, "encode_amid", lambda ids, before: behind.append(before) or encode(ids, before))
+    text = "x" * n_tokens
+    assert engine.ingest([(text, "a")]).encoded == 1
+    others = engine.tokens(stand_in() + GAP)
+    assert [list(before) for before in behind] == [others[len(others) - other :]]
+    assert engine.store.lookup([engine.key(engine.tokens(text), amid(""))])
 
 
 def test_a_prefix_longer_than_the_model_is_refused(engine):
@@ -137,20 +142,31 @@ def test_a_prefix_longer_than_the_model_is_refused(engine):
         engine.ingest(SOURCED, engine.tokens("x" * 5000))
 
 
-def test_what_was_ingested_without_the_prompts_beginning_is_encoded_behind_it_once_that_is_known(engine):
+def test_what_was_ingested_without_the_prompts_beginning_is_all_that_there_is_to_encode(engine):
     engine.learn(engine.profile.calibrated(True, "lego", 0.06))
     engine.ingest([(text, "one book") for text in CHUNKS])
-    policies = []
+    kept = {entry.key for entry in engine.store.entries()}
     for _ in range(3):
-        policies.append(engine.answer(messages()).trace.policy)
+        trace = engine.answer(messages()).trace
         engine.flush()
-    trace = engine.answer(messages()).trace
-    assert (policies, trace.policy) == (["hkvd", "hkvd", "lego"], "lego")
-    assert [segment.encoded for segment in trace.segments] == ["alone", "prefix", *["amid"] * 5]
-    assert trace.segments[1].exact
+        assert trace.policy == "lego"  # what was calibrated, at once
+        assert [(segment.kind, segment.encoded) for segment in trace.segments] == [("chunk", "amid")] * 6
+    assert {entry.key for entry in engine.store.entries()} == kept
+
+
+def test_a_chunk_has_the_same_kv_whether_it_was_ingested_or_met_in_a_prompt(engine, tiny_settings, tmp_path):
+    engine.ingest([(text, "one book") for text in CHUNKS], engine.tokens("A beginning that no prompt has at all."))
+    with Engine(tiny_settings.model_copy(update={"store": tmp_path / "elsewhere"})) as other:
+        other.answer(messages())
+        other.flush()
+        for text in CHUNKS:
+            key = engine.key(engine.tokens(text), amid(""))
+            mine, theirs = (each.store.read_layers(key, 0, engine.model.n_layers) for each in (engine, other))
+            pairs = list(zip(mine, theirs, strict=True))
+            assert all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
 
 
 def test_under_another_beginning_chunks_come_amid_other_text_all_the_same(engine):
-    engine.ingest([(text, "one book") for text in CHUNKS])
+    engine.ingest([(text, "one book") for text in CHUNKS], engine.prefix(messages()))
     trace = engine.answer(messages(head="Some other, longer beginning of a prompt.\n\n")).trace
-    assert [segment.encoded for segment in trace.segments if segment.hit] == ["alone", *["amid"] * 5]
+    assert [(segment.kind, segment.encoded) for segment in trace.segments if segment.hit] == [("chunk", "amid")] * 6

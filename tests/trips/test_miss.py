@@ -15,7 +15,8 @@ from tests.tiny import CHUNKS, adds_up, chunk_hits, file_of, ingest, messages, o
 
 def test_a_first_question_computes_everything_and_the_next_one_hits(engine):
     first = engine.answer(messages())
-    assert first.trace.refusal == "nothing of it is in the store"
+    met = "these documents are met for the first time: they are encoded after the answer, for the next question"
+    assert first.trace.refusal == met
     assert chunk_hits(first.trace) == [False] * 6
     engine.flush()
     second = engine.answer(messages())
@@ -40,20 +41,21 @@ def test_a_missing_chunk_is_exact_at_ratio_one(engine):
     assert fused.token_ids == full.token_ids
 
 
-def test_a_missing_chunk_is_encoded_behind_a_prefix_that_was_met_before_and_its_text_is_known(engine):
+def test_a_missing_chunk_is_encoded_after_the_answer_and_its_text_is_known(engine):
     ingest(engine, CHUNKS[:1])
     engine.answer(messages())
     engine.flush()
     trace = engine.answer(messages(CHUNKS[3:])).trace
-    assert [segment.exact for segment in trace.segments] == [True, True, False, False]
+    found = [(segment.kind, segment.encoded, segment.exact) for segment in trace.segments]
+    assert found == [("prefix", "alone", True)] + [("chunk", "amid", False)] * 3
     assert set(CHUNKS) <= {known.text for known in engine.book.texts(engine.digest)}
 
 
-def test_behind_a_prefix_that_is_new_chunks_are_encoded_alone(engine):
-    engine.answer(messages())
+def test_a_beginning_that_is_new_is_not_encoded_and_its_chunks_are_once_each(engine):
+    engine.answer(messages([*CHUNKS, CHUNKS[2]]))
     engine.flush()
-    contexts = {entry.key.context for entry in engine.store.entries()}
-    assert contexts == {"", amid("")}
+    wanted = {engine.key(engine.tokens(text), amid("")) for text in CHUNKS}
+    assert {entry.key for entry in engine.store.entries()} == wanted
 
 
 def test_a_full_prefill_that_was_asked_for_saves_nothing(engine):
@@ -129,7 +131,7 @@ def test_a_store_that_loses_everything_still_answers(tiny_settings):
         engine.store.read_layers = unplugged
         answer, full = engine.answer(messages()), engine.answer(messages(), Ask(reuse=False))
     assert answer.token_ids == full.token_ids
-    assert answer.trace.refusal == "nothing of it is in the store"
+    assert answer.trace.refusal == "none of this text is stored yet"
 
 
 @pytest.fixture(scope="session")
@@ -145,8 +147,10 @@ def gpt2_path(tiny_path, tmp_path_factory):
     return folder
 
 
-def test_a_refused_model_is_answered_by_its_own_full_prefill_with_the_reason(gpt2_path, tmp_path):
-    with Engine(Settings(model=str(gpt2_path), dtype="float32", store=tmp_path, max_tokens=8)) as engine:
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_refused_model_is_answered_by_its_own_full_prefill_with_the_reason(gpt2_path, tmp_path, prefix_cache):
+    settings = Settings(model=str(gpt2_path), dtype="float32", store=tmp_path, max_tokens=8)
+    with Engine(settings.model_copy(update={"prefix_cache": prefix_cache})) as engine:
         assert engine.ingest([(CHUNKS[0], "book")]).encoded == 0
         answer = engine.answer(messages())
         ids = torch.tensor([engine.prompt(messages()).token_ids])
@@ -160,7 +164,21 @@ def test_a_refused_model_is_answered_by_its_own_full_prefill_with_the_reason(gpt
         assert said == answer.text
         assert "position" in answer.trace.refusal
         assert answer.trace.tokens_fresh == answer.trace.tokens
+        if not prefix_cache:
+            assert engine.store.entries() == []
+
+
+def test_of_a_refused_model_beginnings_are_read_where_they_stand_and_the_answer_is_its_own(gpt2_path, tmp_path):
+    with Engine(Settings(model=str(gpt2_path), dtype="float32", store=tmp_path, max_tokens=8)) as engine:
+        full = [engine.answer(messages(question=asked), Ask(reuse=False)) for asked in ("Who?", "What?")]
         assert engine.store.entries() == []
+        first, second = (engine.answer(messages(question=asked)) for asked in ("Who?", "What?"))
+        engine.flush()
+        assert [first.token_ids, second.token_ids] == [answer.token_ids for answer in full]
+        assert [(segment.kind, segment.exact) for segment in second.trace.segments if segment.hit] == [("prefix", True)]
+        assert second.trace.tokens_prefix == second.trace.tokens_reused > len(engine.prefix(messages()))
+        assert {entry.tier for entry in engine.store.entries()} == {"memory"}
+        assert not [entry for entry in engine.store.entries() if entry.key.encoded == "amid"]
 
 
 def test_the_refusal_is_remembered_and_the_next_process_does_not_probe(gpt2_path, tmp_path):

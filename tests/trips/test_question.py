@@ -10,8 +10,8 @@ from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, inges
 def test_six_cached_chunks_are_reused_and_few_rows_recomputed(engine, policy):
     ingest(engine)
     trace = engine.answer(messages(), Ask(policy=policy)).trace
-    assert [(segment.kind, segment.hit) for segment in trace.segments] == [("module", True)] + [("chunk", True)] * 6
-    assert [segment.exact for segment in trace.segments] == [True, True] + [False] * 5
+    assert [(segment.kind, segment.hit) for segment in trace.segments] == [("prefix", True)] + [("chunk", True)] * 6
+    assert [segment.exact for segment in trace.segments] == [True] + [False] * 6
     assert adds_up(trace)
     assert 0 < trace.mean_ratio < 0.3
     assert trace.tokens_reused > 4 * trace.tokens_recomputed > 0
@@ -44,11 +44,7 @@ def test_from_disk_and_from_memory_the_answer_is_the_same(tiny_settings, engine)
     with on_disk_only(tiny_settings) as other:
         from_disk = other.answer(messages())
     tiers = [segment.tier for segment in from_memory.trace.segments]
-    assert tiers == [
-        "memory",
-        "disk",
-        *["memory"] * 5,
-    ]  # what stands first is read too seldom to lie in memory
+    assert tiers == ["memory"] * 7
     assert {segment.tier for segment in from_disk.trace.segments} == {"disk"}
     assert from_disk.token_ids == from_memory.token_ids
     assert from_disk.trace.load_s > 0
@@ -87,9 +83,10 @@ def test_the_embedded_model_says_what_full_prefill_says_at_ratio_one(smollm_path
         ingest(engine, CHUNKS[:3])
         question = messages(CHUNKS[:3], "Question: How many ships did the keeper of the southern lighthouse count?")
         fused, full = engine.answer(question, Ask(ratio=1.0)), engine.answer(question, Ask(reuse=False))
-        one = messages(CHUNKS[:1], "Question: What colour is the door of the lighthouse? One word.")
+        one = messages(CHUNKS[3:4], "Question: What colour is the door of the lighthouse? One word.")  # not ingested
         exact, alone = engine.answer(one), engine.answer(one, Ask(reuse=False))
     assert fused.token_ids == full.token_ids
     assert chunk_hits(fused.trace) == [True] * 3
     assert exact.token_ids == alone.token_ids
+    assert [(segment.kind, segment.hit) for segment in exact.trace.segments] == [("prefix", True), ("chunk", False)]
     assert exact.trace.tokens_recomputed == 0

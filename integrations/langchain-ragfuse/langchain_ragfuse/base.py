@@ -13,6 +13,7 @@ from typing import Any, Literal
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr
 
+from langchain_ragfuse.callbacks import heard_for
 from ragfuse import Answer, AnswerStream, Ask, Engine, Grammar, InputError, Settings
 
 CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=())
@@ -134,7 +135,17 @@ class RagFuseModel(BaseModel):
         """LangSmith's parameters with provider and model as they are."""
         return {**params, "ls_provider": "ragfuse", "ls_model_name": call.get("model") or self.model_name}
 
-    def _ask(self, stop: Sequence[str] | None, call: Mapping[str, Any], further: Sequence[str] = ()) -> Ask:
+    def _heard(self, run_manager: Any, asked: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+        """What was retrieved for messages or prompts, unless the settings say that nothing is to be learned."""
+        return () if self._settings.learn == "off" else heard_for(run_manager, asked)
+
+    def _ask(
+        self,
+        stop: Sequence[str] | None,
+        call: Mapping[str, Any],
+        further: Sequence[str] = (),
+        documents: Sequence[tuple[str, str]] = (),
+    ) -> Ask:
         """The fields of this model, where the call says nothing else; `further` names are the caller's business."""
         taken = (*PER_CALL, *further)
         unknown = sorted(set(call) - set(taken))
@@ -155,6 +166,7 @@ class RagFuseModel(BaseModel):
             deadline_s=said("deadline_s"),
             grammar=_grammar(call.get("response_format")) or said("grammar"),
             options=_options(said),
+            documents=documents,
         )
 
 

@@ -83,7 +83,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        ask, asked = self._asked(stop, kwargs), _asked_of(messages)
+        ask, asked = self._asked(messages, stop, kwargs, run_manager), _asked_of(messages)
         engine = self.get_engine(kwargs.get("model"))
         return _result(engine.answer(ready(asked, engine), ask), engine, ask)
 
@@ -94,7 +94,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        ask, asked, said = self._asked(stop, kwargs), _asked_of(messages), ""
+        ask, asked, said = self._asked(messages, stop, kwargs, run_manager), _asked_of(messages), ""
         engine = self.get_engine(kwargs.get("model"))
         with engine.stream(ready(asked, engine), ask) as stream:
             for text in stream:
@@ -115,7 +115,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        ask, asked = self._asked(stop, kwargs), _asked_of(messages)
+        ask, asked = self._asked(messages, stop, kwargs, run_manager), _asked_of(messages)
         engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
         asked = await asyncio.to_thread(ready, asked, engine)
         async with cancelled_at_exit(engine.stream(asked, ask)) as stream:
@@ -130,7 +130,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        ask, asked, said = self._asked(stop, kwargs), _asked_of(messages), ""
+        ask, asked, said = self._asked(messages, stop, kwargs, run_manager), _asked_of(messages), ""
         engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
         asked = await asyncio.to_thread(ready, asked, engine)
         async with cancelled_at_exit(engine.stream(asked, ask)) as stream:
@@ -145,11 +145,14 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
                 await run_manager.on_llm_new_token(str(last.text), chunk=last)
             yield last
 
-    def _asked(self, stop: Sequence[str] | None, call: Mapping[str, Any]) -> Ask:
-        """The call's wishes, its tools among them."""
+    def _asked(
+        self, messages: Sequence[BaseMessage], stop: Sequence[str] | None, call: Mapping[str, Any], run_manager: Any
+    ) -> Ask:
+        """The call's wishes, its tools and what was retrieved for it among them."""
         tools = tools_of(call.get("tools") or (), call.get("strict"))
         choice = choice_of(call.get("tool_choice"), tools)
-        return replace(self._ask(stop, call, TOOLS), tools=tools, tool_choice=choice)
+        ask = self._ask(stop, call, TOOLS, self._heard(run_manager, messages))
+        return replace(ask, tools=tools, tool_choice=choice)
 
 
 def _asked_of(messages: Sequence[BaseMessage]) -> Any:

@@ -49,8 +49,8 @@ class RagFuseIndexer(BaseDocumentTransformer):
 
         progress: True shows a bar on stderr if that is a terminal, False nothing; a callable hears of every document.
 
-        With the chain's `prompt`, chunks are encoded behind the text that it puts before the documents, which brings
-        answers nearer to full prefill's. It is left out if that text depends on the question.
+        With the chain's `prompt`, the text that it puts before the documents is kept beside them, so that the first
+        question need not compute it. It is left out if that text depends on the question.
         """
         texts = (text_of(document, self._page, self._source_key) for document in documents)
         prefix = self._prefix(prompt) if prompt is not None else ()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -12,6 +13,7 @@ from langchain_core.language_models import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from langchain_ragfuse.base import CONFIG, RagFuseModel, cancelled_at_exit, metadata_of, usage_of
+from langchain_ragfuse.callbacks import asked_by
 from langchain_ragfuse.prompts import ready
 from ragfuse import Answer, Ask, Engine, InputError
 
@@ -25,6 +27,20 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
     """
 
     model_config = CONFIG
+
+    def generate(
+        self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
+    ) -> LLMResult:
+        """Answers to several prompts, each knowing what was retrieved for any of them."""
+        with asked_by(callbacks):
+            return super().generate(prompts, stop, callbacks, **kwargs)
+
+    async def agenerate(
+        self, prompts: list[str], stop: list[str] | None = None, callbacks: Any = None, **kwargs: Any
+    ) -> LLMResult:
+        """The same, leaving the event loop free."""
+        with asked_by(callbacks):
+            return await super().agenerate(prompts, stop, callbacks, **kwargs)
 
     @property
     def _llm_type(self) -> str:
@@ -42,7 +58,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
     ) -> LLMResult:
         if self._is_told(kwargs) and len(prompts) == 1:
             return _joined(list(self._stream(prompts[0], stop, run_manager, **kwargs)))
-        ask, engine = self._ask(stop, kwargs), self.get_engine(kwargs.get("model"))
+        ask, engine = self._asked(prompts, stop, kwargs, run_manager), self.get_engine(kwargs.get("model"))
         _check(prompts)
         return _result(engine.batch(_all_ready(prompts, engine), ask), engine, ask)
 
@@ -53,10 +69,10 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
+        ask, gone = self._asked(prompts, stop, kwargs, run_manager), threading.Event()
         if len(prompts) == 1:
             told = run_manager if self._is_told(kwargs) else None
-            return _joined([chunk async for chunk in self._astream(prompts[0], stop, told, **kwargs)])
-        ask, gone = self._ask(stop, kwargs), threading.Event()
+            return _joined([chunk async for chunk in self._written(prompts[0], ask, told, kwargs)])
         _check(prompts)
         engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
         try:
@@ -72,7 +88,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        ask, engine, said = self._ask(stop, kwargs), self.get_engine(kwargs.get("model")), ""
+        ask, engine, said = self._asked([prompt], stop, kwargs, run_manager), self.get_engine(kwargs.get("model")), ""
         _check([prompt])
         with engine.stream(ready(prompt, engine), ask) as stream:
             for text in stream:
@@ -93,9 +109,16 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        ask, said = self._ask(stop, kwargs), ""
+        ask = self._asked([prompt], stop, kwargs, run_manager)
+        async with aclosing(self._written(prompt, ask, run_manager, kwargs)) as written:
+            async for chunk in written:
+                yield chunk
+
+    async def _written(
+        self, prompt: str, ask: Ask, run_manager: AsyncCallbackManagerForLLMRun | None, call: Mapping[str, Any]
+    ) -> AsyncGenerator[GenerationChunk]:
         _check([prompt])
-        engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
+        said, engine = "", await asyncio.to_thread(self.get_engine, call.get("model"))
         asked = await asyncio.to_thread(ready, prompt, engine)
         async with cancelled_at_exit(engine.stream(asked, ask)) as stream:
             async for text in stream:
@@ -108,6 +131,12 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
             if run_manager:
                 await run_manager.on_llm_new_token(last.text, chunk=last)
             yield last
+
+    def _asked(
+        self, prompts: Sequence[str], stop: Sequence[str] | None, call: Mapping[str, Any], run_manager: Any
+    ) -> Ask:
+        """The call's wishes, what was retrieved for it among them."""
+        return self._ask(stop, call, documents=self._heard(run_manager, prompts))
 
     def _is_told(self, call: dict[str, Any]) -> bool:
         """Whether callbacks are to hear of every token."""

@@ -190,14 +190,15 @@ def test_documents_behind_their_metadata_hit(llm: ChatRagFuse, retriever: BaseRe
         lambda text: text.replace("e", "é", 1),
     ],
 )
-def test_a_chunk_that_was_edited_does_not_hit(make: Any, edit: Any, llm: ChatRagFuse, retriever: BaseRetriever) -> None:
+def test_a_chunk_that_was_edited_hits_where_it_agrees(
+    make: Any, edit: Any, llm: ChatRagFuse, retriever: BaseRetriever
+) -> None:
     def edited(found: list[Document]) -> list[Document]:
         return [_with(found[0], edit(found[0].page_content.strip())), *found[1:]]
 
     first, *others = [document.metadata["source"] for document in retriever.invoke(QUESTION)]
     assert edit(DOCUMENTS[0].page_content.strip()) != DOCUMENTS[0].page_content.strip()
-    assert first not in asked(make, llm, changed(retriever, edited))
-    assert asked(make, llm, changed(retriever, edited)) == others
+    assert set(asked(make, llm, changed(retriever, edited))) == {first, *others}
 
 
 def _with(document: Document, text: str) -> Document:
@@ -206,6 +207,7 @@ def _with(document: Document, text: str) -> Document:
 
 def test_an_artifact_marks_the_chunks_of_a_tools_message(engine: Engine, retriever: BaseRetriever) -> None:
     """Nothing was indexed: without its artifact the same message teaches the store nothing."""
+    engine = Engine(engine.settings.model_copy(update={"learn": "off"}))  # which hears no retriever
     llm = ChatRagFuse(engine=engine, max_tokens=4)
     search = create_retriever_tool(
         retriever, "search", "Looks things up.", document_prompt=WITH_METADATA, response_format="content_and_artifact"

@@ -75,17 +75,18 @@ def test_the_fused_chain_asks_what_the_stuff_chain_asks(llm: ChatRagFuse) -> Non
 
 
 async def test_the_fused_chain_streams_and_awaits(llm: ChatRagFuse) -> None:
+    RagFuseIndexer(llm).index(DOCUMENTS)
     chain = create_fused_documents_chain(llm, PROMPT)
     whole = await chain.ainvoke(ASKED)
     assert "".join([text async for text in chain.astream(ASKED)]) == whole != ""
 
 
-def test_chunks_behind_the_prompts_own_prefix_are_exact_when_first(llm: ChatRagFuse) -> None:
+def test_what_the_prompt_begins_with_is_kept_beside_the_chunks(llm: ChatRagFuse) -> None:
     RagFuseIndexer(llm).index(DOCUMENTS, PROMPT)
     answer = create_stuff_documents_chain(llm, PROMPT, output_parser=PASS).invoke(ASKED)
-    assert hits(answer) == [("log.txt", True), ("valley.txt", False), ("odd.txt", False)]
-    module = Trace(**answer.response_metadata["ragfuse"]).segments[0]
-    assert (module["kind"], module["hit"]) == ("module", True)
+    assert hits(answer) == [("log.txt", False), ("valley.txt", False), ("odd.txt", False)]
+    prefix = Trace(**answer.response_metadata["ragfuse"]).segments[0]
+    assert (prefix["kind"], prefix["hit"], prefix["exact"]) == ("prefix", True, True)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ async def test_documents_of_the_text_model_are_indexed_as_it_reads_them(engine: 
     found = llm.generate([prompt.format(context=text, question="How many ships?")]).generations[0][0].generation_info
     segments = found["ragfuse"]["segments"]
     assert [(each["source"], each["exact"]) for each in segments if each["kind"] == "chunk" and each["hit"]] == [
-        ("log.txt", True),
+        ("log.txt", False),
         ("valley.txt", False),
         ("odd.txt", False),
     ]

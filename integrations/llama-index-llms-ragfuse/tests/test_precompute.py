@@ -20,6 +20,7 @@ from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM
 from llama_index.llms.ragfuse.ledger import FILE
 
 from ragfuse import Engine, Ingested, InputError, Settings, StoreError
+from ragfuse.core import LoadPlan
 
 GREEN = "The lighthouse of Port Elling is painted green, because red paint was too dear in the year it was built."
 GREY = "The lighthouse of Port Elling is painted grey, because green paint was too dear when it was repaired."
@@ -62,7 +63,12 @@ def kept(llm: RagFuseLLM) -> set[str]:
     engine = llm.get_engine()
     engine.flush()
     plans = {text: engine.plan(f"Read this.\n\n{text}\n\nWhy is that?") for text in (GREEN, GREY, OIL, TREES)}
-    return {text for text, plan in plans.items() if plan.fetches}
+    return {text for text, plan in plans.items() if len(engine.tokens(text)) in _fetched(plan)}
+
+
+def _fetched(plan: LoadPlan) -> set[int]:
+    """Tokens of each segment that would come from the store."""
+    return {len(plan.prompt.segments[fetch.segment].tokens) for fetch in plan.fetches}
 
 
 def nodes(*texts: str) -> list[BaseNode]:

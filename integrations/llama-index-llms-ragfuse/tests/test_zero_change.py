@@ -131,26 +131,33 @@ def prompts() -> Iterator[Prompts]:
 
 
 @pytest.mark.parametrize("mode", [ResponseMode.COMPACT, ResponseMode.TREE_SUMMARIZE])
-def test_nodes_that_packing_leaves_whole_are_reused(
+def test_nodes_are_reused_whole_and_where_packing_cuts_them(
     llm: RagFuseLLM, nodes: list[BaseNode], prompts: Prompts, mode: ResponseMode
 ) -> None:
-    """Several nodes become one text, which is cut where it is full: what is cut in two is computed."""
+    """Several nodes become one text, which is cut where it is full: of what is cut in two both parts are reused."""
     helper = PromptHelper(context_window=420 if mode is MODES[2] else 860, num_output=12)
     synthesizer = get_response_synthesizer(llm=llm, response_mode=mode, prompt_helper=helper)
     with traces() as seen:
         synthesizer.synthesize(QUESTION, [NodeWithScore(node=node) for node in nodes])
     whole = [[node.metadata["file_name"] for node in nodes if text_of(node) in text] for text in prompts.texts]
-    assert [hits(trace) for trace in seen] == whole
+    found = [set(hits(trace)) for trace in seen]
+    assert all(set(texts) <= sources for texts, sources in zip(whole, found, strict=True))
+    assert set().union(*found) == {node.metadata["file_name"] for node in nodes}
     assert len(seen) > 1
     assert 2 <= sum(map(len, whole)) < len(nodes)
 
 
-def test_an_edited_node_is_computed_and_its_neighbours_are_not(llm: RagFuseLLM, nodes: list[BaseNode]) -> None:
+def test_an_edited_node_is_reused_around_the_edit_and_its_neighbours_whole(
+    llm: RagFuseLLM, nodes: list[BaseNode]
+) -> None:
     edited = [node.model_copy(deep=True) for node in nodes[:3]]
     edited[1].set_content(edited[1].get_content().replace("green", "grey"))
     with traces() as seen:
         get_response_synthesizer(llm=llm).synthesize(QUESTION, [NodeWithScore(node=node) for node in edited])
-    assert [hits(trace) for trace in seen] == [["0.txt", "2.txt"]]
+    assert [list(dict.fromkeys(hits(trace))) for trace in seen] == [["0.txt", "1.txt", "2.txt"]]
+    parts = [segment for segment in seen[0].segments if segment.source == "1.txt"]
+    assert len(parts) > 1
+    assert sum(part.n_tokens for part in parts) < len(text_of(edited[1]))
 
 
 def test_reordered_and_repeated_nodes_are_reused(llm: RagFuseLLM, nodes: list[BaseNode]) -> None:

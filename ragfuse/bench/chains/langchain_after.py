@@ -18,11 +18,10 @@ def build(
     from langchain_community.vectorstores import FAISS
     from langchain_core.prompts import ChatPromptTemplate
     from langchain_core.runnables import RunnablePassthrough
-    from langchain_ragfuse import ChatRagFuse, RagFuseIndexer
+    from langchain_ragfuse import ChatRagFuse
 
     llm = ChatRagFuse(model=model, **own)
     index = FAISS.from_documents(splits, embeddings)
-    RagFuseIndexer(llm).index(splits)
     retriever = index.as_retriever(search_kwargs={"k": 6})
     prompt = ChatPromptTemplate.from_template(template)
     return {"context": retriever | join, "question": RunnablePassthrough()} | prompt | llm

@@ -9,10 +9,9 @@ from typing import Any
 def build(model: str, nodes: Sequence[Any], embeddings: Any, template: str, own: Mapping[str, Any]) -> Any:
     """The engine: a question in, a streaming response out. own: what this LLM's constructor takes besides its name."""
     from llama_index.core import PromptTemplate, VectorStoreIndex
-    from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM
+    from llama_index.llms.ragfuse import RagFuseLLM
 
     llm = RagFuseLLM(model=model, **own)
     index = VectorStoreIndex(list(nodes), embed_model=embeddings)
-    KVPrecompute(llm).ensure(nodes)
     prompt = PromptTemplate(template)
     return index.as_query_engine(llm=llm, streaming=True, similarity_top_k=6, text_qa_template=prompt)

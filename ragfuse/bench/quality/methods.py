@@ -33,7 +33,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore, MemoryTier
 from ragfuse.text.chunks import Piece
 
-Encoded = Literal["amid", "behind", "alone"]
+Encoded = Literal["amid", "alone"]
 WRONG_MASK = "wrongmask"
 """`hkvd` over chunks encoded alone, under the mask of the code that was released with CacheBlend."""
 ORACLE = "oracle"
@@ -104,8 +104,7 @@ def default_method(model: HFModel) -> Method:
 
 @dataclass
 class Lab:
-    """One model behind three engines, whose stores hold chunks encoded amid other text, behind the prompt's own
-    beginning, or alone."""
+    """One model behind two engines, whose stores hold chunks encoded amid other text, or alone."""
 
     model: HFModel
     settings: Settings = field(default_factory=Settings)
@@ -140,11 +139,11 @@ class Lab:
         for encoded in dict.fromkeys(method.encoded for method in methods if method.policy not in NO_STORE):
             engine, prompt = self.engine(encoded), self.prompt(case, encoded)
             first = prompt.segments[0]
-            prefix = first.tokens if first.kind == "module" else ()
+            prefix = first.tokens if first.kind == "prefix" else ()
             if sum(tier.nbytes for tier in engine.store.tiers) > ROOM // 2:
                 engine.store.clear()
             engine.ingest([], prefix)
-            engine.ingest([(chunk, case.dataset) for chunk in case.chunks], () if encoded == "alone" else prefix)
+            engine.ingest([(chunk, case.dataset) for chunk in case.chunks])
 
     def prefill(self, method: Method, prompt: Prompt) -> Prefill:
         """The prompt, prefilled the method's way."""

@@ -41,13 +41,13 @@ ALONE = 3
 """Requests without any other, whose first token is the one without load."""
 METHODS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProxyType(
     {
-        "full": ({"reuse": False}, {"amid_tokens": 0}),
-        "prefix": ({"policy": "hkvd", "ratio": 1.0}, {"amid_tokens": 0}),
+        "full": ({"reuse": False}, {"learn": "off"}),
+        "prefix": ({"policy": "hkvd", "ratio": 1.0}, {"learn": "off"}),
         "ragfuse": ({}, {}),
     }
 )
-"""What each says in its requests, and to its server. Where all rows but an exact prefix's are computed, that alone is
-reused: the system prompt and the first chunk."""
+"""What each says in its requests, and to its server. Where all rows of chunks are computed again, exact beginnings
+alone are reused: prefix caching."""
 
 
 @dataclass(frozen=True)

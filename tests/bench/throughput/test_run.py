@@ -110,11 +110,9 @@ def test_each_method_reuses_what_it_is_said_to(settings, questions):
                 line.close()
             seen[name] = trace
     assert seen["full"]["tokens_reused"] == 0
-    firsts = [segment for segment in seen["prefix"]["segments"] if segment["kind"] == "chunk"]
-    assert [segment["exact"] for segment in firsts] == [True] + [False] * 5
-    assert seen["prefix"]["tokens_recomputed"] > 0 < seen["prefix"]["tokens_reused"]
+    assert seen["prefix"]["tokens_reused"] == seen["prefix"]["tokens_prefix"] > 0 == seen["prefix"]["tokens_chunks"]
     assert all(segment["hit"] for segment in seen["ragfuse"]["segments"] if segment["kind"] == "chunk")
-    assert seen["ragfuse"]["tokens_reused"] > seen["prefix"]["tokens_reused"]
+    assert seen["ragfuse"]["tokens_reused"] > 0
 
 
 def figure_requests(cases):

@@ -25,6 +25,7 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import TokenAsyncGen
 from llama_index.llms.ragfuse.convert import chat, completion, turns_of
+from llama_index.llms.ragfuse.events import heard_for
 from llama_index.llms.ragfuse.prompts import pml_of, ready
 from llama_index.llms.ragfuse.structured import Structured
 from llama_index.llms.ragfuse.tools import ToolCalling
@@ -138,13 +139,13 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """The answer to a text: a user's message, unless it is formatted or the model has no chat template."""
-        ask, engine = self._ask(kwargs), self.get_engine()
+        ask, engine = self._ask(kwargs, prompt), self.get_engine()
         return completion(engine.answer(self._prompt(prompt, formatted), ask), engine, ask.reuse)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """`complete` as it is written; the last response holds usage and trace."""
-        ask, engine = self._ask(kwargs), self.get_engine()
+        ask, engine = self._ask(kwargs, prompt), self.get_engine()
 
         def written() -> CompletionResponseGen:
             said = ""
@@ -159,13 +160,13 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """The answer to messages, by the model's chat template if it has one."""
-        ask, engine = self._ask(kwargs), self.get_engine()
+        ask, engine = self._ask(kwargs, messages), self.get_engine()
         return chat(engine.answer(self._messages(messages), ask), engine, ask.reuse)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """`chat` as it is written; the last response holds usage and trace."""
-        ask, engine = self._ask(kwargs), self.get_engine()
+        ask, engine = self._ask(kwargs, messages), self.get_engine()
 
         def written() -> ChatResponseGen:
             said = ""
@@ -180,14 +181,14 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """`complete` in a thread of its own; cancelling it ends the generation."""
-        ask, engine = self._ask(kwargs), await asyncio.to_thread(self._loaded)
+        ask, engine = self._ask(kwargs, prompt), await asyncio.to_thread(self._loaded)
         asked = await asyncio.to_thread(self._prompt, prompt, formatted)
         return completion(await _awaited(engine.stream(asked, ask)), engine, ask.reuse)
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """`stream_complete`, leaving the event loop free."""
-        ask, engine = self._ask(kwargs), await asyncio.to_thread(self._loaded)
+        ask, engine = self._ask(kwargs, prompt), await asyncio.to_thread(self._loaded)
         asked = await asyncio.to_thread(self._prompt, prompt, formatted)
 
         async def written() -> CompletionResponseAsyncGen:
@@ -205,14 +206,14 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """`chat` in a thread of its own; cancelling it ends the generation."""
-        ask, engine = self._ask(kwargs), await asyncio.to_thread(self._loaded)
+        ask, engine = self._ask(kwargs, messages), await asyncio.to_thread(self._loaded)
         asked = await asyncio.to_thread(self._messages, messages)
         return chat(await _awaited(engine.stream(asked, ask)), engine, ask.reuse)
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """`stream_chat`, leaving the event loop free."""
-        ask, engine = self._ask(kwargs), await asyncio.to_thread(self._loaded)
+        ask, engine = self._ask(kwargs, messages), await asyncio.to_thread(self._loaded)
         asked = await asyncio.to_thread(self._messages, messages)
 
         async def written() -> ChatResponseAsyncGen:
@@ -273,8 +274,8 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             return turns
         return str(self.messages_to_prompt(messages))
 
-    def _ask(self, call: Mapping[str, Any]) -> Ask:
-        """The fields of this model, where the call does not say otherwise."""
+    def _ask(self, call: Mapping[str, Any], prompt: str | Sequence[ChatMessage] = "") -> Ask:
+        """The fields of this model, where the call does not say otherwise, and what was retrieved for it."""
         unknown = sorted(set(call) - {*FIELDS, *PER_CALL})
         if unknown:
             raise InputError(
@@ -294,6 +295,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             tools=tuple(said["tools"] or ()),
             tool_choice=said["tool_choice"] or "auto",
             grammar=said["grammar"],
+            documents=() if self._settings.learn == "off" else heard_for(prompt),
             **({"overflow": said["overflow"]} if said["overflow"] else {}),
         )
 

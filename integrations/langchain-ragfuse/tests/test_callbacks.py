@@ -1,0 +1,469 @@
+"""What any retriever returned reaches the engine with the question: nothing is changed but the model.
+
+The engine is tiny and random, and what it is asked is looked at, not what it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from langchain_classic.agents import AgentExecutor, create_tool_calling_agent
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_classic.chains.retrieval import create_retrieval_chain
+from langchain_classic.retrievers import ContextualCompressionRetriever, EnsembleRetriever
+from langchain_community.vectorstores import FAISS
+from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
+from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.language_models import FakeListLLM
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel, RunnablePassthrough
+from langchain_core.tools import tool
+from langchain_core.tools.retriever import create_retriever_tool
+from langchain_core.tracers import context
+from langchain_ragfuse import ChatRagFuse, RagFuseLLM, RagFuseRetriever, callbacks
+from langchain_ragfuse.callbacks import LISTENER, Here, Listener
+
+from ragfuse import Ask, Engine, Settings
+
+PROMPT = ChatPromptTemplate.from_template("Passages:\n\n{context}\n\nQuestion: {input}")
+TEXT_PROMPT = PromptTemplate.from_template("Passages:\n\n{context}\n\nQuestion: {input}")
+Heard = tuple[tuple[str, str], ...]
+
+
+class Shelf(BaseRetriever):
+    """Returns two documents that are named after the question."""
+
+    wait: Any = None
+    """Called after the search, where a test wants others to come in between."""
+
+    def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+        if self.wait is not None:
+            self.wait()
+        return documents(query)
+
+    async def _aget_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+        if self.wait is not None:
+            await asyncio.to_thread(self.wait)
+        return documents(query)
+
+
+class Backwards(BaseDocumentCompressor):
+    """Keeps the last document, the way a reranker would, with its text cut."""
+
+    def compress_documents(self, documents: Any, query: str, callbacks: Any = None) -> list[Document]:
+        return [Document(documents[-1].page_content[:20], metadata=documents[-1].metadata)]
+
+
+def documents(query: str) -> list[Document]:
+    return [
+        Document(f"\n The {query} letter {n} of Port Elling. \n", metadata={"source": f"{query}-{n}"}) for n in (1, 2)
+    ]
+
+
+def texts(*queries: str) -> Heard:
+    """What the engine is to hear of these questions' documents: stripped, with their sources."""
+    return tuple((each.page_content.strip(), each.metadata["source"]) for query in queries for each in documents(query))
+
+
+def joined(found: list[Document]) -> str:
+    return "\n\n".join(each.page_content for each in found)
+
+
+@pytest.fixture(autouse=True)
+def nothing_heard() -> Iterator[None]:
+    """Each test in a context that has heard nothing; none leaves a run behind."""
+    token = callbacks._HERE.set(None)
+    yield
+    callbacks._HERE.reset(token)
+    assert not LISTENER._runs
+    assert not LISTENER._roots
+
+
+@pytest.fixture
+def asks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Ask]:
+    """Every wish that reaches the engine."""
+    seen: list[Ask] = []
+
+    def noted(call: Any, prompt: Any, ask: Ask, *rest: Any, **more: Any) -> Any:
+        seen.append(ask)
+        return call(prompt, ask, *rest, **more)
+
+    for name in ("answer", "stream", "batch"):
+        monkeypatch.setattr(engine, name, partial(noted, getattr(engine, name)))
+    return seen
+
+
+@pytest.fixture
+def llm(engine: Engine) -> ChatRagFuse:
+    return ChatRagFuse(engine=engine, max_tokens=4)
+
+
+def rag(retriever: Runnable[Any, Any], llm: Runnable[Any, Any], prompt: Any = PROMPT) -> Runnable[str, Any]:
+    return {"context": retriever | joined, "input": RunnablePassthrough()} | prompt | llm | StrOutputParser()
+
+
+async def every_way(chain: Runnable[Any, Any], given: Any) -> list[str]:
+    """Ask by each of LangChain's calls; the ways, in order."""
+    chain.invoke(given)
+    await chain.ainvoke(given)
+    list(chain.stream(given))
+    _ = [chunk async for chunk in chain.astream(given)]
+    _ = [event async for event in chain.astream_events(given, version="v2")]
+    chain.batch([given])
+    await chain.abatch([given])
+    return ["invoke", "ainvoke", "stream", "astream", "astream_events", "batch", "abatch"]
+
+
+@pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
+async def test_a_chain_tells_the_model_what_its_retriever_returned(engine: Engine, asks: list[Ask], kind: Any) -> None:
+    prompt = PROMPT if kind is ChatRagFuse else TEXT_PROMPT
+    ways = await every_way(rag(Shelf(), kind(engine=engine, max_tokens=4), prompt), "harbour")
+    assert [ask.documents for ask in asks] == [texts("harbour")] * len(ways), ways
+
+
+async def test_a_retrieval_chain_tells_its_documents(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    chain = create_retrieval_chain(Shelf(), create_stuff_documents_chain(llm, PROMPT))
+    ways = await every_way(chain, {"input": "harbour"})
+    assert [ask.documents for ask in asks] == [texts("harbour")] * len(ways), ways
+
+
+async def test_documents_given_to_a_stuff_chain_are_told(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    """They may be from anywhere: a search without a retriever, a cache."""
+    chain = create_stuff_documents_chain(llm, PROMPT)
+    ways = await every_way(chain, {"input": "harbour", "context": documents("harbour")})
+    assert [ask.documents for ask in asks] == [texts("harbour")] * len(ways), ways
+
+
+@pytest.mark.parametrize("text", ["It's dug.", "Dug\nby sailors.", 'It\'s "dug"\nby sailors.'])
+async def test_documents_that_are_printed_are_told_as_they_stand(llm: ChatRagFuse, asks: list[Ask], text: str) -> None:
+    """A chain without a function that joins documents fills them in as Python shows them."""
+    search = RunnableLambda(lambda _: [Document(text, metadata={"source": "letter"})])
+    chain = {"context": search, "input": RunnablePassthrough()} | PROMPT | llm
+    ways = await every_way(chain, "When?")
+    assert [ask.documents for ask in asks] == [((repr(text)[1:-1], "letter"),)] * len(ways), ways
+
+
+def test_a_real_index_is_heard(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    index = FAISS.from_documents(documents("harbour"), DeterministicFakeEmbedding(size=8))
+    for search in (index.as_retriever(), RunnableLambda(index.similarity_search)):
+        rag(search, llm).invoke("harbour")
+    assert [set(ask.documents) for ask in asks] == [set(texts("harbour"))] * 2
+
+
+def test_documents_without_a_source_have_one_and_empty_ones_are_left_out(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    found = [Document("A letter."), Document(" \n"), Document("Another.", id="7")]
+    rag(RunnableLambda(lambda _: found), llm).invoke("harbour")
+    ((first, second),) = (ask.documents for ask in asks)
+    assert first[0] == "A letter."
+    assert first[1].startswith("document ")
+    assert second == ("Another.", "7")
+
+
+async def test_what_a_compressor_made_is_told_too(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    retriever = ContextualCompressionRetriever(base_compressor=Backwards(), base_retriever=Shelf())
+    ways = await every_way(rag(retriever, llm), "harbour")
+    cut = documents("harbour")[1].page_content[:20].strip()
+    assert [ask.documents for ask in asks] == [((cut, "harbour-2"), *texts("harbour"))] * len(ways), ways
+
+
+async def test_nested_and_explicit_retrievers_are_heard(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    nested = EnsembleRetriever(retrievers=[Shelf(), Shelf()], weights=[0.5, 0.5])
+    for retriever in (nested, RagFuseRetriever(retriever=Shelf(), llm=llm)):
+        rag(retriever, llm).invoke("harbour")
+        await rag(retriever, llm).ainvoke("harbour")
+    assert [set(ask.documents) for ask in asks] == [set(texts("harbour"))] * 4
+
+
+async def test_a_retriever_called_inside_a_function_is_heard(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    def answer(question: str) -> str:
+        return str(llm.invoke(f"{joined(Shelf().invoke(question))}\n{question}").content)
+
+    async def aanswer(question: str) -> str:
+        return str((await llm.ainvoke(f"{joined(await Shelf().ainvoke(question))}\n{question}")).content)
+
+    ways = await every_way(RunnableLambda(answer, aanswer), "harbour")
+    assert [ask.documents for ask in asks] == [texts("harbour")] * len(ways), ways
+
+
+async def test_several_retrievers_side_by_side_are_heard(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    both = RunnableParallel(near=Shelf(), far=RunnableLambda(lambda question: f"far {question}") | Shelf())
+    chain = both | (lambda found: joined([*found["near"], *found["far"]])) | llm
+    chain.invoke("harbour")
+    await chain.ainvoke("harbour")
+    assert [set(ask.documents) for ask in asks] == [set(texts("harbour", "far harbour"))] * 2
+
+
+# apart
+
+
+async def test_a_batch_keeps_its_questions_apart(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    questions = [f"harbour {number}" for number in range(6)]
+    for limit in (None, 2):
+        asks.clear()
+        rag(Shelf(), llm).batch(questions, {"max_concurrency": limit})
+        assert sorted(ask.documents for ask in asks) == [texts(question) for question in questions]
+        asks.clear()
+        await rag(Shelf(), llm).abatch(questions, {"max_concurrency": limit})
+        assert sorted(ask.documents for ask in asks) == [texts(question) for question in questions]
+
+
+async def test_prompts_answered_together_know_all_their_documents(engine: Engine, asks: list[Ask]) -> None:
+    """A text model answers a batch's prompts at once, so that they are one wish."""
+    chain, questions = rag(Shelf(), RagFuseLLM(engine=engine, max_tokens=4), TEXT_PROMPT), ["harbour", "valley", "mill"]
+    chain.batch(questions)
+    await chain.abatch(questions)
+    assert [set(ask.documents) for ask in asks] == [set(texts(*questions))] * 2
+
+
+async def test_concurrent_chains_do_not_hear_each_other(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    """All have retrieved before any of them asks."""
+    questions = ["harbour", "valley", "mill", "violin"]
+    chain = rag(Shelf(wait=threading.Barrier(4, timeout=60).wait), llm)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(chain.invoke, questions))
+    await asyncio.gather(*map(chain.ainvoke, questions))
+    assert sorted(ask.documents for ask in asks[:4]) == sorted(map(texts, questions))
+    assert sorted(ask.documents for ask in asks[4:]) == sorted(map(texts, questions))
+
+
+# by hand
+
+
+@pytest.mark.parametrize("kind", [ChatRagFuse, RagFuseLLM])
+async def test_documents_put_into_a_prompt_by_hand_are_told(engine: Engine, asks: list[Ask], kind: Any) -> None:
+    llm, retriever = kind(engine=engine, max_tokens=4), Shelf()
+    found = retriever.invoke("harbour")
+    llm.invoke(f"{joined(found)}\nWhen?")
+    list(llm.stream(f"{joined(found)}\nWhen?"))
+    assert [ask.documents for ask in asks] == [texts("harbour")] * 2
+    found = await retriever.ainvoke("valley")
+    await llm.ainvoke(f"{joined(found)}\nWhen?")
+    _ = [chunk async for chunk in llm.astream(f"{joined(found)}\nWhen?")]
+    assert [ask.documents for ask in asks[2:]] == [texts("valley", "harbour")] * 2
+    await asyncio.to_thread(llm.invoke, f"{joined(found)}\nWhen?")
+    (PROMPT | llm).batch([{"context": joined(found), "input": "When?"}] * 2)
+    assert {ask.documents for ask in asks[4:]} == {texts("valley", "harbour")}
+
+
+async def test_what_a_chain_or_a_tool_retrieved_is_known_after_it(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    (RunnableLambda(str.upper) | Shelf()).invoke("harbour")
+    await create_retriever_tool(Shelf(), "search", "Searches.").ainvoke({"query": "valley"})
+    await llm.ainvoke("When?")
+    assert [ask.documents for ask in asks] == [texts("valley", "HARBOUR")]
+
+
+async def test_what_a_chain_has_asked_about_is_not_told_again(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    rag(Shelf(), llm).invoke("harbour")
+    await rag(Shelf(), llm).ainvoke("valley")
+    llm.invoke("When?")
+    assert asks[-1].documents == ()
+
+
+async def test_threads_and_tasks_do_not_hear_each_other(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    """Each knows what was known where it began, and what it retrieved itself."""
+    barrier, questions = threading.Barrier(2, timeout=60), ["harbour", "valley"]
+    Shelf().invoke("mill")
+
+    def answer(question: str) -> None:
+        llm.invoke(joined(Shelf(wait=barrier.wait).invoke(question)))
+
+    async def aanswer(question: str) -> None:
+        await llm.ainvoke(joined(await Shelf(wait=barrier.wait).ainvoke(question)))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(answer, questions))
+    assert sorted(ask.documents for ask in asks) == [texts("harbour"), texts("valley")]
+    asks.clear()
+    await asyncio.gather(*(asyncio.to_thread(answer, question) for question in questions))
+    await asyncio.gather(*map(aanswer, questions))
+    assert sorted(ask.documents for ask in asks) == sorted([texts("harbour", "mill"), texts("valley", "mill")] * 2)
+    llm.invoke("When?")
+    assert asks[-1].documents == texts("mill")
+
+
+def test_the_newest_documents_are_kept_by_hand(llm: ChatRagFuse, asks: list[Ask], monkeypatch: Any) -> None:
+    for number in range(callbacks.MAX_DOCUMENTS):
+        Shelf().invoke(f"harbour {number}")
+    llm.invoke("When?")
+    found = asks[-1].documents
+    assert len(found) == callbacks.MAX_DOCUMENTS
+    assert found[:2] == texts(f"harbour {callbacks.MAX_DOCUMENTS - 1}")
+    monkeypatch.setattr(callbacks, "MAX_CHARS", sum(len(text) for text, _ in found[:4]))
+    Shelf().invoke("mill")
+    llm.invoke("When?")
+    assert asks[-1].documents[:2] == texts("mill")
+    assert 2 < len(asks[-1].documents) <= 5
+
+
+# agents
+
+
+class SearchesOnce:
+    """The model, asked only once its tool has been called: a random model writes no call."""
+
+    def __init__(self, llm: ChatRagFuse) -> None:
+        self.llm = llm
+
+    def bind_tools(self, tools: Any) -> Runnable[Any, Any]:
+        call = {"name": tools[0].name, "args": {"query": tools[0].name}, "id": "1", "type": "tool_call"}
+        return RunnableLambda(
+            lambda value: (
+                self.llm
+                if any(isinstance(each, ToolMessage) for each in value.to_messages())
+                else AIMessage("", tool_calls=[call])
+            )
+        )
+
+
+@tool(response_format="content_and_artifact")
+def lookup(query: str) -> tuple[str, list[Document]]:
+    """Searches without a retriever."""
+    return joined(documents("lookup")), documents("lookup")
+
+
+@tool
+def found(query: str) -> list[Document]:
+    """Searches without a retriever, and returns documents themselves."""
+    return documents("found")
+
+
+@pytest.mark.parametrize("name", ["search", "found"])
+async def test_an_agent_tells_what_its_tools_returned(engine: Engine, asks: list[Ask], name: str) -> None:
+    search = create_retriever_tool(Shelf(), "search", "Searches letters.")
+    tools = [search if name == "search" else found]
+    prompt = ChatPromptTemplate.from_messages([("human", "{input}"), ("placeholder", "{agent_scratchpad}")])
+    llm = ChatRagFuse(engine=engine, max_tokens=4)
+    executor = AgentExecutor(agent=create_tool_calling_agent(SearchesOnce(llm), tools, prompt), tools=tools)  # type: ignore[arg-type]
+    executor.invoke({"input": "When?"})
+    await executor.ainvoke({"input": "When?"})
+    _ = [step async for step in executor.astream({"input": "When?"})]
+    assert [ask.documents for ask in asks] == [texts(name)] * 3
+
+
+async def test_what_a_tool_call_hands_over_beside_its_content_is_told(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    call: Any = {"name": "lookup", "args": {"query": "lookup"}, "id": "1", "type": "tool_call"}
+    before = [HumanMessage("When?"), AIMessage("", tool_calls=[call])]
+    loop = RunnableLambda(lambda _: llm.invoke([*before, lookup.invoke(call)]))
+    loop.invoke("")
+    await loop.ainvoke("")
+    llm.invoke([*before, lookup.invoke(call)])
+    assert [ask.documents for ask in asks] == [texts("lookup")] * 3
+
+
+# what must not be
+
+
+async def test_nothing_is_told_where_nothing_is_to_be_learned(
+    tiny_settings: Settings, asks: list[Ask], engine: Engine
+) -> None:
+    learning = engine.settings
+    for learn, told in (("off", ()), ("heard", texts("harbour"))):
+        llm = ChatRagFuse(engine=engine, max_tokens=4)
+        llm._settings = learning.model_copy(update={"learn": learn})
+        await rag(Shelf(), llm).ainvoke("harbour")
+        assert asks.pop().documents == told
+
+
+def test_a_fault_of_the_listener_breaks_no_chain(llm: ChatRagFuse, asks: list[Ask], monkeypatch: Any) -> None:
+    monkeypatch.setattr(callbacks, "_texts", lambda value: 1 // 0)
+    rag(Shelf(), llm).invoke("harbour")
+    assert asks[0].documents == ()
+
+
+class Named(AsyncCallbackHandler):
+    """The events of a user's own handler."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    async def on_llm_start(self, *args: Any, **kwargs: Any) -> None:
+        self.names.append("start")
+
+    async def on_llm_end(self, *args: Any, **kwargs: Any) -> None:
+        self.names.append("end")
+
+
+async def test_other_handlers_hear_all_that_they_heard_before() -> None:
+    """LangChain tells the beginning of a text model to inline handlers alone, if there are any."""
+    named = Named()
+    await FakeListLLM(responses=["1847"]).ainvoke("When?", {"callbacks": [named]})
+    assert named.names == ["start", "end"]
+
+
+async def test_failed_and_abandoned_runs_leave_nothing_behind(llm: ChatRagFuse, asks: list[Ask]) -> None:
+    failing = Shelf() | RunnableLambda(lambda found: found[2])
+    for call in (failing.invoke, failing.ainvoke):
+        with pytest.raises(IndexError):
+            _ = await found if asyncio.iscoroutine(found := call("harbour")) else found
+    stream = rag(Shelf(), llm).stream("harbour")
+    next(stream)
+    stream.close()
+    later = rag(Shelf(), llm).astream("harbour")
+    await anext(later)
+    await later.aclose()
+    for _ in range(200):  # the event loop closes what was read from by and by
+        if LISTENER._runs:
+            await asyncio.sleep(0.01)
+    assert not LISTENER._runs
+
+
+def test_runs_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = Listener()
+    monkeypatch.setattr(callbacks, "MAX_RUNS", 3)
+    roots = [uuid4() for _ in range(5)]
+    for root in roots:
+        listener.on_chain_start(None, {}, run_id=root)
+        listener.on_retriever_start(None, "", run_id=uuid4(), parent_run_id=root)
+    assert list(listener._roots) == roots[2:]
+    assert len(listener._runs) == 6
+    monkeypatch.setattr(callbacks, "MAX_AGE_S", 0.0)
+    time.sleep(0.01)
+    listener.on_chain_start(None, {"context": documents("harbour")}, run_id=(last := uuid4()))
+    assert list(listener._roots) == list(listener._runs) == [last]
+    listener.on_chain_end(None, run_id=roots[0])
+    assert listener.known([roots[0], None]) == []
+    assert tuple(listener.known([last])) == texts("harbour")
+
+
+def test_a_handler_that_is_copied_or_pickled_is_the_same() -> None:
+    config: dict[str, list[BaseCallbackHandler]] = {"callbacks": [LISTENER]}
+    assert deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_model_is_pickled_without_what_was_heard(llm: ChatRagFuse) -> None:
+    Shelf().invoke("harbour")
+    pickled = pickle.dumps(llm)
+    assert b"letter" not in pickled
+    assert pickle.loads(pickled).max_tokens == 4
+
+
+def test_importing_models_registers_one_listener_and_the_package_alone_none() -> None:
+    assert [hook[0].get() for hook in context._configure_hooks].count(LISTENER) == 1
+    loaded = "{'torch', 'langchain_core', 'langchain_ragfuse.callbacks'} & set(sys.modules)"
+    code = f"import sys, langchain_ragfuse; assert not {loaded}, {loaded}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_here_belongs_to_one_thread() -> None:
+    mine = Here.now()
+    assert Here.now() is mine
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(Here.now).result() is not mine

@@ -1,0 +1,409 @@
+"""What any retriever returned reaches the engine with the question: nothing is changed but the LLM.
+
+The engine is tiny and random, and what it is asked is looked at, not what it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+from llama_index.core import MockEmbedding, VectorStoreIndex
+from llama_index.core.agent.workflow import FunctionAgent, ReActAgent
+from llama_index.core.base.llms.types import ChatMessage, ChatResponse, MessageRole
+from llama_index.core.chat_engine import CondensePlusContextChatEngine, CondenseQuestionChatEngine, ContextChatEngine
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.events.rerank import ReRankEndEvent
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.query_engine import RetrieverQueryEngine, SubQuestionQueryEngine
+from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
+from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
+from llama_index.core.retrievers import BaseRetriever
+from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.tools import QueryEngineTool, RetrieverTool, ToolSelection
+from llama_index.llms.ragfuse import RagFuseLLM, RagFuseSynthesizer, events
+from llama_index.llms.ragfuse.events import QUERIES, Queries
+
+from ragfuse import Ask, Engine
+
+Heard = tuple[tuple[str, str], ...]
+MODES = [ResponseMode.COMPACT, ResponseMode.REFINE, ResponseMode.TREE_SUMMARIZE, ResponseMode.SIMPLE_SUMMARIZE]
+
+
+class Shelf(BaseRetriever):
+    """Returns two nodes that are named after the question."""
+
+    def __init__(self, wait: Any = None) -> None:
+        super().__init__()
+        self.wait = wait
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        if self.wait is not None:
+            self.wait()
+        return nodes(query_bundle.query_str.removeprefix("\ninput is ").strip())  # as a tool asks
+
+    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return await asyncio.to_thread(self._retrieve, query_bundle)
+
+
+def nodes(query: str) -> list[NodeWithScore]:
+    return [
+        NodeWithScore(node=TextNode(text=f"\n The {query} letter {n}. \n", metadata={"file_name": f"{query}-{n}"}))
+        for n in (1, 2)
+    ]
+
+
+def texts(*queries: str) -> Heard:
+    """What the engine is to hear of these questions' nodes: with their metadata, as synthesizers put them."""
+    return tuple(
+        (f"file_name: {query}-{n}\n\n\n The {query} letter {n}.", f"{query}-{n}") for query in queries for n in (1, 2)
+    )
+
+
+def bare(*queries: str) -> Heard:
+    """The same without their metadata, as `get_content` gives them."""
+    return tuple((f"The {query} letter {n}.", f"{query}-{n}") for query in queries for n in (1, 2))
+
+
+def joined(found: list[NodeWithScore]) -> str:
+    return "\n\n".join(each.get_content() for each in found)
+
+
+@pytest.fixture(autouse=True)
+def nothing_heard() -> Iterator[None]:
+    """Each test in a context that has heard nothing."""
+    token = events._HERE.set(None)
+    yield
+    events._HERE.reset(token)
+
+
+@pytest.fixture
+def asks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Ask]:
+    """Every wish that reaches the engine."""
+    seen: list[Ask] = []
+
+    def noted(call: Any, prompt: Any, ask: Ask, *rest: Any, **more: Any) -> Any:
+        seen.append(ask)
+        return call(prompt, ask, *rest, **more)
+
+    for name in ("answer", "stream"):
+        monkeypatch.setattr(engine, name, partial(noted, getattr(engine, name)))
+    return seen
+
+
+@pytest.fixture
+def llm(engine: Engine) -> RagFuseLLM:
+    return RagFuseLLM(engine=engine, max_tokens=4)
+
+
+def over(retriever: BaseRetriever, llm: RagFuseLLM, **more: Any) -> RetrieverQueryEngine:
+    return RetrieverQueryEngine.from_args(retriever, llm=llm, **more)
+
+
+async def every_way(retriever: BaseRetriever, llm: RagFuseLLM, **more: Any) -> None:
+    """Ask a query engine by each of LlamaIndex's calls."""
+    engine, streaming = over(retriever, llm, **more), over(retriever, llm, streaming=True, **more)
+    engine.query("harbour")
+    await engine.aquery("harbour")
+    response: Any = streaming.query("harbour")
+    assert response.get_response().response
+    response = await streaming.aquery("harbour")
+    assert (await response.get_response()).response
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_query_engine_tells_the_llm_what_its_retriever_returned(
+    llm: RagFuseLLM, asks: list[Ask], mode: ResponseMode
+) -> None:
+    await every_way(Shelf(), llm, response_mode=mode)
+    assert len(asks) == (8 if mode is ResponseMode.REFINE else 4)
+    told = texts("harbour")
+    if mode is ResponseMode.SIMPLE_SUMMARIZE:  # which prints what it fills in
+        told = tuple((text.replace("\n", "\\n"), source) for text, source in told)
+    assert [ask.documents for ask in asks] == [told] * len(asks)
+    assert not QUERIES._spans
+
+
+async def test_a_real_index_is_heard(llm: RagFuseLLM, asks: list[Ask]) -> None:
+    index = VectorStoreIndex([each.node for each in nodes("harbour")], embed_model=MockEmbedding(embed_dim=8))
+    engine = index.as_query_engine(llm=llm)
+    engine.query("When?")
+    await engine.aquery("When?")
+    assert [set(ask.documents) for ask in asks] == [set(texts("harbour"))] * 2
+
+
+@pytest.mark.parametrize("kind", [ContextChatEngine, CondensePlusContextChatEngine])
+async def test_chat_engines_tell_their_nodes(llm: RagFuseLLM, asks: list[Ask], kind: Any) -> None:
+    """The first message is not condensed, so that what is asked is what is retrieved for."""
+    calls = ("chat", "achat", "stream_chat", "astream_chat")
+    for call in calls:
+        found = getattr(kind.from_defaults(retriever=Shelf(), llm=llm), call)("harbour")
+        response = await found if asyncio.iscoroutine(found) else found
+        if call == "stream_chat":
+            assert "".join(response.response_gen)
+        if call == "astream_chat":
+            assert "".join([text async for text in response.async_response_gen()])
+    assert [ask.documents for ask in asks] == [texts("harbour")] * len(calls)
+
+
+async def test_a_chat_engine_over_a_query_engine_tells_its_nodes(llm: RagFuseLLM, asks: list[Ask]) -> None:
+    engine = CondenseQuestionChatEngine.from_defaults(query_engine=over(Shelf(), llm), llm=llm)
+    engine.chat("harbour")
+    engine.reset()
+    await engine.achat("harbour")
+    assert [ask.documents for ask in asks] == [texts("harbour")] * 2
+
+
+class Cut(BaseNodePostprocessor):
+    """Gives the last node a new text."""
+
+    def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: Any = None) -> list[NodeWithScore]:
+        return [NodeWithScore(node=TextNode(text="A cut letter.", metadata=nodes[-1].node.metadata))]
+
+
+async def test_what_postprocessors_made_is_told_too(llm: RagFuseLLM, asks: list[Ask]) -> None:
+    await every_way(Shelf(), llm, node_postprocessors=[Cut()])
+    told = (("file_name: harbour-2\n\nA cut letter.", "harbour-2"), *texts("harbour"))
+    assert [ask.documents for ask in asks] == [told] * 4
+
+
+def test_nodes_whose_text_is_replaced_in_place_are_told_as_they_are(llm: RagFuseLLM, asks: list[Ask]) -> None:
+    """As where sentences are looked for, and the text around them goes into the prompt."""
+    node = TextNode(text="One.", metadata={"window": "Zero. One. Two."}, excluded_llm_metadata_keys=["window"])
+
+    class Sentences(Shelf):
+        def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+            return [NodeWithScore(node=node)]
+
+    over(Sentences(), llm, node_postprocessors=[MetadataReplacementPostProcessor("window")]).query("harbour")
+    assert [text for text, _ in asks[0].documents] == ["Zero. One. Two.", "One."]
+
+
+def test_nodes_of_an_event_are_told(llm: RagFuseLLM, asks: list[Ask]) -> None:
+    """Third parties tell of them where no span of theirs takes or returns them."""
+    get_dispatcher().event(ReRankEndEvent(nodes=nodes("harbour")))
+    llm.complete("When?")
+    assert asks[0].documents == texts("harbour")
+
+
+async def test_sub_questions_are_told_their_nodes(llm: RagFuseLLM, asks: list[Ask]) -> None:
+    class Asked(BaseQuestionGenerator):
+        def generate(self, tools: Any, query: QueryBundle) -> list[SubQuestion]:
+            return [SubQuestion(sub_question=each, tool_name="letters") for each in ("harbour", "valley")]
+
+        async def agenerate(self, tools: Any, query: QueryBundle) -> list[SubQuestion]:
+            return self.generate(tools, query)
+
+        def _get_prompts(self) -> Any:
+            return {}
+
+        def _update_prompts(self, prompts: Any) -> None:
+            pass
+
+    tool = QueryEngineTool.from_defaults(over(Shelf(), llm), name="letters")
+    for use_async in (False, True):
+        asks.clear()
+        engine = SubQuestionQueryEngine.from_defaults(
+            [tool],
+            llm=llm,
+            question_gen=Asked(),
+            response_synthesizer=get_response_synthesizer(llm=llm),
+            use_async=use_async,
+            verbose=False,
+        )
+        if use_async:
+            await engine.aquery("When?")
+        else:
+            engine.query("When?")
+        assert len(asks) == 3
+        assert set(asks[0].documents) >= set(texts("harbour"))
+        assert set(asks[1].documents) >= set(texts("valley"))
+
+
+# apart
+
+
+@pytest.mark.parametrize("mode", [ResponseMode.COMPACT, ResponseMode.TREE_SUMMARIZE])
+async def test_concurrent_queries_do_not_hear_each_other(llm: RagFuseLLM, asks: list[Ask], mode: ResponseMode) -> None:
+    """All have retrieved before any of them asks."""
+    questions = ["harbour", "valley", "mill", "violin"]
+    engine = over(Shelf(threading.Barrier(4, timeout=60).wait), llm, response_mode=mode)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(engine.query, questions))
+    await asyncio.gather(*map(engine.aquery, questions))
+    assert sorted(ask.documents for ask in asks[:4]) == sorted(map(texts, questions))
+    assert sorted(ask.documents for ask in asks[4:]) == sorted(map(texts, questions))
+
+
+# by hand
+
+
+async def test_nodes_put_into_a_prompt_by_hand_are_told(llm: RagFuseLLM, asks: list[Ask]) -> None:
+    found = Shelf().retrieve("harbour")
+    llm.complete(joined(found))
+    llm.chat([ChatMessage(joined(found))])
+    list(llm.stream_complete(joined(found)))
+    assert [ask.documents for ask in asks] == [bare("harbour")] * 3
+    found = await Shelf().aretrieve("valley")
+    await llm.acomplete(joined(found))
+    await llm.achat([ChatMessage(joined(found))])
+    _ = [each async for each in await llm.astream_chat([ChatMessage(joined(found))])]
+    assert [ask.documents for ask in asks[3:]] == [(*bare("valley"), *texts("harbour"))] * 3
+    await asyncio.to_thread(llm.complete, "\n\n".join(text for text, _ in texts("harbour")))
+    assert asks[-1].documents == texts("valley", "harbour")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+async def test_nodes_handed_to_a_synthesizer_are_told(llm: RagFuseLLM, asks: list[Ask], fused: bool) -> None:
+    """They may be from anywhere: a search without a retriever, a cache."""
+    synthesizer = RagFuseSynthesizer(llm) if fused else get_response_synthesizer(llm=llm)
+    synthesizer.synthesize("When?", nodes("harbour"))
+    await synthesizer.asynthesize("When?", nodes("harbour"))
+    assert [ask.documents for ask in asks] == [texts("harbour")] * 2
+
+
+async def test_what_a_query_has_asked_about_is_not_told_again(llm: RagFuseLLM, asks: list[Ask]) -> None:
+    over(Shelf(), llm).query("harbour")
+    await over(Shelf(), llm).aquery("valley")
+    llm.complete("When?")
+    assert asks[-1].documents == ()
+
+
+async def test_threads_and_tasks_do_not_hear_each_other(llm: RagFuseLLM, asks: list[Ask]) -> None:
+    """Each knows what was known where it began, and what it retrieved itself."""
+    shelf, questions = Shelf(threading.Barrier(2, timeout=60).wait), ["harbour", "valley"]
+    Shelf().retrieve("mill")
+
+    def answer(question: str) -> None:
+        llm.complete(joined(shelf.retrieve(question)))
+
+    async def aanswer(question: str) -> None:
+        await llm.acomplete(joined(await shelf.aretrieve(question)))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(answer, questions))
+    assert sorted(ask.documents for ask in asks) == [bare("harbour"), bare("valley")]
+    asks.clear()
+    await asyncio.gather(*(asyncio.to_thread(answer, question) for question in questions))
+    await asyncio.gather(*map(aanswer, questions))
+    each = [(*bare(question), *texts("mill")) for question in questions]
+    assert sorted(ask.documents for ask in asks) == sorted(each * 2)
+    llm.complete("When?")
+    assert asks[-1].documents == texts("mill")
+
+
+def test_the_newest_nodes_are_kept_by_hand(llm: RagFuseLLM, asks: list[Ask], monkeypatch: Any) -> None:
+    for number in range(events.MAX_NODES):
+        Shelf().retrieve(f"harbour {number}")
+    llm.complete("When?")
+    found = asks[-1].documents
+    assert len(found) == events.MAX_NODES
+    assert found[:2] == texts(f"harbour {events.MAX_NODES - 1}")
+    monkeypatch.setattr(events, "MAX_CHARS", sum(len(text) for text, _ in found[:4]))
+    Shelf().retrieve("mill")
+    llm.complete("When?")
+    assert asks[-1].documents[:2] == texts("mill")
+    assert 2 < len(asks[-1].documents) <= 5
+
+
+# agents
+
+
+class CallsOnce(RagFuseLLM):
+    """Asks its engine only once its tool has answered: a random model writes no call."""
+
+    async def astream_chat_with_tools(self, tools: Any, chat_history: Any = None, **kwargs: Any) -> Any:
+        return await self.astream_chat(chat_history)
+
+    async def astream_chat(self, messages: Any, **kwargs: Any) -> Any:
+        if any("letter 1" in (each.content or "") for each in messages):
+            return await super().astream_chat(messages)
+
+        async def call() -> Any:
+            text = 'Thought: I search.\nAction: letters\nAction Input: {"input": "harbour"}'
+            yield ChatResponse(message=ChatMessage(text, role=MessageRole.ASSISTANT), delta=text)
+
+        return call()
+
+    def get_tool_calls_from_response(self, response: ChatResponse, *args: Any, **kwargs: Any) -> list[ToolSelection]:
+        if "Action" not in (response.message.content or ""):
+            return []
+        return [ToolSelection(tool_id="1", tool_name="letters", tool_kwargs={"input": "harbour"})]
+
+
+@pytest.mark.parametrize("kind", [FunctionAgent, ReActAgent])
+async def test_an_agent_is_told_what_its_tool_retrieved(engine: Engine, asks: list[Ask], kind: Any) -> None:
+    tool = RetrieverTool.from_defaults(Shelf(), name="letters", description="Searches letters.")
+    agent = kind(tools=[tool], llm=CallsOnce(engine=engine, max_tokens=4), streaming=True)
+    await agent.run("When?", max_iterations=4)
+    assert asks
+    assert asks[0].documents == texts("harbour")
+
+
+@pytest.mark.parametrize("kind", [FunctionAgent, ReActAgent])
+async def test_a_query_engine_as_a_tool_tells_its_nodes(engine: Engine, asks: list[Ask], kind: Any) -> None:
+    """The agent itself sees the query engine's answer."""
+    inner = RagFuseLLM(engine=engine, max_tokens=4)
+    tool = QueryEngineTool.from_defaults(over(Shelf(), inner), name="letters", description="Searches letters.")
+    agent = kind(tools=[tool], llm=CallsOnce(engine=engine, max_tokens=4), streaming=True)
+    with pytest.raises(Exception, match="iterations"):
+        await agent.run("When?", max_iterations=2)
+    assert asks
+    assert asks[0].documents == texts("harbour")
+
+
+# what must not be
+
+
+@pytest.mark.parametrize("learn", ["off", "heard"])
+async def test_nothing_is_told_where_nothing_is_to_be_learned(engine: Engine, asks: list[Ask], learn: str) -> None:
+    llm = RagFuseLLM(engine=engine, max_tokens=4)
+    llm._settings = engine.settings.model_copy(update={"learn": learn})
+    over(Shelf(), llm).query("harbour")
+    await over(Shelf(), llm).aquery("harbour")
+    assert [ask.documents for ask in asks] == [() if learn == "off" else texts("harbour")] * 2
+
+
+def test_a_fault_of_the_listener_breaks_no_query(llm: RagFuseLLM, asks: list[Ask], monkeypatch: Any) -> None:
+    monkeypatch.setattr(events, "_texts", lambda value: 1 // 0)
+    over(Shelf(), llm).query("harbour")
+    assert asks[0].documents == ()
+
+
+def test_failed_queries_leave_nothing_behind(llm: RagFuseLLM) -> None:
+    with pytest.raises(ZeroDivisionError):
+        over(Shelf(lambda: 1 // 0), llm).query("harbour")
+    assert not QUERIES._spans
+    assert not QUERIES._roots
+
+
+def test_queries_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    queries = Queries()
+    monkeypatch.setattr(events, "MAX_QUERIES", 3)
+    for number in range(5):
+        queries.begin(f"query {number}", None, [])
+        queries.begin(f"retrieve {number}", f"query {number}", [])
+    assert list(queries._roots) == ["query 2", "query 3", "query 4"]
+    assert len(queries._spans) == 6
+    monkeypatch.setattr(events, "MAX_AGE_S", 0.0)
+    time.sleep(0.01)
+    queries.begin("last", None, [nodes("harbour")])
+    assert list(queries._roots) == list(queries._spans) == ["last"]
+    queries.end("query 0")
+    assert queries.known("query 0") == ()
+    assert tuple(each[:2] for each in queries.known("last")) == texts("harbour")
+
+
+def test_an_llm_is_pickled_without_what_was_heard(llm: RagFuseLLM) -> None:
+    Shelf().retrieve("harbour")
+    pickled = pickle.dumps(llm)
+    assert b"letter" not in pickled
+    assert pickle.loads(pickled).max_tokens == 4
