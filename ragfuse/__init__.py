@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ragfuse.prompting import Turn
     from ragfuse.settings import Settings
     from ragfuse.streaming import AnswerStream
-    from ragfuse.text import Piece, PMLTemplate
+    from ragfuse.text import Piece, PMLTemplate, RetrievalRuns
 
 __all__ = [
     "Answer",
@@ -31,6 +31,7 @@ __all__ = [
     "Piece",
     "Prompt",
     "RagFuseError",
+    "RetrievalRuns",
     "Settings",
     "SettingsError",
     "StoreError",
@@ -49,7 +50,7 @@ _HOMES = MappingProxyType(
         "Ask": "asking",
         "Grammar": "grammar",
         "ByteStore": "bytestore",
-        **dict.fromkeys(("PMLTemplate", "Piece"), "text"),
+        **dict.fromkeys(("PMLTemplate", "Piece", "RetrievalRuns"), "text"),
         "Settings": "settings",
         "Turn": "prompting",
         "metrics": "metering",

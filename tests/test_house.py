@@ -87,7 +87,7 @@ ROOMS: dict[str, set[str]] = {
     "demo": {*EVERYTHING, "bench"},
     "cli": {*NOUNS, *ENGINE, "bench", "demo", "serve", "text.Piece", "plan.words", "profiles"},
     "serve": {*NOUNS, *ENGINE, "jobs", "text.Piece", "plan.words"},
-    "__init__": {*NOUNS, *ENGINE, "text.Piece", "text.PMLTemplate"},
+    "__init__": {*NOUNS, *ENGINE, "text.Piece", "text.PMLTemplate", "text.RetrievalRuns"},
 }
 # Room -> all that it may import besides the standard library and ragfuse.
 ONLY = {

@@ -195,34 +195,36 @@ class Door:
     open: Callable[[Run, Path, bool], Opened]
 
 
-def _langchain(program: Callable[[Any, Sequence[str], Any, Wording], Program]) -> Callable[[Run, Path, bool], Opened]:
+Models = Callable[[Engine, Sequence[str]], tuple[Any, Any, Callable[[], object]]]
+"""A framework's model over an engine, the same without reuse, and what indexes these passages."""
+
+
+def _langchain(engine: Engine, passages: Sequence[str]) -> tuple[Any, Any, Callable[[], object]]:
+    from langchain_core.documents import Document
+    from langchain_ragfuse import ChatRagFuse, RagFuseIndexer
+
+    llm, plain = (ChatRagFuse(engine=engine, max_tokens=NEW_TOKENS["answer"], reuse=each) for each in (True, False))
+    return llm, plain, lambda: RagFuseIndexer(llm).index([Document(text) for text in passages], progress=False)
+
+
+def _llama_index(engine: Engine, passages: Sequence[str]) -> tuple[Any, Any, Callable[[], object]]:
+    from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM
+
+    llm, plain = (RagFuseLLM(engine=engine, max_tokens=NEW_TOKENS["answer"], reuse=each) for each in (True, False))
+    return llm, plain, lambda: KVPrecompute(llm).ensure(programs.nodes_of(passages))
+
+
+def _program(models: Models, embedder: str, program: Callable[..., Program]) -> Callable[[Run, Path, bool], Opened]:
+    """How to open a program of `chains/doors.py`; embedder: which of `Embedders` it retrieves with."""
+
     @contextmanager
     def opened(run: Run, folder: Path, indexed: bool) -> Iterator[Place]:
-        from langchain_core.documents import Document
-        from langchain_ragfuse import ChatRagFuse, RagFuseIndexer
-
+        passages = run.material.passages
         with Recorder(run.settings.model_copy(update={"store": folder})) as engine:
-            llm = ChatRagFuse(engine=engine, max_tokens=NEW_TOKENS["answer"])
-            plain = ChatRagFuse(engine=engine, max_tokens=NEW_TOKENS["answer"], reuse=False)
+            llm, plain, index = models(engine, passages)
             if indexed:
-                RagFuseIndexer(llm).index([Document(text) for text in run.material.passages], progress=False)
-            given = run.material.passages, run.embedders.langchain, run.wording
-            yield Here(engine, program(llm, *given), program(plain, *given))
-
-    return opened
-
-
-def _llama_index(program: Callable[[Any, Sequence[str], Any, Wording], Program]) -> Callable[[Run, Path, bool], Opened]:
-    @contextmanager
-    def opened(run: Run, folder: Path, indexed: bool) -> Iterator[Place]:
-        from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM
-
-        with Recorder(run.settings.model_copy(update={"store": folder})) as engine:
-            llm = RagFuseLLM(engine=engine, max_tokens=NEW_TOKENS["answer"])
-            plain = RagFuseLLM(engine=engine, max_tokens=NEW_TOKENS["answer"], reuse=False)
-            if indexed:
-                KVPrecompute(llm).ensure(programs.nodes_of(run.material.passages))
-            given = run.material.passages, run.embedders.llama_index, run.wording
+                index()
+            given = passages, getattr(run.embedders, embedder), run.wording
             yield Here(engine, program(llm, *given), program(plain, *given))
 
     return opened
@@ -247,13 +249,45 @@ DOORS: Mapping[str, Door] = MappingProxyType(
     {
         door.name: door
         for door in (
-            Door("chain", "LangChain", "create_retrieval_chain", _langchain(programs.retrieval_chain)),
-            Door("lcel", "LangChain", "LCEL: retriever | prompt | llm", _langchain(programs.lcel_chain)),
-            Door("agent", "LangChain", "agent with a retriever tool", _langchain(programs.agent_step)),
-            Door("compact", "LlamaIndex", "query engine, compact", _llama_index(programs.compact)),
-            Door("refine", "LlamaIndex", "query engine, refine", _llama_index(programs.refine)),
-            Door("tree", "LlamaIndex", "query engine, tree_summarize", _llama_index(programs.tree_summarize)),
-            Door("chat", "LlamaIndex", "chat engine, context", _llama_index(programs.chat_engine)),
+            Door(
+                "chain",
+                "LangChain",
+                "create_retrieval_chain",
+                _program(_langchain, "langchain", programs.retrieval_chain),
+            ),
+            Door(
+                "lcel",
+                "LangChain",
+                "LCEL: retriever | prompt | llm",
+                _program(_langchain, "langchain", programs.lcel_chain),
+            ),
+            Door(
+                "agent",
+                "LangChain",
+                "agent with a retriever tool",
+                _program(_langchain, "langchain", programs.agent_step),
+            ),
+            Door(
+                "compact",
+                "LlamaIndex",
+                "query engine, compact",
+                _program(_llama_index, "llama_index", programs.compact),
+            ),
+            Door(
+                "refine", "LlamaIndex", "query engine, refine", _program(_llama_index, "llama_index", programs.refine)
+            ),
+            Door(
+                "tree",
+                "LlamaIndex",
+                "query engine, tree_summarize",
+                _program(_llama_index, "llama_index", programs.tree_summarize),
+            ),
+            Door(
+                "chat",
+                "LlamaIndex",
+                "chat engine, context",
+                _program(_llama_index, "llama_index", programs.chat_engine),
+            ),
             Door("server", "OpenAI client", "ragfuse serve, plain prompts", _server),
         )
     }

@@ -6,6 +6,7 @@ Tokenizer and chat template come in as callables; nothing here knows a model or 
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, Span, chunk_id, peel, pieces
 from ragfuse.text.pml_template import PMLTemplate
+from ragfuse.text.retrieved import RetrievalRuns
 from ragfuse.text.stand_in import sample, stand_in
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Message",
     "PMLTemplate",
     "Piece",
+    "RetrievalRuns",
     "Span",
     "chunk_id",
     "peel",

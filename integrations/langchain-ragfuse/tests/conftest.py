@@ -1,5 +1,19 @@
-"""The fixtures that both siblings' tests share."""
+"""The fixtures that both siblings' tests share, and one that keeps tests from hearing each other's retrievers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from langchain_ragfuse.callbacks import LISTENER
 
 from integrations.tests.kit import engine, minilm, real_engine, smollm, tiny_path, tiny_settings
 
-__all__ = ["engine", "minilm", "real_engine", "smollm", "tiny_path", "tiny_settings"]
+__all__ = ["engine", "minilm", "nothing_heard", "real_engine", "smollm", "tiny_path", "tiny_settings"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_heard() -> Iterator[None]:
+    """Each test in a context in which nothing was retrieved yet."""
+    with LISTENER.runs.apart():
+        yield

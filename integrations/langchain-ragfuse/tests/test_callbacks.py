@@ -10,14 +10,12 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from langchain_classic.agents import AgentExecutor, create_tool_calling_agent
@@ -38,9 +36,10 @@ from langchain_core.tools import tool
 from langchain_core.tools.retriever import create_retriever_tool
 from langchain_core.tracers import context
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM, RagFuseRetriever, callbacks
-from langchain_ragfuse.callbacks import LISTENER, Here, Listener
+from langchain_ragfuse.callbacks import LISTENER
 
 from ragfuse import Ask, Engine, Settings
+from ragfuse.text.retrieved import MAX_TEXTS
 
 PROMPT = ChatPromptTemplate.from_template("Passages:\n\n{context}\n\nQuestion: {input}")
 TEXT_PROMPT = PromptTemplate.from_template("Passages:\n\n{context}\n\nQuestion: {input}")
@@ -87,13 +86,10 @@ def joined(found: list[Document]) -> str:
 
 
 @pytest.fixture(autouse=True)
-def nothing_heard() -> Iterator[None]:
-    """Each test in a context that has heard nothing; none leaves a run behind."""
-    token = callbacks._HERE.set(None)
+def all_ended(nothing_heard: None) -> Iterator[None]:
+    """No test leaves a run behind."""
     yield
-    callbacks._HERE.reset(token)
-    assert not LISTENER._runs
-    assert not LISTENER._roots
+    assert len(LISTENER.runs) == 0
 
 
 @pytest.fixture
@@ -299,13 +295,13 @@ async def test_threads_and_tasks_do_not_hear_each_other(llm: ChatRagFuse, asks: 
 
 
 def test_the_newest_documents_are_kept_by_hand(llm: ChatRagFuse, asks: list[Ask], monkeypatch: Any) -> None:
-    for number in range(callbacks.MAX_DOCUMENTS):
+    for number in range(MAX_TEXTS):
         Shelf().invoke(f"harbour {number}")
     llm.invoke("When?")
     found = asks[-1].documents
-    assert len(found) == callbacks.MAX_DOCUMENTS
-    assert found[:2] == texts(f"harbour {callbacks.MAX_DOCUMENTS - 1}")
-    monkeypatch.setattr(callbacks, "MAX_CHARS", sum(len(text) for text, _ in found[:4]))
+    assert len(found) == MAX_TEXTS
+    assert found[:2] == texts(f"harbour {MAX_TEXTS - 1}")
+    monkeypatch.setattr("ragfuse.text.retrieved.MAX_CHARS", sum(len(text) for text, _ in found[:4]))
     Shelf().invoke("mill")
     llm.invoke("When?")
     assert asks[-1].documents[:2] == texts("mill")
@@ -419,27 +415,9 @@ async def test_failed_and_abandoned_runs_leave_nothing_behind(llm: ChatRagFuse, 
     await anext(later)
     await later.aclose()
     for _ in range(200):  # the event loop closes what was read from by and by
-        if LISTENER._runs:
+        if len(LISTENER.runs):
             await asyncio.sleep(0.01)
-    assert not LISTENER._runs
-
-
-def test_runs_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    listener = Listener()
-    monkeypatch.setattr(callbacks, "MAX_RUNS", 3)
-    roots = [uuid4() for _ in range(5)]
-    for root in roots:
-        listener.on_chain_start(None, {}, run_id=root)
-        listener.on_retriever_start(None, "", run_id=uuid4(), parent_run_id=root)
-    assert list(listener._roots) == roots[2:]
-    assert len(listener._runs) == 6
-    monkeypatch.setattr(callbacks, "MAX_AGE_S", 0.0)
-    time.sleep(0.01)
-    listener.on_chain_start(None, {"context": documents("harbour")}, run_id=(last := uuid4()))
-    assert list(listener._roots) == list(listener._runs) == [last]
-    listener.on_chain_end(None, run_id=roots[0])
-    assert listener.known([roots[0], None]) == []
-    assert tuple(listener.known([last])) == texts("harbour")
+    assert len(LISTENER.runs) == 0
 
 
 def test_a_handler_that_is_copied_or_pickled_is_the_same() -> None:
@@ -460,10 +438,3 @@ def test_importing_models_registers_one_listener_and_the_package_alone_none() ->
     loaded = "{'torch', 'langchain_core', 'langchain_ragfuse.callbacks'} & set(sys.modules)"
     code = f"import sys, langchain_ragfuse; assert not {loaded}, {loaded}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
-
-
-def test_here_belongs_to_one_thread() -> None:
-    mine = Here.now()
-    assert Here.now() is mine
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(Here.now).result() is not mine

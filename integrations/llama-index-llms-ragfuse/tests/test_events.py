@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -30,9 +28,10 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.tools import QueryEngineTool, RetrieverTool, ToolSelection
 from llama_index.llms.ragfuse import RagFuseLLM, RagFuseSynthesizer, events
-from llama_index.llms.ragfuse.events import QUERIES, Queries
+from llama_index.llms.ragfuse.events import QUERIES
 
 from ragfuse import Ask, Engine
+from ragfuse.text.retrieved import MAX_TEXTS
 
 Heard = tuple[tuple[str, str], ...]
 MODES = [ResponseMode.COMPACT, ResponseMode.REFINE, ResponseMode.TREE_SUMMARIZE, ResponseMode.SIMPLE_SUMMARIZE]
@@ -75,14 +74,6 @@ def bare(*queries: str) -> Heard:
 
 def joined(found: list[NodeWithScore]) -> str:
     return "\n\n".join(each.get_content() for each in found)
-
-
-@pytest.fixture(autouse=True)
-def nothing_heard() -> Iterator[None]:
-    """Each test in a context that has heard nothing."""
-    token = events._HERE.set(None)
-    yield
-    events._HERE.reset(token)
 
 
 @pytest.fixture
@@ -129,7 +120,7 @@ async def test_a_query_engine_tells_the_llm_what_its_retriever_returned(
     if mode is ResponseMode.SIMPLE_SUMMARIZE:  # which prints what it fills in
         told = tuple((text.replace("\n", "\\n"), source) for text, source in told)
     assert [ask.documents for ask in asks] == [told] * len(asks)
-    assert not QUERIES._spans
+    assert len(QUERIES) == 0
 
 
 async def test_a_real_index_is_heard(llm: RagFuseLLM, asks: list[Ask]) -> None:
@@ -301,13 +292,13 @@ async def test_threads_and_tasks_do_not_hear_each_other(llm: RagFuseLLM, asks: l
 
 
 def test_the_newest_nodes_are_kept_by_hand(llm: RagFuseLLM, asks: list[Ask], monkeypatch: Any) -> None:
-    for number in range(events.MAX_NODES):
+    for number in range(MAX_TEXTS):
         Shelf().retrieve(f"harbour {number}")
     llm.complete("When?")
     found = asks[-1].documents
-    assert len(found) == events.MAX_NODES
-    assert found[:2] == texts(f"harbour {events.MAX_NODES - 1}")
-    monkeypatch.setattr(events, "MAX_CHARS", sum(len(text) for text, _ in found[:4]))
+    assert len(found) == MAX_TEXTS
+    assert found[:2] == texts(f"harbour {MAX_TEXTS - 1}")
+    monkeypatch.setattr("ragfuse.text.retrieved.MAX_CHARS", sum(len(text) for text, _ in found[:4]))
     Shelf().retrieve("mill")
     llm.complete("When?")
     assert asks[-1].documents[:2] == texts("mill")
@@ -381,25 +372,7 @@ def test_a_fault_of_the_listener_breaks_no_query(llm: RagFuseLLM, asks: list[Ask
 def test_failed_queries_leave_nothing_behind(llm: RagFuseLLM) -> None:
     with pytest.raises(ZeroDivisionError):
         over(Shelf(lambda: 1 // 0), llm).query("harbour")
-    assert not QUERIES._spans
-    assert not QUERIES._roots
-
-
-def test_queries_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries = Queries()
-    monkeypatch.setattr(events, "MAX_QUERIES", 3)
-    for number in range(5):
-        queries.begin(f"query {number}", None, [])
-        queries.begin(f"retrieve {number}", f"query {number}", [])
-    assert list(queries._roots) == ["query 2", "query 3", "query 4"]
-    assert len(queries._spans) == 6
-    monkeypatch.setattr(events, "MAX_AGE_S", 0.0)
-    time.sleep(0.01)
-    queries.begin("last", None, [nodes("harbour")])
-    assert list(queries._roots) == list(queries._spans) == ["last"]
-    queries.end("query 0")
-    assert queries.known("query 0") == ()
-    assert tuple(each[:2] for each in queries.known("last")) == texts("harbour")
+    assert len(QUERIES) == 0
 
 
 def test_an_llm_is_pickled_without_what_was_heard(llm: RagFuseLLM) -> None:

@@ -1,0 +1,211 @@
+"""Documents that a framework's retrievers returned, kept by run until a model is asked about them.
+
+Frameworks tell of runs (LangChain) or spans (LlamaIndex) that begin inside one another and end. An integration
+translates what it is told to `begin`, `hear` and `end`, and asks `retrieved` before each prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from weakref import ref
+
+MAX_TEXTS = 64
+"""Texts kept of one task or thread; a run keeps four times as many."""
+MAX_CHARS = 4 << 20
+"""Characters of text kept of one run, task or thread."""
+MAX_RUNS = 1024
+"""Outermost runs that are open at the same time; the oldest beyond it are given up."""
+MAX_AGE_S = 3600.0
+"""Seconds after which a run is given up: its end may never come."""
+
+
+RetrievedText = tuple[str, str, str]
+"""A document as its framework puts it into a prompt, where it is from, and its text without metadata ("": the same)."""
+
+
+class RetrievedTexts:
+    """Retrieved texts, each once, the newest first; the oldest make room."""
+
+    def __init__(self, limit: int, texts: Sequence[RetrievedText] = ()) -> None:
+        self._limit = limit
+        self.all: tuple[RetrievedText, ...] = tuple(texts)
+
+    def add(self, texts: Iterable[RetrievedText]) -> None:
+        """Put these before the others."""
+        kept: dict[str, RetrievedText] = {}
+        room = MAX_CHARS
+        for each in (*texts, *self.all):
+            text = each[0]
+            if text not in kept and len(text) <= room and len(kept) < self._limit:
+                kept[text] = each
+                room -= len(text)
+        self.all = tuple(kept.values())
+
+
+class TaskTexts(RetrievedTexts):
+    """What was retrieved by runs that ended in one task, or in one thread outside of tasks, which is `owner`."""
+
+    def __init__(self, owner: object, texts: Sequence[RetrievedText] = ()) -> None:
+        super().__init__(MAX_TEXTS, texts)
+        self._owner = ref(owner)
+
+    def belongs_to(self, owner: object) -> bool:
+        """Whether this is the task or thread."""
+        return self._owner() is owner
+
+
+@dataclass(eq=False)
+class RetrievalRun:
+    """A run without an open parent, and all below it; task: of the task or thread that called it."""
+
+    id: Hashable
+    task: TaskTexts
+    began: float = field(default_factory=time.monotonic)
+    open: set[Hashable] = field(default_factory=set)
+    texts: RetrievedTexts = field(default_factory=lambda: RetrievedTexts(4 * MAX_TEXTS))
+    asked: bool = True
+    """Whether a model was asked since the last new text was retrieved."""
+
+    def hear(self, texts: Sequence[RetrievedText]) -> None:
+        """Keep these texts."""
+        if texts:
+            self.asked = self.asked and all(text in self.texts.all for text in texts)
+            self.texts.add(texts)
+
+
+class RetrievalRuns:
+    """The texts that were retrieved in each open run. Thread-safe.
+
+    A run's texts are dropped when it ends. Those that no model was asked about are kept for the task or thread that
+    called it, which may put them into a prompt by hand.
+
+    Args:
+        framework: Its name, for the context variable that holds a task's texts.
+        outlasts: Whether a run may go on after the one that it began in has ended, as where a stream is read later.
+            Then the texts are dropped at the end of the last one.
+    """
+
+    def __init__(self, framework: str, outlasts: bool) -> None:
+        self._outlasts = outlasts
+        self._lock = threading.Lock()
+        self._roots: dict[Hashable, RetrievalRun] = {}
+        self._runs: dict[Hashable, RetrievalRun] = {}
+        self._task: ContextVar[TaskTexts | None] = ContextVar(f"ragfuse_{framework}_texts", default=None)
+
+    def __len__(self) -> int:
+        """How many are open."""
+        return len(self._runs)
+
+    def begin(self, id: Hashable, parent: Hashable | None, texts: Sequence[RetrievedText] = ()) -> None:
+        """Note that a run begins in its parent, and the texts that it is given."""
+        with self._lock:
+            run = self._runs.get(parent) if parent else None
+            if run is None:  # the outermost, or one whose parent the framework does not tell of
+                run = self._roots[id] = RetrievalRun(id, self._task_texts())
+                self._give_up()
+            self._runs[id] = run
+            run.open.add(id)
+            run.hear(texts)
+
+    def hear(self, id: Hashable | None, texts: Sequence[RetrievedText]) -> None:
+        """Keep texts that were retrieved in a run, or outside of any."""
+        with self._lock:
+            run = self._runs.get(id) if id else None
+            if run is None:
+                self._task_texts().add(texts)
+            else:
+                run.hear(texts)
+
+    def end(self, id: Hashable, texts: Sequence[RetrievedText] = (), unread: bool = False) -> None:
+        """Note that a run ends, and the texts that it returns; unread: a model may be asked when that is read."""
+        with self._lock:
+            run = self._runs.pop(id, None)
+            if run is None:
+                return
+            run.hear(texts)
+            run.asked = run.asked and not unread
+            run.open.discard(id)
+            if run.open if self._outlasts else run.id != id:
+                return
+            self._drop(run)
+            if not run.asked:
+                run.task.add(run.texts.all)
+
+    def retrieved(self, ids: Iterable[Hashable | None], prompt: Callable[[], str]) -> tuple[tuple[str, str], ...]:
+        """Return (text, source) of what was retrieved in these runs or before them in the same task or thread.
+
+        Args:
+            ids: Of runs that the prompt belongs to; those that are not open do not count.
+            prompt: Gives the text of the prompt; called only where something was retrieved.
+
+        Returns:
+            Each text once, the newest first, in the form in which it stands in the prompt, if it does.
+        """
+        task = self._task.get()
+        found = (*self.known(ids), *(task.all if task else ()))
+        said = prompt() if found else ""
+        texts: dict[str, str] = {}
+        for text, source, bare in found:
+            texts.setdefault(next((form for form in _forms(text, bare) if form in said), text), source)
+        return tuple(texts.items())
+
+    def known(self, ids: Iterable[Hashable | None]) -> list[RetrievedText]:
+        """Return what was retrieved in these runs, the newest first; from now on a model was asked about it."""
+        with self._lock:
+            runs = dict.fromkeys(run for id in ids if id and (run := self._runs.get(id)))
+            for run in runs:
+                run.asked = True
+            return [text for run in runs for text in run.texts.all]
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Go on as in a task or thread where nothing was retrieved before; what is kept until the end is dropped."""
+        token = self._task.set(None)
+        try:
+            yield
+        finally:
+            self._task.reset(token)
+
+    def _task_texts(self) -> TaskTexts:
+        """Those of the running task or thread; a new one begins with what its context knew."""
+        owner, found = _owner(), self._task.get()
+        if found is None or not found.belongs_to(owner):
+            found = TaskTexts(owner, found.all if found else ())
+            self._task.set(found)
+        return found
+
+    def _drop(self, run: RetrievalRun) -> None:
+        del self._roots[run.id]
+        for id in run.open:
+            self._runs.pop(id, None)  # a program may use an id twice
+
+    def _give_up(self) -> None:
+        """Drop outermost runs that are too many or too old, but for the newest."""
+        while len(self._roots) > 1:
+            oldest = next(iter(self._roots.values()))
+            if len(self._roots) <= MAX_RUNS and oldest.began >= time.monotonic() - MAX_AGE_S:
+                return
+            self._drop(oldest)
+
+
+def _forms(text: str, bare: str) -> Iterator[str]:
+    """How a document may stand in a prompt: with its metadata or without, as it is or printed by Python."""
+    for form in filter(None, (text, bare)):
+        yield form
+        # A prompt that is filled in with a list prints it: "['First line.\\nSecond line.']".
+        printed = repr(f'"{form}')[2:-1]
+        yield printed
+        yield printed.replace("\\'", "'")
+
+
+def _owner() -> object:
+    try:
+        return asyncio.current_task() or threading.current_thread()
+    except RuntimeError:  # no event loop runs in this thread
+        return threading.current_thread()

@@ -1,0 +1,134 @@
+"""What a framework's retrievers returned: which run, task and thread it belongs to, how long it is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ragfuse import RetrievalRuns
+from ragfuse.text import retrieved
+from ragfuse.text.retrieved import RetrievedText
+
+
+def letter(name: str) -> RetrievedText:
+    return f"The {name} letter.", f"{name}.txt", ""
+
+
+def told(runs: RetrievalRuns, *ids: str, prompt: str = "") -> list[str]:
+    return [source for _, source in runs.retrieved(ids, lambda: prompt)]
+
+
+@pytest.fixture
+def runs() -> RetrievalRuns:
+    return RetrievalRuns("test", outlasts=False)
+
+
+def test_a_run_knows_what_was_retrieved_in_all_runs_below_the_outermost(runs: RetrievalRuns) -> None:
+    runs.begin("chain", None, [letter("mill")])
+    runs.begin("retriever", "chain")
+    runs.end("retriever", [letter("harbour")])
+    runs.begin("other", None)
+    assert told(runs, "chain") == ["harbour.txt", "mill.txt"]
+    assert told(runs, "other") == []
+
+
+def test_what_a_model_was_asked_about_is_dropped_with_its_run_and_the_rest_kept_for_the_thread(
+    runs: RetrievalRuns,
+) -> None:
+    runs.begin("asks", None, [letter("mill")])
+    assert told(runs, "asks") == ["mill.txt"]
+    runs.end("asks")
+    runs.begin("retrieves", None)
+    runs.end("retrieves", [letter("harbour")])
+    assert told(runs) == ["harbour.txt"]
+    assert len(runs) == 0
+
+
+def test_a_text_met_again_after_a_model_was_asked_is_not_new(runs: RetrievalRuns) -> None:
+    runs.begin("chain", None, [letter("mill")])
+    assert told(runs, "chain") == ["mill.txt"]
+    runs.hear("chain", [letter("mill")])
+    runs.end("chain")
+    assert told(runs) == []
+
+
+def test_a_run_that_may_outlast_its_parent_keeps_its_texts_until_it_ends() -> None:
+    ends_with_parent, outlasts = RetrievalRuns("first", outlasts=False), RetrievalRuns("second", outlasts=True)
+    for each in (ends_with_parent, outlasts):
+        each.begin("query", None, [letter("mill")])
+        each.begin("stream", "query")
+        told(each, "stream")
+        each.end("query")
+    assert (len(ends_with_parent), len(outlasts)) == (0, 1)
+    assert (told(ends_with_parent, "stream"), told(outlasts, "stream")) == ([], ["mill.txt"])
+    outlasts.end("stream", unread=True)
+    assert told(outlasts) == ["mill.txt"]  # the stream may still be read
+
+
+def test_a_text_is_told_in_the_form_in_which_the_prompt_has_it(runs: RetrievalRuns) -> None:
+    whole, bare = "file: a.txt\n\nIt's dug\nin 1847.", "It's dug\nin 1847."
+    runs.hear(None, [(whole, "a.txt", bare)])
+    for prompt, form in (
+        (f"Read: {whole}", whole),
+        (f"Read: {bare}", bare),
+        (f"Read: {[bare]}", "It's dug\\nin 1847."),
+        ("Nothing of it.", whole),
+    ):
+        assert runs.retrieved([], lambda prompt=prompt: prompt) == ((form, "a.txt"),)  # type: ignore[misc]
+
+
+def test_the_newest_texts_are_kept_in_number_and_in_characters(
+    runs: RetrievalRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(retrieved.MAX_TEXTS + 3):
+        runs.hear(None, [letter(f"{number:02}")])
+    assert told(runs) == [f"{number:02}.txt" for number in reversed(range(3, retrieved.MAX_TEXTS + 3))]
+    monkeypatch.setattr(retrieved, "MAX_CHARS", 3 * len(letter("00")[0]))
+    runs.hear(None, [letter("xx")])
+    assert len(told(runs)) == 3
+    assert told(runs)[0] == "xx.txt"
+
+
+def test_runs_that_never_end_are_given_up(runs: RetrievalRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieved, "MAX_RUNS", 3)
+    for number in range(5):
+        runs.begin(f"chain {number}", None, [letter(str(number))])
+        runs.begin(f"retriever {number}", f"chain {number}")
+    assert [bool(told(runs, f"chain {number}")) for number in range(5)] == [False, False, True, True, True]
+    assert len(runs) == 6
+    monkeypatch.setattr(retrieved, "MAX_AGE_S", -1.0)
+    runs.begin("last", None, [letter("last")])
+    runs.end("chain 0")
+    assert told(runs, "chain 0", "chain 4", "last") == ["last.txt"]
+    assert len(runs) == 1
+
+
+def test_an_id_that_is_used_by_two_open_runs_breaks_nothing(runs: RetrievalRuns) -> None:
+    runs.begin("one", None)
+    runs.begin("two", None)
+    runs.begin("inner", "one")
+    runs.begin("inner", "two")
+    runs.end("one")
+    runs.end("two")
+    assert len(runs) == 0
+
+
+def test_threads_and_tasks_begin_with_what_their_context_knew_and_keep_their_own(runs: RetrievalRuns) -> None:
+    async def task(name: str) -> list[str]:
+        runs.hear(None, [letter(name)])
+        await asyncio.sleep(0)
+        return told(runs)
+
+    async def both() -> list[list[str]]:
+        return list(await asyncio.gather(task("one"), task("two")))
+
+    runs.hear(None, [letter("mine")])
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(told, runs).result() == []
+    assert asyncio.run(both()) == [["one.txt", "mine.txt"], ["two.txt", "mine.txt"]]
+    assert told(runs) == ["mine.txt"]
+    with runs.apart():
+        assert told(runs) == []
+    assert told(runs) == ["mine.txt"]
