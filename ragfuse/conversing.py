@@ -184,7 +184,11 @@ class Conversations:
             segments.append(Segment(stretch.tokens[lo:hi], start, "history", (stretch.key,), name, rows=rows))
         n_kept = segments[-1].stop if segments else 0
         tail = (replace(each, start=each.start - n_past + n_kept) for each in _behind(prompt, n_past))
-        return replace(prompt, segments=(*segments, *tail), truncated=n_past - n_kept, talk=talk)
+        shift = n_kept - n_past
+        said = (max(0, prompt.said[0] + shift), max(0, prompt.said[1] + shift))
+        first = max(-1, prompt.first_chunk + shift) if prompt.first_chunk >= 0 else -1
+        segments += tail
+        return replace(prompt, segments=tuple(segments), truncated=-shift, talk=talk, said=said, first_chunk=first)
 
     def _window(self, ask: Ask) -> tuple[int, int] | None:
         """Tokens that prompt and answer may take, and how many of them the prompt; None without a limit."""

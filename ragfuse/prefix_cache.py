@@ -1,7 +1,7 @@
 """Prefix caching: the longest beginning that a prompt shares with an earlier one is read, not computed.
 
 Exact, unlike fused chunks: what enters saw nothing but exact KV of the tokens before itself, and is used at the very
-positions that it was computed at, so it is not even rotated. Kept in memory, dropped with everything else there.
+positions that it was computed at. Kept in memory, dropped with everything else there.
 Conversations keep what is theirs alone, blended rows too, in `conversing.py`; entries that both have are kept once.
 """
 
@@ -29,6 +29,8 @@ log = logging.getLogger("ragfuse.engine")
 
 SAVED_S = 5.0
 """Seconds that a prompt waits, at most, for a beginning that it shares and that is being saved."""
+MAX_BEFORE = 4096
+"""Tokens before a first chunk, at most, for it to be encoded behind them: they are computed again for that."""
 SWEEP_NODES = 256
 """Nodes of a tree after which entries that are gone are looked for, and again whenever it has doubled."""
 
@@ -75,7 +77,8 @@ class PrefixCache:
         if gone := keys - set(there):
             with self._changed:
                 tree.discard(gone - self._waiting)
-        found = [each for each in found if each.key in there]
+        # A conversation's entries may be kept in fewer bits elsewhere: what was read so would not be exact.
+        found = [each for each in found if each.key in there and LEVELS[0] in there[each.key].sizes]
         return replace(prompt, segments=tuple(_with(prompt, found))) if found else prompt
 
     def begin(self, ready: Ready, is_kept: bool) -> None:
@@ -112,7 +115,8 @@ class PrefixCache:
         """
         n_exact, prompt = exact_rows(ready), ready.plan.prompt
         for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
-            if 0 < lo == n_exact == prompt.first_chunk and segment.kind == "chunk" and self._can_save(ready):
+            is_first = 0 < lo == n_exact == prompt.first_chunk and segment.kind == "chunk"
+            if is_first and lo <= MAX_BEFORE and hi - lo >= self._settings.min_chunk_tokens and self._can_save(ready):
                 return prompt.token_ids[:hi], lo
         return (), 0
 
@@ -120,6 +124,10 @@ class PrefixCache:
         """Encode what follows a beginning that is known, and know it too."""
         encoder, tier = self._encoder(), self._fast[-1]
         before, run = token_ids[:n_exact], token_ids[n_exact:]
+        with self._changed:
+            known = self._tenants[encoder.digest].tree.match(before)
+        if not known or _chained(known)[-1:] != known[-1:] or known[-1].hi < n_exact:
+            return  # nothing would lead to it
         key = encoder.key(run, token_digest(before))
         if not self._store.lookup([key], counts=False):
             kv = encoder.model.encode(run, before)
@@ -146,11 +154,16 @@ class PrefixCache:
             self._changed.notify_all()
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
-        """Drop all beginnings that hold one of these runs of tokens, from there on."""
+        """Drop all beginnings that hold one of these runs of tokens, from there on.
+
+        Their first and last tokens do not count: in a prompt they may be others, by what stands beside them.
+        """
+        inner = [run[1:-1] if len(run) > 4 else run for run in runs]
         with self._changed:
             tree = self._tenants[self._encoder().digest].tree
-            keys = set().union(*map(tree.holding, runs)) if runs else set()
+            keys = set().union(*map(tree.holding, inner)) if inner else set()
             tree.discard(keys)
+            self._changed.wait_for(lambda: not keys & self._waiting, SAVED_S)
         self._store.forget(keys)
 
     def flush(self, timeout_s: float | None = None) -> bool:

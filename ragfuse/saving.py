@@ -9,8 +9,9 @@ import atexit
 import logging
 import threading
 import weakref
+from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from ragfuse.core import ChunkKey, LoadPlan, Prompt
@@ -95,9 +96,20 @@ class Saver:
                 self._start()
 
     def forget(self, runs: Collection[tuple[int, ...]]) -> None:
-        """Encode none of these runs of tokens that wait; what is at hand is waited for."""
+        """Encode none of these runs of tokens that wait, nor learn from a prompt that holds one; what is at hand is
+        waited for. Their first and last tokens do not count: in a prompt they may be others."""
+        inner = [array("q", run[1:-1] if len(run) > 4 else run).tobytes() for run in runs if run]
+
+        def holds(ids: Sequence[int]) -> bool:
+            text = array("q", ids).tobytes()
+            return any(found in text for found in inner)
+
         with self._changed:
-            self._waiting = deque(work for work in self._waiting if work.tokens not in runs)
+            self._waiting = deque(
+                work
+                for work in self._waiting
+                if not holds(work.tokens) and (work.prompt is None or not holds(work.prompt.token_ids))
+            )
             at_hand = self._at_hand
             self._changed.wait_for(lambda: at_hand is None or self._at_hand is not at_hand)
 

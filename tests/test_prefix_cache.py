@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ragfuse import Ask, Engine, Settings
+from ragfuse.core import token_digest
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, messages
 
 SYSTEM = ("system", "You keep the book of a harbour. Say what stands in it, and nothing else, in a few words.")
@@ -148,6 +149,43 @@ def test_a_chunk_that_is_forgotten_is_in_no_beginning_any_more(cached):
     cached.forget([CHUNKS[0]])
     trace = asked(cached, question).trace
     assert trace.tokens_reused == 0
+
+
+def test_a_chunk_is_forgotten_whose_ends_were_tokenised_with_what_stood_beside_it(cached):
+    question = [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{QUESTION}")]
+    asked(cached, question)
+    cached.forget([f"x{CHUNKS[0][1:-1]}x"])  # as where a token joins its first letter and what stands before it
+    assert asked(cached, question).trace.tokens_reused == 0
+
+
+def test_a_conversation_s_entry_in_fewer_bits_is_no_exact_beginning(on):
+    said = [SYSTEM, ("user", "Which ship came first, and who of the keepers saw it come in?")]
+    levels = (("memory", ("int8",)),)
+    with Engine(on.model_copy(update={"levels": levels, "history": "all"})) as engine:
+        engine.answer(said, Ask(session="one"))
+        engine.flush()
+        key = next(iter(engine.store.lookup(engine._prefixes._tenants[engine.digest].tree.keys)))
+        assert "raw" not in engine.store.lookup([key])[key].sizes
+        trace = engine.answer(said, Ask()).trace
+        assert trace.tokens_prefix == 0
+
+
+def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(cached, monkeypatch):
+    monkeypatch.setattr("ragfuse.prefix_cache.MAX_BEFORE", len(SYSTEM[1]))
+    seen: list[int] = []
+    monkeypatch.setattr(cached._prefixes, "extend", lambda ids, n_exact: seen.append(n_exact))
+    for system, is_short in (("Be short.", True), (SYSTEM[1] + SYSTEM[1], False)):
+        cached.ingest([(CHUNKS[0], "")])
+        asked(cached, [("system", system), ("user", f"{INSTRUCTION[:9]}{CHUNKS[0]}\n\n{QUESTION}")])
+        assert bool(seen) is is_short
+        seen.clear()
+
+
+def test_what_follows_a_beginning_that_is_not_kept_is_not_encoded(cached):
+    ids = cached.tokens("Once there was a harbour in which forty ships lay.")
+    cached._prefixes.extend(ids, 20)
+    assert len(cached._prefixes._tenants[cached.digest].tree.keys) == 0
+    assert cached.store.lookup([cached.encoder.key(ids[20:], token_digest(ids[:20]))]) == {}
 
 
 def test_with_reuse_false_nothing_is_read_and_nothing_kept(cached):

@@ -25,7 +25,7 @@ class Desk:
     def save(self, work: Work) -> None:
         self.begun.set()
         assert self.gate.wait(60)
-        self.done.append(work.tokens[0])
+        self.done.append(work.tokens[0] if work.tokens else work.prompt.token_ids[0])
 
 
 @pytest.fixture
@@ -117,6 +117,23 @@ def test_flushing_with_a_limit_gives_up(desk):
     saver = Saver(desk.save)
     saver.submit(work(0))
     assert not saver.flush(0.01)
+
+
+def test_what_is_forgotten_is_neither_encoded_nor_learnt_from(desk):
+    saver = Saver(desk.save)
+    run = tuple(range(20, 30))
+    saver.submit(work(1))
+    assert desk.begun.wait(60)
+    prompts = [Prompt((Segment((8, 99, *run[1:-1], 99), 0),)), Prompt((Segment((7, 8, 9), 0),))]
+    waiting = [Work(run), Work((5, 6, *run, 3), begins=2), *(Work((), prompt=prompt) for prompt in prompts), work(2)]
+    for each in waiting:
+        saver.submit(each)
+    forgetting = threading.Thread(target=saver.forget, args=({run, ()},))
+    forgetting.start()
+    desk.gate.set()
+    forgetting.join(60)
+    saver.close(60)
+    assert desk.done == [1, 7, 2]
 
 
 def test_nobody_hangs_when_many_submit_while_it_is_closed(desk):

@@ -62,6 +62,14 @@ def test_the_first_four_tokens_stay_unless_told_otherwise(said):
         assert prompt.token_ids[:8] == (*whole[:4], *whole[4 + prompt.truncated :][:4])
 
 
+def test_a_shortened_prompt_knows_which_rows_the_user_said(said):
+    with narrow(said) as engine:
+        prompt = prepared(engine, [("user", QUESTIONS[3])], session="one").plan.prompt
+        assert prompt.truncated > 0
+        lo, hi = prompt.said
+        assert engine.model.words.decode(prompt.token_ids[lo:hi]) == QUESTIONS[3]
+
+
 def test_shortening_changes_no_byte_and_no_key(said):
     keys = [stretch.key for stretch in said.sessions.show("one").stretches]
     before = {key: said.store.read_layers(key, 0, said.model.n_layers) for key in keys}
