@@ -86,6 +86,4 @@ def _texts(value: Any) -> list[tuple[str, str, str]]:
     if not (isinstance(value, list | tuple) and value and isinstance(value[0], NodeWithScore)):
         return []
     nodes = [each.node for each in islice(value, MAX_NODES) if isinstance(each, NodeWithScore)]
-    return [
-        (text, source_of(node), node.get_content().strip()) for node in nodes if (text := text_of(node))
-    ]
+    return [(text, source_of(node), node.get_content().strip()) for node in nodes if (text := text_of(node))]
