@@ -186,7 +186,7 @@ class Conversations:
         tail = (replace(each, start=each.start - n_past + n_kept) for each in _behind(prompt, n_past))
         shift = n_kept - n_past
         said = (max(0, prompt.said[0] + shift), max(0, prompt.said[1] + shift))
-        first = max(-1, prompt.first_chunk + shift) if prompt.first_chunk >= 0 else -1
+        first = max(-1, prompt.first_chunk + shift)
         segments += tail
         return replace(prompt, segments=tuple(segments), truncated=-shift, talk=talk, said=said, first_chunk=first)
 

@@ -154,14 +154,10 @@ class PrefixCache:
             self._changed.notify_all()
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
-        """Drop all beginnings that hold one of these runs of tokens, from there on.
-
-        Their first and last tokens do not count: in a prompt they may be others, by what stands beside them.
-        """
-        inner = [run[1:-1] if len(run) > 4 else run for run in runs]
+        """Drop all beginnings that hold one of these runs of tokens, from there on."""
         with self._changed:
             tree = self._tenants[self._encoder().digest].tree
-            keys = set().union(*map(tree.holding, inner)) if inner else set()
+            keys = set().union(*map(tree.holding, runs)) if runs else set()
             tree.discard(keys)
             self._changed.wait_for(lambda: not keys & self._waiting, SAVED_S)
         self._store.forget(keys)

@@ -9,12 +9,12 @@ import atexit
 import logging
 import threading
 import weakref
-from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from ragfuse.core import ChunkKey, LoadPlan, Prompt
+from ragfuse.store.radix import holds
 from ragfuse.text.bind import Taken
 from ragfuse.text.schema import Run
 
@@ -96,20 +96,14 @@ class Saver:
                 self._start()
 
     def forget(self, runs: Collection[tuple[int, ...]]) -> None:
-        """Encode none of these runs of tokens that wait, nor learn from a prompt that holds one; what is at hand is
-        waited for. Their first and last tokens do not count: in a prompt they may be others."""
-        inner = [array("q", run[1:-1] if len(run) > 4 else run).tobytes() for run in runs if run]
+        """Encode none of these runs, nor learn from a prompt that holds one; wait for what is at hand."""
 
-        def holds(ids: Sequence[int]) -> bool:
-            text = array("q", ids).tobytes()
-            return any(found in text for found in inner)
+        def is_left(work: Work) -> bool:
+            ids = work.tokens if work.prompt is None else work.prompt.token_ids
+            return not any(holds(ids, run) for run in runs)
 
         with self._changed:
-            self._waiting = deque(
-                work
-                for work in self._waiting
-                if not holds(work.tokens) and (work.prompt is None or not holds(work.prompt.token_ids))
-            )
+            self._waiting = deque(filter(is_left, self._waiting))
             at_hand = self._at_hand
             self._changed.wait_for(lambda: at_hand is None or self._at_hand is not at_hand)
 

@@ -214,8 +214,15 @@ def _llama_index(engine: Engine, passages: Sequence[str]) -> tuple[Any, Any, Cal
     return llm, plain, lambda: KVPrecompute(llm).ensure(programs.nodes_of(passages))
 
 
-def _program(models: Models, embedder: str, program: Callable[..., Program]) -> Callable[[Run, Path, bool], Opened]:
-    """How to open a program of `chains/doors.py`; embedder: which of `Embedders` it retrieves with."""
+FRAMEWORKS: Mapping[str, tuple[Models, str]] = MappingProxyType(
+    {"LangChain": (_langchain, "langchain"), "LlamaIndex": (_llama_index, "llama_index")}
+)
+"""Each framework's models, and which of `Embedders` its programs retrieve with."""
+
+
+def _program(name: str, framework: str, called: str, program: Callable[..., Program]) -> Door:
+    """The door that is a program of `chains/doors.py`."""
+    models, embedder = FRAMEWORKS[framework]
 
     @contextmanager
     def opened(run: Run, folder: Path, indexed: bool) -> Iterator[Place]:
@@ -227,7 +234,7 @@ def _program(models: Models, embedder: str, program: Callable[..., Program]) -> 
             given = passages, getattr(run.embedders, embedder), run.wording
             yield Here(engine, program(llm, *given), program(plain, *given))
 
-    return opened
+    return Door(name, framework, called, opened)
 
 
 @contextmanager
@@ -249,45 +256,13 @@ DOORS: Mapping[str, Door] = MappingProxyType(
     {
         door.name: door
         for door in (
-            Door(
-                "chain",
-                "LangChain",
-                "create_retrieval_chain",
-                _program(_langchain, "langchain", programs.retrieval_chain),
-            ),
-            Door(
-                "lcel",
-                "LangChain",
-                "LCEL: retriever | prompt | llm",
-                _program(_langchain, "langchain", programs.lcel_chain),
-            ),
-            Door(
-                "agent",
-                "LangChain",
-                "agent with a retriever tool",
-                _program(_langchain, "langchain", programs.agent_step),
-            ),
-            Door(
-                "compact",
-                "LlamaIndex",
-                "query engine, compact",
-                _program(_llama_index, "llama_index", programs.compact),
-            ),
-            Door(
-                "refine", "LlamaIndex", "query engine, refine", _program(_llama_index, "llama_index", programs.refine)
-            ),
-            Door(
-                "tree",
-                "LlamaIndex",
-                "query engine, tree_summarize",
-                _program(_llama_index, "llama_index", programs.tree_summarize),
-            ),
-            Door(
-                "chat",
-                "LlamaIndex",
-                "chat engine, context",
-                _program(_llama_index, "llama_index", programs.chat_engine),
-            ),
+            _program("chain", "LangChain", "create_retrieval_chain", programs.retrieval_chain),
+            _program("lcel", "LangChain", "LCEL: retriever | prompt | llm", programs.lcel_chain),
+            _program("agent", "LangChain", "agent with a retriever tool", programs.agent_step),
+            _program("compact", "LlamaIndex", "query engine, compact", programs.compact),
+            _program("refine", "LlamaIndex", "query engine, refine", programs.refine),
+            _program("tree", "LlamaIndex", "query engine, tree_summarize", programs.tree_summarize),
+            _program("chat", "LlamaIndex", "chat engine, context", programs.chat_engine),
             Door("server", "OpenAI client", "ragfuse serve, plain prompts", _server),
         )
     }

@@ -109,8 +109,8 @@ class RadixTree:
         self._prune(lambda node: node.key is not None and is_gone(node.key))
 
     def holding(self, run: Sequence[int]) -> set[ChunkKey]:
-        """Entries of all nodes at or behind which these tokens stand in a row."""
-        wanted, found = _array(run).tobytes(), set[ChunkKey]()
+        """Entries of all nodes at or behind which these tokens stand in a row, as `holds` has it."""
+        wanted, found = _array(_inner(run)).tobytes(), set[ChunkKey]()
         if not wanted:
             return found
         stack: list[tuple[_Node, bytes, bool]] = [(self._root, b"", False)]
@@ -163,6 +163,16 @@ def _alike(one: Ids, other: Ids) -> int:
     count = min(len(one), len(other))
     differ = np.flatnonzero(one[:count] != other[:count])
     return int(differ[0]) if len(differ) else count
+
+
+def holds(token_ids: Sequence[int], run: Sequence[int]) -> bool:
+    """Whether a run of tokens stands in others. Its first and last token do not count: in a prompt they may be joined
+    with what stands beside them."""
+    return bool(run) and _stands_in(_array(_inner(run)).tobytes(), _array(token_ids).tobytes())
+
+
+def _inner(run: Sequence[int]) -> Sequence[int]:
+    return run[1:-1] if len(run) > 4 else run
 
 
 def _stands_in(wanted: bytes, text: bytes) -> bool:
