@@ -44,7 +44,7 @@ from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.writer import Writers
 from ragfuse.text.chunks import Piece
-from ragfuse.text.turns import Turn, later_turns
+from ragfuse.text.turns import LaterTurns, Turn
 from ragfuse.tracing import Ready
 
 log = logging.getLogger("ragfuse.engine")
@@ -161,7 +161,7 @@ class Conversations:
         earliest turns as it takes. Then all of it is computed."""
         whole = make(messages)
         placed = self._placed(whole, talk, ask)
-        shorter = [] if self._fits(placed, ask) else list(later_turns(messages))
+        shorter = () if self._fits(placed, ask) else LaterTurns(messages)
         if not shorter:
             return placed
         without = lru_cache(maxsize=None)(lambda n: _lacking(whole, make(shorter[n]), talk))

@@ -3,6 +3,8 @@
 No document is split here: the frameworks' splitters do that. No token either: see `assemble`. A chunk's text is the
 text without the white space around it, everywhere: whoever stores a chunk stores `text.strip()`, so that a chunk
 which was stripped on its way into a prompt is the same chunk.
+
+What a search does grows with the text that is searched alone, whatever is written there and whatever is known.
 """
 
 from __future__ import annotations
@@ -10,23 +12,20 @@ from __future__ import annotations
 import base64
 import hmac
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from threading import Lock
 from typing import Literal
 
 import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from ragfuse.core import digest
 from ragfuse.errors import SettingsError
+from ragfuse.text.beginnings import LETTER, Beginnings, Family
+from ragfuse.text.fingerprints import Prints, Residues, residue, secret_prime
 
-_LETTER = r"[^\W\u0e00-\U0010ffff]"  # of scripts that put space between words
-_START = re.compile(rf"(?:(?<!{_LETTER})|(?!{_LETTER}))\S")
-_STOP = re.compile(rf"(?!{_LETTER})|(?<!{_LETTER})")
-FACTOR = 0x9E3779B97F4A7C15
-"""Odd and without pattern, for hashes."""
+_START = re.compile(rf"(?:(?<!{LETTER})|(?!{LETTER}))\S")
 LEAST_BITS, BITS_EACH = 1 << 10, 32
 """Places of the table that says where a text may begin: at least, and for each text."""
 _HEAD = re.compile(r"\[\[chunk:([0-9]{1,9}):([A-Za-z0-9_-]*):([0-9a-f]{32})\]\]")
@@ -76,8 +75,9 @@ class KnownChunks:
         self._lock = Lock()
         self._sources: dict[str, str] = {}  # text -> source
         self._texts: dict[str, str] = {}  # id -> text
-        self._lengths: dict[str, dict[int, int]] = {}  # anchor -> length -> how many texts
-        self._may_begin = np.zeros(LEAST_BITS, bool)  # by hash, whether an anchor has it
+        self._families: dict[str, Family] = {}  # anchor -> the texts that begin with it
+        self._beginnings = Beginnings()
+        self._may_begin = np.zeros(LEAST_BITS, bool)  # by the low bits of its fingerprint, whether an anchor has them
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -101,7 +101,10 @@ class KnownChunks:
             for id in ids:
                 if (text := self._texts.pop(id, None)) is not None:
                     del self._sources[text]
-                    self._count(text, -1)
+                    anchor = text[: self._min_chars]
+                    self._beginnings.discard(self._families[anchor], text)
+                    if not self._families[anchor]:
+                        del self._families[anchor]
 
     def find(self, text: str) -> list[Span]:
         """Known chunks in `text`: leftmost first, the longest where several begin, none overlapping."""
@@ -111,103 +114,87 @@ class KnownChunks:
     def _add(self, id: str, text: str, source: str) -> None:
         if id not in self._texts:
             self._texts[id] = text
-            self._count(text, 1)
+            anchor = text[: self._min_chars]
+            if anchor not in self._families:
+                self._expect(anchor)
+                self._families[anchor] = Family()
+            self._beginnings.add(self._families[anchor], text)
         self._sources[text] = source or self._sources.get(text, "")
 
-    def _count(self, text: str, step: int) -> None:
-        anchor = text[: self._min_chars]
-        if anchor not in self._lengths:
-            self._expect(anchor)
-        lengths = self._lengths.setdefault(anchor, {})
-        lengths[len(text)] = lengths.get(len(text), 0) + step
-        if not lengths[len(text)]:
-            del lengths[len(text)]
-        if not lengths:
-            del self._lengths[anchor]
-
     def _expect(self, anchor: str) -> None:
-        """Let places be looked at that hash like this anchor; the table grows with the anchors."""
-        if BITS_EACH * (len(self._lengths) + 1) > len(self._may_begin):
+        """Let places be looked at whose fingerprint is this anchor's; the table grows with the anchors."""
+        anchors = [anchor]
+        if BITS_EACH * (len(self._families) + 1) > len(self._may_begin):
             self._may_begin = np.zeros(2 * len(self._may_begin), bool)
-            codes = _codes("".join(self._lengths)).reshape(-1, self._min_chars)
-            self._may_begin[self._places(codes.T)] = True
-        found = 0
-        for letter in anchor:
-            found = (found * FACTOR + ord(letter)) % (1 << 64)
-        self._may_begin[_mixed(np.array([found], np.uint64)) % np.uint64(len(self._may_begin))] = True
-
-    def _places(self, letters: Sequence[NDArray[np.uint64]] | NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Where in the table texts are: letters holds the first ones of all texts, then the second ones, and so on."""
-        hashes = np.zeros(len(letters[0]), np.uint64)
-        for each in letters:
-            hashes = hashes * np.uint64(FACTOR) + each
-        return _mixed(hashes) % np.uint64(len(self._may_begin))
+            anchors += self._families
+        prints = np.array([self._beginnings.point.print_of(each) for each in anchors], np.uint64)
+        self._may_begin[prints % len(self._may_begin)] = True
 
     def _find(self, text: str) -> Iterator[Span]:
-        at, codes = 0, _codes(text)
-        count = len(codes) - self._min_chars + 1
-        if count < 1 or not self._lengths:
+        beginnings = self._beginnings
+        beginnings.steps = 0
+        if len(text) < self._min_chars or not self._families:
             return
-        places = self._places([codes[first : first + count] for first in range(self._min_chars)])
-        for place in np.flatnonzero(self._may_begin[places]):
-            lo = int(place)
-            if lo < at or not _START.match(text, lo):
-                continue
-            hi = self._stop(text, lo)
-            if hi:
-                chunk = text[lo:hi]
-                yield Span(lo, hi, chunk_id(chunk), self._sources[chunk])
-                at = hi
+        prints = Prints(text, beginnings.point)
+        beginnings.steps += len(text)
+        maybe = np.flatnonzero(self._may_begin[prints.everywhere(self._min_chars) % len(self._may_begin)])
+        met: dict[str, Family] = {}
+        places = [place for place in maybe.tolist() if self._begins(text, place, met)]
+        for family in met.values():
+            beginnings.settle(family)
+        longest = max((family.longest for family in met.values()), default=0)
+        for lo, known in beginnings.find(text, prints, np.array(places, np.int64), longest):
+            yield Span(lo, lo + len(known), chunk_id(known), self._sources[known])
 
-    def _stop(self, text: str, lo: int) -> int:
-        """End of the longest known chunk that begins at `lo`, 0 if there is none."""
-        lengths = self._lengths.get(text[lo : lo + self._min_chars], {})
-        stops = (lo + length for length in sorted(lengths, reverse=True) if lo + length <= len(text))
-        return next((hi for hi in stops if text[lo:hi] in self._sources and _STOP.match(text, hi)), 0)
+    def _begins(self, text: str, place: int, met: dict[str, Family]) -> bool:
+        """Whether a chunk may begin here; those with this anchor are noted in `met`."""
+        self._beginnings.steps += 1
+        if not _START.match(text, place):
+            return False
+        anchor = text[place : place + self._min_chars]
+        family = self._families.get(anchor)
+        if family is not None:
+            met[anchor] = family
+        return family is not None
 
 
 class Marker:
     """Marks around chunks in a text, signed with a secret: whoever lacks it cannot make one, or move one elsewhere.
 
-    A mark holds length and source, signed together with the text by keyed BLAKE3. What looks like a mark but is not
-    signed for exactly the text it encloses is text, byte for byte; so is anything inside a marked chunk.
+    A mark holds length and source, signed together with the text: keyed BLAKE3 over them and the text's fingerprint by
+    a secret prime. What looks like a mark but is not signed for exactly the text it encloses is text, byte for byte; so
+    is anything inside a marked chunk. However many marks overlap, the text is read once.
     """
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < 16:
             raise SettingsError(f"A marker's secret has {len(secret)} bytes; wanted at least 16 random ones.")
-        self._key = blake3(secret, derive_key_context="ragfuse chunk marks 1").digest()
+        self._key = blake3(secret, derive_key_context="ragfuse chunk marks 2").digest()
+        self._prime = secret_prime(blake3(secret, derive_key_context="ragfuse chunk marks 2, prime").digest())
 
     def mark(self, text: str, source: str = "") -> str:
         """`text` between marks that `split` takes off again. Neither end is white space: stripping is harmless."""
         name = _name(source)
-        tag = self._tag(text, name)
+        tag = self._tag(len(text), name, residue(text, self._prime))
         return f"[[chunk:{len(text)}:{name}:{tag}]]{text}[[end:{tag}]]"
 
     def split(self, text: str) -> list[Piece]:
         """Chunks that were marked and the fresh text around them, in order; joined they are the unmarked text."""
-        found, done, at = [], 0, 0
-        while head := _HEAD.search(text, at):
-            at = head.end()
-            if chunk := self._open(text, head):
-                found += [Piece(text[done : head.start()]), chunk]
-                done = at = head.end() + len(chunk.text) + len(_foot(head[3]))
+        claims = [(head, head.end(), head.end() + int(head[1])) for head in _HEAD.finditer(text)]
+        claims = [claim for claim in claims if text.startswith(_foot(claim[0][3]), claim[2])]
+        residues = Residues(text, (place for _, lo, hi in claims for place in (lo, hi)), self._prime)
+        found, done = list[Piece](), 0
+        for head, lo, hi in claims:
+            _, name, tag = head.groups()
+            if head.start() < done or not hmac.compare_digest(self._tag(hi - lo, name, residues.of(lo, hi)), tag):
+                continue
+            found += [Piece(text[done : head.start()]), Piece(text[lo:hi], "chunk", _source(name))]
+            done = hi + len(_foot(tag))
         found.append(Piece(text[done:]))
         return [piece for piece in found if piece.text]
 
-    def _open(self, text: str, head: re.Match[str]) -> Piece | None:
-        length, name, tag = head.groups()
-        stop = head.end() + int(length)
-        if not text.startswith(_foot(tag), stop):
-            return None
-        chunk = text[head.end() : stop]
-        if not hmac.compare_digest(self._tag(chunk, name), tag):
-            return None
-        return Piece(chunk, "chunk", _source(name))
-
-    def _tag(self, text: str, name: str) -> str:
-        signed = f"{len(text)}:{name}\n".encode() + _bytes(text)
-        return blake3(signed, key=self._key).hexdigest(length=16)
+    def _tag(self, length: int, name: str, residue: int) -> str:
+        return blake3(f"{length}:{name}:{residue:x}".encode(), key=self._key).hexdigest(length=16)
 
 
 def pieces(text: str, marker: Marker | None = None, known: KnownChunks | None = None) -> tuple[Piece, ...]:
@@ -222,7 +209,7 @@ def peel(piece: Piece) -> tuple[Piece, ...]:
     core = piece.text.strip()
     if piece.kind == "fresh" or not core:
         return (Piece(piece.text, ids=piece.ids),)
-    lo = piece.text.index(core)
+    lo = len(piece.text) - len(piece.text.lstrip())
     parts = (Piece(piece.text[:lo]), Piece(core, "chunk", piece.source), Piece(piece.text[lo + len(core) :]))
     return tuple(part for part in parts if part.text)
 
@@ -234,18 +221,6 @@ def _known(piece: Piece, known: KnownChunks) -> Iterator[Piece]:
         yield Piece(piece.text[span.lo : span.hi], "chunk", span.source, found=True)
         done = span.hi
     yield Piece(piece.text[done:])
-
-
-def _codes(text: str) -> NDArray[np.uint64]:
-    """Its characters as numbers."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
-
-
-def _mixed(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hashes whose low bits depend on all of them."""
-    mixed = hashes * np.uint64(FACTOR)
-    found: NDArray[np.uint64] = mixed ^ (mixed >> np.uint64(32))
-    return found
 
 
 def _foot(tag: str) -> str:

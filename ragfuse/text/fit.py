@@ -27,7 +27,10 @@ def lean(contents: Sequence[Sequence[Piece]], n: int, asked: int = -1) -> Lean:
     """
     places = list(_places(contents, asked % len(contents) if contents else 0))
     doomed = places[max(0, len(places) - n) :]
-    kept = (_without(pieces, {at for i, at in doomed if i == index}) for index, pieces in enumerate(contents))
+    doomed_in: dict[int, set[int]] = {}
+    for i, at in doomed:
+        doomed_in.setdefault(i, set()).add(at)
+    kept = (_without(pieces, doomed_in.get(index, ())) for index, pieces in enumerate(contents))
     return Lean(tuple(map(tuple, kept)), tuple(contents[i][at].source for i, at in doomed))
 
 
@@ -43,14 +46,15 @@ def _without(pieces: Sequence[Piece], doomed: Collection[int]) -> list[Piece]:
     """A content without these chunks, which are its last ones."""
     if not doomed:
         return list(pieces)
-    groups = list(_groups(pieces))
+    groups, first = list(_groups(pieces)), min(doomed)
     gaps = Counter(_text(gap) for gap, at in groups[1:] if at is not None)
     kept: list[Piece] = []
     for number, (gap, at) in enumerate(groups):
         if at in doomed and number and _separates(_text(gap), gaps):
             continue
-        is_behind = at is None or min(doomed) < at
-        kept = _stripped(kept) if is_behind and (_text(gap)[:1].isspace() or not gap) else kept
+        is_behind = at is None or first < at
+        if is_behind and (_text(gap)[:1].isspace() or not gap):
+            _strip(kept)
         kept += gap if at is None or at in doomed else [*gap, pieces[at]]
     return kept
 
@@ -72,13 +76,13 @@ def _separates(text: str, gaps: Counter[str]) -> bool:
     return gaps[text] > 1 or not any(letter.isalpha() for letter in text)
 
 
-def _stripped(kept: list[Piece]) -> list[Piece]:
-    """Without the white space at the end of its fresh text."""
+def _strip(kept: list[Piece]) -> None:
+    """Take off the white space at the end of its fresh text."""
     while kept and kept[-1].kind == "fresh":
         text = kept.pop().text.rstrip()
         if text:
-            return [*kept, Piece(text)]
-    return kept
+            kept.append(Piece(text))
+            return
 
 
 def _text(pieces: Sequence[Piece]) -> str:

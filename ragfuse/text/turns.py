@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from ragfuse.core import ToolCall
 from ragfuse.text.chunks import Piece
@@ -38,22 +39,36 @@ class Turn:
         What tools returned stays apart, each by the call that it answers.
         """
         found: list[Turn] = []
-        for turn in turns:
-            if found and turn.role == found[-1].role != "tool":
-                before = found.pop()
-                between = ["\n"] if before.content and turn.content else []
-                content = [*_listed(before.content), *between, *_listed(turn.content)]
-                turn = Turn(turn.role, content, before.tool_calls + turn.tool_calls)
-            found.append(turn)
+        for role, group in groupby(turns, key=lambda turn: turn.role):
+            alike = list(group)
+            if role == "tool" or len(alike) == 1:
+                found += alike
+                continue
+            content: list[str | Piece] = []
+            for turn in alike:
+                if turn.content:
+                    content += ["\n", *_listed(turn.content)] if content else _listed(turn.content)
+            found.append(Turn(role, content, tuple(call for turn in alike for call in turn.tool_calls)))
         return found
 
 
-def later_turns(messages: Sequence[Turn]) -> Iterator[list[Turn]]:
-    """Messages without their first turns, one more each time; what the system says first stays, and the last turn."""
-    head = next((at for at, turn in enumerate(messages) if turn.role != "system"), len(messages))
-    for at in range(head + 1, len(messages)):
-        if messages[at].role == "user" != messages[at - 1].role:
-            yield [*messages[:head], *messages[at:]]
+class LaterTurns:
+    """Messages without their first turns, one more each time; what the system says first stays, and the last turn.
+
+    Each list is made when it is asked for: all of them together would be as large as the messages squared.
+    """
+
+    def __init__(self, messages: Sequence[Turn]) -> None:
+        head = next((at for at, turn in enumerate(messages) if turn.role != "system"), len(messages))
+        begins = range(head + 1, len(messages))
+        self._messages, self._head = messages, head
+        self._begins = [at for at in begins if messages[at].role == "user" != messages[at - 1].role]
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, index: int) -> list[Turn]:
+        return [*self._messages[: self._head], *self._messages[self._begins[index] :]]
 
 
 def _listed(content: Content) -> Sequence[str | Piece]:

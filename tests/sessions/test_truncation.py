@@ -7,7 +7,7 @@ import torch
 
 from ragfuse import Ask, Engine, InputError
 from ragfuse.core import ChunkKV, LayerKV
-from ragfuse.text.turns import Turn, later_turns
+from ragfuse.text.turns import LaterTurns, Turn
 from tests import reference
 from tests.sessions.kit import QUESTIONS, is_full_prefill, talk
 from tests.sessions.test_conversing import history, prepared
@@ -234,8 +234,8 @@ def test_a_question_that_does_not_fit_alone_is_told_whatever_was_said_before(eng
 def test_turns_begin_with_a_question_and_the_last_one_stays():
     roles = ["system", "assistant", "user", "user", "assistant", "user", "assistant", "tool", "assistant", "tool"]
     said = [Turn(role, str(at)) for at, role in enumerate(roles)]
-    assert [[turn.content for turn in left] for left in later_turns(said)] == [
+    assert [[turn.content for turn in left] for left in LaterTurns(said)] == [
         ["0", *map(str, range(2, 10))],
         ["0", *map(str, range(5, 10))],
     ]
-    assert list(later_turns(said[:2])) == list(later_turns(said[:1])) == []
+    assert list(LaterTurns(said[:2])) == list(LaterTurns(said[:1])) == []

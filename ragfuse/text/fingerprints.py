@@ -1,0 +1,161 @@
+"""Fingerprints of any part of a text in constant time, once the text was read (Karp and Rabin, 1987).
+
+Both kinds depend on a secret: without it nobody can write two texts with one fingerprint, except by luck. `Residues` is
+for a few parts and for signatures: the bytes of a part as one number, modulo a secret prime. `Prints` is for very many
+parts: the letters of a part as a polynomial at a secret point, modulo 2**61 - 1, in arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+Words = NDArray[np.uint64]
+
+MODULUS = (1 << 61) - 1
+"""Of `Prints`, a prime: two texts of n letters have one fingerprint with a probability of n / 2**61."""
+KEPT = 1 << 17
+"""Powers of a point that are kept for the next text: 2 MB."""
+_WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89)
+
+
+def secret_prime(key: bytes) -> int:
+    """Return the prime of 128 bits that belongs to a key of 32 bytes."""
+    for number in count():
+        drawn = int.from_bytes(blake3(number.to_bytes(8, "little"), key=key).digest(16), "little")
+        candidate = drawn | 1 << 127 | 1
+        if _is_prime(candidate):
+            return candidate
+    raise AssertionError("there are primes enough")
+
+
+def residue(text: str, prime: int) -> int:
+    """Return the UTF-8 bytes of a text, read as one big-endian number, modulo a prime."""
+    return int.from_bytes(_bytes(text), "big") % prime
+
+
+class Residues:
+    """Fingerprints of the parts of a text between given places; making it reads the text once."""
+
+    def __init__(self, text: str, places: Iterable[int], prime: int) -> None:
+        self._prime = prime
+        self._before: dict[int, tuple[int, int]] = {}  # place -> residue and number of the bytes before it
+        value = n_bytes = at = 0
+        for place in sorted(set(places)):
+            data = _bytes(text[at:place])
+            value = (value * pow(2, 8 * len(data), prime) + int.from_bytes(data, "big")) % prime
+            n_bytes, at = n_bytes + len(data), place
+            self._before[place] = value, n_bytes
+
+    def of(self, lo: int, hi: int) -> int:
+        """Return `residue(text[lo:hi])`; lo and hi are two of the places, in this order."""
+        (before, n_before), (upto, n_upto) = self._before[lo], self._before[hi]
+        return (upto - before * pow(2, 8 * (n_upto - n_before), self._prime)) % self._prime
+
+
+class Point:
+    """A secret point at which polynomials are evaluated, with its powers and those of its inverse."""
+
+    def __init__(self, value: int) -> None:
+        self._value, self._inverse = value, pow(value, -1, MODULUS)
+        self._powers, self._back = np.ones(1, np.uint64), np.ones(1, np.uint64)
+
+    def powers(self, n: int) -> tuple[Words, Words]:
+        """Return the first n powers of the point and of its inverse, uint64 [n] each."""
+        if n <= len(self._powers):
+            return self._powers[:n], self._back[:n]
+        size = max(n, min(2 * len(self._powers), KEPT))
+        powers, back = _powers(self._value, size), _powers(self._inverse, size)
+        if size <= KEPT:
+            self._powers, self._back = powers, back
+        return powers[:n], back[:n]
+
+    def print_of(self, text: str) -> int:
+        """Return the fingerprint of a short text, as `Prints` gives it."""
+        found = 0
+        for letter in reversed(text):
+            found = (found * self._value + ord(letter) + 1) % MODULUS
+        return found
+
+
+class Prints:
+    """Fingerprints of all parts of a text of n letters: the sum of (letter i of the part + 1) * point**i."""
+
+    def __init__(self, text: str, point: Point) -> None:
+        letters = codes(text)
+        powers, self._back = point.powers(len(letters) + 1)
+        self._sums = _sums(_times(letters + 1, powers[:-1]))
+
+    def __len__(self) -> int:
+        return len(self._back) - 1
+
+    def of(self, places: NDArray[np.int64], sizes: NDArray[np.int64]) -> Words:
+        """Return the fingerprints of the parts places : places + sizes, which lie within the text."""
+        return _times(_folded(self._sums[places + sizes] + MODULUS - self._sums[places]), self._back[places])
+
+    def everywhere(self, size: int) -> Words:
+        """Return the fingerprints of all parts of this size, in order; uint64 [n - size + 1], or none."""
+        n = max(0, len(self) + 1 - size)
+        upto = self._sums[len(self._sums) - n :]
+        return _times(_folded(upto + MODULUS - self._sums[:n]), self._back[:n])
+
+
+def codes(text: str) -> Words:
+    """Return the code points of a text, lone surrogates too; uint64 [n]."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
+
+
+def _powers(value: int, n: int) -> Words:
+    found, size, step = np.ones(n, np.uint64), 1, value
+    while size < n:
+        more = min(size, n - size)
+        found[size : size + more] = _times(found[:more], step)
+        size, step = size + more, step * step % MODULUS
+    return found
+
+
+def _times(a: Words, b: Words | int) -> Words:
+    """Products of numbers below the modulus, modulo it. Halves of 31 bits: 2**62 is 2, and 2**61 is 1."""
+    a_low, a_high, b_low, b_high = a & 0x7FFFFFFF, a >> 31, b & 0x7FFFFFFF, b >> 31
+    middle = a_high * b_low + a_low * b_high
+    total: Words = (a_high * b_high << 1) + (middle >> 30) + ((middle & 0x3FFFFFFF) << 31) + a_low * b_low
+    return _folded(total)
+
+
+def _folded(numbers: Words) -> Words:
+    """The same modulo the modulus."""
+    once = (numbers & MODULUS) + (numbers >> 61)
+    return np.where(once >= MODULUS, once - MODULUS, once)
+
+
+def _sums(numbers: Words) -> Words:
+    """0, and the sums of the first 1, 2, ... numbers, modulo the modulus; fewer than 2**31 numbers."""
+    low, high = np.cumsum(numbers & 0xFFFFFFFF), np.cumsum(numbers >> 32)
+    shifted = ((high & 0x1FFFFFFF) << 32) + (high >> 29)  # times 2**32
+    return np.concatenate([np.zeros(1, np.uint64), _folded(_folded(low) + _folded(shifted))])
+
+
+def _is_prime(number: int) -> bool:
+    """Whether a number is prime, by Miller and Rabin: wrong for one of 2**48 random numbers at most."""
+    odd, twos = number - 1, 0
+    while odd % 2 == 0:
+        odd, twos = odd // 2, twos + 1
+    for witness in _WITNESSES:
+        power = pow(witness, odd, number)
+        if power in (1, number - 1):
+            continue
+        for _ in range(twos - 1):
+            power = power * power % number
+            if power == number - 1:
+                break
+        else:
+            return False
+    return True
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
