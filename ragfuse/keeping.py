@@ -25,8 +25,9 @@ from ragfuse.store import Book, KVStore, open_store
 from ragfuse.store.archive import Text, Trouble
 from ragfuse.store.levels import TABLELESS, Codecs
 from ragfuse.store.manage import Outcome, Progress, unanswered
-from ragfuse.store.opening import free_name, open_tier, shown
+from ragfuse.store.opening import free_name, open_tier
 from ragfuse.store.tier import Freed
+from ragfuse.store.urls import shown
 from ragfuse.tenants import Tenant, hidden
 
 __all__ = [

@@ -34,7 +34,6 @@ from ragfuse.store.upkeep import chunk_path
 _FIRST = "ragfuse-archive.json"
 _BLOCK = tarfile.BLOCKSIZE
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
-_PARTIAL = re.compile(r"\..+\.[0-9]+\.tmp", re.DOTALL)
 _FIRST_LOOK = 64
 _MAX_TEXTS_NBYTES = 1 << 26
 _KEY = re.compile(r"[0-9a-f]{1,64}\.[0-9a-f]{1,64}\.(-|~?[0-9a-f]{0,64})\.[0-9A-Za-z_-]{1,64}")
@@ -147,12 +146,18 @@ def _bury(folder: Path) -> None:
     """Remove archives that were begun here by processes that are gone: nobody holds their lock."""
     for path in folder.glob(".*.tmp"):
         with suppress(OSError):
-            if not _PARTIAL.fullmatch(path.name) or not path.is_file() or path.is_symlink():
+            if not _is_partial(path.name) or not path.is_file() or path.is_symlink():
                 continue
             with path.open("r+b") as file:
                 if file.read(len(_FIRST) + 1) == _FIRST.encode() + b"\0":
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     path.unlink()
+
+
+def _is_partial(name: str) -> bool:
+    """Whether a file is called as those are that become archives: .NAME.PID.tmp."""
+    whole, _, pid = name.removesuffix(".tmp").rpartition(".")
+    return name.endswith(".tmp") and len(whole) > 1 and whole[0] == "." and pid.isascii() and pid.isdecimal()
 
 
 Found = ArchivedChunk | list[Text] | Trouble

@@ -29,6 +29,7 @@ from fsspec.utils import get_protocol
 
 from ragfuse.errors import StoreError
 from ragfuse.store.s3 import S3, SCHEMES
+from ragfuse.store.urls import without_user
 
 NO_ANSWER: tuple[type[Exception], ...] = (ConnectionError, TimeoutError)
 TEMPORARY = ".tmp"
@@ -64,7 +65,7 @@ class Bucket:
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        self.url = re.sub(r"//.*@", "//", url)  # without user and password: this name is for people
+        self.url = without_user(url)  # this name is for people
         self._s3: S3 | None = None
         self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
         self._given, self._timeout_s = url, timeout_s

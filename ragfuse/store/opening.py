@@ -12,6 +12,7 @@ from ragfuse.store.levels import TABLELESS, Codecs
 from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Evictor, Tier
+from ragfuse.store.urls import shown
 
 REDIS = frozenset({"redis", "rediss", "unix"})
 
@@ -68,12 +69,6 @@ def open_tier(url: str, settings: Settings, evict: Evictor, taken: list[str] | N
     from ragfuse.store.objects import ObjectTier
 
     return ObjectTier(url, nbytes, evict, timeout_s=patience, ttl_s=ttl_s, name=free_name("objects", taken))
-
-
-def shown(url: str) -> str:
-    """A URL without user and password, also those behind a question mark: for people, and for logs."""
-    bare = re.sub(r"//.*@", "//", url.strip())
-    return re.sub(r"([?&][^=&]*(?:user|pass|secret|token|key)[^=&]*=)[^&]*", r"\1...", bare, flags=re.IGNORECASE)
 
 
 def free_name(kind: str, taken: list[str] | None) -> str:

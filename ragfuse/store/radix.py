@@ -83,9 +83,11 @@ class RadixTree:
         """
         ids = _array(token_ids)
         end = parts[-1].hi if parts else 0
-        node, at = self._root, 0
+        node, at, which = self._root, 0, 0
         while at < end:
-            part = next(each for each in parts if each.hi > at)
+            while parts[which].hi <= at:
+                which += 1
+            part = parts[which]
             child = node.children.get(int(ids[at]))
             if child is None:
                 rows = part.cut(at, part.hi)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +32,8 @@ _Answer = TypeVar("_Answer")
 _Row = tuple[bytes, bytes]
 _MAX_LAYER_NBYTES = 512 << 20
 _TRIES = 20
-_COMMAND = re.compile(r"Command # \d+ \(.*?\) of pipeline caused error: ", re.DOTALL)
+_BEHIND = " of pipeline caused error: "
+"""What redis-py writes between a command, which may hold a chunk's bytes, and the server's answer to it."""
 
 
 class _Upload(NamedTuple):
@@ -270,7 +270,7 @@ class RedisTier:
 
 def _complaint(error: Exception) -> str:
     """What the server answered, without the command: that holds a chunk's bytes, and reads differently each time."""
-    return _COMMAND.sub("", said(error))
+    return said(error).rpartition(_BEHIND)[2]
 
 
 def _upload(key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> _Upload:

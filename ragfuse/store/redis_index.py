@@ -31,7 +31,7 @@ _MANY = 512
 _RECOUNT_S = 60.0
 _SUMS = frozenset({b"", b"#", b"~"})
 _READ_NBYTES = 1 << 18
-_WHERE = re.compile(r" script: [0-9a-f]{40}.*$")
+_WHERE = re.compile(r" script: [0-9a-f]{40}")
 _NO_TLS = "its URL asks for TLS (rediss://), which most likely is not spoken there: give redis://, or the TLS port"
 _REMEDIES = (
     ("handshake operation timed out", _NO_TLS),
@@ -253,7 +253,7 @@ def entry_of(name: bytes, row: bytes, tier: str, ahead_s: float) -> Entry:
 
 def said(error: Exception) -> str:
     """What the server answered, or why it did not, for people, and what to do about it."""
-    text = _WHERE.sub("", str(error)).rstrip(".")
+    text = _WHERE.split(str(error), 1)[0].rstrip(".")
     cause = (
         f"{text} {error.__context__}"  # redis-py says of a handshake that nobody answers no more than that time is over
     )

@@ -8,11 +8,16 @@ from collections.abc import Sequence
 
 ENOUGH = 40
 """Letters by which a text's beginning or end is known again."""
+MOST = 32
+"""Texts that are looked for: each takes as long as reading the prompt some times."""
 
 
 def altered(prompt: str, texts: Sequence[str]) -> str:
-    """What was done to those of the texts that stand in the prompt otherwise than they are; "" where none does."""
-    squashed, found = " ".join(prompt.split()), Counter[str]()
+    """Say what was done to those of the texts that stand in the prompt otherwise than they are; "" where none does.
+
+    Only the first `MOST` texts are looked for.
+    """
+    squashed, found, texts = " ".join(prompt.split()), Counter[str](), texts[:MOST]
     for text in texts:
         text = text.strip()
         if len(text) < ENOUGH or text in prompt:

@@ -22,8 +22,8 @@ Pairs = Sequence[tuple[str, str]]
 _ROLES: Mapping[str, RoleName] = MappingProxyType(
     {"human": "user", "user": "user", "system": "system", "ai": "assistant", "assistant": "assistant"}
 )
-_CHAT = re.compile(r"""{%(-?)\s*chat\s+role\s*=\s*["'](\w+)["']\s*(-?)%}(.*?){%(-?)\s*endchat\s*(-?)%}""", re.DOTALL)
-_JINJA = re.compile(r"{#.*?#}|(?<!{){{-?([^{}]*?)-?}}", re.DOTALL)
+_CHAT = re.compile(r"""{%(-?)\s*(?:chat\s+role\s*=\s*["'](?P<role>\w+)["']|endchat)\s*(-?)%}""")
+_JINJA = re.compile(r"{#|(?<!{){{-?([^{}]*?)-?}}")
 _MUSTACHE = re.compile(r"(?<!{)(?:{{{([^{}]*)}}}|{{([^{}]*)}})")
 
 
@@ -63,16 +63,18 @@ def _pairs(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, str,
 
 def _chats(text: str, syntax: Syntax) -> Iterator[tuple[str, str, Syntax]]:
     """What `{% chat %}` blocks say, where there are some; white space between them is no text."""
-    blocks = list(_CHAT.finditer(text)) if syntax == "jinja2" else []
-    done, dash = 0, ""
-    for block in blocks:
-        outer, role, opened, inner, closed, behind = block.groups()
-        if (between := _bare(text[done : block.start()], dash, outer)).strip():
-            yield "", between, syntax
-        yield role, _bare(inner, opened, closed), syntax
-        done, dash = block.end(), behind
+    done, dash, opened, has_blocks = 0, "", None, False
+    for tag in _CHAT.finditer(text) if syntax == "jinja2" else ():
+        before, role, behind = tag.groups()
+        if opened is None and role is not None:
+            opened = tag
+        elif opened is not None and role is None:
+            if (between := _bare(text[done : opened.start()], dash, opened[1])).strip():
+                yield "", between, syntax
+            yield opened["role"], _bare(text[opened.end() : tag.start()], opened[3], before), syntax
+            done, dash, opened, has_blocks = tag.end(), behind, None, True
     rest = _bare(text[done:], dash, "")
-    if not blocks or rest.strip():
+    if not has_blocks or rest.strip():
         yield "", rest, syntax
 
 
@@ -110,11 +112,13 @@ def _role(name: str, role: str) -> RoleName:
 
 
 def _items(name: str, text: str, syntax: Syntax, max_tokens: int | Mapping[str, int]) -> Iterator[Item]:
+    line, counted = 1, 0
     for literal, variable, at in parsed(name, text, syntax):
         if literal:
             yield Text(literal)
         if variable is not None:
-            yield _param(variable, max_tokens, Spot(name, text.count("\n", 0, at) + 1, 1))
+            line, counted = line + text.count("\n", counted, at), max(counted, at)
+            yield _param(variable, max_tokens, Spot(name, line, 1))
 
 
 def _param(variable: str, max_tokens: int | Mapping[str, int], at: Spot) -> Param:
@@ -132,12 +136,35 @@ def parsed(name: str, text: str, syntax: Syntax) -> Iterator[tuple[str, str | No
         yield from _formatted(name, text)
         return
     is_jinja, done, dash = syntax == "jinja2", 0, ""
-    for held in (_JINJA if is_jinja else _MUSTACHE).finditer(text):
-        literal, tag = _plain(name, text, done, held.start()), held[0] if is_jinja else ""
-        variable = held[held.lastindex].strip() if held.lastindex else None  # none in a comment
-        yield _bare(literal, dash, tag[2:3]), variable, held.start()
-        done, dash = held.end(), tag[-3:-2]
+    for lo, hi, variable in _held(text) if is_jinja else _held_by_mustache(text):
+        literal, tag = _plain(name, text, done, lo), text[lo:hi] if is_jinja else ""
+        yield _bare(literal, dash, tag[2:3]), variable, lo
+        done, dash = hi, tag[-3:-2]
     yield _bare(_plain(name, text, done, len(text)), dash, ""), None, len(text)
+
+
+def _held(text: str) -> Iterator[tuple[int, int, str | None]]:
+    """Variables and comments (None) of a jinja template, as lo, hi and name."""
+    at = 0
+    while found := _JINJA.search(text, at):
+        at = found.end()
+        if found[1] is not None:
+            yield found.start(), at, found[1].strip()
+            continue
+        end = text.find("#}", at)
+        if end < 0:  # and no later comment ends either
+            yield from (
+                (each.start(), each.end(), each[1].strip()) for each in _JINJA.finditer(text, at) if each[1] is not None
+            )
+            return
+        at = end + 2
+        yield found.start(), at, None
+
+
+def _held_by_mustache(text: str) -> Iterator[tuple[int, int, str | None]]:
+    """Variables of a mustache template, as lo, hi and name."""
+    for found in _MUSTACHE.finditer(text):
+        yield found.start(), found.end(), found[found.lastindex or 0].strip()
 
 
 def _formatted(name: str, text: str) -> Iterator[tuple[str, str | None, int]]:
@@ -155,7 +182,9 @@ def _formatted(name: str, text: str) -> Iterator[tuple[str, str | None, int]]:
 def _plain(name: str, text: str, lo: int, hi: int) -> str:
     """Text between variables; PMLError for what a mustache or jinja template does beside holding variables."""
     plain = text[lo:hi]
-    if logic := re.search(r"{%.*?%}|{{.*?}}|{{|{%", plain, re.DOTALL):
+    if logic := re.search(r"{%|{{", plain):
         line = text.count("\n", 0, lo) + plain.count("\n", 0, logic.start()) + 1
-        raise PMLError(f"'{logic.group()[:60]}' in a template", "texts and variables", name, line, 1)
+        end = plain.find("%}" if logic[0] == "{%" else "}}", logic.end())
+        told = plain[logic.start() : max(end, logic.start()) + 2]
+        raise PMLError(f"'{told[:60]}' in a template", "texts and variables", name, line, 1)
     return plain

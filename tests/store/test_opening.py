@@ -8,7 +8,7 @@ from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, open_store, open_tier
-from ragfuse.store.opening import shown
+from ragfuse.store.urls import shown
 from tests.store.kit import key, kv
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ragfuse.core import ChunkKey
 from ragfuse.store.radix import RadixTree, Rows
+from tests.text.operations import MOST_GROWTH, lines
 
 
 def key(name: str) -> ChunkKey:
@@ -105,3 +106,12 @@ def test_it_finds_what_a_list_of_all_prompts_finds(prompts):
         assert len(spelled(tree, prompt)) == len(prompt)
     assert tree.n_nodes == sum(1 for _ in tree._walk())
     assert tree.n_tokens == len(twin.known)
+
+
+def test_many_parts_are_put_in_by_as_many_steps():
+    def work(n):
+        parts = [Rows(lo, lo + 1, key(str(lo))) for lo in range(n)]
+        tree, ids = RadixTree(), list(range(n))
+        return lines(lambda: tree.insert(ids, parts))
+
+    assert work(1600) <= MOST_GROWTH * work(200)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragfuse.text import KnownChunks, Marker, Piece
+from ragfuse.text.altered import MOST, altered
 from ragfuse.text.fingerprints import MODULUS, Point, Prints, Residues, residue, secret_prime
 from ragfuse.text.fit import lean
 from ragfuse.text.turns import LaterTurns, Turn
@@ -334,3 +335,17 @@ def test_joining_copies_each_part_once():
 
     Turn.joined([Turn("user", Parts(["a"])) for _ in range(500)])
     assert Parts.copied <= 2 * 500
+
+
+def test_how_documents_were_altered_is_looked_for_in_a_few_of_them():
+    class Prompt(str):
+        looks = 0
+
+        def __contains__(self, text):
+            Prompt.looks += 1
+            return super().__contains__(text)
+
+    text = "one two three four five six seven eight nine ten"
+    prompt = Prompt(f"say: {text.replace(' ', '  ')}")
+    assert altered(prompt, [text] * 1000) == f"{MOST} of {MOST} with other white space"
+    assert Prompt.looks <= 5 * MOST

@@ -10,8 +10,9 @@ from ragfuse.errors import PMLError
 from ragfuse.text.bind import bind
 from ragfuse.text.nodes import Param, Role, Schema, Text
 from ragfuse.text.schema import lay_out
-from ragfuse.text.templates import Syntax, filled, from_template
+from ragfuse.text.templates import Syntax, _pairs, filled, from_template, parsed
 from tests.text.layouts import GAP, TURNS, encode, key_of, read
+from tests.text.operations import MOST_GROWTH, lines
 
 WANTED = (
     Role("system", (Text("You know "), Param("topic", 8), Text("."))),
@@ -121,3 +122,21 @@ def test_dashes_of_chat_blocks_take_the_white_space_beside_them() -> None:
 def test_a_variable_of_mustache_s_may_stand_in_three_braces() -> None:
     items = from_template("t", "a {{{ x }}} {# b #}{{x}}}", 3, "mustache").items
     assert items == (Text("a "), Param("x", 3), Text(" {# b #}"), Param("x", 3), Text("}"))
+
+
+def test_openings_that_never_close_are_read_once() -> None:
+    """As many steps for each letter, whatever is opened: `parsed` and the blocks go on, and never begin again."""
+    for opening in ("{#", '{% chat role="user" %}', "{{ x }} {#", "{# c #}"):
+        short, long = (opening * n for n in (100, 800))
+        work = [lines(lambda text=text: list(_pairs("t", text, "jinja2"))) for text in (short, long)]
+        assert work[1] <= MOST_GROWTH * work[0]
+    short, long = ("{{ x }}\n{#" * n for n in (100, 800))
+    work = [lines(lambda text=text: list(parsed("t", text, "jinja2"))) for text in (short, long)]
+    assert work[1] <= MOST_GROWTH * work[0]
+    assert [name for _, name, _ in parsed("t", "{# a {{ x }}{{ y }}", "jinja2")] == ["x", "y", None]
+
+
+def test_each_variable_is_told_with_its_line() -> None:
+    text = "one {{a}}\ntwo\n{{b}} {{c}}\n\n{{d}}"
+    params = [item for item in from_template("t", text, 9, "jinja2").items if isinstance(item, Param)]
+    assert [(param.name, param.at.line) for param in params] == [("a", 1), ("b", 3), ("c", 3), ("d", 5)]
