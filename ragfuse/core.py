@@ -338,7 +338,8 @@ class Trace:
     deadline, piece by piece. session: the conversation that it goes on with, "" for none; truncated: tokens of that
     which the prompt lacks, the earliest ones. schema: whose prompt it is, "" for none; modules: paths of its modules
     whose text was reused (".": the schema's own). tokens_prefix, tokens_chunks: of the reused ones, those of a
-    beginning that earlier prompts had too, and those of chunks.
+    beginning that earlier prompts had too, and those of chunks. unsaved: what could not be read or written beside the
+    answer, and why, so that this process alone remembers it.
     """
 
     model: str = ""
@@ -370,6 +371,7 @@ class Trace:
     modules: tuple[str, ...] = ()
     tokens_prefix: int = 0
     tokens_chunks: int = 0
+    unsaved: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:

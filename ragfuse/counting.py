@@ -45,10 +45,11 @@ class Counted:
 
 
 class Tally:
-    """Adds up an engine's answers, exact under threads. waiting: how many runs of tokens wait to be encoded."""
+    """Adds up an engine's answers, exact under threads. waiting: how many runs of tokens wait to be encoded.
+    unbooked: how often the store's book could not be read or written, and the engine went on without."""
 
-    def __init__(self, waiting: Callable[[], int]) -> None:
-        self.waiting, self._lock = waiting, threading.Lock()
+    def __init__(self, waiting: Callable[[], int], unbooked: Callable[[], int] = lambda: 0) -> None:
+        self.waiting, self._unbooked, self._lock = waiting, unbooked, threading.Lock()
         self._sums: Counter[str] = Counter()
         self._ttft, self._ttft_s = [0] * (len(TTFT_S) + 1), 0.0
         self._at_close: list[Callable[[], object]] = []
@@ -73,7 +74,9 @@ class Tally:
     def now(self) -> Counted:
         """The sums up to now, all of one moment."""
         with self._lock:
-            return Counted(Counter(self._sums), tuple(self._ttft), self._ttft_s)
+            sums = Counter(self._sums)
+            sums["unbooked"] = self._unbooked()
+            return Counted(sums, tuple(self._ttft), self._ttft_s)
 
     def when_closed(self, do: Callable[[], object]) -> None:
         """Call `do` when the engine is closed."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from ragfuse.answering import Answerer, Asked
 from ragfuse.asking import Ask, known_policy, room_behind
@@ -22,10 +21,9 @@ from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.counting import Tally
 from ragfuse.dtypes import settled
 from ragfuse.encoding import Encoder, Ingested
-from ragfuse.errors import StoreError
 from ragfuse.fitting import limit_of
 from ragfuse.forgetting import chunk_of, forget_chunks
-from ragfuse.gate import Profiles, refusal_of
+from ragfuse.gate import Booked, Profiles, refusal_of
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.keeping import open_kept
@@ -43,7 +41,7 @@ from ragfuse.prompting import Content, Inquiry, Prompter, Question
 from ragfuse.registry import Registry
 from ragfuse.saving import EXIT_S, WAIT_S, Saver, Work
 from ragfuse.settings import Settings
-from ragfuse.sharing import forget, shared
+from ragfuse.sharing import forget, noting, shared
 from ragfuse.sightings import Recurs, Sightings
 from ragfuse.store import Book, KVStore, countdown
 from ragfuse.streaming import AnswerStream
@@ -58,8 +56,6 @@ from ragfuse.tracing import Ready
 from ragfuse.weights import loaded
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready", "Registered"]
-
-T = TypeVar("T")
 
 
 class Engine:
@@ -78,6 +74,7 @@ class Engine:
         self.settings = settled(settings or Settings())
         known_policy(self.settings.policy)
         self.book = Book(self.settings.store_path) if store is None and self.settings.disk_bytes else None
+        self._booked = Booked(self.book)
         self._coding = Coding(self._booked, lambda: self.store.tiers)
         self.outlook = outlook if outlook is not None else Outlook()
         evict = self.outlook.evict(self.settings)
@@ -89,7 +86,7 @@ class Engine:
         self._planner = Planner(self.settings, self.store, self._timings, self._prefixes)
         self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
-        self.tally = Tally(lambda: self._saver.waiting)
+        self.tally = Tally(lambda: self._saver.waiting, lambda: self._booked.failures)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
         keys_of, free_share = lambda name: self._talks.keys_of(name), self.settings.memory_free
         self._prefetcher = Prefetcher(self.store, lambda: self.encoder, keys_of, free_share)
@@ -180,7 +177,7 @@ class Engine:
             room_behind(len(ids), self.model, f"A chunk of '{source}'")
             nbytes = encoder.keep_chunk(ids)
             if len(ids) >= self.settings.min_chunk_tokens:
-                self._prompter.note(self.digest, text, source, ids)
+                self._prompter.note(self.digest, text, source, ids, must=True)
             done = done.plus(len(ids), nbytes, time.perf_counter() - began)
             if progress is not None:
                 progress(done)
@@ -270,8 +267,10 @@ class Engine:
     @batched
     def _batch(self, prompts: Sequence[Inquiry], ask: Ask, gone: threading.Event) -> list[Answer]:
         began = time.perf_counter()
-        assembled = [self._fitted(prompt, ask) for prompt in prompts]
-        return self._answerer.all(assembled, self._asked(ask, self.model, began), gone) if assembled else []
+        with noting() as unsaved:
+            assembled = [self._fitted(prompt, ask) for prompt in prompts]
+            answers = self._answerer.all(assembled, self._asked(ask, self.model, began), gone) if assembled else []
+        return [_told(answer, unsaved) for answer in answers]
 
     def verify(self, progress: Callable[[str], object] = lambda check: None) -> Verdict:
         """Measure on the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
@@ -318,9 +317,8 @@ class Engine:
         self._talks.close(left())
         self._prefixes.close(left())
         self.store.close(left())
-        book, self.book = self.book, None
-        if book is not None:
-            book.close()
+        self.book = None
+        self._booked.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -360,8 +358,11 @@ class Engine:
         say: Callable[[str], None] | None,
         gone: threading.Event,
     ) -> Answer:
-        began, assembled, model = time.perf_counter(), self._fitted(prompt, ask), self.model
-        return self._answerer.one(assembled, self._asked(ask, model, began), say, gone)
+        began = time.perf_counter()
+        with noting() as unsaved:
+            assembled, model = self._fitted(prompt, ask), self.model
+            answer = self._answerer.one(assembled, self._asked(ask, model, began), say, gone)
+        return _told(answer, unsaved)
 
     def _asked(self, ask: Ask, model: HFModel, began_s: float) -> Asked:
         return Asked(ask, self._caller.reply(ask, model, self._prompter.calls), self.profile, began_s)
@@ -412,17 +413,10 @@ class Engine:
         text = self.model.text(tokens).strip()
         return text if tuple(self.model.tokens(text)) == tokens else ""
 
-    def _booked(self, use: Callable[[Book], T], otherwise: T) -> T:
-        """What the book says; `otherwise` without one, also when the engine is closed in this very moment."""
-        book = self.book
-        if book is None:
-            return otherwise
-        try:
-            return use(book)
-        except StoreError:
-            if self.book is not None:
-                raise
-            return otherwise
+
+def _told(answer: Answer, unsaved: Sequence[str]) -> Answer:
+    """The answer, whose trace says what could not be read or written beside it."""
+    return replace(answer, trace=replace(answer.trace, unsaved=tuple(unsaved))) if unsaved else answer
 
 
 def _closed_at_exit(engine: Engine) -> Engine:

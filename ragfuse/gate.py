@@ -12,15 +12,23 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from ragfuse.errors import StoreError
 from ragfuse.models import embedded
 from ragfuse.plan.controller import AUTO, MEASURED
 from ragfuse.profiles import PROFILE_VERSION, ModelProfile
+from ragfuse.sharing import note
 from ragfuse.store import Book
+from ragfuse.store.breaker import Breaker, BreakerOpen
 
 T = TypeVar("T")
 log = logging.getLogger("ragfuse")
+
+COOL_DOWN_S = 10.0
+"""Seconds for which a book that could not be read or written is left alone."""
+WAIT_S = 3.0
+"""Seconds that an answer waits, at most, for another process that is writing the book."""
 
 INEXACT = "verify found that fusing is not exact with this model where it must be"
 UNSAFE = "calibrate found no policy whose answers stay close to full prefill's with this model"
@@ -39,12 +47,70 @@ def as_shipped(profile: ModelProfile, name: str) -> ModelProfile:
     return profile.calibrated(True, *ours.choice) if ours is not None and ours.choice else profile
 
 
-class Booked(Protocol):
-    """Asks the store's book; gives `otherwise` where there is none."""
+class Booked:
+    """The store's book, asked by who goes on without it: an answer is worth more than a note of it.
+
+    Called, it gives `otherwise` where there is no book, and where the book cannot be read or written. That is counted
+    in `failures`, said once in the log, and named by every answer that met it (`sharing.noting`); the book is then left
+    alone for `COOL_DOWN_S`, and a lock on it is waited for no longer than `WAIT_S`. `strictly` raises StoreError
+    instead: for what somebody asked the book for by itself. Threads may share it.
+    """
+
+    def __init__(self, book: Book | None) -> None:
+        self._book, self._lock, self.failures, self._why = book, threading.Lock(), 0, ""
+        name = f"The book of {book.path}" if book is not None else ""
+        self._breaker = Breaker(name, (StoreError,), cool_down_s=COOL_DOWN_S, said=_cause)
 
     def __call__(self, use: Callable[[Book], T], otherwise: T) -> T:
-        """What `use` makes of the book."""
-        ...
+        """What `use` makes of the book; `otherwise` where it cannot be asked."""
+        answered, found = self.asked(use)
+        return found if answered else otherwise  # type: ignore[return-value]
+
+    def asked(self, use: Callable[[Book], T]) -> tuple[bool, T | None]:
+        """Whether the book answered, and what `use` makes of it, None where it did not."""
+        book = self._book
+        if book is None:
+            return False, None
+        try:
+            with self._breaker.guard():
+                try:
+                    with book.hurried(WAIT_S):
+                        return True, use(book)
+                except StoreError:
+                    if self._book is book:
+                        raise
+                    return False, None  # closed in this very moment
+        except StoreError as error:
+            self._why = f"{self._breaker.name}: {_cause(error)}"
+        except BreakerOpen:
+            pass
+        with self._lock:
+            self.failures += 1
+        note(self._why)
+        return False, None
+
+    def strictly(self, use: Callable[[Book], T], otherwise: T) -> T:
+        """What `use` makes of the book; `otherwise` without one. StoreError where it cannot be read or written."""
+        book = self._book
+        if book is None:
+            return otherwise
+        try:
+            return use(book)
+        except StoreError:
+            if self._book is book:
+                raise
+            return otherwise  # closed in this very moment
+
+    def close(self) -> None:
+        """Let go of the file: from now on there is no book."""
+        book, self._book = self._book, None
+        if book is not None:
+            book.close()
+
+
+def _cause(error: Exception) -> str:
+    """What the system said, without what is to be done where a store cannot be opened."""
+    return str(error.__cause__ or error)
 
 
 class Profiles:
@@ -72,7 +138,9 @@ class Profiles:
 
     def judge(self, own: ModelProfile, verified: bool) -> None:
         """Keep what verify says of a model, and nothing else of what came with it."""
-        self.put(replace(self.get(own.model) or own.probed, verified=verified))
+        found = self._booked.strictly(lambda book: book.get(_name(own.model)), None)
+        kept = ModelProfile.from_dict(found) if found else None
+        self.put(replace(kept or own.probed, verified=verified))
 
     def remember(self, profile: ModelProfile) -> None:
         """Keep what the probe found, unless something is kept."""
@@ -80,8 +148,8 @@ class Profiles:
         self._booked(lambda book: book.settle(_name(profile.model), found), found)
 
     def put(self, profile: ModelProfile) -> None:
-        """Keep a profile in place of an earlier one."""
-        self._booked(lambda book: book.put(_name(profile.model), profile.as_dict()), None)
+        """Keep a profile in place of an earlier one; StoreError where the book cannot be written."""
+        self._booked.strictly(lambda book: book.put(_name(profile.model), profile.as_dict()), None)
 
 
 def _name(fingerprint: str) -> str:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ragfuse.coding import Coding
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.forgetting import Chunk, chunk_named, chunk_of, dropped, forget_texts
+from ragfuse.gate import Booked
 from ragfuse.plan.evict import Evict, expired, expired_first, lru
 from ragfuse.registry import Registry
 from ragfuse.remembering import Deleted, SessionInfo, Sessions
@@ -49,7 +50,6 @@ __all__ = [
     "unanswered",
 ]
 
-T = TypeVar("T")
 _SHOWN = 200
 _READ = 4
 
@@ -197,6 +197,7 @@ class Keeping:
             )
         self.path, self._salt = settings.store_path.expanduser(), settings.salt
         self.book = Book(settings.store_path) if settings.disk_bytes else None
+        self._booked = Booked(self.book)
         coding = Coding(self._booked, lambda: self.store.tiers)
         self.store = open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}), codecs=coding)
 
@@ -283,8 +284,7 @@ class Keeping:
     def close(self) -> None:
         """Let go of all files."""
         self.store.close()
-        if self.book is not None:
-            self.book.close()
+        self._booked.close()
 
     def __enter__(self) -> Keeping:
         return self
@@ -293,10 +293,6 @@ class Keeping:
         self.close()
 
     # inside
-
-    def _booked(self, use: Callable[[Book], T], otherwise: T) -> T:
-        """What the book says; `otherwise` without one."""
-        return use(self.book) if self.book is not None else otherwise
 
     def _check_tier(self, name: str) -> None:
         names = [tier.name for tier in self.store.tiers]

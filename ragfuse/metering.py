@@ -48,6 +48,12 @@ ANSWERS: Sequence[tuple[str, str, tuple[str, ...], Callable[[Counted], Rows]]] =
         lambda counted: {(): counted.sums["failed"]},
     ),
     (
+        "ragfuse_book_failures",
+        "Times that the store's book could not be read or written, and the engine went on from memory.",
+        (),
+        lambda counted: {(): counted.sums["unbooked"]},
+    ),
+    (
         "ragfuse_prompt_tokens",
         "Tokens of prompts: reused from the store, reused and recomputed, or computed fresh.",
         ("kind",),

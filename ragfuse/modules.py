@@ -88,8 +88,14 @@ class Schemas:
         """Lay a schema out, encode what is not kept yet of its runs, and know it from now on, also in later processes.
 
         A text that begins with `<` is PML, any other one names a file. A schema of that name makes way; of what both
-        have nothing is encoded again. PMLError for what cannot be laid out, InputError for what the model cannot take.
+        have nothing is encoded again. PMLError for what cannot be laid out, InputError for what the model cannot take,
+        StoreError where it cannot be written down.
         """
+        return self._register(schema, progress, must=True)
+
+    def _register(
+        self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None, must: bool
+    ) -> Registered:
         kept = _kept(schema)
         layout, encoder, began = self._lay_out(kept), self._encoder(), time.perf_counter()
         room_behind(layout.n_positions, encoder.model, f"Schema '{kept.name}'", "Make its modules shorter.")
@@ -99,7 +105,7 @@ class Schemas:
             if progress is not None:
                 progress(done)
         keys = [str(encoder.key_of(run)) for run in layout.runs]
-        self._registry.put(kept, encoder.digest, keys)
+        self._registry.put(kept, encoder.digest, keys, must)
         with self._lock:
             self._laid[kept.name] = kept.pml, layout
         return Registered(layout, done)
@@ -114,7 +120,7 @@ class Schemas:
     def ensure(self, schema: Schema, progress: Callable[[Ingested], None] | None = None) -> Registered | None:
         """`register`, unless that was done; then None, and another thread that does it is waited for."""
         with self._ensuring:
-            return None if self.has(schema) else self.register(schema, progress)
+            return None if self.has(schema) else self._register(schema, progress, must=False)
 
     def ls(self) -> list[SchemaInfo]:
         """All that are registered, by name."""

@@ -34,7 +34,7 @@ class Outlook:
         self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # gone on with last at the end
         self._told: dict[str, dict[str, float]] = {}
         self._places: Mapping[Name, float] = MappingProxyType({})
-        self._unread: list[Callable[[], Known]] = []
+        self._unread: list[Callable[[], Known | None]] = []
 
     # what is known
 
@@ -46,8 +46,8 @@ class Outlook:
         """There is no such conversation any more."""
         self._note(name, ())
 
-    def recall(self, known: Callable[[], Known]) -> None:
-        """What was noted in earlier processes, asked for when it is first needed."""
+    def recall(self, known: Callable[[], Known | None]) -> None:
+        """What was noted in earlier processes, asked for when it is first needed; None: it cannot be said now."""
         with self._lock:
             self._unread.append(known)
 
@@ -98,8 +98,13 @@ class Outlook:
         with self._lock:
             unread, self._unread = self._unread, []
         found: dict[Name, list[ChunkKey]] = {}
-        for name, key in (each for known in unread for each in known()):
-            found.setdefault(name, []).append(key)
+        for known in unread:
+            told = known()
+            if told is None:
+                with self._lock:
+                    self._unread.append(known)
+            for name, key in told or ():
+                found.setdefault(name, []).append(key)
         for name, keys in found.items():
             if name not in self._keys:  # what is known since then is right
                 self._note(name, tuple(keys))

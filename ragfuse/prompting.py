@@ -48,6 +48,7 @@ class Prompter:
         self._settings, self._booked, self._model, self._key = settings, booked, model, key
         self._lock = threading.Lock()
         self._known: KnownChunks | None = None
+        self._is_read = False
         shortest = max(6, settings.min_chunk_tokens)
         self._spans = KnownSpans(shortest, max(ALTERED, shortest))
         self._heard = KnownSpans(shortest, max(ALTERED, shortest))  # what nobody encoded yet
@@ -58,17 +59,20 @@ class Prompter:
     def known(self, digest: str) -> KnownChunks:
         """The texts of a tenant's chunks that a prompt is searched for; read from the book once."""
         with self._lock:
-            if self._known is None:
-                self._known = KnownChunks()
-                texts: list[KnownText] = self._booked(lambda book: list(book.texts(digest)), [])
-                for text in texts:
-                    self._known.add([text.text], text.source)
+            self._known = known = self._known or KnownChunks()
+            if not self._is_read:
+                self._is_read, texts = self._booked.asked(lambda book: list(book.texts(digest)))
+                for text in texts or ():
+                    known.add([text.text], text.source)
                 if texts:
                     threading.Thread(target=self._read, args=(texts,), name="ragfuse-index", daemon=True).start()
-            return self._known
+            return known
 
-    def note(self, digest: str, text: str, source: str, tokens: Sequence[int]) -> None:
-        """From now on this is a known chunk, here and, unless it has no text, in later processes."""
+    def note(self, digest: str, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
+        """From now on this is a known chunk, here and, unless it has no text, in later processes.
+
+        Where the book cannot be written, this process alone knows it; that is a StoreError if it `must` be.
+        """
         self._spans.add(tokens, text, source)
         self._heard.discard(tokens)
         if not text:
@@ -76,7 +80,8 @@ class Prompter:
         known = self.known(digest)
         if text not in known:
             known.add([text], source)
-        self._booked(lambda book: book.add_texts(digest, [(str(self._key(tokens)), text, source)]), None)
+        ask = self._booked.strictly if must else self._booked
+        ask(lambda book: book.add_texts(digest, [(str(self._key(tokens)), text, source)]), None)
 
     def hear(self, digest: str, texts: Iterable[tuple[str, str]], question: Question) -> None:
         """Look for these (text, source) in prompts from now on, in this process. Whoever encodes one notes it.
@@ -104,8 +109,9 @@ class Prompter:
             self._read_texts.discard(text.strip())
 
     def known_from(self, digest: str, source: str) -> list[str]:
-        """Known texts of this source, also those that another process has noted since."""
-        found: list[str] = self._booked(
+        """Known texts of this source, also those that another process has noted since; StoreError where the book cannot
+        be read."""
+        found: list[str] = self._booked.strictly(
             lambda book: [each.text for each in book.texts(digest) if each.source == source], []
         )
         return found

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ragfuse.core import ChunkKey, digest
-from ragfuse.errors import InputError, PMLError
+from ragfuse.errors import InputError, PMLError, StoreError
 from ragfuse.forgetting import dropped
 from ragfuse.gate import Booked
-from ragfuse.store import KVStore
+from ragfuse.store import Book, KVStore
 from ragfuse.store.manage import unanswered
 from ragfuse.text.nodes import Item, Module, inner
 from ragfuse.text.pml import one_of, parse_schema
@@ -79,14 +79,19 @@ class Registry:
         self._store, self._booked, self._clock = store, booked, clock
         self._prefix, self._lock = f"schema-{digest('schemas', salt)}-", threading.Lock()
         self._here: dict[str, dict[str, Any]] = {}
+        self._unwritten = set[str]()  # names of what the book did not take
 
-    def put(self, kept: Kept, model: str, keys: Sequence[str]) -> None:
-        """Write a schema down in place of another of its name. keys: of its runs, for the digest `model`."""
+    def put(self, kept: Kept, model: str, keys: Sequence[str], must: bool = True) -> None:
+        """Write a schema down in place of another of its name. keys: of its runs, for the digest `model`.
+
+        StoreError where the book cannot be written: then this process alone knows the schema. Unless it `must`, that
+        is no more than counted and said in the log.
+        """
         with self._lock:
             before = self._get(kept.name) or kept
             encoded = {**before.encoded, model: digest("schema", kept.pml)}
             all_keys = _more(before.keys, model, keys)
-            self._write(replace(kept, added=self._clock(), keys=all_keys, encoded=encoded))
+            self._write(replace(kept, added=self._clock(), keys=all_keys, encoded=encoded), must)
 
     def note(self, name: str, model: str, keys: Sequence[str]) -> None:
         """Write down what may be encoded of a schema after an answer, so that it goes when the schema does."""
@@ -106,12 +111,16 @@ class Registry:
 
     def names(self) -> list[str]:
         """Which there are, sorted."""
-        names: list[str] = self._booked(lambda book: book.names(), [self._prefix + name for name in self._here])
-        return sorted(name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix))
+        names: list[str] = self._booked.strictly(lambda book: book.names(), [])
+        kept = {name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)}
+        return sorted(kept | self._unwritten)
 
     def names_told(self) -> str:
         """Which there are, for an error."""
-        names = self.names()
+        try:
+            names = self.names()
+        except StoreError:
+            return "a schema that is registered: which there are cannot be read now"
         return f"{one_of('', names)}" if names else "a schema that is registered: there is none yet"
 
     def remove(self, name: str) -> int:
@@ -124,8 +133,9 @@ class Registry:
             raise InputError(f"There is no schema '{name}'; wanted {self.names_told()}.")
         others = {key for each in self._all() if each.name != name for key in _keys(each)}
         with self._lock:
+            self._booked.strictly(lambda book: book.delete(self._prefix + name), None)
             self._here.pop(name, None)
-            self._booked(lambda book: book.delete(self._prefix + name), None)
+            self._unwritten.discard(name)
         gone = {key for key in _keys(kept) if key not in others}
         sizes = [(entry, entry.nbytes) for tier in self._store.tiers for entry in tier.entries(gone).values()]
         done = dropped(self._store, self._store.drop(gone))
@@ -137,13 +147,20 @@ class Registry:
         found = map(self.get, self.names())
         return [kept for kept in found if kept is not None]
 
-    def _write(self, kept: Kept) -> None:
+    def _write(self, kept: Kept, must: bool = False) -> None:
         data = self._here[kept.name] = asdict(kept)
-        self._booked(lambda book: book.put(self._prefix + kept.name, data), None)
+        self._unwritten.add(kept.name)
+
+        def put(book: Book) -> bool:
+            book.put(self._prefix + kept.name, data)
+            return True
+
+        if (self._booked.strictly if must else self._booked)(put, False):
+            self._unwritten.discard(kept.name)
 
     def _get(self, name: str) -> Kept | None:
-        here = self._here.get(name)
-        data = self._booked(lambda book: book.get(self._prefix + name), here)
+        answered, found = self._booked.asked(lambda book: book.get(self._prefix + name))
+        data = found if answered and name not in self._unwritten else self._here.get(name, found)
         return Kept.from_dict(data) if data else None
 
 

@@ -1,6 +1,7 @@
 """Sessions looked after: listed, shown, exported, shortened, deleted, with or without a model.
 
-Those that somebody asked to keep stand in the store's book; others live in this process alone, the latest of them.
+Those that somebody asked to keep stand in the store's book; others live in this process alone, the latest of them, and
+so does a turn that the book did not take: it is written down with the next one.
 What a session is told by `sessions.py`, how it grows by `conversing.py`.
 """
 
@@ -17,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ragfuse.core import ChunkKey
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, StoreError
 from ragfuse.forgetting import dropped
 from ragfuse.outlook import Known, Outlook
 from ragfuse.sessions import Session, truncated
@@ -32,6 +33,8 @@ log = logging.getLogger("ragfuse.engine")
 
 HERE = 256
 """Sessions that a process remembers of those that nobody asked to keep, used last."""
+READ = 32
+"""Sessions that a process remembers as the book had them, used last: to go on from while that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,17 @@ class Deleted:
         return Deleted(sessions, entries, self.nbytes + other.nbytes, silent)
 
 
+@dataclass(frozen=True)
+class KeptSession:
+    """A session in memory. base: the version of it in the book that it goes on from (0: there is none), where it
+    belongs there and could not be written; None where nobody asked to keep it."""
+
+    version: int
+    used: float
+    session: Session
+    base: int | None = None
+
+
 class Sessions:
     """The sessions of a store. Threads and processes may share it.
 
@@ -87,7 +101,8 @@ class Sessions:
     ) -> None:
         self._store, self._booked, self._whose, self._ttl_s, self._clock = store, booked, whose, ttl_s, clock
         self._lock, self._settle, self._later = threading.Lock(), settle, later
-        self._here: OrderedDict[tuple[str, str], tuple[int, float, Session]] = OrderedDict()  # used last at the end
+        self._here: OrderedDict[tuple[str, str], KeptSession] = OrderedDict()  # used last at the end
+        self._read: OrderedDict[tuple[str, str], KeptSession] = OrderedDict()  # of the book, used last at the end
         self._swept, self._met, self._outlook = 0.0, set[str](), outlook or Outlook()
         self._outlook.recall(self._owned)
 
@@ -140,41 +155,57 @@ class Sessions:
 
     def get(self, model: str, id: str) -> tuple[int, Session] | None:
         """Version and session of a tenant, None where there is none; one that was not used for too long is deleted."""
-        found = self._booked(lambda book: book.sessions.get(model, id), None)
-        with self._lock:
-            here = self._here.get((model, id))
-        used = found[1] if found is not None else here[1] if here is not None else math.inf
-        if self._ttl_s is not None and used < self._clock() - self._ttl_s:
-            self._delete(model, id)
+        answered, found = self._booked.asked(lambda book: book.sessions.get(model, id))
+        held = self._held((model, id), answered, found[0] if found is not None else 0)
+        used = min(held.used if held is not None else found[1] if found is not None else math.inf, self._clock())
+        if self._ttl_s is not None and (held is not None or found is not None) and used < self._clock() - self._ttl_s:
+            self._overdue(model, id)
             return None
+        if held is not None:
+            return held.version, held.session
         if found is None:
-            return (here[0], here[2]) if here is not None else None
+            return None
         session = Session.from_dict(found[2])
         if session is not None:
             self._outlook.note((model, id), session)
+            self._keep_read((model, id), KeptSession(found[0], found[1], session))
         return found[0], session if session is not None else Session(id)
 
     def ending(self, model: str, beginnings: Sequence[str], lasts: bool) -> tuple[int, Session] | None:
         """The session that has the longest of these beginnings of messages at the end of a turn, and its version."""
         there: dict[str, str] = self._booked(lambda book: book.sessions.ending(model, beginnings), {}) if lasts else {}
         with self._lock:
-            for (whose, id), (_, _, session) in self._here.items():
+            for (whose, id), held in self._here.items():
                 if whose == model:
-                    there |= dict.fromkeys(set(session.ends).intersection(beginnings), id)
+                    there |= dict.fromkeys(set(held.session.ends).intersection(beginnings), id)
         longest = next((there[each] for each in reversed(beginnings) if each in there), None)
         return self.get(model, longest) if longest is not None else None
 
     def put(self, model: str, session: Session, version: int, lasts: bool) -> bool:
-        """Keep a session in place of its `version` (0: there is none yet); False if another writer was first."""
-        now = self._clock()
+        """Keep a session in place of its `version` (0: there is none yet); False if another writer was first.
+
+        What the book does not take stays in memory, and is written with the session's next turn.
+        """
+        now, name = self._clock(), (model, session.id)
         line = SessionLine(model, session.id, version, now, len(session.turns), session.n_tokens)
         keys = [str(key) for key in session.keys]
+        with self._lock:
+            held = self._here.get(name)
+        base = held.base if held is not None else None
+        if base is not None and held is not None and held.version != version:
+            return False
         kept: bool | None = None
-        if lasts:
-            state, ends = session.as_dict(), session.ends
-            kept = self._booked(lambda book: book.sessions.put(line, state, ends, keys), None)
+        if lasts or base is not None:
+            base = version if base is None else base
+            state, ends, on = session.as_dict(), session.ends, line._replace(version=base)
+            kept = self._booked(lambda book: book.sessions.put(on, state, ends, keys), None)
         if kept is None:
-            kept = self._put_here(line, session)
+            kept = self._put_here(line, session, base)
+        elif base is not None:
+            with self._lock:
+                self._here.pop(name, None)
+            if kept:
+                self._keep_read(name, KeptSession(base + 1, now, session))
         if kept:
             self._outlook.note((model, session.id), session)
         self._met.add(model)
@@ -187,7 +218,11 @@ class Sessions:
         """Drop the KV of those of these keys that no session has."""
         with self._lock:
             left = set(keys) - self._keys_here()
-        left -= self._in_book(left)
+        try:
+            left -= self._in_book(left)
+        except StoreError as error:
+            log.debug("Whose KV this is cannot be asked, so it stays: %s", error)
+            return
         if left:
             self._store.drop(left)
 
@@ -195,7 +230,38 @@ class Sessions:
 
     def _sweep(self, ttl_s: float) -> Deleted:
         """Delete what is overdue of every tenant that a session was written for here."""
-        return self._expire([info for info in self._all() if info.model in self._met], ttl_s)
+        try:
+            return self._expire([info for info in self._all() if info.model in self._met], ttl_s)
+        except StoreError as error:
+            log.debug("Overdue sessions stay for now: %s", error)
+            return Deleted()
+
+    def _overdue(self, model: str, id: str) -> None:
+        """Delete a session that was not used for too long; where that cannot be done now, it is passed over."""
+        try:
+            self._delete(model, id)
+        except StoreError as error:
+            log.debug("The overdue session %s stays for now: %s", id, error)
+
+    def _held(self, name: tuple[str, str], answered: bool, version: int) -> KeptSession | None:
+        """What memory has of a session, where that is what counts: nobody asked to keep it, the book does not answer,
+        or it lacks turns that go on from the version that it has."""
+        with self._lock:
+            here = self._here.get(name)
+            if here is not None and here.base is not None and answered and here.base != version:
+                del self._here[name]
+                log.warning("Another process went on with session %s: what the book did not take is lost.", name[1])
+                here = None
+            if here is not None and here.base is None and version:
+                return None
+            return here if here is not None or answered else self._read.get(name)
+
+    def _keep_read(self, name: tuple[str, str], held: KeptSession) -> None:
+        with self._lock:
+            self._read[name] = held
+            self._read.move_to_end(name)
+            while len(self._read) > READ:
+                self._read.popitem(last=False)
 
     def _expire(self, of: Iterable[SessionInfo], ttl_s: float) -> Deleted:
         before, done = self._clock() - ttl_s, Deleted()
@@ -205,30 +271,40 @@ class Sessions:
         return done
 
     def _all(self) -> list[SessionInfo]:
-        """Of every tenant, used last first."""
-        lines: list[SessionLine] = self._booked(lambda book: book.sessions.lines(), [])
-        found = [SessionInfo(line.id, line.model, line.turns, line.tokens, line.used) for line in lines]
+        """Of every tenant, used last first; StoreError where the book cannot be read."""
+        lines: list[SessionLine] = self._booked.strictly(lambda book: book.sessions.lines(), [])
+        now = self._clock()
         with self._lock:
-            here = [
-                SessionInfo(id, model, len(each.turns), each.n_tokens, used, lasts=False)
-                for (model, id), (_, used, each) in self._here.items()
-            ]
+            held = dict(self._here)
+        found = [
+            SessionInfo(line.id, line.model, line.turns, line.tokens, min(line.used, now))
+            for line in lines
+            if (line.model, line.id) not in held
+        ]
+        here = [
+            SessionInfo(id, model, len(each.session.turns), each.session.n_tokens, min(each.used, now), lasts=False)
+            for (model, id), each in held.items()
+        ]
         return sorted((*found, *here), key=lambda info: -info.used)
 
-    def _put_here(self, line: SessionLine, session: Session) -> bool:
+    def _put_here(self, line: SessionLine, session: Session, base: int | None) -> bool:
+        name = line.model, line.id
         with self._lock:
-            before = self._here.pop((line.model, line.id), None)
-            if (before[0] if before is not None else 0) != line.version:
-                if before is not None:
-                    self._here[line.model, line.id] = before
+            before = self._here.get(name)
+            if (before.version if before is not None else base or 0) != line.version:
                 return False
-            self._here[line.model, line.id] = (line.version + 1, line.used, session)
+            self._here[name] = KeptSession(line.version + 1, line.used, session, base)
+            self._here.move_to_end(name)
             while len(self._here) > HERE:
                 self._outlook.forget(self._here.popitem(last=False)[0])
         return True
 
-    def _owned(self) -> Known:
-        rows: list[tuple[str, str, str]] = self._booked(lambda book: book.sessions.owned(), [])
+    def _owned(self) -> Known | None:
+        """Whose KV is whose in the book, None while it cannot be asked."""
+        try:
+            rows: list[tuple[str, str, str]] = self._booked.strictly(lambda book: book.sessions.owned(), [])
+        except StoreError:
+            return None
         return (((model, id), ChunkKey.parse(key)) for model, id, key in rows)
 
     def _one(self, id: str) -> SessionInfo:
@@ -243,23 +319,24 @@ class Sessions:
         """Forget a session that was used last before that time."""
         with self._lock:
             here = self._here.get((model, id))
-            here = self._here.pop((model, id)) if here is not None and here[1] < before else None
+            here = self._here.pop((model, id)) if here is not None and here.used < before else None
+            self._read.pop((model, id), None)
             others = self._keys_here()
-        orphans: list[str] | None = self._booked(lambda book: book.sessions.delete(model, id, before), None)
+        orphans: list[str] | None = self._booked.strictly(lambda book: book.sessions.delete(model, id, before), None)
         if here is None and orphans is None:
             return Deleted()
         self._outlook.forget((model, id))
-        keys = {ChunkKey.parse(key) for key in orphans or ()} | set(here[2].keys if here is not None else ())
+        keys = {ChunkKey.parse(key) for key in orphans or ()} | set(here.session.keys if here is not None else ())
         elsewhere = self._in_book(keys) if here is not None else set[ChunkKey]()
         return self._drop(keys - others - elsewhere)
 
     def _keys_here(self) -> set[ChunkKey]:
-        return {key for _, _, session in self._here.values() for key in session.keys}
+        return {key for held in self._here.values() for key in held.session.keys}
 
     def _in_book(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
-        """Those of these keys that sessions have that are written down."""
+        """Those of these keys that sessions have that are written down; StoreError where that cannot be asked."""
         names = [str(key) for key in keys]
-        found: list[str] = self._booked(lambda book: book.sessions.having(names), [])
+        found: list[str] = self._booked.strictly(lambda book: book.sessions.having(names), [])
         return {ChunkKey.parse(name) for name in found}
 
     def _drop(self, keys: set[ChunkKey]) -> Deleted:

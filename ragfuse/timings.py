@@ -16,7 +16,6 @@ from importlib.metadata import version
 import torch
 
 from ragfuse.core import LoadPlan, digest
-from ragfuse.errors import StoreError
 from ragfuse.gate import Booked
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.controller import blend_of
@@ -75,11 +74,11 @@ class Timings:
         return corrected(machine, times) if machine is not None else None
 
     def learn(self, machine: MachineProfile) -> None:
-        """Go by these from now on, here and in later processes on this store."""
+        """Go by these from now on, here and in later processes on this store; StoreError where it cannot be written."""
         name = self.name(machine.model, machine.device, machine.threads)
         with self._lock:
             self._known[name] = _Known(machine, self._clock(), rows=self._rows(name))
-        self._booked(lambda book: book.put(name, machine.as_dict()), None)
+        self._booked.strictly(lambda book: book.put(name, machine.as_dict()), None)
 
     def saw(self, model: HFModel, plan: LoadPlan, load_s: float) -> None:
         """Go on from what reading took, in seconds, for a plan that was carried out."""
@@ -126,25 +125,22 @@ class Timings:
         return self.name(model.fingerprint, str(model.device), torch.get_num_threads())
 
     def _keep(self, name: str, row_s: float) -> None:
-        """For later processes; a book that cannot be written is no reason not to answer."""
-        try:
-            self._booked(lambda book: book.put(ROWS + name, {"row_s": row_s}), None)
-        except StoreError as error:
-            log.debug("What computing takes on this machine could not be written down: %s", error)
+        """For later processes."""
+        self._booked(lambda book: book.put(ROWS + name, {"row_s": row_s}), None)
 
     def _rows(self, name: str) -> tuple[float, ...]:
         """What a process before this one saw."""
         try:
             found = self._booked(lambda book: book.get(ROWS + name), None) or {}
             return rows_after((), LEAST_ROWS, LEAST_ROWS * float(found.get("row_s", 0.0)))
-        except (StoreError, TypeError, ValueError) as error:
+        except (TypeError, ValueError) as error:
             log.warning("What computing takes on this machine could not be read: %s", error)
             return ()
 
     def _asked(self, name: str) -> MachineProfile | None:
-        """What the book says; a book that cannot be read is no reason not to answer."""
+        """What the book says, None where it says nothing."""
         try:
             return MachineProfile.from_dict(self._booked(lambda book: book.get(name), None))
-        except (StoreError, ValueError) as error:
+        except ValueError as error:
             log.warning("The timings of this machine could not be read: %s", error)
             return None

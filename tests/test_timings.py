@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ragfuse import Ask, Engine
+from ragfuse.gate import Booked
 from ragfuse.timings import ASK_AGAIN_S, ROWS, Timings
 from tests.plan.kit import timings
 from tests.store.kit import Clock
@@ -15,11 +16,12 @@ def server(engine):
     """Timings over an engine's store that has run for a while, its clock, and the names it asked the book for."""
     clock, asked = Clock(1000.0), []
 
-    def booked(use, otherwise):
-        asked.append(use)
-        return engine._booked(use, otherwise)
+    class Counting(Booked):
+        def asked(self, use):
+            asked.append(use)
+            return super().asked(use)
 
-    known = Timings(engine.settings.tiers, booked, clock)
+    known = Timings(engine.settings.tiers, Counting(engine.book), clock)
     assert known.machine(engine.model) is None
     return known, clock, asked
 
@@ -46,7 +48,8 @@ def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine
     engine.book.close()
     clock.now += ASK_AGAIN_S
     assert found.machine(engine.model) == known
-    assert "timings of this machine could not be read" in caplog.text
+    assert "book" in caplog.text
+    assert "is left out" in caplog.text
 
 
 def test_what_computing_took_is_known_to_later_processes_and_the_least_counts(engine, server):

@@ -6,12 +6,12 @@ The question is about a document that is made up, over a store that is thrown aw
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -28,8 +28,6 @@ from ragfuse.timings import Timings
 
 if TYPE_CHECKING:
     from ragfuse.core import Answer, RopeLayout
-
-T = TypeVar("T")
 
 SOURCE = "almanac.txt"
 PASSAGES = (
@@ -111,8 +109,10 @@ def _in_words(layout: RopeLayout | None) -> str:
 
 def _known(settings: Settings, engine: Engine) -> Iterator[Row]:
     """What the store's book says of the model and of this machine."""
-    booked, model = _booked(settings), engine.model
-    profile = Profiles(booked).joined(model.profile)
+    model = engine.model
+    with closing(Booked(_book(settings))) as booked:
+        profile = Profiles(booked).joined(model.profile)
+        machine = Timings(settings.tiers, booked).machine(model)
     if profile.verified is None:
         yield Row("verified", "note", "not looked at", f"ragfuse verify {settings.model}")
     elif profile.verified:
@@ -128,7 +128,6 @@ def _known(settings: Settings, engine: Engine) -> Iterator[Row]:
         yield Row("calibrated", "bad", "no policy kept answers close to full prefill's", remedy)
     else:
         yield Row("calibrated", "note", "not calibrated: the default policy is used", calibrate)
-    machine = Timings(settings.tiers, booked).machine(model)
     if machine is None:
         yield Row("measured", "note", "this machine was not timed with it", f"ragfuse measure --model {settings.model}")
     else:
@@ -136,20 +135,15 @@ def _known(settings: Settings, engine: Engine) -> Iterator[Row]:
         yield Row("measured", "ok", f"on {threads}, tiers {', '.join(machine.tiers)}")
 
 
-def _booked(settings: Settings) -> Booked:
-    """Asks the book of the store as it is; none is made."""
-    folder = settings.store_path.expanduser()
-
-    def booked(use: Callable[[Book], T], otherwise: T) -> T:
-        if not settings.disk_bytes or not (folder / "book.sqlite").is_file():
-            return otherwise
-        try:
-            with closing(Book(folder)) as book:
-                return use(book)
-        except StoreError:  # which the row of the store's own tier tells
-            return otherwise
-
-    return booked
+def _book(settings: Settings) -> Book | None:
+    """The book of the store as it is; none is made."""
+    folder = settings.store_path
+    if not settings.disk_bytes or not (folder / "book.sqlite").is_file():
+        return None
+    try:
+        return Book(folder)
+    except StoreError:  # which the row of the store's own tier tells
+        return None
 
 
 def _question(engine: Engine, console: Console, said: dict[str, Any]) -> Iterator[Row]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,6 +125,10 @@ class Book:
             arguments.append(json.dumps(list(keys)))
         with self._trouble(), self._database.write() as transaction:
             return transaction.execute(sql, arguments).rowcount
+
+    def hurried(self, wait_s: float) -> AbstractContextManager[None]:
+        """A block in which this thread waits so long, at most, for others who write."""
+        return self._database.hurried(wait_s)
 
     def close(self) -> None:
         """Let go of the file."""

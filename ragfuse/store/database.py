@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 log = logging.getLogger("ragfuse.store")
@@ -30,6 +30,7 @@ class Database:
     def __init__(self, path: Path, schema: str, version: int, timeout_s: float = 30.0) -> None:
         self._path, self._timeout_s = path, timeout_s
         self._read_lock, self._write_lock = Lock(), Lock()
+        self._hurry = local()
         found: int | str
         try:
             found = self._connect()
@@ -56,6 +57,7 @@ class Database:
 
         sqlite3.OperationalError when another writer is at work, after `wait_s` for threads and again for processes.
         """
+        wait_s = self._wait_s if wait_s is None else wait_s
         if not self._write_lock.acquire(timeout=-1 if wait_s is None else wait_s):
             raise sqlite3.OperationalError("another thread is writing")
         try:
@@ -71,6 +73,20 @@ class Database:
                 raise
         finally:
             self._write_lock.release()
+
+    @contextmanager
+    def hurried(self, wait_s: float) -> Iterator[None]:
+        """Let writes of this thread in the block wait for others no longer than that, unless they say how long."""
+        before, self._hurry.wait_s = self._wait_s, wait_s
+        try:
+            yield
+        finally:
+            self._hurry.wait_s = before
+
+    @property
+    def _wait_s(self) -> float | None:
+        wait_s: float | None = getattr(self._hurry, "wait_s", None)
+        return wait_s
 
     def is_sound(self, table: str) -> bool:
         """Whether a table's rows and its indexes agree: opening looks at neither. Others read and write meanwhile."""
