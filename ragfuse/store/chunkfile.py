@@ -23,14 +23,15 @@ from torch import Tensor
 
 from ragfuse.codec import checksum
 from ragfuse.core import FORMAT_VERSION, ChunkKey
-from ragfuse.store.tier import EntryMeta
+from ragfuse.store.plainfile import check_there, open_plain
+from ragfuse.store.tier import EntryMeta, parsed
 
 MAGIC = b"RAGFUSE\0"
 ALIGNMENT = 64
 PIECE_NBYTES = 1 << 20
 """A file's layers are read in pieces of about so many bytes."""
 _FIXED = Struct("<8sII32s")
-_MAX_HEADER_NBYTES = 1 << 24
+_MAX_HEADER_NBYTES = 1 << 22
 
 
 def _aligned(nbytes: int) -> int:
@@ -97,7 +98,7 @@ class Header:
         if blake3(text).digest() != _FIXED.unpack_from(data)[3]:
             raise ValueError("checksum of the header does not match")
         try:
-            fields = json.loads(text)
+            fields = parsed(text)
             key, meta = ChunkKey.parse(fields["key"]), EntryMeta.from_json(fields["meta"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"header not understood: {error!r}") from error
@@ -147,14 +148,14 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 class ChunkFile:
-    """An open entry. OSError if it cannot be opened or read, ValueError if it is not a whole entry.
+    """An open entry. OSError if it cannot be opened or read, ValueError if it is not a whole entry in a plain file.
 
     The file is closed when the last reader lets go of this object, so it may be dropped from a cache at any time.
     """
 
     def __init__(self, path: Path) -> None:
         self._fd = -1
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_plain(path)
         self.nbytes = os.fstat(self._fd).st_size
         self._header = self._parse()
         if self.nbytes != self._header.nbytes:
@@ -189,6 +190,7 @@ class ChunkFile:
         """
         self.expect(first, count)
         begin, end = self._header.span(first, count)
+        check_there(self._fd, begin, end)
         whole, blobs = torch.empty(end - begin, dtype=torch.uint8), list[Tensor]()
         a_piece = max(1, PIECE_NBYTES // max(layer.nbytes for layer in self.meta.layers[first : first + count]))
         for at in range(first, first + count, a_piece):
@@ -202,6 +204,8 @@ class ChunkFile:
     def _parse(self) -> Header:
         fixed = bytearray(_FIXED.size)
         _read_all(self._fd, fixed, 0)
+        if header_nbytes(fixed) > self.nbytes:
+            raise ValueError("the file ends too early")
         head = bytearray(header_nbytes(fixed))
         _read_all(self._fd, head, 0)
         return Header.parse(head)

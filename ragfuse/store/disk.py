@@ -25,6 +25,7 @@ from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write
 from ragfuse.store.filecache import FileCache
 from ragfuse.store.folder import Owner, fsync_folder, locked, open_folder, refusal, trouble
 from ragfuse.store.index import Index
+from ragfuse.store.plainfile import remove
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
 from ragfuse.store.upkeep import Upkeep, chunk_path
 
@@ -329,7 +330,7 @@ class DiskTier:
     def _remove(self, transaction: sqlite3.Connection, keys: Sequence[ChunkKey]) -> int:
         """Files first: what is killed in between is a row without a file, which reads as a miss."""
         for key in keys:
-            self._path(key).unlink(missing_ok=True)
+            remove(self._path(key))
         self._files.discard(keys)
         with self._touch_lock:
             for key in keys:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 from ragfuse.core import FORMAT_VERSION, ChunkKey, Entry
 from ragfuse.store.database import Database, Row
 from ragfuse.store.sizes import said, understood
-from ragfuse.store.tier import EntryMeta
+from ragfuse.store.tier import EntryMeta, told_entry
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries(
@@ -57,8 +57,8 @@ WHERE typeof(key) != 'text' OR typeof(sizes) != 'text' OR typeof(nbytes) != 'int
     OR typeof(n_tokens) != 'integer' OR typeof(n_layers) != 'integer' OR typeof(last_used) != 'real'
     OR typeof(hits) != 'integer' OR typeof(pinned) != 'integer'
 """
+_ENTRIES_TOLD = "SELECT rowid, key, sizes, n_tokens, n_layers, nbytes, last_used, hits, pinned FROM entries NOT INDEXED"
 _NOT_PLAIN = "SELECT rowid, key, sizes FROM entries NOT INDEXED WHERE key || sizes GLOB '*[^ -~]*'"
-_SIZES = "SELECT rowid, sizes, nbytes FROM entries NOT INDEXED"
 _NO_WRITE = "DELETE FROM writing WHERE temp || owner GLOB '*[^ -~]*' OR typeof(nbytes) != 'integer'"
 _SUM = "INSERT OR REPLACE INTO total SELECT 0, count(*), coalesce(sum(nbytes), 0) FROM entries"
 _TOUCH = "UPDATE entries SET last_used = max(last_used, ?), hits = hits + ? WHERE key = ?"
@@ -83,12 +83,10 @@ class Index:
 
     def nbytes(self) -> int:
         """Bytes of entries and of writes under way."""
-        total: int = self._database.query(_NBYTES)[0][0]
-        return total
+        return _count(self._database.query(_NBYTES))
 
     def __len__(self) -> int:
-        count: int = self._database.query("SELECT entries FROM total")[0][0]
-        return max(0, count)  # a bad byte is mended later
+        return _count(self._database.query("SELECT entries FROM total"))
 
     def sizes(self) -> Iterator[tuple[str, int]]:
         """(key, nbytes) of every entry, a page at a time; others may write meanwhile."""
@@ -131,18 +129,18 @@ class Index:
         """The entries that rows tell of. One with a bad byte tells of none, and is removed by `upkeep.py`."""
         for text, told, n_tokens, n_layers, nbytes, last_used, hits, pinned in rows:
             try:
-                if not all(isinstance(number, int | float) for number in (n_tokens, n_layers, nbytes, last_used, hits)):
+                if not all(isinstance(number, int) for number in (n_tokens, n_layers, nbytes, hits)):
                     raise ValueError("not numbers")
                 key, sizes = ChunkKey.parse(text), understood(told, nbytes)
+                told_of = (key, self._tier, n_tokens, n_layers, sizes, float(last_used), hits, bool(pinned))
+                yield told_entry(*told_of)
             except (ValueError, TypeError, AttributeError):
                 continue
-            yield Entry(key, self._tier, n_tokens, n_layers, sizes, last_used, hits, bool(pinned))
 
     @staticmethod
     def nbytes_in(transaction: sqlite3.Connection) -> int:
         """Bytes of entries and of writes under way, inside a transaction."""
-        total: int = transaction.execute(_NBYTES).fetchone()[0]
-        return total
+        return _count(transaction.execute(_NBYTES).fetchall())
 
     @staticmethod
     def begin(transaction: sqlite3.Connection, temp: str, key: ChunkKey, owner: str, nbytes: int) -> None:
@@ -167,7 +165,7 @@ class Index:
         """Remove rows with bad bytes where numbers or words belong, and sum up anew; how many they were."""
         odd = [rowid for (rowid,) in transaction.execute(_ODD)]
         odd += [rowid for rowid, *words in transaction.execute(_NOT_PLAIN) if not _are_words(words)]
-        odd += [rowid for rowid, told, nbytes in transaction.execute(_SIZES) if not _is_told(told, nbytes)]
+        odd += [rowid for rowid, *row in transaction.execute(_ENTRIES_TOLD) if not any(self._understood([tuple(row)]))]
         if odd or not is_sound:
             self._database.rebuild(transaction, "entries", odd)
             self._prepare(transaction)
@@ -221,12 +219,10 @@ def _are_words(values: Iterable[object]) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-def _is_told(told: object, nbytes: object) -> bool:
-    """Whether a row's sizes can be understood."""
-    try:
-        return isinstance(told, str) and isinstance(nbytes, int) and bool(understood(told, nbytes))
-    except ValueError:
-        return False
+def _count(rows: Sequence[Row]) -> int:
+    """A number that is kept in one row; 0 where a bad byte has made it none, until it is mended."""
+    found = rows[0][0] if rows else 0
+    return max(0, int(found)) if isinstance(found, int | float) and abs(found) < 1e18 else 0
 
 
 def _select(keys: Iterable[ChunkKey]) -> tuple[str, tuple[str, ...]]:

@@ -6,12 +6,13 @@ Protocol and values only. Tiers keep bytes; codecs, keys of a prompt and promoti
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from threading import Lock
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -29,6 +30,10 @@ at once, pinned ones too, if it is a `WholeEvictor`."""
 Expired = Callable[[Iterable[Entry], float], Iterable[ChunkKey]]
 """Keys of those entries that are too old to be kept at this time, in seconds since the epoch; never a pinned one."""
 
+MOST_PIECES = 1 << 13
+"""Layers of an entry at all its levels together, at most: 512 layers at 16 levels."""
+_MOST_TOKENS, _MOST_NBYTES, _LATEST = 1 << 31, 1 << 50, 1e12
+"""Of what an index tells: no entry has more tokens, bytes or hits, or was used so many seconds from 1970."""
 _WINDOW = 256
 
 
@@ -104,6 +109,8 @@ class EntryMeta:
         if type(self.n_tokens) is not int:
             raise ValueError(f"An entry of {self.n_tokens!r} tokens holds nothing.")
         check_levels(self.levels)
+        if len(self.layers) > MOST_PIECES:
+            raise ValueError(f"At most {MOST_PIECES} layers wanted, {len(self.layers)} found.")
         if not self.layers or len(self.layers) % len(self.levels):
             raise ValueError(f"{len(self.layers)} layers are not as many at each of {len(self.levels)} levels.")
         for i, layer in enumerate(self.layers):
@@ -167,14 +174,49 @@ class EntryMeta:
     @classmethod
     def from_json(cls, text: str | bytes) -> EntryMeta:
         """The description written by `to_json`; ValueError if it is none, or one of another version."""
-        data = json.loads(text)
+        data = parsed(text)
         if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
             raise ValueError(f"an entry of format version {FORMAT_VERSION} wanted")
         try:
+            if len(data["layers"]) > MOST_PIECES:
+                raise ValueError(f"at most {MOST_PIECES} layers wanted, {len(data['layers'])} found")
             layers = tuple(LayerMeta.from_dict(layer) for layer in data["layers"])
             return cls(data["n_tokens"], tuple(data["levels"]), layers)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not an entry: {error!r}") from error
+
+
+def parsed(text: str | bytes) -> Any:
+    """Return what JSON says of an entry; ValueError for what is none, and for too much or too deep."""
+    n_opened = text.count("{") + text.count("[") if isinstance(text, str) else text.count(b"{") + text.count(b"[")
+    if n_opened > 4 * MOST_PIECES:  # a layer has three; counted before objects are made of them
+        raise ValueError(f"{n_opened} lists and objects found, more than {MOST_PIECES} layers have")
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("lists or objects too deep in each other") from error
+
+
+def told_entry(
+    key: ChunkKey,
+    tier: str,
+    n_tokens: int,
+    n_layers: int,
+    sizes: Mapping[str, int],
+    last_used: float,
+    hits: int = 0,
+    pinned: bool = False,
+) -> Entry:
+    """Return the entry that an index tells of; ValueError for numbers that no entry has, whoever wrote them there."""
+    entry = Entry(key, tier, n_tokens, n_layers, sizes, last_used, hits, pinned)
+    n_pieces = n_layers * len(sizes)
+    if not (0 < n_tokens < _MOST_TOKENS and n_layers > 0 and n_pieces <= MOST_PIECES):
+        raise ValueError(f"{n_tokens} tokens in {n_layers} layers are none")
+    if min(sizes.values()) < 0 or not n_pieces <= entry.nbytes <= _MOST_NBYTES:
+        raise ValueError(f"{entry.nbytes} bytes do not hold {n_pieces} layers")
+    if not (math.isfinite(last_used) and abs(last_used) <= _LATEST and 0 <= hits <= _MOST_NBYTES):
+        raise ValueError(f"{hits} hits, the last at {last_used}, are none")
+    return entry
 
 
 Whole = tuple[EntryMeta, tuple[Tensor, ...]]

@@ -17,6 +17,7 @@ from ragfuse.core import ChunkKey, digest
 from ragfuse.store.chunkfile import ChunkFile
 from ragfuse.store.folder import Owner
 from ragfuse.store.index import Index
+from ragfuse.store.plainfile import remove
 from ragfuse.store.tier import Freed
 
 log = logging.getLogger("ragfuse.store")
@@ -52,9 +53,9 @@ class Upkeep:
         for temp, text, owner, nbytes in self._index.under_way(transaction):
             if not self._is_written(temp, owner):
                 if _TEMP.fullmatch(temp):
-                    (self._root / temp).unlink(missing_ok=True)
+                    remove(self._root / temp)
                 if not self._index.has(transaction, text):  # renamed, then killed before the row was there
-                    chunk_path(self._root, text).unlink(missing_ok=True)
+                    remove(chunk_path(self._root, text))
                 self._index.end(transaction, temp)
                 freed = freed.plus(Freed(orphans=1, nbytes=nbytes))
         return freed
@@ -70,7 +71,7 @@ class Upkeep:
                 self._lost("an entry", "its row makes no sense")
         rows = {_known(text, nbytes) for text, nbytes in self._index.sizes()}
         freed, lost = Freed(), set[str]()
-        for folder in sorted((self._root / "chunks").glob("*/")):
+        for folder in sorted(each for each in (self._root / "chunks").glob("*/") if not each.is_symlink()):
             odd = [path for path in folder.iterdir() if not self._agrees(path, rows)]
             if odd:
                 with self._index.write() as transaction:
@@ -90,12 +91,16 @@ class Upkeep:
         try:
             known = bytes.fromhex(path.stem) + path.stat().st_size.to_bytes(8, "little")
             rows.remove(known)
+            if path.is_symlink() or not path.is_file():
+                return False
         except (OSError, ValueError, KeyError):
             return False
         return True
 
     def _settle(self, transaction: sqlite3.Connection, path: Path, lost: set[str]) -> Freed:
-        """Drop the rest of a write, adopt a whole entry, drop what is none."""
+        """Drop the rest of a write, adopt a whole entry, drop what is none. Folders are nobody's here, and stay."""
+        if path.is_dir():
+            return Freed()
         if path.suffix == ".tmp":
             owner = path.name.split(".")[1]
             return Freed() if self._is_written(str(path.relative_to(self._root)), owner) else _unlinked(path)
@@ -121,7 +126,7 @@ class Upkeep:
             with self._index.write() as transaction:
                 for text in some:
                     path = chunk_path(self._root, text)
-                    if not path.exists():
+                    if not path.is_file():
                         freed = freed.plus(Freed(orphans=self._index.remove(transaction, [text])))
                         if path.stem not in lost:
                             self._lost(text, "its file is gone")
@@ -140,7 +145,7 @@ def _hundreds(texts: list[str]) -> Iterator[list[str]]:
 
 def _unlinked(path: Path) -> Freed:
     try:
-        nbytes = path.stat().st_size
+        nbytes = path.lstat().st_size
         path.unlink()
     except OSError:
         return Freed()

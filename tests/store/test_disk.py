@@ -685,16 +685,18 @@ def test_expecting_layers_changes_nothing_whatever_is_asked_for(tier):
     fresh.close()
 
 
-def test_one_kind_of_trouble_is_told_once_without_keys(tmp_path, caplog):
+def raised(error: Exception):
+    raise error
+
+
+def test_one_kind_of_trouble_is_told_once_without_keys(tmp_path, caplog, monkeypatch):
     names = [key(str(i)) for i in range(5)]
     with caplog.at_level(logging.WARNING, "ragfuse"):
         tier = DiskTier(tmp_path, 1 << 20, lru)
         assert all(tier.write(name, *encoded(kv())) for name in names)
-        for path in files(tier.path):
-            path.unlink()
-            path.mkdir()
+        monkeypatch.setattr(os, "preadv", lambda *_: raised(OSError(errno.EIO, os.strerror(errno.EIO))))
         assert [tier.read(name, 0) for name in names] == [None] * 5
     assert tier.counts["failed"] == 5
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("Could not read chunks (tier disk): Is a directory; ")
+    assert line.startswith("Could not read chunks (tier disk): Input/output error; ")
     tier.close()
