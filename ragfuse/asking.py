@@ -14,6 +14,28 @@ from ragfuse.hf.model import HFModel
 from ragfuse.plan.controller import AUTO
 from ragfuse.settings import Settings
 
+RESERVED = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
+"""What `apply_chat_template` takes that is no variable of a chat template."""
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -35,6 +57,9 @@ class Ask:
 
     documents: (text, source) of what was retrieved for the question. Each that stands in the prompt is encoded after
     the answer and known from then on, as if `Engine.know` had been told of it.
+
+    chat_template_kwargs: variables for the chat template, such as {"enable_thinking": False}. continue_final_message:
+    the last message is the beginning of the answer, which goes on with it.
     """
 
     max_tokens: int | None = None
@@ -52,6 +77,8 @@ class Ask:
     session: str | None = None
     blend: bool = False
     documents: Sequence[tuple[str, str]] = field(default=(), repr=False)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = False
 
     def __post_init__(self) -> None:
         if self.ratio is not None and not 0 <= self.ratio <= 1:
@@ -66,6 +93,12 @@ class Ask:
             raise SettingsError(f"overflow is {self.overflow!r}; wanted 'error' or 'drop'.")
         if self.session is not None and not (0 < len(self.session) <= 256 and self.session.isprintable()):
             raise SettingsError(f"session is {self.session!r:.80}; wanted a name of 1 to 256 printable characters.")
+        taken = RESERVED.intersection(self.chat_template_kwargs)
+        if taken:
+            raise SettingsError(
+                f"chat_template_kwargs has {sorted(taken)}; wanted variables of the chat template alone. What ends a "
+                "prompt is said by continue_final_message, which tools there are by tools."
+            )
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", tuple(stop for stop in stops if stop))
 

@@ -25,7 +25,7 @@ from ragfuse.gate import Booked
 from ragfuse.leaving import Saves, Spans, left_by
 from ragfuse.outlook import Name, Outlook
 from ragfuse.prefix_cache import PrefixCache
-from ragfuse.prompting import Prompter, Question, turns_of
+from ragfuse.prompting import Ids, Prompter, Question, is_ids, turns_of
 from ragfuse.remembering import Sessions
 from ragfuse.sessions import (
     Exchange,
@@ -82,7 +82,7 @@ class Conversations:
     # before the answer
 
     def fitted(
-        self, question: Question, ask: Ask, make: Callable[[Question, int], Prompt], limit: int | None
+        self, question: Question | Ids, ask: Ask, make: Callable[[Question | Ids, int], Prompt], limit: int | None
     ) -> Prompt:
         """The prompt of a question, with what is known of its conversation as history; `make` and `limit` as for
         `fitting.fitted`, which leaves chunks out where a shorter history is not enough."""
@@ -92,12 +92,12 @@ class Conversations:
         messages = [*_said(talk.session), *(turn_of(message) for message in talk.messages)]
         return fitted(lambda n: self._shortened(lambda said: make(said, n), messages, talk, ask), limit)
 
-    def name_of(self, question: Question, ask: Ask) -> str | None:
+    def name_of(self, question: Question | Ids, ask: Ask) -> str | None:
         """The session that a question goes on with; None where none is known."""
         digest = self._encoder().digest
         if ask.session is not None:
             self.sessions.get(digest, ask.session)  # another process may have gone on with it
-        if ask.session is not None or isinstance(question, str) or self._settings.history == "asked":
+        if ask.session is not None or not self._is_had(question):
             return ask.session
         given = heard([self._message(turn, digest) for turn in turns_of(question)])
         known = self.sessions.ending(digest, given, lasts=self._settings.history == "all")
@@ -107,10 +107,10 @@ class Conversations:
         """Of a conversation's KV, as far as is known; it is looked for where nothing is."""
         return self._outlook.keys(name) or (self.sessions.get(*name) and self._outlook.keys(name)) or ()
 
-    def _talk(self, question: Question, ask: Ask) -> Talk | None:
+    def _talk(self, question: Question | Ids, ask: Ask) -> Talk | None:
         """The conversation that a question goes on with, or begins; None where nobody keeps it."""
         settings = self._settings
-        if ask.session is None and (isinstance(question, str) or settings.history == "asked"):
+        if ask.session is None and not self._is_had(question):
             return None
         encoder = self._encoder()
         given = [self._message(turn, encoder.digest) for turn in turns_of(question)]
@@ -127,6 +127,10 @@ class Conversations:
             version, kept = 0, replace(kept, id=secrets.token_hex(8))
         had = kept.keys if version else ()
         return Talk(kept, tuple(given[len(kept.messages) :]), version, lasts, had=had)
+
+    def _is_had(self, question: Question | Ids) -> bool:
+        """Whether a question without a session's name may go on with a conversation."""
+        return not (isinstance(question, str) or is_ids(question) or self._settings.history == "asked")
 
     def _named(self, name: str, given: list[Message], digest: str) -> Talk:
         """The session of that name: gone on with by new messages, or as far as all of its messages agree."""
@@ -156,7 +160,9 @@ class Conversations:
         parts = tuple((each.text, kind, each.source) for each, kind in zip(pieces, kinds, strict=True) if each.text)
         return Message(turn.role, parts, turn.tool_calls, turn.tool_call_id, turn.name)
 
-    def _shortened(self, make: Callable[[Question], Prompt], messages: Sequence[Turn], talk: Talk, ask: Ask) -> Prompt:
+    def _shortened(
+        self, make: Callable[[Question | Ids], Prompt], messages: Sequence[Turn], talk: Talk, ask: Ask
+    ) -> Prompt:
         """The prompt with its history in place; where leaving out rows of that is not enough, without as few of the
         earliest turns as it takes. Then all of it is computed."""
         whole = make(messages)

@@ -137,18 +137,20 @@ class Engine:
         return self.encoder.key(tokens, context)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a text; unless `special`, what looks like a special token in it stays text."""
+        """Ids of a text as it reads in the middle of a prompt; unless `special`, what looks like a special token in it
+        stays text."""
         return self.model.tokens(text, special)
 
-    def prompt(self, prompt: Inquiry, tools: Sequence[Tool] = ()) -> Prompt:
-        """Tokens, chunks and positions of a prompt: one text, or messages by the chat template, which tells of tools.
+    def prompt(self, prompt: Inquiry, tools: Sequence[Tool] = (), ask: Ask | None = None) -> Prompt:
+        """Tokens, chunks and positions of a prompt: one text, token ids, or messages by the chat template, which tells
+        of tools. ask: what the template is told beside them, and whether anything is reused.
 
         Chunks are what carries this engine's marks, and every known chunk that stands in the text. A prompt in PML has
         its modules where its schema has them.
         """
         if isinstance(prompt, Request):
-            return self.schemas.prompt(prompt, Ask())
-        return self._prompter.prompt(prompt, self.digest, tools)
+            return self.schemas.prompt(prompt, ask or Ask())
+        return self._prompter.prompt(prompt, self.digest, tools, ask=ask)
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
@@ -344,7 +346,7 @@ class Engine:
         tools, limit = offered(ask), limit_of(ask, self.settings, self.model)
         if self.settings.learn != "off":
             self._prompter.hear(self.digest, ask.documents, question)
-        make = partial(self._prompter.prompt, digest=self.digest, tools=tools)
+        make = partial(self._prompter.prompt, digest=self.digest, tools=tools, ask=ask)
         prompt = self._talks.fitted(question, ask, lambda q, n: make(q, leave_out=n), limit)
         if ask.documents and all(segment.kind != "chunk" for segment in prompt.segments):
             return replace(prompt, altered=self._prompter.altered(question, ask.documents))

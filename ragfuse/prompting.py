@@ -10,9 +10,12 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from numbers import Integral
+from types import MappingProxyType
+from typing import Any, TypeGuard, cast
 
-from ragfuse.asking import ends_of
+from ragfuse.asking import Ask, ends_of
 from ragfuse.core import ChunkKey, Prompt, amid
 from ragfuse.errors import InputError
 from ragfuse.gate import Booked
@@ -29,14 +32,18 @@ from ragfuse.text.known_spans import ALTERED, MOST, KnownSpans, Match
 from ragfuse.text.nodes import Request
 from ragfuse.text.turns import Content, Turn
 
-__all__ = ["Content", "Inquiry", "Prompter", "Question", "Turn"]
+__all__ = ["Content", "Ids", "Inquiry", "Prompter", "Question", "Turn", "is_ids"]
 
 ENOUGH = 0.75
 """Share of a new document that known ones have to say, for it to be taken from them and not encoded itself."""
 Question = str | Sequence[tuple[str, Content] | Turn]
 """What is asked: one text, or messages for the chat template, each a (role, content) or a turn."""
-Inquiry = Question | Request
-"""What an engine answers: a question, or a prompt in PML, which it binds to the modules of its schema."""
+Ids = Sequence[int]
+"""A prompt as token ids, which the model reads as they are."""
+Inquiry = Question | Ids | Request
+"""What an engine answers: a question, token ids, or a prompt in PML, which it binds to the modules of its schema."""
+PROBED = "probed-words"
+NO_MORE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Prompter:
@@ -54,6 +61,7 @@ class Prompter:
         self._heard = KnownSpans(shortest, max(ALTERED, shortest))  # what nobody encoded yet
         self._read_texts = set[str]()
         self._calls: CallFormat | None = None
+        self._in_parts: dict[str, bool] = {}  # by role, whether the template takes contents as lists of parts
         self.marker = Marker(self._secret())
 
     def known(self, digest: str) -> KnownChunks:
@@ -83,7 +91,7 @@ class Prompter:
         ask = self._booked.strictly if must else self._booked
         ask(lambda book: book.add_texts(digest, [(str(self._key(tokens)), text, source)]), None)
 
-    def hear(self, digest: str, texts: Iterable[tuple[str, str]], question: Question) -> None:
+    def hear(self, digest: str, texts: Iterable[tuple[str, str]], question: Question | Ids) -> None:
         """Look for these (text, source) in prompts from now on, in this process. Whoever encodes one notes it.
 
         One that does not stand in the question as it is is looked for by its ids alone, of which there are so many.
@@ -126,26 +134,48 @@ class Prompter:
         return self._calls
 
     def prompt(
-        self, question: Question, digest: str, tools: Sequence[Mapping[str, Any]] = (), leave_out: int = 0
+        self,
+        question: Question | Ids,
+        digest: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        leave_out: int = 0,
+        ask: Ask | None = None,
     ) -> Prompt:
         """Tokens, chunks and positions. Chunks are what carries marks, and every known chunk that stands in a text.
 
-        The last `leave_out` chunks are left out, see `text.fit`.
+        The last `leave_out` chunks are left out, see `text.fit`. What is asked without reuse is the model's own prompt,
+        which no mark changes.
         """
-        model, settings = self._model(), self._settings
+        ask, model, settings = ask or Ask(), self._model(), self._settings
         shortest, context = settings.min_chunk_tokens, amid("") if settings.amid_tokens else ""
-        if isinstance(question, str) and not tools:
-            plain = Assembler(model.tokens, self._key, None, shortest, shortest, context, find=self._find)
+        render: Callable[..., str] | None = None
+        if getattr(model.words, "chat_template", None):
+            render = partial(self.render, goes_on=ask.continue_final_message, more=ask.chat_template_kwargs)
+        own = Assembler(
+            words=model.encoder,
+            key_of=self._key,
+            render=render,
+            min_tokens=shortest,
+            min_chunk_tokens=shortest,
+            context=context,
+            find=self._find,
+            whole=not ask.reuse,
+        )
+        if is_ids(question) and not tools and not ask.continue_final_message:
+            return own.ids(_checked(question, len(model.words)))
+        if isinstance(question, str) and not tools and not ask.continue_final_message:
             left = lean([self.pieces(question, digest)], leave_out)
-            return replace(plain.text(left.contents[0], model.bos), dropped=left.sources)
+            return replace(own.text(left.contents[0], model.bos), dropped=left.sources)
         turns = turns_of(question)
         asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
         left = lean([self.pieces(turn.content, digest) for turn in turns], leave_out, asked)
         turns = [replace(turn, content=content) for turn, content in zip(turns, left.contents, strict=True)]
-        render = self.render if getattr(model.words, "chat_template", None) else None
-        known = context, self.calls, self._find
-        chat = Assembler(model.tokens, self._key, render, shortest, shortest, *known)
-        return replace(chat.chat(turns, tools), dropped=left.sources)
+        if ask.continue_final_message and (turns[-1].role != "assistant" or not turns[-1].says_something):
+            raise InputError(
+                "continue_final_message goes on with an answer that is begun: wanted a last message of role "
+                f"'assistant' with a text, found role '{turns[-1].role}'. Add one, or leave the option out."
+            )
+        return replace(replace(own, calls=self.calls).chat(turns, tools), dropped=left.sources)
 
     def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
@@ -158,7 +188,7 @@ class Prompter:
         parts = ((part,) if isinstance(part, Piece) else self.pieces(part, digest) for part in content)
         return [piece for part in parts for piece in part]
 
-    def altered(self, question: Question, documents: Sequence[tuple[str, str]]) -> str:
+    def altered(self, question: Question | Ids, documents: Sequence[tuple[str, str]]) -> str:
         """How a question holds documents that were retrieved for it, where none of them is found in it; "": not so."""
         return altered(_contents(question), [text for text, _ in documents])
 
@@ -181,15 +211,64 @@ class Prompter:
                 self._spans.add(self._model().tokens(text.text), text.text, text.source)
                 self._read_texts.add(text.text)
 
-    def render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = (), ask: bool = True) -> str:
-        """Messages as the chat template writes them; ask: with what makes the model answer."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        ask: bool = True,
+        more: Mapping[str, Any] = NO_MORE,
+        goes_on: bool = False,
+    ) -> str:
+        """Messages as the chat template writes them, with its variables `more`; ask: with what makes the model answer;
+        goes_on: up to the end of the last message's text, which is not ended, instead."""
+        told = [self._told(message) for message in messages]
+        last = {"continue_final_message": True} if goes_on else {"add_generation_prompt": ask}
+        return self._written(told, tools, {**more, **last})
+
+    def _written(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
+    ) -> str:
         words, given = self._model().words, [dict(tool) for tool in tools] or None
-        return str(words.apply_chat_template(messages, tools=given, tokenize=False, add_generation_prompt=ask))
+        return str(words.apply_chat_template(messages, tools=given, tokenize=False, **more))
+
+    def _told(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with its content in the form that the template takes: a text, or a list of parts."""
+        content, role = message.get("content"), str(message.get("role"))
+        if not isinstance(content, str):
+            return dict(message)
+        role = role if role in ("system", "assistant", "user") else "user"
+        if role not in self._in_parts:
+            self._in_parts[role] = self._takes_parts(role)
+        return {**message, "content": [{"type": "text", "text": content}] if self._in_parts[role] else content}
+
+    def _takes_parts(self, role: str) -> bool:
+        """Whether the template leaves out a text in messages of this role, and writes it as a part of a list."""
+        beside = [] if role == "user" else [self._told({"role": "user", "content": "Why?"})]
+        for content, is_list in ((PROBED, False), ([{"type": "text", "text": PROBED}], True)):
+            message = {"role": role, "content": content}
+            try:
+                written = self._written([message, *beside] if role == "system" else [*beside, message], (), {})
+            except Exception:  # a template may raise anything
+                continue
+            if PROBED in written:
+                return is_list
+        return False
 
     def _secret(self) -> bytes:
         """What signs marks: the same in every process on one store."""
         new = {"secret": secrets.token_hex(32)}
         return bytes.fromhex(self._booked(lambda book: book.settle("marker", new), new)["secret"])
+
+
+def _checked(ids: Ids, n_words: int) -> list[int]:
+    """Ids as whole numbers; InputError for those that the tokenizer does not have."""
+    strange = next((id for id in ids if not isinstance(id, Integral) or not 0 <= id < n_words), None)
+    if strange is not None:
+        raise InputError(
+            f"A prompt of token ids is whole numbers from 0 to {n_words - 1:,}, found {strange!r:.80}. Encode it with "
+            "the model's own tokenizer."
+        )
+    return [int(id) for id in ids]
 
 
 def _outside(match: Match, new: Match) -> Iterator[Match]:
@@ -199,8 +278,10 @@ def _outside(match: Match, new: Match) -> Iterator[Match]:
             yield replace(match, lo=lo, hi=hi, row=match.row + lo - match.lo)
 
 
-def _contents(question: Question) -> str:
-    """All that a question says, as one text."""
+def _contents(question: Question | Ids) -> str:
+    """All that a question says, as one text; of ids nothing."""
+    if is_ids(question):
+        return ""
     return "\n".join(text for turn in turns_of(question) for text in _texts(turn.content))
 
 
@@ -208,8 +289,18 @@ def _texts(content: Content) -> list[str]:
     return [content] if isinstance(content, str) else [each if isinstance(each, str) else each.text for each in content]
 
 
-def turns_of(question: Question) -> list[Turn]:
+def is_ids(question: object) -> TypeGuard[Ids]:
+    """Whether a prompt is token ids."""
+    if isinstance(question, str | Request) or not isinstance(question, Sequence) or not question:
+        return False
+    return isinstance(question[0], Integral) and not isinstance(question[0], bool)
+
+
+def turns_of(question: Question | Ids) -> list[Turn]:
     """The messages; InputError if there are none."""
+    if is_ids(question):
+        raise InputError("A prompt of token ids has no messages: leave out tools and session, or ask by messages.")
+    question = cast(Question, question)
     messages = [Turn("user", question)] if isinstance(question, str) else list(question)
     if not messages:
         raise InputError("There are no messages; wanted at least one, such as ('user', 'a question').")

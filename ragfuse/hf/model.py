@@ -6,7 +6,6 @@ tokens of an answer. Retrieval, storage and the choice of what to reuse live els
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +29,7 @@ from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring, standing
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed import pack
 from ragfuse.hf.prefill import KVSource, NoSource, Prefill
-from ragfuse.hf.tokens import for_contents
+from ragfuse.hf.tokens import TextEncoder
 from ragfuse.profiles import ModelProfile
 
 __all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint", "load_model"]
@@ -56,7 +55,7 @@ class HFModel:
         self.model, self.tokenizer, self.drift = model.eval(), tokenizer, drift
         self.lock = FairLock()
         self.batcher = Batcher(self.model, self.lock)
-        self._encoder, self._encoding = for_contents(tokenizer), threading.Lock()
+        self._encoder: TextEncoder | None = None
         self._wired: Wiring | None = None
         self._numbers: dict[int, int] = {}  # of words, by token and by what it says
         self._known: dict[str, int] = {}
@@ -84,19 +83,22 @@ class HFModel:
         return self.tokenizer
 
     @property
+    def encoder(self) -> TextEncoder:
+        """Encodes whole prompts and pieces of them; ModelError if the model came without a tokenizer."""
+        if self._encoder is None:
+            self._encoder = TextEncoder(self.words)
+        return self._encoder
+
+    @property
     def bos(self) -> tuple[int, ...]:
         """What the tokenizer puts before a plain text: its first token, or nothing."""
         first = getattr(self.words, "bos_token_id", None)
         return (first,) if first is not None and self.words("a").input_ids[:1] == [first] else ()
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a text, none added; unless `special`, what looks like a special token in it stays text, and so does
-        what the chat template writes around calls, results and thoughts."""
-        encode = self._encoder or self.words
-        with self._encoding:  # a tokenizer keeps `split_special_tokens` as its state: this one is for nobody else
-            options = {"split_special_tokens": not special, "verbose": False}  # whether it fits is asked elsewhere
-            ids: list[int] = encode(text, add_special_tokens=False, **options).input_ids
-        return ids
+        """Ids of a text as it reads in the middle of a prompt, none added; unless `special`, what looks like a special
+        token in it stays text, and so does what the chat template writes around calls, results and thoughts."""
+        return self.encoder.template(text) if special else self.encoder.tokens(text)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out."""

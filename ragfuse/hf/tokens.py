@@ -1,27 +1,482 @@
-"""A tokenizer for what others wrote: nothing in a text is read as what a chat template alone may write."""
+"""Text as token ids: a whole prompt as the model's own tokenizer reads it, and pieces of one as they read within it.
+
+Many tokenizers put a space before every text that they are given (SentencePiece's do). A piece of a prompt is given
+none, so that it reads the same wherever it stands, and pieces side by side read as the text that they are cut from.
+
+What looks like a control token in a text that others wrote is encoded as text.
+"""
 
 from __future__ import annotations
 
-import copy
+import json
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, cast
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
+from ragfuse.errors import InputError
 
-def for_contents(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
-    """A copy to which tokens that the chat template writes, such as those around calls and results, are special too.
+Chars = tuple[int, int]
+"""Characters lo:hi of a text."""
+Cut = tuple[int, int, tuple[int, ...]]
+"""Characters lo:hi that are tokenised apart from what stands around them; by these ids, unless there are none."""
+Part = tuple[tuple[int, ...], int, Sequence[Chars]]
+"""Ids that were encoded together, which cut they are (-1: none), and the characters of each."""
+Place = Literal["start", "border", "middle"]
+"""Where a text stands in another: at its beginning, behind an added token, or behind other text."""
 
-    Many tokenizers count these as words, so that `split_special_tokens` would leave them whole.
-    """
-    own = copy.deepcopy(tokenizer)
-    if own is not None and own.is_fast:
-        template = str(getattr(own, "chat_template", None) or "")
-        words = [str(token) for token in own.added_tokens_decoder.values() if not token.special]
-        marks = [AddedToken(word, special=True, normalized=False) for word in words if _is_mark(word, template)]
-        own.add_tokens(marks, special_tokens=True)
-    return own
+PROBES = ("a", "the", "1", "A b")
+JOINTS = (("one.\n\n", "Two three"), ("one: ", "two three"), ("one\n", "(two) three"))
+AROUND = 24
+"""Characters around a cut by which it is judged alone."""
+PRIVATE = range(0xE000, 0xF900)
+"""Characters that mean nothing: what stands in a text where a control token is not to be seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    """Text between two added tokens: its rows in the encoding of the whole, and its characters."""
+
+    rows: Chars
+    chars: Chars
+
+
+class TextEncoder:
+    """Encodes texts for one tokenizer, which it leaves as it is. Thread-safe."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._lock = tokenizer, threading.Lock()
+        self._added = {int(id): str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+        self._control = control_tokens(tokenizer)
+        self._control_ids = {id for id, word in self._added.items() if word in self._control} - {_unknown(tokenizer)}
+        self._matcher = _matcher(self._control)
+        self._own, self._text = _own(tokenizer), _nothing()
+        self._before: dict[Place, tuple[str, str]] = {}
+        self._normalised = set[int]()
+        self._anchor: list[int] = []
+        if self._own is not None:
+            self._text = self._within(self._own)
+            self._anchor = self._text.encode("x", add_special_tokens=False).ids[-1:]
+            self._before = {"start": self._prefixes(""), "border": self._prefixes(self._plain_token())}
+            unknown, is_normal = _unknown(tokenizer), self._own.normalizer is not None
+            found = tokenizer.added_tokens_decoder.items() if is_normal else ()
+            self._normalised = {int(id) for id, token in found if token.normalized and int(id) != unknown}
+
+    # pieces
+
+    def tokens(self, text: str) -> list[int]:
+        """Ids of a text as it reads in the middle of another one; what looks like a control token stays text."""
+        return self._encoded(checked(text))[0]
+
+    def template(self, text: str) -> list[int]:
+        """Ids of a text that a template wrote, as it reads in the middle of another one: control tokens are such."""
+        if self._own is None:
+            return self._called(checked(text), False)
+        with self._lock:
+            self._text.encode_special_tokens = False
+            try:
+                encoding = self._text.encode(checked(text), add_special_tokens=False)
+            finally:
+                self._text.encode_special_tokens = True
+        ids = list(encoding.ids)
+        if self._before["border"] == ("", ""):
+            return ids
+        place: Place = "middle"
+        found, done = list[int](), 0
+        for row in self._borders(text, ids, encoding.offsets):
+            lo, hi = encoding.offsets[row]
+            found += [*self._encoded(text[done:lo], self._put_before(place, text[done:lo]))[0], ids[row]]
+            done, place = hi, "border"
+        return found + self._encoded(text[done:], self._put_before(place, text[done:]))[0]
+
+    def beginning(self, text: str) -> list[int]:
+        """Ids of what the tokenizer puts before a text that begins a prompt."""
+        before = self._put_before("start", text or "a") if self._own is not None else ""
+        return self._text.encode(before, add_special_tokens=False).ids if before else []
+
+    def said(self, ids: Sequence[int]) -> str:
+        """What ids say in the middle of a text, control tokens too."""
+        decode = self._own.decode if self._own is not None else self._tokenizer.decode
+        head = decode(self._anchor, skip_special_tokens=False) if self._anchor else ""
+        return str(decode([*self._anchor, *ids], skip_special_tokens=False))[len(head) :]
+
+    # what looks like a control token
+
+    def forged(self, text: str) -> list[Chars]:
+        """Where a text holds what a tokenizer would read as a control token, in any case of letters; no white space."""
+        if self._matcher is None:
+            return []
+        encoding = self._matcher.encode(_lowered(checked(text)), add_special_tokens=False)
+        found = [chars for id, chars in zip(encoding.ids, encoding.offsets, strict=True) if id]
+        if self._own is not None and not self._normalised.isdisjoint(self._control_ids):
+            seen = self._own.encode(text, add_special_tokens=False)  # its normalizer makes one of other letters
+            wanted = self._normalised & self._control_ids
+            found += [chars for id, chars in zip(seen.ids, seen.offsets, strict=True) if id in wanted]
+        return sorted({(hi - len(text[lo:hi].lstrip()), hi) for lo, hi in found if text[lo:hi].strip()})
+
+    # whole prompts
+
+    def parts(self, text: str, bare: Sequence[Chars] = (), cuts: Sequence[Cut] = ()) -> list[Part]:
+        """A whole prompt as ids, in order: the tokenizer's own, but where a text is `bare` or cut.
+
+        bare: looks like a control token and is text. cuts, by lo: a piece that reads otherwise when it is tokenised
+        apart is not cut out.
+        """
+        text = checked(text)
+        if self._own is None:
+            return self._parts_by_calls(text, bare, cuts)
+        encoding = self._own.encode(_masked(text, bare), add_special_tokens=False)
+        ids, offsets = encoding.ids, encoding.offsets
+        if not bare and not cuts:
+            return [(tuple(ids), -1, offsets)] if ids else []
+        borders = self._borders(text, ids, offsets)
+        sections = list(_sections(len(text), borders, ids, offsets))
+        spans = [(offsets[row], ids[row] in self._control_ids) for row in borders]
+        fit = [(number, cut) for number, cut in enumerate(cuts) if _fits(cut, spans)]
+        hidden, begun = sorted(lo for lo, _ in bare), [cut[0] for _, cut in fit]
+        parts, row = list[Part](), 0
+        for first, last in _areas(sections, hidden, fit):
+            lo, hi = sections[first].rows[0], sections[last].rows[1]
+            parts.append((tuple(ids[row:lo]), -1, offsets[row:lo]))
+            chars = sections[first].chars[0], sections[last].chars[1]
+            is_plain = bisect_left(hidden, chars[0]) == bisect_left(hidden, chars[1])
+            own: Part | None = (tuple(ids[lo:hi]), -1, offsets[lo:hi]) if is_plain else None
+            within = fit[bisect_left(begun, chars[0]) : bisect_left(begun, chars[1])]
+            is_empty = sections[first].chars[0] == sections[first].chars[1]
+            place: Place = "middle" if is_empty else "border" if lo else "start"
+            parts += self._area(text, chars, place, own, within)
+            row = hi
+        parts.append((tuple(ids[row:]), -1, offsets[row:]))
+        return [part for part in parts if part[0]]
+
+    def _borders(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[int]:
+        """Rows of added tokens that stand in the text; not those that an unknown word, or a byte, became."""
+        added, normalised = self._added, self._normalised
+        return [
+            row
+            for row, id in enumerate(ids)
+            if id in added and (text[slice(*offsets[row])].strip() == added[id].strip() or id in normalised)
+        ]
+
+    def _area(
+        self, text: str, chars: Chars, place: Place, own: Part | None, within: Sequence[tuple[int, Cut]]
+    ) -> list[Part]:
+        """The parts of some sections. own: how they are encoded as a whole, None: not known yet."""
+        lo, hi = chars
+        before = self._put_before(place, text[lo:hi])
+        if own is None:
+            ids, offsets = self._encoded(text[lo:hi], before)
+            own = tuple(ids), -1, _moved(offsets, lo)
+        wanted = self.said(own[0]) if within else ""
+        while within:
+            parts = self._cut(text, chars, before, within)
+            if self.said([id for ids, *_ in parts for id in ids]) == wanted:
+                return parts
+            kept = [(at, cut) for at, cut in within if self._reads_alike(text, chars, before, cut)]
+            within = kept if len(kept) < len(within) else []
+        return [own]
+
+    def _cut(self, text: str, chars: Chars, before: str, cuts: Sequence[tuple[int, Cut]]) -> list[Part]:
+        parts, (at, end) = list[Part](), chars
+        for number, (lo, hi, given) in [*cuts, (-1, (end, end, ()))]:
+            ids, offsets = self._encoded(text[at:lo], before)
+            parts.append((tuple(ids), -1, _moved(offsets, at)))
+            before = ""
+            if number >= 0:
+                ids = list(given) or self._encoded(text[lo:hi])[0]
+                parts.append((tuple(ids), number, [(lo, hi)] * len(ids)))
+            at = hi
+        return [part for part in parts if part[0]]
+
+    def _reads_alike(self, text: str, chars: Chars, before: str, cut: Cut) -> bool:
+        """Whether a cut changes nothing of what is read, seen with a little of what stands around it."""
+        lo, hi, given = cut
+        first, last = max(chars[0], lo - AROUND), min(chars[1], hi + AROUND)
+        before = before if first == chars[0] else ""
+        apart = self._cut(text, (first, last), before, [(0, (lo, hi, given))])
+        return self.said([id for ids, *_ in apart for id in ids]) == self.said(
+            self._encoded(text[first:last], before)[0]
+        )
+
+    # inside
+
+    def _encoded(self, text: str, before: str = "") -> tuple[list[int], list[Chars]]:
+        """Ids of a text in the middle of another one, `before` put before it, and the characters of each."""
+        if self._own is None:
+            ids = self._called(text, True) if text else []
+            return ids, [(0, len(text))] * len(ids)
+        if not text and not before:
+            return [], []
+        with self._lock:
+            encoding = self._text.encode(before + text, add_special_tokens=False)
+        n, ids, offsets = len(before), encoding.ids, encoding.offsets
+        breaks = self._breaks(before + text, ids, offsets)
+        if not breaks:
+            return ids, [(max(0, lo - n), max(0, hi - n)) for lo, hi in offsets]
+        whole, found, chars = before + text, list[int](), list[Chars]()
+        ends = [*(at for at, _ in breaks), len(whole)]
+        first: tuple[int, Place] = (0, "middle")
+        for (lo, place), hi in zip([first, *breaks], ends, strict=True):
+            part, offsets = self._encoded(whole[lo:hi], self._put_before(place, whole[lo:hi]))
+            found += part
+            chars += [(max(0, lo + a - n), max(0, lo + b - n)) for a, b in offsets]
+        return found, chars
+
+    def _breaks(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[tuple[int, Place]]:
+        """Where a text is cut so that no control token comes of it, and so that all behind an added token reads right.
+
+        A model may have a control token among its words, and make it of letters.
+        """
+        found = list[tuple[int, Place]]()
+        for id, (lo, hi) in zip(ids, offsets, strict=True):
+            word = text[lo:hi] if id in self._control_ids else ""
+            if len(word) > 1 and _lowered(word) == _lowered(self._added[id]) and not _is_inside(found, lo + 1):
+                found.append((lo + 1, "middle"))
+        if found:
+            return found
+        if self._before["border"] == ("", ""):
+            return []
+        spans = [offsets[row] for row in self._borders(text, ids, offsets)]
+        begun = {lo for lo, _ in spans}  # nothing is put between two of them
+        return [(end, "middle" if end in begun else "border") for _, end in spans if 0 < end < len(text)]
+
+    def _put_before(self, place: Place, text: str) -> str:
+        """What the tokenizer puts before this text there."""
+        if self._own is None or place == "middle" or not text:
+            return ""
+        return self._before[place][text[0] in " \u2581"]
+
+    def _prefixes(self, head: str | None) -> tuple[str, str]:
+        """What is put before a text behind `head`, and before one that begins with a space."""
+        if head is None or self._own is None:
+            return "", ""
+        own, n = self._own, len(self._own.encode(head, add_special_tokens=False).ids)
+
+        def prefix(texts: Iterable[str]) -> str:
+            real = {text: own.encode(head + text, add_special_tokens=False).ids[n:] for text in texts}
+            fits = (put for put in ("", " ") if all(self._encoded_as(put + text, ids) for text, ids in real.items()))
+            return next(fits, "")
+
+        return prefix(PROBES), prefix([" " + text for text in PROBES])
+
+    def _encoded_as(self, text: str, ids: Sequence[int]) -> bool:
+        return bool(self._text.encode(text, add_special_tokens=False).ids == ids)
+
+    def _plain_token(self) -> str | None:
+        """An added token that takes no white space with it, and stands beside any text."""
+        tokens = self._tokenizer.added_tokens_decoder.values()
+        fit = (str(token) for token in tokens if not (token.lstrip or token.rstrip or token.single_word))
+        return next((word for word in fit if self._own is not None and len(self._own.encode(word).ids)), None)
+
+    def _within(self, own: Tokenizer) -> Tokenizer:
+        """The tokenizer for pieces: `own`, but that it puts nothing before a text, where pieces read right so."""
+        told = json.loads(own.to_str())
+        bare = {**told, **{key: _without_prefix(told.get(key)) for key in ("normalizer", "pre_tokenizer")}}
+        found = [Tokenizer.from_str(own.to_str())]
+        if bare != told:
+            found.append(Tokenizer.from_str(json.dumps(bare)))
+        best = max(found, key=lambda each: _n_alike(own, each))
+        marks = [token for token in self._tokenizer.added_tokens_decoder.values() if str(token) in self._control]
+        best.add_special_tokens([_special(token) for token in marks])
+        best.encode_special_tokens = True
+        return best
+
+    # tokenizers without a backend that tells characters
+
+    def _called(self, text: str, split: bool) -> list[int]:
+        with self._lock:
+            options = {"split_special_tokens": split, "verbose": False}
+            ids: list[int] = self._tokenizer(text, add_special_tokens=False, **options).input_ids
+        return ids
+
+    def _parts_by_calls(self, text: str, bare: Sequence[Chars], cuts: Sequence[Cut]) -> list[Part]:
+        if not bare and not cuts:
+            ids = tuple(self._called(text, False))
+            return [(ids, -1, _spread(ids, 0, len(text)))]
+        hidden = {lo for lo, _ in bare}
+        whole = [(lo, hi, text[lo:hi]) for lo, hi in self.forged(text) if lo not in hidden]
+        whole = [each for each in whole if each[2] in self._control]
+        ends = sorted([*((lo, hi, -1) for lo, hi, _ in whole), *((lo, hi, at) for at, (lo, hi, _) in enumerate(cuts))])
+        parts, at = list[Part](), 0
+        for lo, hi, number in [*ends, (len(text), len(text), -1)]:
+            if lo < at:
+                continue
+            ids = tuple(self._called(text[at:lo], True)) if at < lo else ()
+            parts.append((ids, -1, _spread(ids, at, lo)))
+            given = cuts[number][2] if number >= 0 else ()
+            held = given or tuple(self._called(text[lo:hi], number >= 0) if lo < hi else ())
+            parts.append((held, number, [(lo, hi)] * len(held)))
+            at = hi
+        parts = [part for part in parts if part[0]]
+        if not cuts:
+            return parts
+        plain = self._parts_by_calls(text, bare, ())
+        reads = [self.said([id for ids, *_ in each for id in ids]) for each in (parts, plain)]
+        return parts if reads[0] == reads[1] else plain
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """What only a chat template may write: special tokens, and words of its own that no text holds by chance."""
+    added = tokenizer.added_tokens_decoder.values()
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    named = {*(getattr(tokenizer, "chat_control_tokens", None) or ())}
+    found = {str(token) for token in added if token.special or str(token) in named or _is_mark(str(token), template)}
+    return frozenset(word for word in found if word.strip())
+
+
+def checked(text: str) -> str:
+    """The text; InputError where it holds half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"The text has half a character (U+{ord(text[error.start]):04X}) at {error.start}; wanted whole ones: "
+            "decode it as UTF-8 with errors='replace', or leave it out."
+        ) from None
+    return text
 
 
 def _is_mark(word: str, template: str) -> bool:
     """Whether a template writes it, and no text does by chance."""
     return word in template and not word.isspace() and not word.isalnum()
+
+
+def _unknown(tokenizer: PreTrainedTokenizerBase) -> int:
+    id = getattr(tokenizer, "unk_token_id", None)
+    return id if isinstance(id, int) else -1
+
+
+def _own(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """A copy of what a fast tokenizer encodes by; None for others."""
+    if not tokenizer.is_fast:
+        return None
+    own = Tokenizer.from_str(cast(Any, tokenizer).backend_tokenizer.to_str())
+    own.no_truncation()
+    own.no_padding()
+    own.encode_special_tokens = bool(getattr(tokenizer, "split_special_tokens", False))
+    return own
+
+
+def _matcher(control: Iterable[str]) -> Tokenizer | None:
+    """Finds these words in lower case, all in one pass."""
+    words = sorted({_lowered(word) for word in control})
+    if not words:
+        return None
+    matcher = _nothing()
+    matcher.add_tokens([AddedToken(word, normalized=False) for word in words])
+    return matcher
+
+
+def _nothing() -> Tokenizer:
+    """A tokenizer without a word."""
+    return Tokenizer(WordLevel({"\0": 0}, unk_token="\0"))
+
+
+def _special(token: AddedToken) -> AddedToken:
+    flags = {"lstrip": token.lstrip, "rstrip": token.rstrip, "single_word": token.single_word}
+    return AddedToken(token.content, special=True, normalized=token.normalized, **flags)
+
+
+def _without_prefix(told: Any) -> Any:
+    """A normalizer or pre-tokenizer as JSON, without what puts something before a text."""
+    if not isinstance(told, Mapping):
+        return told
+    kind = told.get("type")
+    if kind == "Prepend":
+        return None
+    if kind == "Metaspace":
+        return {**told, "prepend_scheme": "never"}
+    if kind == "ByteLevel":
+        return {**told, "add_prefix_space": False}
+    for key in ("normalizers", "pretokenizers"):
+        if key in told:
+            inner = [_without_prefix(each) for each in told[key]]
+            return {**told, key: [each for each in inner if each is not None]}
+    return told
+
+
+def _n_alike(own: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
+    """How often pieces behind text read as they do in it; how often by the same ids."""
+    read = same = 0
+    for head, tail in JOINTS:
+        joint = own.encode(head + tail, add_special_tokens=False).ids
+        begun, rest = own.encode(head, add_special_tokens=False).ids, pieces.encode(tail, add_special_tokens=False).ids
+        read += own.decode([*begun, *rest], skip_special_tokens=False) == own.decode(joint, skip_special_tokens=False)
+        same += joint[-len(rest) :] == rest
+    return read, same
+
+
+def _sections(n_chars: int, borders: Sequence[int], ids: Sequence[int], offsets: Sequence[Chars]) -> Iterator[_Section]:
+    edges = [(row, offsets[row]) for row in borders]
+    for (before, (_, lo)), (behind, (hi, _)) in pairwise([(-1, (0, 0)), *edges, (len(ids), (n_chars, n_chars))]):
+        yield _Section((before + 1, behind), (lo, hi))
+
+
+def _fits(cut: Cut, borders: Sequence[tuple[Chars, bool]]) -> bool:
+    """Whether a cut goes through no added token, and holds no control token unless its ids say so."""
+    lo, hi, given = cut
+    first = bisect_right(borders, lo, key=lambda border: border[0][1])
+    for (start, end), is_control in borders[first:]:
+        if start >= hi:
+            break
+        if start < lo or end > hi or (is_control and not given):
+            return False
+    return lo < hi
+
+
+def _areas(sections: Sequence[_Section], hidden: Sequence[int], cuts: Sequence[tuple[int, Cut]]) -> Iterator[Chars]:
+    """Sections first to last that are encoded anew, none twice."""
+    starts = [section.chars[0] for section in sections]
+    wanted = [*((lo, lo) for lo in hidden), *((lo, hi - 1) for _, (lo, hi, _) in cuts)]
+    spans = sorted((bisect_right(starts, lo) - 1, bisect_right(starts, hi) - 1) for lo, hi in wanted)
+    held: Chars | None = None
+    for first, last in spans:
+        if held is not None and first <= held[1]:
+            held = held[0], max(held[1], last)
+            continue
+        if held is not None:
+            yield held
+        held = first, last
+    if held is not None:
+        yield held
+
+
+def _masked(text: str, bare: Sequence[Chars]) -> str:
+    """The text with a character that means nothing in place of the first one of each of these."""
+    if not bare:
+        return text
+    used = set(text)
+    mask = next(chr(code) for code in PRIVATE if chr(code) not in used)
+    pieces, at = list[str](), 0
+    for lo in sorted({lo for lo, _ in bare}):
+        pieces += [text[at:lo], mask]
+        at = lo + 1
+    return "".join([*pieces, text[at:]])
+
+
+def _lowered(text: str) -> str:
+    """In lower case, letter by letter, so that all stay in place."""
+    lowered = text.lower()
+    if len(lowered) == len(text):
+        return lowered
+    return "".join(small if len(small := letter.lower()) == 1 else letter for letter in text)
+
+
+def _moved(offsets: Iterable[Chars], by: int) -> list[Chars]:
+    return [(lo + by, hi + by) for lo, hi in offsets]
+
+
+def _spread(ids: Sequence[int], lo: int, hi: int) -> list[Chars]:
+    """Characters of ids about which nothing is known but where they stand together."""
+    n = max(1, len(ids))
+    return [(lo + (hi - lo) * at // n, lo + (hi - lo) * (at + 1) // n) for at in range(len(ids))]
+
+
+def _is_inside(found: Sequence[tuple[int, Place]], at: int) -> bool:
+    return bool(found) and found[-1][0] >= at

@@ -1,34 +1,55 @@
 """Messages and chunks in, Prompt out: tokens of every piece, what is reused, under which keys, at which position.
 
-Pieces are tokenised apart and their ids concatenated: nothing is decoded and encoded again, so a chunk has the same ids
-wherever it stands. Which text is a chunk is decided before (`chunks`); what is in the store, after (`plan`).
+A prompt is what the chat template writes, as the model's tokenizer reads it. Chunks in it are tokenised apart, so that
+they have the same ids wherever they stand, unless that would change what is read. Which text is a chunk is decided
+before (`chunks`), where it stands in what the template wrote in `rendered`; what is in the store, after (`plan`).
 """
 
 from __future__ import annotations
 
-import json
-import re
-import secrets
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 from ragfuse.core import ChunkKey, Prompt, Segment
 from ragfuse.errors import InputError
 from ragfuse.text.calls import PLAIN, CallFormat, spelled
 from ragfuse.text.chunks import Piece, peel
 from ragfuse.text.known_spans import Match
+from ragfuse.text.rendered import Chars, Conversation, Placed, Rendered
 from ragfuse.text.turns import Content, Turn
 
 Message = tuple[str, str | Sequence[Piece]] | Turn
 """(role, content), or a turn; a content is one text or pieces."""
 
 Render = Callable[..., str]
-Encode = Callable[[str, bool], Sequence[int]]
 KeyOf = Callable[[tuple[int, ...], str], ChunkKey]
 Find = Callable[[Sequence[int]], Sequence[Match]]
+Cut = tuple[int, int, tuple[int, ...]]
+"""Characters lo:hi that are tokenised apart; by these ids, unless there are none."""
+
+
+class Words(Protocol):
+    """A model's tokenizer, as prompts are made with it."""
+
+    def forged(self, text: str) -> Sequence[Chars]:
+        """Where a text holds what would be read as a control token."""
+        ...
+
+    def parts(
+        self, text: str, bare: Sequence[Chars] = (), cuts: Sequence[Cut] = ()
+    ) -> Sequence[tuple[tuple[int, ...], int, Sequence[Chars]]]:
+        """A whole prompt as ids, number of the cut that they are (-1: none), and the characters of each id.
+
+        bare: looks like a control token and is text. A cut that would change what is read is left out.
+        """
+        ...
+
+    def said(self, ids: Sequence[int]) -> str:
+        """What ids say in the middle of a text."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +62,26 @@ class _Run:
     text: str = ""
     stored: tuple[int, ...] = ()
     row: int = 0
-    is_template: bool = False
 
 
 @dataclass(frozen=True)
 class Assembler:
-    """Turns messages, or plain text, into a Prompt for one model, whose tokenizer and chat template it is given.
+    """Turns messages, text or ids into a Prompt for one model, whose tokenizer and chat template it is given.
 
-    `encode(text, allow_special)` gives ids and adds none of its own; `key_of(ids, context)` the key of a run ("" =
-    alone); `render(messages)`, or `render(messages, tools)` where it knows of tools, the chat template with the
-    generation prompt, roles and contents being plain strings; `calls` how it writes calls of tools.
+    `words` is the tokenizer; `key_of(ids, context)` gives the key of a run ("" = alone); `render(messages)`, or
+    `render(messages, tools)` where it knows of tools, is the chat template, roles and contents being plain strings;
+    `calls` how it writes calls of tools.
 
     A chunk is a piece that says so, or a known run of ids that `find` meets in what lies between such pieces, whole or
-    in part. Texts that stand side by side are tokenised as one, so the ids do not depend on what is known.
+    in part. All else is tokenised as a whole, so the ids do not depend on what is known. whole: pieces that say so are
+    tokenised with what stands around them, too, so that the ids are the model's own.
 
     Before the first chunk stands the prefix: one segment with one key, if it has `min_tokens`. A chunk of at least
     `min_chunk_tokens` has the key of its KV in this `context`, wherever it stands. All else is fresh: the rest, a chunk
     that ends the prompt (something must be computed to answer), and a prompt without chunks as a whole.
     """
 
-    encode: Encode
+    words: Words
     key_of: KeyOf
     render: Render | None = None
     min_tokens: int = 8
@@ -68,9 +89,10 @@ class Assembler:
     context: str = ""
     calls: CallFormat = PLAIN
     find: Find = lambda ids: ()
+    whole: bool = False
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
-        """The Prompt of a conversation, by the chat template. Special tokens are the template's own alone: in contents,
+        """The Prompt of a conversation, by the chat template. Control tokens are the template's own alone: in contents,
         calls and tools what looks like one stays text. tools: told of in words where the template does not render them.
         """
         if self.render is None:
@@ -79,27 +101,67 @@ class Assembler:
         turns = [replace(turn, content=_parts(turn.content)) for turn in turns]
         if not self.calls.native:
             turns, tools = spelled(turns, tools), ()
-        parts = _render(partial(_filled, self.render, self.calls, self._is_markup, tools), turns)
-        runs = [self._template(part) if isinstance(part, str) else self._run(part) for part in parts]
-        return self._prompt(runs, turns[-1].role == "user")
+        return self._of(self._rendered(turns, tools), turns[-1].role == "user")
 
     def text(self, pieces: Iterable[Piece], bos: Sequence[int] = ()) -> Prompt:
         """The Prompt of a text as it is, behind the ids `bos`."""
-        return self._prompt([_Run(tuple(bos), is_template=True), *map(self._run, _parts(tuple(pieces)))], True)
+        parts, at, placed = _parts(tuple(pieces)), 0, list[Placed]()
+        for piece in parts:
+            if piece.kind == "chunk" or piece.ids:
+                placed.append(Placed(at, at + len(piece.text), piece))
+            at += len(piece.text)
+        text = "".join(piece.text for piece in parts)
+        return self._of(Rendered(text, tuple(self.words.forged(text)), tuple(placed), (0, len(text))), True, bos)
 
-    def _is_markup(self, text: str) -> bool:
-        """Whether a template that writes this text would write special tokens with it."""
-        return list(self.encode(text, True)) != list(self.encode(text, False))
+    def ids(self, ids: Sequence[int]) -> Prompt:
+        """The Prompt of these ids and no others."""
+        return self._prompt([_Run(tuple(ids))], (0, len(ids)))
 
-    def _template(self, text: str) -> _Run:
-        return _Run(tuple(self.encode(text, True)), is_template=True)
+    def _rendered(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> Rendered:
+        """The conversation as the template writes it.
 
-    def _run(self, piece: Piece) -> _Run:
-        return _Run(piece.ids or tuple(self.encode(piece.text, False)), piece.kind == "chunk", piece.source, piece.text)
+        A template that refuses or drops a system message gets its text at the head of the first user message instead.
+        """
+        try:
+            return self._written(turns, tools)
+        except InputError:
+            if not any(turn.role == "system" for turn in turns):
+                raise
+            return self._written(_without_system(turns), tools)
 
-    def _prompt(self, runs: Sequence[_Run], asks: bool) -> Prompt:
+    def _written(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> Rendered:
+        render, roles = self.render, [turn.role for turn in turns]
+
+        def write(messages: list[dict[str, Any]], told: list[Any]) -> str:
+            try:
+                return str(render(messages, told) if told else render(messages)) if render is not None else ""
+            except Exception as error:  # a template may raise anything
+                raise InputError(f"The chat template refuses the roles {roles}: {error}") from error
+
+        contents = [_parts(turn.content) for turn in turns]
+        texts = ["".join(piece.text for piece in pieces) for pieces in contents]
+        messages = [self.calls.message(turn, text, _same) for turn, text in zip(turns, texts, strict=True)]
+        return Conversation(messages, contents, tools, self.words.forged).rendered(write)
+
+    def _of(self, rendered: Rendered, asks: bool, bos: Sequence[int] = ()) -> Prompt:
         """asks: what is said last is a user's."""
-        said = _said(runs) if asks else (0, 0)
+        placed = [] if self.whole else [each for each in rendered.placed if each.piece.text.strip()]
+        cuts, pieces = list[Cut](), list[Piece]()
+        for each in placed:
+            cut = (each.lo, each.hi, ()) if not each.piece.ids else _as_said(self.words, rendered.text, each)
+            if cut is not None and (not cuts or cuts[-1][1] <= cut[0]):
+                cuts.append(cut)
+                pieces.append(each.piece)
+        parts = self.words.parts(rendered.text, rendered.bare, cuts)
+        runs = [_Run(tuple(bos))]
+        for tokens, number, _ in parts:
+            piece = pieces[number] if number >= 0 else Piece("")
+            is_chunk = number >= 0 and piece.kind == "chunk"
+            runs.append(_Run(tokens, is_chunk, piece.source, piece.text) if is_chunk else _Run(tokens))
+        rows = [chars for _, _, offsets in parts for chars in offsets]
+        return self._prompt(runs, _rows(rows, rendered.said, len(bos)) if asks else (0, 0))
+
+    def _prompt(self, runs: Sequence[_Run], said: tuple[int, int]) -> Prompt:
         runs = [run for run in self._found(runs) if run.tokens]
         if not runs:
             raise InputError("The prompt is empty; wanted at least one token of text.")
@@ -141,17 +203,6 @@ class Assembler:
             yield Segment(run.tokens, 0, "chunk", (key,), run.source, run.text, rows, stored=stored)
 
 
-def _said(runs: Sequence[_Run]) -> tuple[int, int]:
-    """Rows lo:hi of the last text, with the chunks that stand beside it, that is no template's."""
-    lo = hi = at = 0
-    for is_template, group in groupby(runs, key=lambda run: run.is_template):
-        n_tokens = sum(len(run.tokens) for run in group)
-        if not is_template and n_tokens:
-            lo, hi = at, at + n_tokens
-        at += n_tokens
-    return lo, hi
-
-
 def _placed(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     """The same segments one behind the other from 0, neighbouring fresh ones as one."""
     placed: list[Segment] = []
@@ -179,90 +230,41 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
             yield from group
 
 
-def _render(fill: Callable[[Sequence[Turn]], list[str | Piece]], turns: Sequence[Turn]) -> list[str | Piece]:
-    """The rendered conversation: text of the template as str, contents as pieces.
-
-    A template that refuses or drops a system message gets its text at the head of the first user message instead.
-    """
-    try:
-        return fill(turns)
-    except InputError:
-        if not any(turn.role == "system" for turn in turns):
-            raise
-        return fill(_without_system(turns))
+def _same(value: Any) -> Any:
+    return value
 
 
-class _Slots:
-    """Placeholders that stand for texts while a template renders, so that these are told from the template's own."""
-
-    def __init__(self, is_markup: Callable[[str], bool]) -> None:
-        self._is_markup = is_markup
-        self._nonce = "x" + secrets.token_hex(16)
-        self._held: list[tuple[Piece, ...]] = []
-
-    def put(self, pieces: Iterable[Piece]) -> str:
-        """What stands for these pieces."""
-        self._held.append(tuple(pieces))
-        return f"{self._nonce}n{len(self._held) - 1}x"
-
-    def values(self, value: Any) -> Any:
-        """The same JSON value with every text replaced; a template writes it between quotes, so it is escaped here."""
-        if isinstance(value, str) and value:
-            return self.put((Piece(json.dumps(value, ensure_ascii=False)[1:-1]),))
-        if isinstance(value, Mapping):
-            return {self.checked(name): self.values(each) for name, each in value.items()}
-        return [self.values(each) for each in value] if isinstance(value, list | tuple) else value
-
-    def checked(self, value: Any) -> Any:
-        """The same JSON value, but of its texts and names those replaced that would become special tokens."""
-        if isinstance(value, str):
-            return self.values(value) if self._is_markup(value) else value
-        if isinstance(value, Mapping):
-            return {self.checked(name): self.checked(each) for name, each in value.items()}
-        return [self.checked(each) for each in value] if isinstance(value, list | tuple) else value
-
-    def filled(self, rendered: str) -> tuple[list[str | Piece], set[int]]:
-        """Text of the template as str and what was put as pieces; which of it came back."""
-        texts = re.split(f"{self._nonce}n([0-9]+)x", rendered)
-        parts: list[str | Piece] = [texts[0]]
-        for i, text in zip(texts[1::2], texts[2::2], strict=True):
-            parts += [*self._held[int(i)], text]
-        return [part for part in parts if part != ""], {int(i) for i in texts[1::2]}
+def _rows(offsets: Sequence[Chars], chars: Chars, n_before: int) -> tuple[int, int]:
+    """Rows of ids, behind `n_before` others, that hold some of these characters."""
+    lo, hi = chars
+    if lo >= hi:
+        return 0, 0
+    first = bisect_left(offsets, lo + 1, key=lambda each: each[1])
+    stop = bisect_left(offsets, hi, lo=first, key=lambda each: each[0])
+    return (n_before + first, n_before + stop) if first < stop else (0, 0)
 
 
-def _filled(
-    render: Render,
-    calls: CallFormat,
-    is_markup: Callable[[str], bool],
-    tools: Sequence[Mapping[str, Any]],
-    turns: Sequence[Turn],
-) -> list[str | Piece]:
-    slots = _Slots(is_markup)
-    contents = [slots.put(_parts(turn.content)) for turn in turns]  # the numbers of the turns
-    told = [calls.message(turn, content, slots.values) for turn, content in zip(turns, contents, strict=True)]
-    messages = [{**message, **slots.checked(_beside(message))} for message in told]
-    try:
-        rendered = render(messages, [slots.checked(tool) for tool in tools]) if tools else render(messages)
-    except Exception as error:  # a template may raise anything
-        raise InputError(f"The chat template refuses the roles {[turn.role for turn in turns]}: {error}") from error
-    filled, seen = slots.filled(rendered)
-    _check_complete(turns, seen)
-    return filled
+def _as_said(words: Words, text: str, placed: Placed) -> Cut | None:
+    """Where ids that a model wrote stand in a text, white space at their ends left out where the text has none."""
+    ids, said = placed.piece.ids, text[placed.lo : placed.hi]
+    core = said.strip()
+    at = placed.lo + said.index(core)
+    for some in (ids, _without_space(words, ids)):
+        told = words.said(some)
+        lo = at - (len(told) - len(told.lstrip()))
+        if some and told.strip() == core and lo >= 0 and text.startswith(told, lo):
+            return lo, lo + len(told), some
+    return None
 
 
-def _beside(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What a message says of calls and results."""
-    return {name: value for name, value in message.items() if name not in ("role", "content")}
-
-
-def _check_complete(turns: Sequence[Turn], seen: set[int]) -> None:
-    """InputError for a text that was left out; beside calls some templates have no place for one."""
-    for i, turn in enumerate(turns):
-        if turn.content and not turn.tool_calls and i not in seen:
-            raise InputError(
-                f"The chat template leaves out message {i} (role '{turn.role}') or changes its text; "
-                "use a role that it renders, or pass one text instead of messages."
-            )
+def _without_space(words: Words, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Ids without those at both ends that say white space alone."""
+    lo, hi = 0, len(ids)
+    while lo < hi and not words.said(ids[lo : lo + 1]).strip():
+        lo += 1
+    while hi > lo and not words.said(ids[hi - 1 : hi]).strip():
+        hi -= 1
+    return ids[lo:hi]
 
 
 def _without_system(turns: Sequence[Turn]) -> list[Turn]:

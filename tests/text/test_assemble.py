@@ -1,8 +1,9 @@
 """Messages and pieces become a Prompt: ids are those of the pieces, keys say where KV may come from."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jinja2
@@ -10,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from ragfuse.core import ChunkKey, Prompt, Segment, ToolCall, amid, token_digest
 from ragfuse.errors import InputError
+from ragfuse.hf.tokens import TextEncoder
 from ragfuse.text import Assembler, KnownChunks, Marker, Message, Piece, pieces
 from ragfuse.text.calls import PLAIN
 from ragfuse.text.known_spans import KnownSpans
@@ -60,6 +63,12 @@ def encode(text: str, allow_special: bool) -> list[int]:
     return tok.encode(text, add_special_tokens=False).ids
 
 
+@cache
+def words() -> TextEncoder:
+    """The same, as prompts are made with it."""
+    return TextEncoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer(), extra_special_tokens=SPECIALS))
+
+
 def key_of(tokens: tuple[int, ...], context: str) -> ChunkKey:
     return ChunkKey("model", token_digest(tokens), context)
 
@@ -68,12 +77,14 @@ def template(source: str) -> Callable[..., str]:
     def raise_exception(message: str) -> None:
         raise jinja2.exceptions.TemplateError(message)
 
-    compiled = jinja2.Environment().from_string(source)
+    environment = jinja2.Environment()
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    compiled = environment.from_string(source)
     return lambda messages, tools=(): compiled.render(messages=messages, tools=tools, raise_exception=raise_exception)
 
 
 def assembler(source: str = CHATML, **given: Any) -> Assembler:
-    return Assembler(encode, key_of, template(source), **given)
+    return Assembler(words(), key_of, template(source), **given)
 
 
 def decoded(prompt: Prompt) -> str:
@@ -285,16 +296,37 @@ def test_a_template_may_repeat_a_message():
     assert len(chunks(prompt)) == 2
 
 
-@pytest.mark.parametrize("source", [TRIMS, ESCAPES])
-def test_a_template_that_trims_or_escapes_loses_no_text(source: str):
-    text = f'"{A}"\n\\ <b> {{{{ x }}}}'
-    assert text in decoded(assembler(source).chat([("user", text)]))
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [(TRIMS, str.strip), (ESCAPES, partial(json.dumps, ensure_ascii=False)), (SHOUTS, str.upper)],
+)
+@pytest.mark.parametrize("kind", ["fresh", "chunk"])
+def test_what_a_template_makes_of_a_text_counts(source: str, written: Callable[[str], str], kind: Any):
+    text = f' "{A}"\n\\ <b> {{{{ x }}}} '
+    prompt = assembler(source).chat([("user", [Piece(text, kind)])])
+    assert f"user\n{written(text)}<|im_end|>" in decoded(prompt)
 
 
-@pytest.mark.parametrize("source", [DROPS_USER, SHOUTS])
-def test_content_that_a_template_loses_or_changes_is_an_error(source: str):
-    with pytest.raises(InputError, match=r"message \d \(role '(user|tool)'\)"):
-        assembler(source).chat([("user", "Hi"), ("tool", A)])
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [(ESCAPES, '\\"The fjord was frozen\\" from shore to shore that year.'), (SHOUTS, f'"{A[:20]}"{A[20:]}'.upper())],
+)
+def test_a_chunk_that_a_template_changes_is_one_by_its_changed_text(source: str, written: str):
+    (found,) = chunks(assembler(source).chat([("user", [Piece(f'"{A[:20]}"{A[20:]}', "chunk", "s"), Piece("?")])]))
+    assert (found.text, found.source) == (written, "s")
+    assert found.tokens == tuple(encode(written, False))
+
+
+def test_what_a_template_cuts_a_chunk_into_is_no_chunk():
+    source = CHATML.replace("m['content']", "m['content'].split('from')[-1]")
+    prompt = assembler(source).chat([("user", [Piece(A, "chunk"), Piece("\n?")])])
+    assert decoded(prompt) == "<|im_start|>user\n shore to shore that year.\n?<|im_end|>\n<|im_start|>assistant\n"
+    assert kinds(prompt) == ["fresh"]
+
+
+def test_a_message_that_a_template_leaves_out_is_an_error():
+    with pytest.raises(InputError, match=r"message \d \(role 'user'\)"):
+        assembler(DROPS_USER).chat([("user", "a"), ("assistant", "a b"), ("tool", A)])
 
 
 def test_an_empty_message_may_vanish():
@@ -310,7 +342,7 @@ def test_a_template_that_refuses_the_roles_is_an_error_with_its_reason():
 
 def test_messages_need_a_chat_template():
     with pytest.raises(InputError, match="no chat template"):
-        Assembler(encode, key_of).chat([("user", "Hi")])
+        Assembler(words(), key_of).chat([("user", "Hi")])
 
 
 # a text as it is

@@ -1,0 +1,490 @@
+"""A conversation as its chat template writes it, and where its contents stand in that.
+
+The template is given the contents themselves, as it may look into them, trim, escape, cut or repeat them. What became
+of them is seen by a second rendering, in which single characters are exchanged for private ones that no text holds:
+where the two renderings agree otherwise, these say where a chunk stands, which messages were left out, and what looks
+like a control token without being the template's.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, Literal
+
+from ragfuse.errors import InputError
+from ragfuse.text.chunks import Piece
+
+Chars = tuple[int, int]
+"""Characters lo:hi of a text."""
+Write = Callable[[list[dict[str, Any]], list[Any]], str]
+"""Messages and tools as the chat template writes them; may raise anything."""
+Forged = Callable[[str], Sequence[Chars]]
+"""Where a text holds what would be read as a control token."""
+
+PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
+"""Code points without a meaning."""
+_PRIVATE = re.compile(r"[\ue000-\uf8ff\U000f0000-\U000ffffd]")
+_ESCAPED = re.compile(
+    r"\\+u([ef][0-9a-f]{3})(?![0-9a-f])|\\+u(db[89a-f][0-9a-f])\\+u(d[c-f][0-9a-f]{2})", re.IGNORECASE
+)
+_MARK = re.compile(f"{_PRIVATE.pattern}|{_ESCAPED.pattern}", re.IGNORECASE)
+MOST_SHOWN = 8
+"""Kinds of control tokens in answers of which it is tried whether the template looks at them."""
+LONGEST = 64
+"""Characters of a control token that may come of a content and what stands beside it."""
+MOST_MISSED = 16
+"""Chunks that are looked for in vain where a template looks at what marks them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A piece, its text as the template wrote it, at characters lo:hi of that."""
+
+    lo: int
+    hi: int
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What a template wrote.
+
+    bare: looks like a control token and is text. placed: chunks and texts of known ids, by lo, none overlapping; those
+    that the template changed beyond recognition are left out. said: characters of the last message.
+    """
+
+    text: str
+    bare: tuple[Chars, ...] = ()
+    placed: tuple[Placed, ...] = ()
+    said: Chars = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """A character of a leaf that is marked. at: where in the content; kind: what for."""
+
+    letter: str
+    kind: Literal["forged", "piece", "message"]
+    at: int = 0
+    turn: int = -1
+    number: int = -1
+    word: str = ""
+    is_inserted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What is marked in one rendering. shown: control tokens that answers keep; beside: others keep all, with a mark
+    beside each."""
+
+    shown: frozenset[str] = frozenset()
+    beside: bool = False
+    pieces: bool = True
+    messages: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A mark at characters lo:hi of what the template wrote."""
+
+    spot: _Spot
+    lo: int
+    hi: int
+
+
+@dataclass
+class _Marks:
+    """Private characters, each for one spot."""
+
+    free: Iterator[int]
+    spots: dict[str, _Spot] = field(default_factory=dict)
+
+    def new(self, spot: _Spot) -> str:
+        """A character for it; its own letter where there are no more."""
+        code = next(self.free, None)
+        if code is None:
+            return "" if spot.is_inserted else spot.letter
+        self.spots[chr(code)] = spot
+        return chr(code)
+
+
+class Conversation:
+    """Messages and tools as a chat template takes them, their contents in pieces.
+
+    contents: of each message, None where it says nothing of its own.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        contents: Sequence[Sequence[Piece] | None],
+        tools: Sequence[Any],
+        forged: Forged,
+    ) -> None:
+        self._messages, self._contents, self._tools, self._forged = messages, contents, tools, forged
+        self._texts = ["".join(piece.text for piece in pieces or ()) for pieces in contents]
+        self._in_texts = [forged(text) for text in self._texts]
+        self._answers = [message.get("role") == "assistant" for message in messages]
+        self._used = set[int]()
+
+    def rendered(self, write: Write) -> Rendered:
+        """What the template writes. InputError where it leaves a message out that is no answer."""
+        text = write([dict(message) for message in self._messages], list(self._tools))
+        self._used = _used([text, *self._strings()])
+        met = set[int]()
+        for trial in self._trials(write):
+            try:
+                other, marks = self._tried(write, trial)
+            except InputError:  # it looks at a character that is exchanged
+                continue
+            met |= {spot.turn for spot, _ in _cut(other, marks)[1]}
+            seen = _aligned(other, marks, text)
+            if seen is not None:
+                self._check_complete(text, met)
+                return self._found(text, seen, trial)
+        trial = replace(self._shown(write), pieces=False, messages=False)  # it looks at what it is not to see
+        text, seen = _put_back(*self._tried(write, trial))
+        self._check_complete(text, met)
+        return self._found(text, seen, trial)
+
+    # what is marked
+
+    def _trials(self, write: Write) -> Iterator[_Trial]:
+        """From what says most to what disturbs a template least."""
+        ways = [_Trial()]
+        yield from (ways[0], replace(ways[0], messages=False))
+        forged = [self._answers[at] for at, found in enumerate(self._in_texts) if found]
+        if any(forged):
+            ways.append(self._shown(write))
+        if not all(forged):
+            ways.append(replace(ways[-1], beside=True))
+        for way in ways[1:]:
+            yield from (way, replace(way, messages=False))
+        yield from (replace(way, messages=False, pieces=False) for way in ways)
+
+    def _shown(self, write: Write) -> _Trial:
+        """Of control tokens in answers, those that the template looks at."""
+        words = dict.fromkeys(
+            self._texts[at][lo:hi] for at, found in enumerate(self._in_texts) if self._answers[at] for lo, hi in found
+        )
+        hidden = self._plain(write, frozenset()) if words else None
+        looked_at = [word for word in [*words][:MOST_SHOWN] if self._plain(write, frozenset({word})) != hidden]
+        return _Trial(shown=frozenset(looked_at))
+
+    def _plain(self, write: Write, shown: frozenset[str]) -> str | None:
+        """What the template writes where it sees of control tokens only these; None where it refuses that."""
+        try:
+            return _put_back(*self._tried(write, _Trial(shown=shown, pieces=False, messages=False)))[0]
+        except InputError:
+            return None
+
+    def _tried(self, write: Write, trial: _Trial) -> tuple[str, dict[str, _Spot]]:
+        """The rendering with these marks."""
+        marks = _Marks(code for code in chain(*PRIVATE) if code not in self._used)
+        messages = []
+        for at, message in enumerate(self._messages):
+            beside = {key: self._leaves(value, marks) for key, value in message.items() if key != "content"}
+            content = message.get("content")
+            if content == self._texts[at] and content:
+                content = self._content(at, marks, trial)
+            messages.append({**beside, "content": content} if "content" in message else beside)
+        tools = [self._leaves(tool, marks) for tool in self._tools]
+        return write(messages, tools), marks.spots
+
+    def _leaves(self, value: Any, marks: _Marks) -> Any:
+        """The same JSON value with marks in all that would be control tokens."""
+        if isinstance(value, str):
+            spots = [(lo, _Spot(value[lo], "forged", word=value[lo:hi])) for lo, hi in self._forged(value)]
+            return _marked(value, spots, marks)
+        if isinstance(value, Mapping):
+            return {self._leaves(name, marks): self._leaves(each, marks) for name, each in value.items()}
+        return [self._leaves(each, marks) for each in value] if isinstance(value, list | tuple) else value
+
+    def _content(self, turn: int, marks: _Marks, trial: _Trial) -> str:
+        text, forged = self._texts[turn], self._in_texts[turn]
+        spots = dict[int, _Spot]()
+        for lo, hi in forged:
+            word = text[lo:hi]
+            if self._answers[turn] and word in trial.shown:
+                continue
+            if trial.beside and not self._answers[turn]:
+                at = hi if not text[:lo].strip() else lo
+                spots[at] = _Spot("", "forged", at - lo, turn, word=word, is_inserted=True)
+            else:
+                spots[lo] = _Spot(text[lo], "forged", lo, turn, word=word)
+        if trial.pieces:
+            for number, (lo, hi, _) in enumerate(_held(self._contents[turn])):
+                if (at := _quiet(text, lo, hi, forged)) not in spots:
+                    spots[at] = _Spot(text[at], "piece", at, turn, number)
+        if trial.messages and text.strip() and (at := _quiet(text, 0, len(text), forged)) not in spots:
+            spots[at] = _Spot(text[at], "message", at, turn)
+        return _marked(text, sorted(spots.items(), key=lambda each: each[0]), marks)
+
+    def _strings(self) -> Iterator[str]:
+        yield from self._texts
+        yield from _strings(self._messages)
+        yield from _strings(self._tools)
+
+    # what is found
+
+    def _found(self, text: str, seen: Sequence[_Seen], trial: _Trial) -> Rendered:
+        bare = [_forged_at(text, each) for each in seen if each.spot.kind == "forged"]
+        spans = self._spans(text, seen)
+        bare += self._across(text, spans)
+        placed = list(self._placed(text, seen)) if trial.pieces else list(self._searched(text))
+        last = len(self._messages) - 1
+        said = [chars for turn, chars, _ in spans if turn == last]
+        if not said and (core := self._texts[last].strip()) and (at := text.rfind(core)) >= 0:
+            said = [(at, at + len(core))]
+        rows = (min(lo for lo, _ in said), max(hi for _, hi in said)) if said else (0, 0)
+        return Rendered(text, tuple(sorted(set(bare))), tuple(_apart(placed)), rows)
+
+    def _spans(self, text: str, seen: Sequence[_Seen]) -> list[tuple[int, Chars, list[int]]]:
+        """Where contents stand, as far as they are unchanged around a mark: turn, characters, and which of their ends
+        are the content's own."""
+        found = list[tuple[int, Chars, list[int]]]()
+        for each in seen:
+            spot, is_one = each.spot, each.hi - each.lo == 1
+            if (
+                spot.turn < 0
+                or not is_one
+                or not (spot.kind == "message" or (spot.kind == "piece" and not spot.number))
+            ):
+                continue
+            if found and found[-1][0] == spot.turn and each.lo < found[-1][1][1]:
+                continue
+            content = self._texts[spot.turn]
+            head, rest = content[: spot.at], content[spot.at + 1 :]
+            before = _n_alike(head[::-1], text[max(0, each.lo - spot.at) : each.lo][::-1])
+            behind = _n_alike(rest, text[each.hi : each.hi + len(rest)])
+            lo, hi = each.lo - before, each.hi + behind
+            whole = (lo, before >= len(head.lstrip())), (hi, behind >= len(rest.rstrip()))
+            found.append((spot.turn, (lo, hi), [at for at, is_whole in whole if is_whole]))
+        return found
+
+    def _across(self, text: str, spans: Iterable[tuple[int, Chars, list[int]]]) -> Iterator[Chars]:
+        """What would be a control token across the border of a content and the template's text."""
+        for edge in {edge for _, _, edges in spans for edge in edges}:
+            first = max(0, edge - LONGEST)
+            for lo, hi in self._forged(text[first : edge + LONGEST]):
+                if first + lo < edge < first + hi:
+                    yield first + lo, first + hi
+
+    def _placed(self, text: str, seen: Sequence[_Seen]) -> Iterator[Placed]:
+        held = [_held(pieces) for pieces in self._contents]
+        for each in seen:
+            if each.spot.kind == "piece":
+                lo, _, piece = held[each.spot.turn][each.spot.number]
+                if (placed := _placed_at(text, each, piece, each.spot.at - lo)) is not None:
+                    yield placed
+
+    def _searched(self, text: str) -> Iterator[Placed]:
+        """Pieces looked for by their text, each behind the one before."""
+        at = missed = 0
+        for pieces in self._contents:
+            for _, _, piece in _held(pieces):
+                lo = text.find(piece.text, at) if missed < MOST_MISSED else -1
+                if lo < 0:
+                    missed += 1
+                else:
+                    at = lo + len(piece.text)
+                    yield Placed(lo, at, piece)
+
+    def _check_complete(self, text: str, met: set[int]) -> None:
+        """InputError for a message that was left out; of answers a template may leave out what was thought."""
+        at = 0
+        for turn, message in enumerate(self._messages):
+            said = self._texts[turn].strip()
+            if not said or turn in met or self._answers[turn] or message.get("content") != self._texts[turn]:
+                continue
+            found = text.find(said, at)
+            at = found if found >= 0 else text.find(said)
+            if at < 0:
+                raise InputError(
+                    f"The chat template leaves out message {turn} (role '{message.get('role')}'); use a role that it "
+                    "renders, or pass one text instead of messages."
+                )
+
+
+def _held(pieces: Sequence[Piece] | None) -> list[tuple[int, int, Piece]]:
+    """Chunks and texts of known ids in a content, and their characters."""
+    found, at = list[tuple[int, int, Piece]](), 0
+    for piece in pieces or ():
+        if (piece.ids or piece.kind == "chunk") and piece.text.strip():
+            found.append((at, at + len(piece.text), piece))
+        at += len(piece.text)
+    return found
+
+
+def _quiet(text: str, lo: int, hi: int, forged: Sequence[Chars]) -> int:
+    """A letter in the middle of lo:hi, where templates look least; in no control token if there is another."""
+
+    def is_plain(at: int) -> bool:
+        before = bisect_right(forged, at, key=lambda chars: chars[0])
+        return not text[at].isspace() and not (before and forged[before - 1][1] > at)
+
+    found = next((at for at in _outwards(lo, hi) if is_plain(at) and text[at].isalnum()), None)
+    if found is None:
+        found = next((at for at in _outwards(lo, hi) if is_plain(at)), None)
+    return found if found is not None else next(at for at in range(lo, hi) if not text[at].isspace())
+
+
+def _outwards(lo: int, hi: int) -> Iterator[int]:
+    """All of lo:hi, from the middle on."""
+    middle = (lo + hi) // 2
+    for step in range(hi - lo):
+        yield from (at for at in (middle + step, middle - step - 1) if lo <= at < hi)
+
+
+def _marked(text: str, spots: Iterable[tuple[int, _Spot]], marks: _Marks) -> str:
+    """The text with marks at these places, which increase."""
+    pieces, done = list[str](), 0
+    for at, spot in spots:
+        pieces += [text[done:at], marks.new(spot)]
+        done = at if spot.is_inserted else at + 1
+    return "".join([*pieces, text[done:]])
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts of a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _strings(name)
+            yield from _strings(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _strings(each)
+
+
+def _used(texts: Iterable[str]) -> set[int]:
+    """Private code points that texts hold, or an escaped form of them."""
+    used = set[int]()
+    for text in texts:
+        used.update(map(ord, _PRIVATE.findall(text)))
+        used.update(map(_code, _ESCAPED.finditer(text)))
+    return used
+
+
+def _code(escaped: re.Match[str]) -> int:
+    one, high, low = escaped.groups()
+    if one:
+        return int(one, 16)
+    return 0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00
+
+
+def _letter_of(mark: re.Match[str]) -> str:
+    """The private character that a match of `_MARK` is, or stands for."""
+    return mark[0] if len(mark[0]) == 1 else chr(_code(mark))
+
+
+def _cut(rendered: str, marks: Mapping[str, _Spot]) -> tuple[list[str], list[tuple[_Spot, str]]]:
+    """The texts around the marks of a rendering; the marks, and how each is written."""
+    texts, found, done = list[str](), list[tuple[_Spot, str]](), 0
+    for mark in _MARK.finditer(rendered):
+        if (spot := marks.get(_letter_of(mark))) is not None:
+            texts.append(rendered[done : mark.start()])
+            found.append((spot, mark[0]))
+            done = mark.end()
+    return [*texts, rendered[done:]], found
+
+
+def _aligned(rendered: str, marks: Mapping[str, _Spot], text: str) -> list[_Seen] | None:
+    """Where marks stand in the text that is written without them; None where that differs otherwise, too."""
+    texts, found = _cut(rendered, marks)
+    if not text.startswith(texts[0]):
+        return None
+    at, seen = len(texts[0]), list[_Seen]()
+    for (spot, _), behind in zip(found, texts[1:], strict=True):
+        forms = _forms(spot.letter) if not spot.is_inserted else ("",)
+        form = next(
+            (each for each in forms if text.startswith(each, at) and text.startswith(behind, at + len(each))), None
+        )
+        if form is None:
+            return None
+        seen.append(_Seen(spot, at, at + len(form)))
+        at += len(form) + len(behind)
+    return seen if at == len(text) else None
+
+
+def _put_back(rendered: str, marks: Mapping[str, _Spot]) -> tuple[str, list[_Seen]]:
+    """A rendering with the letters themselves in place of marks, and where these stand."""
+    texts, found = _cut(rendered, marks)
+    pieces, seen, at = [texts[0]], list[_Seen](), len(texts[0])
+    for (spot, written), behind in zip(found, texts[1:], strict=True):
+        letter = spot.letter if len(written) == 1 else json.dumps(spot.letter)[1:-1]
+        pieces += [letter, behind]
+        seen.append(_Seen(spot, at, at + len(letter)))
+        at += len(letter) + len(behind)
+    return "".join(pieces), seen
+
+
+def _forms(letter: str) -> Iterator[str]:
+    """How a template may write a letter."""
+    yield letter
+    yield from (letter.upper(), letter.lower())
+    escaped = [json.dumps(letter)[1:-1], json.dumps(letter, ensure_ascii=False)[1:-1], f"\\u{ord(letter):04x}"]
+    yield from escaped
+    yield from (each.replace("\\", "\\\\") for each in escaped)
+    yield html.escape(letter)
+
+
+def _escapes(text: str) -> Iterator[str]:
+    """A text as templates write it in JSON."""
+    for plain in (False, True):
+        yield json.dumps(text, ensure_ascii=plain)[1:-1]
+    safe = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&'"}
+    yield json.dumps(text)[1:-1].translate(safe)
+
+
+def _placed_at(text: str, seen: _Seen, piece: Piece, at: int) -> Placed | None:
+    """A piece around its marked letter `at`: as it is, escaped, or in other letters; None where it is none of these."""
+    lo = seen.lo - at
+    if lo >= 0 and text.startswith(piece.text, lo):
+        return Placed(lo, lo + len(piece.text), piece)
+    core = piece.text.strip()
+    if piece.ids:
+        lo = seen.lo - at + piece.text.index(core)
+        return Placed(lo, lo + len(core), replace(piece, text=core)) if text.startswith(core, max(0, lo)) else None
+    for head, whole in zip(_escapes(piece.text[:at]), _escapes(piece.text), strict=True):
+        lo = seen.lo - len(head)
+        if lo >= 0 and text.startswith(whole, lo):
+            return Placed(lo, lo + len(whole), replace(piece, text=whole))
+    lo, said = seen.lo - at, text[max(0, seen.lo - at) : max(0, seen.lo - at) + len(piece.text)]
+    if lo >= 0 and said.casefold() == piece.text.casefold():
+        return Placed(lo, lo + len(said), replace(piece, text=said))
+    return None
+
+
+def _forged_at(text: str, seen: _Seen) -> Chars:
+    """Characters of what is no control token: its marked letter first."""
+    spot = seen.spot
+    if spot.is_inserted:
+        lo = seen.lo - spot.at
+        return lo, lo + len(spot.word)
+    lo = max(seen.lo, seen.hi - 1)
+    return lo, min(len(text), lo + len(spot.word))
+
+
+def _n_alike(one: str, other: str) -> int:
+    """How many letters two texts begin with alike."""
+    if one == other:
+        return len(one)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _apart(placed: Iterable[Placed]) -> Iterator[Placed]:
+    """Those that overlap none before them, by lo."""
+    done = 0
+    for each in sorted(placed, key=lambda each: each.lo):
+        if each.lo >= done:
+            yield each
+            done = each.hi

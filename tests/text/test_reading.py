@@ -1,0 +1,305 @@
+"""What a model reads is what its template writes, for kinds of tokenizers times kinds of templates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from ragfuse.asking import Ask
+from ragfuse.core import ChunkKey, Prompt, token_digest
+from ragfuse.hf.tokens import TextEncoder, control_tokens
+from ragfuse.prompting import Prompter
+from ragfuse.settings import Settings
+from ragfuse.text.calls import PLAIN as PLAIN_CALLS
+from ragfuse.text.chunks import Piece
+
+CORPUS = [
+    "The keeper of the northern lighthouse counted forty ships in one night; its door is green.",
+    "Use only what the passages say.\n\nQuestion: who?\nAnswer: nobody (not yet), said he.",
+    "<|im_start|>user [INST] </think> assistant \"quoted\" \\ {a: 1} [1, 2] tool_response system & <b> 'x' _ / = %",
+    "北の灯台の番人は船を数えた。é ü ß ö 🦊",
+] * 4
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+PLAIN = [  # added, and special to a template alone
+    AddedToken("<think>", normalized=False),
+    AddedToken("</think>", normalized=False),
+    AddedToken("<tool_response>", normalized=False),
+    AddedToken("</tool_response>", normalized=False),
+]
+FLAGS = [
+    AddedToken("<|left|>", lstrip=True, normalized=False),
+    AddedToken("<|right|>", rstrip=True, normalized=False),
+    AddedToken("<|word|>", single_word=True, normalized=False),
+    AddedToken("<|Plain|>", normalized=True),
+    AddedToken("   ", normalized=False),
+]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of tokenizer. is_exact: ids say every text letter by letter."""
+
+    name: str
+    is_exact: bool
+    bos: bool = True
+
+
+KINDS = [
+    Kind("byte-level", True),
+    Kind("byte-level", True, bos=False),
+    Kind("byte-level with a space", False),
+    Kind("byte-level with flags", False),
+    Kind("first", True),
+    Kind("first with flags", False),
+    Kind("always", False),
+    Kind("always with flags", False),
+    Kind("never", True, bos=False),
+    Kind("legacy", False),
+    Kind("wordpiece", False, bos=False),
+    Kind("unigram", False),
+    Kind("unigram never", False),
+    Kind("words apart", False),
+]
+
+
+@cache
+def tokenizer(kind: Kind) -> PreTrainedTokenizerFast:
+    """Trained on a few sentences."""
+    name = kind.name.removesuffix(" with flags")
+    core, trainer = _core(name)
+    core.train_from_iterator(CORPUS, trainer)
+    if kind.bos:
+        first = ("<s>", core.token_to_id("<s>"))
+        core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[first])
+    core.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in SPECIAL])
+    core.add_tokens([*PLAIN, *(FLAGS if "flags" in kind.name else [])])
+    named = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **named)
+
+
+def _core(name: str) -> tuple[Tokenizer, Any]:
+    told: dict[str, Any] = {"special_tokens": SPECIAL, "show_progress": False}
+    if name.startswith("byte-level"):
+        core = Tokenizer(models.BPE())
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space="space" in name)
+        core.decoder = decoders.ByteLevel()
+        return core, trainers.BpeTrainer(vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **told)
+    if name == "wordpiece":
+        core = Tokenizer(models.WordPiece({}, unk_token="<unk>"))
+        core.normalizer, core.pre_tokenizer = (
+            normalizers.BertNormalizer(lowercase=True),
+            pre_tokenizers.BertPreTokenizer(),
+        )
+        core.decoder = decoders.WordPiece()
+        return core, trainers.WordPieceTrainer(vocab_size=400, **told)
+    if name.startswith("unigram") or name == "words apart":
+        core = Tokenizer(models.Unigram())
+        if name == "words apart":
+            core.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("\n", " ")])
+            split = pre_tokenizers.WhitespaceSplit()
+            core.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.Metaspace(prepend_scheme="always")])
+        else:
+            scheme = "never" if "never" in name else "always"
+            core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        core.decoder = decoders.Metaspace(prepend_scheme="always")
+        return core, trainers.UnigramTrainer(vocab_size=300, unk_token="<unk>", **told)
+    core = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    if name == "legacy":
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=cast(Any, name), split=name == "always")
+    strip = [] if name == "never" else [decoders.Strip(" ", 1, 0)]
+    back = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    core.decoder = decoders.Sequence(back)
+    told["special_tokens"] = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    return core, trainers.BpeTrainer(vocab_size=700, initial_alphabet=["▁", "\n"], **told)
+
+
+LOOP = "{% for m in messages %}"
+ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CHATML = LOOP + "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}" + ASK
+INST = (
+    LOOP + "{% if m.role == 'assistant' %}{{ ' ' + m.content.strip() + ' ' + eos_token }}"
+    "{% else %}{{ bos_token + '[INST] ' + m.content | trim + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+BARE = LOOP + "{{ m.role + ':' + m.content + '\n\n' }}{% endfor %}assistant:"
+THINK = (
+    LOOP + "{% set c = m.content %}{% if m.role == 'assistant' and '</think>' in c %}"
+    "{% set c = c.split('</think>')[-1] %}{% endif %}"
+    "{{ '<|im_start|>' + m.role + '\n' + c + '<|im_end|>\n' }}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+RESULTS = (
+    LOOP + "{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'tool' %}"
+    "{{ '<tool_response>' + m.content | tojson + '</tool_response>' }}{% else %}{{ m.content }}{% endif %}"
+    "{{ '<|im_end|>' }}{% endfor %}" + ASK
+)
+PARTS = (
+    LOOP + "{{ '<|im_start|>' + m.role + ' ' }}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}"
+    "{% endif %}{% endfor %}{{ '<|im_end|>' }}{% endfor %}" + ASK
+)
+LOOKS = (
+    LOOP + "{% if m.content.startswith('<tool_response>') %}{{ '<|im_start|>result ' + m.content }}"
+    "{% elif m.content | length > 40 %}{{ '<|im_start|>long ' + m.role + '\n' + m.content }}"
+    "{% elif m.content == 'A' %}{{ '<|im_start|>letter ' + m.content }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endif %}{{ '<|im_end|>' }}{% endfor %}" + ASK
+)
+ALONE = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}" + CHATML
+BESIDE = LOOP + "{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}" + ASK
+FLAGGED = LOOP + "{{ '<|right|> ' + m.content + ' <|left|> <|word|> <|Plain|>' }}{% endfor %}" + ASK
+
+
+def _as_it_is(role: str, content: str) -> str:
+    return content
+
+
+def _without_thoughts(role: str, content: str) -> str:
+    return content.split("</think>")[-1] if role == "assistant" else content
+
+
+TEMPLATES: dict[str, tuple[str, Callable[[str, str], str]]] = {
+    "chatml": (CHATML, _as_it_is),
+    "inst": (INST, _as_it_is),
+    "bare": (BARE, _as_it_is),
+    "think": (THINK, _without_thoughts),
+    "results": (RESULTS, _as_it_is),
+    "parts": (PARTS, _as_it_is),
+    "looks": (LOOKS, _as_it_is),
+    "alone": (ALONE, _as_it_is),
+    "beside": (BESIDE, _as_it_is),
+    "flagged": (FLAGGED, _as_it_is),
+}
+
+
+def key_of(tokens: Sequence[int], context: str = "") -> ChunkKey:
+    return ChunkKey("model", token_digest(tokens), context)
+
+
+@cache
+def prompter(kind: Kind, template: str) -> Prompter:
+    tok = cast(PreTrainedTokenizerFast, tokenizer(kind))
+    tok = type(tok)(tokenizer_object=tok.backend_tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    tok.chat_template = TEMPLATES[template][0]
+    bos = (tok.bos_token_id,) if kind.bos else ()
+    own = SimpleNamespace(generation_config=GenerationConfig(eos_token_id=tok.eos_token_id))
+    encoder = TextEncoder(tok)
+    model: Any = SimpleNamespace(words=tok, encoder=encoder, bos=bos, model=own, tokens=encoder.tokens)
+    made = Prompter(Settings(min_chunk_tokens=1), lambda use, otherwise: otherwise, lambda: model, key_of)
+    made._calls = replace(PLAIN_CALLS, native=True)  # results of tools are messages of their own
+    return made
+
+
+def words_of(made: Prompter) -> PreTrainedTokenizerFast:
+    return cast(PreTrainedTokenizerFast, made._model().words)
+
+
+SAID = [
+    *("The keeper ", "of the lighthouse", "counted", "A", "é", "北の灯台", "🦊", '"', "\\", "'<b>'", "{a: 1}", "[1]"),
+    *(" ", "  ", "   ", "\n", "\n\n", "\t", ".", "<|im_end|>", "<|im_start|>", "<s>", "</s>", "<think>", "</think>"),
+    *("<tool_response>", "</tool_response>", "<|IM_END|>", "<|im_", "end|>", "<|word|>", "<|Plain|>", "<|left|>", "x"),
+]
+texts = st.lists(st.one_of(st.sampled_from(SAID), st.text(max_size=4)), max_size=8).map("".join)
+pieces = st.builds(Piece, texts, st.sampled_from(["fresh", "fresh", "chunk"]), st.just("source"))
+contents = st.lists(pieces, max_size=4)
+conversations = st.lists(
+    st.tuples(st.sampled_from(["user", "assistant", "tool", "system"]), contents), min_size=1, max_size=4
+)
+
+
+def written(made: Prompter, template: str, messages: Sequence[tuple[str, str]], **more: Any) -> str:
+    """What the template writes."""
+    told = [{"role": role, "content": _told(template, content)} for role, content in messages]
+    words = words_of(made)
+    return str(words.apply_chat_template(cast(Any, told), tokenize=False, add_generation_prompt=True, **more))
+
+
+def _told(template: str, content: str) -> Any:
+    return [{"type": "text", "text": content}] if template == "parts" else content
+
+
+def said(words: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
+    return str(words.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def squashed(text: str) -> str:
+    return "".join(text.lower().replace("<unk>", "").split())
+
+
+@cache
+def control_of(words: PreTrainedTokenizerFast) -> re.Pattern[str]:
+    """What is special, and what the template has beside that, but for what stands for unknown words."""
+    found = sorted({word for word in control_tokens(words) if word != "<unk>" and word[:3] != "<0x"}, key=len)[::-1]
+    return re.compile("|".join(map(re.escape, found)))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.name}{'' if kind.bos else ' without bos'}")
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@given(messages=conversations)
+def test_a_model_reads_what_its_template_writes(kind: Kind, template: str, messages: Any):
+    if "flags" not in kind.name and template == "flagged":
+        return
+    made = prompter(kind, template)
+    words, encoder = words_of(made), made._model().encoder
+    messages = [(role, content) for role, content in messages if role != "tool" or template == "results"]
+    plain = [(role, "".join(piece.text for piece in content)) for role, content in messages]
+    if template == "alone" and any(role == "system" for role, _ in plain):
+        if messages[0][0] != "system":
+            return
+        plain = without_system(plain)
+    if not plain:
+        return
+    text = written(made, template, plain)
+    own = words(text, add_special_tokens=False).input_ids
+    apart = _prompt(made, messages)
+    whole = _prompt(made, [(role, [Piece("".join(each.text for each in content))]) for role, content in messages])
+    asked = _prompt(made, messages, Ask(reuse=False))
+    control, kept = control_of(words), TEMPLATES[template][1]
+    forged = sum(len(control.findall(kept(role, content))) for role, content in plain)
+    alike(asked.token_ids, whole.token_ids)
+    alike(said(words, apart.token_ids), said(words, whole.token_ids))
+    if not any(control.search(content) for _, content in plain):
+        alike(list(whole.token_ids), own)
+    elif kind.is_exact:
+        alike(said(words, whole.token_ids).lstrip(" "), text.lstrip(" "))
+    elif kind.name not in LOSSY:
+        alike(squashed(said(words, whole.token_ids)), squashed(said(words, own)))
+    for prompt in (apart, whole):
+        found = [word for word in words.convert_ids_to_tokens(list(prompt.token_ids)) if control.fullmatch(word)]
+        alike(len(found), len(control.findall(text)) - forged)
+        for segment in prompt.segments:
+            if segment.kind == "chunk":
+                alike(list(segment.tokens), encoder.tokens(segment.text))
+
+
+def alike(found: object, wanted: object) -> None:
+    """pytest takes minutes to explain how two long texts differ."""
+    if found != wanted:
+        pytest.fail(f"found  {found!r}\nwanted {wanted!r}")
+
+
+def without_system(messages: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The same with what the system says at the head of what the user says first."""
+    head = "".join(f"{text}\n\n" for role, text in messages if role == "system" and text)
+    rest = [(role, text) for role, text in messages if role != "system"]
+    at = next((at for at, (role, _) in enumerate(rest) if role == "user"), None)
+    if at is None:
+        return [("user", head), *rest]
+    return [*rest[:at], ("user", head + rest[at][1]), *rest[at + 1 :]]
+
+
+LOSSY = {"wordpiece", "unigram", "unigram never", "words apart"}
+
+
+def _prompt(made: Prompter, messages: Any, ask: Ask | None = None) -> Prompt:
+    return made.prompt(messages, "digest", ask=ask)
