@@ -229,7 +229,7 @@ class Conversations:
         for each, ids, answer in zip(ready, rows, answers, strict=True):
             talk = _talk_of(each)
             if talk is not None and self._is_kept(talk, ask):
-                self._remember(each, talk, ids, answer)
+                self._remember(each, talk, ids, answer, ask.continue_final_message)
 
     def end(self, ready: Sequence[Ready]) -> None:
         """Nothing more comes of these: what was saved of turns that nobody remembers is dropped again."""
@@ -239,7 +239,8 @@ class Conversations:
                 self._begun.discard(id(each))
                 self._release_later(partial(_saved, each.plan, talk, self._encoder().key))
 
-    def _remember(self, ready: Ready, talk: Talk, ids: Sequence[int], answer: Answer) -> None:
+    def _remember(self, ready: Ready, talk: Talk, ids: Sequence[int], answer: Answer, goes_on: bool) -> None:
+        """goes_on: the answer goes on with the last message."""
         encoder, n_prompt = self._encoder(), len(ready.plan.prompt)
         left, said = left_by(ready.plan, talk, encoder.key), self._spelled(answer)
         made, n_rows = [*left.asked], min(_n_alike(said, ids), ready.n_held(len(ids)) - n_prompt)
@@ -248,8 +249,12 @@ class Conversations:
             answered: Saves = ((made[-1], ((n_prompt, n_prompt + n_rows),)),)
             self._save_later(ready, answered, talk, said[:n_rows])
         messages = talk.messages if talk.stays else tuple(map(_without_chunks, talk.messages))
-        reply = Message("assistant", ((answer.text, "fresh", ""),) if answer.text else (), answer.tool_calls)
-        turn = Exchange((*messages, reply), () if answer.tool_calls else said, tuple(made))
+        text = answer.text
+        if goes_on and messages:
+            text = messages[-1].text + self._within(answer, said)
+            messages = messages[:-1]
+        reply = Message("assistant", ((text, "fresh", ""),) if text else (), answer.tool_calls)
+        turn = Exchange((*messages, reply), () if answer.tool_calls or goes_on else said, tuple(made))
         before = talk.session.with_stretches(left.history)
         session = replace(before, turns=(*before.turns, turn))
         loose = set(talk.had).difference(session.keys)
@@ -282,6 +287,11 @@ class Conversations:
                 rest = answer.text[len(text) :]
                 return (*ids[:count], *(model.tokens(rest) if rest else ()))
         return tuple(model.tokens(answer.text))
+
+    def _within(self, answer: Answer, ids: Sequence[int]) -> str:
+        """An answer's text as it reads behind what it goes on with: some tokenizers leave out a space before a text."""
+        text = self._encoder().model.encoder.said(ids)
+        return text if text.strip() == answer.text.strip() else answer.text
 
     def _save_later(self, ready: Ready, saves: Saves, talk: Talk, written: tuple[int, ...] = ()) -> None:
         """Save rows of a prompt, and of what was written behind it, in the background, unless too much waits already.

@@ -30,7 +30,7 @@ def digest(*parts: str | bytes) -> str:
     """BLAKE3 over length-prefixed parts, 32 hex digits: the same in every process and on every machine."""
     hasher = blake3()
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
+        data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
         hasher.update(len(data).to_bytes(8, "little"))
         hasher.update(data)
     return hasher.hexdigest(length=16)

@@ -21,7 +21,7 @@ from ragfuse.prompting import Inquiry, Prompter
 from ragfuse.registry import Kept, Registry, SchemaInfo
 from ragfuse.settings import Settings
 from ragfuse.text.bind import bind
-from ragfuse.text.nodes import Item, Module, Request, Role, Schema, inner
+from ragfuse.text.nodes import Item, Module, Request, Role, Schema, Text, inner
 from ragfuse.text.pml import parse_prompt, parse_schema, read, to_pml
 from ragfuse.text.schema import PLAIN, Layout, Place, Wrapping, lay_out
 from ragfuse.text.wrap_probe import wrapping_of
@@ -213,6 +213,8 @@ class Schemas:
         begins, wrapping = self._wrapping()
         is_chat = wrapping is not PLAIN and _has_messages(schema.items)
         bos = model.tokens(begins, True) if is_chat else model.bos
+        first = _first_text(schema.items, wrapping if is_chat else PLAIN)
+        bos = (*bos, *model.encoder.beginning(first, is_chat and bool(begins)))
         unknown = model.words.unk_token_id
         placeholder = unknown if isinstance(unknown, int) else model.tokens(" ")[0]
         shortest, fixed = self._settings.min_chunk_tokens, model.profile.fixed
@@ -249,6 +251,18 @@ def _has_messages(items: tuple[Item, ...]) -> bool:
     scope = list(inner(items))
     deeper = (_has_messages(each.items) for each in scope if isinstance(each, Module))
     return any(isinstance(each, Role) for each in scope) or any(deeper)
+
+
+def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
+    """What a prompt over a schema begins with."""
+    for item in inner(items):
+        if isinstance(item, Text) and (item.text.strip() or not _has_messages(items)):
+            return item.text
+        if isinstance(item, Role):
+            return wrapping.around(item.role)[0] or _first_text(item.items, wrapping)
+        if isinstance(item, Module):
+            return _first_text(item.items, wrapping)
+    return ""
 
 
 def _kept(schema: Schema | Path | str) -> Kept:

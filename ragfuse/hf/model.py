@@ -85,9 +85,10 @@ class HFModel:
     @property
     def encoder(self) -> TextEncoder:
         """Encodes whole prompts and pieces of them; ModelError if the model came without a tokenizer."""
-        if self._encoder is None:
-            self._encoder = TextEncoder(self.words)
-        return self._encoder
+        encoder = self._encoder
+        if encoder is None or encoder.chat_template != getattr(self.words, "chat_template", None):
+            self._encoder = encoder = TextEncoder(self.words)
+        return encoder
 
     @property
     def bos(self) -> tuple[int, ...]:
@@ -98,7 +99,7 @@ class HFModel:
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Ids of a text as it reads in the middle of a prompt, none added; unless `special`, what looks like a special
         token in it stays text, and so does what the chat template writes around calls, results and thoughts."""
-        return self.encoder.template(text) if special else self.encoder.tokens(text)
+        return self.encoder.written(text) if special else self.encoder.tokens(text)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out."""

@@ -52,6 +52,7 @@ class TextEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
+        self.chat_template = getattr(tokenizer, "chat_template", None)  # which says what control tokens are
         self._added = {int(id): str(token) for id, token in tokenizer.added_tokens_decoder.items()}
         self._control = control_tokens(tokenizer)
         self._control_ids = {id for id, word in self._added.items() if word in self._control} - {_unknown(tokenizer)}
@@ -74,7 +75,7 @@ class TextEncoder:
         """Ids of a text as it reads in the middle of another one; what looks like a control token stays text."""
         return self._encoded(checked(text))[0]
 
-    def template(self, text: str) -> list[int]:
+    def written(self, text: str) -> list[int]:
         """Ids of a text that a template wrote, as it reads in the middle of another one: control tokens are such."""
         if self._own is None:
             return self._called(checked(text), False)
@@ -95,10 +96,15 @@ class TextEncoder:
             done, place = hi, "border"
         return found + self._encoded(text[done:], self._put_before(place, text[done:]))[0]
 
-    def beginning(self, text: str) -> list[int]:
-        """Ids of what the tokenizer puts before a text that begins a prompt."""
-        before = self._put_before("start", text or "a") if self._own is not None else ""
-        return self._text.encode(before, add_special_tokens=False).ids if before else []
+    def beginning(self, text: str, is_behind_token: bool = False) -> list[int]:
+        """Ids of what the tokenizer puts before a text that begins a prompt, or follows its first control token."""
+        if self._own is None:
+            return []
+        before = self._put_before("border" if is_behind_token else "start", text)
+        first = self._own.encode(text, add_special_tokens=False)
+        if not before or 0 in (first.offsets[row][0] for row in self._borders(text, first.ids, first.offsets)):
+            return []
+        return list(self._text.encode(before, add_special_tokens=False).ids)
 
     def said(self, ids: Sequence[int]) -> str:
         """What ids say in the middle of a text, control tokens too."""

@@ -16,7 +16,7 @@ from functools import cache
 from ragfuse.core import ChunkKey, Kind, Prompt, Segment
 from ragfuse.text.nodes import Import, Message, Request, Spot, Text
 from ragfuse.text.pml import one_of
-from ragfuse.text.schema import Encode, Fork, Layout, Place, Run, Stretch, check_together
+from ragfuse.text.schema import Encode, Fork, Layout, Place, Run, Stretch, check_together, opened
 
 KeyOf = Callable[[Run], ChunkKey]
 """The key of a run that was encoded alone, at its own positions; its layout is `Run.layout`."""
@@ -150,7 +150,7 @@ class _Wishes:
         before, after = self._layout.wrapping.around(item.role)
         is_open = is_last and item.role == "assistant"
         ends = () if is_open else tuple(self._encode(after, True))
-        return _Free((*self._encode(before, True), *self._encode(item.text, False), *ends), item.at)
+        return _Free((*opened(self._encode, before), *self._encode(item.text, False), *ends), item.at)
 
     def _check_message(
         self, item: Message, previous: str | None, following: str | None, children: Mapping[str, Place]

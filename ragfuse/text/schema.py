@@ -288,7 +288,7 @@ class _Builder:
             raise item.at.error(f"'<{item.role}>' in another message", "a message beside messages")
         self.has_messages = True
         before, after = self._wrapping.around(item.role)
-        yield tuple(self._encode(before, True)), True
+        yield opened(self._encode, before), True
         yield from self._flat(item.items, True)
         yield tuple(self._encode(after, True)), True
 
@@ -326,6 +326,15 @@ class _Builder:
         fork = Fork(at, max((place.stop for place in places), default=at), places, default)
         self.forks.update((place.path, fork) for place in places)
         return fork
+
+
+def opened(encode: Encode, before: str) -> tuple[int, ...]:
+    """Ids of what a template writes before a text, with what the tokenizer puts before that: some put a space behind
+    every control token."""
+    ids, letter = tuple(encode(before, True)), "a"
+    together, space = tuple(encode(before + letter, True)), tuple(encode(" ", False))
+    is_put = together != (*ids, *encode(letter, False)) and together == (*ids, *encode(f" {letter}", False))
+    return (*ids, *space) if is_put else ids
 
 
 def _below(path: str, name: str) -> str:

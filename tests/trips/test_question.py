@@ -78,15 +78,20 @@ def test_a_second_process_on_the_store_hits_and_finds_known_chunks(tiny_settings
 
 @pytest.mark.embedded
 def test_the_embedded_model_says_what_full_prefill_says_at_ratio_one(smollm_path, tmp_path):
-    settings = Settings(model=str(smollm_path), dtype="float32", store=tmp_path, max_tokens=12)
+    settings = Settings(model=str(smollm_path), dtype="float32", store=tmp_path, max_tokens=12, prefix_cache=False)
     with Engine(settings) as engine:
         ingest(engine, CHUNKS[:3])
         question = messages(CHUNKS[:3], "Question: How many ships did the keeper of the southern lighthouse count?")
-        fused, full = engine.answer(question, Ask(ratio=1.0)), engine.answer(question, Ask(reuse=False))
+        fused, full = engine.answer(question, Ask(ratio=1.0)), _full(engine, question)
         one = messages(CHUNKS[3:4], "Question: What colour is the door of the lighthouse? One word.")  # not ingested
-        exact, alone = engine.answer(one), engine.answer(one, Ask(reuse=False))
+        exact, alone = engine.answer(one), _full(engine, one)
     assert fused.token_ids == full.token_ids
     assert chunk_hits(fused.trace) == [True] * 3
     assert exact.token_ids == alone.token_ids
     assert [(segment.kind, segment.hit) for segment in exact.trace.segments] == [("prefix", True), ("chunk", False)]
     assert exact.trace.tokens_recomputed == 0
+
+
+def _full(engine, question):
+    """Full prefill of the very ids, which marked chunks have their own share in."""
+    return engine.answer(engine.prompt(question).token_ids, Ask(reuse=False))

@@ -29,6 +29,9 @@ OVERRIDES = (
     "overflow",
     "deadline_s",
     "grammar",
+    "chat_template_kwargs",
+    "enable_thinking",
+    "continue_final_message",
 )
 PER_CALL = ("model", *OVERRIDES, "model_kwargs", "response_format", "stream")
 """What a call may say: `llm.invoke(messages, ratio=1.0)` or `llm.bind(reuse=False)`."""
@@ -74,6 +77,12 @@ class RagFuseModel(BaseModel):
     """Seconds until the first token is wanted: what a store brings over a slow line comes smaller, or is computed."""
     grammar: Grammar | None = Field(default=None, repr=False)
     """What every answer must follow."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the model's chat template."""
+    enable_thinking: bool | None = None
+    """Whether a model that can thinks before it answers, as its chat template has it; None: as that does by itself."""
+    continue_final_message: bool = False
+    """The last message is the beginning of the answer, which goes on with it."""
     streaming: bool = False
     """Whether `invoke` streams too, for callbacks that listen to tokens."""
     max_retries: int | None = None
@@ -128,6 +137,8 @@ class RagFuseModel(BaseModel):
             "stop_sequences": list(ask.stop),  # as `stop`, LangChain writes what a call says over it
             **({"deadline_s": ask.deadline_s} if ask.deadline_s is not None else {}),
             **({"grammar": repr(ask.grammar)} if ask.grammar is not None else {}),
+            **({"chat_template_kwargs": dict(ask.chat_template_kwargs)} if ask.chat_template_kwargs else {}),
+            **({"continue_final_message": True} if ask.continue_final_message else {}),
             **ask.options,
         }
 
@@ -167,6 +178,8 @@ class RagFuseModel(BaseModel):
             grammar=_grammar(call.get("response_format")) or said("grammar"),
             options=_options(said),
             documents=documents,
+            chat_template_kwargs=_template(vars(self), call),
+            continue_final_message=bool(said("continue_final_message")),
         )
 
 
@@ -222,6 +235,16 @@ def _grammar(response_format: Mapping[str, Any] | None) -> Grammar | None:
 def _with(settings: Settings, given: Mapping[str, Any]) -> Settings:
     """The same settings, some of them otherwise."""
     return Settings(**{**settings.model_dump(), **given}) if given else settings
+
+
+def _template(*told: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables for the chat template, the later told ones over those before."""
+    found: dict[str, Any] = {}
+    for each in told:
+        found |= each.get("chat_template_kwargs") or {}
+        if each.get("enable_thinking") is not None:
+            found["enable_thinking"] = each["enable_thinking"]
+    return found
 
 
 def _options(said: Callable[[str], Any]) -> dict[str, Any]:

@@ -295,3 +295,40 @@ def test_what_tells_two_models_apart_is_in_the_identifying_params(engine: Engine
         "temperature": 0.5,
         "do_sample": True,
     }
+
+
+THINKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% endif %}{{ '' if enable_thinking | default(true) else 'At once:' }}{{ note }}"
+)
+
+
+def test_what_the_chat_template_is_told_is_a_field_and_a_word_of_a_call(engine: Engine) -> None:
+    plain, quick = (
+        ChatRagFuse(engine=engine),
+        ChatRagFuse(engine=engine, enable_thinking=False, chat_template_kwargs={"note": "!"}),
+    )
+    assert dict(plain._ask(None, {}).chat_template_kwargs) == {}
+    assert quick._ask(None, {}).chat_template_kwargs == {"enable_thinking": False, "note": "!"}
+    assert quick._ask(None, {"enable_thinking": True}).chat_template_kwargs == {"enable_thinking": True, "note": "!"}
+    again = quick._ask(None, {"chat_template_kwargs": {"enable_thinking": True, "note": "?"}})
+    assert again.chat_template_kwargs == {"enable_thinking": True, "note": "?"}
+
+
+def test_the_chat_template_and_the_beginning_of_an_answer_count(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.model.words, "chat_template", THINKS)
+    llm = ChatRagFuse(engine=engine)
+    asked, begun = [HumanMessage("Why?")], [HumanMessage("Why?"), AIMessage("So it")]
+    read = [
+        traced(each)["tokens"]
+        for each in (
+            llm.invoke(asked),
+            llm.invoke(asked, enable_thinking=False),
+            llm.invoke(asked, chat_template_kwargs={"note": "Now."}),
+            llm.invoke(begun, continue_final_message=True),
+        )
+    ]
+    n = len("Why?") + 2  # the model's tokens are bytes, and a special one for each role
+    assert read == [n, n + len("At once:"), n + len("Now."), n + len("So it")]

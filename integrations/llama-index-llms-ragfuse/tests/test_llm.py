@@ -206,3 +206,43 @@ def _ended() -> None:
     for thread in _writers():
         thread.join(60)
         assert not thread.is_alive()
+
+
+THINKS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% endif %}{{ '' if enable_thinking | default(true) else 'At once:' }}{{ note }}"
+)
+
+
+def test_what_the_chat_template_is_told_is_a_field_and_a_word_of_a_call(engine: Engine) -> None:
+    plain, quick = (
+        RagFuseLLM(engine=engine),
+        RagFuseLLM(engine=engine, enable_thinking=False, chat_template_kwargs={"note": "!"}),
+    )
+    assert dict(plain._ask({}).chat_template_kwargs) == {}
+    assert quick._ask({}).chat_template_kwargs == {"enable_thinking": False, "note": "!"}
+    assert quick._ask({"enable_thinking": True}).chat_template_kwargs == {"enable_thinking": True, "note": "!"}
+    again = quick._ask({"chat_template_kwargs": {"enable_thinking": True, "note": "?"}})
+    assert again.chat_template_kwargs == {"enable_thinking": True, "note": "?"}
+
+
+def test_the_chat_template_and_the_beginning_of_an_answer_count(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.model.words, "chat_template", THINKS)
+    llm = RagFuseLLM(engine=engine)
+    asked, begun = (
+        [ChatMessage(role="user", content="Why?")],
+        [ChatMessage(role="user", content="Why?"), ChatMessage(role="assistant", content="So it")],
+    )
+    read = [
+        each.raw["ragfuse"]["tokens"]
+        for each in (
+            llm.chat(asked),
+            llm.chat(asked, enable_thinking=False),
+            llm.chat(asked, chat_template_kwargs={"note": "Now."}),
+            llm.chat(begun, continue_final_message=True),
+        )
+    ]
+    n = len("Why?") + 2  # the model's tokens are bytes, and a special one for each role
+    assert read == [n, n + len("At once:"), n + len("Now."), n + len("So it")]

@@ -36,7 +36,8 @@ Prompt = Any
 """A text, turns, or a prompt in PML: what an engine answers."""
 SAMPLING = ("temperature", "top_p", "top_k")
 ENDS = ("max_tokens", "stop", "timeout", "deadline_s")
-FIELDS = ("policy", "ratio", "reuse", "overflow", *ENDS, "seed", "generate_kwargs", *SAMPLING)
+TEMPLATE = ("chat_template_kwargs", "enable_thinking", "continue_final_message")
+FIELDS = ("policy", "ratio", "reuse", "overflow", *ENDS, "seed", "generate_kwargs", *SAMPLING, *TEMPLATE)
 """Fields that a call may override: `llm.chat(messages, ratio=1.0)`."""
 PER_CALL = MappingProxyType({"tools": (), "tool_choice": "auto", "grammar": None})
 """What only a call says."""
@@ -82,6 +83,13 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     )
     context_window: int | None = Field(default=None, description="Tokens of prompt and answer; None: the model's own.")
     generate_kwargs: dict[str, Any] = Field(default_factory=dict, description="More options of transformers' generate.")
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables for the chat template.")
+    enable_thinking: bool | None = Field(
+        default=None, description="Whether the model thinks before it answers; None: as its chat template has it."
+    )
+    continue_final_message: bool = Field(
+        default=False, description="The last message is the beginning of the answer, which goes on with it."
+    )
 
     _settings: Settings = PrivateAttr()
 
@@ -296,6 +304,8 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             tool_choice=said["tool_choice"] or "auto",
             grammar=said["grammar"],
             documents=() if self._settings.learn == "off" else heard_for(prompt),
+            chat_template_kwargs=_template(vars(self), call),
+            continue_final_message=bool(said["continue_final_message"]),
             **({"overflow": said["overflow"]} if said["overflow"] else {}),
         )
 
@@ -312,6 +322,16 @@ async def _awaited(stream: AnswerStream) -> Answer:
 
 def _partly(said: str, text: str) -> ChatResponse:
     return ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=said), delta=text)
+
+
+def _template(*told: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables for the chat template, the later told ones over those before."""
+    found: dict[str, Any] = {}
+    for each in told:
+        found |= each.get("chat_template_kwargs") or {}
+        if each.get("enable_thinking") is not None:
+            found["enable_thinking"] = each["enable_thinking"]
+    return found
 
 
 def _options(said: Mapping[str, Any]) -> dict[str, Any]:
