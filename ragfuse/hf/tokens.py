@@ -33,6 +33,8 @@ Place = Literal["start", "border", "middle"]
 
 PROBES = ("a", "the", "1", "A b")
 JOINTS = (("one.\n\n", "Two three"), ("one: ", "two three"), ("one\n", "(two) three"))
+LEADS = ("\n", "x\n", "x.")
+"""Texts behind which a tokenizer is called where it puts something before every text."""
 AROUND = 24
 """Characters around a cut by which it is judged alone."""
 PRIVATE = range(0xE000, 0xF900)
@@ -61,6 +63,8 @@ class TextEncoder:
         self._before: dict[Place, tuple[str, str]] = {}
         self._normalised = set[int]()
         self._anchor: list[int] = []
+        self._lead = ""
+        self._flags = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
         if self._own is not None:
             self._text = self._within(self._own)
             self._anchor = self._text.encode("x", add_special_tokens=False).ids[-1:]
@@ -68,6 +72,9 @@ class TextEncoder:
             unknown, is_normal = _unknown(tokenizer), self._own.normalizer is not None
             found = tokenizer.added_tokens_decoder.items() if is_normal else ()
             self._normalised = {int(id) for id, token in found if token.normalized and int(id) != unknown}
+        else:
+            self._anchor = self._called("x", True)[-1:]
+            self._lead = self._find_lead()
 
     # pieces
 
@@ -78,7 +85,7 @@ class TextEncoder:
     def written(self, text: str) -> list[int]:
         """Ids of a text that a template wrote, as it reads in the middle of another one: control tokens are such."""
         if self._own is None:
-            return self._called(checked(text), False)
+            return self._called_within(checked(text), split=False)
         with self._lock:
             self._text.encode_special_tokens = False
             try:
@@ -182,7 +189,7 @@ class TextEncoder:
         wanted = self.said(own[0]) if within else ""
         while within:
             parts = self._cut(text, chars, before, within)
-            if self.said([id for ids, *_ in parts for id in ids]) == wanted:
+            if self.said(_ids(parts)) == wanted:
                 return parts
             kept = [(at, cut) for at, cut in within if self._reads_alike(text, chars, before, cut)]
             within = kept if len(kept) < len(within) else []
@@ -206,16 +213,14 @@ class TextEncoder:
         first, last = max(chars[0], lo - AROUND), min(chars[1], hi + AROUND)
         before = before if first == chars[0] else ""
         apart = self._cut(text, (first, last), before, [(0, (lo, hi, given))])
-        return self.said([id for ids, *_ in apart for id in ids]) == self.said(
-            self._encoded(text[first:last], before)[0]
-        )
+        return self.said(_ids(apart)) == self.said(self._encoded(text[first:last], before)[0])
 
     # inside
 
     def _encoded(self, text: str, before: str = "") -> tuple[list[int], list[Chars]]:
         """Ids of a text in the middle of another one, `before` put before it, and the characters of each."""
         if self._own is None:
-            ids = self._called(text, True) if text else []
+            ids = self._called_within(text) if text else []
             return ids, [(0, len(text))] * len(ids)
         if not text and not before:
             return [], []
@@ -301,37 +306,77 @@ class TextEncoder:
             ids: list[int] = self._tokenizer(text, add_special_tokens=False, **options).input_ids
         return ids
 
+    def _called_within(self, text: str, split: bool = True) -> list[int]:
+        """Ids of a text behind other text, where the tokenizer puts something before every text that it is given."""
+        if self._lead:
+            head, ids = self._called(self._lead, split), self._called(self._lead + text, split)
+            if ids[: len(head)] == head:
+                return ids[len(head) :]
+        return self._called(text, split)
+
+    def _find_lead(self) -> str:
+        """A text behind which others read as they do in the middle of one; "" where they do by themselves."""
+        for lead in ("", *LEADS):
+            self._lead = lead
+            if all(self.said(self._called_within(probe)) == probe for probe in PROBES):
+                return lead
+        return ""
+
     def _parts_by_calls(self, text: str, bare: Sequence[Chars], cuts: Sequence[Cut]) -> list[Part]:
         if not bare and not cuts:
             ids = tuple(self._called(text, False))
             return [(ids, -1, _spread(ids, 0, len(text)))]
         hidden = {lo for lo, _ in bare}
-        whole = [(lo, hi, text[lo:hi]) for lo, hi in self.forged(text) if lo not in hidden]
-        whole = [each for each in whole if each[2] in self._control]
-        ends = sorted([*((lo, hi, -1) for lo, hi, _ in whole), *((lo, hi, at) for at, (lo, hi, _) in enumerate(cuts))])
-        parts, at = list[Part](), 0
-        for lo, hi, number in [*ends, (len(text), len(text), -1)]:
+        borders = [self._stripping(text, lo, hi) for lo, hi in self.forged(text) if lo not in hidden]
+        spans = [(chars, True) for chars in borders]
+        plain = self._called_apart(text, borders, ())
+        wanted, within = self.said(_ids(plain)), [each for each in enumerate(cuts) if _fits(each[1], spans)]
+        while within:
+            parts = self._called_apart(text, borders, within)
+            if self.said(_ids(parts)) == wanted:
+                return parts
+            kept = [each for each in within if self._called_alike(text, each[1])]
+            within = kept if len(kept) < len(within) else []
+        return plain
+
+    def _called_apart(self, text: str, borders: Sequence[Chars], cuts: Sequence[tuple[int, Cut]]) -> list[Part]:
+        """A text, what lies between control tokens and cuts each by a call of its own."""
+        ends = sorted([*((lo, hi, -1, ()) for lo, hi in borders), *((*cut[:2], at, cut[2]) for at, cut in cuts)])
+        parts, at, is_cut = list[Part](), 0, False
+        for lo, hi, number, given in [*ends, (len(text), len(text), -1, ())]:
             if lo < at:
                 continue
-            ids = tuple(self._called(text[at:lo], True)) if at < lo else ()
-            parts.append((ids, -1, _spread(ids, at, lo)))
-            given = cuts[number][2] if number >= 0 else ()
-            held = given or tuple(self._called(text[lo:hi], number >= 0) if lo < hi else ())
-            parts.append((held, number, [(lo, hi)] * len(held)))
-            at = hi
-        parts = [part for part in parts if part[0]]
-        if not cuts:
-            return parts
-        plain = self._parts_by_calls(text, bare, ())
-        reads = [self.said([id for ids, *_ in each for id in ids]) for each in (parts, plain)]
-        return parts if reads[0] == reads[1] else plain
+            if at < lo:  # behind a control token the tokenizer puts before a text what it does at the beginning
+                ids = tuple(self._called_within(text[at:lo]) if is_cut else self._called(text[at:lo], True))
+                parts.append((ids, -1, _spread(ids, at, lo)))
+            if lo < hi:
+                said = self._called_within(text[lo:hi]) if number >= 0 else self._called(text[lo:hi], False)
+                parts.append((given or tuple(said), number, [(lo, hi)] * len(given or said)))
+            at, is_cut = hi, number >= 0
+        return [part for part in parts if part[0]]
+
+    def _called_alike(self, text: str, cut: Cut) -> bool:
+        """Whether a cut changes nothing of what is read, seen with a little of what stands around it."""
+        lo, hi, given = cut
+        first, last = max(0, lo - AROUND), min(len(text), hi + AROUND)
+        apart = self._called_apart(text[first:last], (), [(0, (lo - first, hi - first, given))])
+        return self.said(_ids(apart)) == self.said(self._called(text[first:last], True))
+
+    def _stripping(self, text: str, lo: int, hi: int) -> Chars:
+        """A control token with the white space that its flags take with it."""
+        token = self._flags.get(text[lo:hi])
+        while token is not None and token.lstrip and lo and text[lo - 1].isspace():
+            lo -= 1
+        while token is not None and token.rstrip and hi < len(text) and text[hi].isspace():
+            hi += 1
+        return lo, hi
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     """What only a chat template may write: special tokens, and words of its own that no text holds by chance."""
     added = tokenizer.added_tokens_decoder.values()
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    named = {*(getattr(tokenizer, "chat_control_tokens", None) or ())}
+    named = {*tokenizer.all_special_tokens, *(getattr(tokenizer, "chat_control_tokens", None) or ())}
     found = {str(token) for token in added if token.special or str(token) in named or _is_mark(str(token), template)}
     return frozenset(word for word in found if word.strip())
 
@@ -482,6 +527,10 @@ def _spread(ids: Sequence[int], lo: int, hi: int) -> list[Chars]:
     """Characters of ids about which nothing is known but where they stand together."""
     n = max(1, len(ids))
     return [(lo + (hi - lo) * at // n, lo + (hi - lo) * (at + 1) // n) for at in range(len(ids))]
+
+
+def _ids(parts: Iterable[Part]) -> list[int]:
+    return [id for ids, *_ in parts for id in ids]
 
 
 def _is_inside(found: Sequence[tuple[int, Place]], at: int) -> bool:
