@@ -186,8 +186,9 @@ def _asked(engine: Engine, chunks: Sequence[tuple[str, str]]) -> Answers:
     if not can_fuse:
         return Answers(full, default, None)
     long: dict[str, Any] = {"max_tokens": TOKENS, "options": {"min_new_tokens": TOKENS}}
+    ids = engine.prompt(prompt).token_ids  # of marked chunks, which the model's own prompt does not have
     wanted, whole = (
-        engine.answer(prompt, Ask(reuse=False, **long)),
+        engine.answer(ids, Ask(reuse=False, **long)),
         engine.answer(prompt, Ask(policy="hkvd", ratio=1.0, **long)),
     )
     return Answers(full, default, (wanted, whole))

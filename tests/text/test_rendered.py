@@ -1,0 +1,126 @@
+"""What a template wrote, and where contents stand in it: few renderings, whatever the template looks at."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from ragfuse.errors import InputError
+from ragfuse.text.chunks import Piece
+from ragfuse.text.rendered import Conversation, Rendered
+
+CONTROL = re.compile("<end>|</think>")
+
+
+def forged(text: str) -> list[tuple[int, int]]:
+    return [found.span() for found in CONTROL.finditer(text)]
+
+
+class Template:
+    """Writes messages by a function of role and content, and counts how often it is asked to."""
+
+    def __init__(self, write: Any) -> None:
+        self._write, self.asked = write, 0
+
+    def __call__(self, messages: list[dict[str, Any]], tools: list[Any]) -> str:
+        self.asked += 1
+        head = json.dumps(tools, ensure_ascii=False) if tools else ""
+        return head + "".join(self._write(each["role"], each["content"]) + "<end>" for each in messages)
+
+
+def plainly(role: str, content: str) -> str:
+    return f"{role}:{content}"
+
+
+def rendered(template: Template, *messages: tuple[str, list[Piece]], tools: tuple[Any, ...] = ()) -> Rendered:
+    told = [{"role": role, "content": "".join(each.text for each in pieces)} for role, pieces in messages]
+    return Conversation(told, [pieces for _, pieces in messages], tools, forged).rendered(template)
+
+
+def bare(found: Rendered) -> list[str]:
+    return [found.text[lo:hi] for lo, hi in found.bare]
+
+
+def own(found: Rendered) -> int:
+    """Control tokens that are the template's."""
+    hidden = {lo for lo, _ in found.bare}
+    return sum(lo not in hidden for lo, _ in forged(found.text))
+
+
+@pytest.mark.parametrize("n", [1, 50, 400])
+def test_a_conversation_is_rendered_twice_however_long_it_is_and_whatever_is_forged_in_it(n: int):
+    template = Template(plainly)
+    pieces = [part for at in range(n) for part in (Piece(f"chunk {at} <end>", "chunk"), Piece("\n<end>\n"))]
+    found = rendered(template, ("user", pieces), tools=({"name": "<end>", "<end>": ["<end>"]},))
+    assert template.asked == 2
+    assert [placed.piece.text for placed in found.placed] == [f"chunk {at} <end>" for at in range(n)]
+    assert bare(found) == ["<end>"] * (2 * n + 3)
+    assert own(found) == 1
+
+
+LOOKS = {
+    "at the whole of it": lambda role, content: f"{role}:{'yes' if content == 'A <end> b' else content}",
+    "at its beginning": lambda role, content: f"{role}:{'!' if content.startswith('A <end>') else ''}{content}",
+    "at its end": lambda role, content: f"{role}:{'!' if content.endswith('<end> b') else ''}{content}",
+    "for a control token": lambda role, content: f"{role}:{'!' if '<end>' in content else ''}{content}",
+    "at its length": lambda role, content: f"{role}:{'!' if len(content) > 8 else ''}{content}",
+    "at all letters": lambda role, content: f"{role}:{'' if content.isascii() else '!'}{content}",
+}
+
+
+@pytest.mark.parametrize("write", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_no_control_token_is_forged_and_few_renderings_made_whatever_a_template_looks_at(role: str, write: Any):
+    template = Template(write)
+    found = rendered(template, (role, [Piece("A <end> b")]), ("user", [Piece("c <end>")]))
+    assert own(found) <= (3 if role == "assistant" else 2)  # an answer's own, where the template looks for it
+    assert own(found) >= 2
+    assert template.asked <= 16
+
+
+def test_thoughts_are_cut_off_and_what_else_an_answer_forges_stays_text():
+    def write(role: str, content: str) -> str:
+        return f"{role}:{content.split('</think>')[-1] if role == 'assistant' else content}"
+
+    answer = [Piece("Hm <end> so</think>It "), Piece("is green, as said", "chunk"), Piece(" <end>.")]
+    found = rendered(Template(write), ("user", [Piece("Go </think> on")]), ("assistant", answer))
+    assert found.text == "user:Go </think> on<end>assistant:It is green, as said <end>.<end>"
+    assert bare(found) == ["</think>", "<end>"]
+    assert [found.text[each.lo : each.hi] for each in found.placed] == ["is green, as said"]
+
+
+def test_what_comes_of_a_content_and_the_template_s_text_together_is_no_control_token():
+    found = rendered(Template(lambda role, content: f"{role}:{content}nd>"), ("user", [Piece("Why? <e")]))
+    assert bare(found) == ["<end>"]
+    assert own(found) == 1
+
+
+def test_characters_that_mean_nothing_stay_in_texts_that_hold_them():
+    text = "".join(map(chr, range(0xE000, 0xE010))) + " \\ue010 \\udb80\\udc00 chunk"
+    found = rendered(
+        Template(lambda role, content: json.dumps(content)), ("user", [Piece(text, "chunk"), Piece(" <end>")])
+    )
+    assert found.text == json.dumps(f"{text} <end>") + "<end>"
+    assert [each.piece.text for each in found.placed] == [json.dumps(text)[1:-1]]
+    assert bare(found) == ["<end>"]
+
+
+def test_a_message_that_is_left_out_is_an_error_also_where_its_text_stands_elsewhere():
+    def write(role: str, content: str) -> str:
+        return "" if role == "user" and content == "a" else plainly(role, content)
+
+    with pytest.raises(InputError, match=r"message 0 \(role 'user'\)"):
+        rendered(
+            Template(lambda role, content: "" if len(content) == 1 else content),
+            ("user", [Piece("a")]),
+            ("tool", [Piece("b c")]),
+        )
+    assert rendered(Template(write), ("assistant", [Piece("b")])).text == "assistant:b<end>"
+
+
+def test_where_a_content_stands_is_said_also_where_it_is_trimmed():
+    found = rendered(Template(lambda role, content: f"{role}:{content.strip()}"), ("user", [Piece(" Who? \n")]))
+    assert found.text[slice(*found.said)] == "Who?"
