@@ -65,7 +65,8 @@ def test_a_second_process_on_the_store_hits_and_finds_known_chunks(tiny_settings
         import json, sys
         from ragfuse import Engine, Piece, Settings
         model, store, plain, marked = sys.argv[1:]
-        with Engine(Settings(model=model, dtype="float32", store=store, max_tokens=12)) as engine:
+        told = {"dtype": "float32", "max_tokens": 12, "prefix_cache": False}  # which a later answer may or may not meet
+        with Engine(Settings(model=model, store=store, **told)) as engine:
             traces = [engine.answer([("user", said)]).trace.as_dict() for said in (plain, marked)]
         print(json.dumps(traces))
     """
