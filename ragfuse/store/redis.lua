@@ -20,13 +20,19 @@ local time = call('TIME')
 local now = time[1] + time[2] / 1e6
 local stamp = string.format('%.6f', now)
 
+-- Whoever wrote a row, its numbers are counted with: none of more digits than a number has here without loss.
 local function weight(text)
-  return tonumber(text and string.match(text, '^%d+') or 0)
+  local digits = string.match(text or '', '^%d+')
+  return digits and #digits <= 15 and tonumber(digits) or 0
 end
 
 local function parts(row)
-  return string.match(row or '', '^(%d+) ([01]) (%d+) (%d+%.?%d*) (.*)$')
+  local nbytes, pinned, hits, when, about = string.match(row or '', '^(%d+) ([01]) (%d+) (%d+%.?%d*) (.*)$')
+  if nbytes and #nbytes <= 15 and #hits <= 15 and #when <= 20 then
+    return nbytes, pinned, hits, when, about
+  end
 end
+
 
 -- When an entry was used last, if it is not pinned.
 local function place(row)
@@ -34,20 +40,37 @@ local function place(row)
   return pinned == '0' and when or nil
 end
 
+-- Bytes of all entries; counted anew, row by row, where their sum is gone or is no number.
+local function kept()
+  local nbytes = tonumber(call('HGET', rows, ''))
+  if nbytes and nbytes >= 0 and nbytes < 1e18 then
+    return nbytes
+  end
+  nbytes = 0
+  if call('HLEN', rows) == 0 then
+    return nbytes
+  end
+  for _, row in ipairs(call('HVALS', rows)) do
+    nbytes = nbytes + (parts(row) and weight(row) or 0)
+  end
+  redis.pcall('HSET', rows, '', nbytes) -- where it may be written
+  return nbytes
+end
+
 local function total()
-  local nbytes = tonumber(call('HGET', rows, '') or 0)
+  local nbytes = kept()
   for _, upload in ipairs(call('ZRANGE', writing, 0, -1)) do
     nbytes = nbytes + weight(upload)
   end
   return nbytes
 end
 
+-- A sum that is no number goes: `kept` and a recount make it anew.
 local function add(name, nbytes, n)
-  if nbytes ~= 0 then
-    call('HINCRBY', name, '', nbytes)
-  end
-  if n ~= 0 then
-    call('HINCRBY', name, '#', n)
+  for field, more in pairs({[''] = nbytes, ['#'] = n}) do
+    if more ~= 0 and type(redis.pcall('HINCRBY', name, field, more)) ~= 'number' then
+      call('HDEL', name, field)
+    end
   end
 end
 
@@ -240,6 +263,13 @@ function commands.delete()
   return each(3, function(key) return (drop(key)) end)
 end
 
+-- Drop a row that tells of no entry. Whether the sums held it nobody knows: they are made anew.
+function commands.strange(key)
+  local n = drop(key)
+  call('HDEL', rows, '', '#')
+  return n
+end
+
 -- Drop an entry that could not be read, unless it is another one by now; 0 also if it was time for it to vanish.
 function commands.lost(key, head)
   local found = redis.pcall('HGET', chunk .. key, 'head')
@@ -263,18 +293,21 @@ function commands.hollow()
   return names
 end
 
--- Drop chunks without a row ("chunk") or uploads without room ("new"); how many, and their bytes.
+local names = {chunk = '^%x+%.%x+%.[-~%x]*%.[%w_-]+$', new = '^%d+:%x+$'}
+
+-- Drop chunks without a row ("chunk") or uploads without room ("new"); how many, and their bytes. What is called or
+-- kept otherwise than these is somebody else's.
 function commands.sweep(kind)
   local n, nbytes = 0, 0
   each(4, function(name)
     local full = prefix .. kind .. ':' .. name
     local known = kind == 'new' and call('ZSCORE', writing, name) or call('HEXISTS', rows, name) == 1
-    if not known and call('TYPE', full).ok == 'hash' then
+    if not known and string.match(name, names[kind]) and call('TYPE', full).ok == 'hash' then
       for _, field in ipairs(call('HKEYS', full)) do
         nbytes = nbytes + call('HSTRLEN', full, field)
       end
+      n = n + call('UNLINK', full)
     end
-    n = n + (known and 0 or call('UNLINK', full))
     return 0
   end)
   return {n, nbytes}

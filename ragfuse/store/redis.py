@@ -24,13 +24,14 @@ from ragfuse.core import ChunkKey, Entry
 from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.redis_index import RedisIndex, entry_of, said
 from ragfuse.store.sizes import said as sizes_said
-from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
+from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, parsed, victims_for
 
 log = logging.getLogger("ragfuse.store")
 
 _Answer = TypeVar("_Answer")
 _Row = tuple[bytes, bytes]
 _MAX_LAYER_NBYTES = 512 << 20
+_MAX_HEAD_NBYTES = 4 << 20
 _TRIES = 20
 _BEHIND = " of pipeline caused error: "
 """What redis-py writes between a command, which may hold a chunk's bytes, and the server's answer to it."""
@@ -205,7 +206,7 @@ class RedisTier:
                 self._n_layers[entry.key.model] = entry.n_layers
                 yield entry
             except ValueError:
-                if self._ask("drop an entry", partial(self._index.run, "delete", name), 0):
+                if self._ask("drop an entry", partial(self._index.run, "strange", name), 0):
                     self.counts.add("corrupt")
                     log.warning("Dropped %r from tier %s: its row %r tells of no entry", name, self.name, row)
 
@@ -255,7 +256,10 @@ class RedisTier:
                 self.counts.add("evicted", n)
                 return True
             seen: dict[ChunkKey, _Row] = {}
+            dropped = self.counts["corrupt"]
             keys = victims_for(self._evict, partial(self._oldest, seen), n, upload.key)
+            if keys is None and self.counts["corrupt"] > dropped:
+                continue  # rows that told of no entry were met and dropped: less room is lacking now
             if keys is None:
                 return False
             doomed = [seen[key] for key in keys]  # only as they were seen: others may use or drop them meanwhile
@@ -291,10 +295,12 @@ def _described(key: ChunkKey, head: bytes | None) -> EntryMeta:
     """What `_pack` packed for `key`; ValueError if it is anything else."""
     if head is None:
         raise ValueError("its bytes are gone")
+    if len(head) > _MAX_HEAD_NBYTES:
+        raise ValueError(f"a head of {len(head)} bytes found, {_MAX_HEAD_NBYTES} wanted at most")
     if blake3(head[32:]).digest() != head[:32]:
         raise ValueError("checksum of the head does not match")
     try:
-        data = json.loads(head[32:])
+        data = parsed(head[32:])
         if data["key"] != str(key):
             raise ValueError(f"it holds {data['key']}")
         return EntryMeta.from_json(data["meta"])

@@ -22,7 +22,7 @@ from ragfuse.core import FORMAT_VERSION, ChunkKey, Entry
 from ragfuse.errors import StoreError
 from ragfuse.store.redis_pieces import Pace, Rest, take
 from ragfuse.store.sizes import understood
-from ragfuse.store.tier import Freed
+from ragfuse.store.tier import Freed, told_entry
 
 _Item = TypeVar("_Item")
 _Page = TypeVar("_Page")
@@ -31,6 +31,9 @@ _MANY = 512
 _RECOUNT_S = 60.0
 _SUMS = frozenset({b"", b"#", b"~"})
 _READ_NBYTES = 1 << 18
+_ROW = re.compile(
+    r"([0-9]{1,15}) ([01]) ([0-9]{1,15}) ([0-9]{1,15}(?:\.[0-9]{0,9})?) ([0-9]{1,10}) ([0-9]{1,10}) (.{1,1000})"
+)
 _WHERE = re.compile(r" script: [0-9a-f]{40}")
 _NO_TLS = "its URL asks for TLS (rediss://), which most likely is not spoken there: give redis://, or the TLS port"
 _REMEDIES = (
@@ -244,11 +247,13 @@ class RedisIndex:
 
 def entry_of(name: bytes, row: bytes, tier: str, ahead_s: float) -> Entry:
     """The entry that a row tells of, by a clock so far before the server's; ValueError if it tells of none."""
-    nbytes, pinned, hits, used, n_tokens, n_layers, told = row.decode().split(" ", 6)
+    found = _ROW.fullmatch(row.decode())
+    if found is None:
+        raise ValueError("a row of other parts")
+    nbytes, pinned, hits, used, n_tokens, n_layers, told = found.groups()
     key, sizes = ChunkKey.parse(name.decode()), understood(told, int(nbytes))
-    if int(n_layers) < 1:
-        raise ValueError(f"{n_layers} layers are none")
-    return Entry(key, tier, int(n_tokens), int(n_layers), sizes, float(used) + ahead_s, int(hits), pinned == "1")
+    told_of = (key, tier, int(n_tokens), int(n_layers), sizes, float(used) + ahead_s, int(hits), pinned == "1")
+    return told_entry(*told_of)
 
 
 def said(error: Exception) -> str:

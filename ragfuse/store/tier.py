@@ -32,7 +32,7 @@ Expired = Callable[[Iterable[Entry], float], Iterable[ChunkKey]]
 
 MOST_PIECES = 1 << 13
 """Layers of an entry at all its levels together, at most: 512 layers at 16 levels."""
-_MOST_TOKENS, _MOST_NBYTES, _LATEST = 1 << 31, 1 << 50, 1e12
+_MOST_TOKENS, _MOST_NBYTES, _LATEST = 1 << 31, 1 << 44, 1e12
 """Of what an index tells: no entry has more tokens, bytes or hits, or was used so many seconds from 1970."""
 _WINDOW = 256
 

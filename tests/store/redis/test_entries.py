@@ -373,7 +373,7 @@ def test_without_a_time_to_live_a_use_keeps_for_good(open_tier, raw):
 
 def test_tidying_frees_what_no_row_speaks_of_and_counts_anew(tier, raw, unit):
     raw.hset(f"{PREFIX}chunk:{B}", mapping={"head": b"12", "0": b"345"})
-    raw.hset(f"{PREFIX}new:77:rest", "0", b"6789")
+    raw.hset(f"{PREFIX}new:77:0e57", "0", b"6789")
     raw.hincrby(f"{PREFIX}rows", "", 1000)
     freed = tier.tidy()
     assert (freed.orphans, freed.nbytes) == (2, 9)
