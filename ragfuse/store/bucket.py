@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from functools import partial
 from itertools import count
+from math import isfinite
 from textwrap import shorten
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
@@ -28,6 +29,7 @@ from fsspec.registry import get_filesystem_class
 from fsspec.utils import get_protocol
 
 from ragfuse.errors import StoreError
+from ragfuse.store.plainfile import check_there, open_plain
 from ragfuse.store.s3 import S3, SCHEMES
 from ragfuse.store.urls import without_user
 
@@ -40,6 +42,10 @@ _SLOWEST_NBYTES_PER_S = 1e6
 _OPENING_S = 5.0  # finding credentials may mean asking the machine's own metadata service
 _LISTING_S = 600.0
 _LONGEST_S = 3600.0
+_LARGEST = 1 << 44
+_PIECE_NBYTES = 1 << 24
+_EMPTY = 1000
+"""Pages without an object that a listing may have in a row."""
 _UNREACHABLE = frozenset(
     {errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT}
     | {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
@@ -99,9 +105,15 @@ class Bucket:
 
     def listing(self, folder: str, within_s: float = _LISTING_S) -> Iterator[dict[str, Object]]:
         """Every object below `folder`, by its name in here: a thousand at a time, or what lies in one folder."""
-        left = [(folder, "")]
+        left, firsts, n_empty = [(folder, "")], set[tuple[str, str]](), 0
         while left:
-            found, more = self._run(partial(self._page, *left.pop()), extra_s=within_s)
+            asked = left.pop()
+            found, more = self._run(partial(self._page, *asked), extra_s=within_s)
+            first = next(iter(found), "")
+            n_empty = 0 if found else n_empty + bool(asked[1])
+            if (first and (asked[0], first) in firsts) or n_empty > _EMPTY or asked in more:
+                raise OSError(errno.EPROTO, f"a listing of {folder} that never ends")
+            firsts.add((asked[0], first))
             left += more
             yield found
 
@@ -143,6 +155,8 @@ class Bucket:
         after: dict[str, str] | None = {}
         while self._s3 is not None and after is not None:
             uploads, more = self._run(partial(self._s3.uploads, self._path(folder), after))
+            if more and more == after:
+                raise OSError(errno.EPROTO, f"a listing of uploads to {folder} that never ends")
             useless = [each for each in uploads if is_useless(self._name({"name": each.path}), each.age_s)]
             freed += [self._run(partial(self._s3.abort, each), extra_s=self._timeout_s) for each in useless]
             after = more or None
@@ -222,6 +236,8 @@ class Bucket:
     async def _read(self, path: str, begin: int, end: int) -> bytes:
         if self._s3 is not None:
             return await self._s3.read(path, begin, end)
+        if self._is_local:
+            return await asyncio.to_thread(_read_plain, path, begin, end)
         return bytes(await self._fs._cat_file(path, start=begin, end=end))
 
     async def _page(self, folder: str, after: str) -> tuple[dict[str, Object], list[tuple[str, str]]]:
@@ -235,19 +251,32 @@ class Bucket:
                 infos = await self._fs._ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):  # nor are objects of a folder that was deleted meanwhile
                 infos = []
-            more = [(self._name(info), "") for info in infos if info["type"] == "directory"]
+            infos = [info for info in infos if not info.get("islink")]
+            if "/" not in folder:  # nothing of ours lies deeper, and who follows all ways may never come back
+                more = [(self._name(info), "") for info in infos if info["type"] == "directory"]
             infos = [info for info in infos if info["type"] == "file" and info["name"] != path]
-        return {self._name(info): _object(info) for info in infos}, more
+        objects = ((self._name(info), _object(info)) for info in infos)
+        return {name: each for name, each in objects if each is not None}, more
 
     def _name(self, info: Mapping[str, Any]) -> str:
         return str(info["name"])[len(self._root) + 1 :].rstrip("/")
 
     async def _heads(self, names: Sequence[str], nbytes: int) -> list[bytes | None]:
-        found = await self._fs._cat_ranges([self._path(name) for name in names], 0, nbytes, batch_size=_AT_ONCE)
-        return [_head(each) for each in found]
+        paths = [self._path(name) for name in names]
+        if self._s3 is None and not self._is_local:
+            found = await self._fs._cat_ranges(paths, 0, nbytes, batch_size=_AT_ONCE)
+            return [_head(each) for each in found]
+        heads: list[bytes | None] = []
+        for lo in range(0, len(paths), _AT_ONCE):
+            some = (self._read(path, 0, nbytes) for path in paths[lo : lo + _AT_ONCE])
+            heads += [_head(each) for each in await asyncio.gather(*some, return_exceptions=True)]
+        return heads
 
     async def _publish(self, path: str, data: bytes) -> None:
         """Put at once, or write beside and rename; a missing folder is made."""
+        if self._s3 is not None:
+            await self._s3.write(path, data)
+            return
         if self._puts_whole:
             await self._fs._pipe_file(path, data)
             return
@@ -270,7 +299,7 @@ class Bucket:
     async def _remove(self, names: Sequence[str]) -> None:
         for lo in range(0, len(names), _AT_ONCE):
             some = (self._fs._rm_file(self._path(name)) for name in names[lo : lo + _AT_ONCE])
-            await _all(some, unless=FileNotFoundError)
+            await _all(some, unless=(FileNotFoundError, IsADirectoryError))
 
     def _no_driver(self, scheme: str, error: ImportError) -> StoreError:
         cause = error.__cause__
@@ -294,16 +323,40 @@ class Bucket:
         return StoreError(f"The tier at {self.url} cannot be opened: {wanted} was wanted, {found} was found. {do}")
 
 
-async def _all(calls: Iterable[Awaitable[object]], unless: type[Exception] | tuple[()] = ()) -> None:
+async def _all(calls: Iterable[Awaitable[object]], unless: tuple[type[Exception], ...] = ()) -> None:
     """Make these calls at once; what one of them raises, when all have ended."""
     for done in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(done, BaseException) and not isinstance(done, unless):
             raise done
 
 
-def _object(info: Mapping[str, Any]) -> Object:
-    when = next((info[name] for name in _MODIFIED if info.get(name)), 0.0)
-    return Object(int(info["size"]), when.timestamp() if isinstance(when, datetime) else float(when))
+def _object(info: Mapping[str, Any]) -> Object | None:
+    """What a listing says of an object; None where it says nothing that can be."""
+    when, size = next((info[name] for name in _MODIFIED if info.get(name)), 0.0), info.get("size")
+    if not isinstance(size, int) or not 0 <= size <= _LARGEST:
+        return None
+    if isinstance(when, datetime):
+        return Object(size, when.timestamp())
+    return Object(size, when if isinstance(when, int | float) and isfinite(when) else 0.0)
+
+
+def _read_plain(path: str, begin: int, end: int) -> bytes:
+    """These bytes of a file on this machine, fewer where it ends before, or has a hole."""
+    try:
+        fd = open_plain(path)
+    except ValueError as error:
+        raise FileNotFoundError(path) from error  # nothing of ours is there
+    try:
+        end, pieces = min(end, os.fstat(fd).st_size), list[bytes]()
+        check_there(fd, begin, end)
+        while begin < end and (piece := os.pread(fd, min(end - begin, _PIECE_NBYTES), begin)):
+            pieces.append(piece)
+            begin += len(piece)
+        return b"".join(pieces)
+    except ValueError:
+        return b""
+    finally:
+        os.close(fd)
 
 
 def _told(error: Exception, patience_s: float = 0.0) -> OSError:
@@ -330,9 +383,13 @@ def _beyond(error: OSError) -> bytes:
     raise error
 
 
-def _head(found: bytes | Exception) -> bytes | None:
-    if isinstance(found, FileNotFoundError):
-        return None
-    if isinstance(found, Exception):
-        return _beyond(_told(found))
-    return bytes(found)
+def _head(found: bytes | BaseException) -> bytes | None:
+    """The first bytes of one object of many; None for one that is not there, or that alone cannot be read."""
+    if not isinstance(found, Exception):
+        return bytes(found)  # type: ignore[arg-type]
+    error = found if isinstance(found, FileNotFoundError) else _told(found)
+    if isinstance(error, NO_ANSWER) or (isinstance(error, PermissionError) and error.errno is None):
+        raise error from found
+    with suppress(OSError):
+        return _beyond(error)
+    return None

@@ -57,6 +57,7 @@ class Catalogue:
         self._pinned: set[ChunkKey] = set()
         self._busy: set[ChunkKey] = set()
         self._watches: dict[int, set[ChunkKey]] = {}
+        self._strange: dict[ChunkKey, int] = {}  # objects that are not ours though they are called so, and their bytes
         self._nbytes = 0
 
     @property
@@ -151,6 +152,7 @@ class Catalogue:
     def put(self, key: ChunkKey, held: Held) -> None:
         """A claimed key was written, in the room taken for it. Hits of an earlier object stay."""
         with self._turn:
+            self._strange.pop(key, None)
             old = self._held.pop(key, None)
             self._nbytes -= old.nbytes if old else 0
             self._held[key] = replace(held, hits=old.hits if old else 0)
@@ -163,6 +165,14 @@ class Catalogue:
                 self._nbytes -= self._held.pop(key).nbytes
                 self._pinned.discard(key)
             return len(known)
+
+    def leave(self, key: ChunkKey) -> None:
+        """This object is somebody else's: as long as it has as many bytes, a listing tells of nothing here."""
+        with self._turn:
+            held = self._held.pop(key, None)
+            if held is not None:
+                self._nbytes -= held.nbytes
+                self._strange[key] = held.nbytes
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
         """Protect objects, or stop doing so."""
@@ -201,7 +211,7 @@ class Catalogue:
         with self._turn:
             for key, (nbytes, modified) in found.items():
                 held, when = self._held.get(key), used[key].modified if key in used else 0.0
-                if key in changed:
+                if key in changed or self._strange.get(key) == nbytes:
                     continue
                 if held is None or held.nbytes != nbytes:
                     self._nbytes += nbytes - (held.nbytes if held else 0)

@@ -61,6 +61,10 @@ def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryvie
         yield bytes(_aligned(blob.numel()) - blob.numel())
 
 
+class StrangeError(ValueError):
+    """These bytes were never written here: a page of a proxy's, or a file of somebody else's."""
+
+
 def header_nbytes(begin: bytes | bytearray) -> int:
     """How many bytes of an entry its header takes, padded, by its first bytes; ValueError if it is no entry."""
     return _aligned(_text_end(begin))
@@ -68,11 +72,11 @@ def header_nbytes(begin: bytes | bytearray) -> int:
 
 def _text_end(begin: bytes | bytearray) -> int:
     """Where the header's JSON ends."""
+    if not begin.startswith(MAGIC[: len(begin)]):
+        raise StrangeError("not a chunk file")
     if len(begin) < _FIXED.size:
         raise ValueError("the file ends too early")
-    magic, version, nbytes, _ = _FIXED.unpack_from(begin)
-    if magic != MAGIC:
-        raise ValueError("not a chunk file")
+    _, version, nbytes, _ = _FIXED.unpack_from(begin)
     if version != FORMAT_VERSION:
         raise ValueError(f"format version {FORMAT_VERSION} wanted, {version} found")
     return int(_FIXED.size + min(nbytes, _MAX_HEADER_NBYTES))

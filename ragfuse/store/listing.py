@@ -91,6 +91,6 @@ class Listing:
                 missing -= found.keys()
                 left |= {name: each for name, each in page.items() if is_temporary(name)}
             self._catalogue.settle(missing, pins.keys(), changed)
-        left |= dict(pin for key, pin in pins.items() if self._catalogue.get(key) is None)
-        left |= {use_name(key): each for key, each in used.items() if self._catalogue.get(key) is None}
+        notes = [*pins.items(), *((key, (use_name(key), each)) for key, each in used.items())]
+        left |= dict(note for key, note in notes if self._catalogue.get(key) is None and not note[1].nbytes)
         return {name: each for name, each in left.items() if is_abandoned(each, time.time())}

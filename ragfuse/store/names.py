@@ -4,11 +4,12 @@
     pins/MODEL/TOKENS.CONTEXT.LAYOUT.pin     an empty object that protects one
     uses/MODEL/TOKENS.CONTEXT.LAYOUT.use     an empty object, written when one was used
 
-What has another name is left alone.
+What has another name is left alone, and so is what is called so and is no digest: keys are digests alone.
 """
 
 from __future__ import annotations
 
+import re
 from sys import intern
 from urllib.parse import quote, unquote
 
@@ -16,8 +17,14 @@ from ragfuse.core import ChunkKey
 from ragfuse.store.bucket import TEMPORARY, Object
 
 CHUNKS, PINS, USES = "chunks", "pins", "uses"
+_KEY = re.compile(r"[0-9a-f]{1,64}\.[0-9a-f]{1,64}\.(?:-|~?[0-9a-f]{0,64})\.[0-9A-Za-z_-]{1,64}")
 _ABANDONED_S = 3600.0
 _CUT_OFF_S = 24 * 3600.0  # a put takes a second for each megabyte at most
+
+
+def has_name(key: ChunkKey) -> bool:
+    """Tell whether an entry's objects have names that are known again: its key is of digests."""
+    return _KEY.fullmatch(str(key)) is not None
 
 
 def chunk_name(key: ChunkKey) -> str:
@@ -80,6 +87,6 @@ def _key(name: str, folder: str, suffix: str) -> ChunkKey | None:
         key = ChunkKey.parse(unquote(name[len(folder) + 1 : -len(suffix)].replace("/", ".")))
     except ValueError:
         return None
-    if _name(key, folder, suffix) != name:  # another spelling of a name that is its own object
+    if not has_name(key) or _name(key, folder, suffix) != name:  # another spelling is its own object
         return None
     return ChunkKey(intern(key.model), key.tokens, intern(key.context), key.layout)  # few, and there may be a million

@@ -20,9 +20,9 @@ from ragfuse.core import ChunkKey, Entry
 from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.bucket import NO_ANSWER, Bucket
 from ragfuse.store.catalogue import Catalogue, Facts, Headers, Held
-from ragfuse.store.chunkfile import Header, header_nbytes, layer_offsets, pack_header, pieces
+from ragfuse.store.chunkfile import Header, StrangeError, header_nbytes, layer_offsets, pack_header, pieces
 from ragfuse.store.listing import Listing
-from ragfuse.store.names import CHUNKS, PINS, chunk_name, is_cut_off, pin_key, pin_name, use_name
+from ragfuse.store.names import CHUNKS, PINS, chunk_name, has_name, is_cut_off, pin_key, pin_name, use_name
 from ragfuse.store.notes import Notes
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
 
@@ -123,7 +123,7 @@ class ObjectTier:
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
         """Keep the layers as one object that appears whole or not at all."""
         meta.check(blobs)
-        if ChunkKey.parse(str(key)) != key:
+        if ChunkKey.parse(str(key)) != key or not has_name(key):
             raise ValueError(f"{key!r} cannot be written down and read back.")
         return self._ask(f"write {key}", lambda: self._write(key, meta.sealed(blobs), blobs), False)
 
@@ -240,6 +240,8 @@ class ObjectTier:
                     held = self._catalogue.get(key)
                     if held is not None and held.nbytes != header.nbytes and key not in changed:
                         raise ValueError(f"{header.nbytes} bytes wanted, {held.nbytes} found")
+                except StrangeError:
+                    self._leave(key)
                 except ValueError as error:
                     self._drop(key, str(error), changed)
                 else:
@@ -274,6 +276,9 @@ class ObjectTier:
                     header, layers = self._fetch(key, known, first, count)
                 except FileNotFoundError:
                     self._gone(key, changed)
+                    return None
+                except StrangeError:
+                    self._leave(key)
                     return None
                 except ValueError as error:
                     known, why = None, str(error)
@@ -314,6 +319,13 @@ class ObjectTier:
         """Somebody else has deleted it, which is no fault."""
         self._catalogue.forget([key], unless=changed)
         self._headers.discard([key])
+
+    def _leave(self, key: ChunkKey) -> None:
+        """An object that is called as ours are and was never written by any of us is not looked at, nor deleted."""
+        self._catalogue.leave(key)
+        self._headers.discard([key])
+        self.counts.add("corrupt")
+        log.warning("Left what lies in place of %s in tier %s alone: it is no entry", key, self.name)
 
     def _drop(self, key: ChunkKey, why: str, changed: Set[ChunkKey]) -> None:
         """Delete an entry that cannot be read, unless it was deleted or written anew meanwhile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -13,6 +14,10 @@ SCHEMES = ("s3", "s3a")
 _Found = TypeVar("_Found")
 _READ_NBYTES = 1 << 20
 _PAGE_OBJECTS = 1000
+_ONE_PUT_NBYTES = 100 << 20
+"""From here on s3fs sends an object in parts, and misses what S3 says of each where it does not."""
+_ETAG = re.compile(r'(?:W/)?"?[0-9a-fA-F]{32}(?:-[0-9]+)?"?')
+"""What S3 says of every object that it has taken."""
 
 
 class Upload(NamedTuple):
@@ -41,6 +46,8 @@ class S3:
         more = {"ContinuationToken": after} if after else {}
         call = self._fs._call_s3("list_objects_v2", Bucket=bucket, Prefix=key, MaxKeys=_PAGE_OBJECTS, **more)
         found = await self._heard(call)
+        if not {"Name", "KeyCount", "IsTruncated"} & found.keys():  # a page of a proxy's, or an error with status 200
+            raise ConnectionError("the answer to a listing is none of S3's")
         infos = found.get("Contents", ())
         named = [{**info, "name": f"{bucket}/{info['Key']}", "size": info["Size"]} for info in infos]
         return named, found.get("NextContinuationToken", "")
@@ -73,11 +80,22 @@ class S3:
         """These bytes of an object; fewer where it ends before."""
         bucket, key, _ = self._fs.split_path(path)
         asked = self._fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={begin}-{end - 1}")
-        pieces: list[bytes] = []
+        pieces, left = list[bytes](), end - begin
         async with (await self._heard(asked))["Body"] as body:
-            while piece := await self._heard(body.read(_READ_NBYTES)):
+            while left > 0 and (piece := await self._heard(body.read(min(left, _READ_NBYTES)))):
                 pieces.append(piece)
+                left -= len(piece)
         return b"".join(pieces)
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Put an object whole; ConnectionError where what answers is no object store."""
+        if len(data) > _ONE_PUT_NBYTES:
+            await self._fs._pipe_file(path, data)
+            return
+        bucket, key, _ = self._fs.split_path(path)
+        found = await self._fs._call_s3("put_object", Bucket=bucket, Key=key, Body=data)
+        if not _ETAG.fullmatch(str(found.get("ETag", ""))):  # a login page comes with status 200, too
+            raise ConnectionError("the answer to a write is none of S3's")
 
     async def _heard(self, call: Awaitable[_Found]) -> _Found:
         try:

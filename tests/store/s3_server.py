@@ -34,6 +34,7 @@ class S3Server:
             pytest.importorskip(package, reason="S3 is tried with moto and s3fs: pip install 'moto[server]' s3fs")
         self.port, self.asked = 0, list[Asked]()
         self._going, self._held, self._lose = Event(), lambda _: True, False
+        self.lie: Callable[[Asked], tuple[str, list[tuple[str, str]], bytes] | None] = lambda asked: None
         self._going.set()
         self.start()
 
@@ -48,6 +49,14 @@ class S3Server:
             path = environ["PATH_INFO"] + "?" + environ.get("QUERY_STRING", "")
             asked = Asked(environ["REQUEST_METHOD"], path, environ.get("HTTP_RANGE", ""))
             self.asked.append(asked)
+            if (lie := self.lie(asked)) is not None:
+                status, headers, body = lie
+                if environ.get("HTTP_TRANSFER_ENCODING"):  # it ends by itself; else reading on would wait for ever
+                    environ["wsgi.input"].read()
+                else:
+                    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+                respond(status, [*headers, ("Content-Length", str(len(body)))])
+                return [body]
             if self._held(asked):
                 going = self._going.is_set()
                 self._going.wait()

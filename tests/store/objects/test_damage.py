@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ragfuse.store.chunkfile import Header
+from ragfuse.store.chunkfile import MAGIC, Header
 from ragfuse.store.names import chunk_name
 from tests.store.kit import encoded, key, kv
 from tests.store.objects.kit import A, hits, layers, objects, opened
@@ -19,13 +19,14 @@ from tests.store.test_disk import DAMAGE, flipped
 def test_a_damaged_object_is_dropped_counted_and_named(tier, folder, damage, caplog):
     (path,) = objects(folder)
     path.write_bytes(damage(path.read_bytes()))
+    strange = is_strange(path.read_bytes())  # never written by us: it is left alone
     with caplog.at_level(logging.WARNING, "ragfuse.store"):
         other = opened(folder)
         hits(layers(other), encoded(kv())[1])
         assert other.entries() == {}  # what is wrong with padding alone is noticed by a listing
     assert str(A) in caplog.text
-    assert other.counts["corrupt"] == 1
-    assert objects(folder) == []
+    assert other.counts["corrupt"] >= 1 if strange else other.counts["corrupt"] == 1
+    assert objects(folder) == ([path] if strange else [])
     assert other.nbytes == 0
     assert other.write(A, *encoded(kv()))
     assert other.read(A, 0) is not None
@@ -36,9 +37,15 @@ def test_a_look_up_gives_an_entry_if_its_header_is_whole(tier, folder, damage):
     (path,) = objects(folder)
     path.write_bytes(damage(path.read_bytes()))
     wanted = is_header_of(A, path.read_bytes())
+    strange = is_strange(path.read_bytes())
     other = opened(folder)
     assert (A in other.entries([A])) is wanted
-    assert (other.counts["corrupt"], path.exists()) == (int(not wanted), wanted)
+    assert (other.counts["corrupt"], path.exists()) == (int(not wanted), wanted or strange)
+
+
+def is_strange(data: bytes) -> bool:
+    """Whether an object begins with something else than ours do."""
+    return data[: len(MAGIC)] != MAGIC[: len(data)]
 
 
 def is_header_of(name, data: bytes) -> bool:
@@ -58,11 +65,11 @@ def test_flipped_bytes_and_truncations_anywhere_are_detected(folder, n):
     for turn in range(n):
         at = chosen.randrange(len(whole))
         path.write_bytes(flipped(whole, at) if turn % 2 else whole[:at])
-        other = opened(folder)
+        other, strange = opened(folder), is_strange(path.read_bytes())
         seen = hits(layers(other), blobs)
         assert not all(seen)
-        assert other.counts["corrupt"] == 1
-        assert not path.exists()
+        assert other.counts["corrupt"] >= 1
+        assert path.exists() is strange
 
 
 def test_damage_of_an_object_that_is_known_is_noticed_too(tier, folder):

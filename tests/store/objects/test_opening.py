@@ -119,13 +119,17 @@ def test_a_key_that_cannot_be_written_down_is_refused(tier):
         tier.write(type(A)("a.b", "c"), *encoded(kv()))
 
 
-def test_keys_with_odd_characters_find_their_way_back(folder):
-    odd = type(A)("mo/del", "/etc/x y", "~cont?ext#", "lay%2Fout*")
-    assert opened(folder).write(odd, *encoded(kv()))
+def test_keys_of_all_forms_find_their_way_back_and_none_but_digests_are_keys(folder):
+    forms = [type(A)(A.model, A.tokens, context, layout) for context in ("", "~", A.tokens) for layout in ("", "at12")]
+    for each in forms:
+        assert opened(folder).write(each, *encoded(kv()))
     tier = opened(folder)
-    assert set(tier.entries()) == {odd}
-    assert tier.read(odd, 0) is not None
-    assert len(objects(folder)) == 1
+    assert set(tier.entries()) == set(forms)
+    assert all(tier.read(each, 0) is not None for each in forms)
+    for odd in (type(A)("mo/del", "/etc/x y", "~cont?ext#", "lay%2Fout*"), type(A)("photos", "a", "b", "c")):
+        with pytest.raises(ValueError, match="cannot be written down"):
+            tier.write(odd, *encoded(kv()))
+    assert len(objects(folder)) == len(forms)
 
 
 def test_a_closed_tier_misses_and_closes_twice(tier):

@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
-from ragfuse.store import names
+from ragfuse.store import names, s3
 from ragfuse.store.names import pin_name
 from ragfuse.store.tier import Freed
-from tests.store.kit import forked
+from tests.store.kit import forked, key
 from tests.store.objects.kit import A, B, objects
 from tests.store.redis_server import until
 from tests.store.slow_link import large
@@ -18,12 +18,14 @@ def test_what_dead_writers_left_long_ago_is_freed_and_the_rest_stays(tier, folde
     notes, orphan = path.with_name("notes.x.1.tmp"), folder / pin_name(B)
     pin = orphan.with_name(orphan.name + ".x.3.tmp")
     orphan.parent.mkdir(parents=True)
-    for left in (old, young, notes, orphan, pin):
+    strange = orphan.with_name(Path(pin_name(key("c"))).name)  # called as a pin is, and no pin: those are empty
+    for left in (old, young, notes, pin, strange):
         left.write_bytes(b"half")
-    for left in (old, notes, orphan, pin):
+    orphan.touch()
+    for left in (old, notes, orphan, pin, strange):
         os.utime(left, (0, 1e9))
-    assert tier.tidy() == Freed(orphans=3, nbytes=12)
-    assert objects(folder) == sorted([path, young, notes])
+    assert tier.tidy() == Freed(orphans=3, nbytes=8)
+    assert objects(folder) == sorted([path, young, notes, strange])
     assert tier.tidy() == Freed()
     assert set(tier.entries()) == {A}
 
@@ -39,6 +41,7 @@ def cut_off(server, url) -> int:
     def work(pipe):
         from s3fs import S3FileSystem
 
+        s3._ONE_PUT_NBYTES = 10 << 20
         S3FileSystem._pipe_file.__defaults__ = (5 << 20, *S3FileSystem._pipe_file.__defaults__[1:])  # parts of 5 MiB
         server.tier(url, 1 << 30, timeout_s=60.0).write(A, *large(6 << 20))
 
