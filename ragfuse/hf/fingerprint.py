@@ -1,35 +1,219 @@
-"""What a model is called in keys: a digest of all that decides its KV."""
+"""What a model is called in keys: a digest of all that decides its KV.
+
+Every byte of every weight, buffer, adapter and quantisation state is hashed, once, so that no change goes unseen.
+Whoever loads weights from files may keep `weights_digest` by the files' identity and hand it in.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
 
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragfuse.core import FORMAT_VERSION, ChunkKV, digest
+from ragfuse.errors import ModelError
+from ragfuse.hf.packed import PackedLinear
 from ragfuse.hf.probe import is_alibi
 
+PIECE_NBYTES = 64 << 20
+"""Bytes that are brought from a GPU, or copied to be contiguous, at a time."""
+UNNAMED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""What a config says of where a model comes from, and what is hashed beside it."""
+REMOTE = "transformers_modules"
+"""The package in which transformers puts code that came with weights."""
 
-def fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, drift: ChunkKV | None = None) -> str:
-    """Digest of what decides a model's KV: config, samples of all weights, dtype, tokenizer, format version, drift."""
-    config = model.config.to_diff_dict()
-    kept = sorted((k, str(v)) for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype"))
-    hasher = [str(FORMAT_VERSION), str(model.dtype), repr(kept)]
+
+def fingerprint(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    drift: ChunkKV | None = None,
+    weights: str | None = None,
+) -> str:
+    """Digest of what decides a model's KV: config, all weights, dtype, tokenizer, format version, drift.
+
+    weights: what `weights_digest` gave for these very weights, where that is known already.
+    """
+    config = {name: _plain(value) for name, value in model.config.to_diff_dict().items() if name not in UNNAMED}
+    hasher = [str(FORMAT_VERSION), str(model.dtype), _text(config)]
     if is_alibi(model.config):
         hasher.append("biases count positions")  # they counted keys once, over gaps
-    for name, weight in model.state_dict().items():
-        flat = weight.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // 256)][:256].float().cpu().numpy().tobytes()
-        hasher.append(digest(name, str(tuple(weight.shape)), sample))
+    hasher += [weights or weights_digest(model), *_remote_code(model)]
     for layer in drift.layers if drift is not None else ():
         hasher.append(digest(*(part.float().cpu().numpy().tobytes() for part in (layer.keys, layer.values))))
     return digest(*hasher, _tokenizer_digest(tokenizer))
+
+
+def weights_digest(model: nn.Module) -> str:
+    """BLAKE3, 32 hex digits, over every weight, buffer, adapter and quantisation state of a model, by name.
+
+    Each is read once, in pieces, wherever it lies: on a GPU, on disk (accelerate's offloading), packed by this package,
+    or as a tensor of a quantisation library. Where it lies changes nothing. ModelError where a weight has no data.
+    """
+    parts, known = [], dict[int, str]()
+    for name, value in _entries(model):
+        same = known.get(id(value)) if isinstance(value, nn.Parameter) else None  # tied weights are read once
+        found = same or _value_digest(name, value)
+        if isinstance(value, nn.Parameter):
+            known[id(value)] = found
+        parts.append((name, found))
+    return digest(*(part for pair in sorted(parts) for part in pair))
+
+
+def _entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Everything that is part of a model's state, by its full name, one module after the other."""
+    for prefix, module in model.named_modules():
+        start, own = f"{prefix}." if prefix else "", dict[str, Any]()
+        module._save_to_state_dict(own, start, True)
+        for name, buffer in module.named_buffers(start.removesuffix("."), recurse=False):
+            if not isinstance(module, PackedLinear):  # whose state is its weight, as it was before
+                own.setdefault(name, buffer)
+        elsewhere = _offloaded(module)
+        for name, value in own.items():
+            missing = isinstance(value, Tensor) and value.is_meta and elsewhere is not None
+            yield name, elsewhere(name.removeprefix(start)) if missing and elsewhere is not None else value
+        if type(module).__module__.partition(".")[0] == "peft":  # scalings, which adapters are active, what is merged
+            told = {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}
+            yield f"{start}peft", {name: value for name, value in told.items() if _is_simple(value)}
+
+
+def _offloaded(module: nn.Module) -> Callable[[str], Tensor] | None:
+    """Reads what accelerate put elsewhere of a module's own weights; None where nothing is."""
+    hook = getattr(module, "_hf_hook", None)
+    for each in getattr(hook, "hooks", (hook,)):
+        found = getattr(each, "weights_map", None)
+        if found is not None:
+            return lambda name, found=found: found[name]  # type: ignore[misc]
+    return None
+
+
+def _value_digest(name: str, value: Any) -> str:
+    hasher = blake3(max_threads=max(1, torch.get_num_threads()))
+    _feed(hasher, name, value)
+    return str(hasher.hexdigest(length=16))
+
+
+def _feed(hasher: Any, name: str, value: Any) -> None:
+    """Let a hasher have all that a value is made of, each part behind its kind and size."""
+    if isinstance(value, Tensor):
+        _feed_tensor(hasher, name, value.detach())
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            _say(hasher, f"{key}:")
+            _feed(hasher, f"{name}.{key}", value[key])
+    elif isinstance(value, list | tuple):
+        _say(hasher, f"{len(value)} in order")
+        for index, each in enumerate(value):
+            _feed(hasher, f"{name}.{index}", each)
+    else:
+        _say(hasher, _text(_plain(value)))
+
+
+def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
+    kind = type(tensor).__name__ if type(tensor) is not nn.Parameter else "Tensor"
+    _say(hasher, f"{kind} {tensor.dtype} {tuple(tensor.shape)}")
+    if tensor.is_meta:
+        raise ModelError(f"The weight '{name}' has no data (it is on torch's meta device). Load the model's weights.")
+    if hasattr(tensor, "__tensor_flatten__"):  # of a quantisation library: several tensors and how they are read
+        inner, context = tensor.__tensor_flatten__()
+        _say(hasher, _text(_plain(context)))
+        for part in inner:
+            _say(hasher, part)
+            _feed(hasher, f"{name}.{part}", getattr(tensor, part))
+    elif tensor.is_quantized:
+        per_channel = tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+        scales = (
+            (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.q_per_channel_axis())
+            if per_channel
+            else (tensor.q_scale(), tensor.q_zero_point())
+        )
+        _feed(hasher, name, [tensor.int_repr(), *scales])
+    elif tensor.is_mkldnn:
+        _feed_tensor(hasher, name, tensor.to_dense())
+    elif tensor.layout != torch.strided:
+        whole = tensor.to_sparse_coo().coalesce()  # type: ignore[no-untyped-call]
+        _feed(hasher, name, [whole.indices(), whole.values()])
+    else:
+        _feed_bytes(hasher, tensor.resolve_conj().resolve_neg())
+    if (state := getattr(tensor, "quant_state", None)) is not None:  # bitsandbytes' four bits
+        _feed(hasher, name, state.as_dict())
+
+
+def _feed_bytes(hasher: Any, tensor: Tensor) -> None:
+    """The bytes of a plain tensor in order, without a copy of all of it."""
+    if not tensor.numel():
+        return
+    if tensor.is_contiguous():
+        flat = tensor.reshape(-1).view(torch.uint8)
+        pieces = flat.split(PIECE_NBYTES) if flat.device.type != "cpu" else (flat,)  # type: ignore[no-untyped-call]
+    else:
+        rows = max(1, PIECE_NBYTES * tensor.shape[0] // tensor.nbytes)
+        pieces = (part.contiguous().reshape(-1).view(torch.uint8) for part in tensor.split(rows))  # type: ignore
+    for piece in pieces:
+        hasher.update(piece.cpu().numpy().data)
+
+
+def _say(hasher: Any, text: str) -> None:
+    """A text behind its length, so that no two sequences of parts are the same bytes."""
+    data = text.encode()
+    hasher.update(len(data).to_bytes(8, "little"))
+    hasher.update(data)
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_simple(each) for each in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(_is_simple(each) for each in value)
+    return value is None or isinstance(value, bool | int | float | str | Enum)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can hold it, the same in every process: nothing of where it lies in memory."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items() if name not in UNNAMED}
+    if isinstance(value, set | frozenset):
+        return sorted(_text(_plain(each)) for each in value)
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Tensor):
+        return _value_digest("", value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Enum | torch.dtype | torch.device | torch.layout | Path):
+        return str(value)
+    if isinstance(value, type) or inspect.isroutine(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    names = [each.name for each in fields(value)] if is_dataclass(value) else sorted(getattr(value, "__dict__", {}))
+    return [type(value).__qualname__, {name: _plain(getattr(value, name)) for name in names}]
+
+
+def _text(plain: Any) -> str:
+    return json.dumps(plain, sort_keys=True, ensure_ascii=False)
+
+
+def _remote_code(model: PreTrainedModel) -> Sequence[str]:
+    """Digests of the code that came with the weights, which decides KV like these; none of transformers' own."""
+    modules = {type(module).__module__ for module in model.modules()}
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in modules if name.partition(".")[0] == REMOTE]
+    return [digest(Path(file).read_bytes()) for file in sorted(file for file in files if file)]
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """Digest of what a tokenizer makes of text, without how it was last asked to pad or to cut."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return digest(type(tokenizer).__name__)
+        words = tokenizer.get_vocab() if tokenizer is not None else {}
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        return digest(type(tokenizer).__name__, _text(words), _text({id: str(token) for id, token in added.items()}))
     parts = json.loads(backend.to_str())
     return digest(json.dumps({**parts, "padding": None, "truncation": None}, sort_keys=True))

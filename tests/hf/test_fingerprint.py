@@ -1,0 +1,210 @@
+"""Every byte that decides a model's KV is part of its name, and each is read once."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from blake3 import blake3
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ragfuse.errors import ModelError
+from ragfuse.hf import fingerprint as module
+from ragfuse.hf.fingerprint import fingerprint, weights_digest
+from tests.hf import kit
+from tests.hf.families import FAMILIES
+
+KINDS = ["llama", "bloom-alibi", "mixtral", "gemma2-softcap-window"]
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers, those too that no file holds."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def flip(tensor: Tensor, byte: int) -> None:
+    """Change the lowest bit of one byte, in place."""
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    flat[byte] ^= 1
+
+
+def quantised(model: PreTrainedModel) -> nn.Module:
+    """Its linear layers in eight bits, by torch's own dynamic quantisation."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+def with_lora(alpha: int = 16, seed: int = 0) -> PreTrainedModel:
+    """A llama with adapters left in place, which are not zero."""
+    config = LoraConfig(r=4, lora_alpha=alpha, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(kit.build("llama", {}), config)
+    torch.manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data.normal_()
+    return model.get_base_model()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_changed_byte_of_any_weight_or_buffer_is_another_key(kind: str) -> None:
+    name, options = FAMILIES[kind][:2]
+    model = kit.build(name, options)
+    seen, chosen = {weights_digest(model)}, torch.Generator().manual_seed(1)
+    tensors = tensors_of(model)
+    for tensor in tensors.values():
+        for byte in torch.randint(tensor.nbytes, (3,), generator=chosen).tolist():
+            flip(tensor, byte)
+            seen.add(weights_digest(model))
+            flip(tensor, byte)
+    assert len(seen) > 2 * len(tensors)
+    assert weights_digest(model) in seen
+
+
+@pytest.mark.parametrize("row", [1, 77])
+def test_one_row_of_an_embedding_is_another_key(row: int) -> None:
+    model = kit.build("llama", {"vocab_size": 256, "hidden_size": 64})
+    before = fingerprint(model, kit.tokenizer())
+    model.get_input_embeddings().weight.data[row] += 1.0
+    assert fingerprint(model, kit.tokenizer()) != before
+
+
+@pytest.mark.parametrize("column", [1, 63])
+def test_one_column_of_an_mlp_is_another_key(column: int) -> None:
+    model = kit.build("llama", {"intermediate_size": 128})
+    before = fingerprint(model, kit.tokenizer())
+    model.model.layers[1].mlp.down_proj.weight.data[:, column] *= 1.5
+    assert fingerprint(model, kit.tokenizer()) != before
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_byte_is_hashed_once(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    read: list[int] = []
+
+    class Counted:
+        def __init__(self, **options: Any) -> None:
+            self.own = blake3(**options)
+
+        def update(self, data: Any) -> None:
+            read.append(memoryview(data).nbytes if isinstance(data, memoryview) else 0)
+            self.own.update(data)
+
+        def hexdigest(self, **options: Any) -> str:
+            return self.own.hexdigest(**options)
+
+    model = kit.build("llama", {"tie_word_embeddings": tied})
+    monkeypatch.setattr(module, "blake3", Counted)
+    weights_digest(model)
+    assert sum(read) == sum(tensor.nbytes for tensor in tensors_of(model).values())
+
+
+def test_how_a_weight_lies_in_memory_is_not_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = kit.build("llama", {})
+    before = weights_digest(model)
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            weight.data = weight.data.t().contiguous().t()
+    monkeypatch.setattr(module, "PIECE_NBYTES", 100)
+    assert weights_digest(model) == before
+
+
+def test_the_dtype_of_a_weight_is_part_of_the_key() -> None:
+    """Zeros are zeros in every dtype; only the name of the dtype tells these apart."""
+    found = set()
+    for dtype in (torch.float16, torch.bfloat16):
+        layer = nn.Linear(4, 4, bias=False).to(dtype)
+        nn.init.zeros_(layer.weight)
+        found.add(weights_digest(layer))
+    assert len(found) == 2
+
+
+def test_weights_in_eight_bits_are_named_by_all_their_bytes() -> None:
+    names = {weights_digest(quantised(kit.build("llama", {}))) for _ in range(2)}
+    assert len(names) == 1
+    other = kit.build("llama", {})
+    other.model.layers[2].mlp.up_proj.weight.data[5, 9] += 0.5
+    names.add(weights_digest(quantised(other)))
+    scaled = kit.build("llama", {})
+    scaled.model.layers[2].mlp.up_proj.weight.data *= 2  # the same eight bits, another scale
+    names.add(weights_digest(quantised(scaled)))
+    assert len(names) == 3
+
+
+@pytest.mark.parametrize("where", ["disk", "cpu"])
+def test_weights_that_are_offloaded_are_read_where_they_lie(tmp_path: Path, where: str) -> None:
+    model = kit.build("llama", {})
+    model.save_pretrained(tmp_path / "model")
+    parts = {"model.embed_tokens": "cpu", "model.layers": where, "model.norm": "cpu", "lm_head": where}
+    away = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model",
+        dtype=torch.float32,
+        device_map={**parts, "model.rotary_emb": "cpu"},
+        offload_folder=tmp_path / "away",
+    )
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert any(weight.is_meta for weight in away.parameters()) == (where == "disk")
+    assert weights_digest(away) == weights_digest(plain)
+
+
+def test_weights_without_data_are_refused_by_name() -> None:
+    with torch.device("meta"):
+        empty = kit.AutoModelForCausalLM.from_config(kit.build("llama", {}).config)
+    with pytest.raises(ModelError, match=r"'.*weight' has no data"):
+        weights_digest(empty)
+
+
+def test_adapters_left_in_place_are_part_of_the_key() -> None:
+    merged = kit.build("llama", {})
+    names = [weights_digest(each) for each in (merged, with_lora(), with_lora(alpha=32), with_lora(seed=1))]
+    assert len(set(names)) == 4
+    assert weights_digest(with_lora()) == names[1]
+
+
+def test_switching_an_adapter_off_is_another_key() -> None:
+    model = with_lora()
+    before = weights_digest(model)
+    layers = [each for each in model.modules() if hasattr(each, "lora_A")]
+    for layer in layers:
+        layer.enable_adapters(False)
+    off = weights_digest(model)
+    for layer in layers:
+        layer.enable_adapters(True)
+    assert layers
+    assert off != before == weights_digest(model)
+
+
+def test_sparse_weights_are_named_by_what_they_hold() -> None:
+    def made(value: float) -> str:
+        layer = nn.Module()
+        layer.register_buffer("mask", torch.tensor([[0.0, value], [0.0, 0.0]]).to_sparse())
+        return weights_digest(layer)
+
+    assert made(1.0) == made(1.0) != made(2.0)
+
+
+def test_a_config_without_another_value_is_the_same_in_every_process() -> None:
+    """What a config holds is written as values: no address in memory, no order of a set."""
+
+    class Scheme:
+        def __init__(self) -> None:
+            self.bits, self.parts = 4, {"a", "b", "c"}
+
+    assert module._text(module._plain({"q": Scheme()})) == module._text(module._plain({"q": Scheme()}))
+    assert " at 0x" not in module._text(module._plain({"q": Scheme(), "f": with_lora, "d": torch.int8}))
+
+
+def test_tokenizers_in_python_are_told_apart_by_their_words() -> None:
+    class Words:
+        def __init__(self, last: str) -> None:
+            self.last, self.added_tokens_decoder = last, {1: "<s>"}
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"<s>": 1, self.last: 2}
+
+    model = kit.build("llama", {})
+    assert len({fingerprint(model, Words(last)) for last in ("a", "b", "a")}) == 2  # type: ignore[arg-type]
