@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from ragfuse.asking import Ask, ends_of, is_sampled, is_single, kept_of
 from ragfuse.core import Ended, ToolCall
 from ragfuse.errors import InputError
+from ragfuse.fork import ForkLock
 from ragfuse.grammar import Grammar, json_text
 from ragfuse.hf.grammar import LAYOUT, Grammars, check
 from ragfuse.hf.model import HFModel
@@ -110,7 +110,7 @@ class Caller:
     """What the answers of one engine follow, compiled once for its model. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._grammars: dict[tuple[int, ...], Grammars] = {}
 
     def reply(self, ask: Ask, model: HFModel, calls: CallFormat) -> Reply:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ragfuse.codec import LEVELS, Codec, CodecTables, LayerMeta, codec_for, profile_tables
 from ragfuse.core import ChunkKey, ChunkKV, LayerKV, digest
+from ragfuse.fork import ForkLock
 from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store import Tier
 from ragfuse.store.levels import TABLELESS
@@ -52,7 +52,7 @@ class Coding:
         self, booked: Booked, tiers: Callable[[], Sequence[Tier]], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._booked, self._tiers, self._clock = booked, tiers, clock
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._known: dict[str, tuple[CodecTables | None, float]] = {}  # by model or digest, and when it was asked for
         self._codecs: dict[tuple[str, str], Codec] = {}  # by level and digest of tables
 

@@ -20,6 +20,7 @@ from ragfuse.asking import Ask
 from ragfuse.core import Answer, ChunkKey, ChunkKV, LoadPlan, Prompt, Segment
 from ragfuse.encoding import PACE_S, Encoder
 from ragfuse.fitting import fitted
+from ragfuse.fork import at_fork
 from ragfuse.fuse.gather import gathered
 from ragfuse.gate import Booked
 from ragfuse.leaving import Saves, Spans, left_by
@@ -70,12 +71,17 @@ class Conversations:
     ) -> None:
         self._settings, self._prompter, self._encoder, self._outlook = settings, prompter, encoder, outlook
         self._prefixes = prefixes
-        self._writer, self._changed = Writers(["history"], settings.writer_queue), threading.Condition()
+        self._writer, self.dropped = Writers(["history"], settings.writer_queue), 0
         whose, ttl_s = lambda: [encoder().digest], settings.session_ttl_s
         self.sessions = Sessions(
             store, booked, whose, ttl_s, settle=self._writer.flush, later=self._later, outlook=outlook
         )
-        self._waiting_bytes, self.dropped = 0, 0
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """No turn is being saved."""
+        self._changed, self._waiting_bytes = threading.Condition(), 0
         self._waiting = Counter[str]()  # saves by the session's name
         self._begun = set[int]()  # prompts whose turns are not remembered yet
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ragfuse.core import Answer, Trace
+from ragfuse.fork import at_fork
 from ragfuse.gate import INEXACT, UNSAFE
 from ragfuse.plan.controller import MISSING, UNREADABLE
 from ragfuse.planning import ALTERED, FIRST, NOTHING, TOO_SHORT, UNASKED
@@ -49,10 +50,16 @@ class Tally:
     unbooked: how often the store's book could not be read or written, and the engine went on without."""
 
     def __init__(self, waiting: Callable[[], int], unbooked: Callable[[], int] = lambda: 0) -> None:
-        self.waiting, self._unbooked, self._lock = waiting, unbooked, threading.Lock()
+        self.waiting, self._unbooked = waiting, unbooked
+        self._at_close: list[Callable[[], object]] = []
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Count from nothing: what was answered before a fork is counted by the process that did it."""
+        self._lock = threading.Lock()
         self._sums: Counter[str] = Counter()
         self._ttft, self._ttft_s = [0] * (len(TTFT_S) + 1), 0.0
-        self._at_close: list[Callable[[], object]] = []
 
     def add(self, answer: Answer) -> None:
         """Count an answer."""

@@ -23,6 +23,7 @@ from ragfuse.dtypes import settled
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.fitting import limit_of
 from ragfuse.forgetting import chunk_of, forget_chunks
+from ragfuse.fork import ForkLock
 from ragfuse.gate import Booked, Profiles, refusal_of
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.verify import Verdict, verify
@@ -79,7 +80,7 @@ class Engine:
         self.outlook = outlook if outlook is not None else Outlook()
         evict = self.outlook.evict(self.settings)
         self.store = store if store is not None else open_kept(self.settings, codecs=self._coding, evict=evict)
-        self._model, self._lock = model, threading.Lock()
+        self._model, self._lock = model, ForkLock()
         self._sightings = Sightings()
         self._profiles, self._timings = Profiles(self._booked), Timings(self.settings.tiers, self._booked)
         self._prefixes = PrefixCache(self.settings, lambda: self.encoder, self.store)

@@ -8,13 +8,13 @@ default, and that is said once.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from typing import TypeVar
 
 from ragfuse.errors import StoreError
+from ragfuse.fork import ForkLock, at_fork
 from ragfuse.models import embedded
 from ragfuse.plan.controller import AUTO, MEASURED
 from ragfuse.profiles import PROFILE_VERSION, ModelProfile
@@ -57,9 +57,14 @@ class Booked:
     """
 
     def __init__(self, book: Book | None) -> None:
-        self._book, self._lock, self.failures, self._why = book, threading.Lock(), 0, ""
+        self._book, self._lock, self.failures, self._why = book, ForkLock(), 0, ""
         name = f"The book of {book.path}" if book is not None else ""
         self._breaker = Breaker(name, (StoreError,), cool_down_s=COOL_DOWN_S, said=_cause)
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Count from nothing."""
+        self.failures = 0
 
     def __call__(self, use: Callable[[Book], T], otherwise: T) -> T:
         """What `use` makes of the book; `otherwise` where it cannot be asked."""
@@ -161,7 +166,7 @@ class Hint:
     """Says once, in the log, that a model is not calibrated, and what to do."""
 
     def __init__(self) -> None:
-        self._lock, self._said = threading.Lock(), False
+        self._lock, self._said = ForkLock(), False
 
     def give(self, profile: ModelProfile, policy: str, model: str) -> None:
         """Say it if it is so and was not said."""

@@ -5,7 +5,6 @@ Read when they are asked for: nothing here adds up or waits for an answer. Label
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 
 from ragfuse.counting import KINDS, TTFT_S, WHY, Counted, Tally
 from ragfuse.errors import InputError
+from ragfuse.fork import ForkLock
 from ragfuse.settings import Settings
 from ragfuse.sharing import forget, shared
 from ragfuse.store import KVStore
@@ -124,7 +124,7 @@ class _Shown:
     """All engines that one registry shows: it takes a metric's name once, so they share a collector."""
 
     def __init__(self, registry: Registry) -> None:
-        self._registry, self._lock, self._over = registry, threading.Lock(), False
+        self._registry, self._lock, self._over = registry, ForkLock(), False
         self._engines: dict[str, Metered] = {}
 
     def show(self, engine: Metered, name: str) -> bool:

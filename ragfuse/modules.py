@@ -6,7 +6,6 @@ schema belongs to a tenant; what is encoded of it, to a model. Schemas without a
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ragfuse.asking import Ask, room_behind
 from ragfuse.core import Prompt
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, PMLError
+from ragfuse.fork import ForkLock
 from ragfuse.prompting import Inquiry, Prompter
 from ragfuse.registry import Kept, Registry, SchemaInfo
 from ragfuse.settings import Settings
@@ -79,7 +79,7 @@ class Schemas:
         self, settings: Settings, registry: Registry, prompter: Prompter, encoder: Callable[[], Encoder]
     ) -> None:
         self._settings, self._registry, self._prompter, self._encoder = settings, registry, prompter, encoder
-        self._lock, self._ensuring = threading.Lock(), threading.Lock()
+        self._lock, self._ensuring = ForkLock(), ForkLock()
         self._laid: dict[str, tuple[str, Layout]] = {}
         self._keys: dict[str, tuple[Layout, list[str]]] = {}
         self._template: tuple[str, Wrapping] | None = None

@@ -7,11 +7,11 @@ Known by heart, so that a tier that makes room asks no file. Orders and windows 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import MappingProxyType
 
 from ragfuse.core import ChunkKey
+from ragfuse.fork import ForkLock
 from ragfuse.plan.evict import Evict, evictor, lru
 from ragfuse.sessions import Session
 from ragfuse.settings import Settings
@@ -29,12 +29,17 @@ class Outlook:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkLock(self._start_over)
+        self._recalled: list[Callable[[], Known | None]] = []
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Know nothing but whom to ask."""
         self._keys: dict[Name, tuple[ChunkKey, ...]] = {}
         self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # gone on with last at the end
         self._told: dict[str, dict[str, float]] = {}
         self._places: Mapping[Name, float] = MappingProxyType({})
-        self._unread: list[Callable[[], Known | None]] = []
+        self._unread = list(self._recalled)
 
     # what is known
 
@@ -49,6 +54,7 @@ class Outlook:
     def recall(self, known: Callable[[], Known | None]) -> None:
         """What was noted in earlier processes, asked for when it is first needed; None: it cannot be said now."""
         with self._lock:
+            self._recalled.append(known)
             self._unread.append(known)
 
     def keys(self, name: Name) -> tuple[ChunkKey, ...]:

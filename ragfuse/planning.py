@@ -6,7 +6,6 @@ What is decided is told in `plan` and `gate`, how timings are kept in `timings.p
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,6 +14,7 @@ from itertools import islice
 
 from ragfuse.asking import Ask
 from ragfuse.core import ChunkKey, LoadPlan, Prompt, digest
+from ragfuse.fork import ForkLock
 from ragfuse.gate import Hint, refusal_of
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import Progress, measure
@@ -49,7 +49,7 @@ class Planner:
     def __init__(self, settings: Settings, store: KVStore, timings: Timings, prefixes: PrefixCache) -> None:
         self.timings, self._prefixes = timings, prefixes
         self._settings, self._store = settings, store
-        self._hint, self._lock = Hint(), threading.Lock()
+        self._hint, self._lock = Hint(), ForkLock()
         self._promoted = 0
 
     def plan(

@@ -16,6 +16,7 @@ from typing import Any
 
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.encoding import Encoder
+from ragfuse.fork import at_fork
 from ragfuse.outlook import Name
 from ragfuse.plan.ahead import to_prefetch
 from ragfuse.saving import EXIT_S
@@ -50,12 +51,17 @@ class Prefetcher:
     def __init__(self, store: KVStore, encoder: Callable[[], Encoder], keys_of: KeysOf, free_share: float) -> None:
         self._store, self._encoder = store, encoder
         self._keys_of, self._free_share = keys_of, free_share
+        self._closed = False
+        self.renew()
+        at_fork(self)
+        atexit.register(_at_exit, weakref.ref(self))
+
+    def renew(self) -> None:
+        """Nothing is wished for."""
         self._ahead: _Wish | None = None
         self._changed = threading.Condition()
         self._wishes: deque[_Wish] = deque(maxlen=WAITING)
         self._thread: threading.Thread | None = None
-        self._closed = False
-        atexit.register(_at_exit, weakref.ref(self))
 
     def submit(self, texts: Iterable[str]) -> None:
         """Bring these some time soon, before all that waits."""

@@ -18,6 +18,7 @@ from itertools import accumulate
 
 from ragfuse.core import ChunkKey, ChunkKV, LayerKV, Prompt, Segment, token_digest
 from ragfuse.encoding import Encoder
+from ragfuse.fork import at_fork, is_torn
 from ragfuse.plan.controller import is_exact
 from ragfuse.settings import LEVELS, Settings
 from ragfuse.store import KVStore
@@ -52,6 +53,14 @@ class PrefixCache:
         self._changed = threading.Condition()
         self._tenants = defaultdict[str, _Tenant](_Tenant)
         self._writer = Writers(["prefix"], settings.writer_queue)
+        self._waiting, self._waiting_bytes = set[ChunkKey](), 0
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Nothing is being saved; what was known is known, unless it was being changed."""
+        if is_torn(self._changed):
+            self._tenants = defaultdict[str, _Tenant](_Tenant)
+        self._changed = threading.Condition()
         self._waiting, self._waiting_bytes = set[ChunkKey](), 0
 
     @property

@@ -18,6 +18,7 @@ from typing import Any, TypeGuard, cast
 from ragfuse.asking import Ask, ends_of
 from ragfuse.core import ChunkKey, Prompt, amid
 from ragfuse.errors import InputError
+from ragfuse.fork import ForkLock, at_fork
 from ragfuse.gate import Booked
 from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
@@ -53,7 +54,7 @@ class Prompter:
         self, settings: Settings, booked: Booked, model: Callable[[], HFModel], key: Callable[..., ChunkKey]
     ) -> None:
         self._settings, self._booked, self._model, self._key = settings, booked, model, key
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._known: KnownChunks | None = None
         self._is_read = False
         shortest = max(6, settings.min_chunk_tokens)
@@ -62,7 +63,15 @@ class Prompter:
         self._read_texts = set[str]()
         self._calls: CallFormat | None = None
         self._in_parts: dict[str, bool] = {}  # by role, whether the template takes contents as lists of parts
+        self._reading: threading.Thread | None = None
         self.marker = Marker(self._secret())
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Read the book's texts again, where a thread that is not here was still at it, or what is known was torn."""
+        torn = self._known is not None and not len(self._known)
+        if torn or self._reading is not None:
+            self._is_read, self._reading = False, None
 
     def known(self, digest: str) -> KnownChunks:
         """The texts of a tenant's chunks that a prompt is searched for; read from the book once."""
@@ -73,7 +82,9 @@ class Prompter:
                 for text in texts or ():
                     known.add([text.text], text.source)
                 if texts:
-                    threading.Thread(target=self._read, args=(texts,), name="ragfuse-index", daemon=True).start()
+                    thread = threading.Thread(target=self._read_all, args=(texts,), name="ragfuse-index", daemon=True)
+                    self._reading = thread
+                    thread.start()
             return known
 
     def note(self, digest: str, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
@@ -201,6 +212,10 @@ class Prompter:
             if held < ENOUGH * (new.hi - new.lo):
                 found = [*(part for each in found for part in _outside(each, new)), new]
         return sorted(found, key=lambda match: match.lo)
+
+    def _read_all(self, texts: Iterable[KnownText]) -> None:
+        self._read(texts)
+        self._reading = None
 
     def _read(self, texts: Iterable[KnownText]) -> None:
         """Look for the ids of these texts, too: they are found where a prompt holds them altered, or in part."""

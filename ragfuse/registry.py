@@ -6,7 +6,6 @@ No model is needed: what was encoded of a schema is written down beside it, by m
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +14,7 @@ from typing import Any
 from ragfuse.core import ChunkKey, digest
 from ragfuse.errors import InputError, PMLError, StoreError
 from ragfuse.forgetting import dropped
+from ragfuse.fork import ForkLock
 from ragfuse.gate import Booked
 from ragfuse.store import Book, KVStore
 from ragfuse.store.manage import unanswered
@@ -77,7 +77,7 @@ class Registry:
 
     def __init__(self, store: KVStore, booked: Booked, salt: str = "", clock: Callable[[], float] = time.time) -> None:
         self._store, self._booked, self._clock = store, booked, clock
-        self._prefix, self._lock = f"schema-{digest('schemas', salt)}-", threading.Lock()
+        self._prefix, self._lock = f"schema-{digest('schemas', salt)}-", ForkLock()
         self._here: dict[str, dict[str, Any]] = {}
         self._unwritten = set[str]()  # names of what the book did not take
 

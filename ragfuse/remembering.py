@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ragfuse.core import ChunkKey
 from ragfuse.errors import InputError, StoreError
 from ragfuse.forgetting import dropped
+from ragfuse.fork import ForkLock
 from ragfuse.outlook import Known, Outlook
 from ragfuse.sessions import Session, truncated
 from ragfuse.settings import SINKS
@@ -100,7 +100,7 @@ class Sessions:
         outlook: Outlook | None = None,
     ) -> None:
         self._store, self._booked, self._whose, self._ttl_s, self._clock = store, booked, whose, ttl_s, clock
-        self._lock, self._settle, self._later = threading.Lock(), settle, later
+        self._lock, self._settle, self._later = ForkLock(), settle, later
         self._here: OrderedDict[tuple[str, str], KeptSession] = OrderedDict()  # used last at the end
         self._read: OrderedDict[tuple[str, str], KeptSession] = OrderedDict()  # of the book, used last at the end
         self._swept, self._met, self._outlook = 0.0, set[str](), outlook or Outlook()

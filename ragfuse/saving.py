@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from ragfuse.core import ChunkKey, LoadPlan, Prompt
+from ragfuse.fork import at_fork
 from ragfuse.store.radix import holds
 from ragfuse.text.bind import Taken
 from ragfuse.text.schema import Run
@@ -76,12 +77,17 @@ class Saver:
     def __init__(self, save: Callable[[Work], None]) -> None:
         self.dropped = 0
         self._save = save
+        self._closed = False
+        self.renew()
+        at_fork(self)
+        atexit.register(_at_exit, weakref.ref(self))
+
+    def renew(self) -> None:
+        """Nothing waits: what was met in a process that was forked is encoded by it."""
         self._changed = threading.Condition()
         self._waiting: deque[Work] = deque()
         self._at_hand: Work | None = None
         self._thread: threading.Thread | None = None
-        self._closed = False
-        atexit.register(_at_exit, weakref.ref(self))
 
     def submit(self, work: Work) -> None:
         """Encode it some time; the same run waits only once, and what does not fit is dropped and counted."""

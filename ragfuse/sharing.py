@@ -9,16 +9,33 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from ragfuse.fork import at_fork
+
 T = TypeVar("T")
 
-_LOCK = threading.RLock()
+
+class _Lock:
+    """The lock of all that is held here: free in a forked child, unless the thread that forked holds it."""
+
+    def __init__(self) -> None:
+        self.held = threading.RLock()
+        at_fork(self)
+
+    def renew(self) -> None:
+        if self.held.acquire(blocking=False):
+            self.held.release()
+        else:
+            self.held = threading.RLock()
+
+
+_LOCK = _Lock()
 _HELD: dict[Hashable, Any] = {}
 _NOTED: ContextVar[list[str] | None] = ContextVar("ragfuse_noted", default=None)
 
 
 def shared(name: Hashable, make: Callable[[], T]) -> T:
     """What `make` gave the first who asked for `name`; everybody after gets the same."""
-    with _LOCK:
+    with _LOCK.held:
         if name not in _HELD:
             _HELD[name] = make()
         found: T = _HELD[name]
@@ -27,7 +44,7 @@ def shared(name: Hashable, make: Callable[[], T]) -> T:
 
 def forget(held: object) -> None:
     """Let go of what was given to all; the next who asks gets a new one."""
-    with _LOCK:
+    with _LOCK.held:
         for name in [name for name, value in _HELD.items() if value is held]:
             del _HELD[name]
 

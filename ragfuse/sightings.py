@@ -7,13 +7,13 @@ prompt holds too is encoded, from that prompt's own ids, and is a known chunk fr
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator
 
 from cachetools import TTLCache
 
 from ragfuse.core import Prompt, token_digest
+from ragfuse.fork import ForkLock
 from ragfuse.settings import Settings
 from ragfuse.text.passages import BorderOf, last_paragraph, passages
 
@@ -29,8 +29,12 @@ class Sightings:
     """The passages of one tenant's prompts. Thread-safe."""
 
     def __init__(self, most: int = MOST, ttl_s: float = TTL_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lock = threading.Lock()
-        self._met: TTLCache[str, str] = TTLCache(most, ttl_s, clock)  # fingerprint -> the prompt that held it last
+        self._lock = ForkLock(self._start_over)
+        self._limits = most, ttl_s, clock
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._met: TTLCache[str, str] = TTLCache(*self._limits)  # fingerprint -> the prompt that held it last
 
     def __len__(self) -> int:
         return len(self._met)
@@ -57,7 +61,7 @@ class Recurs:
     """Says once, in the log, that long passages recur and nothing is reused, and what to do."""
 
     def __init__(self) -> None:
-        self._lock, self._said = threading.Lock(), False
+        self._lock, self._said = ForkLock(), False
 
     def tell(self, n_passages: int, settings: Settings, why: str) -> None:
         """Say it if it was not said. why: the reason that this model is not blended, "" where it may be."""

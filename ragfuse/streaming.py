@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from ragfuse.core import Answer
 from ragfuse.errors import InputError
+from ragfuse.fork import at_fork
 
 Run = Callable[[Callable[[str], None], threading.Event], Answer]
 """Writes an answer: says its text piece by piece, and ends early once the event is set."""
@@ -31,6 +32,17 @@ class AnswerStream:
         work = (_work, run, self._line)
         self._thread = threading.Thread(target=begun_in.run, args=work, name="ragfuse-answer", daemon=True)
         self._thread.start()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Say in a forked process that the rest is written in the other one; what was whole before stays."""
+        before = list(self._line.items.queue)
+        self._line.items, self._line.enough, self._line.wake = queue.Queue(), Enough(), lambda: None
+        for item in before:
+            self._line.items.put(item)
+        if not any(isinstance(item, Answer | BaseException) for item in before):
+            what = "This answer is being written by the process that this one was forked from. Ask again here."
+            self._line.items.put(InputError(what))
 
     @property
     def answer(self) -> Answer:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from importlib.metadata import version
 import torch
 
 from ragfuse.core import LoadPlan, digest
+from ragfuse.fork import ForkLock
 from ragfuse.gate import Booked
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.controller import blend_of
@@ -50,7 +50,7 @@ class Timings:
     """
 
     def __init__(self, tiers: Sequence[str], booked: Booked, clock: Callable[[], float] = time.monotonic) -> None:
-        self._booked, self._clock, self._lock = booked, clock, threading.Lock()
+        self._booked, self._clock, self._lock = booked, clock, ForkLock()
         self._known: dict[str, _Known] = {}
         self._around = version("torch"), version("transformers"), *tiers
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NOUNS = {"arrivals", "core", "errors", "forecast", "grammar", "settings"}
+NOUNS = {"arrivals", "core", "errors", "forecast", "fork", "grammar", "settings"}
 BELOW_ENGINE = {"text", "codec", "plan", "fuse", "sessions", "jobs", "profiles", "store", "hf", "load", "measure"}
 # floor 4
 ENGINE = {
@@ -70,6 +70,7 @@ ROOMS: dict[str, set[str]] = {
     "core": {"arrivals", "errors", "forecast"},
     "errors": set(),
     "forecast": set(),
+    "fork": set(),
     "grammar": {"errors"},
     "settings": {"errors"},
     **dict.fromkeys(("text", "codec", "fuse", "sessions", "jobs", "profiles"), NOUNS),
@@ -95,6 +96,7 @@ ONLY = {
     "core": {"torch", "blake3"},
     "errors": set[str](),
     "forecast": set[str](),
+    "fork": set[str](),
     "grammar": set[str](),
     "settings": {"pydantic", "pydantic_settings", "platformdirs"},
     "fuse": {"torch"},
@@ -229,8 +231,9 @@ def nothing_unpickles(source: Source) -> Iterator[str]:
 
 
 def modules_hold_no_mutable_state(source: Source) -> Iterator[str]:
-    """`sharing` is the one place for what a whole process holds: the models that are loaded once."""
-    if source.room == "sharing":
+    """`sharing` is the one place for what a whole process holds: the models that are loaded once; but `fork` knows whom
+    a fork concerns."""
+    if source.room in {"sharing", "fork"}:
         return
     for name, value in _module_values(source.tree.body):
         if name != "__all__" and _is_mutable(value):

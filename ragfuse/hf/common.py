@@ -7,11 +7,11 @@ are computed together (`fuse.attend.attend_ragged`).
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
+from ragfuse.fork import ForkLock
 from ragfuse.fuse.attend import KV
 from ragfuse.hf.cache import RowCache, RowLayer, Stretch
 
@@ -40,7 +40,7 @@ class Common:
 
     def __init__(self) -> None:
         self._rows: WeakValueDictionary[Hashable, _Rows] = WeakValueDictionary()
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
 
     def __len__(self) -> int:
         """Stretches that are there now."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ragfuse.fork import at_fork
 from ragfuse.fuse.attend import Ragged
 from ragfuse.hf.cache import JointCache, RowCache
 from ragfuse.hf.hooks import Remade, Wiring, attending
@@ -103,11 +104,17 @@ class Batcher:
     def __init__(self, model: PreTrainedModel, lock: FairLock) -> None:
         self.steps, self.rows, self.patience_s = 0, 0, PATIENCE_S
         self._model, self._lock = model, lock
+        self._failures, self._pads = 0, False
+        self._since_s = self._took_s = 0.0
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Nobody decodes: whoever did is a thread of the process that was forked."""
         self.preparing, self._changed = threading.Lock(), threading.Condition()
         self._members: set[Member] = set()
-        self._alone, self._failures, self._pads = 0, 0, False
+        self._alone = 0
         self._posted: list[Step] = []
-        self._since_s = self._took_s = 0.0
         self._thread: threading.Thread | None = None
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ragfuse.errors import InputError
+from ragfuse.fork import ForkLock
 from ragfuse.grammar import Grammar
 from ragfuse.hf.closing import OUTSIDE, Closing, allowed_by
 
@@ -52,7 +52,7 @@ class Grammars:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> None:
         self.tokens = tokens_of(tokenizer, n_tokens, ends)
         self.ends, self.n_tokens = tuple(ends), n_tokens
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._compiled: dict[Grammar, LLMatcher] = {}  # least recently used first
         self._closing: Closing | None = None
         every = tokenizer.added_tokens_decoder

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+from ragfuse.fork import at_fork
+
 
 class _Turn:
     """A thread that waits; its gate opens when the lock is its own."""
@@ -22,10 +24,17 @@ class FairLock:
     """Used as `threading.RLock` is."""
 
     def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._waiting: deque[_Turn] = deque()
         self._owner: int | None = None
         self._depth = 0
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Nobody waits for it, and nobody holds it but this thread."""
+        self._mutex = threading.Lock()
+        self._waiting: deque[_Turn] = deque()
+        if self._owner != threading.get_ident():
+            self._owner, self._depth = None, 0
 
     @property
     def is_mine(self) -> bool:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from ragfuse.core import ChunkKV, LayerKV
 from ragfuse.errors import FixedError, ModelError, RefusedError
+from ragfuse.fork import ForkLock, at_fork
 from ragfuse.fuse.drift import added
 from ragfuse.fuse.fusor import Buffers, Fusion, Run, Source, offered
 from ragfuse.fuse.select import nearness, policy_named
@@ -56,6 +57,7 @@ class HFModel:
         self.lock = FairLock()
         self.batcher = Batcher(self.model, self.lock)
         self._encoder: TextEncoder | None = None
+        self._encoding = ForkLock()
         self._wired: Wiring | None = None
         self._numbers: dict[int, int] = {}  # of words, by token and by what it says
         self._known: dict[str, int] = {}
@@ -68,6 +70,33 @@ class HFModel:
         self.profile = ModelProfile(self.fingerprint, self.n_layers)
         known = profile_of(self.fingerprint) if profile_of is not None else None
         self.profile = known if known is not None else self._probed()
+        at_fork(self, first=True)
+
+    def pause(self) -> None:
+        """Wait for the prefill or the step at hand, whose state stands in the model's modules, and for the tokenizer,
+        which has locks of its own."""
+        self.lock.acquire()
+        self._encoding.acquire()
+
+    def resume(self) -> None:
+        """Go on in the process that was forked."""
+        self._encoding.release()
+        self.lock.release()
+
+    def renew(self) -> None:
+        """Compute in a forked child without the threads that were lost.
+
+        The thread that forked computes alone from now on: where it has computed with others, OpenMP would wait for
+        them for ever. Any other thread computes with as many as before.
+        """
+        self.lock.renew()
+        self.lock.release()
+        threads = torch.get_num_threads()
+        if threads > 1:
+            torch.set_num_threads(1)
+            others = threading.Thread(target=torch.set_num_threads, args=(threads,), name="ragfuse-threads")
+            others.start()
+            others.join()
 
     def packed(self) -> HFModel:
         """Itself with its weights packed (`packed.py`), unless it is refused."""
@@ -87,7 +116,7 @@ class HFModel:
         """Encodes whole prompts and pieces of them; ModelError if the model came without a tokenizer."""
         encoder = self._encoder
         if encoder is None or encoder.chat_template != getattr(self.words, "chat_template", None):
-            self._encoder = encoder = TextEncoder(self.words)
+            self._encoder = encoder = TextEncoder(self.words, self._encoding)
         return encoder
 
     @property

@@ -9,7 +9,6 @@ What looks like a control token in a text that others wrote is encoded as text.
 from __future__ import annotations
 
 import json
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
 from ragfuse.errors import InputError
+from ragfuse.fork import ForkLock
 
 Chars = tuple[int, int]
 """Characters lo:hi of a text."""
@@ -52,8 +52,8 @@ class _Section:
 class TextEncoder:
     """Encodes texts for one tokenizer, which it leaves as it is. Thread-safe."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer, self._lock = tokenizer, threading.Lock()
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, lock: ForkLock | None = None) -> None:
+        self._tokenizer, self._lock = tokenizer, lock or ForkLock()
         self.chat_template = getattr(tokenizer, "chat_template", None)  # which says what control tokens are
         self._added = {int(id): str(token) for id, token in tokenizer.added_tokens_decoder.items()}
         self._control = control_tokens(tokenizer)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import BoundedSemaphore, Lock
 
+from ragfuse.fork import ForkLock, at_fork
+
 MOST = 4
 """Streams that read at the same time, at most (the paper's B)."""
 KNOWN_S = 10.0
@@ -19,7 +21,12 @@ class Link:
     def __init__(self, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
         self._most, self._clock = most, clock
         self._seen: tuple[float, float] | None = None
-        self._streams, self._lock, self._turns = 0, Lock(), BoundedSemaphore(most)
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Nothing is under way: as when it was made, but for what was seen."""
+        self._streams, self._lock, self._turns = 0, Lock(), BoundedSemaphore(self._most)
 
     @property
     def throughput(self) -> float | None:
@@ -61,7 +68,7 @@ class Links:
     """The links of a store's tiers by name, each made when it is first asked for."""
 
     def __init__(self, most: int = MOST) -> None:
-        self._most, self._lock, self._links = most, Lock(), dict[str, Link]()
+        self._most, self._lock, self._links = most, ForkLock(), dict[str, Link]()
 
     def of(self, tier: str) -> Link:
         """The link that all streams from this tier share."""

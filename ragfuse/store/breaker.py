@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
+from ragfuse.fork import at_fork
+
 log = logging.getLogger("ragfuse.store")
 
 
@@ -41,9 +43,13 @@ class Breaker:
         self.name, self.attempts = name, 0
         self._trouble, self._cool_down_s, self._clock = trouble, cool_down_s, clock
         self._said = said
-        self._lock = Lock()
         self._opened_at: float | None = None
-        self._trying = False
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """No call is under way; what was heard of the medium counts."""
+        self._lock, self._trying = Lock(), False
 
     @property
     def is_open(self) -> bool:

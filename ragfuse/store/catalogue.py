@@ -9,10 +9,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from threading import Condition, Lock
+from threading import Condition
 from typing import NamedTuple
 
 from ragfuse.core import ChunkKey, Entry
+from ragfuse.fork import ForkLock, at_fork
 from ragfuse.store.bucket import Object
 from ragfuse.store.chunkfile import Header
 from ragfuse.store.sizes import within
@@ -52,13 +53,18 @@ class Catalogue:
     """
 
     def __init__(self) -> None:
-        self._turn = Condition()
         self._held: dict[ChunkKey, Held] = {}
         self._pinned: set[ChunkKey] = set()
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Nothing is claimed or watched, and no room taken for what is being written."""
+        self._turn = Condition()
         self._busy: set[ChunkKey] = set()
         self._watches: dict[int, set[ChunkKey]] = {}
         self._strange: dict[ChunkKey, int] = {}  # objects that are not ours though they are called so, and their bytes
-        self._nbytes = 0
+        self._nbytes = sum(held.nbytes for held in self._held.values())
 
     @property
     def nbytes(self) -> int:
@@ -233,7 +239,7 @@ class Headers:
     """The headers used last, `limit` of them."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._lock = limit, Lock()
+        self._limit, self._lock = limit, ForkLock()
         self._headers: OrderedDict[ChunkKey, Header] = OrderedDict()
 
     def get(self, key: ChunkKey) -> Header | None:

@@ -14,10 +14,14 @@ from pathlib import Path
 from threading import Lock, local
 from typing import Any
 
+from ragfuse.fork import at_fork
+
 log = logging.getLogger("ragfuse.store")
 
 Row = tuple[Any, ...]
 _CLOSE_S = 1.0
+_PAUSE_S = 5.0
+"""Seconds that a fork waits, at most, for a thread that is reading or writing."""
 
 
 class Database:
@@ -29,8 +33,11 @@ class Database:
 
     def __init__(self, path: Path, schema: str, version: int, timeout_s: float = 30.0) -> None:
         self._path, self._timeout_s = path, timeout_s
-        self._read_lock, self._write_lock = Lock(), Lock()
-        self._hurry = local()
+        self._reader: sqlite3.Connection | None = None
+        self._writer: sqlite3.Connection | None = None
+        self._closed, self._left = False, list[sqlite3.Connection]()
+        self._paused = True  # it has no connection
+        self.renew()
         found: int | str
         try:
             found = self._connect()
@@ -45,10 +52,40 @@ class Database:
         with self.write() as connection:
             self._create(connection)
             connection.execute(f"PRAGMA user_version={version}")
+        at_fork(self)
+
+    # SQLite wants no connection to be open while a process is forked: what it knows of locks in its own process would
+    # come along, and the locks would not. So both are closed before, and opened again when they are next used.
+
+    def pause(self) -> None:
+        """Close both connections, once no thread reads or writes; none is opened until the fork is over."""
+        if self._closed or not self._write_lock.acquire(timeout=_PAUSE_S):
+            return
+        if not self._read_lock.acquire(timeout=_PAUSE_S):
+            self._write_lock.release()
+            return
+        self._paused = True
+        self._shut()
+
+    def resume(self) -> None:
+        """Go on in the process that was forked."""
+        if self._paused:
+            self._paused = False
+            self._read_lock.release()
+            self._write_lock.release()
+
+    def renew(self) -> None:
+        """Go on in a forked process with connections of its own; what was not to be closed is never touched again."""
+        if not self._paused:
+            self._left += [each for each in (self._reader, self._writer) if each is not None]
+            self._reader = self._writer = None
+        self._read_lock, self._write_lock, self._hurry, self._paused = Lock(), Lock(), local(), False
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
         """All rows; never waits for a writer."""
         with self._read_lock:
+            if self._reader is None:
+                self._reader = self._connection()
             return self._reader.execute(sql, arguments).fetchall()
 
     @contextmanager
@@ -61,6 +98,8 @@ class Database:
         if not self._write_lock.acquire(timeout=-1 if wait_s is None else wait_s):
             raise sqlite3.OperationalError("another thread is writing")
         try:
+            if self._writer is None:
+                self._writer = self._for_writing()
             connection = self._writer
             connection.execute(f"PRAGMA busy_timeout={int(1000 * (self._timeout_s if wait_s is None else wait_s))}")
             connection.execute("BEGIN IMMEDIATE")
@@ -115,14 +154,20 @@ class Database:
 
     def close(self) -> None:
         """Let go of the file; where a writer is still at work after a second, it does so at its end."""
+        self._closed = True
         if not self._write_lock.acquire(timeout=_CLOSE_S):
             return
         try:
             with self._read_lock:
-                self._reader.close()
-                self._writer.close()
+                self._shut()
         finally:
             self._write_lock.release()
+
+    def _shut(self) -> None:
+        for connection in (self._reader, self._writer):
+            if connection is not None:
+                connection.close()
+        self._reader = self._writer = None
 
     def _create(self, connection: sqlite3.Connection) -> None:
         for statement in self._schema:
@@ -131,21 +176,29 @@ class Database:
     def _connect(self) -> int:
         """Open both connections; the version found, 0 in a new file."""
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))  # sqlite's other files take its mode
-        self._reader, self._writer = self._connection(), self._connection()
-        self._writer.execute("PRAGMA journal_mode=WAL")
-        self._writer.execute("PRAGMA synchronous=NORMAL")
-        if self._writer.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
+        self._reader = self._connection()
+        self._writer = writer = self._connection()
+        writer.execute("PRAGMA journal_mode=WAL")
+        if writer.execute("PRAGMA quick_check(1)").fetchone() != ("ok",):
             raise sqlite3.DatabaseError("failed its check")
-        version: int = self._writer.execute("PRAGMA user_version").fetchone()[0]
+        writer.execute("PRAGMA synchronous=NORMAL")
+        version: int = writer.execute("PRAGMA user_version").fetchone()[0]
         return version
 
     def _connection(self) -> sqlite3.Connection:
+        if self._closed:
+            raise sqlite3.ProgrammingError("it is closed")
         connection = sqlite3.connect(self._path, timeout=self._timeout_s, isolation_level=None, check_same_thread=False)
         connection.text_factory = _text
         return connection
 
+    def _for_writing(self) -> sqlite3.Connection:
+        connection = self._connection()
+        connection.execute("PRAGMA synchronous=NORMAL")
+        return connection
+
     def _set_aside(self, why: str) -> None:
-        self.close()
+        self._shut()
         log.warning("%s %s: set aside, a new one begun", self._path, why)
         os.replace(self._path, self._path.with_name(self._path.name + ".bad"))
         for suffix in ("-wal", "-shm"):

@@ -16,11 +16,11 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from threading import Lock
 
 from torch import Tensor
 
 from ragfuse.core import ChunkKey, Entry
+from ragfuse.fork import ForkLock, at_fork
 from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write_chunk
 from ragfuse.store.filecache import FileCache
 from ragfuse.store.folder import Owner, fsync_folder, locked, open_folder, refusal, trouble
@@ -63,7 +63,7 @@ class DiskTier:
         self._evict, self._verify, self._clock = evict, verify, clock
         self._files = FileCache(open_files)
         self._touched: dict[ChunkKey, tuple[float, int]] = {}
-        self._touched_at, self._touch_lock = clock(), Lock()
+        self._touched_at, self._touch_lock = clock(), ForkLock()
         self._serial, self._closed = count(), False
         self._told: dict[object, float] = {}  # kinds of trouble, and when they were last told
         self._under_way: set[str] = set()  # temp files of this object's writes
@@ -71,6 +71,12 @@ class DiskTier:
             self._open()
         except (OSError, sqlite3.Error) as error:
             raise refusal(self.path, trouble(self.path, error)) from error
+        at_fork(self)
+
+    def renew(self) -> None:
+        """No write is under way, and no use is to be noted: those before a fork are the other process's."""
+        self._touched = {}
+        self._under_way.clear()
 
     @property
     def nbytes(self) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from threading import Lock
 
 from ragfuse.core import ChunkKey
+from ragfuse.fork import ForkLock
 from ragfuse.store.chunkfile import ChunkFile
 
 
@@ -14,7 +14,7 @@ class FileCache:
     """The files used last, open. A file that leaves is closed once its last reader is done."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._lock = limit, Lock()
+        self._limit, self._lock = limit, ForkLock()
         self._files: OrderedDict[ChunkKey, ChunkFile] = OrderedDict()
 
     def get(self, key: ChunkKey) -> ChunkFile | None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ragfuse.errors import StoreError
+from ragfuse.fork import at_fork
 
 
 def refusal(path: Path, found: str) -> StoreError:
@@ -68,21 +69,49 @@ def locked(path: Path) -> Iterator[None]:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(fd)
+        _unlock(fd)
+
+
+def _unlock(fd: int) -> None:
+    """Let go of a lock here and in every process that was forked since it was taken."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 class Owner:
-    """A writer of a folder, alive as long as its lock is held. `token` names it in the files it is writing.
+    """A writer of a folder, `writers` in a store's own, alive as long as its lock is held.
 
-    Make and sweep owners under the folder's own lock: a file that is made but not locked yet looks dead.
+    Make and sweep owners under the store's own lock: a file that is made but not locked yet looks dead. A forked
+    process is a writer of its own as soon as it asks for a token.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.token = uuid.uuid4().hex
-        self._path = folder / f"{self.token}.lock"
+        self._folder, self._is_over = folder, False
+        self._begin()
+        at_fork(self)
+
+    def _begin(self) -> None:
+        self._token = uuid.uuid4().hex
+        self._path = self._folder / f"{self._token}.lock"
         self._fd = _lock_file(self._path)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    def renew(self) -> None:
+        """Hold no lock of the process that was forked: it is not alive because of this one."""
+        self.__del__()
+
+    @property
+    def token(self) -> str:
+        """What names it in the files that it is writing."""
+        if self._fd < 0 and not self._is_over:
+            with locked(self._folder.parent / "lock"):
+                if self._fd < 0:
+                    self._begin()
+        return self._token
+
+    def is_me(self, token: str) -> bool:
+        """Whether that is its token."""
+        return self._fd >= 0 and token == self._token
 
     def is_alive(self, token: str) -> bool:
         """Whether the writer named `token` still runs, in this process or another."""
@@ -106,8 +135,11 @@ class Owner:
 
     def close(self) -> None:
         """Say that nothing of this writer is under way any more."""
-        self._path.unlink(missing_ok=True)
-        self.__del__()
+        self._is_over = True
+        if self._fd >= 0:
+            self._path.unlink(missing_ok=True)
+            fd, self._fd = self._fd, -1
+            _unlock(fd)
 
     def __del__(self) -> None:
         fd, self._fd = getattr(self, "_fd", -1), -1

@@ -16,6 +16,7 @@ from torch import Tensor
 from ragfuse.codec import INT8, RAW, Codec, LayerMeta, OtherTables
 from ragfuse.codec.container import tables_of
 from ragfuse.core import ChunkKey, ChunkKV, Entry, LayerKV
+from ragfuse.fork import ForkLock
 from ragfuse.settings import LEVELS
 from ragfuse.store.tier import EntryMeta, Whole
 
@@ -66,7 +67,7 @@ class Recent(Generic[K, V]):
     """The `limit` values that were added last, by key. Threads may share it."""
 
     def __init__(self, limit: int) -> None:
-        self._lock, self._limit, self._known = Lock(), limit, OrderedDict[K, V]()
+        self._lock, self._limit, self._known = ForkLock(), limit, OrderedDict[K, V]()
 
     def __len__(self) -> int:
         return len(self._known)

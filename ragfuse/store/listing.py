@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from threading import Lock
 
 from ragfuse.core import ChunkKey
+from ragfuse.fork import ForkLock
 from ragfuse.store.bucket import NO_ANSWER, Bucket, Object
 from ragfuse.store.catalogue import Catalogue
 from ragfuse.store.names import CHUNKS, PINS, USES, chunk_key, is_abandoned, is_temporary, pin_key, use_key, use_name
@@ -28,7 +28,7 @@ class Listing:
 
     def __init__(self, bucket: Bucket, catalogue: Catalogue, fresh_s: float, *, uses: bool = False) -> None:
         self._bucket, self._catalogue, self._fresh_s, self._uses = bucket, catalogue, fresh_s, uses
-        self._turn = Lock()
+        self._turn = ForkLock()
         self._read_at: float | None = None
         self._took_s = 0.0
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ragfuse.core import ChunkKey, Entry
+from ragfuse.fork import at_fork
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, victims
 
 log = logging.getLogger("ragfuse.store")
@@ -60,10 +61,15 @@ class MemoryTier:
         self._pin_memory = pin_memory and self.device.type == "cpu" and has_gpu
         self.copies = self._pin_memory or self.device.type != "cpu"
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and has_gpu else None  # type: ignore[no-untyped-call]
-        self._lock = Lock()
         self._slots: dict[ChunkKey, _Slot] = {}  # least recently used first
         self._pinned: set[ChunkKey] = set()
-        self._nbytes = 0
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """No write is under way: no room is taken for one."""
+        self._lock = Lock()
+        self._nbytes = sum(slot.nbytes for slot in self._slots.values())
 
     @property
     def nbytes(self) -> int:

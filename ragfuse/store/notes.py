@@ -6,13 +6,20 @@ from collections.abc import Callable
 from threading import Lock, Thread
 
 from ragfuse.core import ChunkKey
+from ragfuse.fork import at_fork
 
 
 class Notes:
     """Hands keys to `write`, many at once, on a thread that lives while some wait. `write` raises nothing."""
 
     def __init__(self, write: Callable[[list[ChunkKey]], object]) -> None:
-        self._write, self._lock = write, Lock()
+        self._write = write
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Nothing waits."""
+        self._lock = Lock()
         self._waiting: dict[ChunkKey, None] = {}
         self._thread: Thread | None = None
 
@@ -20,7 +27,7 @@ class Notes:
         """Write this one too, soon."""
         with self._lock:
             self._waiting[key] = None
-            if self._thread is None or not self._thread.is_alive():  # nor does it live in a process that was forked
+            if self._thread is None:
                 self._thread = self._started()
 
     def _started(self) -> Thread | None:

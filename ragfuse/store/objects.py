@@ -10,13 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import islice
-from threading import Lock
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ragfuse.core import ChunkKey, Entry
+from ragfuse.fork import ForkLock
 from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.bucket import NO_ANSWER, Bucket
 from ragfuse.store.catalogue import Catalogue, Facts, Headers, Held
@@ -91,7 +91,7 @@ class ObjectTier:
         self._listing = Listing(self._bucket, self._catalogue, fresh_s, uses=ttl_s is not None)
         self._notes, self._timeout_s = Notes(self._note), timeout_s
         self._head_nbytes, self._closed = _HEAD_NBYTES, False
-        self._room = Lock()  # one who makes room at a time
+        self._room = ForkLock()  # one who makes room at a time
         self._complaints: set[tuple[object, ...]] = set()
         self._ask("be opened", self._open, None)
 

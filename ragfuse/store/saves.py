@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ragfuse.codec import RAW
 from ragfuse.core import ChunkKey
+from ragfuse.fork import at_fork
 from ragfuse.store.levels import Content, Levels, loss_of
 from ragfuse.store.partial import Partials
 from ragfuse.store.tier import EntryMeta, Tier
@@ -49,9 +50,15 @@ class Saves:
         self._names = [tier.name for tier in tiers]
         self.writers = Writers(self._names, writer_queue)
         self._fast, self._levels = [tier for tier in tiers if not tier.slow], levels
-        self._lock, self._closed = Condition(), False
-        self._under_way: set[Save] = set()
+        self._closed = False
         self._pins: set[ChunkKey] = set()
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Nothing is on its way: what was, a process that was forked brings."""
+        self._lock = Condition()
+        self._under_way: set[Save] = set()
         self._partials = Partials(max((tier.capacity for tier in self._fast), default=0) // 4)
 
     @property

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ragfuse.codec import LayerMeta
 from ragfuse.core import FORMAT_VERSION, ChunkKey, ChunkKV, Entry
+from ragfuse.fork import at_fork
 from ragfuse.store.breaker import Breaker
 from ragfuse.store.sizes import check_levels
 
@@ -227,6 +228,11 @@ class Counts:
     """Counters by name, exact under threads."""
 
     def __init__(self) -> None:
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Count from nothing."""
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
 

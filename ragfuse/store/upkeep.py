@@ -83,7 +83,7 @@ class Upkeep:
         return freed
 
     def _is_written(self, temp: str, owner: str) -> bool:
-        return temp in self._mine if owner == self._owner.token else self._owner.is_alive(owner)
+        return temp in self._mine if self._owner.is_me(owner) else self._owner.is_alive(owner)
 
     def _agrees(self, path: Path, rows: set[bytes]) -> bool:
         if path.suffix != ".kv":

@@ -11,6 +11,7 @@ from functools import partial
 from threading import Lock
 
 from ragfuse.core import ChunkKey
+from ragfuse.fork import at_fork
 from ragfuse.store.tier import Tier, Touches
 
 _REMEMBERED = 1 << 14
@@ -24,8 +25,14 @@ class Uses:
 
     def __init__(self, tiers: Sequence[Tier], submit: Submit) -> None:
         self._hearers = tuple(tier for tier in tiers if isinstance(tier, Touches))
-        self._submit, self._lock = submit, Lock()
+        self._submit = submit
         self._told: OrderedDict[ChunkKey, float] = OrderedDict()
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """No news waits: those of a process that was forked are told by it."""
+        self._lock = Lock()
         self._news: dict[str, dict[ChunkKey, None]] = {tier.name: {} for tier in self._hearers}
 
     def note(self, key: ChunkKey, source: str, now: float, every_s: float) -> None:

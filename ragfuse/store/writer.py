@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from threading import Condition, Thread
 
+from ragfuse.fork import at_fork
+
 log = logging.getLogger("ragfuse.store")
 
 _EXIT_FLUSH_S = 5.0
@@ -28,12 +30,16 @@ class Writer:
     def __init__(self, limit: int = 64) -> None:
         self.dropped = 0
         self.failed = 0
-        self._limit = limit
+        self._limit, self._closed = limit, False
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Nothing is queued: jobs of a process that was forked are done by it."""
         self._jobs: deque[Callable[[], object]] = deque()
         self._changed = Condition()
         self._thread: Thread | None = None
         self._taken = self._ended = 0
-        self._closed = False
 
     def submit(self, job: Callable[[], object], *, counts: bool = True, is_awaited: bool = False) -> bool:
         """Run `job` later; False at once if it is dropped, and counted if it `counts`. Never waits for a job.

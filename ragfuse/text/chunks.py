@@ -14,7 +14,6 @@ import hmac
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from threading import Lock
 from typing import Literal
 
 import numpy as np
@@ -22,6 +21,7 @@ from blake3 import blake3
 
 from ragfuse.core import digest
 from ragfuse.errors import SettingsError
+from ragfuse.fork import ForkLock
 from ragfuse.text.beginnings import LETTER, Beginnings, Family
 from ragfuse.text.fingerprints import Prints, Residues, residue, secret_prime
 
@@ -72,7 +72,11 @@ class KnownChunks:
         if min_chars < 1:
             raise SettingsError(f"min_chars is {min_chars}; wanted at least 1.")
         self._min_chars = min_chars
-        self._lock = Lock()
+        self._lock = ForkLock(self._start_over)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Know nothing."""
         self._sources: dict[str, str] = {}  # text -> source
         self._texts: dict[str, str] = {}  # id -> text
         self._families: dict[str, Family] = {}  # anchor -> the texts that begin with it

@@ -11,11 +11,11 @@ import hashlib
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from threading import Lock
 
 import numpy as np
 
 from ragfuse.errors import InputError, SettingsError
+from ragfuse.fork import ForkLock
 from ragfuse.text.span_anchors import Anchors, Array
 from ragfuse.text.span_runs import LEAST, Search
 
@@ -72,7 +72,11 @@ class KnownSpans:
                 "not below it, and most from 1 on."
             )
         self._shortest, self._altered, self._most = shortest, altered, most
-        self._lock = Lock()
+        self._lock = ForkLock(self._start_over)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Know nothing."""
         self._numbers: dict[bytes, int] = {}  # digest of a span's ids -> its number, matched longest ago first
         self._digests: list[bytes | None] = []  # by number; None: discarded
         self._words: list[tuple[str, str]] = []  # text and source, by number
@@ -82,7 +86,7 @@ class KnownSpans:
         self._taken = 0  # numbers that are in the anchors
         self._dead = 0  # tokens of discarded spans
         self._word_bytes = 0
-        self._anchors = Anchors(shortest)
+        self._anchors = Anchors(self._shortest)
         self._compared = 0  # ids that the last `find` compared
 
     def __len__(self) -> int:

@@ -15,6 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from weakref import ref
 
+from ragfuse.fork import at_fork
+
 MAX_TEXTS = 64
 """Texts kept of one task or thread; a run keeps four times as many."""
 MAX_CHARS = 4 << 20
@@ -93,10 +95,15 @@ class RetrievalRuns:
 
     def __init__(self, framework: str, outlasts: bool) -> None:
         self._outlasts = outlasts
+        self._task: ContextVar[TaskTexts | None] = ContextVar(f"ragfuse_{framework}_texts", default=None)
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Begin anew in a forked process: what runs in other threads does so in the one that was forked."""
         self._lock = threading.Lock()
         self._roots: dict[Hashable, RetrievalRun] = {}
         self._runs: dict[Hashable, RetrievalRun] = {}
-        self._task: ContextVar[TaskTexts | None] = ContextVar(f"ragfuse_{framework}_texts", default=None)
 
     def __len__(self) -> int:
         """How many are open."""
