@@ -33,7 +33,7 @@ class ByteStore:
         pinned: bool = False,
         settings: Settings | None = None,
     ) -> None:
-        self._settings, self._namespace, self._pinned = settings or Settings(), namespace, pinned
+        self._settings, self._namespace, self._pinned = (settings or Settings()).placed(), namespace, pinned
         self._digest = digest("bytes", namespace, self._settings.salt)
         self._store = self._opened(where)
         self._tier = self._store.tiers[0]
@@ -84,7 +84,7 @@ class ByteStore:
 
     def _opened(self, where: str | Path | None) -> KVStore:
         settings = self._settings
-        own = settings.store_path.expanduser().resolve()
+        own = settings.store_path.resolve()
         if where is None or ("://" not in str(where) and Path(where).expanduser().resolve() == own):
             if not settings.disk_bytes:
                 raise StoreError("disk_bytes is 0: the settings describe no disk tier. Name a folder or a URL instead.")
@@ -93,7 +93,7 @@ class ByteStore:
                 book.settle(f"tenant-{self._digest}", said)
             return open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0, "tiers": ()}))
         alone = {"gpu_bytes": 0, "memory_bytes": 0, "disk_bytes": 0, "tiers": (str(where),)}
-        return open_kept(settings.model_copy(update=alone))
+        return open_kept(settings.model_copy(update=alone).placed())
 
     def _key(self, name: str) -> ChunkKey:
         return ChunkKey(self._digest, digest("name", name.encode("utf-8", "surrogatepass")))

@@ -26,7 +26,9 @@ def quick_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> s
 
 
 def settled(settings: Settings) -> Settings:
-    """The same with a dtype that is named; they are equal for whoever said it and whoever left it to the device."""
+    """The same with a dtype that is named and folders from the root on; they are equal for whoever said so and whoever
+    left it to the device and the working directory."""
+    settings = settings.placed()
     if settings.dtype != "auto":
         return settings
     return settings.model_copy(update={"dtype": quick_dtype(settings.device)})

@@ -157,13 +157,14 @@ class Place:
 
 def look(settings: Settings) -> Iterator[Place]:
     """Each tier of the settings that outlives a process, looked at by itself; no folder is made."""
-    places = [(str(settings.store_path.expanduser()), settings.disk_bytes)] if settings.disk_bytes else []
+    settings = settings.placed()
+    places = [(str(settings.store_path), settings.disk_bytes)] if settings.disk_bytes else []
     places += [(url, settings.tier_bytes) for url in settings.tiers]
     taken: list[str] = []
     for url, capacity in places:
         where = shown(url)
         here = url.removeprefix("file://")
-        if "://" not in here and not Path(here).expanduser().exists():
+        if "://" not in here and not Path(here).exists():
             place = Place(free_name("disk" if here == url else "objects", taken), where, capacity=capacity)
         else:
             place = _looked(url, where, settings.model_copy(update={"tier_bytes": capacity}), taken)
@@ -195,7 +196,8 @@ class Keeping:
                 "The settings leave a store no place but memory (disk_bytes is 0, tiers is empty), which ends with its "
                 "process. Give disk_bytes or tiers to have something to look after."
             )
-        self.path, self._salt = settings.store_path.expanduser(), settings.salt
+        settings = settings.placed()
+        self.path, self._salt = settings.store_path, settings.salt
         self.book = Book(settings.store_path) if settings.disk_bytes else None
         self._booked = Booked(self.book)
         coding = Coding(self._booked, lambda: self.store.tiers)

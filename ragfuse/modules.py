@@ -6,6 +6,7 @@ schema belongs to a tenant; what is encoded of it, to a model. Schemas without a
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def read_prompt(pml: Path | str) -> Request:
     """The prompt that is PML, where a text begins with `<`, or that a file of that name holds; PMLError for none."""
     if isinstance(pml, str) and pml.lstrip().startswith("<"):
         return parse_prompt(pml)
-    found = read(pml)
+    found = read(Path(pml).expanduser())
     if not isinstance(found, Request):
         raise found.at.error("<schema>", "<prompt>")
     return found
@@ -268,10 +269,11 @@ def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
 def _kept(schema: Schema | Path | str) -> Kept:
     """A schema as it is written down; it can be read back."""
     if isinstance(schema, Schema):
-        return Kept(schema.name, to_pml(schema), schema.at.file)
+        return Kept(schema.name, to_pml(schema), os.path.abspath(schema.at.file) if schema.at.file else "")
     if isinstance(schema, str) and schema.lstrip().startswith("<"):
         return Kept(parse_schema(schema).name, schema)
-    found = read(schema)
+    file = Path(schema).expanduser()
+    found = read(file)
     if not isinstance(found, Schema):
         raise found.at.error("<prompt>", "<schema>")
-    return Kept(found.name, Path(schema).read_text("utf-8"), str(schema))
+    return Kept(found.name, file.read_text("utf-8"), os.path.abspath(file))

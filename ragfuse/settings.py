@@ -239,6 +239,34 @@ class Settings(BaseSettings):
             told = str(error) if isinstance(error, _Told) else "found something else than lists of levels by tier"
             raise ValueError(f'{told}; write it so: RAGFUSE_LEVELS=\'{{"redis": ["int8", "cg2"]}}\'') from None
 
+    @field_validator("home", "store", mode="after")
+    @classmethod
+    def _absolute(cls, given: Path | None) -> Path | None:
+        """A folder as it is meant now, wherever the process works later."""
+        return given if given is None else _placed(given)
+
+    @field_validator("tiers", mode="after")
+    @classmethod
+    def _absolute_tiers(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(_tier_placed, given))
+
+    @field_validator("model", "embedder", mode="after")
+    @classmethod
+    def _absolute_model(cls, given: str) -> str:
+        return _model_placed(given)
+
+    def placed(self) -> Settings:
+        """The same with every folder as it is meant now: a copy may have been given others, which nobody looked at."""
+        named = {
+            "home": _placed(self.home),
+            "store": None if self.store is None else _placed(self.store),
+            "tiers": tuple(map(_tier_placed, self.tiers)),
+            "model": _model_placed(self.model),
+            "embedder": _model_placed(self.embedder),
+        }
+        changed = {name: value for name, value in named.items() if value != getattr(self, name)}
+        return self.model_copy(update=changed) if changed else self
+
     @property
     def written(self) -> dict[str, tuple[str, ...]]:
         """Levels by tier, what loses least first; of tiers whose level is chosen, `AUTO_LEVEL`."""
@@ -264,6 +292,28 @@ class Settings(BaseSettings):
             if name.upper().startswith(PREFIX) and name[len(PREFIX) :].lower() not in fields:
                 _tell_unknown(name, fields)
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+def _placed(folder: str | Path) -> Path:
+    """A folder from the root on: relative to where the process works now, `~` the user's own."""
+    return Path(os.path.abspath(os.path.expanduser(folder)))
+
+
+def _tier_placed(url: str) -> str:
+    """A tier with its folder from the root on, where it is one of this machine's."""
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return str(_placed(url)) if url.strip() else url
+    return f"{scheme}://{_placed(rest)}" if scheme.lower() in ("file", "local") and rest else url
+
+
+def _model_placed(name: str) -> str:
+    """A model's folder from the root on, where the name is that of one; another name as it is."""
+    try:
+        is_folder = bool(name.strip()) and os.path.isdir(os.path.expanduser(name))
+    except ValueError:  # no path at all
+        is_folder = False
+    return str(_placed(name)) if is_folder else name
 
 
 class _Told(ValueError):

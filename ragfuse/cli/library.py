@@ -90,7 +90,7 @@ class Library:
                 f"chunk_overlap is {settings.chunk_overlap}; wanted less than chunk_tokens ({settings.chunk_tokens})."
             )
         self.settings, self.name = settings, name
-        self.folder = settings.home.expanduser() / "indexes" / name
+        self.folder = settings.home / "indexes" / name
         self._embeddings: Any = None
 
     def add(self, file: Path, tokenizer: Any, progress: Progress = lambda done: None) -> list[tuple[str, str]]:

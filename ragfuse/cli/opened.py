@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def opened(folder: Path | None, console: Console, is_new: bool = False) -> Iterator[Keeping]:
     """The store of the settings. Unless it may be new, one that is not there is told and not made."""
     settings = settings_of(store=folder)
-    if not is_new and not settings.tiers and settings.disk_bytes and not _is_there(settings.store_path.expanduser()):
+    if not is_new and not settings.tiers and settings.disk_bytes and not _is_there(settings.store_path):
         raise InputError(
             f"There is no store at '{settings.store_path}' yet. Fill it: ragfuse ingest PATH; or name another: --store."
         )

@@ -35,7 +35,11 @@ def trouble(path: Path, error: Exception, where: str = "") -> str:
 
 
 def open_folder(path: Path) -> Path:
-    """`path` as a folder for this user alone, made if it is missing; StoreError if it cannot be used."""
+    """`path` as a folder for this user alone, made if it is missing; StoreError if it cannot be used.
+
+    What is given back is meant as it is now, wherever the process works later.
+    """
+    path = Path(os.path.abspath(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)

@@ -26,7 +26,7 @@ def open_store(
     For a model on a GPU its own memory comes first, and the host's is pinned. Tiers whose level is to be chosen are
     written raw until somebody chooses.
     """
-    places = [str(settings.store_path.expanduser().resolve())] if settings.disk_bytes else []
+    places = [str(settings.store_path.resolve())] if settings.disk_bytes else []
     places += [url.rstrip("/") if "://" in url else str(Path(url).expanduser().resolve()) for url in settings.tiers]
     twice = next((shown(place) for place in places if places.count(place) > 1), None)
     if twice is not None:
