@@ -323,6 +323,13 @@ class Engine:
         self.book = None
         self._booked.close()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Engine:
+        """Itself: what holds an engine and is copied shares it."""
+        return self
+
+    def __copy__(self) -> Engine:
+        return self
+
     def __enter__(self) -> Engine:
         return self
 

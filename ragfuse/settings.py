@@ -26,6 +26,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from ragfuse.errors import SettingsError
+
 log = logging.getLogger("ragfuse.settings")
 
 PREFIX = "RAGFUSE_"
@@ -35,6 +37,7 @@ AUTO_LEVEL = "auto"
 """A tier's level is chosen by how fast this machine was measured to be."""
 SINKS = 4
 """First tokens of a conversation without which what was computed behind them says less (StreamingLLM, 3.1)."""
+_CREDENTIALS = re.compile(r"//[^/?#]*@|[?&][^=&]*(?:user|pass|secret|token|key|sig)[^=&]*=", re.IGNORECASE)
 TIER_NAME = re.compile(r"(gpu|memory|disk|redis|objects)(-[0-9]+)?")
 
 
@@ -254,6 +257,22 @@ class Settings(BaseSettings):
     @classmethod
     def _absolute_model(cls, given: str) -> str:
         return _model_placed(given)
+
+    def as_public(self) -> dict[str, Any]:
+        """All settings in plain JSON types, to be written down: `Settings(**them)` gives the same.
+
+        SettingsError where one is a secret: a salt, keys of a server, credentials in a tier's URL.
+        """
+        secret = [name for name in ("salt", "api_keys") if getattr(self, name)]
+        secret += ["tiers"] if any(map(_CREDENTIALS.search, self.tiers)) else []
+        if secret:
+            variables = ", ".join(PREFIX + name.upper() for name in secret)
+            raise SettingsError(
+                f"Wanted settings that may be written down, found a secret in {' and '.join(secret)}. Leave it to the "
+                f"environment ({variables}) of the process that reads them, or give that one its settings by itself: "
+                "settings=Settings(...)."
+            )
+        return self.model_dump(mode="json")
 
     def placed(self) -> Settings:
         """The same with every folder as it is meant now: a copy may have been given others, which nobody looked at."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, field_serializer
 
 from langchain_ragfuse.callbacks import heard_for
 from ragfuse import Answer, AnswerStream, Ask, Engine, Grammar, InputError, Settings
@@ -92,6 +92,11 @@ class RagFuseModel(BaseModel):
     """Further options of transformers' `generate`."""
 
     _settings: Settings = PrivateAttr()
+
+    @field_serializer("settings")
+    def _public(self, settings: Settings | None) -> dict[str, Any] | None:
+        """Settings as they may be written down; SettingsError where they hold a secret."""
+        return None if settings is None else settings.as_public()
 
     def model_post_init(self, context: Any, /) -> None:
         """Read the settings now; whatever they name is made when it is needed."""

@@ -119,6 +119,13 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         """The model as it was named."""
         return self._settings.model
 
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """All that makes the same model again by `from_dict`, its settings too.
+
+        SettingsError where these hold a secret, which is not written down.
+        """
+        return {**super().to_dict(**kwargs), "settings": self._settings.as_public()}
+
     def __getstate__(self) -> dict[str, Any]:
         """Its settings without engine and weights: a copy in another process loads its own."""
         bare: Any = self.model_copy(update={"engine": None}) if self.engine is not None else self
