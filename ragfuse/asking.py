@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
+from ragfuse.core import whole_text
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.fuse.select import policy_named
 from ragfuse.grammar import Grammar
@@ -100,7 +101,7 @@ class Ask:
                 "prompt is said by continue_final_message, which tools there are by tools."
             )
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", tuple(stop for stop in stops if stop))
+        object.__setattr__(self, "stop", tuple(whole_text(stop) for stop in stops if stop))
 
 
 def known_policy(name: str) -> None:

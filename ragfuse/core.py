@@ -36,6 +36,18 @@ def digest(*parts: str | bytes) -> str:
     return hasher.hexdigest(length=16)
 
 
+def whole_text(text: str) -> str:
+    """The text without halves of characters (lone surrogates): U+FFFD stands for each, two that are one become it.
+
+    Readers of PDF and JSON hand such out, and neither UTF-8 nor a tokenizer can take them.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
 def token_digest(tokens: Sequence[int]) -> str:
     """Digest of token ids, written as little-endian int32."""
     return digest("tokens", torch.tensor(list(tokens), dtype=torch.int32).numpy().astype("<i4").tobytes())

@@ -17,7 +17,7 @@ from ragfuse.bringing import Bringer
 from ragfuse.calling import Caller, Tool, offered
 from ragfuse.coding import Coding
 from ragfuse.conversing import Conversations
-from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest
+from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest, whole_text
 from ragfuse.counting import Tally
 from ragfuse.dtypes import settled
 from ragfuse.encoding import Encoder, Ingested
@@ -38,7 +38,7 @@ from ragfuse.prefetching import Prefetcher
 from ragfuse.prefilling import Prefiller
 from ragfuse.prefix_cache import PrefixCache
 from ragfuse.profiles import MachineProfile, ModelProfile
-from ragfuse.prompting import Content, Inquiry, Prompter, Question
+from ragfuse.prompting import Content, Inquiry, Prompter, Question, mended, mended_content, mended_question
 from ragfuse.registry import Registry
 from ragfuse.saving import EXIT_S, WAIT_S, Saver, Work
 from ragfuse.settings import Settings
@@ -151,11 +151,11 @@ class Engine:
         """
         if isinstance(prompt, Request):
             return self.schemas.prompt(prompt, ask or Ask())
-        return self._prompter.prompt(prompt, self.digest, tools, ask=ask)
+        return self._prompter.prompt(mended_question(prompt), self.digest, tools, ask=ask)
 
     def pieces(self, content: Content) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
-        return self._prompter.pieces(content, self.digest)
+        return self._prompter.pieces(mended_content(content), self.digest)
 
     def prefix(self, prompt: Inquiry) -> tuple[int, ...]:
         """The ids before the first chunk of a prompt, () if there is none: what `ingest` may keep beside chunks."""
@@ -176,7 +176,9 @@ class Engine:
         room_behind(len(prefix), self.model, "What stands before the first chunk")
         encoder.keep_prefix(prefix)
         for text, source in texts:
-            text, ids = text.strip(), self.tokens(text.strip())
+            source = whole_text(source)
+            text = mended(text, f"'{source}'").strip()
+            ids = self.tokens(text)
             room_behind(len(ids), self.model, f"A chunk of '{source}'")
             nbytes = encoder.keep_chunk(ids)
             if len(ids) >= self.settings.min_chunk_tokens:
@@ -199,9 +201,11 @@ class Engine:
         What a prompt then holds of them is encoded after its answer. For retrievers, which know it first.
         """
         for text, source in texts:
-            ids = self.tokens(text.strip())
-            if text.strip() not in self.known and len(ids) >= self.settings.min_chunk_tokens:
-                self._prompter.note(self.digest, text.strip(), source, ids)
+            source = whole_text(source)
+            text = mended(text, f"'{source}'").strip()
+            ids = self.tokens(text)
+            if text not in self.known and len(ids) >= self.settings.min_chunk_tokens:
+                self._prompter.note(self.digest, text, source, ids)
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to bring what the store holds of these chunks to memory, for the next prompt. Returns at once, encodes
@@ -219,12 +223,12 @@ class Engine:
 
     def session_of(self, prompt: Question, ask: Ask | None = None) -> str | None:
         """The name of the kept conversation that a prompt goes on with; None where there is none."""
-        return self._talks.name_of(prompt, ask or Ask())
+        return self._talks.name_of(mended_question(prompt), ask or Ask())
 
     def forget(self, texts: Iterable[str]) -> int:
         """Drop the KV of these chunks of this tenant, in any company and pinned or not, from every tier; bytes freed.
         They are no known chunks any more. What other processes hold in memory stays there."""
-        texts = [text.strip() for text in ((texts,) if isinstance(texts, str) else texts)]
+        texts = [whole_text(text).strip() for text in ((texts,) if isinstance(texts, str) else texts)]
         runs = {tuple(self.tokens(text)) for text in texts}
         self._saver.forget(runs)
         self._prefixes.forget(runs)
@@ -233,7 +237,7 @@ class Engine:
 
     def known_texts(self, source: str) -> list[str]:
         """Texts of known chunks that came from this source."""
-        return self._prompter.known_from(self.digest, source)
+        return self._prompter.known_from(self.digest, whole_text(source))
 
     def plan(self, prompt: Inquiry, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""
@@ -351,13 +355,14 @@ class Engine:
         """The prompt of a question; without its last chunks where it is too long and they may be left out."""
         if isinstance(question, Request):
             return self.schemas.prompt(question, ask)
-        tools, limit = offered(ask), limit_of(ask, self.settings, self.model)
+        tools, limit, question = offered(ask), limit_of(ask, self.settings, self.model), mended_question(question)
+        documents = [(mended(text, f"'{whole_text(name)}'"), whole_text(name)) for text, name in ask.documents]
         if self.settings.learn != "off":
-            self._prompter.hear(self.digest, ask.documents, question)
+            self._prompter.hear(self.digest, documents, question)
         make = partial(self._prompter.prompt, digest=self.digest, tools=tools, ask=ask)
         prompt = self._talks.fitted(question, ask, lambda q, n: make(q, leave_out=n), limit)
-        if ask.documents and all(segment.kind != "chunk" for segment in prompt.segments):
-            return replace(prompt, altered=self._prompter.altered(question, ask.documents))
+        if documents and all(segment.kind != "chunk" for segment in prompt.segments):
+            return replace(prompt, altered=self._prompter.altered(question, documents))
         return prompt
 
     @answered

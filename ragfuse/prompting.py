@@ -6,6 +6,7 @@ and template, the tenant's keys, and the texts that the store's book keeps.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard, cast
 
 from ragfuse.asking import Ask, ends_of
-from ragfuse.core import ChunkKey, Prompt, amid
+from ragfuse.core import ChunkKey, Prompt, amid, whole_text
 from ragfuse.errors import InputError
 from ragfuse.fork import ForkLock, at_fork
 from ragfuse.gate import Booked
@@ -34,6 +35,8 @@ from ragfuse.text.nodes import Request
 from ragfuse.text.turns import Content, Turn
 
 __all__ = ["Content", "Ids", "Inquiry", "Prompter", "Question", "Turn", "is_ids"]
+
+log = logging.getLogger("ragfuse.engine")
 
 ENOUGH = 0.75
 """Share of a new document that known ones have to say, for it to be taken from them and not encoded itself."""
@@ -309,6 +312,40 @@ def is_ids(question: object) -> TypeGuard[Ids]:
     if isinstance(question, str | Request) or not isinstance(question, Sequence) or not question:
         return False
     return isinstance(question[0], Integral) and not isinstance(question[0], bool)
+
+
+def mended(text: str, what: str) -> str:
+    """A text without halves of characters; that there were some is told, with `what` names the text."""
+    whole = whole_text(text)
+    if whole is not text:
+        log.warning("%s holds halves of characters (lone surrogates); U+FFFD stands for each.", whole_text(what))
+    return whole
+
+
+def mended_content(content: Content) -> Content:
+    """The same of a message's content, and of where its chunks came from."""
+    if isinstance(content, str):
+        return mended(content, "The prompt")
+    return [each if isinstance(each, str) and whole_text(each) is each else _mended_part(each) for each in content]
+
+
+def _mended_part(part: str | Piece) -> str | Piece:
+    if isinstance(part, str):
+        return mended(part, "The prompt")
+    source = whole_text(part.source)
+    text = mended(part.text, f"'{source}'" if source else "The prompt")
+    return part if text is part.text and source is part.source else replace(part, text=text, source=source)
+
+
+def mended_question(question: Question | Ids) -> Question | Ids:
+    """The same of a whole question; ids stay as they are."""
+    if is_ids(question):
+        return question
+    question = cast(Question, question)
+    if isinstance(question, str):
+        return mended(question, "The prompt")
+    turns = [each if isinstance(each, Turn) else Turn(*each) for each in question]
+    return [replace(turn, content=mended_content(turn.content), name=whole_text(turn.name)) for turn in turns]
 
 
 def turns_of(question: Question | Ids) -> list[Turn]:

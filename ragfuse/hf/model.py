@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ragfuse.core import ChunkKV, LayerKV
+from ragfuse.core import ChunkKV, LayerKV, whole_text
 from ragfuse.errors import FixedError, ModelError, RefusedError
 from ragfuse.fork import ForkLock, at_fork
 from ragfuse.fuse.drift import added
@@ -128,6 +128,7 @@ class HFModel:
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Ids of a text as it reads in the middle of a prompt, none added; unless `special`, what looks like a special
         token in it stays text, and so does what the chat template writes around calls, results and thoughts."""
+        text = whole_text(text)
         return self.encoder.written(text) if special else self.encoder.tokens(text)
 
     def text(self, token_ids: Sequence[int]) -> str:

@@ -38,7 +38,7 @@ class Ledger:
 
     def note(self, model: str, collection: str, uses: Iterable[tuple[str, str, str]]) -> None:
         """These (document, version, text) are in use now, and these versions are the newest of their documents."""
-        rows = list(uses)
+        rows = [tuple(map(_plain, use)) for use in uses]
         with self._changing() as tables:
             last = tables.execute("SELECT coalesce(max(noted), 0) FROM versions").fetchone()[0]
             versions = dict.fromkeys((document, version) for document, version, _ in rows)
@@ -108,6 +108,11 @@ class Ledger:
             return
         with closing(sqlite3.connect(str(self._path), timeout=_WAIT_S, isolation_level=None)) as tables:
             yield tables
+
+
+def _plain(text: str) -> str:
+    """A text as SQLite takes it: U+FFFD for halves of characters."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _uses(tables: sqlite3.Connection, model: str, collection: str) -> list[tuple[tuple[str, str, str], bool]]:
