@@ -108,7 +108,7 @@ def ask(
         if found is not None:
             tell_skipped(console, found)
             library.keep_only(found.files)
-            chunks = add_files(library, engine, found.files, console)
+            chunks, _ = add_files(library, engine, found.files, console)
             if not no_kv:
                 encode(engine, chunks, console)
         prompt = prompt_for(engine, library, question, console)

@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import codecs
+import csv
+import io
+import json
 import logging
-from collections.abc import Iterable, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from ragfuse.errors import InputError
 
+log = logging.getLogger("ragfuse.cli")
+
 TEXT, HTML, PDF = (".txt", ".md", ".rst", ".text", ".markdown"), (".html", ".htm"), (".pdf",)
-BOMS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+_CODE = (
+    "py pyi js mjs ts jsx tsx java kt scala groovy c h cc cpp hpp cs go rs rb php swift m r jl lua pl sh bash",
+    "zsh ps1 sql css scss toml yaml yml ini cfg conf properties xml xsd tex bib adoc org log tsv proto graphql cmake",
+)
+CODE = tuple(f".{name}" for names in _CODE for name in names.split(" "))
+"""Kinds that are read as the text that they are."""
+WORD, NOTEBOOK, JSON, LINES, TABLE = ".docx", ".ipynb", ".json", (".jsonl", ".ndjson"), ".csv"
+KINDS = (*TEXT, *HTML, *PDF, *CODE, WORD, NOTEBOOK, JSON, *LINES, TABLE)
+TOLD = "txt, md, rst, html, pdf, docx, ipynb, json, jsonl, csv, source code"
+BOMS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+WORD_NBYTES = 64 << 20
+"""Bytes of a part of a docx, unpacked, that are read at most."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +65,7 @@ def find_files(paths: Sequence[Path]) -> Found:
     if not files:
         why = f"{len(skipped)} passed over ({skipped[0][0].name}: {skipped[0][1]})" if skipped else "no file"
         raise InputError(
-            f"Wanted documents (txt, md, rst, html, pdf) in '{', '.join(map(str, paths))}', found none: {why}. "
+            f"Wanted documents ({TOLD}) in '{', '.join(map(str, paths))}', found none: {why}. "
             "Name a file or folder that holds some."
         )
     return Found(tuple(dict.fromkeys(files)), tuple(skipped))
@@ -54,7 +79,7 @@ def _unreadable(file: Path) -> str:
     """Why a file cannot be ingested, "" if it can."""
     if not file.is_file():
         return "not a plain file"
-    if file.suffix.lower() not in (*TEXT, *HTML, *PDF):
+    if file.suffix.lower() not in KINDS:
         return f"not a kind of document that is read here ('{file.suffix}')"
     try:
         with file.open("rb") as handle:
@@ -63,7 +88,7 @@ def _unreadable(file: Path) -> str:
         return f"cannot be read ({error.strerror})"
     if not head.strip():
         return "empty"
-    if file.suffix.lower() not in PDF and b"\0" in head and not _marked(head):
+    if file.suffix.lower() not in (*PDF, WORD) and b"\0" in head and not _marked(head):
         return "binary, not text"
     return ""
 
@@ -74,27 +99,133 @@ def _marked(data: bytes) -> str:
 
 
 def encoding_of(data: bytes) -> str:
-    """How the bytes of a text file are to be read: as marked, else UTF-8, else as old Windows files are."""
-    for encoding in filter(None, (_marked(data), "utf-8", "cp1252")):
+    """How the bytes of a text file are to be read: as marked, else UTF-8, else as old Windows files are.
+
+    InputError where they are not what they are marked as.
+    """
+    marked = _marked(data)
+    for encoding in (marked,) if marked else ("utf-8", "cp1252"):
         try:
             data.decode(encoding)
-        except UnicodeDecodeError:
+        except UnicodeDecodeError as error:
+            if marked:
+                raise InputError(f"it is marked as {marked.upper()} and is none from byte {error.start} on") from error
             continue
         return encoding
     return "latin-1"
 
 
 def texts_of(file: Path) -> Iterable[str]:
-    """The texts of a document, by LangChain's loaders; InputError when it cannot be parsed."""
+    """The texts of a document, by LangChain's loaders where they read its kind.
+
+    InputError when it cannot be parsed, or holds no text. U+FFFD stands for each half of a character.
+    """
+    from ragfuse.core import whole_text
+
     suffix = file.suffix.lower()
     try:
-        texts = [document.page_content for document in _loader(file, suffix).load()]
-        return [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+        found = list(_read(file, suffix))
     except ImportError:
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
+        why = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
         raise InputError(f"'{file}' cannot be read as {suffix[1:]} ({why}). Mend it or leave it out.") from error
+    texts = [whole_text(text) for text in found]
+    if not any(text.strip() for text in texts):
+        told = "; scanned pages, for one, hold pictures of text" if suffix in PDF else ""
+        raise InputError(f"'{file}' holds no text{told}.")
+    if texts != found:
+        log.warning("'%s' holds halves of characters (lone surrogates); U+FFFD stands for each.", whole_text(str(file)))
+    return texts
+
+
+def _read(file: Path, suffix: str) -> Iterator[str]:
+    readers: dict[str, Callable[[str], Iterator[str]]] = {JSON: _json, NOTEBOOK: _notebook, TABLE: _table}
+    readers |= dict.fromkeys(LINES, _lines)
+    if suffix == WORD:
+        yield from _word(file)
+    elif suffix in readers:
+        data = file.read_bytes()
+        yield from readers[suffix](data.decode(encoding_of(data)))
+    else:
+        yield from (document.page_content for document in _loader(file, suffix).load())
+
+
+def _json(text: str) -> Iterator[str]:
+    """JSON with a line for each value, and letters for their escapes."""
+    yield json.dumps(json.loads(text), ensure_ascii=False, indent=1)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """A text for each line of JSON; only LF ends one, other separators may stand in its strings."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield json.dumps(json.loads(line), ensure_ascii=False, indent=1)
+            except ValueError as error:
+                raise InputError(f"line {number} is no JSON: {error}") from error
+
+
+def _table(text: str) -> Iterator[str]:
+    """A row as lines "column: value", rows parted by empty lines; what the first line has most of parts the columns."""
+    first = text.lstrip().partition("\n")[0]
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t|", key=first.count))
+    names = next((row for row in rows if any(row)), [])
+    told = (zip_longest(names, row, fillvalue="") for row in rows if any(row))
+    rendered = ["\n".join(f"{name}: {value}" if name else value for name, value in row) for row in told]
+    yield "\n\n".join(rendered) if rendered else ", ".join(names)
+
+
+def _notebook(text: str) -> Iterator[str]:
+    """The cells of a Jupyter notebook, of any version, without what they printed."""
+    data = json.loads(text)
+    sheets = data.get("worksheets") or [data]
+    for cell in (cell for sheet in sheets for cell in sheet.get("cells", ())):
+        source = cell.get("source", cell.get("input", ""))
+        yield source if isinstance(source, str) else "".join(map(str, source))
+
+
+def _word(file: Path) -> Iterator[str]:
+    """The paragraphs of a docx, those of its notes behind them: one text for each part of the file."""
+    with zipfile.ZipFile(file) as packed:
+        for name in ("word/document.xml", "word/footnotes.xml", "word/endnotes.xml"):
+            if name not in packed.namelist():
+                continue
+            with packed.open(name) as part:
+                data = part.read(WORD_NBYTES + 1)
+            if len(data) > WORD_NBYTES:
+                raise InputError(f"its part {name} has more than {WORD_NBYTES >> 20} MB")
+            parser = ElementTree.XMLParser(target=_WithoutEntities())
+            yield "\n".join(_paragraphs(ElementTree.fromstring(data, parser)))
+
+
+class _WithoutEntities(ElementTree.TreeBuilder):
+    """Takes no document type: entities could be declared there, and no docx has one."""
+
+    def doctype(self, *named: str | None) -> None:
+        raise InputError("one of its parts declares a document type, which no docx does")
+
+
+def _paragraphs(root: ElementTree.Element) -> Iterator[str]:
+    """Text in order, by Word's own tags; of an alternative for older programs, the first form."""
+    line: list[str] = []
+    left = [(root, False)]
+    while left:
+        node, is_over = left.pop()
+        tag = node.tag.rpartition("}")[2]
+        if is_over:
+            yield "".join(line)
+            line = []
+            continue
+        if tag == "Fallback":
+            continue
+        line.append({"t": node.text or "", "tab": "\t", "br": "\n", "cr": "\n"}.get(tag, ""))
+        if tag == "p":
+            left.append((node, True))
+        left += [(child, False) for child in reversed(node)]
+    if line:
+        yield "".join(line)
 
 
 def _loader(file: Path, suffix: str) -> Any:

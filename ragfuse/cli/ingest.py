@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ragfuse.cli.files import Found, find_files
+from ragfuse.cli.files import TOLD, Found, find_files
 from ragfuse.cli.options import Device, Dtype, Index, Json, Model, Store, console_for, prepared, settings_of, write_json
 from ragfuse.cli.show import short
 from ragfuse.errors import InputError
@@ -38,7 +38,7 @@ Chunks = Sequence[tuple[str, str]]
 
 
 def ingest(
-    paths: Annotated[list[Path], typer.Argument(help="Files or folders: txt, md, rst, html, pdf.")],
+    paths: Annotated[list[Path], typer.Argument(help=f"Files or folders: {TOLD}.")],
     index: Index = "default",
     model: Model = None,
     dtype: Dtype = None,
@@ -59,23 +59,31 @@ def ingest(
 
         library, engine = Library(settings, index), Engine(settings)
     with engine:
-        chunks = add_files(library, engine, found.files, console)
+        chunks, left = add_files(library, engine, found.files, console)
         done = Ingested() if no_kv else encode(engine, chunks, console)
+    left_out = [*found.skipped, *left]
     n_files = len({source for _, source in chunks})
     kv = f"; {done.encoded} encoded now ({done.tokens:,} tokens, {done.nbytes / 1e6:,.0f} MB, {done.seconds:.1f} s)"
     tail = ", no KV" if no_kv else kv
     console.print(f"[bold]{_counted(len(chunks), 'chunk')}[/] of {_counted(n_files, 'file')} in '{index}'{tail}.")
+    if left_out:
+        names = ", ".join(path.name for path, _ in left_out[:5]) + (", ..." if len(left_out) > 5 else "")
+        console.print(f"[yellow]{_counted(len(left_out), 'file')} left out[/]: {escape(names)}.", highlight=False)
     console.print(f'Ask: ragfuse ask "..."{"" if index == "default" else f" --index {index}"}', highlight=False)
-    result = {"index": index, "files": len(found.files), "skipped": [[str(p), why] for p, why in found.skipped]}
+    result = {"index": index, "files": len(found.files), "skipped": [[str(p), why] for p, why in left_out]}
     write_json({**result, "chunks": len(chunks), "encoded": done.encoded, "nbytes": done.nbytes}, json)
 
 
-def add_files(library: Library, engine: Engine, files: Sequence[Path], console: Console) -> list[tuple[str, str]]:
-    """(text, source) of all files' chunks, with a progress bar; a file that cannot be parsed is named and left out.
+def add_files(
+    library: Library, engine: Engine, files: Sequence[Path], console: Console
+) -> tuple[list[tuple[str, str]], list[tuple[Path, str]]]:
+    """(text, source) of all files' chunks, with a progress bar; and the files that were left out, each with the reason.
 
-    InputError if there is no text at all.
+    What cannot be parsed, or holds no text, is named. InputError if there is no text at all.
     """
-    chunks: list[tuple[str, str]] = []
+    from ragfuse.core import whole_text
+
+    chunks, left = list[tuple[str, str]](), list[tuple[Path, str]]()
     with console.status("loading the model"):
         tokenizer = engine.model.words
     columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn()
@@ -87,13 +95,15 @@ def add_files(library: Library, engine: Engine, files: Sequence[Path], console: 
             try:
                 chunks += library.add(file, tokenizer, _share(bar, task, before, size))
             except InputError as error:
-                console.print(f"[yellow]left out[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
+                left.append((file, str(error)))
+                told = escape(whole_text(str(error)))
+                console.print(f"[yellow]left out[/]: {told}", highlight=False, soft_wrap=True)
             bar.update(task, completed=before + size)
     if not chunks:
         raise InputError(
             f"Wanted text, found none in {_counted(len(files), 'file')}. Scanned pages, for one, hold pictures of text."
         )
-    return chunks
+    return chunks, left
 
 
 def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:

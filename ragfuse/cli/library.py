@@ -99,6 +99,8 @@ class Library:
         name = digest("file", source, _bytes_of(file), repr(self._recipe()))
         kept = {part.number: part for part in self._parts(name) if part.vectors() is not None}
         texts = self._kept(kept) or list(cut(file, self.settings, tokenizer, progress))
+        if not texts:
+            raise InputError(f"'{file}' holds no text.")
         count = -(-len(texts) // PART)
         for number in range(count):
             if number not in kept:

@@ -67,6 +67,38 @@ def test_documents_are_ingested_once_and_questions_hit(run, book):
     assert all(segment["source"].endswith("lighthouses.txt") for segment in chunks_of(answer))
 
 
+def test_a_folder_of_many_kinds_is_ingested_and_what_was_left_out_is_listed(run, book):
+    from pypdf import PdfWriter
+
+    scan = PdfWriter()
+    scan.add_blank_page(100, 100)
+    scan.write(book / "scan.pdf")
+    (book / "blank.html").write_text("<html><body><img src=x></body></html>")
+    (book / "broken.json").write_text('{"a": ')
+    (book / "picture.png").write_bytes(b"PNG")
+    half = "The keeper of the half lighthouse \\ud835 counted ships for many years, and wrote their names down."
+    (book / "half.json").write_text(f'{{"text": "{half}"}}')
+    (book / "code.py").write_text(
+        "def count(ships):\n    return len(ships)  # every ship that passes is counted once\n" * 3
+    )
+    Path(os.fsdecode(bytes(book) + b"/bad\xff name.md")).write_text(
+        "A keeper without a name counted no ships at all here."
+    )
+    result = run("ingest", book, "--json", "out.json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(Path("out.json").read_text())
+    skipped = {Path(name).name: why for name, why in told["skipped"]}
+    assert set(skipped) == {"scan.pdf", "blank.html", "broken.json", "picture.png"}
+    assert "holds no text; scanned pages" in skipped["scan.pdf"]
+    assert "holds no text" in skipped["blank.html"]
+    (line,) = [line for line in result.stdout.splitlines() if "4 files left out" in line]
+    assert all(name in line for name in skipped)
+    assert told["chunks"] >= 23
+    again = json.loads(run("ingest", book, "--json", "-").stdout)
+    assert (again["chunks"], again["encoded"], len(again["skipped"])) == (told["chunks"], 0, 4)
+    assert asked(run("ask", "Who had no name?", "--json", "-"))["answer"] is not None
+
+
 def test_a_comparison_on_a_folder_of_the_reader_s_own_in_one_command(run, book):
     result = run("ask", "What was counted in 1812?", "--docs", book, "--compare", "--json", "out.json")
     assert result.exit_code == 0, result.output

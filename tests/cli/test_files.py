@@ -1,6 +1,8 @@
 """Files that are found and read: kinds, encodings, and what is passed over or refused, with the reason."""
 
+import json
 import os
+import zipfile
 
 import pytest
 
@@ -41,14 +43,14 @@ def test_what_cannot_be_read_is_passed_over_with_the_reason(tmp_path):
     (tmp_path / "good.txt").write_text("text")
     (tmp_path / "empty.txt").write_text("  \n ")
     (tmp_path / "binary.txt").write_bytes(b"ab\0cd")
-    (tmp_path / "code.py").write_text("x = 1")
+    (tmp_path / "picture.png").write_bytes(b"PNG")
     os.mkfifo(tmp_path / "pipe.txt")
     found = find_files([tmp_path, tmp_path / "pipe.txt", tmp_path / "good.txt"])
     assert found.files == (tmp_path / "good.txt",)
     assert {(path.name, why) for path, why in found.skipped} == {
         ("empty.txt", "empty"),
         ("binary.txt", "binary, not text"),
-        ("code.py", "not a kind of document that is read here ('.py')"),
+        ("picture.png", "not a kind of document that is read here ('.png')"),
         ("pipe.txt", "not a plain file"),
     }
 
@@ -95,3 +97,141 @@ def test_a_broken_document_is_named_with_the_reason_and_nothing_else_is_said(tmp
     with pytest.raises(InputError, match=r"broken\.pdf' cannot be read as pdf .*Mend it or leave it out"):
         texts_of(file)
     assert caplog.text == ""
+
+
+def docx(path, body, **parts):
+    """A docx of these paragraphs' XML; parts: further files in it."""
+    head = (
+        '<w:document xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main" xmlns:mc="urn:mc"><w:body>'
+    )
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("word/document.xml", f"{head}{body}</w:body></w:document>")
+        for name, text in parts.items():
+            packed.writestr(f"word/{name}.xml", text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "wanted"),
+    [
+        ("a.py", "def keeper():\n    return 40\n", "def keeper():\n    return 40"),
+        ("a.rs", "fn main() {}", "fn main() {}"),
+        ("a.yaml", "keeper: Brandt", "keeper: Brandt"),
+        ("a.json", '{"keeper": "Br\\u00e4ndt", "ships": [40]}', '{\n "keeper": "Brändt",\n "ships": [\n  40\n ]\n}'),
+        (
+            "a.csv",
+            'keeper,ships\nBrandt,40\n\nWorth,"9,000"\n',
+            "keeper: Brandt\nships: 40\n\nkeeper: Worth\nships: 9,000",
+        ),
+        ("b.csv", '\nkeeper;ships\n"Brandt, H.";40\n', "keeper: Brandt, H.\nships: 40"),
+        ("c.csv", f"name\n{'x' * 200_000}\n", f"name: {'x' * 200_000}"),
+    ],
+)
+def test_code_and_data_are_read_as_text(tmp_path, name, written, wanted):
+    file = tmp_path / name
+    file.write_text(written, encoding="utf-8")
+    assert find_files([tmp_path]).files == (file,)
+    assert "".join(texts_of(file)).strip() == wanted
+
+
+def test_lines_of_json_are_a_text_each_and_a_bad_one_is_named(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"a": "one"}\n\n{"a": "two"}\n')
+    assert [json.loads(text) for text in texts_of(file)] == [{"a": "one"}, {"a": "two"}]
+    file.write_text('{"a": "one\u2028more\x85"}\r\n{"a": "two"}', encoding="utf-8")
+    assert [json.loads(text)["a"] for text in texts_of(file)] == ["one\u2028more\x85", "two"]
+    file.write_text('{"a": 1}\n{"a": \n')
+    with pytest.raises(InputError, match=r"a\.jsonl' cannot be read as jsonl \(line 2 is no JSON"):
+        texts_of(file)
+
+
+@pytest.mark.parametrize("version", [3, 4])
+def test_a_notebook_is_read_by_its_cells_without_what_they_printed(tmp_path, version):
+    file, printed = tmp_path / "a.ipynb", [{"output_type": "stream", "text": ["printed"]}]
+    cells = [
+        {"cell_type": "markdown", "source": ["# The mill\n", "Built in 1790."]},
+        {"cell_type": "code", "source": "ships = 40", "outputs": printed},
+    ]
+    if version == 3:
+        cells[1]["input"] = cells[1].pop("source")
+    file.write_text(json.dumps({"worksheets": [{"cells": cells}]} if version == 3 else {"cells": cells}))
+    assert texts_of(file) == ["# The mill\nBuilt in 1790.", "ships = 40"]
+
+
+def test_a_docx_is_read_by_its_paragraphs_tables_and_notes(tmp_path):
+    def said(text):
+        return f"<w:p><w:r><w:t>{text}</w:t></w:r></w:p>"
+
+    twice = f"<mc:Choice>{said('box')}</mc:Choice><mc:Fallback>{said('box')}</mc:Fallback>"
+    twice = f"<mc:AlternateContent>{twice}</mc:AlternateContent>"
+    body = (
+        said("The mill")
+        + "<w:p><w:r><w:t>Built</w:t><w:tab/><w:t>1790</w:t><w:br/><w:delText>not</w:delText></w:r></w:p>"
+    )
+    body += f"<w:tbl><w:tr><w:tc>{said('oak')}</w:tc><w:tc>{said('walnut')}</w:tc></w:tr></w:tbl>" + twice
+    note = (
+        '<w:footnotes xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main">'
+        + said("a note")
+        + "</w:footnotes>"
+    )
+    text, notes = texts_of(docx(tmp_path / "a.docx", body, footnotes=note))
+    assert [line for line in text.split("\n") if line] == ["The mill", "Built\t1790", "oak", "walnut", "box"]
+    assert notes.strip() == "a note"
+
+
+def test_a_docx_that_lies_is_refused_by_name(tmp_path, monkeypatch):
+    (tmp_path / "none.docx").write_bytes(b"PK but no more")
+    bomb = docx(tmp_path / "large.docx", "<w:p>" + " " * 100_000 + "</w:p>")
+    entity = docx(tmp_path / "entity.docx", "")
+    wide = tmp_path / "wide.docx"
+    declared = '<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b "c">]><a>&b;</a>'
+    for file, data in ((entity, declared.encode()), (wide, declared.encode("utf-16"))):
+        with zipfile.ZipFile(file, "w") as packed:
+            packed.writestr("word/document.xml", data)
+    monkeypatch.setattr("ragfuse.cli.files.WORD_NBYTES", 1000)
+    declares = "declares a document type"
+    for file, why in ((tmp_path / "none.docx", "BadZip"), (bomb, "more than"), (entity, declares), (wide, declares)):
+        with pytest.raises(InputError, match=f"{file.name}' cannot be read as docx .*{why}"):
+            texts_of(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("blank.html", b"<html><body><img src=x><script>var a=1</script></body></html>"),
+        ("empty.ipynb", b'{"cells": []}'),
+        ("spaces.md", " \u2003\u00a0 \n".encode()),
+    ],
+)
+def test_a_file_without_text_is_named(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError, match=f"{name}' holds no text"):
+        texts_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("pages", [1, 3])
+def test_scanned_pages_are_named_with_what_they_may_be(tmp_path, pages):
+    from pypdf import PdfWriter
+
+    writer = PdfWriter()
+    for _ in range(pages):
+        writer.add_blank_page(100, 100)
+    writer.write(tmp_path / "scan.pdf")
+    with pytest.raises(InputError, match=r"scan\.pdf' holds no text; scanned pages"):
+        texts_of(tmp_path / "scan.pdf")
+
+
+def test_a_text_that_is_not_what_it_is_marked_as_is_refused_by_name(tmp_path):
+    (tmp_path / "a.txt").write_bytes("Le café".encode("utf-16") + b"\0\xd8")
+    with pytest.raises(InputError, match=r"a\.txt' cannot be read as txt \(it is marked as UTF-16"):
+        texts_of(tmp_path / "a.txt")
+    (tmp_path / "b.txt").write_bytes("Le café".encode("utf-32"))
+    assert texts_of(tmp_path / "b.txt") == ["Le café"]
+
+
+def test_halves_of_characters_are_replaced_and_told_once(tmp_path, caplog):
+    (tmp_path / "a.json").write_text('{"text": "a \\ud835 b \\ud83d\\ude00"}')
+    (text,) = texts_of(tmp_path / "a.json")
+    assert json.loads(text) == {"text": "a \ufffd b 😀"}
+    assert [record.message for record in caplog.records if "a.json" in record.message] != []
+    assert len(caplog.records) == 1
