@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ragfuse.asking import Ask, is_streamable, options_of
 from ragfuse.bringing import Bringer, Brought
 from ragfuse.calling import Reply
 from ragfuse.conversing import Conversations
-from ragfuse.core import Answer, Prompt
+from ragfuse.core import Answer, Prompt, Thought, Trace
 from ragfuse.errors import InputError
 from ragfuse.hf.common import Common, Span
 from ragfuse.hf.handover import generate, sharing
@@ -36,17 +35,18 @@ from ragfuse.tracing import Ready, trace_of
 AT_ONCE = 32
 """Answers of one batch that are written at the same time: each holds its prompt's KV; the next begins as one ends."""
 
-Say = Callable[[str], None] | None
+Say = Callable[[str | Thought], None] | None
 
 
 @dataclass(frozen=True)
 class Asked:
-    """How prompts are to be answered, and since when: `time.perf_counter()`."""
+    """How a prompt is to be answered, and since when: `time.perf_counter()`. is_chat: a chat template wrote it."""
 
     ask: Ask
     reply: Reply
     profile: ModelProfile
     began_s: float
+    is_chat: bool = True
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,19 @@ class Answerer:
         with self.bringer.all([prompt], asked.ask, asked.reply.model, asked.profile) as (brought,):
             return self._write(prompt, brought, asked, say, [gone])
 
-    def all(self, prompts: Sequence[Prompt], asked: Asked, gone: threading.Event) -> list[Answer]:
-        """The answers to several prompts; what fails for one ends the others, and is raised."""
-        model = asked.reply.model
-        with self.bringer.all(prompts, asked.ask, model, asked.profile) as brought:
-            given = list(zip(prompts, brought, strict=True))
+    def all(self, prompts: Sequence[Prompt], asked: Sequence[Asked], gone: threading.Event) -> list[Answer]:
+        """The answers to one prompt or more, asked in one way; what fails for one ends the others, and is raised."""
+        model = asked[0].reply.model
+        with self.bringer.all(prompts, asked[0].ask, model, asked[0].profile) as brought:
+            given = list(zip(prompts, brought, asked, strict=True))
             if len(given) < 2 or model.lock.is_mine:
-                return [self._write(prompt, came, asked, None, [gone]) for prompt, came in given]
+                return [self._write(prompt, came, how, None, [gone]) for prompt, came, how in given]
             failed = threading.Event()
             with ThreadPoolExecutor(min(len(given), AT_ONCE), "ragfuse-batch") as pool:
                 ends = [gone, failed]
                 futures = [
-                    pool.submit(copy_context().run, self._write, prompt, came, asked, None, ends, True)
-                    for prompt, came in given
+                    pool.submit(copy_context().run, self._write, prompt, came, how, None, ends, True)
+                    for prompt, came, how in given
                 ]
                 return _results(futures, failed)
 
@@ -115,20 +115,22 @@ class Answerer:
             self.talks.end([ready])
 
     def _decoded(self, ready: Ready, asked: Asked, say: Say, ends: Sequence[threading.Event]) -> Answer:
-        ask, reply = asked.ask, asked.reply
-        options = reply.options(options_of(ask, self.settings, ready.room))
+        ask, reply = asked.ask, asked.reply.behind(ready.plan.prompt.token_ids, asked.is_chat)
+        options = options_of(ask, self.settings, ready.room)
         sink = reply.sink(say, options)
         streamer = sink if is_streamable(options, reply.model) else None
-        stopping = [*map(StopWhen, ends), *reply.stopping]
+        stopping = [*map(StopWhen, ends), *reply.stopping(options)]
         with span("decode"):
-            rows = generate(reply.model, ready.prefill, options, streamer, stopping, ask.seed)
+            rows = generate(reply.model, ready.prefill, reply.options(options), streamer, stopping, ask.seed)
         self.saves(ready, ask)
-        answer = self._read(ready, rows[0], asked, options, sink.first_s)
+        answer = reply.read(rows[0], options, self._traced(ready, asked, sink.first_s))
         if not any(map(_is_gone, ends)):
             self.talks.after([ready], rows[:1], [answer], ask)
             if ask.reuse:
                 self.prefixes.after(ready, rows[0], self.talks.keeps(ready, ask))
         if streamer is None and say is not None:
+            if answer.reasoning:
+                say(Thought(answer.reasoning))
             say(answer.text)
         return answer
 
@@ -144,13 +146,10 @@ class Answerer:
                 spans.append(Span(lo, hi, (fetch.key, fetch.level, segment.rows, segment.turn)))
         self.common.share(cache, sorted(spans, key=lambda span: span.lo), wiring.windows)
 
-    def _read(
-        self, ready: Ready, ids: Sequence[int], asked: Asked, options: dict[str, Any], first_s: float | None
-    ) -> Answer:
-        end, timing = asked.reply.written(ids, options), replace(ready.timing, began_s=asked.began_s)
+    def _traced(self, ready: Ready, asked: Asked, first_s: float | None) -> Trace:
+        timing = replace(ready.timing, began_s=asked.began_s)
         trace = trace_of(ready, timing, first_s, time.perf_counter(), asked.reply.model.name)
-        trace = replace(trace, promoted=self.planner.take_promoted())
-        return Answer(end.text, end.token_ids, end.reason, trace, end.calls)
+        return replace(trace, promoted=self.planner.take_promoted())
 
 
 def _is_gone(end: threading.Event) -> bool:

@@ -11,6 +11,7 @@ from ragfuse.core import whole_text
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.fuse.select import policy_named
 from ragfuse.grammar import Grammar
+from ragfuse.hf.handover import told
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.controller import AUTO
 from ragfuse.settings import Settings
@@ -44,12 +45,15 @@ class Ask:
 
     reuse False: the model's own full prefill, for comparison. deadline_s: seconds from the plan until the first token
     is wanted; on a measured machine it bounds how far loading may raise the ratio, and a plan that misses it says so.
-    options: anything transformers' `generate` takes. overflow: "error" for a prompt that is too long, or "drop", which
-    leaves out its last chunks until there is room for `max_tokens` of answer, or for a quarter of what the model takes.
+    options: anything transformers' `generate` takes, and `presence_penalty`, `frequency_penalty` and `logit_bias` (by
+    token id) as OpenAI has them: these penalties count the answer's own tokens. overflow: "error" for a prompt that is
+    too long, or "drop", which leaves out its last chunks until there is room for `max_tokens` of answer, or for a
+    quarter of what the model takes.
 
     tools: what may be called, as OpenAI has it; tool_choice: "auto" (text or calls), "none", "required", or the one to
-    call. grammar: what the answer must follow; then it calls nothing. Stop strings count in text alone, never in a call
-    or a grammar's text.
+    call. parallel_tool_calls: False for one call at most. grammar: what the answer must follow; then it calls nothing.
+    stop: an answer ends before any of these, or of those that the model's generation config names; they count in its
+    text alone, never in the prompt, a thought, a call or a grammar's text.
 
     blend: of a prompt in PML, modules are blended as chunks are: rows of them are computed again, by policy and ratio.
 
@@ -73,6 +77,7 @@ class Ask:
     options: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
     grammar: Grammar | None = None
     overflow: Literal["error", "drop"] | None = None
     session: str | None = None
@@ -126,7 +131,8 @@ def room_behind(
 
 
 def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[str, Any]:
-    """What `generate` is called with: greedy unless told otherwise, no longer than `room`."""
+    """What `generate` is called with: greedy unless told otherwise, no longer than `room`. Stop strings and penalties
+    are left to whoever calls it."""
     options = dict(ask.options)
     config = options.get("generation_config")
     if config is None:
@@ -137,14 +143,12 @@ def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[st
         asked = options.get("max_new_tokens") or ask.max_tokens or getattr(config, "max_new_tokens", None)
         limit = asked or settings.max_tokens
         options["max_new_tokens"] = limit if room is None else min(limit, room)
-    if ask.stop and not ask.tools and ask.grammar is None:
-        options["stop_strings"] = list(ask.stop)
     return options
 
 
 def sequences_per_prompt(options: Mapping[str, Any], model: HFModel) -> int:
     """How many sequences `generate` gives for each prompt."""
-    return int(_told("num_return_sequences", options, model) or 1)
+    return int(told("num_return_sequences", options, model) or 1)
 
 
 def is_streamable(options: Mapping[str, Any], model: HFModel) -> bool:
@@ -154,45 +158,18 @@ def is_streamable(options: Mapping[str, Any], model: HFModel) -> bool:
 
 def is_single(options: Mapping[str, Any], model: HFModel) -> bool:
     """Whether each sequence grows by itself, not as one of several beams."""
-    return int(_told("num_beams", options, model) or 1) == 1
+    return int(told("num_beams", options, model) or 1) == 1
 
 
 def is_sampled(options: Mapping[str, Any], model: HFModel) -> bool:
     """Whether tokens are drawn, not the likeliest ones taken."""
-    return bool(_told("do_sample", options, model))
-
-
-def kept_of(ids: Sequence[int], options: Mapping[str, Any], model: HFModel) -> tuple[list[int], bool]:
-    """An answer's ids up to the end token, padding of a batch left out; whether it ended before it had to.
-
-    One that may run out of time (`max_time`) has ended by itself only with an end token.
-    """
-    ends = ends_of(model, options)
-    stop = next((at for at, token in enumerate(ids) if token in ends), None)
-    kept = list(ids[:stop])
-    if stop is None:
-        kept = _without_padding(kept, _told("pad_token_id", options, model))
-    is_short = len(kept) < options.get("max_new_tokens", 0) and not _told("max_time", options, model)
-    return kept, stop is not None or is_short
+    return bool(told("do_sample", options, model))
 
 
 def ends_of(model: HFModel, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
     """Ids that end an answer, () where a model has none."""
-    ends = _told("eos_token_id", options, model)
+    ends = told("eos_token_id", options, model)
     return tuple(ends) if isinstance(ends, Sequence) else () if ends is None else (ends,)
-
-
-def _without_padding(ids: list[int], pad: object) -> list[int]:
-    while ids and ids[-1] == pad:
-        ids = ids[:-1]
-    return ids
-
-
-def _told(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
-    """An option of `generate`: given itself, in a generation config, or the model's own."""
-    configs = (options.get("generation_config"), model.model.generation_config)
-    told = (options.get(name), *(getattr(config, name, None) for config in configs))
-    return next((value for value in told if value is not None), None)
 
 
 def hurried(ask: Ask, spent_s: float) -> Ask:

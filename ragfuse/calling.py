@@ -5,23 +5,32 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
-from ragfuse.asking import Ask, ends_of, is_sampled, is_single, kept_of
-from ragfuse.core import Ended, ToolCall
+from ragfuse.asking import Ask, ends_of, is_sampled, is_single
+from ragfuse.core import Answer, Ended, Thought, Trace
+from ragfuse.draft import Draft
 from ragfuse.errors import InputError
 from ragfuse.fork import ForkLock
 from ragfuse.grammar import Grammar, json_text
 from ragfuse.hf.grammar import LAYOUT, Grammars, check
+from ragfuse.hf.handover import stop_strings_of, told
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.stream import FirstToken, StopWhere, TextSink
-from ragfuse.text.calls import CallFormat, cut_at_stop, longest_start
+from ragfuse.hf.penalties import Penalties
+from ragfuse.hf.stream import FirstToken, Spelling, StopWhere, TextSink
+from ragfuse.text.calls import CallFormat
+from ragfuse.text.thoughts import Thoughts, thoughts_of
 
 Tool = Mapping[str, Any]
 """A tool as OpenAI has it: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 FREE, NEVER, ALWAYS = "auto", "none", "required"
+PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
+"""Options beside those of transformers' `generate`."""
+TAIL, LONG_TAIL = 32, 4096
+"""Tokens at the end of a prompt in which the tag that opens a thought stands; of a message that is gone on with."""
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
@@ -112,20 +121,30 @@ class Caller:
     def __init__(self) -> None:
         self._lock = ForkLock()
         self._grammars: dict[tuple[int, ...], Grammars] = {}
+        self._thoughts: list[Thoughts | None] = []
 
     def reply(self, ask: Ask, model: HFModel, calls: CallFormat) -> Reply:
         """How the answers to a question are held and read; InputError if its grammar cannot be compiled."""
         tools = checked(ask.tools, ask.tool_choice, ask.grammar)
         if ask.grammar is None and not tools.offered:
-            return Reply(ask, model)
+            return Reply(ask, model, thoughts=self._thoughts_of(model))
         ends = ends_of(model, ask.options)
         grammars = self._over(model, ends)
-        grammar = ask.grammar or _rules(tools, calls, grammars)
+        grammar = ask.grammar or _rules(tools, calls, grammars, ask.parallel_tool_calls)
         grammars.matcher(grammar)
-        if ask.grammar is not None:  # which calls nothing, whatever its texts look like
+        if ask.grammar is not None:  # which calls nothing and thinks nothing, whatever its texts look like
             return Reply(ask, model, None, grammars, grammar)
-        kept = grammars.own(calls.head + "".join(calls.inner) + (calls.again or "") + calls.tail)
-        return Reply(ask, model, calls, grammars, grammar, tools.must, kept)
+        thoughts = None if tools.must else self._thoughts_of(model)
+        return Reply(ask, model, calls, grammars, grammar, tools.must, tools.schemas, thoughts)
+
+    def _thoughts_of(self, model: HFModel) -> Thoughts | None:
+        with self._lock:
+            if not self._thoughts:
+                words = model.tokenizer
+                added = () if words is None else words.added_tokens_decoder.values()
+                template = str(getattr(words, "chat_template", None) or "")
+                self._thoughts.append(thoughts_of(template, {str(token) for token in added}))
+            return self._thoughts[0]
 
     def _over(self, model: HFModel, ends: tuple[int, ...]) -> Grammars:
         with self._lock:
@@ -137,9 +156,10 @@ class Caller:
             return self._grammars[ends]
 
 
-def _rules(tools: Tools, calls: CallFormat, grammars: Grammars) -> Grammar:
+def _rules(tools: Tools, calls: CallFormat, grammars: Grammars, parallel: bool) -> Grammar:
     schemas = {name: _laid_out(schema) for name, schema in tools.schemas.items()}
-    return Grammar.lark(calls.rules(schemas, grammars.literal, not tools.must, tools.choice not in schemas))
+    several = parallel and tools.choice not in schemas
+    return Grammar.lark(calls.rules(schemas, grammars.literal, not tools.must, several))
 
 
 def _laid_out(schema: str) -> str:
@@ -148,21 +168,12 @@ def _laid_out(schema: str) -> str:
 
 
 @dataclass(frozen=True)
-class Written:
-    """An answer: its text, its ids up to the end token, why it ended, and its calls."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    reason: Ended
-    calls: tuple[ToolCall, ...] = ()
-
-
-@dataclass(frozen=True)
 class Reply:
     """How the answers to one question are held to what was asked, and read.
 
-    calls: None where there are no tools. must: the answer is calls and nothing else. kept: ids that are part of a
-    call's markup. Stop strings end text; what a grammar or a call is made of ends by itself.
+    calls: None where there are no tools. must: the answer is calls and nothing else. schemas: of the tools' arguments.
+    thoughts: None where a model has none, or writes none now. is_thinking: the prompt opened a thought. Stop strings
+    end text; what a grammar or a call is made of ends by itself.
     """
 
     ask: Ask
@@ -171,68 +182,91 @@ class Reply:
     grammars: Grammars | None = None
     grammar: Grammar | None = None
     must: bool = False
-    kept: frozenset[int] = frozenset()
+    schemas: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    thoughts: Thoughts | None = None
+    is_thinking: bool = False
+
+    def behind(self, token_ids: Sequence[int], is_chat: bool) -> Reply:
+        """The same behind a prompt; is_chat: its chat template wrote it. What follows any other is text alone."""
+        if self.thoughts is None or not is_chat:
+            return replace(self, thoughts=None)
+        within = self.ask.continue_final_message
+        last = list(token_ids[-(LONG_TAIL if within else TAIL) :])
+        prompt = str(self.model.words.decode(last, skip_special_tokens=False))
+        return replace(self, is_thinking=self.thoughts.is_open(prompt, within))
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         """The options of `generate` with what holds its answers; InputError for what a grammar cannot hold."""
-        if self.grammars is None or self.grammar is None:
-            return options
-        if not is_single(options, self.model):
-            raise InputError("Tools and grammars hold one sequence at a time, found num_beams above 1; leave it out.")
-        held = self.grammars.processor(self.grammar, options.get("max_new_tokens"), is_sampled(options, self.model))
-        return {**options, "logits_processor": [*(options.get("logits_processor") or ()), held]}
+        processors = [*(options.get("logits_processor") or ())]
+        if penalties := _penalties(options, self.model):
+            processors.append(penalties)
+        if self.grammars is not None and self.grammar is not None:
+            if not is_single(options, self.model):
+                raise InputError(
+                    "Tools and grammars hold one sequence at a time, found num_beams above 1; leave it out."
+                )
+            exits = (self.calls.pairs.after,) if self.calls is not None and self.calls.pairs is not None else ()
+            limit, is_drawn = options.get("max_new_tokens"), is_sampled(options, self.model)
+            processors.append(self.grammars.processor(self.grammar, limit, is_drawn, exits))
+        full = {name: value for name, value in options.items() if name not in PENALTIES}
+        return {**full, "stop_strings": (), **({"logits_processor": processors} if processors else {})}
 
-    @property
-    def stopping(self) -> list[StopWhere]:
+    def stops(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Stop strings, where they count: those asked for, and the model's own."""
+        if self.must or self.ask.grammar is not None:
+            return ()
+        return tuple(dict.fromkeys((*self.ask.stop, *stop_strings_of(options, self.model))))
+
+    def draft(self, options: Mapping[str, Any]) -> Draft:
+        """A new answer, of which nothing is written yet. options: as they were asked for."""
+        stops, tags = self.stops(options), self.thoughts
+        shown = (*stops, *(self.calls.texts if self.calls is not None else ()))
+        return Draft(
+            Spelling.over(self.model.words, (*shown, tags.open, tags.close) if tags is not None else shown),
+            ends_of(self.model, options),
+            stops,
+            self.calls,
+            self.schemas,
+            None if self.ask.parallel_tool_calls else 1,
+            self.must,
+            tags,
+            self.is_thinking,
+        )
+
+    def stopping(self, options: Mapping[str, Any]) -> list[StopWhere]:
         """What ends the answers besides `generate`'s own."""
-        return [] if self.calls is None else [StopWhere(self.text_of, self._is_over)]
+        if self.calls is None and not self.stops(options):
+            return []
+        return [StopWhere(lambda: self.draft(options), not is_single(options, self.model))]
 
-    def _is_over(self, text: str) -> bool:
-        """Whether text came to a stop string, or the last call is one that was made before."""
-        opening = self._opening(text)
-        return len(self.cut(text)[0]) < opening or (self.calls is not None and self.calls.repeats(text))
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings, where they count."""
-        return () if self.must or self.ask.grammar is not None else tuple(self.ask.stop)
-
-    def text_of(self, ids: Sequence[int]) -> str:
-        """The text of new ids, call markup included."""
-        if self.calls is None or self.grammars is None or not self.kept:
-            return self.model.text(ids)
-        said = [id for id in ids if id in self.kept or id not in self.grammars.hidden]
-        return str(self.model.words.decode(said, skip_special_tokens=False))
-
-    def cut(self, text: str) -> tuple[str, int]:
-        """What of a text counts as text, and how many of its characters do whatever follows."""
-        opening = self._opening(text)
-        body = cut_at_stop(text[:opening], self.stops)
-        if len(body) < opening or opening < len(text):
-            return body, len(body)
-        ready = self.calls.ready(text) if self.calls is not None else len(text)
-        return body, min(ready, len(body) - longest_start(body, self.stops))
-
-    def _opening(self, text: str) -> int:
-        if self.must:
-            return 0
-        at = self.calls.opens(text) if self.calls is not None else -1
-        return at if at >= 0 else len(text)
-
-    def sink(self, say: Callable[[str], None] | None, options: Mapping[str, Any]) -> FirstToken | TextSink:
+    def sink(self, say: Callable[[str | Thought], None] | None, options: Mapping[str, Any]) -> FirstToken | TextSink:
         """Where the answer's tokens go while they come."""
-        if say is None:
-            return FirstToken()
-        return TextSink(self.text_of, say, self.cut, ends_of(self.model, options))
+        return FirstToken() if say is None else TextSink(self.draft(options), say)
 
-    def written(self, ids: Sequence[int], options: Mapping[str, Any]) -> Written:
-        """What new ids say."""
-        kept, over = kept_of(ids, options, self.model)
-        raw = self.text_of(kept)
-        opening = self._opening(raw)
-        text = cut_at_stop(raw[:opening], self.stops)
-        calls = self.calls.read(raw) if self.calls is not None and len(text) == opening else ()
+    def read(self, ids: Sequence[int], options: Mapping[str, Any], trace: Trace) -> Answer:
+        """The answer that new ids are. Padding behind its end is none of it; a pad token that a model writes is."""
+        draft = self.draft(options)
+        draft.add(ids)
+        draft.end()
+        kept, calls = tuple(draft.ids), draft.calls
+        is_short = len(kept) < options.get("max_new_tokens", 0) and not told("max_time", options, self.model)
+        over = draft.over or is_short
         if self.grammars is not None and self.grammar is not None and not over:
             over = (bool(calls) or self.calls is None) and self.grammars.is_whole(self.grammar, kept)
-        reason: Ended = "stop" if over or len(text) < opening else "length"
-        return Written(text, tuple(kept), "tool_calls" if calls and reason == "stop" else reason, calls)
+        reason: Ended = "stop" if over and (calls or not self.must) else "length"
+        reason = "tool_calls" if calls and reason == "stop" else reason
+        return Answer(draft.text, kept, reason, trace, calls, draft.reasoning)
+
+
+def _penalties(options: Mapping[str, Any], model: HFModel) -> Penalties | None:
+    """What OpenAI's penalties and biases do, None where none is asked for; InputError for ids that are no tokens."""
+    presence, frequency, bias = (options.get(name) for name in PENALTIES)
+    if not (presence or frequency or bias):
+        return None
+    head = model.model.get_output_embeddings()
+    n_tokens = int(head.weight.shape[0]) if head is not None else len(model.words)
+    ids = {int(id): float(value) for id, value in (bias or {}).items()}
+    wrong = next((id for id in ids if not 0 <= id < n_tokens), None)
+    if wrong is not None:
+        raise InputError(f"logit_bias names the token {wrong}; {model.name} has the ids 0 to {n_tokens - 1:,}.")
+    return Penalties(float(presence or 0), float(frequency or 0), ids)

@@ -423,10 +423,19 @@ Ended = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True)
 class Answer:
-    """What came out: the text, its token ids, why it stopped, the trace, and the tools it calls."""
+    """What came out: the text, its token ids, why it stopped, the trace, the tools it calls, and what was thought
+    before, where a model writes its thoughts apart. The ids are those of thoughts and calls, too."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: Ended
     trace: Trace
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+
+@dataclass(frozen=True)
+class Thought:
+    """A piece of what a model thinks before it answers, as it is written."""
+
+    text: str

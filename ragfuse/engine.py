@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ragfuse.answering import Answerer, Asked
+from ragfuse.answering import Answerer, Asked, Say
 from ragfuse.asking import Ask, known_policy, room_behind
 from ragfuse.bringing import Bringer
 from ragfuse.calling import Caller, Tool, offered
@@ -276,7 +276,9 @@ class Engine:
         began = time.perf_counter()
         with noting() as unsaved:
             assembled = [self._fitted(prompt, ask) for prompt in prompts]
-            answers = self._answerer.all(assembled, self._asked(ask, self.model, began), gone) if assembled else []
+            asked = self._asked(ask, self.model, began)
+            each = [replace(asked, is_chat=_is_chat(prompt, ask)) for prompt in prompts]
+            answers = self._answerer.all(assembled, each, gone) if assembled else []
         return [_told(answer, unsaved) for answer in answers]
 
     def verify(self, progress: Callable[[str], object] = lambda check: None) -> Verdict:
@@ -370,13 +372,14 @@ class Engine:
         self,
         prompt: Inquiry,
         ask: Ask,
-        say: Callable[[str], None] | None,
+        say: Say,
         gone: threading.Event,
     ) -> Answer:
         began = time.perf_counter()
         with noting() as unsaved:
             assembled, model = self._fitted(prompt, ask), self.model
-            answer = self._answerer.one(assembled, self._asked(ask, model, began), say, gone)
+            asked = replace(self._asked(ask, model, began), is_chat=_is_chat(prompt, ask))
+            answer = self._answerer.one(assembled, asked, say, gone)
         return _told(answer, unsaved)
 
     def _asked(self, ask: Ask, model: HFModel, began_s: float) -> Asked:
@@ -432,6 +435,14 @@ class Engine:
 def _told(answer: Answer, unsaved: Sequence[str]) -> Answer:
     """The answer, whose trace says what could not be read or written beside it."""
     return replace(answer, trace=replace(answer.trace, unsaved=tuple(unsaved))) if unsaved else answer
+
+
+def _is_chat(question: Inquiry, ask: Ask) -> bool:
+    """Whether the model's chat template writes its prompt: it does not write a text's, nor that of token ids."""
+    if isinstance(question, Request):
+        return True
+    is_bare = isinstance(question, str) or all(isinstance(each, int) for each in question)
+    return not is_bare or (isinstance(question, str) and bool(ask.tools))
 
 
 def _closed_at_exit(engine: Engine) -> Engine:

@@ -8,12 +8,13 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from ragfuse.core import Answer
+from ragfuse.core import Answer, Thought
 from ragfuse.errors import InputError
 from ragfuse.fork import at_fork
 
-Run = Callable[[Callable[[str], None], threading.Event], Answer]
-"""Writes an answer: says its text piece by piece, and ends early once the event is set."""
+Piece = str | Thought
+Run = Callable[[Callable[[Piece], None], threading.Event], Answer]
+"""Writes an answer: says its thoughts and its text piece by piece, and ends early once the event is set."""
 
 
 class Enough(threading.Event):
@@ -23,7 +24,10 @@ class Enough(threading.Event):
 
 
 class AnswerStream:
-    """Pieces of an answer's text, by `for` or `async for`; closing it or dropping it half read ends the generation."""
+    """Pieces of an answer's text, by `for` or `async for`; closing it or dropping it half read ends the generation.
+
+    `pieces` and `apieces` have what was thought before, too, where a model writes its thoughts apart.
+    """
 
     def __init__(self, run: Run) -> None:
         self._line = _Line()
@@ -56,12 +60,22 @@ class AnswerStream:
         return self._end
 
     def __iter__(self) -> Iterator[str]:
+        return (piece for piece in self.pieces() if isinstance(piece, str))
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        async for piece in self.apieces():
+            if isinstance(piece, str):
+                yield piece
+
+    def pieces(self) -> Iterator[Piece]:
+        """Thoughts and text as they are written."""
         while self._is_open:
             item = self._opened(self._line.items.get())
             if item is not None:
                 yield item
 
-    async def __aiter__(self) -> AsyncIterator[str]:
+    async def apieces(self) -> AsyncIterator[Piece]:
+        """The same, leaving the event loop free."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         self._line.wake = lambda: loop.call_soon_threadsafe(news.set)
         while self._is_open:
@@ -101,9 +115,9 @@ class AnswerStream:
     def _is_open(self) -> bool:
         return self._end is None and not self._line.left
 
-    def _opened(self, item: str | Answer | BaseException) -> str | None:
-        """A piece of text; None at the end, which stays in the line for whoever else waits there."""
-        if isinstance(item, str):
+    def _opened(self, item: Piece | Answer | BaseException) -> Piece | None:
+        """A piece; None at the end, which stays in the line for whoever else waits there."""
+        if isinstance(item, str | Thought):
             return item
         self._line.items.put(item)
         if isinstance(item, BaseException):
@@ -118,12 +132,12 @@ class _Line:
     """What the writing thread and the reader share: the thread knows nothing else, so a dropped stream is noticed."""
 
     def __init__(self) -> None:
-        self.items: queue.Queue[str | Answer | BaseException] = queue.Queue()
+        self.items: queue.Queue[Piece | Answer | BaseException] = queue.Queue()
         self.enough = Enough()
         self.left = False
         self.wake: Callable[[], object] = lambda: None
 
-    def put(self, item: str | Answer | BaseException) -> None:
+    def put(self, item: Piece | Answer | BaseException) -> None:
         self.items.put(item)
         try:
             self.wake()

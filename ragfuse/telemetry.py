@@ -16,7 +16,7 @@ from time import perf_counter, time_ns
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ragfuse.asking import Ask
-from ragfuse.core import Answer, LoadPlan
+from ragfuse.core import Answer, LoadPlan, Thought
 from ragfuse.counting import Tally
 from ragfuse.hf.model import Prefill
 from ragfuse.load.layers import LayerReader
@@ -72,13 +72,19 @@ def spanned(name: str, of: Callable[[R], Attributes]) -> Callable[[Callable[P, R
 
 
 def answered(
-    write: Callable[Concatenate[E, Any, Ask, Callable[[str], None] | None, P], Answer],
-) -> Callable[Concatenate[E, Any, Ask, Callable[[str], None] | None, P], Answer]:
+    write: Callable[Concatenate[E, Any, Ask, Callable[[str | Thought], None] | None, P], Answer],
+) -> Callable[Concatenate[E, Any, Ask, Callable[[str | Thought], None] | None, P], Answer]:
     """Gives an engine's way to an answer its span, the root of all others, and counts it."""
 
     @wraps(write)
     def call(
-        engine: E, prompt: Any, ask: Ask, say: Callable[[str], None] | None, /, *args: P.args, **kwargs: P.kwargs
+        engine: E,
+        prompt: Any,
+        ask: Ask,
+        say: Callable[[str | Thought], None] | None,
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> Answer:
         with _asked("answer", engine, ask, say is not None) as made:
             answer = write(engine, prompt, ask, say, *args, **kwargs)

@@ -28,6 +28,7 @@ ENGINE = {
     "bringing",
     "bytestore",
     "calling",
+    "draft",
     "dtypes",
     "encoding",
     "engine",

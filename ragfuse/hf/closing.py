@@ -63,18 +63,25 @@ class Closing:
         """What a token says; nothing for one that stands for itself."""
         return self.texts[token] if token < len(self.texts) else b""
 
-    def way(self, matcher: LLMatcher, within: Within, longest: int) -> list[int] | None:
-        """Tokens after which nothing is missing, at most so many; None: none was found, at once."""
+    def way(
+        self, matcher: LLMatcher, within: Within, longest: int, exits: Sequence[Sequence[int]] = ()
+    ) -> list[int] | None:
+        """Tokens after which nothing is missing, at most so many; None: none was found, at once.
+
+        exits: tokens that end a text which neither quotes nor brackets end.
+        """
         if matcher.is_accepting():
             return []
-        ways = (self._straight(matcher.deep_copy(), guess, longest) for guess in (within, within.turned))
+        ways = (self._straight(matcher.deep_copy(), guess, longest, exits) for guess in (within, within.turned))
         return next((way for way in ways if way is not None), None)
 
-    def _straight(self, matcher: LLMatcher, within: Within, longest: int) -> list[int] | None:
+    def _straight(
+        self, matcher: LLMatcher, within: Within, longest: int, exits: Sequence[Sequence[int]]
+    ) -> list[int] | None:
         """By the best token at every step."""
         way: list[int] = []
         while len(way) < longest:
-            steps = matcher.compute_ff_tokens() or self._next(matcher, within, 1)
+            steps = matcher.compute_ff_tokens() or self._exit(matcher, exits) or self._next(matcher, within, 1)
             if not steps or not matcher.consume_tokens(steps[: longest - len(way)]):
                 return None
             way += steps[: longest - len(way)]
@@ -82,6 +89,16 @@ class Closing:
             if matcher.is_accepting():
                 return way
         return None
+
+    def _exit(self, matcher: LLMatcher, exits: Sequence[Sequence[int]]) -> list[int]:
+        """The tokens that end the text which is free here, [] where none does: then few tokens may follow."""
+        for steps in exits:
+            then = matcher.deep_copy()
+            if then.consume_tokens(list(steps)):
+                before, after = (int(allowed_by(each, len(self.texts)).sum()) for each in (matcher, then))
+                if then.is_accepting() or 2 * after < before:
+                    return list(steps)
+        return []
 
     def searched(self, matcher: LLMatcher, within: Within, longest: int) -> list[int] | None:
         """The same by the best token of each sort, ways that took fewest first: a hundred times as long."""

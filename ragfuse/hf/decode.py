@@ -97,8 +97,8 @@ class Batcher:
     """The steps of all who decode on one model, under its lock. Thread-safe.
 
     steps, rows: forwards so far that were shared, and rows in them. patience_s: seconds that a step waits for a request
-    that is choosing its token, or as long as the last step took, if that is more. preparing: held while what all of
-    them use is made ready. Its thread is there while requests share steps.
+    that is choosing its token, or as long as the last step took, if that is more. Its thread is there
+    while requests share steps.
     """
 
     def __init__(self, model: PreTrainedModel, lock: FairLock) -> None:
@@ -111,7 +111,7 @@ class Batcher:
 
     def renew(self) -> None:
         """Nobody decodes: whoever did is a thread of the process that was forked."""
-        self.preparing, self._changed = threading.Lock(), threading.Condition()
+        self._changed = threading.Condition()
         self._members: set[Member] = set()
         self._alone = 0
         self._posted: list[Step] = []

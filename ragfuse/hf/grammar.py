@@ -46,7 +46,6 @@ class Grammars:
     """Grammars over one model's tokens, the `KEPT` ones used last compiled. Thread-safe.
 
     n_tokens: columns of its logits, of which those beyond the tokenizer's ids are never allowed. ends: its end tokens.
-    hidden: special tokens, which are no part of a text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> None:
@@ -56,7 +55,6 @@ class Grammars:
         self._compiled: dict[Grammar, LLMatcher] = {}  # least recently used first
         self._closing: Closing | None = None
         every = tokenizer.added_tokens_decoder
-        self.hidden = frozenset(id for id, token in every.items() if token.special)
         added = {str(token): id for id, token in every.items()}
         self._ids = {text: id for text, id in added.items() if self.tokens.is_special_token(id)}
         longest = sorted(self._ids, key=len, reverse=True)
@@ -80,9 +78,14 @@ class Grammars:
         matcher = self.matcher(grammar)
         return bool(matcher.consume_tokens(list(ids)) and matcher.is_accepting())
 
-    def processor(self, grammar: Grammar, limit: int | None = None, is_sampled: bool = False) -> HeldTo:
-        """Holds every sequence of one `generate` to a grammar; limit: new tokens it may have, None for any number."""
-        return HeldTo(self, grammar, limit, is_sampled)
+    def processor(
+        self, grammar: Grammar, limit: int | None = None, is_sampled: bool = False, exits: Sequence[str] = ()
+    ) -> HeldTo:
+        """Holds every sequence of one `generate` to a grammar; limit: new tokens it may have, None for any number.
+
+        exits: texts that end what is free in it, where neither quotes nor brackets do.
+        """
+        return HeldTo(self, grammar, limit, is_sampled, [self.tokens.tokenize_str(text) for text in exits])
 
     def closing(self) -> Closing:
         """Ways to the end of answers."""
@@ -95,11 +98,6 @@ class Grammars:
         """A text as Lark has it, tokens of their own as such."""
         parts = self._own.split(text) if self._own is not None else [text]
         return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts if part)
-
-    def own(self, text: str) -> frozenset[int]:
-        """Ids of the tokens in a text that stand for themselves and are no part of words."""
-        parts = self._own.split(text) if self._own is not None else []
-        return frozenset(self._ids[part] for part in parts if part in self._ids)
 
 
 class _Row:
@@ -118,8 +116,15 @@ class HeldTo(LogitsProcessor):
     next on the shortest way that is known. So what a grammar wants is whole in time wherever that can be.
     """
 
-    def __init__(self, grammars: Grammars, grammar: Grammar, limit: int | None, is_sampled: bool) -> None:
-        self._grammars, self._grammar, self._limit = grammars, grammar, limit
+    def __init__(
+        self,
+        grammars: Grammars,
+        grammar: Grammar,
+        limit: int | None,
+        is_sampled: bool,
+        exits: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self._grammars, self._grammar, self._limit, self._exits = grammars, grammar, limit, exits
         self._likely = 12 if is_sampled else 1
         self._rows: list[_Row] = []
         self._from = self._seen = self._near = 0
@@ -142,7 +147,7 @@ class HeldTo(LogitsProcessor):
         self._rows = [_Row(self._grammars.matcher(self._grammar)) for _ in range(n_rows)]
         if self._limit is not None:
             row, closing = self._rows[0], self._grammars.closing()
-            way = closing.way(row.matcher, row.within, self._limit)
+            way = closing.way(row.matcher, row.within, self._limit, self._exits)
             self._near = NEAR + 2 * len(way) if way is not None else 0
             if way is None:
                 way = closing.searched(row.matcher, row.within, self._limit)
@@ -182,8 +187,8 @@ class HeldTo(LogitsProcessor):
         """Only what leaves enough tokens for the rest."""
         closing = self._grammars.closing()
         if row.way is None:
-            find = closing.searched if self._is_hard else closing.way
-            row.way = find(row.matcher, row.within, left)
+            here = row.matcher, row.within, left
+            row.way = closing.searched(*here) if self._is_hard else closing.way(*here, self._exits)
         if row.way is None or (self._is_hard and len(row.way) + SLACK < left):
             return held
         if self._is_hard:
@@ -195,7 +200,7 @@ class HeldTo(LogitsProcessor):
             if token in self._grammars.ends:
                 row.ways[token] = []
             elif then.consume_token(token):
-                way = closing.way(then, row.within.after(closing.text(token)), left - 1)
+                way = closing.way(then, row.within.after(closing.text(token)), left - 1, self._exits)
                 row.ways.update({token: way} if way is not None else {})
         return _only(held, list(row.ways) or row.way[:1])
 

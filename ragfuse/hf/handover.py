@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, StopStringCriteria
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ragfuse.errors import RefusedError, SettingsError
@@ -27,6 +28,9 @@ from ragfuse.hf.decode import Member
 from ragfuse.hf.hooks import Wiring
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.seed import seeded
+from ragfuse.hf.stream import Spelling, StopWhere, UntilStop
+
+log = logging.getLogger("ragfuse.hf")
 
 
 class Streamer(Protocol):
@@ -64,7 +68,8 @@ def generate(
     """New token ids per returned sequence. options: those of transformers' `generate`; the prefill is used up.
 
     What other threads generate on the model at the same time is computed together with it, see `decode.py`. The same
-    seed draws the same numbers, whatever runs beside it.
+    seed draws the same numbers, whatever runs beside it. Stop strings, those of a generation config too, count in what
+    is new alone.
     """
     _refuse(options)
     ids = torch.tensor([list(prefill.token_ids)], device=model.device)
@@ -92,6 +97,11 @@ def _refuse(options: Mapping[str, Any]) -> None:
     for name in UNUSABLE:
         if given.get(name) is not None:
             raise SettingsError(f"generate's option '{name}' needs a cache of its own; leave it out.")
+    if options.get("token_healing"):
+        raise SettingsError(
+            "generate's option 'token_healing' takes back the prompt's last token, which is computed already; leave it "
+            "out."
+        )
     if given.get("use_cache") is False:
         raise SettingsError("generate's option 'use_cache' is False, but the prompt lies in a cache; leave it out.")
     for name in OURS:
@@ -132,21 +142,47 @@ def _gapped(model: HFModel, prefill: Prefill) -> dict[str, Tensor]:
     return {"position_ids": prefill.positions[None].to(model.device)}
 
 
+def told(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
+    """An option of `generate`: given itself, in a generation config, or the model's own."""
+    configs = (options.get("generation_config"), model.model.generation_config)
+    found = (options.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in found if value is not None), None)
+
+
+def stop_strings_of(options: Mapping[str, Any], model: HFModel) -> tuple[str, ...]:
+    """The stop strings that options, their generation config or the model's own name."""
+    found = told("stop_strings", options, model) or ()
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
 def _complete(model: HFModel, options: Mapping[str, Any]) -> tuple[list[StoppingCriteria], dict[str, Any]]:
     """Options with what `generate` cannot know: a padding id, our cache. Stop strings become what stops at them.
 
-    transformers keeps what it makes of stop strings for a while, for all threads: here it is made by one at a time.
+    transformers' own would look at the end of the prompt, too, and does not take every tokenizer. Token healing takes
+    the prompt's last token back, whose KV is computed already: a model that asks for it goes without.
     """
-    full = {**options, "use_cache": True, "cache_implementation": None}
-    criteria, stops = list[StoppingCriteria](), full.pop("stop_strings", None)
+    full = {**options, "use_cache": True, "cache_implementation": None, "stop_strings": None, "token_healing": False}
+    criteria, stops = list[StoppingCriteria](), stop_strings_of(options, model)
     if stops:
-        with model.batcher.preparing:
-            criteria.append(StopStringCriteria(model.words, stops))
+        reorders = int(told("num_beams", options, model) or 1) > 1
+        criteria.append(StopWhere(lambda: UntilStop(Spelling.over(model.words, stops), stops), reorders))
+    if told("token_healing", options, model):
+        _tell_of_healing(model.name)
     config = model.model.generation_config
     if config.pad_token_id is None and "pad_token_id" not in full:
         end = config.eos_token_id
         full["pad_token_id"] = end[0] if isinstance(end, list) else (end if end is not None else 0)
     return criteria, full
+
+
+@functools.cache
+def _tell_of_healing(name: str) -> None:
+    """Once for each model."""
+    log.warning(
+        "The generation config of %s wants token_healing; answers are written without it: it takes back the prompt's "
+        "last token, which is computed already. Set token_healing to false there to hear no more of it.",
+        name,
+    )
 
 
 def _face(model: PreTrainedModel, answers: _Answers) -> Any:

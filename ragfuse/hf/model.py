@@ -6,6 +6,7 @@ tokens of an answer. Retrieval, storage and the choice of what to reuse live els
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """How a chat template writes calls of tools: found by rendering made-up ones and looking what stands around them.
 
-No family is known by name. A template that says nothing of tools, or writes calls as anything but a name and a JSON
-object of arguments, is left alone: `calls.PLAIN` is in words of its own.
+No family is known by name. Arguments are found as a JSON object, or as names and values one by one. A template that
+says nothing of tools, or writes calls as anything else, is left alone: `calls.PLAIN` is in words of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ragfuse.core import ToolCall
-from ragfuse.text.calls import PLAIN, CallFormat, Slot
+from ragfuse.text.calls import PLAIN, CallFormat, Pairs, Slot
 from ragfuse.text.turns import Turn
 
 RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
@@ -21,6 +21,8 @@ RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool]
 ASKED, TOLD, SAID = "What is probed?", "prober-result", "prober-text"
 FIRST = ToolCall("probe_tool_one", {"probe_key_one": "probe_value_one"}, "call_probe_one")
 SECOND = ToolCall("probe_tool_two", {"probe_key_two": "probe_value_two"}, "call_probe_two")
+LEADS = ("<|python_tag|>",)
+"""Tokens that models write before a call of bare JSON though their templates do not."""
 
 
 def call_format(render: RenderCalls, own: Sequence[str], ends: Sequence[str]) -> CallFormat:
@@ -60,7 +62,10 @@ class _Probe:
         if self.first.name not in told or self.first.name in self.render(question, (), True):
             return None
         one = self._answer(told, (self.first,))
-        slots, gaps = _gaps(one, self.first)
+        try:
+            slots, gaps = _gaps(one, self.first)
+        except ValueError:  # no JSON object
+            return self._paired(told, one)
         head, *inner = gaps[:-1]
         if not head.strip():
             raise _Unfit("nothing says where a call begins")
@@ -73,7 +78,41 @@ class _Probe:
             slots=slots,
             again=self._again(told, gaps),
             marker=marker,
+            lead="" if marker else next((lead for lead in LEADS if lead in self.own), ""),
         )
+
+    def _paired(self, told: str, one: str) -> CallFormat:
+        """The format of a template that writes arguments one by one."""
+        (key, value), (other, last) = *self.first.arguments.items(), *self.second.arguments.items()
+        both = replace(self.first, arguments={key: value, other: last})
+        head, opening, between, closing = _between(one, self.first.name, key, value)
+        found = _between(self._answer(told, (both,)), self.first.name, key, value, other, last)
+        if (*found[:3], *found[4:]) != (head, opening, between, between, closing) or not head.strip():
+            raise _Unfit("arguments are not written alike")
+        bare = self._bare(told, head)
+        inner, pairs, tail = _parted(opening, between, found[3], closing, bare)
+        marker = self._marker(head)
+        if not marker:
+            raise _Unfit("nothing says where a call begins")
+        again = self._again_paired(told, closing, pairs.after)
+        return replace(self.wanted, head=head, inner=(inner,), tail=tail, again=again, marker=marker, pairs=pairs)
+
+    def _bare(self, told: str, head: str) -> str | None:
+        """What stands behind the name in a call without arguments; None where the template writes none."""
+        try:
+            return self._answer(told, (replace(self.first, arguments={}),))[len(head) + len(self.first.name) :]
+        except Exception:  # a template may raise anything
+            return None
+
+    def _again_paired(self, told: str, closing: str, after: str) -> str | None:
+        """What stands between two calls of one answer; None where the template has no place for a second."""
+        (key, value), (other, last) = *self.first.arguments.items(), *self.second.arguments.items()
+        try:
+            both = self._answer(told, (self.first, self.second))
+            *_, middle, _, _, end = _between(both, self.first.name, key, value, self.second.name, other, last)
+        except Exception:  # refused, or written as something else
+            return None
+        return middle[len(after) :] if middle.startswith(after) and end == closing else None
 
     def _answer(self, told: str, calls: Sequence[ToolCall]) -> str:
         """What an answer with these calls is written as, from the end of the prompt to its own end."""
@@ -87,7 +126,7 @@ class _Probe:
         if begun is None:
             raise _Unfit("an answer does not begin where it is asked for")
         answer = whole[len(begun) :]
-        after = answer.index(next(iter(calls[-1].arguments.values())))
+        after = answer.index(next(iter(calls[-1].arguments.values()), calls[-1].name))
         stops = [at for at in (answer.find(end, after) for end in self.ends) if at >= 0]
         if not stops:
             raise _Unfit("an answer does not end")
@@ -123,6 +162,38 @@ def _gaps(answer: str, call: ToolCall) -> tuple[tuple[Slot, ...], list[str]]:
     found = sorted(_spans(answer, call))
     edges = [0, *(edge for lo, hi, _ in found for edge in (lo, hi)), len(answer)]
     return tuple(slot for *_, slot in found), [answer[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _between(answer: str, *words: str) -> list[str]:
+    """The texts before, between and behind words that stand once in this order; ValueError if they do not."""
+    found = []
+    for word in words:
+        before, word_, answer = answer.partition(word)
+        if not word_:
+            raise ValueError(f"{word} is not written")
+        found.append(before)
+    if any(word in text for word in words for text in (*found, answer)):
+        raise _Unfit("what a call says is written twice")
+    return [*found, answer]
+
+
+def _parted(opening: str, between: str, middle: str, closing: str, bare: str | None) -> tuple[str, Pairs, str]:
+    """What follows a name, what stands around arguments, and what ends a call: parts of which all that was seen is made.
+
+    opening: before the first argument's name; middle: behind a value and before the next name; closing: behind the
+    last value; bare: behind the name where there are no arguments, None where that was not seen.
+    """
+    found = []
+    for size in range(1, len(middle)):
+        before, after = middle[-size:], middle[:-size]
+        inner, tail = opening[:-size], closing[len(after) :]
+        fits = opening.endswith(before) and closing.startswith(after) and before.strip() and after.strip()
+        if fits and tail.strip() and (bare is None or bare.split() == (inner + tail).split()):
+            found.append((before[0] in "<[", size, inner, Pairs(before, between, after), tail))
+    if not found:
+        raise _Unfit("nothing says where an argument ends")
+    *_, inner, pairs, tail = max(found, key=lambda each: each[:2])
+    return inner, pairs, tail
 
 
 def _cut(answer: str, call: ToolCall) -> tuple[list[str], str]:

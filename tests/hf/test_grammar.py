@@ -58,7 +58,8 @@ def test_bare_json_is_a_call_of_a_tool_or_not_written(format: CallFormat, before
     held = Held(format)
     assert held.allows(format.write(CALL), spelled=True)
     assert not held.allows(before + format.write(FORGED), spelled=True)
-    assert format.ready(before + format.write(CALL)[:3]) == 0
+    begun = before + format.write(CALL)[:3]
+    assert format.undecided(begun) == len(begun)
     assert held.allows(before + "It rains { [ there.", spelled=True)
 
 

@@ -1,12 +1,73 @@
-"""What is said while it is written is, joined, what is read at the end."""
+"""What is said while it is written is, joined, what is read at the end; stop strings are met in it alone."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ragfuse.hf.stream import Spelling, StopWhere, TextSink
+from ragfuse.hf.stream import CONTEXT, MOST, Spelling, StopFinder, StopWhere, TextSink, UntilStop
+
+SPECIAL = ["<pad>", "<s>", "</s>", "<|end|>"]
+LETTERS = " \n\t.,'néß漢🙂a"
+
+
+def made(tokenizer: Tokenizer, **more: object) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", extra_special_tokens=["<|end|>"], **more
+    )
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    alphabet = SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({token: id for id, token in enumerate(alphabet)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return made(core)
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """As Llama 2 has it: the first space is taken off, bytes stand for what is no word."""
+    words = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcnst", "▁a", "▁stop"]
+    core = Tokenizer(models.BPE({word: id for id, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return made(core, unk_token="<unk>")
+
+
+def word_piece(cleans: bool = False) -> PreTrainedTokenizerFast:
+    words = [
+        *SPECIAL,
+        "[UNK]",
+        *"abcdefghijklmnopqrstuvwxyz.,'!?",
+        *(f"##{letter}" for letter in "abcnst"),
+        "do",
+        "n't",
+    ]
+    core = Tokenizer(models.WordPiece({word: id for id, word in enumerate(words)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece(cleanup=False)
+    return made(core, unk_token="[UNK]", clean_up_tokenization_spaces=cleans)
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    words = [(word, -float(at)) for at, word in enumerate([*SPECIAL, "<unk>", "▁", *"abcnst", "▁a", "▁stop", "é"])]
+    core = Tokenizer(models.Unigram(words, unk_id=4))
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Metaspace()
+    return made(core, unk_token="<unk>")
+
+
+KINDS = {
+    "byte level": byte_level,
+    "byte fallback": byte_fallback,
+    "word piece": word_piece,
+    "word piece that cleans up": lambda: word_piece(True),
+    "metaspace": metaspace,
+}
 
 
 @pytest.fixture(scope="module")
@@ -14,13 +75,39 @@ def words(smollm_path):
     return AutoTokenizer.from_pretrained(smollm_path)
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    """A small tokenizer of each kind."""
+    return KINDS[request.param]()
+
+
 def text_of(words):
     return lambda ids: str(words.decode(list(ids), skip_special_tokens=True))
 
 
+class Told:
+    """Text as a sink takes it, up to an end."""
+
+    def __init__(self, spelling, end=2):
+        self.spelling, self.end_id, self.told, self.over = spelling, end, 0, False
+
+    def add(self, ids):
+        for id in ids:
+            self.over |= id == self.end_id
+            if not self.over:
+                self.spelling.add([id])
+
+    def end(self):
+        self.spelling.end()
+
+    def take(self):
+        piece, self.told = self.spelling.text[self.told :], len(self.spelling.text)
+        return iter([piece] if piece else [])
+
+
 def spoken(words, ids, size=1):
     said: list[str] = []
-    sink = TextSink(text_of(words), said.append, lambda text: (text, len(text)), (2,))
+    sink = TextSink(Told(Spelling.over(words)), said.append)
     sink.put(torch.tensor([[5, 6, 7]]))
     for at in range(0, len(ids), size):
         sink.put(torch.tensor(ids[at : at + size]))
@@ -35,12 +122,21 @@ def test_random_ids_are_said_as_they_are_read(words, ids):
     assert all(said)
 
 
-@given(st.text(alphabet=" \n\t.,'néß漢🙂a", max_size=30))
+@given(st.text(alphabet=LETTERS, max_size=60))
 def test_white_space_and_parts_of_characters_are_neither_lost_nor_said_twice(words, text):
     ids = words(text, add_special_tokens=False).input_ids
     said = spoken(words, ids)
     assert "".join(said) == text
     assert "\ufffd" not in "".join(said)
+
+
+@given(data=st.data())
+def test_whatever_the_tokenizer_what_is_said_is_what_is_read(kind, data):
+    ids = data.draw(st.lists(st.integers(0, len(kind) - 1).filter(lambda id: id != 2), max_size=60))
+    assert "".join(spoken(kind, ids)) == text_of(kind)(ids) or "\ufffd" in text_of(kind)(ids)
+    text = data.draw(st.text(alphabet=LETTERS, max_size=60))
+    ids = kind(text, add_special_tokens=False).input_ids
+    assert "".join(spoken(kind, ids)) == text_of(kind)(ids)
 
 
 def test_what_comes_behind_the_end_is_not_said(words):
@@ -53,15 +149,103 @@ def test_each_token_is_said_at_once(words):
     assert spoken(words, ids) == ["One", " two", " three"]
 
 
-def test_a_sequence_is_stopped_where_its_text_says_so(words):
+@pytest.mark.parametrize("reorders", [False, True])
+def test_a_sequence_is_stopped_where_its_text_says_so(words, reorders):
     rows = [words(text, add_special_tokens=False).input_ids for text in (" a b c", " b c d")]
-    stop = StopWhere(text_of(words), lambda text: "c" in text)
+    stop = StopWhere(lambda: UntilStop(Spelling.over(words), ["c"]), reorders)
     over = [stop(torch.tensor([[1, *row[: size + 1]] for row in rows]), None).tolist() for size in range(3)]
     assert over == [[False, False], [False, True], [True, True]]
 
 
+def test_beams_that_change_places_are_followed(words):
+    """Each row is what it says, however rows were exchanged, dropped and doubled on the way."""
+    a, b, c = (words(text, add_special_tokens=False).input_ids for text in (" a x c", " b b b", " a x d"))
+    stop = StopWhere(lambda: UntilStop(Spelling.over(words), ["x c"]), True)
+    assert stop(torch.tensor([[1, a[0]], [1, b[0]]]), None).tolist() == [False, False]
+    assert stop(torch.tensor([[1, *b[:2]], [1, *a[:2]]]), None).tolist() == [False, False]
+    assert stop(torch.tensor([[1, *a], [1, *c]]), None).tolist() == [True, False]
+
+
+def test_a_stop_string_that_begins_in_the_prompt_is_none(words):
+    prompt, answer = (words(text, add_special_tokens=False).input_ids for text in ("assistant\n", "Obs now"))
+    stop = StopWhere(lambda: UntilStop(Spelling.over(words), ["\nObs", "assistant"]))
+    steps = [stop(torch.tensor([[*prompt, *answer[: at + 1]]]), None).tolist() for at in range(len(answer))]
+    assert steps == [[False]] * len(answer)
+
+
+@given(st.text(alphabet=LETTERS, min_size=1, max_size=30), st.data())
+def test_a_stop_string_is_met_with_the_token_that_makes_it_whole(kind, text, data):
+    """Against the slow way: the whole text is read again with every token."""
+    ids = kind(text, add_special_tokens=False).input_ids
+    whole = text_of(kind)(ids)
+    if "\ufffd" in whole or not whole:
+        return
+    lo = data.draw(st.integers(0, len(whole) - 1))
+    stop = whole[lo : data.draw(st.integers(lo + 1, len(whole)))]
+    watch, spelling = UntilStop(Spelling.over(kind), [stop]), Spelling.over(kind)
+    for at, id in enumerate(ids):
+        spelling.add([id])
+        watch.add([id])
+        assert watch.over == (stop in spelling.text), at
+    assert stop in spelling.end()
+
+
+def test_a_stop_string_that_is_a_special_token_is_met_and_no_text():
+    words = byte_level()
+    spelling, hidden = Spelling.over(words, ["<|end|>"]), Spelling.over(words)
+    ids = [*words("ab", add_special_tokens=False).input_ids, 3, *words("c", add_special_tokens=False).input_ids]
+    assert spelling.add(ids) == "ab<|end|>c"
+    assert spelling.visible(0, len(spelling.text)) == hidden.add(ids) == "abc"
+    watch = UntilStop(Spelling.over(words, ["<|end|>"]), ["<|end|>"])
+    watch.add(ids)
+    assert watch.over
+
+
+class Counted(str):
+    """A text that counts how many of its characters are searched."""
+
+    searched = 0
+
+    def find(self, what, lo=0, hi=None):
+        Counted.searched += (len(self) if hi is None else hi) - lo
+        return super().find(what, lo, hi)
+
+
+def test_work_for_a_token_does_not_grow_with_the_answer():
+    decoded = list[int]()
+
+    def text_of(ids):
+        decoded.append(len(ids))
+        return "".join(chr(97 + id % 26) for id in ids)
+
+    spelling, finder = Spelling(text_of), StopFinder(["xyzzy", "\n"])
+    for at in range(4000):
+        spelling.add([at * 7])
+        finder.look(Counted(spelling.text))
+    assert len(spelling.text) == 4000
+    assert max(decoded) <= 2 * CONTEXT
+    assert Counted.searched <= 4000 * 2 * len("xyzzy")
+
+
+def test_bytes_that_never_become_a_character_do_not_pile_up():
+    decoded, words = list[int](), byte_level()
+
+    def text_of(ids):
+        decoded.append(len(ids))
+        return str(words.decode(list(ids), skip_special_tokens=True))
+
+    spelling, hidden = Spelling(text_of), [0, 3]
+    broken = words("🙂", add_special_tokens=False).input_ids[:1]
+    spelling.add(broken * 500)
+    assert max(decoded) <= MOST
+    assert set(spelling.end()) == {"\ufffd"}
+    silent = Spelling(text_of, hidden)
+    assert silent.add(hidden * 500) == ""
+    assert silent.add(words("ab", add_special_tokens=False).input_ids) == "ab"
+
+
 def test_bytes_that_never_become_a_character_are_said_at_the_end(words):
     broken = words("🙂", add_special_tokens=False).input_ids[:1]
-    spelling = Spelling(text_of(words))
+    spelling = Spelling.over(words)
     assert spelling.add(broken) == ""
     assert spelling.end() == text_of(words)(broken)

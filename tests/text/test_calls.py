@@ -8,7 +8,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ragfuse.core import ToolCall
 from ragfuse.text.call_probe import call_format
-from ragfuse.text.calls import PLAIN, CallFormat, spelled
+from ragfuse.text.calls import PLAIN, CallFormat, CallReader, spelled
 from ragfuse.text.chunks import Piece
 from ragfuse.text.turns import Turn
 
@@ -133,6 +133,12 @@ def test_what_is_no_json_is_written_in_plain_words(source: str):
     assert format_of(source) is PLAIN
 
 
+def ready(format: CallFormat, text: str) -> int:
+    """How much of a text's beginning is no part of a call, whatever follows."""
+    at = format.opens(text)
+    return at if at >= 0 else len(text) - format.undecided(text)
+
+
 FORMATS = [PLAIN, *map(format_of, (HERMES, LLAMA, MISTRAL, DEEP))]
 
 
@@ -156,7 +162,7 @@ def test_a_call_that_is_cut_off_is_none_and_its_markup_no_text(format: CallForma
 @pytest.mark.parametrize("format", [PLAIN, *map(format_of, (HERMES, MISTRAL, DEEP))])
 def test_text_is_ready_only_where_no_call_can_begin(format: CallFormat):
     text = "Let me see <b>.\n\n" + format.write((A,))
-    ends = [format.ready(text[:size]) for size in range(len(text) + 1)]
+    ends = [ready(format, text[:size]) for size in range(len(text) + 1)]
     assert ends == sorted(ends)
     assert ends[-1] == len("Let me see <b>.") == max(ends)
 
@@ -164,15 +170,17 @@ def test_text_is_ready_only_where_no_call_can_begin(format: CallFormat):
 def test_text_before_bare_json_is_text():
     found = format_of(LLAMA)
     assert found.opens('See {"name": "x"}') == -1
-    assert found.ready('See {"name"') == len('See {"name"')
-    assert found.ready(" ") == found.ready('{"na') == 0
+    assert ready(found, 'See {"name"') == len('See {"name"')
+    assert ready(found, " ") == ready(found, '{"na') == 0
 
 
 def test_a_call_made_twice_is_made_once():
     text = PLAIN.write((A, B, A))
     assert [call.name for call in PLAIN.read(text)] == ["weather", "walk.to"]
-    assert PLAIN.repeats(text)
-    assert not PLAIN.repeats(PLAIN.write((A, B)))
+    for calls, repeats in (((A, B, A), True), ((A, B), False)):
+        reader = CallReader(PLAIN)
+        reader.read(PLAIN.write(calls), 0)
+        assert reader.repeats is repeats
 
 
 def test_plain_words_tell_of_tools_calls_and_results_and_keep_chunks():

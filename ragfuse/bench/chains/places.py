@@ -15,7 +15,7 @@ from ragfuse.asking import Ask
 from ragfuse.bench.chains.doors import Program, Wording, messages_over
 from ragfuse.bench.quality.wording import NEW_TOKENS
 from ragfuse.bench.throughput.served import Serving
-from ragfuse.core import Answer, Prompt
+from ragfuse.core import Answer, Prompt, Thought
 from ragfuse.engine import Engine
 from ragfuse.errors import RagFuseError
 from ragfuse.prompting import Inquiry
@@ -93,7 +93,9 @@ class Recorder(Engine):
         self._mine.ids = (prompt := super()._fitted(question, ask)).token_ids
         return prompt
 
-    def _answer(self, prompt: Inquiry, ask: Ask, say: Callable[[str], None] | None, gone: threading.Event, /) -> Answer:
+    def _answer(
+        self, prompt: Inquiry, ask: Ask, say: Callable[[str | Thought], None] | None, gone: threading.Event, /
+    ) -> Answer:
         answer = super()._answer(prompt, ask, say, gone)
         self._said.append(prompted(self._mine.ids, answer.trace.as_dict(), answer.trace.ttft_s))
         return answer

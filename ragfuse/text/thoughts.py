@@ -1,0 +1,44 @@
+"""What a model thinks before it answers, as it stands in text: between two tags that its template or tokenizer has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+TAGS = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),
+)
+"""What models write around their thoughts; which of these a model has is looked up, not known by its name."""
+
+
+@dataclass(frozen=True)
+class Thoughts:
+    """The tags around thoughts."""
+
+    open: str
+    close: str
+
+    def is_open(self, prompt: str, within: bool = False) -> bool:
+        """Whether a prompt ends in an opening tag, so that an answer begins with a thought; within: or in a thought."""
+        if within:
+            return prompt.rfind(self.open) > prompt.rfind(self.close)
+        return prompt.rstrip().endswith(self.open)
+
+
+def thoughts_of(template: str, own: Collection[str]) -> Thoughts | None:
+    """The tags of a model, None where it has none; own: the tokens that were added to its vocabulary.
+
+    A template that only closes thoughts, or takes those of earlier turns away, knows of them.
+    """
+    for open, close in TAGS:
+        if close in template or (open in own and close in own):
+            return Thoughts(open, close)
+    return None

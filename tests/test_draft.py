@@ -1,0 +1,236 @@
+"""What of the ids that a model writes is its answer: up to a stop string in what it says, its end, its last token."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from ragfuse import Ask, Engine, Settings, SettingsError
+from tests.scripted import saying, spelled
+
+ASKED = [("user", "Go\n")]
+SAID = "Hi 😀é世-end of it."
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+}
+
+
+def wanted(stop: str) -> tuple[str, str]:
+    return SAID.split(stop)[0], "stop"
+
+
+@pytest.mark.parametrize("stop", ["😀", "世", "é世", "世-e", "H", "of it.", "d of"])
+def test_an_answer_ends_before_a_stop_string_streamed_or_not(engine: Engine, stop: str) -> None:
+    answer = engine.answer(ASKED, saying(engine, SAID, stop=[stop]))
+    assert (answer.text, answer.finish_reason) == wanted(stop)
+    read = engine.model.text(answer.token_ids)
+    assert stop in read
+    assert stop not in engine.model.text(answer.token_ids[:-1])  # no token more than it took to say it
+    stream = engine.stream(ASKED, saying(engine, SAID, stop=[stop]))
+    assert ("".join(stream), stream.answer.finish_reason) == wanted(stop)
+    assert stream.answer.token_ids == answer.token_ids
+
+
+@pytest.mark.parametrize("stop", ["\nHi", "o\nH", "Go", "\n", "|>H", "Hx", "it.."])
+def test_a_stop_string_that_is_not_in_the_answer_does_not_end_it(engine: Engine, stop: str) -> None:
+    for question in (ASKED, "Go\n"):
+        answer = engine.answer(question, saying(engine, SAID, stop=[stop]))
+        assert (answer.text, answer.finish_reason) == (SAID, "stop")
+        pieces = list(engine.stream(question, saying(engine, SAID, stop=[stop])))
+        assert "".join(pieces) == SAID
+
+
+def test_stop_strings_of_a_batch_count_in_each_answer_alone(engine: Engine) -> None:
+    free = Ask(max_tokens=10)
+    texts = ["Go", "Stay there", "Hm\n"]
+    stop = engine.answer(texts[1], free).text[3:5]
+    for text, answer in zip(texts, engine.batch([*texts], Ask(max_tokens=10, stop=[stop, "Go", "there"])), strict=True):
+        assert answer.text == engine.answer(text, free).text.split(stop)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_return_sequences": 3, "do_sample": True, "top_k": 0},
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+    ],
+    ids=["sequences", "beams", "beams and sequences"],
+)
+def test_stop_strings_end_one_of_several_sequences_and_its_padding_is_not_counted(
+    engine: Engine, options: dict[str, Any]
+) -> None:
+    free = engine.answer(ASKED, Ask(max_tokens=24, options=options, seed=5))
+    stop = free.text[4:6]
+    answer = engine.answer(ASKED, Ask(max_tokens=24, options=options, seed=5, stop=[stop, "Go", "\n"]))
+    assert stop not in answer.text
+    if answer.finish_reason == "stop":
+        assert stop in engine.model.text(answer.token_ids)
+        assert engine.model.words.pad_token_id not in answer.token_ids
+    if "num_beams" not in options:
+        assert answer.text == free.text.split(stop)[0]
+        assert len(answer.token_ids) == 6
+
+
+def test_a_stop_string_may_be_a_special_token(engine: Engine) -> None:
+    answer = engine.answer(ASKED, saying(engine, "Hi<|user|> and more", stop=["<|user|>"]))
+    assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("Hi", "stop", 3)
+    answer = engine.answer(ASKED, saying(engine, "Hi<|user|> and more", stop=["<|user|>x"]))
+    assert (answer.text, answer.finish_reason) == ("Hi and more", "stop")
+
+
+def test_a_stop_string_with_the_last_token_is_a_stop(engine: Engine) -> None:
+    answer = engine.answer(ASKED, saying(engine, "Obs now", stop=["ow"], max_tokens=7))
+    assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("Obs n", "stop", 7)
+
+
+def with_config(folder: Path, to: Path, **fields: Any) -> Path:
+    """A copy of a model with another generation config."""
+    shutil.copytree(folder, to)
+    config = GenerationConfig.from_pretrained(folder)
+    config.update(**fields)
+    config.save_pretrained(to)
+    return to
+
+
+def made(folder: Path, store: Path) -> Engine:
+    return Engine(Settings(model=str(folder), dtype="float32", store=store, home=store, max_tokens=24, learn="off"))
+
+
+def test_stop_strings_of_a_generation_config_end_answers_too(tiny_path: Path, tmp_path: Path) -> None:
+    folder = with_config(tiny_path, tmp_path / "model", stop_strings=["<end>", "<|user|>"])
+    with made(folder, tmp_path) as engine:
+        for text in ("Say<end>x", "Say<|user|>x"):
+            answer = engine.answer(ASKED, saying(engine, text))
+            assert (answer.text, answer.finish_reason) == ("Say", "stop")
+            assert "".join(engine.stream(ASKED, saying(engine, text))) == "Say"
+        answer = engine.answer(ASKED, saying(engine, "Say<end>x", stop=["a"]))  # beside those of the call
+        assert (answer.text, answer.finish_reason) == ("S", "stop")
+        own = {"stop_strings": ["y"]}  # in place of the config's
+        answer = engine.answer(ASKED, saying(engine, "Sa<end>y.", options=own))
+        assert (answer.text, answer.finish_reason) == ("Sa<end>", "stop")
+        asked = {"generation_config": GenerationConfig(stop_strings="x", max_new_tokens=20)}
+        assert engine.answer(ASKED, saying(engine, "Say<end>x", options=asked)).text == "Say<end>"
+
+
+def test_a_config_that_wants_token_healing_is_answered_and_told_once(
+    tiny_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = with_config(tiny_path, tmp_path / "healing", token_healing=True)
+    with made(folder, tmp_path) as engine, caplog.at_level(logging.WARNING, "ragfuse.hf"):
+        for _ in range(2):
+            assert engine.answer(ASKED, saying(engine, SAID)).text == SAID
+        asked = {"generation_config": GenerationConfig(token_healing=True, max_new_tokens=30)}
+        assert engine.answer(ASKED, saying(engine, SAID, options=asked)).text == SAID
+        assert len([each for each in caplog.records if "token_healing" in each.getMessage()]) == 1
+        with pytest.raises(SettingsError, match="token_healing"):
+            engine.answer(ASKED, Ask(options={"token_healing": True}))
+
+
+def test_pad_tokens_that_a_model_writes_are_counted(engine: Engine) -> None:
+    pad = engine.model.words.pad_token_id
+    answer = engine.answer(ASKED, saying(engine, "Hi", *[pad] * 10, ends=False, max_tokens=12))
+    assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("Hi", "length", 12)
+    answer = engine.answer(ASKED, saying(engine, "Hi", pad, pad, max_tokens=12))
+    assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("Hi", "stop", 4)
+    stream = engine.stream(ASKED, saying(engine, "H", pad, "i", ends=False, max_tokens=3))
+    assert ("".join(stream), len(stream.answer.token_ids)) == ("Hi", 3)
+
+
+def test_padding_behind_one_of_several_sequences_is_not_counted(engine: Engine) -> None:
+    """The first one ends at once, another goes on."""
+    end, pad = engine.model.words.eos_token_id, engine.model.words.pad_token_id
+    several = {"do_sample": True, "top_k": 0, "num_return_sequences": 3}
+    often = {"suppress_tokens": [pad], "sequence_bias": {(end,): 4.0}}
+    answers = [engine.answer(ASKED, Ask(max_tokens=12, seed=seed, options={**several, **often})) for seed in range(12)]
+    short = [answer for answer in answers if len(answer.token_ids) < 12]
+    assert short
+    assert all(answer.finish_reason == "stop" and pad not in answer.token_ids for answer in short)
+
+
+CORPUS = ["The keeper of the northern lighthouse counted forty ships.", "Use only what the passages say.", "Who? é"] * 3
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordPiece({}, unk_token="[UNK]"))
+    core.normalizer = normalizers.BertNormalizer(lowercase=True)
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece()
+    special = ["[UNK]", "<s>", "</s>"]
+    core.train_from_iterator(
+        CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", bos_token="<s>", eos_token="</s>")
+
+
+def metaspace(scheme: str) -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    core.decoder = decoders.Sequence(steps)
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    core.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.Unigram())
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Metaspace()
+    special = ["<unk>", "<s>", "</s>"]
+    core.train_from_iterator(
+        CORPUS,
+        trainers.UnigramTrainer(vocab_size=200, special_tokens=special, unk_token="<unk>", show_progress=False),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+TOKENIZERS = {
+    "word piece": word_piece,
+    "metaspace first": lambda: metaspace("first"),
+    "metaspace always": lambda: metaspace("always"),
+    "metaspace never": lambda: metaspace("never"),
+    "unigram": unigram,
+}
+
+
+@pytest.fixture(params=TOKENIZERS)
+def another(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    """An engine over random weights with a tokenizer of that kind."""
+    words = TOKENIZERS[request.param]()
+    ends = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": None}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **SMALL, **ends)).save_pretrained(tmp_path / "model")
+    words.save_pretrained(tmp_path / "model")
+    assert type(AutoTokenizer.from_pretrained(tmp_path / "model")).__name__
+    with made(tmp_path / "model", tmp_path) as engine:
+        yield engine
+
+
+def test_no_tokenizer_makes_stop_strings_raise(another: Engine) -> None:
+    ids = spelled(another, "the keeper of the northern lighthouse counted forty ships")
+    whole = another.model.text(ids)
+    for stop in ("ship", "\n", "é", "✿RESULT✿", " n", "r of", "forty ships", "the keep"):
+        answer = another.answer("Who?", saying(another, *ids, stop=[stop]))
+        assert (answer.text, answer.finish_reason) == (whole.split(stop)[0], "stop")
+        stream = another.stream("Who?", saying(another, *ids, stop=[stop]))
+        assert "".join(stream) == answer.text
