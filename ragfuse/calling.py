@@ -205,7 +205,7 @@ class Reply:
                 raise InputError(
                     "Tools and grammars hold one sequence at a time, found num_beams above 1; leave it out."
                 )
-            exits = (self.calls.pairs.after,) if self.calls is not None and self.calls.pairs is not None else ()
+            exits = self.calls.exits if self.calls is not None else ()
             limit, is_drawn = options.get("max_new_tokens"), is_sampled(options, self.model)
             processors.append(self.grammars.processor(self.grammar, limit, is_drawn, exits))
         full = {name: value for name, value in options.items() if name not in PENALTIES}

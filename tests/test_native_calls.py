@@ -2,6 +2,7 @@
 
 import shutil
 
+import jsonschema
 import pytest
 from transformers import AutoTokenizer
 
@@ -21,6 +22,17 @@ TEMPLATES = {
     "list": f"{TOLD}{BEGIN}<|assistant|><|tool|>[{EACH}{CALL}{{{{ '' if loop.last else ', ' }}}}{{% endfor %}}]{END}",
     "bare": f"{TOLD}{BEGIN}{{% if m.tool_calls | length > 1 %}}{{{{ raise_exception('one') }}}}{{% endif %}}"
     f"<|assistant|>{EACH}{CALL.replace('arguments', 'parameters', 1)}{{% endfor %}}{END}",
+}
+PAIR = "{% for k, v in call.function.arguments.items() %}"
+TEMPLATES |= {
+    "coder": f"{TOLD}{BEGIN}<|assistant|>{EACH}<tool_call>\n<function={{{{ call.function.name }}}}>\n{PAIR}"
+    "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+    f"{{{{ '' if loop.last else '\n' }}}}{{% endfor %}}{END}",
+    "glm": f"{TOLD}{BEGIN}<|assistant|>{EACH}<|tool|>{{{{ call.function.name }}}}\n{PAIR}<arg_key>{{{{ k }}}}</arg_key>\n"
+    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>"
+    f"{{% endfor %}}{END}",
+    "args": f"{TOLD}{BEGIN}<|assistant|>{EACH}<|tool|>{{{{ call.function.name }}}}[ARGS]"
+    f"{{{{ call.function.arguments | tojson }}}}{{% endfor %}}{END}",
 }
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
 TOOLS = tuple(
@@ -54,6 +66,48 @@ def test_a_call_that_must_be_made_is_written_as_the_template_does(native, choice
     assert {call.name for call in answer.tool_calls} <= ({"news"} if choice == "news" else {"weather", "news"})
 
 
+NOTE = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "mood": {"enum": ["good", "bad"]},
+        "loud": {"type": "boolean"},
+        "more": {"type": "string"},
+    },
+    "required": ["text", "mood", "loud"],
+}
+NOTES = ({"type": "function", "function": {"name": "note", "description": "D.", "parameters": NOTE}},)
+
+
+@pytest.mark.parametrize("options", [{}, WARM], ids=["greedy", "drawn"])
+def test_a_call_of_texts_without_bounds_is_whole_in_time_and_fits(native, options):
+    for limit in (170, 260):
+        ask = Ask(tools=NOTES, tool_choice="required", options=options, seed=3, max_tokens=limit)
+        answer = native.answer(ASKED, ask)
+        assert (answer.text, answer.finish_reason) == ("", "tool_calls")
+        assert len(answer.token_ids) <= limit
+        for call in answer.tool_calls:
+            jsonschema.validate(dict(call.arguments), NOTE)
+
+
+@pytest.mark.parametrize("options", [{}, WARM], ids=["greedy", "drawn"])
+def test_without_parallel_calls_one_is_made(native, options):
+    for choice in ("required", "auto"):
+        ask = Ask(tools=TOOLS, tool_choice=choice, options=options, seed=3, parallel_tool_calls=False)
+        answer = native.answer(ASKED, ask)
+        assert len(answer.tool_calls) <= 1
+        assert choice == "auto" or len(answer.tool_calls) == 1
+
+
+@pytest.mark.parametrize("limit", [1, 3, 8, 20])
+def test_a_call_that_there_are_too_few_tokens_for_ends_at_the_length(native, limit):
+    for choice in ("required", "news"):
+        answer = native.answer(ASKED, Ask(tools=TOOLS, tool_choice=choice, max_tokens=limit))
+        assert (answer.text, answer.tool_calls, answer.finish_reason) == ("", (), "length")
+        assert len(answer.token_ids) == limit
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_where_calls_are_free_no_markup_is_text_and_streams_say_the_text(native, seed):
     ask = Ask(tools=TOOLS, options=WARM, seed=seed, max_tokens=60)
@@ -77,7 +131,7 @@ def test_calls_and_results_go_back_as_the_template_writes_them_and_chunks_in_res
     ]
     prompt = native.prompt([*told, ("user", "And?")], TOOLS)
     text = native.model.words.decode(prompt.token_ids)
-    assert text.count('"name": "weather"') == 2  # as a tool, and as its call
+    assert text.count("weather") == 3  # as a tool, in the question, and as its call
     assert "Result: " + page in text
     ends = native.model.words.convert_tokens_to_ids(["</s>", "<|user|>"])
     assert [list(prompt.token_ids).count(end) for end in ends] == [1, 3]  # what an argument says is text

@@ -68,7 +68,7 @@ class Closing:
     ) -> list[int] | None:
         """Tokens after which nothing is missing, at most so many; None: none was found, at once.
 
-        exits: tokens that end a text which neither quotes nor brackets end.
+        exits: tokens that end a text which neither quotes nor brackets end, or all of it, the shortest way first.
         """
         if matcher.is_accepting():
             return []
@@ -81,7 +81,8 @@ class Closing:
         """By the best token at every step."""
         way: list[int] = []
         while len(way) < longest:
-            steps = matcher.compute_ff_tokens() or self._exit(matcher, exits) or self._next(matcher, within, 1)
+            forced = matcher.compute_ff_tokens()[: 1 if exits else None]  # an exit may begin amid what must stand there
+            steps = self._exit(matcher, exits) or forced or self._next(matcher, within, 1)
             if not steps or not matcher.consume_tokens(steps[: longest - len(way)]):
                 return None
             way += steps[: longest - len(way)]
@@ -94,9 +95,9 @@ class Closing:
         """The tokens that end the text which is free here, [] where none does: then few tokens may follow."""
         for steps in exits:
             then = matcher.deep_copy()
-            if then.consume_tokens(list(steps)):
+            if then.try_consume_tokens(list(steps)) == len(steps):
                 before, after = (int(allowed_by(each, len(self.texts)).sum()) for each in (matcher, then))
-                if then.is_accepting() or 2 * after < before:
+                if then.is_accepting() or before == 1 or 2 * after < before:
                     return list(steps)
         return []
 

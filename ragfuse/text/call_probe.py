@@ -165,7 +165,7 @@ def _gaps(answer: str, call: ToolCall) -> tuple[tuple[Slot, ...], list[str]]:
 
 
 def _between(answer: str, *words: str) -> list[str]:
-    """The texts before, between and behind words that stand once in this order; ValueError if they do not."""
+    """Texts before, between and behind words that stand once, in this order; ValueError if they do not."""
     found = []
     for word in words:
         before, word_, answer = answer.partition(word)

@@ -97,6 +97,11 @@ class CallFormat:
         pairs = (self.pairs.before, self.pairs.between, self.pairs.after) if self.pairs is not None else ()
         return (self.lead, self.head, *self.inner, self.again or "", self.tail, *pairs)
 
+    @property
+    def exits(self) -> tuple[str, ...]:
+        """What ends a call, and an argument, where arguments are no JSON."""
+        return () if self.pairs is None else (self.tail, self.pairs.after)
+
     def opens(self, text: str, lo: int = 0, seen: int = 0) -> int:
         """Where the first call begins in text[lo:], white space before it included; -1: nowhere.
 

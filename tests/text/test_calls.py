@@ -8,7 +8,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ragfuse.core import ToolCall
 from ragfuse.text.call_probe import call_format
-from ragfuse.text.calls import PLAIN, CallFormat, CallReader, spelled
+from ragfuse.text.calls import PLAIN, CallFormat, CallReader, Pairs, spelled
 from ragfuse.text.chunks import Piece
 from ragfuse.text.turns import Turn
 
@@ -64,10 +64,37 @@ XML = HERMES.replace(
     "<function={{ call.function.name }}>"
     "{% for k, v in call.function.arguments.items() %}<{{ k }}>{{ v }}</{{ k }}>{% endfor %}",
 )
+BEGIN, REST = HERMES.split("{% for call in m.tool_calls %}")
+END = REST[REST.index("{% endfor %}") :]
+EACH = "{% for call in m.tool_calls %}"
+PAIR = "{% for k, v in call.function.arguments.items() %}"
+CODER = f"""{BEGIN}{EACH}
+<tool_call>
+<function={{{{ call.function.name }}}}>
+{PAIR}<parameter={{{{ k }}}}>
+{{{{ v if v is string else v | tojson }}}}
+</parameter>
+{{% endfor %}}</function>
+</tool_call>{END}"""
+GLM = f"""{BEGIN}{EACH}
+<tool_call>{{{{ call.function.name }}}}
+{PAIR}<arg_key>{{{{ k }}}}</arg_key>
+<arg_value>{{{{ v if v is string else v | tojson }}}}</arg_value>
+{{% endfor %}}</tool_call>{END}"""
+TIGHT = (
+    GLM.replace("}}\n{% for k", "}}{% for k")
+    .replace("</arg_key>\n", "</arg_key>")
+    .replace("</arg_value>\n", "</arg_value>")
+)
+NEWER = """{% for m in messages %}{% if m.role == 'user' %}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{%
+endif %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}{% for call in m.tool_calls %}[TOOL_CALLS]{{
+call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}<|im_end|>{% elif m.role == 'tool' %}{{
+'[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"""
 SILENT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
 OWN = ["<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "<|calls|>", "<|call|>"]
+TYPES = {"weather": json.dumps({"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})}
 A, B = ToolCall("weather", {"city": 'Rom "a"\n', "days": 2}), ToolCall("walk.to", {})
 
 
@@ -128,8 +155,89 @@ def test_arguments_that_must_be_text_are_found():
     assert found.tail == "\n```<|end|>"
 
 
-@pytest.mark.parametrize("source", [SILENT, XML], ids=["no tools", "no JSON"])
-def test_what_is_no_json_is_written_in_plain_words(source: str):
+def test_arguments_that_are_written_one_by_one_are_found():
+    found = format_of(CODER)
+    assert found.native
+    assert (found.head, found.inner) == ("<tool_call>\n<function=", (">\n",))
+    assert found.pairs == Pairs("<parameter=", ">\n", "\n</parameter>\n")
+    assert found.tail == "</function>\n</tool_call>"
+    assert found.again == "</function>\n</tool_call>\n<tool_call>\n<function="
+    for source, gap in ((GLM, "\n"), (TIGHT, "")):
+        found = format_of(source)
+        assert (found.head, found.inner, found.tail) == ("<tool_call>", (gap,), "</tool_call>")
+        assert found.pairs == Pairs("<arg_key>", f"</arg_key>{gap}<arg_value>", f"</arg_value>{gap}")
+
+
+def test_a_name_before_its_arguments_without_quotes_is_found():
+    found = format_of(NEWER)
+    assert (found.head, found.inner, found.again, found.tail) == ("[TOOL_CALLS]", ("[ARGS]",), "[TOOL_CALLS]", "")
+    assert found.marker == "[TOOL_CALLS]"
+
+
+def test_a_token_before_bare_json_belongs_to_the_call():
+    found = call_format(render_of(LLAMA), [*OWN, "<|python_tag|>"], ["<|im_end|>"])
+    for lead in ("", "<|python_tag|>"):
+        (call,) = found.read(lead + found.write((A,)))
+        assert (call.name, call.arguments) == (A.name, A.arguments)
+        assert found.opens(f"{lead} See") == -1
+    assert ready(found, "<|pyth") == 0 == ready(found, "<|python_tag|>")
+    assert ready(found, "<b>") == 3
+
+
+@pytest.mark.parametrize("source", [CODER, GLM, TIGHT], ids=["coder", "glm", "tight"])
+def test_values_that_stand_as_they_are_are_read_by_their_schema(source: str):
+    arguments = {
+        "code": 'if x < 1:\n\tprint("</p>")\n',
+        "text": "5",
+        "count": 5,
+        "share": 0.5,
+        "sure": True,
+        "all": ["a", {"b": None}],
+        "nothing": None,
+        "either": 7,
+        "any": {"x": "y"},
+        "é": "ü",
+    }
+    kinds = {
+        "code": "string",
+        "text": "string",
+        "count": "integer",
+        "share": "number",
+        "sure": "boolean",
+        "all": "array",
+    }
+    schema = {
+        "type": "object",
+        "properties": {
+            **{name: {"type": kind} for name, kind in kinds.items()},
+            "nothing": {"type": ["string", "null"]},
+            "either": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/number"}]},
+            "any": {},
+        },
+        "$defs": {"number": {"type": "integer"}},
+    }
+    found = format_of(source)
+    text = found.write((ToolCall("walk", arguments),))
+    rendered = render_of(source)(
+        [found.message(Turn("assistant", "", (ToolCall("walk", arguments, "1"),)), "", lambda value: value)], (), False
+    )
+    assert text in rendered  # as the template itself writes it
+    (call,) = found.read(text, {"walk": json.dumps(schema)})
+    assert call.arguments == arguments
+    (python,) = found.read(text.replace("true", "True"), {"walk": json.dumps(schema)})
+    assert python.arguments["sure"] is True
+
+
+@pytest.mark.parametrize("source", [CODER, GLM, TIGHT], ids=["coder", "glm", "tight"])
+def test_a_call_without_the_white_space_of_its_format_is_read_too(source: str):
+    found = format_of(source)
+    tight = "".join(line.strip() for line in found.write((ToolCall("walk", {"to": "Rome", "by": "bus"}),)).splitlines())
+    (call,) = found.read(tight)
+    assert (call.name, call.arguments) == ("walk", {"to": "Rome", "by": "bus"})
+
+
+@pytest.mark.parametrize("source", [SILENT, XML], ids=["no tools", "no way to tell"])
+def test_what_fits_no_format_is_written_in_plain_words(source: str):
     assert format_of(source) is PLAIN
 
 
@@ -139,19 +247,20 @@ def ready(format: CallFormat, text: str) -> int:
     return at if at >= 0 else len(text) - format.undecided(text)
 
 
-FORMATS = [PLAIN, *map(format_of, (HERMES, LLAMA, MISTRAL, DEEP))]
+FORMATS = [PLAIN, *map(format_of, (HERMES, LLAMA, MISTRAL, DEEP, CODER, GLM, TIGHT, NEWER))]
+IDS = ["plain", "hermes", "llama", "mistral", "deep", "coder", "glm", "tight", "newer"]
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=["plain", "hermes", "llama", "mistral", "deep"])
+@pytest.mark.parametrize("format", FORMATS, ids=IDS)
 def test_what_is_written_is_read_back_with_new_ids(format: CallFormat):
     calls = (A, B) if format.again is not None else (A,)
-    read = format.read(format.write(calls))
+    read = format.read(format.write(calls), TYPES)
     assert [(call.name, call.arguments) for call in read] == [(call.name, call.arguments) for call in calls]
     assert len({call.id for call in read}) == len(calls)
     assert all(call.id.startswith("call_") for call in read)
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=["plain", "hermes", "llama", "mistral", "deep"])
+@pytest.mark.parametrize("format", FORMATS, ids=IDS)
 def test_a_call_that_is_cut_off_is_none_and_its_markup_no_text(format: CallFormat):
     whole = format.write((A,))
     for size in range(len(format.head), len(whole) - len(format.tail)):
@@ -159,7 +268,7 @@ def test_a_call_that_is_cut_off_is_none_and_its_markup_no_text(format: CallForma
         assert format.opens(whole[:size]) == 0
 
 
-@pytest.mark.parametrize("format", [PLAIN, *map(format_of, (HERMES, MISTRAL, DEEP))])
+@pytest.mark.parametrize("format", [PLAIN, *map(format_of, (HERMES, MISTRAL, DEEP, CODER, GLM, NEWER))])
 def test_text_is_ready_only_where_no_call_can_begin(format: CallFormat):
     text = "Let me see <b>.\n\n" + format.write((A,))
     ends = [ready(format, text[:size]) for size in range(len(text) + 1)]
