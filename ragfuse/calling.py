@@ -21,7 +21,8 @@ from ragfuse.hf.model import HFModel
 from ragfuse.hf.penalties import Penalties
 from ragfuse.hf.stream import FirstToken, Spelling, StopWhere, TextSink
 from ragfuse.text.calls import CallFormat
-from ragfuse.text.thoughts import Thoughts, thoughts_of
+from ragfuse.text.chat_template import ChatTemplate
+from ragfuse.text.thoughts import Thoughts
 
 Tool = Mapping[str, Any]
 """A tool as OpenAI has it: {"type": "function", "function": {"name", "description", "parameters"}}."""
@@ -121,30 +122,32 @@ class Caller:
     def __init__(self) -> None:
         self._lock = ForkLock()
         self._grammars: dict[tuple[int, ...], Grammars] = {}
-        self._thoughts: list[Thoughts | None] = []
+        self._templates: list[ChatTemplate] = []
 
     def reply(self, ask: Ask, model: HFModel, calls: CallFormat) -> Reply:
         """How the answers to a question are held and read; InputError if its grammar cannot be compiled."""
         tools = checked(ask.tools, ask.tool_choice, ask.grammar)
         if ask.grammar is None and not tools.offered:
-            return Reply(ask, model, thoughts=self._thoughts_of(model))
+            return Reply(ask, model, thoughts=self.template(model).thoughts)
         ends = ends_of(model, ask.options)
         grammars = self._over(model, ends)
-        grammar = ask.grammar or _rules(tools, calls, grammars, ask.parallel_tool_calls)
+        thoughts = None if tools.must else self.template(model).thoughts
+        tags = (thoughts.open, thoughts.close) if thoughts is not None else ()
+        grammar = ask.grammar or _rules(tools, calls, grammars, ask.parallel_tool_calls, tags)
         grammars.matcher(grammar)
         if ask.grammar is not None:  # which calls nothing and thinks nothing, whatever its texts look like
             return Reply(ask, model, None, grammars, grammar)
-        thoughts = None if tools.must else self._thoughts_of(model)
         return Reply(ask, model, calls, grammars, grammar, tools.must, tools.schemas, thoughts)
 
-    def _thoughts_of(self, model: HFModel) -> Thoughts | None:
+    def template(self, model: HFModel) -> ChatTemplate:
+        """What is known of the model's chat template."""
         with self._lock:
-            if not self._thoughts:
+            if not self._templates:
                 words = model.tokenizer
                 added = () if words is None else words.added_tokens_decoder.values()
-                template = str(getattr(words, "chat_template", None) or "")
-                self._thoughts.append(thoughts_of(template, {str(token) for token in added}))
-            return self._thoughts[0]
+                source = getattr(words, "chat_template", None)
+                self._templates.append(ChatTemplate.of(source, {str(token) for token in added}))
+            return self._templates[0]
 
     def _over(self, model: HFModel, ends: tuple[int, ...]) -> Grammars:
         with self._lock:
@@ -156,10 +159,10 @@ class Caller:
             return self._grammars[ends]
 
 
-def _rules(tools: Tools, calls: CallFormat, grammars: Grammars, parallel: bool) -> Grammar:
+def _rules(tools: Tools, calls: CallFormat, grammars: Grammars, parallel: bool, tags: Sequence[str]) -> Grammar:
     schemas = {name: _laid_out(schema) for name, schema in tools.schemas.items()}
     several = parallel and tools.choice not in schemas
-    return Grammar.lark(calls.rules(schemas, grammars.literal, not tools.must, several))
+    return Grammar.lark(calls.rules(schemas, grammars.literal, not tools.must, several, tags))
 
 
 def _laid_out(schema: str) -> str:

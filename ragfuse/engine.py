@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeGuard, cast
 
 from ragfuse.answering import Answerer, Asked, Say
 from ragfuse.asking import Ask, known_policy, room_behind
@@ -26,6 +27,7 @@ from ragfuse.forgetting import chunk_of, forget_chunks
 from ragfuse.fork import ForkLock
 from ragfuse.gate import Booked, Profiles, refusal_of
 from ragfuse.hf.model import HFModel
+from ragfuse.hf.scores import Score, scored
 from ragfuse.hf.verify import Verdict, verify
 from ragfuse.keeping import open_kept
 from ragfuse.load.link import Links
@@ -49,6 +51,7 @@ from ragfuse.streaming import AnswerStream
 from ragfuse.telemetry import answered, batched
 from ragfuse.tenants import remember_tenant
 from ragfuse.text.bind import Taken
+from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.text.chunks import KnownChunks, Piece
 from ragfuse.text.nodes import Request, Schema
 from ragfuse.text.passages import is_prose
@@ -281,6 +284,28 @@ class Engine:
             answers = self._answerer.all(assembled, each, gone) if assembled else []
         return [_told(answer, unsaved) for answer in answers]
 
+    def ids(self, prompt: Inquiry | Sequence[int]) -> list[int]:
+        """All ids of a prompt; InputError if it is longer than the model can take."""
+        ids = [*prompt] if is_ids(prompt) else [*self.prompt(cast(Inquiry, prompt)).token_ids]
+        room_behind(len(ids), self.model)
+        return ids
+
+    def score(
+        self, prompt: Inquiry | Sequence[int], n_top: int = 0, check: Callable[[], object] = lambda: None
+    ) -> list[tuple[int, Score | None]]:
+        """The ids of a prompt, each with how likely it is behind those before it; None for the first.
+
+        n_top: how many of the likeliest others are told beside each. The whole prompt is computed, nothing is reused.
+        check: called between two forwards; it may raise. InputError if the prompt is longer than the model can take.
+        """
+        ids = self.ids(prompt)
+        return list(zip(ids, [None, *scored(self.model, ids, n_top, check)], strict=True))
+
+    @property
+    def template(self) -> ChatTemplate:
+        """What the model's chat template takes besides messages, and whether it knows of thoughts."""
+        return self._caller.template(self.model)
+
     def verify(self, progress: Callable[[str], object] = lambda check: None) -> Verdict:
         """Measure on the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
         how = settle(self.settings.policy, self.settings.ratio, self.profile.choice)
@@ -437,12 +462,16 @@ def _told(answer: Answer, unsaved: Sequence[str]) -> Answer:
     return replace(answer, trace=replace(answer.trace, unsaved=tuple(unsaved))) if unsaved else answer
 
 
+def is_ids(prompt: Inquiry | Sequence[int]) -> TypeGuard[Sequence[int]]:
+    """Whether a prompt is given as token ids."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(each, int) for each in prompt)
+
+
 def _is_chat(question: Inquiry, ask: Ask) -> bool:
     """Whether the model's chat template writes its prompt: it does not write a text's, nor that of token ids."""
     if isinstance(question, Request):
         return True
-    is_bare = isinstance(question, str) or all(isinstance(each, int) for each in question)
-    return not is_bare or (isinstance(question, str) and bool(ask.tools))
+    return bool(ask.tools) if isinstance(question, str) else not is_ids(question)
 
 
 def _closed_at_exit(engine: Engine) -> Engine:

@@ -88,7 +88,7 @@ ROOMS: dict[str, set[str]] = {
     "bench": EVERYTHING,
     "demo": {*EVERYTHING, "bench"},
     "cli": {*NOUNS, *ENGINE, "bench", "demo", "serve", "text.Piece", "plan.words", "profiles"},
-    "serve": {*NOUNS, *ENGINE, "jobs", "text.Piece", "plan.words"},
+    "serve": {*NOUNS, *ENGINE, "jobs", "text.Piece", "text.chat_template", "plan.words"},
     "__init__": {*NOUNS, *ENGINE, "text.Piece", "text.PMLTemplate", "text.RetrievalRuns"},
 }
 # Room -> all that it may import besides the standard library and ragfuse.

@@ -28,9 +28,10 @@ TEMPLATES |= {
     "coder": f"{TOLD}{BEGIN}<|assistant|>{EACH}<tool_call>\n<function={{{{ call.function.name }}}}>\n{PAIR}"
     "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
     f"{{{{ '' if loop.last else '\n' }}}}{{% endfor %}}{END}",
-    "glm": f"{TOLD}{BEGIN}<|assistant|>{EACH}<|tool|>{{{{ call.function.name }}}}\n{PAIR}<arg_key>{{{{ k }}}}</arg_key>\n"
-    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>"
-    f"{{% endfor %}}{END}",
+    "glm": f"{TOLD}{BEGIN}<|assistant|>{EACH}<|tool|>"
+    f"{{{{ call.function.name }}}}\n{PAIR}"
+    "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n"
+    f"{{% endfor %}}</tool_call>{{% endfor %}}{END}",
     "args": f"{TOLD}{BEGIN}<|assistant|>{EACH}<|tool|>{{{{ call.function.name }}}}[ARGS]"
     f"{{{{ call.function.arguments | tojson }}}}{{% endfor %}}{END}",
 }

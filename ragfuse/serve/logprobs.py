@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,13 @@ Spell = Callable[[int], str]
 
 @dataclass(frozen=True)
 class Likely:
-    """One token: its id, the logarithm of its probability before any sampling, and the likeliest beside it."""
+    """One token: its id, the logarithm of its probability before any sampling, and the likeliest beside it.
+
+    logprob: None for a prompt's first token, which nothing predicts.
+    """
 
     id: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -58,6 +61,16 @@ class Noted:
         self._noted.append(Likely(token, _finite(float(row[token])), top))
 
 
+def of_prompt(scores: Iterable[tuple[int, tuple[float, Sequence[tuple[int, float]]] | None]]) -> list[Likely]:
+    """How likely a prompt's own tokens are, by an engine's scores."""
+    return [
+        Likely(id, None)
+        if score is None
+        else Likely(id, _finite(score[0]), tuple((other, _finite(p)) for other, p in score[1]))
+        for id, score in scores
+    ]
+
+
 def as_chat(likely: Sequence[Likely], spell: Spell) -> list[dict[str, Any]]:
     """As chat completions have it."""
     return [
@@ -73,12 +86,14 @@ def as_text(likely: Sequence[Likely], spell: Spell, offset: int = 0) -> dict[str
     return {
         "tokens": tokens,
         "token_logprobs": [each.logprob for each in likely],
-        "top_logprobs": [{spell(id): p for id, p in reversed(each.top)} for each in likely],
+        "top_logprobs": [
+            None if each.logprob is None else {spell(id): p for id, p in reversed(each.top)} for each in likely
+        ],
         "text_offset": starts,
     }
 
 
-def _token(id: int, logprob: float, spell: Spell) -> dict[str, Any]:
+def _token(id: int, logprob: float | None, spell: Spell) -> dict[str, Any]:
     text = spell(id)
     return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
 

@@ -20,14 +20,13 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class Reply:
-    """How the answers to one request are written. spell: the text of one token. single: one call of a tool at most."""
+    """How the answers to one request are written. spell: the text of one token."""
 
     model: str
     is_chat: bool
     fingerprint: str
     spell: Callable[[int], str]
     wants_logprobs: bool = False
-    single: bool = False
     with_usage: bool = False
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -71,6 +70,8 @@ class Reply:
 
     def _of(self, item: Said | Written, offsets: dict[int, int]) -> Iterator[bytes]:
         text = item.text if isinstance(item, Said) else item.rest
+        if isinstance(item, Said) and item.reasoning:
+            yield self._event(item.index, {"reasoning_content": item.reasoning})
         logprobs = self._logprobs(item.likely, offsets.get(item.index, 0)) if item.likely else None
         offsets[item.index] = offsets.get(item.index, 0) + sum(len(self.spell(each.id)) for each in item.likely)
         if text or logprobs is not None:
@@ -115,9 +116,11 @@ class Reply:
         logprobs = self._logprobs(likely) if self.wants_logprobs else None
         common = {"index": written.index, "logprobs": logprobs, "finish_reason": _reason(written)}
         if not self.is_chat:
-            return {**common, "text": answer.text}
+            return {**common, "text": written.echo + answer.text}
         calls = self._calls(answer)
         message: Json = {"role": "assistant", "content": answer.text or (None if calls else ""), "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
         return {**common, "message": {**message, "tool_calls": calls} if calls else message}
 
     def _logprobs(self, likely: Sequence[Likely], offset: int = 0) -> Json:
@@ -126,14 +129,13 @@ class Reply:
         return as_text(likely, self.spell, offset)
 
     def _calls(self, answer: Answer) -> list[Json]:
-        calls = answer.tool_calls[:1] if self.single else answer.tool_calls
         return [
             {
                 "id": call.id or f"call_{uuid4().hex[:24]}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
             }
-            for call in calls
+            for call in answer.tool_calls
         ]
 
 

@@ -37,15 +37,20 @@ def router(service: Service) -> APIRouter:
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer messages."""
         tenant = _tenant(request)
-        wishes = await asyncio.to_thread(chat_wishes, body, tenant.salt)  # PML may be long
-        wants = bool(body.logprobs)
-        return await _answer(service, request, body, wishes, True, wants, body.parallel_tool_calls is False)
+        told = body.chat_template_kwargs, body.enable_thinking, body.reasoning_effort, body.verbosity
+        template = None
+        if any(each is not None for each in told):
+            engine = await asyncio.to_thread(service.engine, tenant)
+            template = await asyncio.to_thread(lambda: engine.template)
+        wishes = await asyncio.to_thread(chat_wishes, body, tenant.salt, template)  # PML may be long
+        return await _answer(service, request, body, wishes, True, bool(body.logprobs))
 
     @routes.post("/v1/completions", responses=_also("text/event-stream"))
     async def completions(request: Request, body: TextRequest) -> Response:
         """Go on from a text."""
         engine = await asyncio.to_thread(service.engine, _tenant(request))
-        wishes = await asyncio.to_thread(text_wishes, body, _tenant(request).salt, engine.marker.mark)
+        n_tokens = len(engine.model.words)
+        wishes = await asyncio.to_thread(text_wishes, body, _tenant(request).salt, engine.marker.mark, n_tokens)
         return await _answer(service, request, body, wishes, False, body.logprobs is not None)
 
     @routes.get("/v1/models")
@@ -93,7 +98,6 @@ async def _answer(
     wishes: list[Wish],
     is_chat: bool,
     wants_logprobs: bool,
-    single: bool = False,
 ) -> Response:
     """The answers to all wishes, one response."""
     _check_model(service, body.model)
@@ -110,7 +114,6 @@ async def _answer(
             f"fp_{engine.digest[:10]}",
             lambda id: engine.model.text([id]),
             wants_logprobs,
-            single,
             usage,
         )
         items = run.read()

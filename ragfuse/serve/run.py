@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ragfuse.asking import Ask
-from ragfuse.core import Answer
+from ragfuse.core import Answer, Thought, Trace
 from ragfuse.engine import Engine
 from ragfuse.prompting import Inquiry
-from ragfuse.serve.logprobs import Likely, Noted
+from ragfuse.serve.logprobs import Likely, Noted, of_prompt
 from ragfuse.serve.refusals import Refusal
 from ragfuse.streaming import AnswerStream
 
@@ -24,11 +25,18 @@ HARD_S = 5.0
 
 @dataclass(frozen=True)
 class Wish:
-    """One answer that is wanted; noted: where the probabilities of its tokens are, if they are wanted."""
+    """One answer that is wanted; noted: where the probabilities of its tokens are, if they are wanted.
+
+    echo: the prompt is said first, as this text, or as its tokens read where it is ""; None: it is not said. n_top:
+    with how likely its tokens are, and so many others beside each. writes: False where nothing is wanted behind it.
+    """
 
     question: Inquiry
     ask: Ask
     noted: Noted | None = None
+    echo: str | None = None
+    n_top: int | None = None
+    writes: bool = True
 
     def likely(self, answer: Answer | None = None) -> list[Likely]:
         """The tokens that came since the last time; with an answer, all that are left."""
@@ -39,22 +47,27 @@ class Wish:
 
 @dataclass(frozen=True)
 class Said:
-    """A piece of the text of one answer; likely: of tokens that are known by now."""
+    """A piece of the text of one answer; likely: of tokens that are known by now; reasoning: a piece of thought."""
 
     index: int
     text: str
     likely: Sequence[Likely] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
 class Written:
-    """A whole answer. rest: of its text, what was not said. is_late: its time was over before it ended by itself."""
+    """A whole answer. rest: of its text, what was not said. is_late: its time was over before it ended by itself.
+
+    echo: the prompt, where it is said before the answer.
+    """
 
     index: int
     answer: Answer
     rest: str
     likely: Sequence[Likely] = ()
     is_late: bool = False
+    echo: str = ""
 
 
 class Run:
@@ -108,27 +121,67 @@ class Run:
 
     async def _one(self, index: int, wish: Wish) -> None:
         loop, said = asyncio.get_running_loop(), 0
+        before = Echo("", ())
+        if wish.echo is not None or not wish.writes:
+            before = await asyncio.to_thread(echoed, self.engine, wish, self._check)
+            if wish.echo is not None:
+                self._items.put_nowait(Said(index, before.text, before.likely))
+        if not wish.writes:
+            self._items.put_nowait(Written(index, before.answer(self.engine), "", echo=before.text))
+            return
         self._stream = stream = await asyncio.to_thread(self.engine.stream, wish.question, wish.ask)
         if self._is_over:
             stream.cancel()
         timers = loop.call_at(self._due_s, self.finish), loop.call_at(self._due_s + HARD_S, self._give_up)
         try:
-            async for text in stream:
-                said += len(text)
-                self._items.put_nowait(Said(index, text, wish.likely()))
+            async for piece in stream.apieces():
+                if isinstance(piece, Thought):
+                    self._items.put_nowait(Said(index, "", wish.likely(), piece.text))
+                else:
+                    said += len(piece)
+                    self._items.put_nowait(Said(index, piece, wish.likely()))
             answer = stream.answer
             rest, likely = answer.text[said:], wish.likely(answer)
-            self._items.put_nowait(Written(index, answer, rest, likely, self._is_late))
+            self._items.put_nowait(Written(index, answer, rest, likely, self._is_late, before.text))
         finally:
             for timer in timers:
                 timer.cancel()
             stream.cancel()
             await asyncio.to_thread(stream.close)
 
+    def _check(self) -> None:
+        """Refusal where nothing more is wanted of it."""
+        if self._is_over or self._is_late:
+            raise _given_up() if self._is_over else _late()
+
     def _give_up(self) -> None:
         """Its reader waits no more; the turn ends when the writing does."""
         self._items.put_nowait(_late())
         self.cancel()
+
+
+@dataclass(frozen=True)
+class Echo:
+    """What is said of a prompt before its answer."""
+
+    text: str
+    likely: Sequence[Likely]
+    n_tokens: int = 0
+
+    def answer(self, engine: Engine) -> Answer:
+        """An answer of no tokens."""
+        trace = Trace(engine.model.name, tokens=self.n_tokens, tokens_fresh=self.n_tokens)
+        return Answer("", (), "length", trace)
+
+
+def echoed(engine: Engine, wish: Wish, check: Callable[[], object]) -> Echo:
+    """A prompt's text, and how likely its tokens are where that is wanted, by a forward of its own."""
+    question: Any = wish.question
+    ids = engine.ids(question)
+    if wish.echo is None:
+        return Echo("", (), len(ids))
+    likely = of_prompt(engine.score(ids, wish.n_top, check)) if wish.n_top is not None else ()
+    return Echo(wish.echo or engine.model.text(ids), likely, len(ids))
 
 
 def _late() -> Refusal:

@@ -6,7 +6,7 @@ give are refused by their value, and unknown ones by their name.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,7 +17,14 @@ MOST_CHOICES = 8
 SEED = 2**63
 """Seeds are from -SEED to SEED - 1."""
 
+MOST_BIASES = 1024
+"""Tokens that one request may bias."""
+
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Item = TypeVar("Item")
+Several = Annotated[list[Item], Field(min_length=1, max_length=MOST_CHOICES)]
 
 
 class Body(BaseModel):
@@ -101,6 +108,18 @@ class Wanted(Body):
     temperature: float | None = Field(default=None, ge=0, le=2)
     """None or 0: the likeliest tokens."""
     top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    """Of the likeliest tokens, how many are drawn from; 0 and -1: all."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Tokens less likely than this share of the likeliest one are not drawn."""
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """What a token's logit loses if the answer has it already."""
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """What it loses for each time that the answer has it."""
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    """What logits of tokens in prompt or answer are divided by (those below zero multiplied)."""
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MOST_BIASES)] | None = None
+    """By token id: what is added to its logit."""
     n: int | None = Field(default=1, ge=1, le=MOST_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     seed: int | None = Field(default=None, ge=-SEED, lt=SEED)
@@ -120,10 +139,6 @@ class Wanted(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    # known, but only as they are by default
-    frequency_penalty: Literal[0] | None = None
-    presence_penalty: Literal[0] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
 
 class ChatRequest(Wanted):
@@ -139,16 +154,29 @@ class ChatRequest(Wanted):
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=64)
+    """For templates that read it, as is `verbosity`; refused elsewhere."""
+    verbosity: str | None = Field(default=None, max_length=64)
+    enable_thinking: bool | None = None
+    """One of `chat_template_kwargs`."""
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
+    """What the chat template is told besides; names that it does not read are refused."""
+    continue_final_message: bool | None = False
+    """The last message, an assistant's, is gone on with instead of answered."""
+    add_generation_prompt: bool | None = None
+    """False beside `continue_final_message` alone."""
 
 
 class TextRequest(Wanted):
     """A request for what follows one text, or each of several."""
 
-    prompt: str | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
+    prompt: str | Several[str] | Ids | Several[Ids]
+    """Texts, or token ids."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    """0: nothing is written; with `echo` and `logprobs` the prompt is scored."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: Literal[False] | None = None
+    echo: bool | None = None
+    """The prompt stands before the answer, its tokens among the `logprobs`."""
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 

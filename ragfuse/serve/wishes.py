@@ -17,6 +17,7 @@ from ragfuse.serve.refusals import Refusal
 from ragfuse.serve.run import Wish
 from ragfuse.serve.schema import ChatRequest, Document, Message, Part, TextRequest, Wanted
 from ragfuse.text import Piece
+from ragfuse.text.chat_template import ChatTemplate
 
 Parts = list[str | Piece]
 ROLES = (("developer", "system"), ("function", "tool"))
@@ -24,30 +25,62 @@ COOL = 1e-3
 """A temperature below which nothing is drawn: dividing by it would leave no number."""
 
 
-def chat_wishes(request: ChatRequest, tenant: str) -> list[Wish]:
-    """One wish for each answer that is wanted to the messages."""
+def chat_wishes(request: ChatRequest, tenant: str, template: ChatTemplate | None = None) -> list[Wish]:
+    """One wish for each answer that is wanted to the messages; template: the model's, where it is told something."""
     question = question_of(request.pml, request.messages, request.documents or ())
     noted = request.top_logprobs or 0 if request.logprobs else None
     if request.top_logprobs and not request.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs: true; give both or neither.", "unusable", "top_logprobs")
-    tools = request.tools or []
+    choice, tools = allowed_of(request.tool_choice, request.tools or [])
     ask = replace(
         ask_of(request, tenant),
         max_tokens=request.max_completion_tokens or request.max_tokens,
         tools=tools,
-        tool_choice=choice_of(request.tool_choice, tools),
+        tool_choice=choice_of(choice, tools),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
         grammar=grammar_of(request.response_format),
+        chat_template_kwargs=told_of(request, template or ChatTemplate()),
+        continue_final_message=_goes_on(request),
     )
     return [_wish(question, ask, number, noted) for number in range(request.n or 1)]
 
 
-def text_wishes(request: TextRequest, tenant: str, mark: Any) -> list[Wish]:
-    """One wish for each continuation of each prompt; mark: (text, source) -> the text marked as a chunk."""
-    ask = replace(ask_of(request, tenant), max_tokens=request.max_tokens)
-    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    texts = [text_of(request.pml, prompt, request.documents or (), mark) for prompt in prompts]
-    numbers = range(request.n or 1)
-    return [_wish(text, ask, number, request.logprobs) for text in texts for number in numbers]
+def text_wishes(request: TextRequest, tenant: str, mark: Any, n_tokens: int | None = None) -> list[Wish]:
+    """One wish for each continuation of each prompt; mark: (text, source) -> the text marked as a chunk.
+
+    n_tokens: ids that the model has, None where that is not known.
+    """
+    ask = replace(ask_of(request, tenant), max_tokens=request.max_tokens or None)
+    wishes = []
+    for prompt in _prompts(request.prompt):
+        if isinstance(prompt, str):
+            question: Any = text_of(request.pml, prompt, request.documents or (), mark)
+        else:
+            question = ids_of(prompt, request, n_tokens)
+        for number in range(request.n or 1):
+            wish = _wish(question, ask, number, request.logprobs)
+            said = prompt if question == prompt and isinstance(prompt, str) else ""
+            if request.echo:
+                wish = replace(wish, echo=said, n_top=request.logprobs)
+            wishes.append(replace(wish, writes=request.max_tokens != 0))
+    return wishes
+
+
+def _prompts(given: Any) -> list[str | list[int]]:
+    """One prompt or several, as a list."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+
+def ids_of(ids: Sequence[int], request: TextRequest, n_tokens: int | None) -> list[int]:
+    """A prompt of token ids; Refusal for one that is none of this model, or cannot have what was asked beside it."""
+    if request.pml is not None or request.documents:
+        name = "pml" if request.pml is not None else "documents"
+        raise Refusal(400, f"A prompt of token ids stands alone; leave out {name}, or send a text.", "unusable", name)
+    if n_tokens is not None and max(ids) >= n_tokens:
+        raise Refusal(
+            400, f"The prompt names the token {max(ids)}; wanted ids from 0 to {n_tokens - 1:,}.", "unusable", "prompt"
+        )
+    return list(ids)
 
 
 def _wish(question: Any, ask: Ask, number: int, n_top: int | None) -> Wish:
@@ -57,6 +90,67 @@ def _wish(question: Any, ask: Ask, number: int, n_top: int | None) -> Wish:
         return Wish(question, ask)
     noted = Noted(n_top)
     return Wish(question, replace(ask, options={**ask.options, "logits_processor": [noted]}), noted)
+
+
+def told_of(request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
+    """What the chat template is told besides; Refusal for what it does not read, which would change nothing.
+
+    That nothing is to be thought holds by itself where a model knows of no thoughts.
+    """
+    told, fields = dict(request.chat_template_kwargs or {}), dict.fromkeys(request.chat_template_kwargs or (), KWARGS)
+    for name in ("enable_thinking", "reasoning_effort", "verbosity"):
+        if (value := getattr(request, name)) is None:
+            continue
+        if told.get(name, value) != value:
+            raise Refusal(400, f"{name} is {value!r} and, in {KWARGS}, {told[name]!r}; give one.", "unusable", name)
+        told[name], fields[name] = value, name
+    for name, value in list(told.items()):
+        if name in template.names:
+            continue
+        if name == "enable_thinking" and value is False and template.thoughts is None:
+            del told[name]
+            continue
+        raise Refusal(
+            400,
+            f"{name} is {value!r:.40}, but this model's chat template reads no '{name:.40}', so that it would change "
+            "nothing; leave it out.",
+            "unusable",
+            fields[name],
+        )
+    return told
+
+
+KWARGS = "chat_template_kwargs"
+
+
+def _goes_on(request: ChatRequest) -> bool:
+    """Whether the last message is gone on with; Refusal where that cannot be."""
+    goes_on, asks = bool(request.continue_final_message), request.add_generation_prompt
+    if goes_on and asks:
+        raise Refusal(
+            400,
+            "continue_final_message goes on with the last message, add_generation_prompt begins another; give one.",
+            "unusable",
+            "add_generation_prompt",
+        )
+    if not goes_on and asks is False:
+        raise Refusal(
+            400,
+            "add_generation_prompt is false, found no continue_final_message: nothing would be answered. Give both, or "
+            "leave it out.",
+            "unusable",
+            "add_generation_prompt",
+        )
+    last = request.messages[-1] if request.messages else None
+    if goes_on and (last is None or last.role != "assistant" or last.tool_calls or request.pml is not None):
+        raise Refusal(
+            400,
+            "continue_final_message goes on with an assistant's text; wanted a last message of role 'assistant' "
+            "without calls.",
+            "unusable",
+            "continue_final_message",
+        )
+    return goes_on
 
 
 def ask_of(request: Wanted, tenant: str) -> Ask:
@@ -84,11 +178,26 @@ def in_session(ask: Ask, session: str | None) -> Ask:
 
 
 def _sampling(request: Wanted) -> dict[str, Any]:
-    """Options of `generate`; greedy unless there is a temperature."""
+    """Options of `generate`, and penalties; greedy unless there is a temperature."""
+    bias = {_token_id(id): value for id, value in (request.logit_bias or {}).items()}
+    changes = {
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "repetition_penalty": request.repetition_penalty,
+        "logit_bias": bias,
+    }
+    told = {name: value for name, value in changes.items() if value}
     if (request.temperature or 0) < COOL or request.top_p == 0:
-        return {}
-    told = {"temperature": request.temperature, "top_p": request.top_p}
-    return {"do_sample": True, "top_k": 0, **{name: value for name, value in told.items() if value is not None}}
+        return told
+    drawn = {"temperature": request.temperature, "top_p": request.top_p, "min_p": request.min_p}
+    among = {name: value for name, value in drawn.items() if value is not None}
+    return {**told, "do_sample": True, "top_k": max(0, request.top_k or 0), **among}
+
+
+def _token_id(id: str) -> int:
+    if not id.isdecimal() or not id.isascii():
+        raise Refusal(400, f"logit_bias names {id!r:.40}; wanted token ids such as '42'.", "unusable", "logit_bias")
+    return int(id)
 
 
 def question_of(
@@ -217,6 +326,37 @@ def _arguments(text: str) -> dict[str, Any]:
             "messages",
         )
     return found
+
+
+def allowed_of(
+    choice: str | Mapping[str, Any] | None, tools: list[dict[str, Any]]
+) -> tuple[str | Mapping[str, Any] | None, list[dict[str, Any]]]:
+    """Choice and tools, of these those alone that OpenAI's `allowed_tools` names, and then its mode."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return choice, tools
+    told = choice.get("allowed_tools", choice)
+    given = told.get("tools") if isinstance(told, Mapping) else None
+    named = [_named(each) for each in given] if isinstance(given, list) else []
+    known = {_named(tool): tool for tool in tools}
+    lacks = next((name for name in named if name not in known), None)
+    mode = told.get("mode", "auto") if isinstance(told, Mapping) else None
+    if not named or lacks is not None or mode not in ("auto", "required"):
+        why = f"the tool {lacks!r:.80}" if lacks is not None else f"the mode {mode!r:.40} and {len(named)} tools"
+        raise Refusal(
+            400,
+            f"tool_choice of type 'allowed_tools' has {why}; wanted {{'mode': 'auto' or 'required', 'tools': [...]}} "
+            f"with some of these: {[str(name) for name in known]}.",
+            "unusable",
+            "tool_choice",
+        )
+    return str(mode), [tool for name, tool in known.items() if name in named]
+
+
+def _named(tool: Any) -> Any:
+    """The name of a tool, as either of OpenAI's forms has it."""
+    inner = tool.get("function") if isinstance(tool, Mapping) else None
+    name = (inner if isinstance(inner, Mapping) else tool if isinstance(tool, Mapping) else {}).get("name")
+    return name if isinstance(name, str) else repr(tool)
 
 
 def choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:

@@ -165,7 +165,7 @@ def _gaps(answer: str, call: ToolCall) -> tuple[tuple[Slot, ...], list[str]]:
 
 
 def _between(answer: str, *words: str) -> list[str]:
-    """Texts before, between and behind words that stand once, in this order; ValueError if they do not."""
+    """Texts around words that stand once, in this order; ValueError if they do not."""
     found = []
     for word in words:
         before, word_, answer = answer.partition(word)
@@ -178,7 +178,7 @@ def _between(answer: str, *words: str) -> list[str]:
 
 
 def _parted(opening: str, between: str, middle: str, closing: str, bare: str | None) -> tuple[str, Pairs, str]:
-    """What follows a name, what stands around arguments, and what ends a call: parts of which all that was seen is made.
+    """What follows a name, what stands around arguments, and what ends a call; all that was seen is made of these.
 
     opening: before the first argument's name; middle: behind a value and before the next name; closing: behind the
     last value; bare: behind the name where there are no arguments, None where that was not seen.

@@ -166,15 +166,22 @@ class CallFormat:
         found = re.compile(f"[A-Za-z0-9_-]{{{self.id_size or '1,'}}}").match(text, at)
         return (found[0], found.end()) if found else (None, at)
 
-    def rules(self, schemas: Schemas, literal: Callable[[str], str], free: bool = False, several: bool = True) -> str:
+    def rules(
+        self,
+        schemas: Schemas,
+        literal: Callable[[str], str],
+        free: bool = False,
+        several: bool = True,
+        tags: Sequence[str] = (),
+    ) -> str:
         """Lark rules of an answer that calls these tools; `free`: or is any text that opens no call.
 
-        literal: how a text that must stand there is written in them.
+        literal: how a text that must stand there is written in them. tags: that a free text may hold, as thoughts have.
         """
         again = self.again if several else None
         shared = _shared(self.tail, again) if again is not None else self.tail
         one = " | ".join(f"call_{at}" for at in range(len(schemas)))
-        lines = [self._start(literal, free), f"one: ({one}) {literal(shared)}"]
+        lines = [self._start(literal, free, tags), f"one: ({one}) {literal(shared)}"]
         more = f"({literal(again[len(shared) :])} one)*" if again is not None else ""
         lines.append(f"calls: one {more} {literal(self.tail[len(shared) :])}")
         for at, (name, schema) in enumerate(schemas.items()):
@@ -183,17 +190,19 @@ class CallFormat:
                 lines += _pair_rules(self.pairs, f"args_{at}", json.loads(schema), literal)
         return "\n".join(lines) + "\n"
 
-    def _start(self, literal: Callable[[str], str], free: bool) -> str:
+    def _start(self, literal: Callable[[str], str], free: bool, tags: Sequence[str]) -> str:
         if not free:
             return f"start: {literal(self.head)} calls"
         rest = literal(self.head.lstrip()[len(self.marker) :])
+        own = [mark for mark in map(literal, tags) if _ONE.fullmatch(mark)]  # any other is text like any other
+        before = f"(TEXT ({' | '.join(own)}))* " if own else ""
         if not self.marker:
             lead = f"({literal(self.lead)})? " if self.lead else ""
-            return f"start: TEXT | {lead}{rest} calls\nTEXT: /\\s*([^{_exactly(self.opener)}\\s](.|\\n)*)?/"
+            return f"start: {before}(TEXT | {lead}{rest} calls)\nTEXT: /\\s*([^{_exactly(self.opener)}\\s](.|\\n)*)?/"
         mark = literal(self.marker)
         if mark.startswith("<["):  # a token of its own; text that spells it letter by letter would be read as a call
-            return f"start: TEXT | TEXT {mark} {rest} calls\nTEXT: /(.|\\n)*/ & ~{_holding(self.marker)}"
-        return f"start: TEXT | opened {rest} calls\nopened[lazy]: TEXT {mark}\nTEXT: /(.|\\n)*/"
+            return f"start: {before}(TEXT | TEXT {mark} {rest} calls)\nTEXT: /(.|\\n)*/ & ~{_holding(self.marker)}"
+        return f"start: {before}(TEXT | opened {rest} calls)\nopened[lazy]: TEXT {mark}\nTEXT: /(.|\\n)*/"
 
     def _terms(self, name: str, schema: str, arguments: str, literal: Callable[[str], str]) -> Iterator[str]:
         for slot, after in zip(self.slots, (*self.inner, ""), strict=True):

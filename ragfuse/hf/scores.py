@@ -1,0 +1,44 @@
+"""How likely each token of a text is to a model, by its own forward: nothing is reused, nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ragfuse.hf.model import HFModel
+
+PIECE = 256
+"""Tokens of one forward: so many rows of logits, each as long as the vocabulary, are held at once."""
+
+Score = tuple[float, tuple[tuple[int, float], ...]]
+"""The logarithm of a token's probability, and the likeliest ids at its place with theirs, the best first."""
+
+
+def scored(
+    model: HFModel, token_ids: Sequence[int], n_top: int = 0, check: Callable[[], object] = lambda: None
+) -> list[Score]:
+    """Scores of all ids but the first, which nothing predicts. check: called between forwards; it may raise."""
+    ids, found = list(token_ids), list[Score]()
+    if len(ids) < 2:
+        return found
+    prefill = model.full_prefill(ids[:1])
+    found.append(_score(prefill.logits[None], ids[1:2], n_top)[0])
+    size = PIECE if prefill.cache is not None else len(ids)
+    for lo in range(1, len(ids) - 1, size):
+        check()
+        hi = min(lo + size, len(ids) - 1)
+        given = torch.tensor([ids[lo:hi] if prefill.cache is not None else ids[:hi]], device=model.device)
+        with model.lock, torch.no_grad(), model.standing(prefill, hi - lo):
+            out = model.model(input_ids=given, past_key_values=prefill.cache, use_cache=True)
+        found += _score(out.logits[0, lo - hi :], ids[lo + 1 : hi + 1], n_top)
+    return found
+
+
+def _score(logits: torch.Tensor, ids: Sequence[int], n_top: int) -> list[Score]:
+    """logits: [n, V], which predict n ids."""
+    rows = logits.float().log_softmax(-1)
+    own = rows[torch.arange(len(ids)), torch.tensor(list(ids), device=rows.device)].tolist()
+    best = rows.topk(min(n_top, rows.shape[1]), -1)
+    tops = (tuple(zip(*each, strict=True)) for each in zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return list(zip(own, tops, strict=True))

@@ -1,0 +1,358 @@
+"""Fields that shape an answer: penalties, biases, prompts as ids, echo, scoring, thoughts, what templates are told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from ragfuse import Ask, Engine, Settings
+from ragfuse.serve.keys import Tenant
+from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.schema import ChatRequest, TextRequest
+from ragfuse.serve.wishes import chat_wishes, text_wishes
+from ragfuse.text.chat_template import ChatTemplate
+from tests.serve.kit import Served, said, serving, with_documents
+
+PROMPT = "The keeper of the northern lighthouse"
+
+
+def engine_of(served: Served) -> Engine:
+    return served.service.engine(Tenant("all", ""))
+
+
+def text(served: Served, **fields: Any) -> Any:
+    answer = served.post("/v1/completions", {"model": served.service.model, "prompt": PROMPT, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def chatted(served: Served, **fields: Any) -> Any:
+    answer = served.chat(**fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(served: Served, path: str, **fields: Any) -> list[Any]:
+    answer = served.post(path, {"model": served.service.model, "stream": True, **fields})
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def refused(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 400, answer.text
+    return dict(answer.json()["error"])
+
+
+# penalties and biases
+
+
+def test_a_biased_token_is_written_or_never_written(served: Served) -> None:
+    (letter,) = engine_of(served).tokens("q")
+    for ask in (text, chatted):
+        drawn = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
+        often = ask(served, **drawn, logit_bias={str(letter): 100})["choices"][0]
+        never = ask(served, **drawn, logit_bias={str(letter): -100})["choices"][0]
+        assert "q" in (often.get("text") or often["message"]["content"])
+        assert "q" not in (never.get("text") or never["message"]["content"])
+
+
+def test_penalties_change_answers_alike_on_both_paths(served: Served) -> None:
+    engine = engine_of(served)
+    for name, value in (("presence_penalty", 2.0), ("frequency_penalty", -2.0), ("repetition_penalty", 3.0)):
+        for path in ("chat", "text"):
+            question: Any = [("user", said()["content"])] if path == "chat" else PROMPT
+            wanted = engine.answer(question, Ask(options={name: value})).text
+            choice = (chatted if path == "chat" else text)(served, **{name: value})["choices"][0]
+            assert (choice["message"]["content"] if path == "chat" else choice["text"]) == wanted
+
+
+def test_drawing_is_bounded_by_top_k_and_min_p(served: Served) -> None:
+    warm = {"temperature": 2.0, "seed": 11, "max_tokens": 12}
+    greedy = text(served, max_tokens=12)["choices"][0]["text"]
+    assert text(served, **warm)["choices"][0]["text"] != greedy
+    assert text(served, **warm, top_k=1)["choices"][0]["text"] == greedy
+    assert text(served, **warm, min_p=1.0)["choices"][0]["text"] == greedy
+    assert text(served, **warm, top_k=-1)["choices"][0]["text"] == text(served, **warm)["choices"][0]["text"]
+
+
+# prompts as ids, echo, scoring
+
+
+def takes_ids(served: Served) -> bool:
+    try:
+        engine_of(served).prompt([1, 2, 3])  # type: ignore[list-item]
+    except Exception:
+        return False
+    return True
+
+
+def test_a_prompt_of_token_ids_is_the_text_that_they_are(served: Served) -> None:
+    engine = engine_of(served)
+    ids = [*engine.model.bos, *engine.tokens(PROMPT)]
+    if not takes_ids(served):
+        pytest.skip("this engine takes no token ids yet")
+    wanted = text(served, max_tokens=8)["choices"][0]["text"]
+    assert text(served, prompt=ids, max_tokens=8)["choices"][0]["text"] == wanted
+    both = text(served, prompt=[ids, ids[:-3]], max_tokens=8)
+    assert both["choices"][0]["text"] == wanted
+    assert both["usage"]["prompt_tokens"] == 2 * len(ids) - 3
+
+
+def test_a_prompt_of_token_ids_is_scored_and_said(served: Served) -> None:
+    engine = engine_of(served)
+    ids = engine.tokens(PROMPT)
+    told = text(served, prompt=ids, max_tokens=0, echo=True, logprobs=1)
+    assert told["choices"][0]["text"] == PROMPT
+    assert told["usage"] == {**told["usage"], "prompt_tokens": len(ids), "completion_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": [[5], [10**6]]}, "prompt"),
+        ({"prompt": [5], "documents": ["A text."]}, "documents"),
+        ({"prompt": [5], "pml": "<prompt schema='x'/>"}, "pml"),
+    ],
+)
+def test_ids_that_cannot_be_a_prompt_are_told(served: Served, fields: dict[str, Any], param: str) -> None:
+    body = {"model": served.service.model, **fields}
+    assert refused(served.post("/v1/completions", body))["param"] == param
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [-1], [1, "a"], [[1], "a"], [1.5], [True]])
+def test_what_is_neither_text_nor_ids_is_a_bad_request(served: Served, prompt: Any) -> None:
+    refused(served.post("/v1/completions", {"model": served.service.model, "prompt": prompt}))
+
+
+def slow_scores(engine: Engine, ids: Sequence[int]) -> list[float]:
+    """Of each id but the first, by a forward of all ids before it."""
+    found = []
+    for at in range(1, len(ids)):
+        with torch.no_grad():
+            logits = engine.model.model(torch.tensor([list(ids[:at])])).logits[0, -1]
+        found.append(float(logits.float().log_softmax(-1)[ids[at]]))
+    return found
+
+
+def test_an_echo_says_the_prompt_and_how_likely_its_tokens_are(served: Served) -> None:
+    engine = engine_of(served)
+    told = text(served, echo=True, max_tokens=0, logprobs=2)
+    choice = told["choices"][0]
+    assert choice["text"] == PROMPT
+    assert choice["finish_reason"] == "length"
+    ids = list(engine.prompt(PROMPT).token_ids)
+    assert told["usage"]["prompt_tokens"] == len(ids)
+    found = choice["logprobs"]
+    assert found["token_logprobs"][0] is None is found["top_logprobs"][0]
+    assert found["token_logprobs"][1:] == pytest.approx(slow_scores(engine, ids), abs=1e-3)
+    assert all(1 <= len(each) <= 2 for each in found["top_logprobs"][1:])  # special tokens are all spelled ""
+    assert len(found["tokens"]) == len(found["text_offset"]) == len(ids)
+    assert "".join(found["tokens"]) == PROMPT
+
+
+def test_scores_do_not_depend_on_how_many_tokens_are_computed_at_once(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(served)
+    whole = [score for _, score in engine.score(PROMPT)]
+    monkeypatch.setattr("ragfuse.hf.scores.PIECE", 5)
+    parts = [score for _, score in engine.score(PROMPT)]
+    assert [each[0] for each in parts[1:] if each] == pytest.approx([each[0] for each in whole[1:] if each], abs=1e-4)
+
+
+def test_an_echo_stands_before_the_answer_streamed_too(served: Served) -> None:
+    plain = text(served, max_tokens=6, logprobs=1)["choices"][0]
+    told = text(served, max_tokens=6, logprobs=1, echo=True)
+    assert told["choices"][0]["text"] == PROMPT + plain["text"]
+    assert told["choices"][0]["logprobs"]["tokens"][-6:] == plain["logprobs"]["tokens"]
+    assert told["usage"]["completion_tokens"] == 6
+    pieces = [each["choices"][0] for each in events(served, "/v1/completions", prompt=PROMPT, max_tokens=6, echo=True)]
+    assert "".join(each["text"] for each in pieces) == PROMPT + plain["text"]
+    assert pieces[0]["text"] == PROMPT
+    two = text(served, prompt=["Once", "Twice"], max_tokens=0, echo=True)["choices"]
+    assert [(each["index"], each["text"]) for each in two] == [(0, "Once"), (1, "Twice")]
+
+
+def test_an_echo_of_documents_says_them(served: Served) -> None:
+    told = text(served, prompt="Who?", max_tokens=0, echo=True, **with_documents(1))["choices"][0]["text"]
+    assert told.startswith("Passage northern.")
+    assert told.endswith("Who?")
+    assert "[[" not in told
+
+
+def test_no_tokens_are_an_empty_answer(served: Served) -> None:
+    told = text(served, max_tokens=0)
+    assert (told["choices"][0]["text"], told["choices"][0]["finish_reason"]) == ("", "length")
+    assert told["usage"]["completion_tokens"] == 0 < told["usage"]["prompt_tokens"]
+    assert refused(
+        served.post("/v1/completions", {"model": served.service.model, "prompt": "x" * 9000, "max_tokens": 0})
+    )
+
+
+# tools
+
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("fan", "lamp", "door")
+]
+
+
+def asked(**fields: Any) -> Ask:
+    body = {"model": "m", "messages": [said()], "tools": TOOLS, **fields}
+    return chat_wishes(ChatRequest(**body), "")[0].ask
+
+
+def test_parallel_calls_are_one_where_they_are_not_wanted(served: Served) -> None:
+    assert asked(parallel_tool_calls=False) != asked(parallel_tool_calls=True) == asked()
+    ask = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200}
+    assert len(chatted(served, **ask, parallel_tool_calls=False)["choices"][0]["message"]["tool_calls"]) == 1
+    pieces = events(served, "/v1/chat/completions", messages=[said()], **ask, parallel_tool_calls=False)
+    calls = [call for each in pieces for call in each["choices"][0]["delta"].get("tool_calls", ())]
+    assert [call["index"] for call in calls] == [0]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_allowed_tools_are_the_only_ones(served: Served, nested: bool) -> None:
+    named = [{"type": "function", "function": {"name": name}} if nested else {"type": "function", "name": name}
+             for name in ("door", "lamp")]  # fmt: skip
+    held = {"mode": "required", "tools": named}
+    choice = {"type": "allowed_tools", **({"allowed_tools": held} if nested else held)}
+    ask = asked(tool_choice=choice)
+    assert ask.tool_choice == "required"
+    assert [tool["function"]["name"] for tool in ask.tools] == ["lamp", "door"]
+    call = chatted(served, tools=TOOLS, tool_choice=choice, max_tokens=200)["choices"][0]["message"]["tool_calls"][0]
+    assert call["function"]["name"] in ("lamp", "door")
+    one = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": named[:1]}}
+    assert (asked(tool_choice=one).tool_choice, len(asked(tool_choice=one).tools)) == ("auto", 1)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"mode": "auto", "tools": []},
+        {"mode": "auto", "tools": [{"type": "function", "function": {"name": "oven"}}]},
+        {"mode": "none", "tools": [TOOLS[0]]},
+        {"tools": "fan"},
+        [],
+    ],
+)
+def test_allowed_tools_that_are_none_are_told(held: Any) -> None:
+    with pytest.raises(Refusal) as caught:
+        asked(tool_choice={"type": "allowed_tools", "allowed_tools": held})
+    assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("limit", [1, 5, 20])
+def test_a_call_that_there_is_no_room_for_ends_at_the_length(served: Served, limit: int) -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "fan"}}):
+        told = chatted(served, tools=TOOLS, tool_choice=choice, max_tokens=limit)
+        assert told["choices"][0]["finish_reason"] == "length"
+        assert told["usage"]["completion_tokens"] == limit
+
+
+# what the template is told
+
+
+def test_what_a_template_reads_is_found_in_its_code() -> None:
+    source = (
+        "think or not {# reasoning_effort #}{% for each in messages %}{% endfor %}"
+        "{% if enable_thinking is defined and not enable_thinking %}verbosity{% endif %}"
+        "{{ 'in text' + messages[0].effort + (budget | default('x')) }}"
+    )
+    names = ChatTemplate.of(source, ()).names
+    assert names == {"enable_thinking", "budget", "default"}
+    assert "budget" in ChatTemplate.of({"default": "x", "tool_use": source}, ()).names
+    assert ChatTemplate.of(None, ()) == ChatTemplate()
+
+
+def test_what_a_template_reads_is_handed_to_it_and_all_else_refused() -> None:
+    reads = ChatTemplate.of("{% if enable_thinking %}{{ reasoning_effort }}{% endif %}", ["<think>", "</think>"])
+    body = {"model": "m", "messages": [said()]}
+
+    def told(template: ChatTemplate = reads, **fields: Any) -> Any:
+        return chat_wishes(ChatRequest(**body, **fields), "", template)[0].ask.chat_template_kwargs
+
+    assert told() == {}
+    assert told(enable_thinking=False) == {"enable_thinking": False}
+    assert told(reasoning_effort="low", chat_template_kwargs={"enable_thinking": True}) == {
+        "enable_thinking": True,
+        "reasoning_effort": "low",
+    }
+    assert told(ChatTemplate(), enable_thinking=False) == {}  # it thinks nothing anyway
+    for fields, param in (
+        ({"verbosity": "low"}, "verbosity"),
+        ({"chat_template_kwargs": {"verbosity": "low"}}, "chat_template_kwargs"),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking"),
+    ):
+        with pytest.raises(Refusal) as caught:
+            told(**fields)
+        assert (caught.value.status, caught.value.param) == (400, param)
+    with pytest.raises(Refusal, match="low"):
+        told(ChatTemplate(), reasoning_effort="low")
+
+
+def test_a_message_is_gone_on_with_where_that_is_asked_for() -> None:
+    body = {"model": "m", "messages": [said(), said("The", "assistant")]}
+    ask = chat_wishes(ChatRequest(**body, continue_final_message=True, add_generation_prompt=False), "")[0].ask
+    assert ask.continue_final_message
+    assert not chat_wishes(ChatRequest(**body), "")[0].ask.continue_final_message
+    for fields in ({"continue_final_message": True, "add_generation_prompt": True}, {"add_generation_prompt": False}):
+        with pytest.raises(Refusal):
+            chat_wishes(ChatRequest(**body, **fields), "")
+
+
+def test_each_answer_to_a_request_has_processors_of_its_own() -> None:
+    body = TextRequest(model="m", prompt=["a", "b"], n=2, presence_penalty=1.0, logprobs=1)
+    wishes = text_wishes(body, "", lambda text, source: text)
+    assert len({id(wish.ask.options["logits_processor"][0]) for wish in wishes}) == 4
+    assert all(wish.ask.options["presence_penalty"] == 1.0 for wish in wishes)
+
+
+# thoughts
+
+
+@pytest.fixture(scope="module")
+def thinking(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server over a model whose template opens a thought in every prompt, and whose words are mostly its end."""
+    from tests.thinking import thinking_model
+
+    home = tmp_path_factory.mktemp("thinking")
+    folder = thinking_model(tiny_path, home / "model")
+    settings = Settings(model=str(folder), dtype="float32", store=home / "store", home=home, max_tokens=40)
+    with serving(settings) as made:
+        yield made
+
+
+def test_thoughts_come_apart_from_the_answer_streamed_too(thinking: Served) -> None:
+    both = (
+        (ask, message)
+        for seed in range(20)
+        for ask in ({"temperature": 1.0, "seed": seed, "max_tokens": 40},)
+        if len(message := chatted(thinking, **ask)["choices"][0]["message"]) == 4 and message["content"]
+    )
+    ask, message = next(both)
+    assert message["reasoning_content"]
+    assert "</think>" not in message["content"] + message["reasoning_content"]
+    deltas = [
+        each["choices"][0]["delta"] for each in events(thinking, "/v1/chat/completions", messages=[said()], **ask)
+    ]
+    assert "".join(each.get("reasoning_content", "") for each in deltas) == message["reasoning_content"]
+    assert "".join(each.get("content", "") for each in deltas) == message["content"]
+    kinds = ["reasoning_content" in each for each in deltas if each and "role" not in each]
+    assert kinds == sorted(kinds, reverse=True)  # all thoughts before all text
+    assert sum(kinds) > 1
+
+
+def test_a_text_is_gone_on_with_as_it_stands(thinking: Served) -> None:
+    choice = text(thinking, prompt="<think>", temperature=1.0, seed=5, max_tokens=40)["choices"][0]
+    assert "reasoning_content" not in choice
+    assert "</think>" in choice["text"]
