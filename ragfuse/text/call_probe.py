@@ -7,12 +7,14 @@ says nothing of tools, or writes calls as anything else, is left alone: `calls.P
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ragfuse.core import ToolCall
 from ragfuse.text.calls import PLAIN, CallFormat, Pairs, Slot
+from ragfuse.text.thoughts import TAGS
 from ragfuse.text.turns import Turn
 
 RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
@@ -122,10 +124,11 @@ class _Probe:
         plain = self._rendered([asked, Turn("assistant", SAID)])
         if TOLD not in whole:
             raise _Unfit("results are left out")
-        begun = next((begin for begin in (told, plain[: plain.index(SAID)]) if whole.startswith(begin)), None)
+        places = [place for begin in (told, plain[: plain.index(SAID)]) for place in (begin, _before_thought(begin))]
+        begun = next((begin for begin in places if whole.startswith(begin)), None)
         if begun is None:
             raise _Unfit("an answer does not begin where it is asked for")
-        answer = whole[len(begun) :]
+        answer = _behind_thought(whole[len(begun) :])
         after = answer.index(next(iter(calls[-1].arguments.values()), calls[-1].name))
         stops = [at for at in (answer.find(end, after) for end in self.ends) if at >= 0]
         if not stops:
@@ -155,6 +158,27 @@ class _Probe:
             return token
         stop = next((at for at, letter in enumerate(text) if letter.isspace() or letter in "{["), len(text))
         return text[:stop]
+
+
+def _before_thought(prompt: str) -> str:
+    """A prompt without the thought that it opens at its end, which templates leave away from earlier answers."""
+    found = next((each for each in (tag.search(prompt) for tag, _ in _EMPTY) if each is not None), None)
+    return prompt if found is None else prompt[: found.start()]
+
+
+def _behind_thought(answer: str) -> str:
+    """An answer without the empty thought that templates write where nothing was thought."""
+    found = next((each for each in (tags.match(answer) for _, tags in _EMPTY) if each is not None), None)
+    return answer if found is None else answer[found.end() :]
+
+
+_EMPTY = tuple(
+    (
+        re.compile(rf"{re.escape(open)}\s*(?:{re.escape(close)}\s*)?\Z"),
+        re.compile(rf"\s*{re.escape(open)}\s*{re.escape(close)}"),
+    )
+    for open, close in TAGS
+)
 
 
 def _gaps(answer: str, call: ToolCall) -> tuple[tuple[Slot, ...], list[str]]:

@@ -127,6 +127,47 @@ def test_hermes_is_found():
         assert found.tail == "}\n</tool_call>"
 
 
+EMPTY = "\n<think></think>"
+THOUGHTS = {
+    "an empty one before every answer": lambda source: source.replace(
+        "<|im_start|>{{ m.role }}", "<|im_start|>{{ m.role }}{% if m.role == 'assistant' %}" + EMPTY + "{% endif %}"
+    ),
+    "begun by the prompt, gone from earlier turns": lambda source: THOUGHTS["an empty one before the last answer"](
+        source
+    ).replace(
+        "{% if add_generation_prompt %}<|im_start|>assistant\n",
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n",
+    ),
+    "an empty one before the last answer": lambda source: source.replace(
+        "{% if m.content %}",
+        "{% if loop.last and m.role == 'assistant' %}\n<think>\n\n</think>\n{% endif %}{% if m.content %}",
+    ),
+    "an empty one in the prompt": lambda source: source.replace(
+        "{% if add_generation_prompt %}<|im_start|>assistant\n",
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("tags", [("<think>", "</think>"), ("[THINK]", "[/THINK]")], ids=lambda tags: tags[0])
+@pytest.mark.parametrize("thoughts", THOUGHTS)
+@pytest.mark.parametrize("calls", ["HERMES", "CODER", "GLM", "TIGHT"])
+def test_a_call_is_found_whatever_thoughts_a_template_writes_before_it(calls, thoughts, tags):
+    bare = globals()[calls]
+    source = THOUGHTS[thoughts](bare)
+    assert source != bare
+    wanted, found = format_of(bare), format_of(source.replace("<think>", tags[0]).replace("</think>", tags[1]))
+    assert found.native
+    assert found.head.strip() == wanted.head.strip()
+    assert (found.inner, found.again, found.tail, found.pairs) == (
+        wanted.inner,
+        wanted.again,
+        wanted.tail,
+        wanted.pairs,
+    )
+    assert found.marker == wanted.marker
+
+
 def test_bare_json_is_found_with_one_call_at_a_time():
     found = format_of(LLAMA)
     assert (found.head, found.inner, found.tail) == ('{"name": "', ('", "parameters": ',), "}")
