@@ -268,8 +268,10 @@ def _penalties(options: Mapping[str, Any], model: HFModel) -> Penalties | None:
         return None
     head = model.model.get_output_embeddings()
     n_tokens = int(head.weight.shape[0]) if head is not None else len(model.words)
-    ids = {int(id): float(value) for id, value in (bias or {}).items()}
-    wrong = next((id for id in ids if not 0 <= id < n_tokens), None)
+    wrong = next((id for id in bias or {} if not str(id).isdecimal() or int(id) >= n_tokens), None)
     if wrong is not None:
-        raise InputError(f"logit_bias names the token {wrong}; {model.name} has the ids 0 to {n_tokens - 1:,}.")
+        raise InputError(
+            f"logit_bias names the token {wrong!r:.40}; wanted ids of {model.name}'s tokens: 0 to {n_tokens - 1:,}."
+        )
+    ids = {int(id): float(value) for id, value in (bias or {}).items()}
     return Penalties(float(presence or 0), float(frequency or 0), ids)

@@ -468,9 +468,9 @@ def is_ids(prompt: Inquiry | Sequence[int]) -> TypeGuard[Sequence[int]]:
 
 
 def _is_chat(question: Inquiry, ask: Ask) -> bool:
-    """Whether the model's chat template writes its prompt: it does not write a text's, nor that of token ids."""
+    """Whether a message is answered, by the chat template: a text, token ids, text behind modules are gone on with."""
     if isinstance(question, Request):
-        return True
+        return not question.ending
     return bool(ask.tools) if isinstance(question, str) else not is_ids(question)
 
 

@@ -17,13 +17,15 @@ from langchain_ragfuse.callbacks import heard_for
 from ragfuse import Answer, AnswerStream, Ask, Engine, Grammar, InputError, Settings
 
 CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=())
-SAMPLING = ("temperature", "top_p", "top_k")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 OVERRIDES = (
     "policy",
     "ratio",
     "reuse",
     "max_tokens",
     *SAMPLING,
+    *PENALTIES,
     "seed",
     "timeout",
     "overflow",
@@ -68,6 +70,16 @@ class RagFuseModel(BaseModel):
     """None or 0: greedy."""
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    """Tokens less likely than this share of the likeliest one are not drawn."""
+    presence_penalty: float | None = None
+    """What a token's logit loses if the answer has it already."""
+    frequency_penalty: float | None = None
+    """What it loses for each time that the answer has it."""
+    repetition_penalty: float | None = None
+    """What logits of tokens in prompt or answer are divided by (those below zero multiplied)."""
+    logit_bias: dict[int, float] | None = None
+    """By token id: what is added to its logit."""
     max_tokens: int | None = None
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
     seed: int | None = None
@@ -254,9 +266,9 @@ def _template(*told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _options(said: Callable[[str], Any]) -> dict[str, Any]:
     """Options of transformers' `generate` besides those that Ask names."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {name: said(name) for name in PENALTIES if said(name) is not None}
     if said("temperature"):
-        options = {name: said(name) for name in SAMPLING if said(name) is not None} | {"do_sample": True}
+        options |= {name: said(name) for name in SAMPLING if said(name) is not None} | {"do_sample": True}
     if said("timeout") is not None:
         options["max_time"] = said("timeout")
     return {**options, **said("model_kwargs")}

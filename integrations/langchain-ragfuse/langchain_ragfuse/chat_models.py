@@ -22,7 +22,7 @@ from langchain_ragfuse.prompts import pml_of, ready
 from langchain_ragfuse.tools import choice_of, parsed_into, structured, tools_of
 from ragfuse import Answer, Ask, Engine
 
-TOOLS = ("tools", "tool_choice", "strict")
+TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "strict")
 
 
 class ChatRagFuse(RagFuseModel, BaseChatModel):
@@ -44,15 +44,18 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
         *,
         tool_choice: str | bool | dict[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[Any, AIMessage]:
         """This model with tools that it may call, shown to it by its own chat template.
 
-        tool_choice: "auto" (None), "none", "any" or "required", or a tool's name. Calls always fit their tool's schema:
-        `strict` changes only what the model is shown.
+        tool_choice: "auto" (None), "none", "any" or "required", or a tool's name. parallel_tool_calls: False for one
+        call at most. Calls always fit their tool's schema: `strict` changes only what the model is shown.
         """
         shown = tools_of(tools, strict)
+        if parallel_tool_calls is not None:
+            kwargs["parallel_tool_calls"] = parallel_tool_calls
         return self.bind(tools=shown, tool_choice=choice_of(tool_choice, shown), **kwargs)
 
     def with_structured_output(
@@ -97,11 +100,11 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         ask, asked, said = self._asked(messages, stop, kwargs, run_manager), _asked_of(messages), ""
         engine = self.get_engine(kwargs.get("model"))
         with engine.stream(ready(asked, engine), ask) as stream:
-            for text in stream:
-                said += text
-                chunk = _chunk(text)
+            for piece in stream.pieces():
+                said += piece if isinstance(piece, str) else ""
+                chunk = _chunk(piece)
                 if run_manager:
-                    run_manager.on_llm_new_token(text, chunk=chunk)
+                    run_manager.on_llm_new_token(str(chunk.text), chunk=chunk)
                 yield chunk
             last = _last(stream.answer, said, engine, ask)
             if run_manager:
@@ -134,11 +137,11 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         engine = await asyncio.to_thread(self.get_engine, kwargs.get("model"))
         asked = await asyncio.to_thread(ready, asked, engine)
         async with cancelled_at_exit(engine.stream(asked, ask)) as stream:
-            async for text in stream:
-                said += text
-                chunk = _chunk(text)
+            async for piece in stream.apieces():
+                said += piece if isinstance(piece, str) else ""
+                chunk = _chunk(piece)
                 if run_manager:
-                    await run_manager.on_llm_new_token(text, chunk=chunk)
+                    await run_manager.on_llm_new_token(str(chunk.text), chunk=chunk)
                 yield chunk
             last = _last(stream.answer, said, engine, ask)
             if run_manager:
@@ -152,7 +155,8 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         tools = tools_of(call.get("tools") or (), call.get("strict"))
         choice = choice_of(call.get("tool_choice"), tools)
         ask = self._ask(stop, call, TOOLS, self._heard(run_manager, messages))
-        return replace(ask, tools=tools, tool_choice=choice)
+        parallel = call.get("parallel_tool_calls") is not False
+        return replace(ask, tools=tools, tool_choice=choice, parallel_tool_calls=parallel)
 
 
 def _asked_of(messages: Sequence[BaseMessage]) -> Any:
@@ -163,6 +167,7 @@ def _asked_of(messages: Sequence[BaseMessage]) -> Any:
 def _result(answer: Answer, engine: Engine, ask: Ask) -> ChatResult:
     message = AIMessage(
         answer.text,
+        additional_kwargs=_thought(answer.reasoning),
         tool_calls=calls_of(answer),
         invalid_tool_calls=_cut_off(answer, ask),
         response_metadata=metadata_of(answer, engine),
@@ -198,5 +203,13 @@ def _whole(call: ToolCall, index: int) -> ToolCallChunk:
     return tool_call_chunk(name=call["name"], args=arguments, id=call["id"], index=index)
 
 
-def _chunk(text: str) -> ChatGenerationChunk:
-    return ChatGenerationChunk(message=AIMessageChunk(content=text))
+def _chunk(piece: Any) -> ChatGenerationChunk:
+    """A piece of text, or of what is thought before it."""
+    if isinstance(piece, str):
+        return ChatGenerationChunk(message=AIMessageChunk(content=piece))
+    return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs=_thought(piece.text)))
+
+
+def _thought(text: str) -> dict[str, str]:
+    """Where LangChain looks for thoughts, which it then has as content blocks of type "reasoning"."""
+    return {"reasoning_content": text} if text else {}

@@ -16,7 +16,6 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
-    MessageRole,
 )
 from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
@@ -24,7 +23,7 @@ from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import TokenAsyncGen
-from llama_index.llms.ragfuse.convert import chat, completion, turns_of
+from llama_index.llms.ragfuse.convert import chat, completion, partly, turns_of
 from llama_index.llms.ragfuse.events import heard_for
 from llama_index.llms.ragfuse.prompts import pml_of, ready
 from llama_index.llms.ragfuse.structured import Structured
@@ -34,12 +33,14 @@ from ragfuse import Answer, AnswerStream, Ask, Engine, InputError, PMLTemplate, 
 
 Prompt = Any
 """A text, turns, or a prompt in PML: what an engine answers."""
-SAMPLING = ("temperature", "top_p", "top_k")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
 ENDS = ("max_tokens", "stop", "timeout", "deadline_s")
 TEMPLATE = ("chat_template_kwargs", "enable_thinking", "continue_final_message")
-FIELDS = ("policy", "ratio", "reuse", "overflow", *ENDS, "seed", "generate_kwargs", *SAMPLING, *TEMPLATE)
+SAID = ("policy", "ratio", "reuse", "overflow", *ENDS, "seed", "generate_kwargs")
+FIELDS = (*SAID, *SAMPLING, *PENALTIES, *TEMPLATE)
 """Fields that a call may override: `llm.chat(messages, ratio=1.0)`."""
-PER_CALL = MappingProxyType({"tools": (), "tool_choice": "auto", "grammar": None})
+PER_CALL = MappingProxyType({"tools": (), "tool_choice": "auto", "parallel_tool_calls": True, "grammar": None})
 """What only a call says."""
 
 
@@ -71,6 +72,11 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     temperature: float | None = Field(default=None, ge=0, description="None or 0: greedy.")
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = Field(default=None, description="Least share of the likeliest token's probability.")
+    presence_penalty: float | None = Field(default=None, description="What a token loses that the answer has.")
+    frequency_penalty: float | None = Field(default=None, description="What it loses for each time.")
+    repetition_penalty: float | None = Field(default=None, description="Divides tokens of prompt and answer.")
+    logit_bias: dict[int, float] | None = Field(default=None, description="By token id: what is added to its logit.")
     max_tokens: int | None = Field(default=None, description="New tokens of an answer.")
     stop: list[str] | None = Field(default=None, description="An answer ends before any of these.")
     seed: int | None = None
@@ -184,11 +190,11 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         ask, engine = self._ask(kwargs, messages), self.get_engine()
 
         def written() -> ChatResponseGen:
-            said = ""
+            said = thought = ""
             with engine.stream(self._messages(messages), ask) as stream:
-                for text in stream:
-                    said += text
-                    yield _partly(said, text)
+                for piece in stream.pieces():
+                    said, thought = _with(said, thought, piece)
+                    yield partly(said, thought, piece)
                 yield chat(stream.answer, engine, ask.reuse, stream.answer.text[len(said) :])
 
         return written()
@@ -232,11 +238,11 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         asked = await asyncio.to_thread(self._messages, messages)
 
         async def written() -> ChatResponseAsyncGen:
-            said, stream = "", engine.stream(asked, ask)
+            said, thought, stream = "", "", engine.stream(asked, ask)
             try:
-                async for text in stream:
-                    said += text
-                    yield _partly(said, text)
+                async for piece in stream.apieces():
+                    said, thought = _with(said, thought, piece)
+                    yield partly(said, thought, piece)
                 yield chat(stream.answer, engine, ask.reuse, stream.answer.text[len(said) :])
             finally:
                 stream.cancel()
@@ -309,6 +315,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             options=_options(said),
             tools=tuple(said["tools"] or ()),
             tool_choice=said["tool_choice"] or "auto",
+            parallel_tool_calls=said["parallel_tool_calls"] is not False,
             grammar=said["grammar"],
             documents=() if self._settings.learn == "off" else heard_for(prompt),
             chat_template_kwargs=_template(vars(self), call),
@@ -327,8 +334,9 @@ async def _awaited(stream: AnswerStream) -> Answer:
     return stream.answer
 
 
-def _partly(said: str, text: str) -> ChatResponse:
-    return ChatResponse(message=ChatMessage(role=MessageRole.ASSISTANT, content=said), delta=text)
+def _with(said: str, thought: str, piece: Any) -> tuple[str, str]:
+    """What was said and thought so far, with the next piece of either."""
+    return (said + piece, thought) if isinstance(piece, str) else (said, thought + piece.text)
 
 
 def _template(*told: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,9 +351,9 @@ def _template(*told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _options(said: Mapping[str, Any]) -> dict[str, Any]:
     """Options of transformers' `generate` besides those that Ask names."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {name: said[name] for name in PENALTIES if said[name] is not None}
     if said["temperature"]:
-        options = {name: said[name] for name in SAMPLING if said[name] is not None} | {"do_sample": True}
+        options |= {name: said[name] for name in SAMPLING if said[name] is not None} | {"do_sample": True}
     if said["timeout"] is not None:
         options["max_time"] = said["timeout"]
     return {**options, **said["generate_kwargs"]}

@@ -109,13 +109,26 @@ def completion(answer: Answer, engine: Engine, reuse: bool, delta: str | None = 
 def chat(answer: Answer, engine: Engine, reuse: bool, delta: str | None = None) -> ChatResponse:
     """The same as a message of the assistant, with its tool calls as blocks and in OpenAI's form."""
     raw, calls = raw_of(answer, engine, reuse), answer.tool_calls
-    text = [TextBlock(text=answer.text)] if answer.text or not calls else []
+    text = _said(answer.text, answer.reasoning, not calls)
     blocks = [
         ToolCallBlock(tool_call_id=each.id, tool_name=each.name, tool_kwargs={**each.arguments}) for each in calls
     ]
     said = {"tool_calls": [_openai(each) for each in calls]} if calls else {}
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*text, *blocks], additional_kwargs=said)
     return ChatResponse(message=message, delta=delta, raw=raw, additional_kwargs=_flat(raw))
+
+
+def partly(said: str, thought: str, piece: Any) -> ChatResponse:
+    """A message so far; piece: what was added to it. Of a thought it is put where LlamaIndex's agents look for it."""
+    delta, more = (piece, {}) if isinstance(piece, str) else ("", {"thinking_delta": piece.text})
+    message = ChatMessage(role=MessageRole.ASSISTANT, blocks=_said(said, thought))
+    return ChatResponse(message=message, delta=delta, additional_kwargs=more)
+
+
+def _said(text: str, thought: str, must: bool = True) -> list[ThinkingBlock | TextBlock]:
+    """What was thought and said as blocks; must: also a text that is empty."""
+    thoughts = [ThinkingBlock(content=thought)] if thought else []
+    return [*thoughts, *([TextBlock(text=text)] if text or must else [])]
 
 
 def _openai(call: ToolCall) -> dict[str, Any]:
@@ -134,6 +147,7 @@ def raw_of(answer: Answer, engine: Engine, reuse: bool) -> dict[str, Any]:
     return {
         "model": engine.settings.model,
         "finish_reason": answer.finish_reason,
+        **({"reasoning_content": answer.reasoning} if answer.reasoning else {}),
         "usage": {**usage, "prompt_tokens_details": details},
         "ragfuse": trace.as_dict(),
     }

@@ -35,7 +35,8 @@ class ToolCalling(FunctionCallingLLM):
             messages.append(user_msg if given else ChatMessage(role=MessageRole.USER, content=user_msg))
         schemas = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
         choice = _choice(tool_choice, tool_required) if schemas else "auto"
-        return {"messages": messages, "tools": schemas, "tool_choice": choice, **kwargs}
+        several = {} if allow_parallel_tool_calls or not schemas else {"parallel_tool_calls": False}
+        return {"messages": messages, "tools": schemas, "tool_choice": choice, **several, **kwargs}
 
     def _validate_chat_with_tools_response(
         self,
