@@ -18,7 +18,7 @@ from typing import Any, TypeGuard, cast
 
 from ragfuse.asking import Ask, ends_of
 from ragfuse.core import ChunkKey, Prompt, amid, whole_text
-from ragfuse.errors import InputError
+from ragfuse.errors import InputError, StoreError
 from ragfuse.fork import ForkLock, at_fork
 from ragfuse.gate import Booked
 from ragfuse.hf.model import HFModel
@@ -93,17 +93,24 @@ class Prompter:
     def note(self, digest: str, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
         """From now on this is a known chunk, here and, unless it has no text, in later processes.
 
-        Where the book cannot be written, this process alone knows it; that is a StoreError if it `must` be.
+        The book takes it first, so that nothing is known here that it refuses for what it is. Where it cannot be
+        written, this process alone knows the chunk; that is a StoreError if it `must` be.
         """
+        if text:
+            ask = self._booked.strictly if must else self._booked
+            try:
+                ask(lambda book: book.add_texts(digest, [(str(self._key(tokens)), text, source)]), None)
+            except StoreError:
+                self._remember(digest, text, source, tokens)
+                raise
+        self._remember(digest, text, source, tokens)
+
+    def _remember(self, digest: str, text: str, source: str, tokens: Sequence[int]) -> None:
+        """Find this chunk from now on, in this process."""
         self._spans.add(tokens, text, source)
         self._heard.discard(tokens)
-        if not text:
-            return
-        known = self.known(digest)
-        if text not in known:
+        if text and text not in (known := self.known(digest)):
             known.add([text], source)
-        ask = self._booked.strictly if must else self._booked
-        ask(lambda book: book.add_texts(digest, [(str(self._key(tokens)), text, source)]), None)
 
     def hear(self, digest: str, texts: Iterable[tuple[str, str]], question: Question | Ids) -> None:
         """Look for these (text, source) in prompts from now on, in this process. Whoever encodes one notes it.

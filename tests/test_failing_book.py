@@ -11,7 +11,7 @@ from os import statvfs
 
 import pytest
 
-from ragfuse import Ask, Engine, StoreError, metrics
+from ragfuse import Ask, Engine, InputError, StoreError, metrics
 from ragfuse.gate import COOL_DOWN_S, Booked
 from ragfuse.store import Book
 from tests.sessions.kit import QUESTIONS, resent, talk
@@ -322,3 +322,13 @@ def test_sessions_over_a_disk_that_is_really_full_are_answered(tmp_path, tiny_se
             assert len(engine.sessions.show("one").turns) == 2 + len(answers)
     finally:
         subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def test_what_the_book_refuses_for_what_it_is_is_not_known_in_memory_either(tiny_settings):
+    """Half of a character in a source: kept in memory alone, it would be in the trace of every later answer."""
+    with Engine(tiny_settings) as engine:
+        for learn in (lambda: engine.know([(CHUNKS[0], "t\ud800")]), lambda: engine.ingest([(CHUNKS[0], "t\ud800")])):
+            with suppress(UnicodeEncodeError, InputError):
+                learn()
+            sources = [piece.source for piece in engine.pieces(f"{CHUNKS[0]}\n\nWho?")]
+            assert all(source.encode() is not None for source in sources)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -51,6 +50,7 @@ def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = Tr
         lifespan=lambda _: _open(service),
         responses=instead,
     )
+    app.state.threads = service.threads
     app.include_router(router(service))
     app.include_router(schema_routes(service))
     for kind in (Refusal, RagFuseError, RequestValidationError, HTTPException, Exception):
@@ -76,15 +76,14 @@ def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = Tr
 @asynccontextmanager
 async def _open(service: Service) -> AsyncIterator[None]:
     """Threads for all that waits in one; at the end everything is saved."""
-    n = 2 * service.settings.serve_together + 8
-    pool = ThreadPoolExecutor(n, thread_name_prefix="ragfuse-serve")
-    asyncio.get_running_loop().set_default_executor(pool)
+    asyncio.get_running_loop().set_default_executor(service.threads.turns)
     try:
         yield
     finally:
         service.stop()
         service.cancel()
         await asyncio.to_thread(service.close)
+        service.threads.close()
 
 
 async def _refused(_: Request, error: Exception) -> Response:

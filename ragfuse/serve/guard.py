@@ -1,4 +1,4 @@
-"""What is looked at before a request is read: whether it may come, how large and how slow it is, what it may hold.
+"""What is looked at before a request is read: whether it may come, how large and how slow it is.
 
 Works on ASGI itself, so that nothing is parsed of a request that is refused.
 """
@@ -6,31 +6,27 @@ Works on ASGI itself, so that nothing is parsed of a request that is refused.
 from __future__ import annotations
 
 import asyncio
-import json
-import re
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 from ragfuse.serve.keys import LOOPBACK, Keys
 from ragfuse.serve.refusals import Refusal, refusal_of
 from ragfuse.serve.turnstile import RETRY_S, STOPPING
 
+T = TypeVar("T")
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-DEEPEST = 64
-"""Objects and lists within each other that a body may hold."""
 DRAINED = 8
 """Times the largest body that is read of one that is too large, so that its sender hears why."""
 PUBLIC = ("/health",)
 """Paths that need no key."""
 ALWAYS = ("/health", "/metrics")
 """Paths that are answered while the server stops."""
-_INSIDE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
-"""A text, one that does not end too, or a bracket. Nothing is looked at twice, whatever stands there."""
 
 
 class Asked(Protocol):
@@ -82,7 +78,9 @@ class Guard:
             return
         except _GoneError:
             return
-        await self._app(scope, _again(body, receive), counted)
+        again = _again(body, receive)
+        del body
+        await self._app(scope, again, counted)
 
     def _admit(self, scope: Scope) -> None:
         path, headers = scope["path"], dict(scope["headers"])
@@ -105,7 +103,7 @@ class Guard:
                 raise self._too_large()
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """All of a body; Refusal where it is too large, too slow or too deep."""
+        """All of a body; Refusal where it is too large or too slow."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return b""
         body = bytearray()
@@ -122,8 +120,6 @@ class Guard:
                     more = message.get("more_body", False)
         except TimeoutError:
             raise Refusal(408, f"Wanted the body within {self._seconds:g} seconds. Send it faster.", "slow") from None
-        check_depth(body)
-        check_text(body)
         return bytes(body)
 
     def _too_large(self) -> Refusal:
@@ -161,25 +157,25 @@ class _GoneError(Exception):
     """Whoever asked went away."""
 
 
-def check_depth(body: bytes | bytearray) -> None:
-    """Refusal for JSON whose objects and lists lie too deep in each other: reading it would overflow a stack."""
-    depth = 0
-    for found in _INSIDE.finditer(body):
-        first = body[found.start()]
-        depth += 1 if first in b"[{" else -1 if first in b"]}" else 0
-        if depth > DEEPEST:
-            raise Refusal(400, f"Wanted JSON of at most {DEEPEST} levels, found more. Make it flatter.", "too_deep")
+async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
+    """What the work comes to; it is cancelled, and a Refusal raised that nobody reads, once the asker goes away."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Refusal(499, "Whoever asked went away.", "gone")
+    finally:
+        for each in (task, gone):
+            if not each.done():
+                each.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await each
 
 
-def check_text(body: bytes | bytearray) -> None:
-    """Refusal for JSON whose texts hold halves of characters, which no tokenizer takes."""
-    if b"\\ud" in body.lower():
-        try:
-            json.dumps(json.loads(body), ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise Refusal(400, "Wanted whole characters, found half of a pair; escape both halves.", "half") from None
-        except ValueError:  # told where it is read
-            return
+async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def say(error: BaseException, send: Send) -> None:
@@ -195,14 +191,10 @@ async def say(error: BaseException, send: Send) -> None:
 
 def _again(body: bytes, receive: Receive) -> Receive:
     """A body that was read, once more; then whatever comes."""
-    given = False
+    given = [body]  # let go of once it is read: what is parsed of it is kept elsewhere
 
     async def next_message() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": given.pop(), "more_body": False} if given else await receive()
 
     return next_message
 

@@ -15,9 +15,10 @@ from fastapi import APIRouter, Request
 from ragfuse.encoding import Ingested
 from ragfuse.engine import Engine
 from ragfuse.modules import Kept, Registered, outline, parse_schema
+from ragfuse.serve.body import BodyRoute
+from ragfuse.serve.guard import unless_gone
 from ragfuse.serve.keys import Tenant
 from ragfuse.serve.refusals import Refusal
-from ragfuse.serve.routes import unless_gone
 from ragfuse.serve.schema import SchemaRequest
 from ragfuse.serve.service import Service
 
@@ -27,7 +28,7 @@ LONGEST_NAME = 256
 
 def schema_routes(service: Service) -> APIRouter:
     """All of them."""
-    routes = APIRouter(prefix="/v1/ragfuse/schemas")
+    routes = APIRouter(prefix="/v1/ragfuse/schemas", route_class=BodyRoute)
 
     @routes.post("")
     async def register(request: Request, body: SchemaRequest) -> dict[str, Any]:

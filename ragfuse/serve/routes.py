@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,6 +13,8 @@ from fastapi.responses import JSONResponse, Response
 from ragfuse.asking import Ask
 from ragfuse.engine import Engine
 from ragfuse.plan.words import as_dict, in_words
+from ragfuse.serve.body import BodyRoute
+from ragfuse.serve.guard import unless_gone
 from ragfuse.serve.keys import Tenant
 from ragfuse.serve.logprobs import Likely
 from ragfuse.serve.refusals import Refusal
@@ -31,7 +32,7 @@ SLOW_S = 30.0
 
 def router(service: Service) -> APIRouter:
     """All routes of a service."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=BodyRoute)
 
     @routes.post("/v1/chat/completions", responses=_also("text/event-stream"))
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
@@ -172,27 +173,6 @@ class Events(Response):
         async for event in self._events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, T]) -> T:
-    """What the work comes to; it is cancelled, and a Refusal raised that nobody reads, once the asker goes away."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise Refusal(499, "Whoever asked went away.", "gone")
-    finally:
-        for each in (task, gone):
-            if not each.done():
-                each.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await each
-
-
-async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _explained(engine: Engine, body: ExplainRequest) -> dict[str, Any]:

@@ -20,11 +20,13 @@ SEED = 2**63
 MOST_BIASES = 1024
 """Tokens that one request may bias."""
 
+First = Field(fail_fast=True)
+"""A list of which the first bad item is told: errors of thousands would take longer than the request."""
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 Item = TypeVar("Item")
-Several = Annotated[list[Item], Field(min_length=1, max_length=MOST_CHOICES)]
+Several = Annotated[list[Item], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
 
 
 class Body(BaseModel):
@@ -92,9 +94,9 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], First] | None = None
     name: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: Annotated[list[Call], First] | None = None
     tool_call_id: str | None = None
 
 
@@ -123,7 +125,7 @@ class Wanted(Body):
     n: int | None = Field(default=1, ge=1, le=MOST_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     seed: int | None = Field(default=None, ge=-SEED, lt=SEED)
-    documents: list[str | Document] | None = Field(default=None, max_length=1000)
+    documents: Annotated[list[str | Document], First] | None = Field(default=None, max_length=1000)
     """Retrieved texts, which stand before the question; those that were met before come from the store."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     """Whose turn of which conversation this is."""
@@ -144,7 +146,7 @@ class Wanted(Body):
 class ChatRequest(Wanted):
     """A request for an answer to messages."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], First]
     """At least one; none only beside `pml`."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
@@ -200,9 +202,9 @@ class ExplainRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], First] | None = None
     prompt: str | None = None
-    documents: list[str | Document] | None = Field(default=None, max_length=1000)
+    documents: Annotated[list[str | Document], First] | None = Field(default=None, max_length=1000)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
     max_tokens: int | None = Field(default=None, ge=1)
     session_id: str | None = Field(default=None, min_length=1, max_length=256)

@@ -19,6 +19,7 @@ from ragfuse.serve.keys import Keys, Tenant
 from ragfuse.serve.refusals import Refusal
 from ragfuse.serve.run import Run, Wish
 from ragfuse.serve.stats import Counts
+from ragfuse.serve.threads import Threads
 from ragfuse.serve.turnstile import RETRY_S, Turnstile
 from ragfuse.serve.turnstile import Turn as Its
 from ragfuse.settings import Settings
@@ -39,6 +40,7 @@ class Service:
         each = max(1, settings.serve_waiting // 2) if len(self.keys.tenants) > 1 else None
         self.turnstile = Turnstile(settings.serve_together, settings.serve_waiting, each)
         self.counts = Counts(self.turnstile)
+        self.threads = Threads(settings.serve_together)
         self.since = int(time.time())
         self._engines: dict[str, Engine] = {}
         self._lock, self._telling = threading.Lock(), threading.Lock()

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi.exceptions import RequestValidationError
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ragfuse import Settings
-from ragfuse.serve.guard import DEEPEST, Guard, check_depth
+from ragfuse.serve import body as bodies
+from ragfuse.serve.body import DEEPEST, MOST_COMMAS, MOST_MARKS, check_shape, read_as
+from ragfuse.serve.guard import Guard
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.schema import ChatRequest
 from tests.serve.kit import Served, all_of, raw, said, serving
 
 JSON = {"content-type": "application/json"}
@@ -82,8 +87,6 @@ def test_strange_text_is_answered_or_told_wherever_it_stands(served: Served, tex
 @pytest.mark.parametrize(
     ("headers", "body", "status"),
     [
-        (JSON, b'{"model": "\\ud800"}', 400),
-        (JSON, b"[" * (DEEPEST + 1), 400),
         (JSON, b"{" + b" " * 200 + b"}", 413),
         ({}, b"{}", 415),
     ],
@@ -130,20 +133,78 @@ def test_json_that_is_too_deep_is_told(served: Served) -> None:
 
 
 def test_depth_counts_what_is_open_and_nothing_in_texts() -> None:
-    check_depth(b'{"a": "' + b"[" * 1000 + b'\\"[[["}' + b"[{}]" * 1000)
-    check_depth(b"[" * DEEPEST)
+    check_shape('{"a": "' + "[" * 1000 + '\\"[[["}' + "[{}]" * 1000)
+    check_shape("[" * DEEPEST)
     with pytest.raises(Refusal, match="levels"):
-        check_depth(b'["\\\\",' + b"{" * DEEPEST)
+        check_shape('["\\\\",' + "{" * DEEPEST)
 
 
-@pytest.mark.parametrize("end", [b"", b'"', b"\\", b'"]'])
-@pytest.mark.parametrize("piece", [b'\\"', b'\\\\\\"', b'[\\"', b"\\u0022"])
-def test_the_depth_of_a_hostile_text_is_told_at_once(piece: bytes, end: bytes) -> None:
+@pytest.mark.parametrize("one", ["[],", "{},", '"",', '"\\"",', "0,"])
+def test_a_body_of_very_many_values_is_told_before_it_is_parsed(served: Served, one: str) -> None:
+    """Each would be an object of the interpreter's: megabytes become gigabytes, and nobody is served meanwhile."""
+    most = MOST_COMMAS if one == "0," else MOST_MARKS
+    check_shape(f"[{one * (most - 1)}0]")
+    body = f'{{"model": "m", "prompt": "a", "metadata": {{"a": [{one * (most + 1)}0]}}}}'
+    answer = httpx.post(f"{served.url}/completions", content=body, headers=JSON, timeout=60)
+    assert (answer.status_code, refused(answer)["code"]) == (400, "too_many")
+
+
+def shape(text: str) -> tuple[int, int, int]:
+    """Deepest level, texts with objects and lists, commas: one character after the other."""
+    depth = deepest = marks = commas = 0
+    in_text = is_escaped = False
+    for sign in text:
+        if in_text:
+            in_text, is_escaped = is_escaped or sign != '"', not is_escaped and sign == "\\"
+            continue
+        marks += sign in '"[{'
+        commas += sign == ","
+        depth += 1 if sign in "[{" else -1 if sign in "]}" else 0
+        deepest, in_text = max(deepest, depth), sign == '"'
+    return deepest, marks, commas
+
+
+@given(st.text('ab"\\\\[]{},', max_size=60), st.integers(1, 5))
+def test_the_shape_is_that_of_reading_sign_by_sign_however_it_is_cut(text: str, step: int) -> None:
+    for limits in ((3, 100, 100), (100, 4, 100), (100, 100, 4)):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in zip(("STEP", "DEEPEST", "MOST_MARKS", "MOST_COMMAS"), (step + 1, *limits), strict=True):
+                patch.setattr(f"ragfuse.serve.body.{name}", value)
+            try:
+                check_shape(text)
+                is_refused = False
+            except Refusal:
+                is_refused = True
+        assert is_refused == any(found > most for found, most in zip(shape(text), limits, strict=True))
+
+
+@pytest.mark.parametrize("end", ["", '"', "\\", '"]'])
+@pytest.mark.parametrize("piece", ['\\"', '\\\\\\"', '[\\"', "\\u0022"])
+def test_every_sign_of_a_hostile_text_is_looked_at_a_few_times_at_most(piece: str, end: str) -> None:
     """Reading it again from every quote on, as a text that does not end invites to, would take hours."""
-    body = b'["' + piece * ((4 << 20) // len(piece)) + end
-    began_s = time.monotonic()
-    check_depth(body)
-    assert time.monotonic() - began_s < 60
+    body = '["' + piece * ((1 << 20) // len(piece)) + end
+    looked = 0
+
+    class Counted:
+        def __init__(self, pattern: Any) -> None:
+            self.pattern = pattern
+
+        def search(self, text: str, at: int, until: int) -> Any:
+            return self.counted(self.pattern.search(text, at, until), at, min(until, len(text)))
+
+        def match(self, text: str, at: int, until: int) -> Any:
+            return self.counted(self.pattern.match(text, at, until), at, min(until, len(text)))
+
+        def counted(self, found: Any, at: int, until: int) -> Any:
+            nonlocal looked
+            looked += (found.end() if found else until) - at + 1
+            return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_OUTSIDE", "_IN_TEXT"):
+            patch.setattr(f"ragfuse.serve.body.{name}", Counted(getattr(bodies, name)))
+        check_shape(body)
+    assert looked <= 3 * len(body)
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -198,3 +259,14 @@ def test_what_is_no_http_ends_the_connection_and_nothing_else(served: Served) ->
         line.sendall(b"\x16\x03\x01\x00 hello\r\n\r\n")
         assert b" 400 " in all_of(line).splitlines()[0]
     assert served.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("field", ["messages", "documents", "content", "tool_calls"])
+def test_of_many_bad_items_the_first_is_told(field: str) -> None:
+    """Not all of them: that would take longer than the request."""
+    bad: list[Any] = [[]] * 1000
+    message = {"role": "assistant", field: bad}
+    body = {"model": "m", "messages": [message]} if field in ("content", "tool_calls") else {"model": "m", field: bad}
+    with pytest.raises(RequestValidationError) as raised:
+        read_as(ChatRequest, json.dumps({"messages": [said()], **body}).encode())
+    assert len(raised.value.errors()) <= 4
