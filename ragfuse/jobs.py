@@ -152,9 +152,14 @@ class JobQueue(Generic[T]):
             return tuple(job.conversation for job in islice(self._in_turns(), window))
 
     def wait_s(self) -> float:
-        """Seconds until there is room for one more, by how often jobs were done lately; 0 where there is room now."""
+        """Seconds until what waits now is done, by how often jobs were done lately; 0 where there is room now."""
         with self._changed:
-            return self._room_in_s() if self._waiting >= self._most else 0.0
+            return self._done_in_s(self._waiting) if self._waiting >= self._most else 0.0
+
+    def backlog_s(self) -> float:
+        """Seconds until what waits now is done, whether there is room or not; a second at least."""
+        with self._changed:
+            return self._done_in_s(self._waiting)
 
     def close(self) -> tuple[Job[T], ...]:
         """Take no more; those that wait leave the queue and are given back. Whoever waits in `take` gets None."""
@@ -171,17 +176,18 @@ class JobQueue(Generic[T]):
 
     def _check_room(self, tenant: str) -> None:
         if self._closed:
-            raise BusyError("The queue is closed: the program that runs its jobs is ending.", self._room_in_s())
+            raise BusyError("The queue is closed: the program that runs its jobs is ending.", self._done_in_s(1))
         mine = len(self._tenants.get(tenant, ()))
         if self._waiting < self._most and mine < self._most_each:
             return
-        wait_s = self._room_in_s() * (1 if self._waiting >= self._most else len(self._tenants))
+        wait_s = self._done_in_s(self._waiting if self._waiting >= self._most else mine * len(self._tenants))
         found = f"{self._waiting} requests wait already" if self._waiting >= self._most else f"{mine} of yours wait"
         limit = self._most if self._waiting >= self._most else self._most_each
         raise BusyError(f"Wanted room for a request, but {found}, of at most {limit}. Retry in {wait_s:.0f} s.", wait_s)
 
-    def _room_in_s(self) -> float:
-        return max(_UNKNOWN_PACE_S if self._pace_s is None else self._pace_s, 1.0)
+    def _done_in_s(self, n: int) -> float:
+        """Seconds that `n` jobs take, at least one: who comes when there is room for one finds others there again."""
+        return max(n * (_UNKNOWN_PACE_S if self._pace_s is None else self._pace_s), 1.0)
 
     def _next(self) -> Job[T] | None:
         """Of the tenant served longest ago that has one: its first job whose conversation is not being gone on with."""

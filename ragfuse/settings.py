@@ -202,6 +202,16 @@ class Settings(BaseSettings):
     serve_patience_s: float = Field(default=20.0, gt=0, description="How long sending a request may take.")
     serve_grace_s: float = Field(default=30.0, ge=0, description="How long answers go on once a server is to stop.")
     serve_body_bytes: int = Field(default=4 << 20, ge=1024, description="The largest request.")
+    serve_connections_each: int = Field(
+        default=512,
+        ge=1,
+        description="Connections of one address; for one more, the oldest that asks nothing is closed.",
+    )
+    serve_held_bytes: int = Field(
+        default=256 << 20,
+        ge=1024,
+        description="Of all requests that are read, wait or are answered; with several tenants half of it each.",
+    )
     serve_schemas: int = Field(default=256, ge=0, description="Schemas that a tenant of a server may register.")
 
     @field_validator("api_keys", mode="before")

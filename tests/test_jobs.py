@@ -173,9 +173,9 @@ def test_a_full_queue_refuses_and_says_when_to_come_again():
         clock.now += 30
         queue.done(job)
         queue.submit(9)
-    with pytest.raises(BusyError, match="Retry in 30 s") as measured:
+    with pytest.raises(BusyError, match="Retry in 60 s") as measured:
         queue.submit(4)
-    assert measured.value.wait_s == pytest.approx(30) == queue.wait_s()
+    assert measured.value.wait_s == pytest.approx(60) == queue.wait_s()  # two wait, and one is done every 30 s
     assert len(queue) == 2
     queue.cancel(queue.peek())
     assert queue.wait_s() == 0
@@ -189,6 +189,37 @@ def test_one_tenant_cannot_take_all_the_room():
     with pytest.raises(BusyError, match="2 of yours wait, of at most 2"):
         queue.submit(3, "a")
     queue.submit(4, "b")
+
+
+@pytest.mark.parametrize("n", [1, 7, 40])
+def test_when_to_come_again_is_the_queue_s_length_times_its_pace(n):
+    clock = Clock()
+    queue: JobQueue[int] = JobQueue(n, clock)
+    for _ in range(60):
+        queue.submit(0)
+        job = queue.take(0)
+        clock.now += 3
+        queue.done(job)
+    for number in range(n):
+        queue.submit(number)
+    with pytest.raises(BusyError) as told:
+        queue.submit(n)
+    assert told.value.wait_s == pytest.approx(3 * n) == queue.wait_s() == queue.backlog_s()
+
+
+def test_a_tenant_that_takes_all_of_its_room_is_told_how_long_its_own_take_among_the_others():
+    clock = Clock()
+    queue: JobQueue[int] = JobQueue(100, clock, most_each=4)
+    queue.submit(0)
+    job = queue.take(0)
+    clock.now += 5
+    queue.done(job)
+    for number in range(4):
+        queue.submit(number, "a")
+    queue.submit(0, "b")
+    with pytest.raises(BusyError) as told:
+        queue.submit(9, "a")
+    assert told.value.wait_s == pytest.approx(4 * 2 * 5)
 
 
 @pytest.mark.parametrize(("most", "each"), [(0, None), (3, 0)])

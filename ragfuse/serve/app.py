@@ -65,6 +65,7 @@ def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = Tr
         lambda: service.stopping,
         service.counts.asked,
         only_here and not len(service.keys),
+        service.held,
     )
     return (
         CORSMiddleware(guarded, list(origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"])

@@ -6,6 +6,8 @@ Works on ASGI itself, so that nothing is parsed of a request that is refused.
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
@@ -23,6 +25,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 DRAINED = 8
 """Times the largest body that is read of one that is too large, so that its sender hears why."""
+CROWDED = "There are too many connections that all ask something; wanted fewer. Close some, or come again later."
 PUBLIC = ("/health",)
 """Paths that need no key."""
 ALWAYS = ("/health", "/metrics")
@@ -40,8 +43,8 @@ class Asked(Protocol):
 class Guard:
     """An ASGI app around another. The tenant is put into the request's state.
 
-    nbytes, seconds: of a body at most. stopping: whether the server is. only_here: hosts are checked, so that no web
-    page reaches a server without keys by a name of its own.
+    nbytes, seconds: of a body at most. held: of all bodies together. stopping: whether the server is. only_here: hosts
+    are checked, so that no web page reaches a server without keys by a name of its own.
     """
 
     def __init__(
@@ -53,8 +56,10 @@ class Guard:
         stopping: Callable[[], bool],
         asked: Asked,
         only_here: bool,
+        held: HeldBytes | None = None,
     ) -> None:
         self._app, self._keys, self._nbytes, self._seconds = app, keys, nbytes, seconds
+        self._held = held if held is not None else HeldBytes(sys.maxsize, sys.maxsize, lambda: RETRY_S)
         self._stopping, self._asked, self._only_here = stopping, asked, only_here
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,24 +73,32 @@ class Guard:
                 self._asked(scope["path"], message["status"])
             await send(message)
 
-        coming = _Coming(receive)
+        coming, holding = _Coming(receive), _Holding(self._held)
         try:
-            self._admit(scope)
-            body = await self._body(scope, coming)
-        except Refusal as refusal:
-            await self._drain(scope, coming)
-            await say(refusal, counted)
-            return
-        except _GoneError:
-            return
-        again = _again(body, receive)
-        del body
-        await self._app(scope, again, counted)
+            try:
+                self._admit(scope)
+                body = await self._body(scope, coming, holding)
+            except Refusal as refusal:
+                holding.end()
+                await self._drain(scope, coming)
+                await say(refusal, counted)
+                return
+            except _GoneError:
+                return
+            again = _again(body, receive)
+            del body
+            await self._app(scope, again, counted)
+        finally:
+            holding.end()
 
     def _admit(self, scope: Scope) -> None:
         path, headers = scope["path"], dict(scope["headers"])
         if self._stopping() and path not in ALWAYS:
             raise Refusal(503, STOPPING, "stopping", None, RETRY_S)
+        if scope.get("state", {}).get("is_crowded") and path not in ALWAYS:
+            raise Refusal(503, CROWDED, "busy", None, self._held.wait_s())
+        if b"transfer-encoding" in headers and (b"content-length" in headers or scope.get("http_version") == "1.0"):
+            raise Refusal(400, "Wanted one length of the body, found Transfer-Encoding beside another one.", "http")
         if self._only_here and not _is_here(headers.get(b"host", b"").decode("latin-1")):
             raise Refusal(421, "This server answers to localhost alone; wanted that in the Host header.", "host")
         tenant = self._keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
@@ -102,11 +115,12 @@ class Guard:
             if _length(scope) > self._nbytes:
                 raise self._too_large()
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """All of a body; Refusal where it is too large or too slow."""
+    async def _body(self, scope: Scope, receive: Receive, holding: _Holding) -> bytes:
+        """All of a body; Refusal where it is too large or too slow, or with others more than is held at once."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return b""
-        body = bytearray()
+        body, tenant = bytearray(), scope["state"]["tenant"]
+        name = tenant.name if tenant is not None else ""
         try:
             async with asyncio.timeout(self._seconds):
                 more = True
@@ -114,7 +128,9 @@ class Guard:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise _GoneError
-                    body += message.get("body", b"")
+                    piece = message.get("body", b"")
+                    holding.more(name, len(piece))
+                    body += piece
                     if len(body) > self._nbytes:
                         raise self._too_large()
                     more = message.get("more_body", False)
@@ -151,6 +167,54 @@ class _Coming:
         message = await self._receive()
         self.is_whole = message["type"] == "http.disconnect" or not message.get("more_body", False)
         return message
+
+
+class HeldBytes:
+    """Bytes of all bodies that are held, by tenant. All of it runs on one event loop.
+
+    most_each: of one tenant. wait_s: when there may be room again.
+    """
+
+    def __init__(self, most: int, most_each: int, wait_s: Callable[[], float]) -> None:
+        self._most, self._most_each, self.wait_s = most, most_each, wait_s
+        self.by_tenant: Counter[str] = Counter()
+
+    def take(self, tenant: str, n: int) -> None:
+        """Hold so many more; Refusal (429) where there is no room for them."""
+        if self.by_tenant.total() + n > self._most or self.by_tenant[tenant] + n > self._most_each:
+            raise Refusal(
+                429,
+                f"Wanted room for a request, but those that wait or are answered hold {self.by_tenant.total():,} bytes "
+                f"already, of at most {self._most:,} ({self._most_each:,} of one tenant). Retry later, or send less.",
+                "busy",
+                None,
+                self.wait_s(),
+            )
+        self.by_tenant[tenant] += n
+
+    def give(self, tenant: str, n: int) -> None:
+        """Hold so many less."""
+        self.by_tenant[tenant] -= n
+        if not self.by_tenant[tenant]:
+            del self.by_tenant[tenant]
+
+
+class _Holding:
+    """What one request holds, until it ends."""
+
+    def __init__(self, held: HeldBytes) -> None:
+        self._held, self._tenant, self._n = held, "", 0
+
+    def more(self, tenant: str, n: int) -> None:
+        """So many bytes more came."""
+        self._held.take(tenant, n)
+        self._tenant, self._n = tenant, self._n + n
+
+    def end(self) -> None:
+        """It holds nothing any more."""
+        if self._n:
+            self._held.give(self._tenant, self._n)
+            self._n = 0
 
 
 class _GoneError(Exception):

@@ -6,7 +6,6 @@ tenant is told.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -33,31 +32,28 @@ def schema_routes(service: Service) -> APIRouter:
     @routes.post("")
     async def register(request: Request, body: SchemaRequest) -> dict[str, Any]:
         """Register a schema and encode what is not kept yet of its modules, when the request's turn comes."""
-        tenant, pml = _tenant(request), await asyncio.to_thread(_checked, body.pml)
         most = service.settings.serve_schemas
-        work = service.work(tenant, lambda engine, check: _register(engine, pml, most, check))
+        work = service.work(_tenant(request), lambda engine, check: _register(engine, _checked(body.pml), most, check))
         found = await unless_gone(request.receive, work)
         return _as_dict(found)
 
     @routes.get("")
     async def ls(request: Request) -> dict[str, Any]:
         """The schemas of the asker's tenant."""
-        engine = await asyncio.to_thread(service.engine, _tenant(request))
-        found = await asyncio.to_thread(engine.schemas.ls)
+        found = await unless_gone(request.receive, service.look(_tenant(request), lambda engine: engine.schemas.ls()))
         told = [{"name": i.name, "modules": i.modules, "scaffolds": i.scaffolds, "added": int(i.added)} for i in found]
         return {"object": "list", "data": [{"object": "ragfuse.schema", **each} for each in told]}
 
     @routes.get("/{name:path}")
     async def show(request: Request, name: str) -> dict[str, Any]:
         """A schema's text, and where everything in it stands for the model."""
-        engine = await asyncio.to_thread(service.engine, _tenant(request))
-        return await asyncio.to_thread(_shown, engine, name)
+        return await unless_gone(request.receive, service.look(_tenant(request), lambda engine: _shown(engine, name)))
 
     @routes.delete("/{name:path}")
     async def remove(request: Request, name: str) -> dict[str, Any]:
         """Forget a schema, and the KV that no other one of the tenant has."""
-        engine = await asyncio.to_thread(service.engine, _tenant(request))
-        nbytes = await asyncio.to_thread(_removed, engine, name)
+        work = service.look(_tenant(request), lambda engine: _removed(engine, name))
+        nbytes = await unless_gone(request.receive, work)
         return {"object": "ragfuse.schema", "name": name, "deleted": True, "nbytes": nbytes}
 
     return routes

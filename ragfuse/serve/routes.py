@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from ragfuse.asking import Ask
 from ragfuse.engine import Engine
 from ragfuse.plan.words import as_dict, in_words
+from ragfuse.prompting import Inquiry
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.guard import unless_gone
 from ragfuse.serve.keys import Tenant
@@ -37,22 +38,24 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions", responses=_also("text/event-stream"))
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer messages."""
-        tenant = _tenant(request)
-        told = body.chat_template_kwargs, body.enable_thinking, body.reasoning_effort, body.verbosity
-        template = None
-        if any(each is not None for each in told):
-            engine = await asyncio.to_thread(service.engine, tenant)
-            template = await asyncio.to_thread(lambda: engine.template)
-        wishes = await asyncio.to_thread(chat_wishes, body, tenant.salt, template)  # PML may be long
-        return await _answer(service, request, body, wishes, True, bool(body.logprobs))
+        salt = _tenant(request).salt
+
+        def make(engine: Engine) -> list[Wish]:
+            told = body.chat_template_kwargs, body.enable_thinking, body.reasoning_effort, body.verbosity
+            template = engine.template if any(each is not None for each in told) else None
+            return chat_wishes(body, salt, template)
+
+        return await _answer(service, request, body, make, True, bool(body.logprobs))
 
     @routes.post("/v1/completions", responses=_also("text/event-stream"))
     async def completions(request: Request, body: TextRequest) -> Response:
         """Go on from a text."""
-        engine = await asyncio.to_thread(service.engine, _tenant(request))
-        n_tokens = len(engine.model.words)
-        wishes = await asyncio.to_thread(text_wishes, body, _tenant(request).salt, engine.marker.mark, n_tokens)
-        return await _answer(service, request, body, wishes, False, body.logprobs is not None)
+        salt = _tenant(request).salt
+
+        def make(engine: Engine) -> list[Wish]:
+            return text_wishes(body, salt, engine.marker.mark, len(engine.model.words))
+
+        return await _answer(service, request, body, make, False, body.logprobs is not None)
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -68,14 +71,13 @@ def router(service: Service) -> APIRouter:
     @routes.get("/v1/ragfuse/store")
     async def store(request: Request) -> dict[str, Any]:
         """What the asker's tenant has in the store."""
-        engine = await asyncio.to_thread(service.engine, _tenant(request))
-        return await asyncio.to_thread(store_of, engine)
+        return await unless_gone(request.receive, service.look(_tenant(request), store_of))
 
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
         """What a request would read and compute, how long that would take, and why; it is not answered."""
-        engine = await asyncio.to_thread(service.engine, _tenant(request))
-        return await asyncio.to_thread(_explained, engine, body)
+        work = service.work(_tenant(request), lambda engine, check: _explained(engine, body, check))
+        return await unless_gone(request.receive, work)
 
     @routes.get("/health")
     async def health() -> Response:
@@ -86,7 +88,8 @@ def router(service: Service) -> APIRouter:
     @routes.get("/metrics", responses=_also("text/plain"))
     async def metrics(request: Request) -> Response:
         """Counts for Prometheus: of all requests, and of what the asker's tenant has."""
-        text = await asyncio.to_thread(service.counts.text, _tenant(request).salt)
+        threads = service.threads
+        text = await threads.run(threads.control, service.counts.text, _tenant(request).salt)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     return routes
@@ -96,16 +99,16 @@ async def _answer(
     service: Service,
     request: Request,
     body: Wanted,
-    wishes: list[Wish],
+    make: Callable[[Engine], list[Wish]],
     is_chat: bool,
     wants_logprobs: bool,
 ) -> Response:
-    """The answers to all wishes, one response."""
+    """The answers to all wishes that `make` makes in the request's turn, one response."""
     _check_model(service, body.model)
     if body.stream_options is not None and not body.stream:
         raise Refusal(400, "stream_options need stream: true; give both or neither.", "unusable", "stream_options")
     tenant = _tenant(request)
-    run = await unless_gone(request.receive, service.begin(tenant, wishes, body.session_id))
+    run = await unless_gone(request.receive, service.begin(tenant, make, body.session_id))
     try:
         engine = run.engine
         usage = body.stream_options is not None and body.stream_options.include_usage
@@ -175,7 +178,7 @@ class Events(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _explained(engine: Engine, body: ExplainRequest) -> dict[str, Any]:
+def _explained(engine: Engine, body: ExplainRequest, check: Callable[[object], None]) -> dict[str, Any]:
     how = body.ragfuse
     ask = Ask(policy=how.policy, ratio=how.ratio, reuse=how.reuse, overflow=how.overflow, deadline_s=how.deadline_s)
     ask = in_session(ask, body.session_id)
@@ -184,9 +187,12 @@ def _explained(engine: Engine, body: ExplainRequest) -> dict[str, Any]:
     if len(given) > 1 or not (given or body.pml):
         raise Refusal(400, "Wanted messages or a prompt, one of them; found both or neither.", "unusable", "messages")
     if body.prompt is not None:
-        plan = engine.plan(text_of(body.pml, body.prompt, documents, engine.marker.mark), ask)
+        question: Inquiry = text_of(body.pml, body.prompt, documents, engine.marker.mark)
     else:
-        plan = engine.plan(question_of(body.pml, body.messages or (), documents), ask)
+        question = question_of(body.pml, body.messages or (), documents)
+    check(None)
+    plan = engine.plan(question, ask)
+    check(None)
     return {"object": "ragfuse.plan", **as_dict(plan), "words": in_words(plan)}
 
 

@@ -15,9 +15,10 @@ from ragfuse.jobs import Job
 from ragfuse.modules import Request
 from ragfuse.outlook import Outlook
 from ragfuse.prompting import Turn
+from ragfuse.serve.guard import HeldBytes
 from ragfuse.serve.keys import Keys, Tenant
 from ragfuse.serve.refusals import Refusal
-from ragfuse.serve.run import Run, Wish
+from ragfuse.serve.run import HARD_S, Run, Wish
 from ragfuse.serve.stats import Counts
 from ragfuse.serve.threads import Threads
 from ragfuse.serve.turnstile import RETRY_S, Turnstile
@@ -37,8 +38,11 @@ class Service:
         self.settings = settings
         self.keys = keys if keys is not None else Keys(settings.api_keys, settings.salt)
         self.model = Path(settings.model).name
-        each = max(1, settings.serve_waiting // 2) if len(self.keys.tenants) > 1 else None
+        share = 2 if len(self.keys.tenants) > 1 else 1
+        each = max(1, settings.serve_waiting // share) if share > 1 else None
         self.turnstile = Turnstile(settings.serve_together, settings.serve_waiting, each)
+        held = settings.serve_held_bytes
+        self.held = HeldBytes(held, held // share, lambda: self.turnstile.jobs.backlog_s())
         self.counts = Counts(self.turnstile)
         self.threads = Threads(settings.serve_together)
         self.since = int(time.time())
@@ -63,25 +67,29 @@ class Service:
         engine.model.name = self.model  # what clients are told is no place on this machine
         return engine
 
-    async def begin(self, tenant: Tenant, wishes: Sequence[Wish], session: str | None) -> Run:
-        """The answers, of which the first is being written; waits for this request's turn.
+    async def begin(self, tenant: Tenant, make: Callable[[Engine], Sequence[Wish]], session: str | None) -> Run:
+        """The answers to what `make` makes of a request, of which the first is being written; waits for its turn.
 
-        Refusal where there is no room to wait (429), the time is over (504), or the server stops (503).
+        `make` is called once, in the request's turn or while it waits for that. Refusal where there is no room to wait
+        (429), the time is over (504), or the server stops (503).
         """
-        due_s = self._due_s()
-        engine = await asyncio.to_thread(self.engine, tenant)
-        loop = asyncio.get_running_loop()
+        due_s, wanted = self._due_s(), _Wanted(lambda: self.engine(tenant), make)
         job = await self._turn(
-            tenant, session, due_s, lambda job: loop.run_in_executor(None, self._wait, job, tenant, engine, wishes)
+            tenant, session, due_s, lambda job: self.threads.ahead.submit(self._wait, job, tenant, wanted)
         )
+        engine, wishes = await self._within(job, due_s, wanted.get)
 
         def done() -> None:
             self._runs.discard(run)
             self.turnstile.leave(job)
             if self._is_told and not self.stopping:
-                loop.run_in_executor(None, self.look_ahead)
+                self.threads.ahead.submit(self.look_ahead)
 
-        run = Run(wishes, engine, due_s, done)
+        try:
+            run = Run(wishes, engine, due_s, done)
+        except BaseException:
+            self.turnstile.leave(job)
+            raise
         self._runs.add(run)
         return run
 
@@ -92,7 +100,6 @@ class Service:
         more (499), the time is over (504), or the server stops (503).
         """
         due_s, gone = self._due_s(), threading.Event()
-        engine = await asyncio.to_thread(self.engine, tenant)
         job = await self._turn(tenant, None, due_s, lambda job: None)
         until_s = time.monotonic() + due_s - asyncio.get_running_loop().time()
 
@@ -102,16 +109,21 @@ class Service:
             if time.monotonic() >= until_s:
                 raise Refusal(504, _ENOUGH, "timeout", None, RETRY_S)
 
-        def done(task: asyncio.Future[T]) -> None:
-            self.turnstile.leave(job)
-            _ = task.cancelled() or task.exception()  # was told, or nobody is there to be told
-
-        running = asyncio.get_running_loop().run_in_executor(None, do, engine, check)
-        running.add_done_callback(done)
         try:
-            return await asyncio.shield(running)
+            found = await self._within(job, due_s + HARD_S, lambda: do(self.engine(tenant), check))
         finally:
             gone.set()
+        self.turnstile.leave(job)
+        return found
+
+    async def look(self, tenant: Tenant, do: Callable[[Engine], T]) -> T:
+        """What a look at a tenant's store comes to. It waits for no turn, but for those who look before; Refusal (504)
+        where its time is over first."""
+        try:
+            async with asyncio.timeout_at(self._due_s()):
+                return await self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
+        except TimeoutError:
+            raise _late() from None
 
     def look_ahead(self) -> None:
         """Let every tenant's engine know which conversations are next; what waits comes to memory, and is kept there.
@@ -158,9 +170,32 @@ class Service:
             raise _late()
         return job
 
-    def _wait(self, job: Job[Its], tenant: Tenant, engine: Engine, wishes: Sequence[Wish]) -> None:
-        """Bring what a request reads to memory while it waits; what is wrong with it is told when it is answered."""
+    async def _within(self, job: Job[Its], due_s: float, do: Callable[[], T]) -> T:
+        """What a call comes to in the turn of `job`, which goes on behind it.
+
+        Where it fails, or nobody waits for it any more, the turn ends, but not before the call does: there are never
+        more calls than turns.
+        """
+        running = asyncio.get_running_loop().run_in_executor(self.threads.turns, do)
         try:
+            async with asyncio.timeout_at(due_s):
+                return await asyncio.shield(running)
+        except BaseException as error:
+            running.add_done_callback(lambda task: self._left(job, task))
+            if isinstance(error, TimeoutError) and not running.done():
+                raise _late() from None
+            raise
+
+    def _left(self, job: Job[Its], task: asyncio.Future[T]) -> None:
+        self.turnstile.leave(job)
+        _ = task.cancelled() or task.exception()  # was told, or nobody is there to be told
+
+    def _wait(self, job: Job[Its], tenant: Tenant, wanted: _Wanted) -> None:
+        """Bring what a request reads to memory while it waits; what is wrong with it is told when it is answered."""
+        if job.what.done():  # its turn has come, or nobody waits for it any more
+            return
+        try:
+            engine, wishes = wanted.get()
             prefetch(engine, wishes)
             question = wishes[0].question
             name = None if isinstance(question, Request) else engine.session_of(question, wishes[0].ask)
@@ -175,6 +210,22 @@ class Service:
         settings = self.settings
         told = {"salt": tenant.salt, "memory_bytes": settings.memory_bytes // share, "api_keys": ()}
         return settings.model_copy(update={**told, "gpu_bytes": settings.gpu_bytes // share})
+
+
+class _Wanted:
+    """What a request wants of an engine, found by whichever thread asks first; another one waits for that."""
+
+    def __init__(self, engine: Callable[[], Engine], make: Callable[[Engine], Sequence[Wish]]) -> None:
+        self._engine, self._make, self._lock = engine, make, threading.Lock()
+        self._found: tuple[Engine, Sequence[Wish]] | None = None
+
+    def get(self) -> tuple[Engine, Sequence[Wish]]:
+        """The engine and its wishes; raises what is wrong with the request."""
+        with self._lock:
+            if self._found is None:
+                engine = self._engine()
+                self._found = engine, self._make(engine)
+            return self._found
 
 
 def _late() -> Refusal:

@@ -1,0 +1,218 @@
+"""What is proportional to a request takes its turn; who watches over the server waits for none of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragfuse import Engine, Settings
+from ragfuse.serve.guard import HeldBytes
+from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.service import Service
+from tests.serve.kit import Served, raw, said, serving, wait_for
+from tests.serve.test_gone import is_idle
+from tests.tiny import CHUNKS
+
+PML = '<schema name="trip"><module name="a">The keeper counted forty ships in one night.</module></schema>'
+
+
+@pytest.fixture
+def two(tiny_path: Path, tmp_path: Path) -> Iterator[Served]:
+    """A server that answers two requests at a time."""
+    settings = Settings(
+        model=str(tiny_path), dtype="float32", store=tmp_path / "store", home=tmp_path, serve_together=2
+    )
+    with serving(settings) as made:
+        yield made
+
+
+def engine_of(served: Served) -> Engine:
+    return served.service.engine(served.service.keys.tenants[0])
+
+
+class Gate:
+    """A function that waits until it is let go on; counts who is in it, and who came."""
+
+    def __init__(self, real: Callable[..., Any]) -> None:
+        self.real, self.opened, self.lock = real, threading.Event(), threading.Lock()
+        self.came = self.inside = self.most = 0
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with self.lock:
+            self.came, self.inside = self.came + 1, self.inside + 1
+            self.most = max(self.most, self.inside)
+        try:
+            assert self.opened.wait(60)
+            return self.real(*args, **options)
+        finally:
+            with self.lock:
+                self.inside -= 1
+
+
+@contextmanager
+def gated(where: Any, name: str) -> Iterator[Gate]:
+    """This function waits at a gate."""
+    gate = Gate(getattr(where, name))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, gate)
+        try:
+            yield gate
+        finally:
+            gate.opened.set()
+
+
+def explain_request(served: Served, text: str = "Who?") -> tuple[str, dict[str, Any]]:
+    return "/v1/ragfuse/explain", {"messages": [said(text)]}
+
+
+def send_to(line: socket.socket, path: str, body: dict[str, Any] | None) -> None:
+    """A request, by hand; without a body it is a GET."""
+    data = b"" if body is None else json.dumps(body).encode()
+    kind = f"content-type: application/json\r\ncontent-length: {len(data)}\r\n" if data else ""
+    line.sendall(f"{'POST' if data else 'GET'} {path} HTTP/1.1\r\nhost: localhost\r\n{kind}\r\n".encode() + data)
+
+
+def test_thirty_explains_whose_senders_are_gone_starve_nobody(two: Served) -> None:
+    with gated(engine_of(two), "plan") as gate:
+        with ExitStack() as lines:
+            for _ in range(30):
+                send_to(lines.enter_context(raw(two.port)), *explain_request(two, f"{CHUNKS[0]} " * 20))
+            wait_for(lambda: gate.inside == 2 and len(two.service.turnstile.jobs) == 28)
+            assert two.get("/health").status_code == 200
+            assert b"ragfuse_requests_waiting 28.0" in two.get("/metrics").content
+            assert two.get("/v1/ragfuse/store").status_code == 200
+        wait_for(lambda: len(two.service.turnstile.jobs) == 0)
+        gate.opened.set()
+        assert two.chat(max_tokens=2).status_code == 200
+        wait_for(lambda: is_idle(two))
+        assert (gate.came, gate.most) == (2, 2)
+
+
+def test_a_schema_is_read_in_its_turn(two: Served) -> None:
+    with gated(engine_of(two).schemas, "register") as gate, ExitStack() as lines:
+        for _ in range(6):
+            send_to(lines.enter_context(raw(two.port)), "/v1/ragfuse/schemas", {"pml": PML})
+        wait_for(lambda: gate.inside == 2 and len(two.service.turnstile.jobs) == 4)
+    wait_for(lambda: is_idle(two))
+    assert gate.most == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_what_a_request_wants_is_found_in_its_turn_alone(two: Served, path: str) -> None:
+    body = {"model": two.service.model, "max_tokens": 1}
+    body |= {"messages": [said()]} if "chat" in path else {"prompt": "Who?"}
+    with pytest.MonkeyPatch.context() as patch:
+        real = f"ragfuse.serve.routes.{'chat' if 'chat' in path else 'text'}_wishes"
+        module = __import__("ragfuse.serve.routes", fromlist=["_"])
+        gate = Gate(getattr(module, real.rpartition(".")[2]))
+        patch.setattr(real, gate)
+        with ExitStack() as lines:
+            for _ in range(12):
+                send_to(lines.enter_context(raw(two.port)), path, body)
+            wait_for(lambda: gate.inside == 3)  # two in their turns, and one that is looked ahead to
+            assert two.get("/health").status_code == 200
+        wait_for(lambda: len(two.service.turnstile.jobs) == 0)
+        assert two.service.turnstile.jobs.running == 2  # a turn lasts as long as its work
+        gate.opened.set()
+        wait_for(lambda: is_idle(two))
+        assert (gate.came, gate.most) == (3, 3)
+
+
+def test_who_watches_is_answered_while_all_else_is_busy(two: Served) -> None:
+    threads, enough = two.service.threads, threading.Event()
+    try:
+        for pool in (threads.intake, threads.ahead, threads.lookups, threads.turns):
+            for _ in range(4 * pool._max_workers):
+                pool.submit(enough.wait, 60)
+        for _ in range(5):
+            assert two.get("/health").json()["status"] == "ok"
+            assert b"ragfuse_requests_total" in two.get("/metrics").content
+            assert two.get("/v1/models").status_code == 200
+    finally:
+        enough.set()
+
+
+def test_looks_at_the_store_whose_senders_are_gone_are_not_made(two: Served) -> None:
+    engine = engine_of(two)
+    with gated(engine.schemas, "ls") as gate:
+        with ExitStack() as lines:
+            for _ in range(20):
+                send_to(lines.enter_context(raw(two.port)), "/v1/ragfuse/schemas", None)
+            wait_for(lambda: gate.inside == 2 and two.service.threads.lookups._work_queue.qsize() == 18)
+        wait_for(lambda: b'path="/v1/ragfuse/schemas",status="499"} 20.0' in two.get("/metrics").content)
+        gate.opened.set()
+        assert two.get("/v1/ragfuse/schemas").status_code == 200
+        assert gate.came == 3
+
+
+def test_a_body_whose_sender_is_gone_is_not_read(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ragfuse.serve.body as bodies
+
+    gate = Gate(bodies.read_as)
+    monkeypatch.setattr(bodies, "read_as", gate)
+    with ExitStack() as lines:
+        for _ in range(20):
+            send_to(lines.enter_context(raw(two.port)), *explain_request(two))
+        wait_for(lambda: gate.inside == 1 and two.service.threads.intake._work_queue.qsize() == 19)
+    wait_for(lambda: not two.service.held.by_tenant)
+    gate.opened.set()
+    assert two.chat(max_tokens=1).status_code == 200
+    assert gate.came == 2
+
+
+async def test_work_whose_time_is_over_is_told_and_keeps_its_turn_until_it_ends(
+    tiny_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service(tiny_settings.model_copy(update={"serve_timeout_s": 0.05, "serve_together": 1}))
+    monkeypatch.setattr("ragfuse.serve.service.HARD_S", 0.05)
+    tenant, enough = service.keys.tenants[0], threading.Event()
+    await asyncio.to_thread(service.engine, tenant)
+    with pytest.raises(Refusal) as told:
+        await service.work(tenant, lambda engine, check: enough.wait(60))
+    assert told.value.status == 504
+    assert service.turnstile.jobs.running == 1
+    enough.set()
+    while service.turnstile.jobs.running:
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(service.close)
+    service.threads.close()
+
+
+def test_bodies_are_held_up_to_a_bound_together_and_half_of_it_a_tenant() -> None:
+    held = HeldBytes(100, 50, lambda: 7.0)
+    held.take("a", 50)
+    with pytest.raises(Refusal, match="50 of one tenant") as told:
+        held.take("a", 1)
+    assert (told.value.status, told.value.headers()["retry-after"]) == (429, "7")
+    held.take("b", 50)
+    with pytest.raises(Refusal, match="100 bytes"):
+        held.take("c", 1)
+    held.give("a", 50)
+    held.take("c", 50)
+    assert held.by_tenant == {"b": 50, "c": 50}
+
+
+def test_more_bodies_than_are_held_are_told_to_come_later(tiny_path: Path, tmp_path: Path) -> None:
+    settings = Settings(
+        model=str(tiny_path), dtype="float32", store=tmp_path / "store", home=tmp_path, serve_held_bytes=20_000
+    )
+    with serving(settings) as served:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        with raw(served.port) as line:
+            line.sendall(head + b"content-length: 19500\r\n\r\n{" + b" " * 19_000)
+            wait_for(lambda: served.service.held.by_tenant.total() > 19_000)
+            answer = served.chat(messages=[said("a" * 2000)])
+            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "busy")
+            assert int(answer.headers["retry-after"]) >= 1
+            assert served.get("/health").status_code == 200
+        wait_for(lambda: not served.service.held.by_tenant)
+        assert served.chat(max_tokens=1).status_code == 200
+        wait_for(lambda: not served.service.held.by_tenant)
