@@ -15,7 +15,7 @@ from ragfuse.errors import SettingsError
 from ragfuse.serve.app import make_app
 from ragfuse.serve.keys import LOOPBACK, check_host
 from ragfuse.serve.service import Service
-from ragfuse.serve.wire import Wire
+from ragfuse.serve.wire import Connections, Wire
 
 BACKLOG = 2048
 """Connections that wait to be taken."""
@@ -33,8 +33,11 @@ class Server(uvicorn.Server):
         settings = service.settings
         self._service, self._until_s = service, 0.0
 
+        most = 4 * (settings.serve_together + settings.serve_waiting) + 256
+
         class Patient(Wire):
             patience_s = settings.serve_patience_s
+            among = Connections(most, settings.serve_connections_each)
 
         config = uvicorn.Config(
             make_app(service, origins, host in LOOPBACK),
@@ -47,7 +50,6 @@ class Server(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=AFTER_S,
-            limit_concurrency=4 * (settings.serve_together + settings.serve_waiting) + 256,
         )
         super().__init__(config)
 
