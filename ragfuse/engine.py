@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeGuard, cast
 
 from ragfuse.answering import Answerer, Asked, Say
 from ragfuse.asking import Ask, known_policy, room_behind
@@ -40,7 +39,17 @@ from ragfuse.prefetching import Prefetcher
 from ragfuse.prefilling import Prefiller
 from ragfuse.prefix_cache import PrefixCache
 from ragfuse.profiles import MachineProfile, ModelProfile
-from ragfuse.prompting import Content, Inquiry, Prompter, Question, mended, mended_content, mended_question
+from ragfuse.prompting import (
+    Content,
+    Ids,
+    Inquiry,
+    Prompter,
+    Question,
+    is_ids,
+    mended,
+    mended_content,
+    mended_question,
+)
 from ragfuse.registry import Registry
 from ragfuse.saving import EXIT_S, WAIT_S, Saver, Work
 from ragfuse.settings import Settings
@@ -224,7 +233,7 @@ class Engine:
         self.outlook.expect(whose, told)
         self._prefetcher.look_ahead([(whose, name) for name in sorted(told, key=told.__getitem__)])
 
-    def session_of(self, prompt: Question, ask: Ask | None = None) -> str | None:
+    def session_of(self, prompt: Question | Ids, ask: Ask | None = None) -> str | None:
         """The name of the kept conversation that a prompt goes on with; None where there is none."""
         return self._talks.name_of(mended_question(prompt), ask or Ask())
 
@@ -284,9 +293,9 @@ class Engine:
             answers = self._answerer.all(assembled, each, gone) if assembled else []
         return [_told(answer, unsaved) for answer in answers]
 
-    def ids(self, prompt: Inquiry | Sequence[int]) -> list[int]:
+    def ids(self, prompt: Inquiry) -> list[int]:
         """All ids of a prompt; InputError if it is longer than the model can take."""
-        ids = [*prompt] if is_ids(prompt) else [*self.prompt(cast(Inquiry, prompt)).token_ids]
+        ids = [*prompt] if is_ids(prompt) else [*self.prompt(prompt).token_ids]
         room_behind(len(ids), self.model)
         return ids
 
@@ -460,11 +469,6 @@ class Engine:
 def _told(answer: Answer, unsaved: Sequence[str]) -> Answer:
     """The answer, whose trace says what could not be read or written beside it."""
     return replace(answer, trace=replace(answer.trace, unsaved=tuple(unsaved))) if unsaved else answer
-
-
-def is_ids(prompt: Inquiry | Sequence[int]) -> TypeGuard[Sequence[int]]:
-    """Whether a prompt is given as token ids."""
-    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(each, int) for each in prompt)
 
 
 def _is_chat(question: Inquiry, ask: Ask) -> bool:

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ragfuse.bench.fidelity import Fidelity, fidelity
 from ragfuse.bench.quality.metrics import is_right
 from ragfuse.demo import corpus_path, questions
-from ragfuse.engine import Engine, Ingested
+from ragfuse.engine import Content, Engine, Ingested
 from ragfuse.models import quietly, resolve_embedder
 
 MAX_TOKENS = 24
@@ -200,7 +200,7 @@ class Demo:
 
         before, after = self._messages("\0", "?")[-1][1].split("\0")
         sample = Piece(self.texts[0][0], "chunk")
-        messages = self._messages("", "?")[:-1]
+        messages: list[tuple[str, Content]] = [*self._messages("", "?")[:-1]]
         return self.engine.prefix([*messages, ("user", (Piece(before), sample, Piece(after)))])
 
     def _fidelity(self, question: str, answer: str) -> Fidelity:
