@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from ragfuse.core import whole_text
-from ragfuse.errors import InputError, SettingsError
+from ragfuse.errors import OverlongError, SettingsError
 from ragfuse.fuse.select import policy_named
 from ragfuse.grammar import Grammar
 from ragfuse.hf.handover import told
@@ -118,12 +118,12 @@ def known_policy(name: str) -> None:
 def room_behind(
     n_tokens: int, model: HFModel, what: str = "The prompt", so: str = "Take fewer or shorter chunks."
 ) -> int | None:
-    """New tokens that fit behind so many, None without a limit; InputError when these do not fit themselves."""
+    """New tokens that fit behind so many, None without a limit; OverlongError when these do not fit themselves."""
     longest = model.longest
     if longest is None:
         return None
     if n_tokens > longest:
-        raise InputError(
+        raise OverlongError(
             f"{what} does not fit: wanted at most {longest:,} tokens, which is what {model.name} was made for, "
             f"found {n_tokens:,}. {so}"
         )

@@ -98,6 +98,14 @@ class Conversations:
         messages = [*_said(talk.session), *(turn_of(message) for message in talk.messages)]
         return fitted(lambda n: self._shortened(lambda said: make(said, n), messages, talk, ask), limit)
 
+    def may_shorten(self, question: Question | Ids, ask: Ask) -> bool:
+        """Tell whether earlier turns of a question may be left out where it is too long."""
+        if ask.session is not None:
+            return True
+        if self._settings.history == "asked" or is_ids(question):
+            return False
+        return len(LaterTurns(turns_of(question))) > 0
+
     def name_of(self, question: Question | Ids, ask: Ask) -> str | None:
         """The session that a question goes on with; None where none is known."""
         digest = self._encoder().digest

@@ -16,12 +16,13 @@ from ragfuse.asking import Ask, known_policy, room_behind
 from ragfuse.bringing import Bringer
 from ragfuse.calling import Caller, Tool, offered
 from ragfuse.coding import Coding
+from ragfuse.context_window import check_request, check_texts, check_turns, may_fit
 from ragfuse.conversing import Conversations
 from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest, whole_text
 from ragfuse.counting import Tally
 from ragfuse.dtypes import settled
 from ragfuse.encoding import Encoder, Ingested
-from ragfuse.fitting import limit_of
+from ragfuse.fitting import drops, limit_of
 from ragfuse.forgetting import chunk_of, forget_chunks
 from ragfuse.fork import ForkLock
 from ragfuse.gate import Booked, Profiles, refusal_of
@@ -49,6 +50,7 @@ from ragfuse.prompting import (
     mended,
     mended_content,
     mended_question,
+    turns_of,
 )
 from ragfuse.registry import Registry
 from ragfuse.saving import EXIT_S, WAIT_S, Saver, Work
@@ -190,6 +192,7 @@ class Engine:
         for text, source in texts:
             source = whole_text(source)
             text = mended(text, f"'{source}'").strip()
+            check_texts([text], self.model, f"A chunk of '{source}'")
             ids = self.tokens(text)
             room_behind(len(ids), self.model, f"A chunk of '{source}'")
             nbytes = encoder.keep_chunk(ids)
@@ -215,8 +218,10 @@ class Engine:
         for text, source in texts:
             source = whole_text(source)
             text = mended(text, f"'{source}'").strip()
+            if text in self.known or not may_fit(text, self.model):
+                continue
             ids = self.tokens(text)
-            if text not in self.known and len(ids) >= self.settings.min_chunk_tokens:
+            if len(ids) >= self.settings.min_chunk_tokens:
                 self._prompter.note(self.digest, text, source, ids)
 
     def prefetch(self, texts: Iterable[str]) -> None:
@@ -250,6 +255,21 @@ class Engine:
     def known_texts(self, source: str) -> list[str]:
         """Texts of known chunks that came from this source."""
         return self._prompter.known_from(self.digest, whole_text(source))
+
+    def check_length(self, prompt: Inquiry, ask: Ask | None = None) -> None:
+        """OverlongError for a prompt that can never fit what the model takes, told before it is searched or tokenised.
+
+        One that passes may still be too long: that is known when it is tokenised. Where chunks may be left out, or
+        earlier turns of a conversation, what has to stay counts.
+        """
+        ask = ask or Ask()
+        if isinstance(prompt, Request):
+            check_request(prompt, self.model)
+        elif is_ids(prompt):
+            room_behind(len(prompt), self.model)
+        elif not drops(ask, self.settings):
+            may_shorten = self._talks.may_shorten(prompt, ask)
+            check_turns(turns_of(prompt), self.model, offered(ask), may_shorten, marker=self.marker)
 
     def plan(self, prompt: Inquiry, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""
@@ -391,11 +411,14 @@ class Engine:
         """The prompt of a question; without its last chunks where it is too long and they may be left out."""
         if isinstance(question, Request):
             return self.schemas.prompt(question, ask)
-        tools, limit, question = offered(ask), limit_of(ask, self.settings, self.model), mended_question(question)
+        question = mended_question(question)
+        self.check_length(question, ask)
+        tools, limit = offered(ask), limit_of(ask, self.settings, self.model)
+        check = limit is not None and not self._talks.may_shorten(question, ask)
         documents = [(mended(text, f"'{whole_text(name)}'"), whole_text(name)) for text, name in ask.documents]
         if self.settings.learn != "off":
             self._prompter.hear(self.digest, documents, question)
-        make = partial(self._prompter.prompt, digest=self.digest, tools=tools, ask=ask)
+        make = partial(self._prompter.prompt, digest=self.digest, tools=tools, ask=ask, check=check)
         prompt = self._talks.fitted(question, ask, lambda q, n: make(q, leave_out=n), limit)
         if documents and all(segment.kind != "chunk" for segment in prompt.segments):
             return replace(prompt, altered=self._prompter.altered(question, documents))

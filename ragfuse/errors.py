@@ -3,6 +3,7 @@
     RagFuseError
     ├── SettingsError      a setting, flag or argument is not usable
     ├── InputError         a path, document or prompt cannot be read
+    │   ├── OverlongError  a prompt, chunk or schema that is longer than the model takes
     │   └── PMLError       a schema or prompt in PML, or a template or program that stands for one, with the line
     ├── ModelError         a model cannot be found, loaded or prepared
     │   └── RefusedError   a model whose KV cannot be placed elsewhere (answers fall back to full prefill)
@@ -24,6 +25,10 @@ class SettingsError(RagFuseError):
 
 class InputError(RagFuseError):
     """A path, document or prompt that cannot be read or has nothing to read."""
+
+
+class OverlongError(InputError):
+    """A text that is longer than its model takes, in tokens."""
 
 
 class PMLError(InputError):

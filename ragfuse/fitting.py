@@ -5,12 +5,14 @@ Which chunks go first, and what goes with them, is told in `text.fit`.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 
 from ragfuse.asking import Ask, options_of, room_behind
 from ragfuse.core import Prompt
+from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
 
@@ -18,15 +20,25 @@ from ragfuse.settings import Settings
 def fitted(make: Callable[[int], Prompt], limit: int | None) -> Prompt:
     """The prompt without as few chunks as let it have `limit` tokens at most (None: any number), or without all.
 
-    `make(n)` gives it without the last n of the chunks that may be left out, or without all where there are fewer.
+    `make(n)` gives it without the last n of the chunks that may be left out, or without all where there are fewer. It
+    may raise OverlongError for one that is much too long; where that is the shortest, so does this.
     """
-    whole = make(0)
-    if limit is None or len(whole) <= limit:
-        return whole
-    without, least = lru_cache(maxsize=None)(make), make(len(whole))
+    if limit is None:
+        return make(0)
+    without = lru_cache(maxsize=None)(make)
+    if _fits(without, 0, limit):
+        return without(0)
+    least = make(sys.maxsize)
     if len(least) > limit:
         return least
-    return without(1 + bisect_left(range(1, len(least.dropped)), True, key=lambda n: len(without(n)) <= limit))
+    return without(1 + bisect_left(range(1, len(least.dropped)), True, key=lambda n: _fits(without, n, limit)))
+
+
+def _fits(make: Callable[[int], Prompt], n: int, limit: int) -> bool:
+    try:
+        return len(make(n)) <= limit
+    except OverlongError:
+        return False
 
 
 def room_of(prompt: Prompt, model: HFModel, drops: bool) -> int | None:

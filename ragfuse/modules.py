@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.asking import Ask, room_behind
+from ragfuse.context_window import check_request, check_schema
 from ragfuse.core import Prompt
 from ragfuse.encoding import Encoder, Ingested
 from ragfuse.errors import InputError, PMLError
@@ -180,6 +181,7 @@ class Schemas:
             raise request.at.error(
                 f"a prompt for schema '{request.schema}', which is not registered", f"{wanted} (Engine.register)"
             )
+        check_request(request, encoder.model)
         layout = self._meant(kept, request.over)
         self._note(kept, layout, encoder)
         return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend).prompt
@@ -211,6 +213,7 @@ class Schemas:
 
     def _lay_out(self, kept: Kept) -> Layout:
         model, schema = self._encoder().model, parse_schema(kept.pml, kept.file)
+        check_schema(schema, model)
         begins, wrapping = self._wrapping()
         is_chat = wrapping is not PLAIN and _has_messages(schema.items)
         bos = model.tokens(begins, True) if is_chat else model.bos

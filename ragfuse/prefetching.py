@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
+from ragfuse.context_window import may_fit
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.encoding import Encoder
 from ragfuse.fork import at_fork
@@ -178,7 +179,7 @@ class Prefetcher:
     def _wanted(self, texts: Sequence[str]) -> Iterator[tuple[ChunkKey, ...]]:
         """For each run that a prompt may hold, its key."""
         encoder = self._encoder()
-        runs = (encoder.model.tokens(text.strip()) for text in texts)
+        runs = (encoder.model.tokens(text.strip()) for text in texts if may_fit(text, encoder.model))
         yield from ((encoder.key(ids, encoder.context),) for ids in runs if len(ids) >= encoder.shortest)
 
     def _affordable(self, entries: Sequence[Entry]) -> list[Entry]:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard, cast
 
 from ragfuse.asking import Ask, ends_of
+from ragfuse.context_window import check_turns, may_fit
 from ragfuse.core import ChunkKey, Prompt, amid, whole_text
 from ragfuse.errors import InputError, StoreError
 from ragfuse.fork import ForkLock, at_fork
@@ -29,7 +30,7 @@ from ragfuse.text.assemble import Assembler
 from ragfuse.text.call_probe import call_format
 from ragfuse.text.calls import CallFormat
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
-from ragfuse.text.fit import lean
+from ragfuse.text.fit import Lean, lean
 from ragfuse.text.known_spans import ALTERED, MOST, KnownSpans, Match
 from ragfuse.text.nodes import Request
 from ragfuse.text.turns import Content, Turn
@@ -120,7 +121,9 @@ class Prompter:
         known, contents = self.known(digest), _contents(question)
         for text, source in texts:
             text = text.strip()
-            if text in known or len(ids := self._model().tokens(text)) < self._settings.min_chunk_tokens:
+            if text in known or not may_fit(text, self._model()):
+                continue
+            if len(ids := self._model().tokens(text)) < self._settings.min_chunk_tokens:
                 continue
             if text in contents:
                 known.add([text], source)
@@ -161,11 +164,12 @@ class Prompter:
         tools: Sequence[Mapping[str, Any]] = (),
         leave_out: int = 0,
         ask: Ask | None = None,
+        check: bool = False,
     ) -> Prompt:
         """Tokens, chunks and positions. Chunks are what carries marks, and every known chunk that stands in a text.
 
         The last `leave_out` chunks are left out, see `text.fit`. What is asked without reuse is the model's own prompt,
-        which no mark changes.
+        which no mark changes. check: OverlongError, before it is tokenised, for one that can never fit.
         """
         ask, model, settings = ask or Ask(), self._model(), self._settings
         shortest, context = settings.min_chunk_tokens, amid("") if settings.amid_tokens else ""
@@ -186,6 +190,8 @@ class Prompter:
             return own.ids(_checked(question, len(model.words)))
         if isinstance(question, str) and not tools and not ask.continue_final_message:
             left = lean([self.pieces(question, digest)], leave_out)
+            if check:
+                self._check([Turn("user", left.contents[0])], left, ())
             return replace(own.text(left.contents[0], model.bos), dropped=left.sources)
         turns = turns_of(question)
         asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
@@ -196,7 +202,14 @@ class Prompter:
                 "continue_final_message goes on with an answer that is begun: wanted a last message of role "
                 f"'assistant' with a text, found role '{turns[-1].role}'. Add one, or leave the option out."
             )
+        if check:
+            self._check(turns, left, tools)
         return replace(replace(own, calls=self.calls).chat(turns, tools), dropped=left.sources)
+
+    def _check(self, turns: Sequence[Turn], left: Lean, tools: Sequence[Mapping[str, Any]]) -> None:
+        n_gone = len(left.sources)
+        what = f"The prompt without the {n_gone} chunks that could be left out" if n_gone else "The prompt"
+        check_turns(turns, self._model(), tools, what=what)
 
     def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""

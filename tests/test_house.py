@@ -56,6 +56,7 @@ ENGINE |= {
     "leaving",
     "remembering",
     "coding",
+    "context_window",
     "counting",
     "keeping",
     "metering",

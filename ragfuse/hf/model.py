@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring, standing
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed import pack
 from ragfuse.hf.prefill import KVSource, NoSource, Prefill
+from ragfuse.hf.token_length import TokenLength, token_length
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.profiles import ModelProfile
 
@@ -135,6 +137,11 @@ class HFModel:
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out."""
         return str(self.words.decode(list(token_ids), skip_special_tokens=True))
+
+    @cached_property
+    def token_length(self) -> TokenLength | None:
+        """How much text one token stands for at most; None where that is not known."""
+        return token_length(self.words)
 
     @property
     def nbytes_per_token(self) -> int:

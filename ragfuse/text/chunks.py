@@ -197,6 +197,15 @@ class Marker:
         found.append(Piece(text[done:]))
         return [piece for piece in found if piece.text]
 
+    def unmarked(self, text: str) -> str:
+        """The text without its marks; what looks like one and is none stays."""
+        return "".join(piece.text for piece in self.split(text)) if _HEAD.search(text) else text
+
+    @staticmethod
+    def count(text: str) -> int:
+        """How often a mark may begin in a text, signed or not."""
+        return sum(1 for _ in _HEAD.finditer(text))
+
     def _tag(self, length: int, name: str, residue: int) -> str:
         return blake3(f"{length}:{name}:{residue:x}".encode(), key=self._key).hexdigest(length=16)
 
