@@ -106,7 +106,7 @@ class Answerer:
                 brought.close()
             self.talks.begin([ready], asked.ask)
             if asked.ask.reuse:
-                self.prefixes.begin(ready, self.talks.keeps(ready, asked.ask))
+                self.prefixes.begin(ready)
             if self.settings.share and (several or reply.model.batcher.active):
                 self._share(ready, reply.model)
         try:
@@ -127,7 +127,7 @@ class Answerer:
         if not any(map(_is_gone, ends)):
             self.talks.after([ready], rows[:1], [answer], ask)
             if ask.reuse:
-                self.prefixes.after(ready, rows[0], self.talks.keeps(ready, ask))
+                self.prefixes.after(ready, rows[0])
         if streamer is None and say is not None:
             if answer.reasoning:
                 say(Thought(answer.reasoning))

@@ -164,7 +164,7 @@ class Conversations:
         return Talk(session, tuple(new), version, True, stays, session.keys)
 
     def _wait_for(self, session: Session) -> None:
-        """Until what its last turn left is saved, for a while; other conversations' turns hold up nobody."""
+        """Wait until what its last turn left is saved, `SAVED_S` at most; other conversations do not count."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting[session.id], SAVED_S)
 
@@ -232,11 +232,6 @@ class Conversations:
             if talk is not None and self._is_kept(talk, ask):
                 self._begun.add(id(each))
                 self._save_later(each, _saves(each.plan, talk, self._encoder().key), talk)
-
-    def keeps(self, ready: Ready, ask: Ask) -> bool:
-        """Whether what is new in a prompt is saved for its conversation's next turn."""
-        talk = _talk_of(ready)
-        return talk is not None and self._is_kept(talk, ask)
 
     def after(self, ready: Sequence[Ready], rows: Sequence[Sequence[int]], answers: Sequence[Answer], ask: Ask) -> None:
         """Remember turns whose answers were generated as the ids of `rows`, and save the answers' KV later."""
@@ -357,7 +352,9 @@ class Conversations:
         """Cut the rows out and keep them: in all tiers, or, as nobody asked for it, in memory alone."""
         encoder = self._encoder()
         store, fast = encoder.store, [tier.name for tier in encoder.store.tiers if not tier.slow]
-        if store.lookup([stretch.key], counts=False) or not (lasts or fast):
+        if not (lasts or fast):
+            return
+        if store.lookup([stretch.key], counts=False) and (not lasts or store.lasts(stretch.key)):
             return
         run = gathered(kv, spans, encoder.model.profile.rope)
         if not lasts:

@@ -320,7 +320,8 @@ class LoadPlan:
 class SegmentTrace:
     """What happened to one segment that could have come from the store.
 
-    encoded: its KV was computed alone, right behind the prefix, or amid other text ("" for a miss).
+    encoded: its KV was computed alone, right behind the prefix, or amid other text ("" for a miss). goes_on: it is one
+    more piece of the chunk that the segment before it is of, as where a prompt leaves out or changes words in a chunk.
     """
 
     source: str
@@ -335,6 +336,7 @@ class SegmentTrace:
     exact: bool = False
     encoded: Encoded | Literal[""] = ""
     why: str = ""
+    goes_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -391,7 +393,7 @@ class Trace:
         first = f"first token {self.ttft_s:.2f} s"
         if not self.tokens_reused:
             return f"{self.tokens} tokens: none reused ({self.refusal or 'nothing was found'}), {first}"
-        chunks = [segment.hit for segment in self.segments if segment.kind == "chunk"]
+        chunks = [each.hit for each in self.segments if each.kind == "chunk" and not each.goes_on]
         parts = [f"{self.tokens_prefix} as beginning"] if self.tokens_prefix else []
         parts += [f"{self.history_reused} of earlier turns"] if self.history_reused else []
         parts += [f"{sum(chunks)} of {len(chunks)} chunks"] if chunks else []

@@ -96,9 +96,11 @@ class Tally:
 
 
 def _looked_up(trace: Trace, why: str) -> Iterator[str]:
-    """What became of each segment that was looked for: "hit" and its tier, or "missed"."""
+    """What became of each entry that was looked for: "hit" and its tier, or "missed"."""
     if why in ("", "nothing_stored"):
         for segment in trace.segments:
+            if segment.goes_on:
+                continue
             if segment.hit:
                 yield f"hit {segment.tier}"
             elif why or segment.why in (MISSING, UNREADABLE):

@@ -87,15 +87,18 @@ class Encoder:
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
         """Encode and keep what prompts begin with; bytes of new KV."""
-        return self._put(tokens, self.key(tokens), lambda: self.model.encode(tokens), fast=True)
+        return self._put(tokens, self.key(tokens), lambda: self.model.encode(tokens))
 
-    def keep_chunk(self, tokens: Sequence[int]) -> int:
-        """Encode and keep a chunk; bytes of new KV, 0 where it was there."""
+    def keep_chunk(self, tokens: Sequence[int], lasts: bool = True) -> int:
+        """Encode and keep a chunk; bytes of new KV, 0 where it was there.
+
+        lasts: in slow tiers, too; unless a later process can find it, memory alone is the place for it.
+        """
         room = room_behind(len(tokens), self.model)
         other = self.other_tokens if room is None else min(self.other_tokens, room - 1)
         before = self.model.tokens(stand_in() + GAP)[-other:] if other else []
         encode = self.model.encode_amid if self.other_tokens else self.model.encode
-        return self._put(tokens, self.key(tokens, self.context), lambda: encode(tokens, before), fast=True)
+        return self._put(tokens, self.key(tokens, self.context), lambda: encode(tokens, before), lasts=lasts)
 
     def keep_run(self, run: Run) -> int:
         """Encode and keep a schema's run (Prompt Cache 3.3); bytes of new KV.
@@ -105,18 +108,30 @@ class Encoder:
         start = run.start if self.model.profile.fixed else 0
         positions = [start + position for position in run.positions]
         encoded = lambda: self.model.encode_at(run.tokens, positions)  # noqa: E731
-        return self._put(run.tokens, self.key_of(run), encoded, fast=True, stays=True)
+        return self._put(run.tokens, self.key_of(run), encoded, stays=True)
 
     def _put(
-        self, tokens: Sequence[int], key: ChunkKey, encoded: Callable[[], ChunkKV], fast: bool, stays: bool = False
+        self,
+        tokens: Sequence[int],
+        key: ChunkKey,
+        encoded: Callable[[], ChunkKV],
+        stays: bool = False,
+        lasts: bool = True,
     ) -> int:
-        """stays: it is used where it was encoded, if the model's KV cannot be moved."""
+        """stays: it is used where it was encoded, if the model's KV cannot be moved. lasts: slow tiers get it, too."""
         profile = self.model.profile
         refused = profile.refusal and not (stays and profile.fixed)
-        if len(tokens) < self.shortest or refused or self.store.lookup([key]):
+        if len(tokens) < self.shortest or refused:
+            return 0
+        if self.store.lookup([key]) and (not lasts or self.store.lasts(key)):
+            return 0
+        fast = [tier.name for tier in self.store.tiers if not tier.slow]
+        if not lasts and not fast:
             return 0
         kv = encoded()
+        if not lasts:
+            return kv.nbytes if self.store.put(key, kv, tier=fast[-1]) else 0
         home, levels = self.home(len(tokens), kv.nbytes), self.levels(len(tokens), kv.nbytes)
         wait, pace_s = self.pace_s is None, self.pace_s or 0.0
-        kept = self.store.put(key, kv, wait=wait, fast=fast, home=home, pace_s=pace_s, levels=levels)
+        kept = self.store.put(key, kv, wait=wait, home=home, pace_s=pace_s, levels=levels)
         return kv.nbytes if kept else 0

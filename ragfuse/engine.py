@@ -53,7 +53,7 @@ from ragfuse.prompting import (
     turns_of,
 )
 from ragfuse.registry import Registry
-from ragfuse.saving import EXIT_S, WAIT_S, Saver, Work
+from ragfuse.saving import EXIT_S, LEARNT, WAIT_S, Saver, Work
 from ragfuse.settings import Settings
 from ragfuse.sharing import forget, noting, shared
 from ragfuse.sightings import Recurs, Sightings
@@ -244,12 +244,13 @@ class Engine:
 
     def forget(self, texts: Iterable[str]) -> int:
         """Drop the KV of these chunks of this tenant, in any company and pinned or not, from every tier; bytes freed.
-        They are no known chunks any more. What other processes hold in memory stays there."""
+        They are no known chunks any more, nor are passages that were learnt from them. What other processes hold in
+        memory stays there."""
         texts = [whole_text(text).strip() for text in ((texts,) if isinstance(texts, str) else texts)]
         runs = {tuple(self.tokens(text)) for text in texts}
         self._saver.forget(runs)
         self._prefixes.forget(runs)
-        self._prompter.forget(self.digest, texts)
+        runs |= self._prompter.forget(self.digest, texts)
         return forget_chunks(self.store, self.book, {chunk_of(self.key(run)) for run in runs})
 
     def known_texts(self, source: str) -> list[str]:
@@ -468,7 +469,7 @@ class Engine:
             if self.settings.learn == "text" and not why:
                 for run in runs:
                     if is_prose(self.model.text(run)):
-                        self._saver.submit(Work(run, source="seen again"))
+                        self._saver.submit(Work(run, source=LEARNT))
             elif runs and work.bare:
                 shared(("recurs", self.settings.model), Recurs).tell(len(runs), self.settings, why)
             return
@@ -480,8 +481,9 @@ class Engine:
         if work.run is not None:
             encoder.keep_run(work.run)
             return
-        encoder.keep_chunk(work.tokens)
-        self._prompter.note(self.digest, work.text or self._text(work.tokens), work.source, work.tokens)
+        text = work.text or self._text(work.tokens)
+        encoder.keep_chunk(work.tokens, lasts=bool(text))
+        self._prompter.note(self.digest, text, work.source, work.tokens)
 
     def _text(self, tokens: tuple[int, ...]) -> str:
         """The text of ids, where it is tokenised as these; else "": then later processes do not know it."""

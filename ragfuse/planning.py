@@ -98,6 +98,10 @@ class Planner:
         why = self._nothing(prompt, bool(lost))
         return replace(found.refused(why), misses=found.misses)
 
+    def settle(self, prompt: Prompt) -> None:
+        """Wait a while for what is being saved of the prompt's beginning. The model is another prompt's meanwhile."""
+        self._prefixes.settle(prompt)
+
     def home(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> str | None:
         """The slow tier that a new chunk belongs in; None: all, as asked for or as this machine was not measured."""
         machine, slow = self.timings.corrected(model), [tier.name for tier in self._slow]

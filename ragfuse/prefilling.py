@@ -89,6 +89,8 @@ class Prefiller:
         It reads as many layers as a read buffer holds, by what this machine was measured to take. Where there is a
         deadline, what is brought is `bringing.py`'s.
         """
+        if ask.reuse and not model.lock.is_mine:
+            self.planner.settle(prompt)
         with ExitStack() as held:
             ahead = Ahead()
             held.callback(ahead.close)

@@ -1,8 +1,8 @@
 """Prefix caching: the longest beginning that a prompt shares with an earlier one is read, not computed.
 
-Exact, unlike fused chunks: what enters saw nothing but exact KV of the tokens before itself, and is used at the very
-positions that it was computed at. Kept in memory, dropped with everything else there.
-Conversations keep what is theirs alone, blended rows too, in `conversing.py`; entries that both have are kept once.
+Unlike fused chunks, these are exact: an entry is made only of rows that full prefill would give, too, and is used at
+the positions that it was computed at. Entries are kept in memory alone and evicted with everything else there.
+Conversations keep rows of their own, blended ones too (`conversing.py`); an entry that both need is kept once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
@@ -29,11 +30,18 @@ from ragfuse.tracing import Ready
 log = logging.getLogger("ragfuse.engine")
 
 SAVED_S = 5.0
-"""Seconds that a prompt waits, at most, for a beginning that it shares and that is being saved."""
+"""Seconds that a prompt waits, at most, for a beginning that it shares and that is being saved, while it waits for the
+model anyway."""
+HELD_S = 0.25
+"""The same of a prompt that may hold the model meanwhile, so that others wait for it."""
 MAX_BEFORE = 4096
 """Tokens before a first chunk, at most, for it to be encoded behind them: they are computed again for that."""
 SWEEP_NODES = 256
 """Nodes of a tree after which entries that are gone are looked for, and again whenever it has doubled."""
+
+
+RowsOf = Callable[[int, int], ChunkKV]
+"""KV of a prompt's tokens lo:hi."""
 
 
 @dataclass
@@ -42,6 +50,11 @@ class _Tenant:
 
     tree: RadixTree = field(default_factory=RadixTree)
     sweep_at: int = SWEEP_NODES
+
+    def n_known(self, token_ids: Sequence[int]) -> int:
+        """Tokens that the ids begin with and whose entries follow each other without a gap."""
+        chain = _chained(self.tree.match(token_ids))
+        return chain[-1].hi if chain else 0
 
 
 class PrefixCache:
@@ -68,6 +81,11 @@ class PrefixCache:
         """Whether there is memory to keep anything in, and it is wanted."""
         return self._settings.prefix_cache and bool(self._fast)
 
+    @property
+    def _is_lossless(self) -> bool:
+        """Whether memory keeps what others put there at full precision."""
+        return LEVELS[0] in self._store.levels.of(self._fast[-1])
+
     def placed(self, prompt: Prompt) -> Prompt:
         """The prompt with all that it shares with an earlier one as segments of kind "prefix".
 
@@ -81,7 +99,7 @@ class PrefixCache:
             found = [each.cut(n_past, len(prompt) - 1) for each in tree.match(prompt.token_ids) if each.hi > n_past]
             found = [each for each in found if each.hi - each.lo > 0]
             keys = {each.key for each in found}
-            self._changed.wait_for(lambda: not keys & self._waiting, SAVED_S)
+            self._changed.wait_for(lambda: not keys & self._waiting, HELD_S)
         there = self._store.lookup(keys, counts=False) if keys else {}
         if gone := keys - set(there):
             with self._changed:
@@ -90,30 +108,50 @@ class PrefixCache:
         found = [each for each in found if each.key in there and LEVELS[0] in there[each.key].sizes]
         return replace(prompt, segments=tuple(_with(prompt, found))) if found else prompt
 
-    def begin(self, ready: Ready, is_kept: bool) -> None:
-        """Save what is exact of a prompt that is prefilled, while its answer is written.
+    def settle(self, prompt: Prompt) -> None:
+        """Wait for what is being saved of the prompt's beginning, `SAVED_S` at most."""
+        if self.is_on and _is_plain(prompt):
+            with self._changed:
+                keys = {each.key for each in self._tenants[self._encoder().digest].tree.match(prompt.token_ids)}
+                self._changed.wait_for(lambda: not keys & self._waiting, SAVED_S)
 
-        is_kept: its conversation saves what is new in it; then that entry is used here, too.
+    def begin(self, ready: Ready) -> None:
+        """Save what is exact of a prompt that is prefilled and not known yet, while its answer is written.
+
+        What its conversation saves of it is known by then (`expect`) and not saved twice. A failure is logged, and
+        costs nothing but the reuse.
         """
-        prompt = ready.plan.prompt
-        if not self._can_save(ready) or is_kept:
-            return
-        n_exact = exact_rows(ready)
-        parts = list(_parts(ready, n_exact))
-        least, runs = self._settings.min_chunk_tokens, _computed(parts, n_exact)
-        runs = ((lo, hi) for lo, hi in runs if hi - lo >= least or hi < n_exact)  # a short end waits to grow
-        made = [self._entry(prompt.token_ids, lo, hi) for lo, hi in runs]
-        self._save(ready, prompt.token_ids, [*parts, *made], made)
+        with _logged():
+            if not self._can_save(ready):
+                return
+            prompt, n_exact, least = ready.plan.prompt, exact_rows(ready), self._settings.min_chunk_tokens
+            ids = prompt.token_ids
+            parts = list(_parts(ready, n_exact))
+            n_known = self._n_known(ids[:n_exact])
+            runs = ((max(lo, n_known), hi) for lo, hi in _computed(parts, n_exact))
+            # A short end waits for what follows it, unless that is the first chunk: `lacks` wants all before it.
+            ends = {n_exact} - {prompt.first_chunk}
+            runs = ((lo, hi) for lo, hi in runs if hi - lo >= (least if hi in ends else 1))
+            made = [self._entry(ids, lo, hi) for lo, hi in runs]
+            if made or parts:
+                kv = ready.prefill.kv
+                self._save(ids, [*parts, *made], made, lambda lo, hi: _rows(kv, lo, hi), kv.nbytes if made else 0)
 
-    def after(self, ready: Ready, written: Sequence[int], is_kept: bool) -> None:
-        """Save the KV of an answer, too, written as these ids behind a prompt that is exact."""
-        if is_kept or not self._can_save(ready) or exact_rows(ready) < len(ready.plan.prompt):
-            return
-        n_prompt, n_rows = len(ready.plan.prompt), ready.n_held(len(written))
-        if n_rows - n_prompt >= self._settings.min_chunk_tokens:
+    def after(self, ready: Ready, written: Sequence[int]) -> None:
+        """Save the KV of an answer, too, written as these ids behind a prompt that is exact.
+
+        A failure is logged, and costs nothing but the reuse.
+        """
+        with _logged():
+            n_prompt, n_rows = len(ready.plan.prompt), ready.n_held(len(written))
+            if not self._can_save(ready) or exact_rows(ready) < n_prompt:
+                return
             ids = (*ready.plan.prompt.token_ids, *written)[:n_rows]
-            made = self._entry(ids, n_prompt, n_rows)
-            self._save(ready, ids, [made], [made])
+            lo = self._n_known(ids)
+            if n_rows - lo >= self._settings.min_chunk_tokens:
+                made = self._entry(ids, lo, n_rows)
+                kv = _rows(ready.prefill.rows(lo, n_rows), 0, n_rows - lo)
+                self._save(ids, [made], [made], lambda lo, hi: kv, kv.nbytes)
 
     def lacks(self, ready: Ready) -> tuple[Sequence[int], int]:
         """What an answered prompt begins with, to the end of its first chunk, where that was blended: its ids, and how
@@ -148,10 +186,14 @@ class PrefixCache:
         if self.is_on:
             with self._changed:
                 self._insert(token_ids, [Rows(lo, len(token_ids), key, 0, lo)])
+            self._sweep_later()
 
     def expect(self, token_ids: Sequence[int], lo: int, key: ChunkKey) -> None:
-        """The same of what a conversation is about to keep: a prompt that shares it waits until it is `saved`."""
-        if self.is_on:
+        """The same of what a conversation is about to keep: a prompt that shares it waits until it is `saved`.
+
+        Where memory keeps it in fewer bits, it is not exact and not known here.
+        """
+        if self.is_on and self._is_lossless:
             with self._changed:
                 self._waiting.add(key)
             self.note(token_ids, lo, key)
@@ -185,52 +227,74 @@ class PrefixCache:
         return self.is_on and movable and ready.prefill.cache is not None and _is_plain(ready.plan.prompt)
 
     def _entry(self, token_ids: Sequence[int], lo: int, hi: int) -> Rows:
-        """Tokens lo:hi as an entry of their own, whose keys stay at the positions that they were computed at."""
+        """Tokens lo:hi as an entry of their own, whose keys stay at the positions that they were computed at.
+
+        A beginning has the key of a conversation's, unless those lose bits in memory.
+        """
         context = token_digest(token_ids[:lo]) if lo else ""
-        key = replace(self._encoder().key(token_ids[lo:hi], context), layout=f"at{lo}" if lo else "")
+        layout = "" if not lo and self._is_lossless else f"at{lo}"
+        key = replace(self._encoder().key(token_ids[lo:hi], context), layout=layout)
         return Rows(lo, hi, key)
 
-    def _insert(self, token_ids: Sequence[int], parts: Sequence[Rows]) -> None:
-        """Under the lock. Parts that do not follow what is known are left out: their beginning is not kept."""
-        tenant = self._tenants[self._encoder().digest]
-        known = [each for each in tenant.tree.match(token_ids) if each.hi <= min(part.lo for part in parts)]
-        chain = _chained([*known, *parts])
-        if chain:
-            tenant.tree.insert(token_ids, chain)
-        if tenant.tree.n_nodes >= tenant.sweep_at:
-            there = self._store.lookup(tenant.tree.keys, counts=False)
-            tenant.tree.discard(lambda key: key not in there and key not in self._waiting)
+    def _n_known(self, token_ids: Sequence[int]) -> int:
+        with self._changed:
+            return self._tenants[self._encoder().digest].n_known(token_ids)
+
+    def _insert(self, token_ids: Sequence[int], parts: Sequence[Rows]) -> set[ChunkKey]:
+        """Take the parts into the tree, under the lock; the keys that a node has from now on.
+
+        Parts that do not follow what is known are left out: their beginning is not kept.
+        """
+        tree = self._tenants[self._encoder().digest].tree
+        known = [each for each in tree.match(token_ids) if each.hi <= min(part.lo for part in parts)]
+        return tree.insert(token_ids, _chained([*known, *parts]))
+
+    def _sweep_later(self) -> None:
+        """Look in the background for entries that were evicted, where the tree has doubled since the last time."""
+        with self._changed:
+            tenant = self._tenants[self._encoder().digest]
+            if tenant.tree.n_nodes < tenant.sweep_at:
+                return
+            tenant.sweep_at = 2 * tenant.tree.n_nodes
+        self._writer.submit("prefix", partial(self._sweep, tenant), counts=False)
+
+    def _sweep(self, tenant: _Tenant) -> None:
+        with self._changed:
+            keys = tenant.tree.keys - self._waiting
+        gone = keys - set(self._store.lookup(keys, counts=False))
+        with self._changed:
+            tenant.tree.discard(gone)
             tenant.sweep_at = max(SWEEP_NODES, 2 * tenant.tree.n_nodes)
 
-    def _save(self, ready: Ready, ids: Sequence[int], parts: Sequence[Rows], made: Sequence[Rows]) -> None:
-        """Know all parts from now on, and save those that were made of the prompt's rows in the background."""
-        kv = ready.prefill.kv
-        nbytes = sum(each.hi - each.lo for each in made) * kv.nbytes // max(1, kv.n_tokens)
-        with self._changed:
-            full = self._waiting_bytes and self._waiting_bytes + nbytes > self._settings.history_buffer_bytes
-            if full or not parts:
-                return
-            self._insert(ids, sorted(parts, key=lambda part: part.lo))
-            self._waiting |= {each.key for each in made}
-            self._waiting_bytes += nbytes
-        if made and self._writer.submit("prefix", partial(self._write, kv, made, nbytes)):
-            return
-        self._done(made, nbytes)
+    def _save(self, ids: Sequence[int], parts: Sequence[Rows], made: Sequence[Rows], rows: RowsOf, held: int) -> None:
+        """Know all parts from now on, and save those of `made` that were not known in the background.
 
-    def _write(self, kv: ChunkKV, made: Sequence[Rows], nbytes: int) -> None:
+        rows: gives KV of the tokens lo:hi. held: bytes that stay in memory until they are saved.
+        """
+        with self._changed:
+            if self._waiting_bytes and self._waiting_bytes + held > self._settings.history_buffer_bytes:
+                return
+            taken = self._insert(ids, sorted(parts, key=lambda part: part.lo))
+            made = [each for each in made if each.key in taken]
+            self._waiting |= {each.key for each in made}
+            self._waiting_bytes += held
+        self._sweep_later()
+        if not made or not self._writer.submit("prefix", partial(self._write, rows, made, held)):
+            self._done(made, held)
+
+    def _write(self, rows: RowsOf, made: Sequence[Rows], held: int) -> None:
         tier = self._fast[-1]
         try:
             for each in made:
                 if not self._store.lookup([each.key], counts=False):
-                    rows = ChunkKV(tuple(_rows(layer, each.lo, each.hi) for layer in kv.layers))
-                    self._store.put(each.key, rows, tier=tier, levels={tier: LEVELS[:1]})
+                    self._store.put(each.key, rows(each.lo, each.hi), tier=tier, levels={tier: LEVELS[:1]})
         finally:
-            self._done(made, nbytes)
+            self._done(made, held)
 
-    def _done(self, made: Sequence[Rows], nbytes: int) -> None:
+    def _done(self, made: Sequence[Rows], held: int) -> None:
         with self._changed:
             self._waiting -= {each.key for each in made}
-            self._waiting_bytes -= nbytes
+            self._waiting_bytes -= held
             self._changed.notify_all()
 
 
@@ -272,9 +336,19 @@ def _chained(parts: Sequence[Rows]) -> list[Rows]:
     return chain
 
 
-def _rows(layer: LayerKV, lo: int, hi: int) -> LayerKV:
+def _rows(kv: ChunkKV, lo: int, hi: int) -> ChunkKV:
     """A copy of rows that shares nothing with the prompt's."""
-    return LayerKV(layer.keys[:, lo:hi].clone(), layer.values[:, lo:hi].clone())
+    return ChunkKV(tuple(LayerKV(each.keys[:, lo:hi].clone(), each.values[:, lo:hi].clone()) for each in kv.layers))
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Let no failure to save through to the answer."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("A prompt's beginning was not kept for the next prompt: %s", error)
+        log.debug("Where it failed", exc_info=True)
 
 
 def _is_plain(prompt: Prompt) -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from types import MappingProxyType
 from typing import Any, TypeGuard, cast
+
+from cachetools import LRUCache
 
 from ragfuse.asking import Ask, ends_of
 from ragfuse.context_window import check_turns, may_fit
@@ -23,6 +25,7 @@ from ragfuse.errors import InputError, StoreError
 from ragfuse.fork import ForkLock, at_fork
 from ragfuse.gate import Booked
 from ragfuse.hf.model import HFModel
+from ragfuse.saving import LEARNT
 from ragfuse.settings import Settings
 from ragfuse.store import KnownText
 from ragfuse.text.altered import altered
@@ -31,6 +34,7 @@ from ragfuse.text.call_probe import call_format
 from ragfuse.text.calls import CallFormat
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
 from ragfuse.text.fit import Lean, lean
+from ragfuse.text.heard import HeardDocuments
 from ragfuse.text.known_spans import ALTERED, MOST, KnownSpans, Match
 from ragfuse.text.nodes import Request
 from ragfuse.text.turns import Content, Turn
@@ -39,8 +43,6 @@ __all__ = ["Content", "Ids", "Inquiry", "Prompter", "Question", "Turn", "is_ids"
 
 log = logging.getLogger("ragfuse.engine")
 
-ENOUGH = 0.75
-"""Share of a new document that known ones have to say, for it to be taken from them and not encoded itself."""
 Question = str | Sequence[tuple[str, Content] | Turn]
 """What is asked: one text, or messages for the chat template, each a (role, content) or a turn."""
 Ids = Sequence[int]
@@ -63,8 +65,8 @@ class Prompter:
         self._is_read = False
         shortest = max(6, settings.min_chunk_tokens)
         self._spans = KnownSpans(shortest, max(ALTERED, shortest))
-        self._heard = KnownSpans(shortest, max(ALTERED, shortest))  # what nobody encoded yet
-        self._read_texts = set[str]()
+        self._heard = HeardDocuments(settings.min_chunk_tokens, lambda text: self._model().tokens(text))
+        self._read_texts: LRUCache[str, bool] = LRUCache(MOST)
         self._calls: CallFormat | None = None
         self._in_parts: dict[str, bool] = {}  # by role, whether the template takes contents as lists of parts
         self._reading: threading.Thread | None = None
@@ -74,8 +76,9 @@ class Prompter:
     def renew(self) -> None:
         """Read the book's texts again, where a thread that is not here was still at it, or what is known was torn."""
         torn = self._known is not None and not len(self._known)
-        if torn or self._reading is not None:
+        if torn or self._reading is not None or not len(self._spans):
             self._is_read, self._reading = False, None
+            self._read_texts.clear()
 
     def known(self, digest: str) -> KnownChunks:
         """The texts of a tenant's chunks that a prompt is searched for; read from the book once."""
@@ -123,22 +126,29 @@ class Prompter:
             text = text.strip()
             if text in known or not may_fit(text, self._model()):
                 continue
-            if len(ids := self._model().tokens(text)) < self._settings.min_chunk_tokens:
-                continue
-            if text in contents:
+            if self._heard.add(text, source, self._spans) and text in contents:
                 known.add([text], source)
-                self._read_texts.add(text)
-            if ids not in self._spans:
-                self._heard.add(ids, text, source)
+                self._note_read(text)
 
-    def forget(self, digest: str, texts: Iterable[str]) -> None:
-        """These texts are no known chunks any more, in this process."""
-        self.known(digest).discard([chunk_id(text) for text in texts])
+    def forget(self, digest: str, texts: Iterable[str]) -> set[tuple[int, ...]]:
+        """Know these texts no more, nor passages that were learnt from them, in this process; the passages' ids."""
+        nothing: list[KnownText] = []
+        self._read(self._booked(lambda book: [each for each in book.texts(digest) if each.source == LEARNT], nothing))
+        passages = dict[tuple[int, ...], str]()
         for text in texts:
             ids = self._model().tokens(text.strip())
-            self._spans.discard(ids)
-            self._heard.discard(ids)
-            self._read_texts.discard(text.strip())
+            passages |= {span.tokens: span.text for span in self._spans.sharing(ids, LEARNT)}
+            self._drop(ids, text.strip())
+        for run, said in passages.items():
+            self._drop(run, said)
+        self.known(digest).discard([chunk_id(text) for text in (*texts, *filter(None, passages.values()))])
+        return set(passages)
+
+    def _drop(self, ids: Sequence[int], text: str) -> None:
+        self._spans.discard(ids)
+        self._heard.discard(ids, text)
+        with self._lock:
+            self._read_texts.pop(text, None)
 
     def known_from(self, digest: str, source: str) -> list[str]:
         """Known texts of this source, also those that another process has noted since; StoreError where the book cannot
@@ -216,7 +226,7 @@ class Prompter:
         if isinstance(content, str):
             found = pieces(content, self.marker, self.known(digest))
             for piece in found:
-                if piece.found and piece.text not in self._read_texts:
+                if piece.found:
                     self._read([KnownText("", piece.text, piece.source)])
             return found
         parts = ((part,) if isinstance(part, Piece) else self.pieces(part, digest) for part in content)
@@ -227,14 +237,8 @@ class Prompter:
         return altered(_contents(question), [text for text, _ in documents])
 
     def _find(self, ids: Sequence[int]) -> list[Match]:
-        """Where known chunks stand in ids. What was only heard of has no KV yet: it counts where those that have some
-        say less than `ENOUGH` of it."""
-        found = self._spans.find(ids)
-        for new in self._heard.find(ids) if len(self._heard) else ():
-            held = sum(max(0, min(each.hi, new.hi) - max(each.lo, new.lo)) for each in found)
-            if held < ENOUGH * (new.hi - new.lo):
-                found = [*(part for each in found for part in _outside(each, new)), new]
-        return sorted(found, key=lambda match: match.lo)
+        """Where known chunks and retrieved documents stand in ids."""
+        return self._heard.find(ids, self._spans.find(ids))
 
     def _read_all(self, texts: Iterable[KnownText]) -> None:
         self._read(texts)
@@ -242,12 +246,16 @@ class Prompter:
 
     def _read(self, texts: Iterable[KnownText]) -> None:
         """Look for the ids of these texts, too: they are found where a prompt holds them altered, or in part."""
-        if len(self._spans) >= MOST:
-            self._read_texts.clear()  # some of them were dropped for others
         for text in texts:
-            if text.text not in self._read_texts:
+            if not self._note_read(text.text):
                 self._spans.add(self._model().tokens(text.text), text.text, text.source)
-                self._read_texts.add(text.text)
+
+    def _note_read(self, text: str) -> bool:
+        """Whether the text was read already; it is from now on."""
+        with self._lock:
+            was_read = bool(self._read_texts.get(text))
+            self._read_texts[text] = True
+            return was_read
 
     def render(
         self,
@@ -307,13 +315,6 @@ def _checked(ids: Ids, n_words: int) -> list[int]:
             "the model's own tokenizer."
         )
     return [int(id) for id in ids]
-
-
-def _outside(match: Match, new: Match) -> Iterator[Match]:
-    """What of a match stands outside another one."""
-    for lo, hi in ((match.lo, min(match.hi, new.lo)), (max(match.lo, new.hi), match.hi)):
-        if lo < hi:
-            yield replace(match, lo=lo, hi=hi, row=match.row + lo - match.lo)
 
 
 def _contents(question: Question | Ids) -> str:

@@ -21,6 +21,9 @@ from ragfuse.text.schema import Run
 
 log = logging.getLogger("ragfuse.engine")
 
+LEARNT = "seen again"
+"""Source of passages that several prompts held."""
+
 WAITING = 256
 """Runs that may wait to be encoded; more are left for their next question."""
 EXIT_S = 5.0
@@ -36,8 +39,8 @@ class Work:
     far: the run is in the store under this key and was computed all the same, as it loads too slowly from where it is.
     used: nothing is to be encoded; these chunks were used, and may have come to deserve a faster tier.
     run: of a schema, to be encoded as a whole at its positions. prompt: nothing is to be encoded; it may hold passages
-    that recur. bare: nothing of that prompt was reused. begins: the run is what a prompt begins with, of which so many
-    tokens are in the prefix cache; the first chunk behind them shall be, too.
+    that recur. bare: nothing of that prompt was reused. begins: tokens that a prompt begins with, in the prefix cache;
+    the run goes on with its first chunk, which is to be encoded into the prefix cache, too.
     """
 
     tokens: tuple[int, ...]

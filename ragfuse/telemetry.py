@@ -177,8 +177,8 @@ def of_answers(answers: Sequence[Answer]) -> Attributes:
         "ragfuse.tokens_fresh": sum(trace.tokens_fresh for trace in traces),
         "ragfuse.nbytes": sum(trace.nbytes for trace in traces),
         "ragfuse.tiers": sorted({segment.tier for segment in segments if segment.hit}),
-        "ragfuse.hits": sum(segment.hit for segment in segments),
-        "ragfuse.misses": sum(not segment.hit for segment in segments),
+        "ragfuse.hits": sum(segment.hit and not segment.goes_on for segment in segments),
+        "ragfuse.misses": sum(not segment.hit and not segment.goes_on for segment in segments),
         "ragfuse.ttft_s": max(trace.ttft_s for trace in traces),
         "ragfuse.total_s": max(trace.total_s for trace in traces),
     }

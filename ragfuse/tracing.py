@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ragfuse.arrivals import StreamTrace
@@ -110,6 +111,7 @@ def _judged(stream: StreamTrace | None, timing: Timing, first_s: float) -> Strea
 def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]) -> SegmentTrace:
     fetch = next((fetch for fetch in plan.fetches if fetch.segment == index), None)
     common = {"source": segment.source, "kind": segment.kind, "n_tokens": len(segment.tokens), "start": segment.start}
+    common["goes_on"] = _goes_on(plan.prompt.segments, index)
     if fetch is None or plan.refusal:
         why = plan.refusal or dict(plan.misses).get(index, "")
         return SegmentTrace(**common, hit=False, why=why)  # type: ignore[arg-type]
@@ -125,3 +127,11 @@ def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]
         exact=exact,
         encoded=fetch.key.encoded,
     )
+
+
+def _goes_on(segments: Sequence[Segment], index: int) -> bool:
+    """Whether a segment is one more piece of the chunk that the one with an entry before it is a piece of."""
+    mine, before = segments[index], next((each for each in reversed(segments[:index]) if each.keys), None)
+    if before is None or not mine.rows or not before.rows or mine.keys != before.keys:
+        return False
+    return mine.kind == before.kind == "chunk" and before.rows[1] <= mine.rows[0]

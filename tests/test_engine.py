@@ -604,3 +604,20 @@ def test_ingest_ends_when_every_slow_tier_has_everything(tiny_settings, tmp_path
         assert len(tiers[0].entries()) == len(CHUNKS) + 1
         assert tiers[0].entries().keys() == tiers[1].entries().keys()
         assert engine.store.stats().dropped_writes == 0
+
+
+def test_pieces_of_one_altered_chunk_count_as_one(engine):
+    engine.ingest([(CHUNKS[0] + " " + CHUNKS[2], "a.txt")])
+    text = f"{CHUNKS[0]} Here stood a few words of nobody. {CHUNKS[2]}"
+    trace = engine.answer([("user", f"{INSTRUCTION}{text}\n\n{QUESTION}")]).trace
+    pieces = [each for each in trace.segments if each.kind == "chunk"]
+    assert len(pieces) == 2
+    assert [each.goes_on for each in pieces] == [False, True]
+    assert "(1 of 1 chunks)" in trace.summary
+    assert sum(count for what, count in engine.tally.now().sums.items() if what.startswith("hit")) == 1
+
+
+def test_one_chunk_twice_counts_twice(engine):
+    engine.ingest([(CHUNKS[0], "a.txt")])
+    trace = engine.answer([("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{CHUNKS[0]}\n\n{QUESTION}")]).trace
+    assert "2 of 2 chunks" in trace.summary

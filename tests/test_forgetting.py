@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from ragfuse import Ask, Engine
+from ragfuse.saving import LEARNT, Work
 from tests.store.redis_server import RedisServer
 from tests.tiny import CHUNKS, QUESTION, chunk_hits, ingest, messages
 
@@ -158,3 +159,43 @@ def test_known_texts_are_told_by_source(filled):
     assert filled.known_texts("book") == []
     filled.forget([CHUNKS[1]])
     assert filled.known_texts("book-1") == [CHUNKS[0]]
+
+
+def learn(engine, text, lasts=True):
+    """Learn a passage as the background does, from its ids."""
+    ids = tuple(engine.tokens(text))
+    engine._text = (lambda tokens: text) if lasts else (lambda tokens: "")
+    engine._save(Work(ids, source=LEARNT))
+    del engine._text
+    return ids
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+def test_passages_that_were_learnt_from_a_text_go_with_it(engine, lasts):
+    whole = f"{CHUNKS[1]} And then: {CHUNKS[2]}"
+    inside, across = CHUNKS[1][10:-10], f"{CHUNKS[0]} {CHUNKS[1][:50]}"
+    other = "Nobody knows where the keeper of the old lighthouse went when it was given up."
+    for text in (inside, across, other):
+        learn(engine, text, lasts)
+    engine.forget([whole])
+    assert [bool(entries_of(engine, text)) for text in (inside, across, other)] == [False, False, True]
+    found = engine.prompt(plain(f"{inside}\n{across}\n{other}")).segments
+    assert sum(len(each.tokens) for each in found if each.kind == "chunk") <= len(other) + 2
+    assert all(inside not in text for text in engine.known_texts(LEARNT))
+
+
+def test_a_passage_that_no_later_process_can_find_is_kept_in_memory_alone(engine):
+    learn(engine, CHUNKS[3], lasts=False)
+    assert {entry.tier for entry in entries_of(engine, CHUNKS[3])} == {"memory"}
+    learn(engine, CHUNKS[4])
+    assert {entry.tier for entry in entries_of(engine, CHUNKS[4])} == {"memory", "disk"}
+
+
+def test_what_memory_alone_has_is_written_to_disk_when_it_is_ingested_or_kept(engine):
+    learn(engine, CHUNKS[3], lasts=False)
+    engine.ingest([(CHUNKS[3], "a.txt")])
+    assert {entry.tier for entry in entries_of(engine, CHUNKS[3])} == {"memory", "disk"}
+    ids = engine.tokens(CHUNKS[2])
+    engine.store.put(engine.key(ids), engine.model.encode(ids), tier="memory")
+    engine.ingest([], prefix=ids)
+    assert {entry.tier for entry in engine.store.entries() if entry.key == engine.key(ids)} == {"memory", "disk"}

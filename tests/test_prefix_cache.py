@@ -158,16 +158,113 @@ def test_a_chunk_is_forgotten_whose_ends_were_tokenised_with_what_stood_beside_i
     assert asked(cached, question).trace.tokens_reused == 0
 
 
-def test_a_conversation_s_entry_in_fewer_bits_is_no_exact_beginning(on):
+def test_where_memory_keeps_conversations_in_fewer_bits_beginnings_are_exact_all_the_same(on):
     said = [SYSTEM, ("user", "Which ship came first, and who of the keepers saw it come in?")]
     levels = (("memory", ("int8",)),)
     with Engine(on.model_copy(update={"levels": levels, "history": "all"})) as engine:
         engine.answer(said, Ask(session="one"))
         engine.flush()
-        key = next(iter(engine.store.lookup(engine._prefixes._tenants[engine.digest].tree.keys)))
-        assert "raw" not in engine.store.lookup([key])[key].sizes
-        trace = engine.answer(said, Ask()).trace
-        assert trace.tokens_prefix == 0
+        entries = engine.store.entries()
+        assert any("raw" not in entry.sizes for entry in entries)
+        ready = engine.prepare(engine.prompt(said))
+        assert ready.plan.fetches
+        assert {fetch.level for fetch in ready.plan.fetches} == {"raw"}
+        full = engine.model.full_prefill(ready.plan.prompt.token_ids)
+        for mine, theirs in zip(ready.prefill.kv.layers, full.kv.layers, strict=True):
+            torch.testing.assert_close(mine.keys, theirs.keys, atol=2e-5, rtol=0)
+
+
+def test_what_a_conversation_keeps_is_not_kept_twice(on):
+    with Engine(on.model_copy(update={"history": "all"})) as engine:
+        said = [SYSTEM, ("user", "Which ship came first, and who of the keepers saw it come in?")]
+        answer = asked(engine, said)
+        asked(engine, [*said, ("assistant", answer.text), ("user", "Go on.")])
+        rows = sum(entry.n_tokens for entry in engine.store.entries() if entry.tier == "memory")
+        assert rows <= len(engine.prompt([*said, ("assistant", answer.text), ("user", "Go on.")])) + 40
+
+
+@pytest.mark.parametrize("start", ["", "To: "])
+def test_the_first_chunk_becomes_exact_behind_a_short_beginning_and_in_a_conversation(on, start):
+    for session in (None, "one"):
+        with Engine(on) as engine:
+            engine.ingest([(text, "") for text in CHUNKS])
+            text = f"{start}{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}"
+            question = [("user", text)] if session else text
+            asked(engine, question, session=session)
+            prompt = engine.prompt(question)
+            first = prompt.spans[next(i for i, s in enumerate(prompt.segments) if s.kind == "chunk")]
+            if first[0] == 0:
+                continue  # a chunk that stands first is exact as it is, or read as a prompt's beginning
+            trace = engine.answer(question).trace
+            assert trace.tokens_prefix >= first[1]
+
+
+def test_an_answer_behind_a_beginning_that_grew_by_a_few_tokens_is_reused(cached):
+    text = "Once there was a harbour in which forty ships lay, and"
+    asked(cached, text)
+    more = asked(cached, f"{text} one")
+    rows = sum(entry.n_tokens for entry in cached.store.entries())
+    again = cached.answer(f"{text} one{more.text} and so on")
+    assert again.trace.tokens_prefix >= len(f"{text} one") + len(more.token_ids) - 2
+    assert rows <= 3 * len(text) + 60
+
+
+def test_an_entry_that_cannot_be_made_costs_no_answer(cached, monkeypatch, caplog):
+    def broken(*args):
+        raise RuntimeError("no memory")
+
+    wanted = cached.answer("Once there was a harbour.", Ask(reuse=False))
+    monkeypatch.setattr("ragfuse.prefix_cache._rows", broken)
+    monkeypatch.setattr("ragfuse.prefix_cache._parts", broken)
+    assert cached.answer("Once there was a harbour.").token_ids == wanted.token_ids
+    assert "was not kept for the next prompt: no memory" in caplog.text
+
+
+def test_a_prompt_that_holds_the_model_waits_for_what_is_being_saved_a_moment_only(cached, monkeypatch):
+    gate, waited = threading.Event(), list[float]()
+    write = cached._prefixes._write
+    monkeypatch.setattr(cached._prefixes, "_write", lambda *given: gate.wait(30) and write(*given))
+    text = "Once there was a harbour in which forty ships lay, and "
+    cached.answer(text)
+    wait_for = threading.Condition.wait_for
+
+    def noted(self, predicate, timeout=None):
+        if self is cached._prefixes._changed and not predicate():
+            waited.append(timeout)
+            return False
+        return wait_for(self, predicate, timeout)
+
+    monkeypatch.setattr(threading.Condition, "wait_for", noted)
+    with cached.model.lock:
+        cached.plan(f"{text}one")
+    monkeypatch.undo()
+    gate.set()
+    assert waited
+    assert max(waited) < 1
+
+
+def test_entries_that_were_evicted_are_swept_from_the_tree_with_no_lock_held(cached, monkeypatch):
+    prefixes = cached._prefixes
+    monkeypatch.setattr("ragfuse.prefix_cache.SWEEP_NODES", 1)
+    tenant = prefixes._tenants[cached.digest]
+    tenant.sweep_at = 1
+    held = []
+    lookup = cached.store.lookup
+
+    def noted(keys, counts=True):
+        free = prefixes._changed.acquire(blocking=False)
+        held.append(not free)
+        if free:
+            prefixes._changed.release()
+        return lookup(keys, counts)
+
+    asked(cached, "Once there was a harbour in which forty ships lay, and ")
+    cached.store.clear()
+    monkeypatch.setattr(cached.store, "lookup", noted)
+    tenant.sweep_at = 1
+    asked(cached, "Nobody saw the ships of the other harbour come in this year.")
+    assert len(tenant.tree.keys) < 3
+    assert not any(held)
 
 
 def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(cached, monkeypatch):

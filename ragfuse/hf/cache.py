@@ -86,6 +86,17 @@ class RowLayer(CacheLayerMixin):
             return keys, values
         return self._amid(keys, 0), self._amid(values, 1)
 
+    def rows(self, lo: int, hi: int) -> KV:
+        """Rows lo:hi [B, H, hi - lo, D]: views, or a copy where some of them stand outside."""
+        outside = 0
+        for stretch in self.common:
+            if stretch.lo < hi and lo < stretch.hi:
+                keys, values = self.whole()
+                return keys[:, :, lo:hi], values[:, :, lo:hi]
+            outside += stretch.hi - stretch.lo if stretch.hi <= lo else 0
+        lo, hi = lo - outside, hi - outside
+        return self.keys[:, :, lo:hi], self.values[:, :, lo:hi]
+
     def held(self) -> list[KV]:
         """All rows in stretches: its own, then those that stand outside."""
         own = self.own

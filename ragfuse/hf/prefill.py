@@ -36,6 +36,13 @@ class Prefill:
         whole = (layer.whole() for layer in self.cache.layers)
         return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in whole))
 
+    def rows(self, lo: int, hi: int) -> ChunkKV:
+        """The KV of rows lo:hi, also of rows behind the prompt's; RefusedError where there is none."""
+        if self.cache is None:
+            raise RefusedError("This model's state is not KV per token.")
+        rows = (layer.rows(lo, hi) for layer in self.cache.layers)
+        return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in rows))
+
     def copy(self) -> Prefill:
         """The same with a cache of its own, for one of two continuations."""
         if self.cache is None:

@@ -21,7 +21,7 @@ Ids = NDArray[np.int32]
 class Rows:
     """Tokens lo:hi of a prompt, whose KV is in rows `row`, `row + 1` ... of an entry.
 
-    origin: the position that the entry's keys are rotated for at its row 0 is moved by so much.
+    origin: the position in the prompt that the entry's position 0 stands for.
     """
 
     lo: int
@@ -76,12 +76,12 @@ class RadixTree:
             at += count
         return _merged(found)
 
-    def insert(self, token_ids: Sequence[int] | Ids, parts: Sequence[Rows]) -> None:
+    def insert(self, token_ids: Sequence[int] | Ids, parts: Sequence[Rows]) -> set[ChunkKey]:
         """Remember a prompt's beginning. `parts` follow each other from 0 on and end at most where the ids do.
 
-        Nodes that name an entry keep it; those that name none take the part's.
+        Nodes that name an entry keep it; those that name none take the part's. Returns the keys that were taken.
         """
-        ids = _array(token_ids)
+        ids, taken = _array(token_ids), set[ChunkKey]()
         end = parts[-1].hi if parts else 0
         node, at, which = self._root, 0, 0
         while at < end:
@@ -94,6 +94,7 @@ class RadixTree:
                 child = _Node(ids[rows.lo : rows.hi].copy(), rows.key, rows.row, rows.origin)
                 node.children[int(ids[at])] = child
                 self.n_nodes += 1
+                taken.add(rows.key)
             count = _alike(child.tokens, ids[at:end])
             if child.key is None:
                 count = min(count, part.hi - at)
@@ -103,7 +104,9 @@ class RadixTree:
             if child.key is None:
                 rows = part.cut(at, at + count)
                 child.key, child.row, child.origin = rows.key, rows.row, rows.origin
+                taken.add(rows.key)
             node, at = child, at + count
+        return taken
 
     def discard(self, gone: Collection[ChunkKey] | Callable[[ChunkKey], bool]) -> None:
         """Forget entries; nodes that lead nowhere any more go too."""

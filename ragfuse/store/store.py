@@ -27,7 +27,7 @@ from ragfuse.store.manage import Outcome, Progress
 from ragfuse.store.reading import Encoded, Reading
 from ragfuse.store.recode import recode
 from ragfuse.store.saves import Saves
-from ragfuse.store.tier import Counts, EntryMeta, Expects, Expired, Freed, Tier, Whole, answers
+from ragfuse.store.tier import Breaks, Counts, EntryMeta, Expects, Expired, Freed, Tier, Whole, answers
 from ragfuse.store.uses import Uses
 
 log = logging.getLogger("ragfuse.store")
@@ -182,6 +182,11 @@ class KVStore:
             expired=self._counts["expired"],
             promoted=sum(tier.counts["promoted"] for tier in self.tiers),
         )
+
+    def lasts(self, key: ChunkKey) -> bool:
+        """Whether a slow tier has the entry or is about to, or none answers that could take it."""
+        slow = [tier for tier in self.tiers if tier.slow and not (isinstance(tier, Breaks) and tier.breaker.is_open)]
+        return not slow or key in self.under_way() or any(key in tier.entries([key]) for tier in slow)
 
     def tier(self, name: str) -> Tier:
         """The tier of that name; StoreError, with those there are, if there is none."""

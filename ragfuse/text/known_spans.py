@@ -16,7 +16,7 @@ import numpy as np
 
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.fork import ForkLock
-from ragfuse.text.span_anchors import Anchors, Array
+from ragfuse.text.span_anchors import Anchors, Array, grams, mixed
 from ragfuse.text.span_runs import LEAST, Search
 
 ALTERED = 32
@@ -24,10 +24,12 @@ ALTERED = 32
 MOST = 1 << 18
 """Spans that are known at once, unless told otherwise."""
 _LARGEST = (1 << 31) - 1
-_ROOM = (1 << 32) - 1
+_LARGEST_ARENA = (1 << 32) - 1
 """Tokens that can be told apart by a place."""
 _BATCH = 1 << 18
 """Tokens that wait at most until they are taken into the anchors."""
+SHARED = 24
+"""Tokens in a row by which a span has something in common with other ids."""
 _ENTRY = 240
 """Bytes of one span's digest and its places in a dict and in lists, about."""
 
@@ -59,19 +61,22 @@ class KnownSpans:
     A span of at least `shortest` tokens is found where it stands whole, with or without its first and its last token.
     An altered one is found where runs of it, each of 4 tokens or more, in its order and with at most 16 tokens between
     them on either side, come to `altered` tokens. Each run is a match. Where several spans agree, the longest agreement
-    stands. Of more than `most` spans those go first that were matched, or added, the longest time ago.
+    stands. Of more than `most` spans, or spans of more than `most_tokens`, those go first that were matched, or added,
+    the longest time ago.
 
     What `find` does grows with the prompt alone: of one beginning only few spans are looked at, and in a prompt that
     repeats itself only few shifts of a span.
     """
 
-    def __init__(self, shortest: int = 8, altered: int = ALTERED, most: int = MOST) -> None:
+    def __init__(
+        self, shortest: int = 8, altered: int = ALTERED, most: int = MOST, most_tokens: int = _LARGEST_ARENA
+    ) -> None:
         if shortest < LEAST + 2 or altered < shortest or most < 1:
             raise SettingsError(
                 f"shortest is {shortest}, altered {altered}, most {most}; wanted shortest from {LEAST + 2} on, altered "
                 "not below it, and most from 1 on."
             )
-        self._shortest, self._altered, self._most = shortest, altered, most
+        self._shortest, self._altered, self._most, self._most_tokens = shortest, altered, most, most_tokens
         self._lock = ForkLock(self._start_over)
         self._start_over()
 
@@ -124,7 +129,7 @@ class KnownSpans:
                 old = self._words[number]
                 self._say(number, (text or old[0], source or old[1]))
                 return
-            while self._numbers and (len(self) >= self._most or self._tokens + len(ids) > _ROOM):
+            while self._numbers and (len(self) >= self._most or self._tokens + len(ids) > self._most_tokens):
                 self._drop(next(iter(self._numbers)))
             self._append(ids, digest, (text, source))
             if self._end - int(self._starts[self._taken]) >= _BATCH:
@@ -139,6 +144,28 @@ class KnownSpans:
         with self._lock:
             if digest in self._numbers:
                 self._drop(digest)
+
+    def sharing(self, ids: Ids, source: str) -> list[KnownSpan]:
+        """Spans of a source that have `SHARED` tokens in a row in common with ids.
+
+        Unlike `find` it misses none, and reads all that is known.
+        """
+        wanted = _within(ids)
+        if len(wanted) < SHARED:
+            return []
+        with self._lock:
+            starts, end = self._starts[: len(self._digests) + 1], self._end
+            there = np.isin(grams(mixed(self._arena[:end]), SHARED), grams(mixed(wanted), SHARED))
+            before = np.concatenate([np.zeros(1, np.int64), np.cumsum(there)])
+            first = starts[:-1].clip(0, len(there))
+            last = np.maximum(first, (starts[1:] - SHARED + 1).clip(0, len(there)))
+            shares = (before[last] > before[first]) & self._alive[: len(self._digests)]
+            numbers = np.flatnonzero(shares)
+            return [
+                KnownSpan(tuple(self._arena[starts[at] : starts[at + 1]].tolist()), *self._words[at])
+                for at in numbers.tolist()
+                if self._words[at][1] == source
+            ]
 
     def find(self, ids: Ids) -> list[Match]:
         """Where known spans stand in ids: by lo, none overlapping."""

@@ -7,12 +7,14 @@ translates what it is told to `begin`, `hear` and `end`, and asks `retrieved` be
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from weakref import ref
 
 from ragfuse.fork import at_fork
@@ -26,6 +28,11 @@ MAX_RUNS = 1024
 MAX_AGE_S = 3600.0
 """Seconds after which a run is given up: its end may never come."""
 
+
+PROBES = 16
+"""Places of a text, at even distances, at which it is looked for in a prompt that does not hold it as it is."""
+PROBE_CHARS = 12
+"""Letters and digits that have to agree there."""
 
 RetrievedText = tuple[str, str, str]
 """A document as its framework puts it into a prompt, where it is from, and its text without metadata ("": the same)."""
@@ -152,14 +159,18 @@ class RetrievalRuns:
             prompt: Gives the text of the prompt; called only where something was retrieved.
 
         Returns:
-            Each text once, the newest first, in the form in which it stands in the prompt, if it does.
+            Each text of which the prompt holds something, once, the newest first, in the form in which it stands there
+            if it stands there whole. The others say nothing about this prompt, and may be another user's.
         """
         task = self._task.get()
         found = (*self.known(ids), *(task.all if task else ()))
         said = prompt() if found else ""
+        letters = _letters(said)
         texts: dict[str, str] = {}
         for text, source, bare in found:
-            texts.setdefault(next((form for form in _forms(text, bare) if form in said), text), source)
+            form = next((form for form in _forms(text, bare) if form in said), "")
+            if form or any(probe in letters for probe in _probes(text)):
+                texts.setdefault(form or text, source)
         return tuple(texts.items())
 
     def known(self, ids: Iterable[Hashable | None]) -> list[RetrievedText]:
@@ -199,6 +210,20 @@ class RetrievalRuns:
             if len(self._roots) <= MAX_RUNS and oldest.began >= time.monotonic() - MAX_AGE_S:
                 return
             self._drop(oldest)
+
+
+def _letters(text: str) -> str:
+    """The letters and digits of a text: what stays where it is wrapped, quoted or escaped."""
+    return re.sub(r"[\W_]+", "", text)
+
+
+@lru_cache(maxsize=1024)
+def _probes(text: str) -> tuple[str, ...]:
+    """Short pieces of a text from all over it."""
+    letters = _letters(text)
+    last = max(0, len(letters) - PROBE_CHARS)
+    places = {last * number // (PROBES - 1) for number in range(PROBES)}
+    return tuple(letters[at : at + PROBE_CHARS] for at in sorted(places)) if letters else ()
 
 
 def _forms(text: str, bare: str) -> Iterator[str]:

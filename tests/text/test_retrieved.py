@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,7 +18,21 @@ def letter(name: str) -> RetrievedText:
     return f"The {name} letter.", f"{name}.txt", ""
 
 
-def told(runs: RetrievalRuns, *ids: str, prompt: str = "") -> list[str]:
+NAMES = (
+    "one",
+    "two",
+    "mine",
+    "harbour",
+    "mill",
+    "last",
+    "xx",
+    *map(str, range(10)),
+    *(f"{number:02}" for number in range(99)),
+)
+ALL = " ".join(letter(name)[0] for name in NAMES)
+
+
+def told(runs: RetrievalRuns, *ids: str, prompt: str = ALL) -> list[str]:
     return [source for _, source in runs.retrieved(ids, lambda: prompt)]
 
 
@@ -74,9 +90,34 @@ def test_a_text_is_told_in_the_form_in_which_the_prompt_has_it(runs: RetrievalRu
         (f"Read: {whole}", whole),
         (f"Read: {bare}", bare),
         (f"Read: {[bare]}", "It's dug\\nin 1847."),
-        ("Nothing of it.", whole),
     ):
         assert runs.retrieved([], lambda prompt=prompt: prompt) == ((form, "a.txt"),)  # type: ignore[misc]
+    assert runs.retrieved([], lambda: "Nothing of it.") == ()
+
+
+STORY = " ".join(f"In {year} ship {year * 7919 % 1000} came in and left with {year % 83} bales." for year in range(60))
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        json.dumps({"text": STORY}),
+        "\n".join(textwrap.wrap(STORY, 40)),
+        "> " + "\n> ".join(textwrap.wrap(STORY, 60)),
+        STORY[600:1200],
+        STORY.replace(" ", "  ").replace(".", " ."),
+    ],
+    ids=["escaped", "wrapped", "quoted", "cut", "spaced"],
+)
+def test_a_text_that_stands_in_a_prompt_altered_is_told_as_it_was_retrieved(runs: RetrievalRuns, prompt: str) -> None:
+    runs.hear(None, [(STORY, "ships.txt", "")])
+    assert runs.retrieved([], lambda: f"Answer by this:\n{prompt}\nWhen?") == ((STORY, "ships.txt"),)
+
+
+def test_a_thread_that_serves_several_tenants_tells_none_what_was_retrieved_for_another(runs: RetrievalRuns) -> None:
+    runs.hear(None, [letter("harbour")])
+    assert told(runs, prompt="Somebody else asks: what does the mill letter say?") == []
+    assert told(runs, prompt="What does it say? The harbour letter.") == ["harbour.txt"]
 
 
 def test_the_newest_texts_are_kept_in_number_and_in_characters(

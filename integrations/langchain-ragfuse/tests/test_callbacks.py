@@ -263,7 +263,7 @@ async def test_documents_put_into_a_prompt_by_hand_are_told(engine: Engine, asks
 async def test_what_a_chain_or_a_tool_retrieved_is_known_after_it(llm: ChatRagFuse, asks: list[Ask]) -> None:
     (RunnableLambda(str.upper) | Shelf()).invoke("harbour")
     await create_retriever_tool(Shelf(), "search", "Searches.").ainvoke({"query": "valley"})
-    await llm.ainvoke("When?")
+    await llm.ainvoke(f"When?\n{joined(documents('HARBOUR'))}\n{joined(documents('valley'))}")
     assert [ask.documents for ask in asks] == [texts("valley", "HARBOUR")]
 
 
@@ -277,13 +277,13 @@ async def test_what_a_chain_has_asked_about_is_not_told_again(llm: ChatRagFuse, 
 async def test_threads_and_tasks_do_not_hear_each_other(llm: ChatRagFuse, asks: list[Ask]) -> None:
     """Each knows what was known where it began, and what it retrieved itself."""
     barrier, questions = threading.Barrier(2, timeout=60), ["harbour", "valley"]
-    Shelf().invoke("mill")
+    mill = joined(Shelf().invoke("mill"))
 
     def answer(question: str) -> None:
-        llm.invoke(joined(Shelf(wait=barrier.wait).invoke(question)))
+        llm.invoke(joined(Shelf(wait=barrier.wait).invoke(question)) + mill)
 
     async def aanswer(question: str) -> None:
-        await llm.ainvoke(joined(await Shelf(wait=barrier.wait).ainvoke(question)))
+        await llm.ainvoke(joined(await Shelf(wait=barrier.wait).ainvoke(question)) + mill)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(answer, questions))
@@ -292,20 +292,18 @@ async def test_threads_and_tasks_do_not_hear_each_other(llm: ChatRagFuse, asks: 
     await asyncio.gather(*(asyncio.to_thread(answer, question) for question in questions))
     await asyncio.gather(*map(aanswer, questions))
     assert sorted(ask.documents for ask in asks) == sorted([texts("harbour", "mill"), texts("valley", "mill")] * 2)
-    llm.invoke("When?")
+    llm.invoke(f"When?\n{mill}\n{joined(documents('harbour'))}")
     assert asks[-1].documents == texts("mill")
 
 
 def test_the_newest_documents_are_kept_by_hand(llm: ChatRagFuse, asks: list[Ask], monkeypatch: Any) -> None:
-    for number in range(MAX_TEXTS):
-        Shelf().invoke(f"harbour {number}")
-    llm.invoke("When?")
+    said = "".join(each.page_content[:26] for at in range(MAX_TEXTS) for each in Shelf().invoke(f"harbour {at}"))
+    llm.invoke(f"When?\n{said}")
     found = asks[-1].documents
     assert len(found) == MAX_TEXTS
     assert found[:2] == texts(f"harbour {MAX_TEXTS - 1}")
     monkeypatch.setattr("ragfuse.text.retrieved.MAX_CHARS", sum(len(text) for text, _ in found[:4]))
-    Shelf().invoke("mill")
-    llm.invoke("When?")
+    llm.invoke(f"When?\n{said}{joined(Shelf().invoke('mill'))}")
     assert asks[-1].documents[:2] == texts("mill")
     assert 2 < len(asks[-1].documents) <= 5
 

@@ -183,7 +183,7 @@ def test_nodes_whose_text_is_replaced_in_place_are_told_as_they_are(llm: RagFuse
 def test_nodes_of_an_event_are_told(llm: RagFuseLLM, asks: list[Ask]) -> None:
     """Third parties tell of them where no span of theirs takes or returns them."""
     get_dispatcher().event(ReRankEndEvent(nodes=nodes("harbour")))
-    llm.complete("When?")
+    llm.complete("\n".join(text for text, _ in texts("harbour")))
     assert asks[0].documents == texts("harbour")
 
 
@@ -217,8 +217,9 @@ async def test_sub_questions_are_told_their_nodes(llm: RagFuseLLM, asks: list[As
         else:
             engine.query("When?")
         assert len(asks) == 3
-        assert set(asks[0].documents) >= set(texts("harbour"))
-        assert set(asks[1].documents) >= set(texts("valley"))
+        told = [{source for _, source in ask.documents} for ask in asks[:2]]
+        assert any(each >= {"harbour-1", "harbour-2"} for each in told)
+        assert any(each >= {"valley-1", "valley-2"} for each in told)
 
 
 # apart
@@ -249,8 +250,8 @@ async def test_nodes_put_into_a_prompt_by_hand_are_told(llm: RagFuseLLM, asks: l
     await llm.acomplete(joined(found))
     await llm.achat([ChatMessage(joined(found))])
     _ = [each async for each in await llm.astream_chat([ChatMessage(joined(found))])]
-    assert [ask.documents for ask in asks[3:]] == [(*bare("valley"), *texts("harbour"))] * 3
-    await asyncio.to_thread(llm.complete, "\n\n".join(text for text, _ in texts("harbour")))
+    assert [ask.documents for ask in asks[3:]] == [bare("valley")] * 3
+    await asyncio.to_thread(llm.complete, "\n\n".join(text for text, _ in texts("valley", "harbour")))
     assert asks[-1].documents == texts("valley", "harbour")
 
 
@@ -273,13 +274,13 @@ async def test_what_a_query_has_asked_about_is_not_told_again(llm: RagFuseLLM, a
 async def test_threads_and_tasks_do_not_hear_each_other(llm: RagFuseLLM, asks: list[Ask]) -> None:
     """Each knows what was known where it began, and what it retrieved itself."""
     shelf, questions = Shelf(threading.Barrier(2, timeout=60).wait), ["harbour", "valley"]
-    Shelf().retrieve("mill")
+    mill = joined(Shelf().retrieve("mill"))
 
     def answer(question: str) -> None:
-        llm.complete(joined(shelf.retrieve(question)))
+        llm.complete(joined(shelf.retrieve(question)) + mill)
 
     async def aanswer(question: str) -> None:
-        await llm.acomplete(joined(await shelf.aretrieve(question)))
+        await llm.acomplete(joined(await shelf.aretrieve(question)) + mill)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(answer, questions))
@@ -287,23 +288,21 @@ async def test_threads_and_tasks_do_not_hear_each_other(llm: RagFuseLLM, asks: l
     asks.clear()
     await asyncio.gather(*(asyncio.to_thread(answer, question) for question in questions))
     await asyncio.gather(*map(aanswer, questions))
-    each = [(*bare(question), *texts("mill")) for question in questions]
+    each = [bare(question, "mill") for question in questions]
     assert sorted(ask.documents for ask in asks) == sorted(each * 2)
-    llm.complete("When?")
-    assert asks[-1].documents == texts("mill")
+    llm.complete(f"When?\n{mill}\n{joined(nodes('harbour'))}")
+    assert asks[-1].documents == bare("mill")
 
 
 def test_the_newest_nodes_are_kept_by_hand(llm: RagFuseLLM, asks: list[Ask], monkeypatch: Any) -> None:
-    for number in range(MAX_TEXTS):
-        Shelf().retrieve(f"harbour {number}")
-    llm.complete("When?")
+    said = "".join(joined(Shelf().retrieve(f"harbour {number}")) for number in range(MAX_TEXTS))
+    llm.complete(f"When?\n{said}")
     found = asks[-1].documents
     assert len(found) == MAX_TEXTS
-    assert found[:2] == texts(f"harbour {MAX_TEXTS - 1}")
-    monkeypatch.setattr("ragfuse.text.retrieved.MAX_CHARS", sum(len(text) for text, _ in found[:4]))
-    Shelf().retrieve("mill")
-    llm.complete("When?")
-    assert asks[-1].documents[:2] == texts("mill")
+    assert found[:2] == bare(f"harbour {MAX_TEXTS - 1}")
+    monkeypatch.setattr("ragfuse.text.retrieved.MAX_CHARS", sum(len(text) for text, _ in texts("x") * 2) + 60)
+    llm.complete(f"When?\n{said}{joined(Shelf().retrieve('mill'))}")
+    assert asks[-1].documents[:2] == bare("mill")
     assert 2 < len(asks[-1].documents) <= 5
 
 

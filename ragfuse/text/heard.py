@@ -1,0 +1,103 @@
+"""Documents that a framework retrieved and nobody has encoded yet, found in prompts by their token ids."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from heapq import merge
+
+from cachetools import LRUCache
+
+from ragfuse.fork import ForkLock
+from ragfuse.text.known_spans import ALTERED, KnownSpans, Match
+from ragfuse.text.span_runs import LEAST
+
+MAX_DOCUMENTS = 4096
+"""Documents that are looked for at once; those that were heard of, or found, the longest time ago go first."""
+MAX_TOKENS = 1 << 22
+"""Their tokens together."""
+ENOUGH = 0.75
+"""Share of what a prompt holds of a document that encoded chunks have to say, for it to be taken from these."""
+
+
+class HeardDocuments:
+    """Documents that may stand in the next prompts. Each is tokenised once. Thread-safe.
+
+    Args:
+        shortest: Tokens of the shortest document that is worth keeping.
+        tokens: Gives a text's token ids.
+    """
+
+    def __init__(self, shortest: int, tokens: Callable[[str], Sequence[int]]) -> None:
+        self._shortest, self._tokens, self._lock = shortest, tokens, ForkLock(self._start_over)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Know no documents."""
+        least = max(LEAST + 2, self._shortest)
+        self._spans = KnownSpans(least, max(ALTERED, least), MAX_DOCUMENTS, MAX_TOKENS)
+        self._lengths: LRUCache[bytes, int] = LRUCache(MAX_DOCUMENTS)  # digest of a text -> its tokens
+
+    def add(self, text: str, source: str, known: KnownSpans) -> bool:
+        """Look for a document from now on, unless it is known as a chunk; whether it is long enough to be kept."""
+        digest = _digest(text)
+        with self._lock:
+            length = self._lengths.get(digest)
+        if length is None:
+            ids = self._tokens(text)
+            length = len(ids)
+            if length >= self._shortest and ids not in known:
+                self._spans.add(ids, text, source)
+            with self._lock:
+                self._lengths[digest] = length
+        return length >= self._shortest
+
+    def discard(self, tokens: Sequence[int], text: str = "") -> None:
+        """Look for it no more; text: nor remember that it was met."""
+        self._spans.discard(tokens)
+        if text:
+            with self._lock:
+                self._lengths.pop(_digest(text), None)
+
+    def find(self, ids: Sequence[int], found: Sequence[Match]) -> list[Match]:
+        """Where documents stand in ids beside `found` chunks, by place and none overlapping.
+
+        Of a document that chunks say less than `ENOUGH` of, what stands there is its own, and chunks have the rest.
+        """
+        heard = self._spans.find(ids) if len(self._spans) else []
+        if not heard:
+            return list(found)
+        said, size = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
+        for match, parts in _beside(heard, found):
+            size[match.span.tokens] += match.hi - match.lo
+            said[match.span.tokens] += sum(min(each.hi, match.hi) - max(each.lo, match.lo) for each in parts)
+        own = [match for match in heard if said[match.span.tokens] < ENOUGH * size[match.span.tokens]]
+        left = (part for match, parts in _beside(found, own) for part in _outside(match, parts))
+        return list(merge(left, own, key=lambda match: match.lo))
+
+
+def _beside(matches: Sequence[Match], others: Sequence[Match]) -> Iterator[tuple[Match, Sequence[Match]]]:
+    """Each match with those of the others that overlap it. Both are sorted, and none overlaps another of its own."""
+    first = 0
+    for match in matches:
+        while first < len(others) and others[first].hi <= match.lo:
+            first += 1
+        last = first
+        while last < len(others) and others[last].lo < match.hi:
+            last += 1
+        yield match, others[first:last]
+
+
+def _outside(match: Match, others: Sequence[Match]) -> Iterator[Match]:
+    """What of a match stands outside of others, but for pieces that are too short to be worth a segment."""
+    ends = [match.lo, *(each.hi for each in others)]
+    begins = [*(each.lo for each in others), match.hi]
+    for lo, hi in zip(ends, begins, strict=True):
+        if hi - lo >= LEAST or not others:
+            yield replace(match, lo=lo, hi=hi, row=match.row + lo - match.lo)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
