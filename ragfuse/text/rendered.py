@@ -24,15 +24,13 @@ Chars = tuple[int, int]
 """Characters lo:hi of a text."""
 Write = Callable[[list[dict[str, Any]], list[Any]], str]
 """Messages and tools as the chat template writes them; may raise anything."""
-Forged = Callable[[str], Sequence[Chars]]
-"""Where a text holds what would be read as a control token."""
+Forged = Callable[..., Sequence[Chars]]
+"""Where a text holds what would be read as a control token and is none; `forged(text, True)`: it begins an answer."""
 
 PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 """Code points without a meaning."""
 _PRIVATE = re.compile(r"[\ue000-\uf8ff\U000f0000-\U000ffffd]")
-_ESCAPED = re.compile(
-    r"\\+u([ef][0-9a-f]{3})(?![0-9a-f])|\\+u(db[89a-f][0-9a-f])\\+u(d[c-f][0-9a-f]{2})", re.IGNORECASE
-)
+_ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})|\\u(db[89a-f][0-9a-f])\\{1,8}u(d[c-f][0-9a-f]{2})", re.IGNORECASE)
 _MARK = re.compile(f"{_PRIVATE.pattern}|{_ESCAPED.pattern}", re.IGNORECASE)
 MOST_SHOWN = 8
 """Kinds of control tokens in answers of which it is tried whether the template looks at them."""
@@ -117,7 +115,7 @@ class _Marks:
 class Conversation:
     """Messages and tools as a chat template takes them, their contents in pieces.
 
-    contents: of each message, None where it says nothing of its own.
+    contents: of each message, None where it says nothing of its own. is_begun: the last one begins the answer.
     """
 
     def __init__(
@@ -126,10 +124,13 @@ class Conversation:
         contents: Sequence[Sequence[Piece] | None],
         tools: Sequence[Any],
         forged: Forged,
+        is_begun: bool = False,
     ) -> None:
         self._messages, self._contents, self._tools, self._forged = messages, contents, tools, forged
         self._texts = ["".join(piece.text for piece in pieces or ()) for pieces in contents]
         self._in_texts = [forged(text) for text in self._texts]
+        if is_begun:
+            self._in_texts[-1] = forged(self._texts[-1], True)
         self._answers = [message.get("role") == "assistant" for message in messages]
         self._used = set[int]()
 
@@ -385,13 +386,29 @@ def _letter_of(mark: re.Match[str]) -> str:
     return mark[0] if len(mark[0]) == 1 else chr(_code(mark))
 
 
+def _start_of(mark: re.Match[str]) -> int:
+    """Where a match of `_MARK` begins, with the backslashes that are its own where texts were escaped more than once.
+
+    Escaping n times gives a mark 2 ** (n - 1) of them, and each backslash before it twice as many.
+    """
+    start = mark.start()
+    if len(mark[0]) == 1:
+        return start
+    first = start
+    while first and mark.string[first - 1] == "\\":
+        first -= 1
+    n = start + 1 - first
+    return start + 1 - (n & -n)
+
+
 def _cut(rendered: str, marks: Mapping[str, _Spot]) -> tuple[list[str], list[tuple[_Spot, str]]]:
     """The texts around the marks of a rendering; the marks, and how each is written."""
     texts, found, done = list[str](), list[tuple[_Spot, str]](), 0
     for mark in _MARK.finditer(rendered):
         if (spot := marks.get(_letter_of(mark))) is not None:
-            texts.append(rendered[done : mark.start()])
-            found.append((spot, mark[0]))
+            start = _start_of(mark)
+            texts.append(rendered[done:start])
+            found.append((spot, rendered[start : mark.end()]))
             done = mark.end()
     return [*texts, rendered[done:]], found
 

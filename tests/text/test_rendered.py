@@ -11,6 +11,7 @@ import pytest
 from ragfuse.errors import InputError
 from ragfuse.text.chunks import Piece
 from ragfuse.text.rendered import Conversation, Rendered
+from tests.text.operations import MOST_GROWTH, lines
 
 CONTROL = re.compile("<end>|</think>")
 
@@ -106,6 +107,34 @@ def test_characters_that_mean_nothing_stay_in_texts_that_hold_them():
     assert found.text == json.dumps(f"{text} <end>") + "<end>"
     assert [each.piece.text for each in found.placed] == [json.dumps(text)[1:-1]]
     assert bare(found) == ["<end>"]
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("ascii", [True, False])
+def test_backslashes_before_what_is_marked_stay_however_often_texts_are_escaped(times: int, ascii: bool):
+    def write(role: str, content: str) -> str:
+        for _ in range(times):
+            content = json.dumps(content, ensure_ascii=ascii)
+        return content
+
+    text = "\\<end> \\\\<end>\\" + "\U0001f98a\\u"
+    found = rendered(Template(write), ("user", [Piece(text), Piece("\\chunk", "chunk"), Piece("\\\\")]))
+    assert found.text == write("user", text + "\\chunk\\\\") + "<end>"
+    assert bare(found) == ["<end>"] * 2
+
+
+def test_backslashes_are_read_once_each():
+    work = []
+    for n in (1_000, 8_000):
+        content = "\\" * n + "u <end>" + "\\ue000" * n
+        work.append(
+            lines(
+                lambda content=content: rendered(
+                    Template(lambda role, content: json.dumps(content)), ("user", [Piece(content)])
+                )
+            )
+        )
+    assert work[1] <= work[0] * MOST_GROWTH
 
 
 def test_a_message_that_is_left_out_is_an_error_also_where_its_text_stands_elsewhere():
