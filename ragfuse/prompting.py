@@ -195,6 +195,7 @@ class Prompter:
             context=context,
             find=self._find,
             whole=not ask.reuse,
+            goes_on=ask.continue_final_message,
         )
         if is_ids(question) and not tools and not ask.continue_final_message:
             return own.ids(_checked(question, len(model.words)))

@@ -59,6 +59,9 @@ class TextEncoder:
         self._control = control_tokens(tokenizer)
         self._control_ids = {id for id, word in self._added.items() if word in self._control} - {_unknown(tokenizer)}
         self._matcher = _matcher(self._control)
+        special = {*tokenizer.all_special_tokens}
+        told = tokenizer.added_tokens_decoder.values()
+        self._unspecial = {str(each) for each in told if not each.special and str(each) not in special}
         self._own, self._text = _own(tokenizer), _nothing()
         self._before: dict[Place, tuple[str, str]] = {}
         self._normalised = set[int]()
@@ -121,8 +124,11 @@ class TextEncoder:
 
     # what looks like a control token
 
-    def forged(self, text: str) -> list[Chars]:
-        """Where a text holds what a tokenizer would read as a control token, in any case of letters; no white space."""
+    def forged(self, text: str, is_begun: bool = False) -> list[Chars]:
+        """Where a text holds what a tokenizer would read as a control token, in any case of letters; no white space.
+
+        is_begun: the text begins an answer, in which marks of thoughts and calls are such, as if the model wrote them.
+        """
         if self._matcher is None:
             return []
         encoding = self._matcher.encode(_lowered(checked(text)), add_special_tokens=False)
@@ -131,7 +137,8 @@ class TextEncoder:
             seen = self._own.encode(text, add_special_tokens=False)  # its normalizer makes one of other letters
             wanted = self._normalised & self._control_ids
             found += [chars for id, chars in zip(seen.ids, seen.offsets, strict=True) if id in wanted]
-        return sorted({(hi - len(text[lo:hi].lstrip()), hi) for lo, hi in found if text[lo:hi].strip()})
+        spans = sorted({(hi - len(text[lo:hi].lstrip()), hi) for lo, hi in found if text[lo:hi].strip()})
+        return [(lo, hi) for lo, hi in spans if text[lo:hi] not in self._unspecial] if is_begun else spans
 
     # whole prompts
 

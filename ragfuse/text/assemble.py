@@ -34,8 +34,9 @@ Cut = tuple[int, int, tuple[int, ...]]
 class Words(Protocol):
     """A model's tokenizer, as prompts are made with it."""
 
-    def forged(self, text: str) -> Sequence[Chars]:
-        """Where a text holds what would be read as a control token."""
+    def forged(self, text: str, is_begun: bool = False) -> Sequence[Chars]:
+        """Where a text holds what would be read as a control token and is none. is_begun: it begins an answer, in which
+        marks of thoughts and calls are real."""
         ...
 
     def parts(
@@ -74,7 +75,8 @@ class Assembler:
 
     A chunk is a piece that says so, or a known run of ids that `find` meets in what lies between such pieces, whole or
     in part. All else is tokenised as a whole, so the ids do not depend on what is known. whole: pieces that say so are
-    tokenised with what stands around them, too, so that the ids are the model's own.
+    tokenised with what stands around them, too, so that the ids are the model's own. goes_on: `render` leaves the last
+    message open, which begins the answer.
 
     Before the first chunk stands the prefix: one segment with one key, if it has `min_tokens`. A chunk of at least
     `min_chunk_tokens` has the key of its KV in this `context`, wherever it stands. All else is fresh: the rest, a chunk
@@ -90,10 +92,12 @@ class Assembler:
     calls: CallFormat = PLAIN
     find: Find = lambda ids: ()
     whole: bool = False
+    goes_on: bool = False
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """The Prompt of a conversation, by the chat template. Control tokens are the template's own alone: in contents,
-        calls and tools what looks like one stays text. tools: told of in words where the template does not render them.
+        calls and tools what looks like one stays text, but for marks of thoughts and calls in an answer that is begun.
+        tools: told of in words where the template does not render them.
         """
         if self.render is None:
             raise InputError("This model has no chat template; pass one text instead of messages or tools.")
@@ -141,7 +145,7 @@ class Assembler:
         contents = [_parts(turn.content) for turn in turns]
         texts = ["".join(piece.text for piece in pieces) for pieces in contents]
         messages = [self.calls.message(turn, text, _same) for turn, text in zip(turns, texts, strict=True)]
-        return Conversation(messages, contents, tools, self.words.forged).rendered(write)
+        return Conversation(messages, contents, tools, self.words.forged, self.goes_on).rendered(write)
 
     def _of(self, rendered: Rendered, asks: bool, bos: Sequence[int] = ()) -> Prompt:
         """asks: what is said last is a user's."""
