@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from ragfuse.core import whole_text
-from ragfuse.errors import OverlongError, SettingsError
+from ragfuse.errors import InputError, OverlongError, SettingsError
 from ragfuse.fuse.select import policy_named
 from ragfuse.grammar import Grammar
 from ragfuse.hf.handover import told
@@ -46,7 +46,8 @@ class Ask:
     reuse False: the model's own full prefill, for comparison. deadline_s: seconds from the plan until the first token
     is wanted; on a measured machine it bounds how far loading may raise the ratio, and a plan that misses it says so.
     options: anything transformers' `generate` takes, and `presence_penalty`, `frequency_penalty` and `logit_bias` (by
-    token id) as OpenAI has them: these penalties count the answer's own tokens. overflow: "error" for a prompt that is
+    token id) as OpenAI has them: these penalties count the answer's own tokens; `stop_token_ids` end answers beside the
+    model's own end tokens. overflow: "error" for a prompt that is
     too long, or "drop", which leaves out its last chunks until there is room for `max_tokens` of answer, or for a
     quarter of what the model takes.
 
@@ -143,6 +144,12 @@ def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[st
         asked = options.get("max_new_tokens") or ask.max_tokens or getattr(config, "max_new_tokens", None)
         limit = asked or settings.max_tokens
         options["max_new_tokens"] = limit if room is None else min(limit, room)
+        least = options.get("min_new_tokens") or 0
+        if least > options["max_new_tokens"]:
+            raise InputError(
+                f"An answer of {least} tokens at least (min_new_tokens) was asked for; it has room for "
+                f"{options['max_new_tokens']} at most. Raise max_tokens, or ask with a shorter prompt."
+            )
     return options
 
 
@@ -167,9 +174,10 @@ def is_sampled(options: Mapping[str, Any], model: HFModel) -> bool:
 
 
 def ends_of(model: HFModel, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
-    """Ids that end an answer, () where a model has none."""
+    """Ids that end an answer, () where a model has none; those in `stop_token_ids` besides."""
     ends = told("eos_token_id", options, model)
-    return tuple(ends) if isinstance(ends, Sequence) else () if ends is None else (ends,)
+    own = tuple(ends) if isinstance(ends, Sequence) else () if ends is None else (ends,)
+    return tuple(dict.fromkeys((*own, *(options.get("stop_token_ids") or ()))))
 
 
 def hurried(ask: Ask, spent_s: float) -> Ask:

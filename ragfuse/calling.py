@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +29,7 @@ Tool = Mapping[str, Any]
 
 FREE, NEVER, ALWAYS = "auto", "none", "required"
 PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
+OURS = (*PENALTIES, "stop_token_ids")
 """Options beside those of transformers' `generate`."""
 TAIL, LONG_TAIL = 32, 4096
 """Tokens at the end of a prompt in which the tag that opens a thought stands; of a message that is gone on with."""
@@ -125,8 +126,14 @@ class Caller:
         self._templates: list[ChatTemplate] = []
 
     def reply(self, ask: Ask, model: HFModel, calls: CallFormat) -> Reply:
-        """How the answers to a question are held and read; InputError if its grammar cannot be compiled."""
+        """How the answers to a question are held and read; InputError if its grammar cannot be compiled, or its chat
+        template does not read what it is told."""
         tools = checked(ask.tools, ask.tool_choice, ask.grammar)
+        if ask.chat_template_kwargs and (name := self.template(model).unread(ask.chat_template_kwargs)):
+            raise InputError(
+                f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name} does not read: it "
+                f"would change nothing. Wanted some of {sorted(self.template(model).names)}; leave others out."
+            )
         if ask.grammar is None and not tools.offered:
             return Reply(ask, model, thoughts=self.template(model).thoughts)
         ends = ends_of(model, ask.options)
@@ -153,9 +160,7 @@ class Caller:
         with self._lock:
             if ends not in self._grammars:
                 self._grammars.clear()  # whoever names other end tokens goes on with them
-                head = model.model.get_output_embeddings()
-                n_tokens = int(head.weight.shape[0]) if head is not None else len(model.words)
-                self._grammars[ends] = Grammars(model.words, n_tokens, ends)
+                self._grammars[ends] = Grammars(model.words, _columns(model), ends)
             return self._grammars[ends]
 
 
@@ -211,7 +216,10 @@ class Reply:
             exits = self.calls.exits if self.calls is not None else ()
             limit, is_drawn = options.get("max_new_tokens"), is_sampled(options, self.model)
             processors.append(self.grammars.processor(self.grammar, limit, is_drawn, exits))
-        full = {name: value for name, value in options.items() if name not in PENALTIES}
+        full = {name: value for name, value in options.items() if name not in OURS}
+        if stops := options.get("stop_token_ids"):
+            _check_ids("stop_token_ids", stops, self.model)
+            full["eos_token_id"] = list(ends_of(self.model, options))
         return {**full, "stop_strings": (), **({"logits_processor": processors} if processors else {})}
 
     def stops(self, options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -266,12 +274,22 @@ def _penalties(options: Mapping[str, Any], model: HFModel) -> Penalties | None:
     presence, frequency, bias = (options.get(name) for name in PENALTIES)
     if not (presence or frequency or bias):
         return None
-    head = model.model.get_output_embeddings()
-    n_tokens = int(head.weight.shape[0]) if head is not None else len(model.words)
-    wrong = next((id for id in bias or {} if not str(id).isdecimal() or int(id) >= n_tokens), None)
-    if wrong is not None:
-        raise InputError(
-            f"logit_bias names the token {wrong!r:.40}; wanted ids of {model.name}'s tokens: 0 to {n_tokens - 1:,}."
-        )
+    _check_ids("logit_bias", bias or (), model)
     ids = {int(id): float(value) for id, value in (bias or {}).items()}
     return Penalties(float(presence or 0), float(frequency or 0), ids)
+
+
+def _check_ids(name: str, ids: Iterable[Any], model: HFModel) -> None:
+    """InputError for an option that names what is no token's id."""
+    most = _columns(model)
+    wrong = next((id for id in ids if not str(id).isdecimal() or int(id) >= most), None)
+    if wrong is not None:
+        raise InputError(
+            f"{name} names the token {wrong!r:.40}; wanted ids of {model.name}'s tokens: 0 to {most - 1:,}."
+        )
+
+
+def _columns(model: HFModel) -> int:
+    """How many tokens a model's logits are of."""
+    head = model.model.get_output_embeddings()
+    return int(head.weight.shape[0]) if head is not None else len(model.words)

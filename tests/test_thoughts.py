@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from integrations.tests.kit import TEMPLATE
-from ragfuse import Ask, Engine, Grammar, Settings, ToolCall
+from ragfuse import Ask, Engine, Grammar, InputError, Settings, ToolCall
 from ragfuse.core import Thought
 from ragfuse.text.thoughts import TAGS, Thoughts, thoughts_of
 from tests.scripted import saying
@@ -125,3 +125,13 @@ def test_the_next_turn_goes_on_from_the_answer_alone(opened: Engine) -> None:
     text = opened.model.words.decode(prompt.token_ids)
     assert "<|assistant|>Yes." in text
     assert "Hm" not in text
+
+
+def test_what_a_template_does_not_read_is_refused_not_ignored(opened: Engine, engine_without: Engine) -> None:
+    for made in (opened, engine_without):
+        with pytest.raises(InputError, match=r"'reasoning_effort'.*leave others out"):
+            made.answer(ASKED, Ask(chat_template_kwargs={"reasoning_effort": "low"}))
+    with pytest.raises(InputError, match="'enable_thinking'"):
+        opened.answer(ASKED, Ask(chat_template_kwargs={"enable_thinking": False}))
+    answer = engine_without.answer(ASKED, Ask(chat_template_kwargs={"enable_thinking": False}))  # it thinks nothing
+    assert answer.text == engine_without.answer(ASKED, Ask()).text

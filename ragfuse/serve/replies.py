@@ -70,7 +70,7 @@ class Reply:
 
     def _of(self, item: Said | Written, offsets: dict[int, int]) -> Iterator[bytes]:
         text = item.text if isinstance(item, Said) else item.rest
-        if isinstance(item, Said) and item.reasoning:
+        if self.is_chat and isinstance(item, Said) and item.reasoning:
             yield self._event(item.index, {"reasoning_content": item.reasoning})
         logprobs = self._logprobs(item.likely, offsets.get(item.index, 0)) if item.likely else None
         offsets[item.index] = offsets.get(item.index, 0) + sum(len(self.spell(each.id)) for each in item.likely)

@@ -24,7 +24,18 @@ from ragfuse.serve.run import HARD_S, Run, Said, Wish, Written
 from ragfuse.serve.schema import ChatRequest, ExplainRequest, TextRequest, Wanted
 from ragfuse.serve.service import Service
 from ragfuse.serve.stats import store_of
-from ragfuse.serve.wishes import chat_wishes, in_session, question_of, text_of, text_wishes
+from ragfuse.serve.wishes import (
+    allowed_of,
+    chat_wishes,
+    choice_of,
+    goes_on,
+    ids_of,
+    in_session,
+    question_of,
+    text_of,
+    text_wishes,
+    told_of,
+)
 
 T = TypeVar("T")
 SLOW_S = 30.0
@@ -181,13 +192,24 @@ class Events(Response):
 def _explained(engine: Engine, body: ExplainRequest, check: Callable[[object], None]) -> dict[str, Any]:
     how = body.ragfuse
     ask = Ask(policy=how.policy, ratio=how.ratio, reuse=how.reuse, overflow=how.overflow, deadline_s=how.deadline_s)
-    ask = in_session(ask, body.session_id)
-    ask = replace(ask, blend=how.blend, tools=body.tools or (), max_tokens=body.max_tokens)
+    choice, tools = allowed_of(body.tool_choice, body.tools or [])
+    ask = replace(
+        in_session(ask, body.session_id),
+        blend=how.blend,
+        tools=tools,
+        tool_choice=choice_of(choice, tools),
+        max_tokens=body.max_tokens,
+        chat_template_kwargs=told_of(body, engine.template),
+        continue_final_message=goes_on(body),
+    )
     given, documents = [each for each in (body.messages, body.prompt) if each is not None], body.documents or ()
     if len(given) > 1 or not (given or body.pml):
         raise Refusal(400, "Wanted messages or a prompt, one of them; found both or neither.", "unusable", "messages")
-    if body.prompt is not None:
-        question: Inquiry = text_of(body.pml, body.prompt, documents, engine.marker.mark)
+    question: Inquiry
+    if isinstance(body.prompt, list):
+        question = ids_of(body.prompt, body.pml, documents, len(engine.model.words))
+    elif body.prompt is not None:
+        question = text_of(body.pml, body.prompt, documents, engine.marker.mark)
     else:
         question = question_of(body.pml, body.messages or (), documents)
     check(None)

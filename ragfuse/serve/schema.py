@@ -1,14 +1,17 @@
-"""What may be sent to the server: OpenAI's fields, and ours beside them. Values only, checked by pydantic.
+"""What may be sent to the server: OpenAI's fields, vLLM's, and ours beside them. Values only, checked by pydantic.
 
-Fields of OpenAI that change nothing here are taken; those that would change an answer in a way that this server cannot
-give are refused by their value, and unknown ones by their name.
+A field is done as it says, or refused: unknown ones by their name, known ones that cannot be done at every value but
+those at which they change nothing (`Only`). Labels that change no answer anywhere are taken.
 """
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic_core import PydanticCustomError, core_schema
 
 LONGEST_STOP = 256
 """Characters of a stop string."""
@@ -24,9 +27,35 @@ First = Field(fail_fast=True)
 """A list of which the first bad item is told: errors of thousands would take longer than the request."""
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 Item = TypeVar("Item")
 Several = Annotated[list[Item], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
+
+
+@dataclass(frozen=True)
+class Only:
+    """Marks a field that is taken at these values, or null, which change nothing; do: what else is to be done."""
+
+    values: tuple[Any, ...]
+    do: str
+
+    def checked(self, value: Any) -> Any:
+        """The value; an error for any other than these."""
+        if value is None or any(
+            each == value and isinstance(each, bool) is isinstance(value, bool) for each in self.values
+        ):
+            return value
+        wanted = " or ".join(map(json.dumps, (*self.values, None)))
+        raise PydanticCustomError("only", "wanted {wanted}: {do}", {"wanted": wanted, "do": self.do})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        """For pydantic, which asks for it."""
+        return core_schema.no_info_after_validator_function(self.checked, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> Any:
+        """For the OpenAPI document."""
+        return {"enum": [*self.values, None]}
 
 
 class Body(BaseModel):
@@ -58,7 +87,8 @@ class StreamOptions(Body):
     """What a stream tells besides its text."""
 
     include_usage: bool = False
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[Any, Only((False,), "pieces are sent as they are")] = None
+    continuous_usage_stats: Annotated[Any, Only((False,), "usage comes once, with include_usage, at the end")] = None
 
 
 class Call(BaseModel):
@@ -98,6 +128,10 @@ class Message(BaseModel):
     name: str | None = None
     tool_calls: Annotated[list[Call], First] | None = None
     tool_call_id: str | None = None
+    function_call: Call.Function | None = None
+    """A call of one tool, as clients wrote it before there were several."""
+    prefix: Annotated[Any, Only((False,), "continue_final_message goes on with a message")] = None
+    partial: Annotated[Any, Only((False,), "continue_final_message goes on with a message")] = None
 
 
 class Wanted(Body):
@@ -124,6 +158,10 @@ class Wanted(Body):
     """By token id: what is added to its logit."""
     n: int | None = Field(default=1, ge=1, le=MOST_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
+    """Tokens that end an answer, which does not hold them, as the model's own do."""
+    min_tokens: int | None = Field(default=None, ge=0)
+    """So many tokens are written before one may end the answer."""
     seed: int | None = Field(default=None, ge=-SEED, lt=SEED)
     documents: Annotated[list[str | Document], First] | None = Field(default=None, max_length=1000)
     """Retrieved texts, which stand before the question; those that were met before come from the store."""
@@ -133,14 +171,40 @@ class Wanted(Body):
     """A prompt in PML over a schema that is registered; what else is asked stands behind it, as text alone."""
     ragfuse: How = How()
 
-    # taken, and of no consequence here
+    # vLLM's words for response_format; one of them
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(default=None, max_length=1024)
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = Field(default=None, max_length=16)
+
+    # labels, which change no answer anywhere
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+
+    # taken at values that change nothing, refused at all others
+    store: Annotated[Any, Only((False,), "answers are not kept to be fetched later; keep them yourself")] = None
+    service_tier: Annotated[Any, Only(("auto", "default"), "all requests wait in one queue; leave it out")] = None
+    best_of: Annotated[Any, Only((1,), "ask for n answers and choose among them")] = None
+    use_beam_search: Annotated[Any, Only((False,), "answers are drawn token by token; leave it out")] = None
+    length_penalty: Annotated[Any, Only((1.0,), "it is for beams, of which there are none; leave it out")] = None
+    early_stopping: Annotated[Any, Only((False,), "it is for beams, of which there are none; leave it out")] = None
+    typical_p: Annotated[Any, Only((1.0,), "draw by top_p, top_k or min_p")] = None
+    ignore_eos: Annotated[Any, Only((False,), "ask for min_tokens, as many as max_tokens")] = None
+    include_stop_str_in_output: Annotated[Any, Only((False,), "answers end before it; put it behind them")] = None
+    skip_special_tokens: Annotated[Any, Only((True,), "special tokens are never text; leave it out")] = None
+    spaces_between_special_tokens: Annotated[Any, Only((True, False), "give true or false")] = None
+    allowed_token_ids: Annotated[Any, Only(([],), "hold the answer by response_format, or bias by logit_bias")] = None
+    bad_words: Annotated[Any, Only(([],), "bias their tokens by logit_bias, as -100")] = None
+    prompt_logprobs: Annotated[Any, Only((), "ask /v1/completions with echo, logprobs and max_tokens 0")] = None
+    truncate_prompt_tokens: Annotated[Any, Only((), 'ask with ragfuse: {"overflow": "drop"}')] = None
+    return_token_ids: Annotated[Any, Only((False,), "logprobs name the tokens; leave it out")] = None
+    return_tokens_as_token_ids: Annotated[Any, Only((False,), "logprobs name tokens by their text")] = None
+    priority: Annotated[Any, Only((0,), "all requests wait in one queue; leave it out")] = None
+    cache_salt: Annotated[Any, Only((), "what is kept is each key's own; ask with another key")] = None
 
 
 class ChatRequest(Wanted):
@@ -155,7 +219,7 @@ class ChatRequest(Wanted):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[Any, Only((["text"],), "answers are text; leave it out")] = None
     reasoning_effort: str | None = Field(default=None, max_length=64)
     """For templates that read it, as is `verbosity`; refused elsewhere."""
     verbosity: str | None = Field(default=None, max_length=64)
@@ -168,6 +232,16 @@ class ChatRequest(Wanted):
     add_generation_prompt: bool | None = None
     """False beside `continue_final_message` alone."""
 
+    # taken at values that change nothing, refused at all others
+    echo: Annotated[Any, Only((False,), "ask /v1/completions for the prompt")] = None
+    add_special_tokens: Annotated[Any, Only((False,), "the chat template writes them; leave it out")] = None
+    include_reasoning: Annotated[Any, Only((True,), "leave reasoning_content unread, or give enable_thinking")] = None
+    functions: Annotated[Any, Only(([],), "send them as tools")] = None
+    function_call: Annotated[Any, Only(("none", "auto"), "say it by tool_choice")] = None
+    audio: Annotated[Any, Only((), "answers are text; leave it out")] = None
+    prediction: Annotated[Any, Only((), "nothing is taken from it here; leave it out")] = None
+    web_search_options: Annotated[Any, Only((), "nothing is looked up; send what was found as documents")] = None
+
 
 class TextRequest(Wanted):
     """A request for what follows one text, or each of several."""
@@ -179,8 +253,10 @@ class TextRequest(Wanted):
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None
     """The prompt stands before the answer, its tokens among the `logprobs`."""
-    best_of: Literal[1] | None = None
-    suffix: Literal[""] | None = None
+    suffix: Annotated[Any, Only(("",), "a text is gone on with, not filled in; leave it out")] = None
+    add_special_tokens: Annotated[Any, Only((True,), "send the prompt as token ids, which are taken as they are")] = (
+        None
+    )
 
 
 class Failed(BaseModel):
@@ -203,9 +279,16 @@ class ExplainRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     messages: Annotated[list[Message], First] | None = None
-    prompt: str | None = None
+    prompt: str | Ids | None = None
     documents: Annotated[list[str | Document], First] | None = Field(default=None, max_length=1000)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(default=None, max_length=64)
+    verbosity: str | None = Field(default=None, max_length=64)
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
+    continue_final_message: bool | None = False
+    add_generation_prompt: bool | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     pml: str | None = Field(default=None, min_length=1)

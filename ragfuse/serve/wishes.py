@@ -15,7 +15,7 @@ from ragfuse.prompting import Turn
 from ragfuse.serve.logprobs import Noted
 from ragfuse.serve.refusals import Refusal
 from ragfuse.serve.run import Wish
-from ragfuse.serve.schema import ChatRequest, Document, Message, Part, TextRequest, Wanted
+from ragfuse.serve.schema import ChatRequest, Document, ExplainRequest, Message, Part, TextRequest, Wanted
 from ragfuse.text import Piece
 from ragfuse.text.chat_template import ChatTemplate
 
@@ -32,15 +32,16 @@ def chat_wishes(request: ChatRequest, tenant: str, template: ChatTemplate | None
     if request.top_logprobs and not request.logprobs:
         raise Refusal(400, "top_logprobs needs logprobs: true; give both or neither.", "unusable", "top_logprobs")
     choice, tools = allowed_of(request.tool_choice, request.tools or [])
+    if None not in (given := (request.max_completion_tokens, request.max_tokens)) and len(set(given)) > 1:
+        raise Refusal(400, "max_completion_tokens and max_tokens differ; give one of them.", "unusable", "max_tokens")
     ask = replace(
         ask_of(request, tenant),
         max_tokens=request.max_completion_tokens or request.max_tokens,
         tools=tools,
         tool_choice=choice_of(choice, tools),
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        grammar=grammar_of(request.response_format),
         chat_template_kwargs=told_of(request, template or ChatTemplate()),
-        continue_final_message=_goes_on(request),
+        continue_final_message=goes_on(request),
     )
     return [_wish(question, ask, number, noted) for number in range(request.n or 1)]
 
@@ -56,7 +57,7 @@ def text_wishes(request: TextRequest, tenant: str, mark: Any, n_tokens: int | No
         if isinstance(prompt, str):
             question: Any = text_of(request.pml, prompt, request.documents or (), mark)
         else:
-            question = ids_of(prompt, request, n_tokens)
+            question = ids_of(prompt, request.pml, request.documents or (), n_tokens)
         for number in range(request.n or 1):
             wish = _wish(question, ask, number, request.logprobs)
             said = prompt if question == prompt and isinstance(prompt, str) else ""
@@ -71,10 +72,10 @@ def _prompts(given: Any) -> list[str | list[int]]:
     return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
-def ids_of(ids: Sequence[int], request: TextRequest, n_tokens: int | None) -> list[int]:
+def ids_of(ids: Sequence[int], pml: str | None, documents: Sequence[str | Document], n_tokens: int | None) -> list[int]:
     """A prompt of token ids; Refusal for one that is none of this model, or cannot have what was asked beside it."""
-    if request.pml is not None or request.documents:
-        name = "pml" if request.pml is not None else "documents"
+    if pml is not None or documents:
+        name = "pml" if pml is not None else "documents"
         raise Refusal(400, f"A prompt of token ids stands alone; leave out {name}, or send a text.", "unusable", name)
     if n_tokens is not None and max(ids) >= n_tokens:
         raise Refusal(
@@ -92,11 +93,8 @@ def _wish(question: Any, ask: Ask, number: int, n_top: int | None) -> Wish:
     return Wish(question, replace(ask, options={**ask.options, "logits_processor": [noted]}), noted)
 
 
-def told_of(request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
-    """What the chat template is told besides; Refusal for what it does not read, which would change nothing.
-
-    That nothing is to be thought holds by itself where a model knows of no thoughts.
-    """
+def told_of(request: ChatRequest | ExplainRequest, template: ChatTemplate) -> dict[str, Any]:
+    """What the chat template is told besides; Refusal for what it does not read, which would change nothing."""
     told, fields = dict(request.chat_template_kwargs or {}), dict.fromkeys(request.chat_template_kwargs or (), KWARGS)
     for name in ("enable_thinking", "reasoning_effort", "verbosity"):
         if (value := getattr(request, name)) is None:
@@ -104,18 +102,18 @@ def told_of(request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
         if told.get(name, value) != value:
             raise Refusal(400, f"{name} is {value!r} and, in {KWARGS}, {told[name]!r}; give one.", "unusable", name)
         told[name], fields[name] = value, name
-    for name, value in list(told.items()):
-        if name in template.names:
-            continue
-        if name == "enable_thinking" and value is False and template.thoughts is None:
-            del told[name]
-            continue
+    no_effort = told.get("reasoning_effort") == "none" and "reasoning_effort" not in template.names
+    if no_effort and "enable_thinking" in template.names and not told.get("enable_thinking"):
+        del told["reasoning_effort"]
+        told["enable_thinking"] = False
+    unread = template.unread(told)
+    if unread is not None:
         raise Refusal(
             400,
-            f"{name} is {value!r:.40}, but this model's chat template reads no '{name:.40}', so that it would change "
+            f"{unread} is {told[unread]!r:.40}, but this model's chat template reads no '{unread:.40}': it changes "
             "nothing; leave it out.",
             "unusable",
-            fields[name],
+            fields[unread],
         )
     return told
 
@@ -123,17 +121,17 @@ def told_of(request: ChatRequest, template: ChatTemplate) -> dict[str, Any]:
 KWARGS = "chat_template_kwargs"
 
 
-def _goes_on(request: ChatRequest) -> bool:
+def goes_on(request: ChatRequest | ExplainRequest) -> bool:
     """Whether the last message is gone on with; Refusal where that cannot be."""
-    goes_on, asks = bool(request.continue_final_message), request.add_generation_prompt
-    if goes_on and asks:
+    is_on, asks = bool(request.continue_final_message), request.add_generation_prompt
+    if is_on and asks:
         raise Refusal(
             400,
             "continue_final_message goes on with the last message, add_generation_prompt begins another; give one.",
             "unusable",
             "add_generation_prompt",
         )
-    if not goes_on and asks is False:
+    if not is_on and asks is False:
         raise Refusal(
             400,
             "add_generation_prompt is false, found no continue_final_message: nothing would be answered. Give both, or "
@@ -142,7 +140,7 @@ def _goes_on(request: ChatRequest) -> bool:
             "add_generation_prompt",
         )
     last = request.messages[-1] if request.messages else None
-    if goes_on and (last is None or last.role != "assistant" or last.tool_calls or request.pml is not None):
+    if is_on and (last is None or last.role != "assistant" or last.tool_calls or request.pml is not None):
         raise Refusal(
             400,
             "continue_final_message goes on with an assistant's text; wanted a last message of role 'assistant' "
@@ -150,7 +148,7 @@ def _goes_on(request: ChatRequest) -> bool:
             "unusable",
             "continue_final_message",
         )
-    return goes_on
+    return is_on
 
 
 def ask_of(request: Wanted, tenant: str) -> Ask:
@@ -167,9 +165,26 @@ def ask_of(request: Wanted, tenant: str) -> Ask:
         seed=request.seed,
         options=_sampling(request),
     )
+    ask = replace(ask, grammar=grammar_of(request))
+    _check_ends(request, ask)
     if request.session_id is not None and (request.n or 1) > 1:
         raise Refusal(400, "A conversation goes on with one answer; wanted n 1, or no session_id.", "unusable", "n")
     return in_session(ask, request.session_id)
+
+
+def _check_ends(request: Wanted, ask: Ask) -> None:
+    """Refusal for ends that nothing can hold together."""
+    least, most = request.min_tokens or 0, request.max_tokens or getattr(request, "max_completion_tokens", None)
+    if most is not None and least > most:
+        raise Refusal(
+            400, f"min_tokens is {least}, and of max_tokens there are {most}; give fewer.", "unusable", "min_tokens"
+        )
+    calls = bool(getattr(request, "tools", None)) and getattr(request, "tool_choice", None) != "none"
+    ends = {"tools": calls, "the form of an answer": ask.grammar is not None, "stop": bool(ask.stop and least)}
+    other = next((each for each, is_given in ends.items() if is_given), None)
+    name = "min_tokens" if least else "stop_token_ids" if request.stop_token_ids else None
+    if other is not None and name is not None:
+        raise Refusal(400, f"{name} and {other} end an answer in different places; give one.", "unusable", name)
 
 
 def in_session(ask: Ask, session: str | None) -> Ask:
@@ -185,6 +200,8 @@ def _sampling(request: Wanted) -> dict[str, Any]:
         "frequency_penalty": request.frequency_penalty,
         "repetition_penalty": request.repetition_penalty,
         "logit_bias": bias,
+        "stop_token_ids": request.stop_token_ids,
+        "min_new_tokens": request.min_tokens,
     }
     told = {name: value for name, value in changes.items() if value}
     if (request.temperature or 0) < COOL or request.top_p == 0:
@@ -277,9 +294,9 @@ def marked(documents: Sequence[str | Document], mark: Any) -> str:
 
 def _turn(message: Message, names: Mapping[str, str]) -> Turn:
     role, parts = dict(ROLES).get(message.role, message.role), list(_parts(message))
-    calls = tuple(
-        ToolCall(call.function.name, _arguments(call.function.arguments), call.id) for call in message.tool_calls or ()
-    )
+    said = [(call.function, call.id) for call in message.tool_calls or ()]
+    said += [(message.function_call, "")] if message.function_call is not None else []
+    calls = tuple(ToolCall(function.name, _arguments(function.arguments), id) for function, id in said)
     if calls and role != "assistant":
         raise Refusal(
             400, f"A message of role '{message.role}' calls tools; only an assistant does.", "unusable", "messages"
@@ -313,11 +330,16 @@ def _piece(part: Part, text: str) -> str | Piece:
     return Piece(text, "chunk", source) if is_chunk else text
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def _loaded(text: str) -> Any:
+    """What JSON text says; None where it is none."""
     try:
-        found = json.loads(text or "{}")
+        return json.loads(text)
     except (ValueError, RecursionError):
-        found = None
+        return None
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    found = _loaded(text or "{}")
     if not isinstance(found, dict):
         raise Refusal(
             400,
@@ -370,7 +392,48 @@ def choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[st
     return choice or "auto"
 
 
-def grammar_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
+def grammar_of(request: Wanted) -> Grammar | None:
+    """What an answer must follow, by OpenAI's `response_format` or vLLM's words for it; Refusal for two of them."""
+    held = {kind: value for kind, value in (request.structured_outputs or {}).items() if value is not None}
+    if held and (len(held) > 1 or not held.keys() <= set(GRAMMARS)):
+        raise Refusal(
+            400,
+            f"structured_outputs has {sorted(held)!r:.80}; wanted one of {', '.join(GRAMMARS)}.",
+            "unusable",
+            "structured_outputs",
+        )
+    told: list[tuple[str, str, Any]] = [("structured_outputs", kind, value) for kind, value in held.items()]
+    for kind in ("json", "regex", "choice", "grammar"):
+        if (value := getattr(request, f"guided_{kind}")) is not None:
+            told.append((f"guided_{kind}", kind, value))
+    form = _form_of(getattr(request, "response_format", None))
+    names = [name for name, *_ in told] + (["response_format"] if form is not None else [])
+    if len(names) > 1:
+        raise Refusal(400, f"{names[0]} and {names[1]} both say an answer's form; give one.", "unusable", names[1])
+    return _grammar(*told[0]) if told else form
+
+
+GRAMMARS = ("json", "json_object", "regex", "choice", "grammar")
+"""Forms of answers in vLLM's words."""
+
+
+def _grammar(name: str, kind: str, value: Any) -> Grammar:
+    """By a field of this name, which holds a form of this kind."""
+    if kind == "json_object" and value is True:
+        return Grammar.json(None)
+    if kind == "json" and isinstance(value, str):
+        value = _loaded(value)
+    if kind == "json" and isinstance(value, dict):
+        return Grammar.json(value)
+    if kind in ("regex", "grammar") and isinstance(value, str) and value:
+        return Grammar.regex(value) if kind == "regex" else Grammar.lark(value)
+    if kind == "choice" and isinstance(value, list) and value and all(isinstance(e, str) and e for e in value):
+        return Grammar.choice(value)
+    wanted = {"json": "a JSON schema", "json_object": "true", "choice": "a list of texts"}.get(kind, "a text")
+    raise Refusal(400, f"{name}: wanted {wanted} for '{kind}', found {value!r:.60}; mend it.", "unusable", name)
+
+
+def _form_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
     """What OpenAI's `response_format` asks an answer to follow."""
     kind = (response_format or {}).get("type", "text")
     if response_format is None or kind == "text":

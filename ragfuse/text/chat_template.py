@@ -11,56 +11,10 @@ from ragfuse.text.thoughts import Thoughts, thoughts_of
 
 OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Names that a template is told by whoever renders it, and by nobody else."""
-KEYWORDS = frozenset(
-    {
-        "if",
-        "elif",
-        "else",
-        "endif",
-        "for",
-        "in",
-        "endfor",
-        "recursive",
-        "set",
-        "endset",
-        "is",
-        "not",
-        "and",
-        "or",
-        "defined",
-        "undefined",
-        "none",
-        "true",
-        "false",
-        "None",
-        "True",
-        "False",
-        "mapping",
-        "string",
-        "iterable",
-        "sequence",
-        "number",
-        "loop",
-        "namespace",
-        "macro",
-        "endmacro",
-        "call",
-        "endcall",
-        "filter",
-        "endfilter",
-        "generation",
-        "endgeneration",
-        "break",
-        "continue",
-        "range",
-        "raise_exception",
-        "strftime_now",
-    }
-)
-_LOOP = re.compile(r"\bfor\s+(.*?)\s+in\b")
-_CODE = re.compile(r"{#.*?#}|{[{%](.*?)[%}]}", re.DOTALL)
-_TEXT = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
-_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
+"""What transformers gives templates to call."""
+_MARKS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")
+"""Of the text that training counts, which says nothing here."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +29,29 @@ class ChatTemplate:
     def of(source: Any, own: Collection[str]) -> ChatTemplate:
         """By its source, or those of several by name; own: the tokens that were added to the vocabulary."""
         sources: Sequence[Any] = list(source.values()) if isinstance(source, Mapping) else [source or ""]
-        text = "\n".join(map(str, sources))
-        return ChatTemplate(names_read(text), thoughts_of(text, own))
+        names = frozenset(name for each in sources for name in names_read(str(each)))
+        return ChatTemplate(names, thoughts_of("\n".join(map(str, sources)), own))
+
+    def unread(self, told: Mapping[str, Any]) -> str | None:
+        """The first name of what it is told that it does not read, so that it would change nothing; None: it reads all.
+
+        That nothing is to be thought holds by itself where a model knows of no thoughts.
+        """
+        holds = NO_THOUGHTS if self.thoughts is None else ()
+        return next((name for name in told if name not in self.names and (name, told[name]) not in holds), None)
+
+
+NO_THOUGHTS = (("enable_thinking", False), ("reasoning_effort", "none"))
+"""That nothing is to be thought."""
 
 
 def names_read(template: str) -> frozenset[str]:
-    """Names in a template's code, its own left out. Text and comments around the code, and texts in it, are none."""
-    code = [_TEXT.sub("''", block[1] or "") for block in _CODE.finditer(template)]
-    found = frozenset(name for block in code for name in _NAME.findall(block))
-    return (
-        found
-        - OWN
-        - KEYWORDS
-        - {name for block in code for each in _LOOP.findall(block) for name in _NAME.findall(each)}
-    )
+    """Names that a template's code takes from whoever renders it, its own left out; none of one that cannot be read."""
+    from jinja2 import Environment, TemplateError, meta
+
+    world = Environment(extensions=["jinja2.ext.loopcontrols"])  # nothing is rendered
+    try:
+        found = meta.find_undeclared_variables(world.parse(_MARKS.sub("", template)))
+    except (TemplateError, RecursionError):
+        return frozenset()
+    return frozenset(found) - OWN - FUNCTIONS

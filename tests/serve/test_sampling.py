@@ -266,10 +266,13 @@ def test_what_a_template_reads_is_found_in_its_code() -> None:
     source = (
         "think or not {# reasoning_effort #}{% for each in messages %}{% endfor %}"
         "{% if enable_thinking is defined and not enable_thinking %}verbosity{% endif %}"
-        "{{ 'in text' + messages[0].effort + (budget | default('x')) }}"
+        "{{ 'in text' + messages[0].effort + (budget | default('x')) }}{% set mood = 'good' %}{{ mood }}"
+        "{% macro told(content) %}{{ content | trim }}{% endmacro %}{{ told(messages[0].content) }}{% generation %}"
+        "{% if effort is not defined %}{% set effort = strftime_now('%d') %}{% endif %}{{ effort }}{% endgeneration %}"
     )
     names = ChatTemplate.of(source, ()).names
-    assert names == {"enable_thinking", "budget", "default"}
+    assert names == {"enable_thinking", "budget", "effort"}
+    assert ChatTemplate.of("{% if", ()).names == frozenset()
     assert "budget" in ChatTemplate.of({"default": "x", "tool_use": source}, ()).names
     assert ChatTemplate.of(None, ()) == ChatTemplate()
 
@@ -287,7 +290,12 @@ def test_what_a_template_reads_is_handed_to_it_and_all_else_refused() -> None:
         "enable_thinking": True,
         "reasoning_effort": "low",
     }
-    assert told(ChatTemplate(), enable_thinking=False) == {}  # it thinks nothing anyway
+    nothing = ChatTemplate()  # of which no model thinks anything
+    assert told(nothing, enable_thinking=False) == {"enable_thinking": False}
+    assert told(nothing, reasoning_effort="none") == {"reasoning_effort": "none"}
+    switch = ChatTemplate.of("{% if enable_thinking %}<think>{% endif %}", ["<think>", "</think>"])
+    assert told(switch, reasoning_effort="none") == {"enable_thinking": False}
+    assert told(reasoning_effort="none") == {"reasoning_effort": "none"}  # which that template reads itself
     for fields, param in (
         ({"verbosity": "low"}, "verbosity"),
         ({"chat_template_kwargs": {"verbosity": "low"}}, "chat_template_kwargs"),
@@ -296,8 +304,15 @@ def test_what_a_template_reads_is_handed_to_it_and_all_else_refused() -> None:
         with pytest.raises(Refusal) as caught:
             told(**fields)
         assert (caught.value.status, caught.value.param) == (400, param)
-    with pytest.raises(Refusal, match="low"):
-        told(ChatTemplate(), reasoning_effort="low")
+    for template in (nothing, switch):
+        with pytest.raises(Refusal, match="low"):
+            told(template, reasoning_effort="low")
+    with pytest.raises(Refusal, match="none"):
+        told(switch, reasoning_effort="none", enable_thinking=True)
+    always = ChatTemplate.of("<think>", ["<think>", "</think>"])  # which thinks, and reads nothing
+    for fields in ({"reasoning_effort": "none"}, {"enable_thinking": False}):
+        with pytest.raises(Refusal):
+            told(always, **fields)
 
 
 def test_a_message_is_gone_on_with_where_that_is_asked_for() -> None:

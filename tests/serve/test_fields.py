@@ -1,0 +1,311 @@
+"""Each field that may be sent, one by one: done, streamed or not; a label; or refused at what it cannot have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from ragfuse.serve.schema import ChatRequest, ExplainRequest, Message, Only, StreamOptions, TextRequest, Wanted
+from tests.serve.kit import Served, said, with_documents
+from tests.tiny import ROOT
+
+Fields = Mapping[str, Any]
+WARM = {"temperature": 1.5, "seed": 7}
+TOOL = {"type": "function", "function": {"name": "fan", "parameters": {"type": "object", "properties": {}}}}
+LETTERS = list(range(71, 97))
+"""Ids of the tiny model's a to z, of which its answers are, with spaces between them."""
+PLAIN: Fields = MappingProxyType({})
+BOTH: dict[str, tuple[Fields, Fields]] = {
+    "model": (PLAIN, {"model": "another"}),
+    "stream": (PLAIN, {"stream": True}),
+    "stream_options": ({"stream": True}, {"stream_options": {"include_usage": True}}),
+    "max_tokens": (PLAIN, {"max_tokens": 3}),
+    "temperature": ({"seed": 7}, {"temperature": 1.5}),
+    "top_p": (WARM, {"top_p": 0.01}),
+    "top_k": (WARM, {"top_k": 1}),
+    "min_p": (WARM, {"min_p": 1.0}),
+    "presence_penalty": (PLAIN, {"presence_penalty": 2}),
+    "frequency_penalty": (PLAIN, {"frequency_penalty": -2}),
+    "repetition_penalty": (PLAIN, {"repetition_penalty": 3}),
+    "logit_bias": (PLAIN, {"logit_bias": {str(LETTERS[0]): 100}}),
+    "n": (PLAIN, {"n": 2}),
+    "stop": (PLAIN, {"stop": list("abcdefmoqrstuvw ")}),
+    "stop_token_ids": (PLAIN, {"stop_token_ids": LETTERS}),
+    "min_tokens": ({"stop_token_ids": LETTERS[:20]}, {"min_tokens": 8}),
+    "seed": (WARM, {"seed": 8}),
+    "documents": (PLAIN, with_documents(1)),
+    "session_id": (PLAIN, {"session_id": "fields"}),
+    "pml": (PLAIN, {"pml": "<prompt schema='none'/>"}),
+    "ragfuse": (PLAIN, {"ragfuse": {"ratio": 0.5}}),
+    "guided_json": (PLAIN, {"guided_json": {"enum": ["yes"]}}),
+    "guided_regex": (PLAIN, {"guided_regex": "ab"}),
+    "guided_choice": (PLAIN, {"guided_choice": ["ab"]}),
+    "guided_grammar": (PLAIN, {"guided_grammar": 'start: "ab"'}),
+    "structured_outputs": (PLAIN, {"structured_outputs": {"choice": ["ab"], "json": None}}),
+}
+"""Of both kinds of completion, by field: what else is sent, and what makes a difference to that."""
+CHAT: dict[str, tuple[Fields, Fields]] = {
+    **BOTH,
+    "messages": (PLAIN, {"messages": [said("Another?")]}),
+    "max_completion_tokens": (PLAIN, {"max_completion_tokens": 3}),
+    "logprobs": (PLAIN, {"logprobs": True}),
+    "top_logprobs": ({"logprobs": True}, {"top_logprobs": 2}),
+    "tools": (PLAIN, {"tools": [TOOL]}),
+    "tool_choice": ({"tools": [TOOL]}, {"tool_choice": "none"}),
+    "parallel_tool_calls": (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "fan"}}},
+        {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100},
+    ),
+    "response_format": (PLAIN, {"response_format": {"type": "json_object"}, "max_tokens": 30}),
+    "reasoning_effort": (PLAIN, {"reasoning_effort": "high"}),
+    "verbosity": (PLAIN, {"verbosity": "low"}),
+    "enable_thinking": (PLAIN, {"enable_thinking": True}),
+    "chat_template_kwargs": (PLAIN, {"chat_template_kwargs": {"mood": "good"}}),
+    "continue_final_message": (PLAIN, {"continue_final_message": True}),
+    "add_generation_prompt": (PLAIN, {"add_generation_prompt": False}),
+}
+TEXT: dict[str, tuple[Fields, Fields]] = {
+    **BOTH,
+    "prompt": (PLAIN, {"prompt": "Another text"}),
+    "max_tokens": (PLAIN, {"max_tokens": 0}),
+    "logprobs": (PLAIN, {"logprobs": 0}),
+    "echo": (PLAIN, {"echo": True}),
+}
+LABELS: dict[str, Any] = {
+    "user": "somebody",
+    "metadata": {"run": "7"},
+    "safety_identifier": "x",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+}
+PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
+
+
+def only_of(kind: type[Any]) -> dict[str, Only]:
+    """The fields that are taken at some values alone."""
+    found = {
+        name: [each for each in field.metadata if isinstance(each, Only)] for name, field in kind.model_fields.items()
+    }
+    return {name: marks[0] for name, marks in found.items() if marks}
+
+
+def asked(served: Served, kind: str, *fields: Fields) -> Any:
+    body: dict[str, Any] = {"model": served.service.model}
+    body |= {"messages": [said()]} if kind == "chat" else {"prompt": "The keeper of the lighthouse"}
+    for each in fields:
+        body |= each
+    return served.post(PATHS[kind], body)
+
+
+def pieces(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def joined(events: list[Any]) -> dict[int, Any]:
+    """What the events of a stream say together, by choice, in the words of a whole answer."""
+    found: dict[int, Any] = {}
+    for event in events:
+        for choice in event["choices"]:
+            told = found.setdefault(choice["index"], {"text": "", "thought": "", "calls": 0, "why": None, "tokens": 0})
+            delta = choice.get("delta", {})
+            told["text"] += choice.get("text", "") or delta.get("content") or ""
+            told["thought"] += delta.get("reasoning_content", "")
+            told["calls"] += len(delta.get("tool_calls", ()))
+            told["why"] = choice["finish_reason"] or told["why"]
+            told["tokens"] += n_tokens(choice)
+    return found
+
+
+def n_tokens(choice: Any) -> int:
+    logprobs = choice["logprobs"] or {}
+    return len(logprobs.get("content") or logprobs.get("tokens") or ())
+
+
+def shape(answer: Any) -> Any:
+    """What of an answer its request decides."""
+    if answer.status_code != 200:
+        return answer.status_code, answer.json()["error"]["param"]
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        events = pieces(answer.text)
+        return "stream", joined(events), [event.get("usage") for event in events if event.get("usage")]
+    told = answer.json()
+    traces = told["ragfuse"] if isinstance(told["ragfuse"], list) else [told["ragfuse"]]
+    kept = {"prompt_tokens", "completion_tokens"}
+    choices = [{**choice, "message": _bare(choice.get("message"))} for choice in told["choices"]]
+    usage = {name: value for name, value in told["usage"].items() if name in kept}
+    return choices, usage, [(each["session"] == "fields", each["ratio"]) for each in traces]
+
+
+def _bare(message: Any) -> Any:
+    """A message without the ids of its calls."""
+    calls = [call["function"] for call in (message or {}).get("tool_calls", ())]
+    return {**message, "tool_calls": calls} if message else None
+
+
+def whole(answer: Any) -> dict[int, Any]:
+    """What an answer says, as `joined` has it."""
+    found = {}
+    for choice in answer.json()["choices"]:
+        message = choice.get("message") or {}
+        found[choice["index"]] = {
+            "text": choice.get("text") or message.get("content") or "",
+            "thought": message.get("reasoning_content", ""),
+            "calls": len(message.get("tool_calls", ())),
+            "why": choice["finish_reason"],
+            "tokens": n_tokens(choice),
+        }
+    return found
+
+
+def test_every_field_that_may_be_sent_is_in_one_of_these_tables() -> None:
+    assert set(ChatRequest.model_fields) == {*CHAT, *LABELS, *only_of(ChatRequest)}
+    assert set(TextRequest.model_fields) == {*TEXT, *LABELS, *only_of(TextRequest)}
+    assert not set(LABELS) & (set(only_of(Wanted)) | set(BOTH))
+
+
+def test_the_guide_names_every_field() -> None:
+    guide = (ROOT / "docs" / "guides" / "serving.md").read_text(encoding="utf-8")
+    kinds = (ChatRequest, TextRequest, StreamOptions)
+    assert {name for kind in kinds for name in kind.model_fields if f"`{name}`" not in guide} == set()
+
+
+@pytest.mark.parametrize(("kind", "name"), [("chat", name) for name in CHAT] + [("text", name) for name in TEXT])
+def test_a_field_makes_the_difference_that_it_is_for_streamed_too(served: Served, kind: str, name: str) -> None:
+    common, more = (CHAT if kind == "chat" else TEXT)[name]
+    with_it, without = asked(served, kind, common, more), asked(served, kind, common)
+    assert without.status_code == 200, without.text
+    assert shape(with_it) != shape(without)
+    if name in ("session_id", "stream", "stream_options"):  # the first is another turn each time
+        return
+    streamed = asked(served, kind, common, more, {"stream": True})
+    if with_it.status_code != 200:
+        assert streamed.status_code == with_it.status_code
+        assert streamed.json()["error"]["message"] == with_it.json()["error"]["message"]
+    else:
+        assert joined(pieces(streamed.text)) == whole(with_it)
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_labels_change_nothing(served: Served, kind: str) -> None:
+    assert shape(asked(served, kind, LABELS)) == shape(asked(served, kind))
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_what_cannot_be_done_is_taken_where_it_changes_nothing_and_refused_elsewhere(served: Served, kind: str) -> None:
+    marks = only_of(ChatRequest if kind == "chat" else TextRequest)
+    assert len(marks) > 20
+    neutral = {name: mark.values[0] if mark.values else None for name, mark in marks.items()}
+    assert shape(asked(served, kind, neutral)) == shape(asked(served, kind))
+    for name, mark in marks.items():
+        for value in (True, False, 2, 0.5, "other", ["x"], {"a": 1}):
+            if any(each == value and isinstance(each, bool) == isinstance(value, bool) for each in mark.values):
+                continue
+            answer = asked(served, kind, {name: value})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, name), (name, value)
+            assert f"wanted {json.dumps(mark.values[0]) if mark.values else 'null'}" in error["message"]
+            assert mark.do in error["message"]
+            assert "found" in error["message"]
+
+
+def test_options_of_streams_and_fields_of_messages_are_done_or_refused(served: Served) -> None:
+    for name in only_of(StreamOptions):
+        answer = asked(served, "chat", {"stream": True, "stream_options": {name: True}})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"stream_options.{name}")
+        assert asked(served, "chat", {"stream": True, "stream_options": {name: False}}).status_code == 200
+    for name in only_of(Message):
+        turns = [said(), {**said("The", "assistant"), name: True}]
+        answer = asked(served, "chat", {"messages": turns})
+        assert answer.status_code == 400
+        assert "continue_final_message" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "name", ["top_a", "mirostat", "reasoning", "kv_transfer_params", "chat_template", "guided_yaml"]
+)
+def test_a_field_that_nobody_knows_is_refused_by_its_name(served: Served, name: str) -> None:
+    for kind in PATHS:
+        answer = asked(served, kind, {name: 1})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unknown_field")
+        assert answer.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"min_tokens": 3, "stop": "x"}, "min_tokens"),
+        ({"min_tokens": 3, "guided_regex": "a"}, "min_tokens"),
+        ({"stop_token_ids": [5], "guided_regex": "a"}, "stop_token_ids"),
+        ({"stop_token_ids": [10**6]}, None),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs"),
+        ({"guided_json": "{no"}, "guided_json"),
+        ({"guided_json": "[1]"}, "guided_json"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [""]}, "guided_choice"),
+        ({"guided_regex": "("}, None),
+        ({"guided_grammar": "no rules"}, None),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_held_together_or_at_all_is_told(served: Served, fields: Fields, param: str | None) -> None:
+    for kind in PATHS:
+        answer = asked(served, kind, fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_one_length_is_asked_for(served: Served) -> None:
+    both = {"max_tokens": 4, "max_completion_tokens": 5}
+    assert asked(served, "chat", both).json()["error"]["param"] == "max_tokens"
+    same = asked(served, "chat", {"max_tokens": 4, "max_completion_tokens": 4}).json()
+    assert same["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_a_least_length_is_held_and_stop_tokens_end_behind_it(served: Served, kind: str) -> None:
+    for least in (0, 1, 5):
+        told = asked(served, kind, {"max_tokens": 12, "min_tokens": least, "stop_token_ids": LETTERS[:20]}).json()
+        n_written = told["usage"]["completion_tokens"]
+        assert least <= n_written <= 12
+        assert (n_written < 12) == (told["choices"][0]["finish_reason"] == "stop")
+    at_once = asked(served, kind, {"stop_token_ids": LETTERS[:1], "logit_bias": {str(LETTERS[0]): 100}}).json()
+    assert at_once["usage"]["completion_tokens"] == 0
+    assert at_once["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_call_as_it_was_written_before_there_were_several_is_a_call(served: Served) -> None:
+    function = {"name": "fan", "arguments": "{}"}
+    call = {"role": "assistant", "content": None}
+    result = {"role": "function", "name": "fan", "content": "On."}
+    old = [said(), {**call, "function_call": function}, result]
+    new = [said(), {**call, "tool_calls": [{"type": "function", "function": function}]}, result]
+    bare = [said(), said("", "assistant"), result]
+    counts = [asked(served, "chat", {"messages": each}).json()["usage"]["prompt_tokens"] for each in (old, new, bare)]
+    assert counts[0] == counts[1] > counts[2]
+    answer = asked(served, "chat", {"messages": [{**said(), "function_call": function}]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+
+
+def test_a_plan_is_of_the_prompt_that_the_same_fields_make(served: Served) -> None:
+    def tokens(**fields: Any) -> Any:
+        answer = served.post("/v1/ragfuse/explain", {"messages": [said()], **fields})
+        return answer.json()["tokens"] if answer.status_code == 200 else answer.json()["error"]["param"]
+
+    assert tokens(tools=[TOOL]) > tokens(tools=[TOOL], tool_choice="none") == tokens()
+    for name in ("reasoning_effort", "verbosity"):
+        assert tokens(**{name: "low"}) == name
+    assert tokens(chat_template_kwargs={"mood": 1}) == "chat_template_kwargs"
+    assert tokens(add_generation_prompt=False) == "add_generation_prompt"
+    shared = {"tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "continue_final_message", "documents"}
+    assert shared <= set(ExplainRequest.model_fields)
