@@ -1,7 +1,8 @@
-"""Thoughts, penalties and calls one by one: fields of an answer and of a question as LangChain has them."""
+"""Thoughts, penalties, ends and calls one by one: fields of an answer and of a question as LangChain has them."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import tool
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
+from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, InputError, Settings
 from tests.scripted import Script, spelled
@@ -117,3 +119,27 @@ def test_one_call_is_made_where_several_are_not_wanted(engine: Engine) -> None:
     assert len(whole.tool_calls) == 1  # type: ignore[union-attr]
     assert one.kwargs["parallel_tool_calls"] is False  # type: ignore[attr-defined]
     assert "parallel_tool_calls" not in llm.bind_tools([knock]).kwargs  # type: ignore[attr-defined]
+
+
+def test_stop_strings_count_in_the_answer_alone_those_of_a_generation_config_too(
+    tiny_path: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_path, tmp_path / "model")
+    config = GenerationConfig.from_pretrained(tiny_path)
+    config.update(stop_strings=["<end>"], token_healing=True)
+    config.save_pretrained(tmp_path / "model")
+    with Engine(Settings(model=str(tmp_path / "model"), dtype="float32", store=tmp_path, max_tokens=24)) as made:
+        llm = ChatRagFuse(engine=made)
+        for stop in ([], ["\nSay", "Tuesday?\nS", "<|assistant|>S"]):
+            told = {"stop": stop, **saying(made, "Say<end>x")}
+            assert llm.invoke(ASKED, **told).content == "Say"
+            told = {"stop": stop, **saying(made, "Say<end>x")}
+            assert "".join(str(each.text) for each in llm.stream(ASKED, **told)) == "Say"
+        assert llm.invoke(ASKED, stop=["a"], **saying(made, "Say<end>x")).content == "S"
+
+
+def test_pad_tokens_that_a_model_writes_are_counted(engine: Engine) -> None:
+    bias = {engine.model.words.pad_token_id: 100.0}
+    answer = ChatRagFuse(engine=engine, logit_bias=bias, max_tokens=9).invoke(ASKED)
+    assert (answer.content, answer.response_metadata["finish_reason"]) == ("", "length")
+    assert answer.usage_metadata["output_tokens"] == 9

@@ -1,7 +1,8 @@
-"""Thoughts, penalties and calls one by one: fields of an answer and of a question as LlamaIndex has them."""
+"""Thoughts, penalties, ends and calls one by one: fields of an answer and of a question as LlamaIndex has them."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock, ThinkingBlock, ToolCallBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.ragfuse import RagFuseLLM
+from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, InputError, Settings
 from tests.scripted import Script, spelled
@@ -120,3 +122,27 @@ def test_one_call_is_made_where_several_are_not_wanted(engine: Engine) -> None:
     for seed in range(3):
         answer = llm.chat(**{**told, "messages": ASKED}, seed=seed)
         assert len([block for block in answer.message.blocks if isinstance(block, ToolCallBlock)]) == 1
+
+
+def test_stop_strings_count_in_the_answer_alone_those_of_a_generation_config_too(
+    tiny_path: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_path, tmp_path / "model")
+    config = GenerationConfig.from_pretrained(tiny_path)
+    config.update(stop_strings=["<end>"], token_healing=True)
+    config.save_pretrained(tmp_path / "model")
+    with Engine(Settings(model=str(tmp_path / "model"), dtype="float32", store=tmp_path, max_tokens=24)) as made:
+        llm = RagFuseLLM(engine=made)
+        for stop in ([], ["\nSay", "Tuesday?\nS", "<|assistant|>S"]):
+            told = {"stop": stop, **saying(made, "Say<end>x")}
+            assert llm.chat(ASKED, **told).message.content == "Say"
+            told = {"stop": stop, **saying(made, "Say<end>x")}
+            assert "".join(each.delta for each in llm.stream_chat(ASKED, **told)) == "Say"
+        assert llm.chat(ASKED, stop=["a"], **saying(made, "Say<end>x")).message.content == "S"
+
+
+def test_pad_tokens_that_a_model_writes_are_counted(engine: Engine) -> None:
+    bias = {engine.model.words.pad_token_id: 100.0}
+    answer = RagFuseLLM(engine=engine, logit_bias=bias, max_tokens=9).chat(ASKED)
+    assert (answer.message.content, answer.raw["finish_reason"]) == ("", "length")
+    assert answer.raw["usage"]["completion_tokens"] == 9
