@@ -209,7 +209,7 @@ class Sessions:
         if kept:
             self._outlook.note((model, session.id), session)
         self._met.add(model)
-        if self._ttl_s is not None and now - self._swept > self._ttl_s / 8:
+        if self._ttl_s is not None and not 0 <= now - self._swept <= self._ttl_s / 8:
             self._swept = now
             self._later(partial(self._sweep, self._ttl_s))
         return kept

@@ -55,6 +55,7 @@ class Catalogue:
     def __init__(self) -> None:
         self._held: dict[ChunkKey, Held] = {}
         self._pinned: set[ChunkKey] = set()
+        self._latest = float("-inf")  # no use is later
         self.renew()
         at_fork(self)
 
@@ -91,6 +92,15 @@ class Catalogue:
             known = list(self._held.items())
         known.sort(key=lambda item: item[1].last_used)
         return [key for key, _ in known]
+
+    def settle_uses(self, now: float) -> None:
+        """Take uses beyond now for uses now: a clock ran ahead, here or where an object was written."""
+        if now >= self._latest:
+            return
+        with self._turn:
+            self._latest = now
+            ahead = [(key, held) for key, held in self._held.items() if held.last_used > now]
+            self._held |= {key: replace(held, last_used=now) for key, held in ahead}
 
     def keys(self) -> set[ChunkKey]:
         """All keys."""
@@ -162,6 +172,7 @@ class Catalogue:
             old = self._held.pop(key, None)
             self._nbytes -= old.nbytes if old else 0
             self._held[key] = replace(held, hits=old.hits if old else 0)
+            self._latest = max(self._latest, held.last_used)
 
     def forget(self, keys: Iterable[ChunkKey], unless: Set[ChunkKey] = frozenset()) -> int:
         """These objects are gone, with their pins; how many were known."""
@@ -193,6 +204,7 @@ class Catalogue:
             held = self._held.get(key)
             if held is not None:
                 self._held[key] = replace(held, last_used=when, hits=held.hits + hit)
+                self._latest = max(self._latest, when)
 
     def tell(self, key: ChunkKey, when: float, every_s: float) -> bool:
         """Whether others are to hear of this use, who heard of none for so long; from now on they have."""
@@ -209,6 +221,7 @@ class Catalogue:
             if key in changed:
                 return
             held = self._held.get(key) or Held(0, when)
+            self._latest = max(self._latest, held.last_used)
             self._nbytes += nbytes - held.nbytes
             self._held[key] = replace(held, nbytes=nbytes, facts=facts)
 
@@ -219,6 +232,7 @@ class Catalogue:
                 held, when = self._held.get(key), used[key].modified if key in used else 0.0
                 if key in changed or self._strange.get(key) == nbytes:
                     continue
+                self._latest = max(self._latest, modified, when)
                 if held is None or held.nbytes != nbytes:
                     self._nbytes += nbytes - (held.nbytes if held else 0)
                     when = max(modified, when)

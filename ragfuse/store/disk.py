@@ -107,11 +107,12 @@ class DiskTier:
         except (sqlite3.Error, ValueError) as error:
             self._failed("look up entries in", self.path, error)
             return {}
+        now = self._clock()
         with self._touch_lock:
             for key in found.keys() & self._touched.keys():
                 when, hits = self._touched[key]
                 entry = found[key]
-                found[key] = replace(entry, last_used=max(entry.last_used, when), hits=entry.hits + hits)
+                found[key] = replace(entry, last_used=max(entry.last_used, min(when, now)), hits=entry.hits + hits)
         return found
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
@@ -214,7 +215,7 @@ class DiskTier:
         chunks.mkdir(mode=0o700, exist_ok=True)
         writers.mkdir(mode=0o700, exist_ok=True)
         with locked(self.path / "lock"):
-            self._index = Index(self.path / "index.sqlite", self.name)
+            self._index = Index(self.path / "index.sqlite", self.name, self._clock)
             self._owner = Owner(writers)
             self._upkeep = Upkeep(self.path, self._index, self._owner, self._under_way, self._lost)
             with self._index.write() as transaction:
@@ -258,7 +259,7 @@ class DiskTier:
         now = self._clock()
         with self._touch_lock:
             self._touched[key] = (now, self._touched.get(key, (now, 0))[1] + hit)
-            due = len(self._touched) >= _TOUCHES or now - self._touched_at >= _TOUCH_INTERVAL_S
+            due = len(self._touched) >= _TOUCHES or not 0 <= now - self._touched_at < _TOUCH_INTERVAL_S
             if due:
                 self._touched_at = now
         if due:

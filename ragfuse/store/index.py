@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from pathlib import Path
 
 from ragfuse.core import FORMAT_VERSION, ChunkKey, Entry
 from ragfuse.store.database import Database, Row
 from ragfuse.store.sizes import said, understood
-from ragfuse.store.tier import EntryMeta, told_entry
+from ragfuse.store.tier import LATEST_S, EntryMeta, told_entry
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries(
@@ -61,15 +63,19 @@ _ENTRIES_TOLD = "SELECT rowid, key, sizes, n_tokens, n_layers, nbytes, last_used
 _NOT_PLAIN = "SELECT rowid, key, sizes FROM entries NOT INDEXED WHERE key || sizes GLOB '*[^ -~]*'"
 _NO_WRITE = "DELETE FROM writing WHERE temp || owner GLOB '*[^ -~]*' OR typeof(nbytes) != 'integer'"
 _SUM = "INSERT OR REPLACE INTO total SELECT 0, count(*), coalesce(sum(nbytes), 0) FROM entries"
-_TOUCH = "UPDATE entries SET last_used = max(last_used, ?), hits = hits + ? WHERE key = ?"
+_TOUCH = "UPDATE entries SET last_used = min(max(last_used, ?), ?), hits = hits + ? WHERE key = ?"
+_AHEAD = f"UPDATE entries SET last_used = ?1 WHERE NOT pinned AND last_used > ?1 AND last_used <= {LATEST_S!r}"
 
 
 class Index:
-    """The rows of one folder, shared by all its processes. Methods with a connection run in its transaction."""
+    """The rows of one folder, shared by all its processes. Methods with a connection run in its transaction.
 
-    def __init__(self, path: Path, tier: str) -> None:
+    A last use beyond what `clock` says now, as a clock that ran ahead wrote it, counts as now.
+    """
+
+    def __init__(self, path: Path, tier: str, clock: Callable[[], float] = time.time) -> None:
         self._database = Database(path, _SCHEMA, FORMAT_VERSION)
-        self._tier = tier
+        self._tier, self._clock = tier, clock
         with self.write() as transaction:
             self._prepare(transaction)
 
@@ -118,7 +124,11 @@ class Index:
         return list(self._entries(transaction.execute(*_select(keys)).fetchall()).values())
 
     def oldest(self, transaction: sqlite3.Connection) -> Iterator[Entry]:
-        """Every entry that is not pinned, least recently used first, read as far as it is asked for."""
+        """Every entry that is not pinned, least recently used first, read as far as it is asked for.
+
+        Uses beyond now are written down as uses now: these entries, too, grow old from here on.
+        """
+        transaction.execute(_AHEAD, (self._clock(),))
         with closing(transaction.execute(_ENTRIES + _OLDEST)) as rows:
             yield from self._understood(rows)
 
@@ -127,15 +137,18 @@ class Index:
 
     def _understood(self, rows: Iterable[Row]) -> Iterator[Entry]:
         """The entries that rows tell of. One with a bad byte tells of none, and is removed by `upkeep.py`."""
+        now: float | None = None
         for text, told, n_tokens, n_layers, nbytes, last_used, hits, pinned in rows:
             try:
                 if not all(isinstance(number, int) for number in (n_tokens, n_layers, nbytes, hits)):
                     raise ValueError("not numbers")
                 key, sizes = ChunkKey.parse(text), understood(told, nbytes)
                 told_of = (key, self._tier, n_tokens, n_layers, sizes, float(last_used), hits, bool(pinned))
-                yield told_entry(*told_of)
+                entry = told_entry(*told_of)
             except (ValueError, TypeError, AttributeError):
                 continue
+            now = self._clock() if now is None else now
+            yield entry if entry.last_used <= now else replace(entry, last_used=now)
 
     @staticmethod
     def nbytes_in(transaction: sqlite3.Connection) -> int:
@@ -190,9 +203,9 @@ class Index:
         transaction.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, note))
 
     @staticmethod
-    def publish(transaction: sqlite3.Connection, key: ChunkKey, meta: EntryMeta, nbytes: int, now: float) -> None:
+    def publish(transaction: sqlite3.Connection, key: ChunkKey, meta: EntryMeta, nbytes: int, used: float) -> None:
         """The entry can be found from the commit on; hits and pin of an earlier one stay."""
-        row = (str(key), said(meta.sizes), meta.n_tokens, meta.n_layers, nbytes, now)
+        row = (str(key), said(meta.sizes), meta.n_tokens, meta.n_layers, nbytes, used)
         transaction.execute(_PUBLISH, row)
 
     @staticmethod
@@ -200,10 +213,10 @@ class Index:
         """Forget entries; how many there were."""
         return transaction.execute(f"DELETE FROM entries{_AMONG}", (_json(keys),)).rowcount
 
-    @staticmethod
-    def touch(transaction: sqlite3.Connection, used: Mapping[ChunkKey, tuple[float, int]]) -> None:
+    def touch(self, transaction: sqlite3.Connection, used: Mapping[ChunkKey, tuple[float, int]]) -> None:
         """Entries were used last at these times, with so many more hits."""
-        transaction.executemany(_TOUCH, [(when, hits, str(key)) for key, (when, hits) in used.items()])
+        now = self._clock()
+        transaction.executemany(_TOUCH, [(when, now, hits, str(key)) for key, (when, hits) in used.items()])
 
     @staticmethod
     def pin(transaction: sqlite3.Connection, keys: Iterable[ChunkKey], pinned: bool) -> None:

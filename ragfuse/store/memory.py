@@ -62,6 +62,7 @@ class MemoryTier:
         self.copies = self._pin_memory or self.device.type != "cpu"
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" and has_gpu else None  # type: ignore[no-untyped-call]
         self._slots: dict[ChunkKey, _Slot] = {}  # least recently used first
+        self._latest = float("-inf")  # of all uses
         self._pinned: set[ChunkKey] = set()
         self.renew()
         at_fork(self)
@@ -84,6 +85,7 @@ class MemoryTier:
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
         """The entries kept under `keys`, or all of them, least recently used first."""
         with self._lock:
+            self._settle()
             wanted = list(self._slots) if keys is None else keys
             return {key: self._slots[key].entry for key in wanted if key in self._slots}
 
@@ -95,7 +97,7 @@ class MemoryTier:
                 return None
             self._slots[key] = self._slots.pop(key)
             hits = slot.entry.hits + slot.meta.begins(first)
-            slot.entry = replace(slot.entry, last_used=self._clock(), hits=hits)
+            slot.entry = replace(slot.entry, last_used=self._now(), hits=hits)
             return slot.meta, *slot.blobs[first : first + count]
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
@@ -117,7 +119,7 @@ class MemoryTier:
         with self._lock:
             self._drop(key)  # written by another thread meanwhile: the same KV
             pinned = key in self._pinned
-            entry = Entry(key, self.name, meta.n_tokens, meta.n_layers, meta.sizes, self._clock(), 0, pinned)
+            entry = Entry(key, self.name, meta.n_tokens, meta.n_layers, meta.sizes, self._now(), 0, pinned)
             self._slots[key] = _Slot(entry, meta, blobs, nbytes)
         return True
 
@@ -138,12 +140,28 @@ class MemoryTier:
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
         """Note a use now, without counting a hit."""
-        now = self._clock()
         with self._lock:
+            now = self._now()
             for key in keys:
                 if key in self._slots:
                     slot = self._slots[key] = self._slots.pop(key)
                     slot.entry = replace(slot.entry, last_used=now)
+
+    def _now(self) -> float:
+        """The time of a use."""
+        now = self._clock()
+        self._latest = max(self._latest, now)
+        return now
+
+    def _settle(self) -> None:
+        """Take uses beyond now for uses now, where the clock was set back since."""
+        now = self._clock()
+        if now >= self._latest:
+            return
+        self._latest = now
+        for slot in self._slots.values():
+            if slot.entry.last_used > now:
+                slot.entry = replace(slot.entry, last_used=now)
 
     def _size(self, blobs: Sequence[Tensor]) -> int:
         """Bytes that the layers take here."""
@@ -168,6 +186,7 @@ class MemoryTier:
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
         """Take `nbytes`, dropping entries as the evictor says; False, and nothing dropped, if that is not enough."""
         with self._lock:
+            self._settle()
             old = self._slots.get(key)
             free = self.capacity - self._nbytes + (old.nbytes if old else 0)
             doomed = self._doomed(key, nbytes - free) if nbytes <= self.capacity else None

@@ -200,8 +200,10 @@ class ObjectTier:
         self._ask("note uses", lambda: self._bucket.mark([use_name(key) for key in keys]), None)
 
     def _is_old(self, key: ChunkKey) -> bool:
+        now = self._clock()
+        self._catalogue.settle_uses(now)
         held = self._catalogue.get(key)
-        if held is None or self._ttl_s is None or self._clock() - held.last_used <= self._ttl_s:
+        if held is None or self._ttl_s is None or now - held.last_used <= self._ttl_s:
             return False
         return not self._catalogue.is_pinned(key)
 
@@ -220,11 +222,13 @@ class ObjectTier:
         unknown = [key for key in keys if (held := self._catalogue.get(key)) is None or held.facts is None]
         for lo in range(0, len(unknown), _BATCH):
             self._learn(unknown[lo : lo + _BATCH])
+        self._catalogue.settle_uses(self._clock())
         found = (self._catalogue.entry(key, self.name) for key in keys)
         return (entry for entry in found if entry is not None)
 
     def _oldest(self) -> Iterator[Entry]:
         """All entries, least recently used first; headers never seen are read only as far as entries are asked for."""
+        self._catalogue.settle_uses(self._clock())
         keys = iter(self._catalogue.oldest())
         while some := list(islice(keys, _BATCH)):
             yield from self._known(some)

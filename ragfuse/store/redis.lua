@@ -135,6 +135,16 @@ local function keep(key, nbytes, pinned, hits, when, about, ttl)
   return 1
 end
 
+-- Some of what was used beyond now, as the server's clock ran ahead then, was used now: it grows old from here on.
+local function settle(ttl)
+  for _, key in ipairs(call('ZRANGEBYSCORE', used, '(' .. stamp, '+inf', 'LIMIT', 0, 100)) do
+    local nbytes, pinned, hits, _, about = parts(call('HGET', rows, key))
+    if nbytes then
+      keep(key, nbytes, pinned, hits, stamp, about, ttl)
+    end
+  end
+end
+
 local function each(from, act)
   local n = 0
   for i = from, #ARGV do
@@ -237,7 +247,9 @@ function commands.publish(upload, key, about, n_fields, ttl)
   local _, pinned, hits = parts(old)
   call('UNLINK', chunk .. key)
   call('RENAME', new .. upload, chunk .. key)
-  return keep(key, weight(upload), pinned or '0', hits or '0', stamp, about, ttl)
+  keep(key, weight(upload), pinned or '0', hits or '0', stamp, about, ttl)
+  settle(ttl)
+  return 1
 end
 
 function commands.abandon(upload)
@@ -246,10 +258,12 @@ end
 
 -- Entries were used: so many hits each.
 function commands.touch(more, ttl)
-  return each(5, function(key)
+  local n = each(5, function(key)
     local nbytes, pinned, hits, _, about = parts(call('HGET', rows, key))
     return nbytes and keep(key, nbytes, pinned, hits + more, stamp, about, ttl) or 0
   end)
+  settle(ttl)
+  return n
 end
 
 function commands.pin(pinned, ttl)

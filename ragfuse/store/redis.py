@@ -202,7 +202,7 @@ class RedisTier:
         """The entries that rows tell of; what tells of none is dropped."""
         for name, row in rows:
             try:
-                entry = entry_of(name, row, self.name, self._index.ahead_s)
+                entry = entry_of(name, row, self.name, self._index.ahead_s, self._index.now_s)
                 self._n_layers[entry.key.model] = entry.n_layers
                 yield entry
             except ValueError:

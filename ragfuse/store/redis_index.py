@@ -58,7 +58,8 @@ class RedisIndex:
 
     Nothing is asked twice, and every call waits at most `timeout_s` for a word; what is raised is in `errors`, and
     also in `trouble` if the server itself is the reason. Every call is made within `guard`. `place` names the server
-    without user and password. Times are the server's; `ahead_s` is how far this machine's `clock` is before it.
+    without user and password. Times are the server's; `ahead_s` is how far this machine's `clock` is before it, and
+    `now_s` what that said when both were looked at.
     StoreError if the URL is not understood.
     """
 
@@ -67,7 +68,7 @@ class RedisIndex:
         self._once_more = _once_more()
         self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
         self.place = _place(url, self._client.connection_pool.connection_kwargs)
-        self._pace, self._clock, self.ahead_s = Pace(timeout_s), clock, 0.0
+        self._pace, self._clock, self.ahead_s, self.now_s = Pace(timeout_s), clock, 0.0, 0.0
         self._ttl = repr(float(ttl_s or 0))
         self._script = files("ragfuse.store").joinpath("redis.lua").read_bytes()
         self._sha = sha1(self._script, usedforsecurity=False).hexdigest()
@@ -213,7 +214,8 @@ class RedisIndex:
 
     def _compare(self, stamp: bytes) -> None:
         """Look at both clocks."""
-        self.ahead_s = self._clock() - float(stamp)
+        self.now_s = self._clock()
+        self.ahead_s = self.now_s - float(stamp)
 
     def _bring(self, key: str, lease_s: float, batch: Sequence[tuple[str, memoryview]]) -> None:
         """Set these fields at once, and learn how long that takes."""
@@ -245,15 +247,16 @@ class RedisIndex:
         self._client.connection_pool.disconnect()
 
 
-def entry_of(name: bytes, row: bytes, tier: str, ahead_s: float) -> Entry:
-    """The entry that a row tells of, by a clock so far before the server's; ValueError if it tells of none."""
+def entry_of(name: bytes, row: bytes, tier: str, ahead_s: float, now_s: float) -> Entry:
+    """The entry that a row tells of, by a clock so far before the server's, which says `now_s`: a use beyond that
+    counts as now. ValueError if the row tells of none."""
     found = _ROW.fullmatch(row.decode())
     if found is None:
         raise ValueError("a row of other parts")
     nbytes, pinned, hits, used, n_tokens, n_layers, told = found.groups()
     key, sizes = ChunkKey.parse(name.decode()), understood(told, int(nbytes))
-    told_of = (key, tier, int(n_tokens), int(n_layers), sizes, float(used) + ahead_s, int(hits), pinned == "1")
-    return told_entry(*told_of)
+    last_used = min(float(used) + ahead_s, now_s)
+    return told_entry(key, tier, int(n_tokens), int(n_layers), sizes, last_used, int(hits), pinned == "1")
 
 
 def said(error: Exception) -> str:

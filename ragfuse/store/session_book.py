@@ -20,6 +20,7 @@ CREATE TABLE IF NOT EXISTS sessions(
     model TEXT NOT NULL, id TEXT NOT NULL, version INTEGER NOT NULL, used REAL NOT NULL, turns INTEGER NOT NULL,
     tokens INTEGER NOT NULL, state TEXT NOT NULL, PRIMARY KEY(model, id)
 );
+CREATE INDEX IF NOT EXISTS sessions_by_use ON sessions(used);
 CREATE TABLE IF NOT EXISTS session_ends(
     model TEXT NOT NULL, heard TEXT NOT NULL, id TEXT NOT NULL, PRIMARY KEY(model, heard, id)
 );
@@ -73,7 +74,7 @@ class SessionBook:
         keys: Iterable[str],
     ) -> bool:
         """Write a session in place of its `line.version` (0: there is none yet); False, and nothing changed, if
-        another writer was first."""
+        another writer was first. Those last used beyond `line.used`, which is now, were used now."""
         who = (line.model, line.id)
         with self._trouble(), self._database.write() as transaction:
             row = transaction.execute("SELECT version FROM sessions WHERE model = ? AND id = ?", who).fetchone()
@@ -82,6 +83,7 @@ class SessionBook:
             self._drop(transaction, *who)
             told = (*who, line.version + 1, line.used, line.turns, line.tokens, json.dumps(dict(state)))
             transaction.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)", told)
+            transaction.execute("UPDATE sessions SET used = ?1 WHERE used > ?1", (line.used,))
             for table, names in (("session_ends(heard, model, id)", ends), ("session_keys(key, model, id)", keys)):
                 rows = [(name, *who) for name in dict.fromkeys(names)]
                 transaction.executemany(f"INSERT OR IGNORE INTO {table} VALUES (?, ?, ?)", rows)

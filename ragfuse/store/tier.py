@@ -33,8 +33,10 @@ Expired = Callable[[Iterable[Entry], float], Iterable[ChunkKey]]
 
 MOST_PIECES = 1 << 13
 """Layers of an entry at all its levels together, at most: 512 layers at 16 levels."""
-_MOST_TOKENS, _MOST_NBYTES, _LATEST = 1 << 31, 1 << 44, 1e12
-"""Of what an index tells: no entry has more tokens, bytes or hits, or was used so many seconds from 1970."""
+_MOST_TOKENS, _MOST_NBYTES = 1 << 31, 1 << 44
+"""Of what an index tells: no entry has more tokens, bytes or hits."""
+LATEST_S = 1e12
+"""Seconds since 1970 beyond which nothing was used."""
 _WINDOW = 256
 
 
@@ -215,7 +217,7 @@ def told_entry(
         raise ValueError(f"{n_tokens} tokens in {n_layers} layers are none")
     if min(sizes.values()) < 0 or not n_pieces <= entry.nbytes <= _MOST_NBYTES:
         raise ValueError(f"{entry.nbytes} bytes do not hold {n_pieces} layers")
-    if not (math.isfinite(last_used) and abs(last_used) <= _LATEST and 0 <= hits <= _MOST_NBYTES):
+    if not (math.isfinite(last_used) and abs(last_used) <= LATEST_S and 0 <= hits <= _MOST_NBYTES):
         raise ValueError(f"{hits} hits, the last at {last_used}, are none")
     return entry
 
