@@ -88,7 +88,8 @@ class ByteStore:
         if where is None or ("://" not in str(where) and Path(where).expanduser().resolve() == own):
             if not settings.disk_bytes:
                 raise StoreError("disk_bytes is 0: the settings describe no disk tier. Name a folder or a URL instead.")
-            with Book(settings.store_path) as book:  # so that people are told whose entries these are
+            # So that people are told whose entries these are.
+            with Book(settings.store_path, settings.shared_with) as book:
                 said = {"model": f"bytes of '{self._namespace}'", "dtype": "", "tenant": hidden(settings.salt)}
                 book.settle(f"tenant-{self._digest}", said)
             return open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0, "tiers": ()}))

@@ -88,7 +88,8 @@ class Engine:
     ) -> None:
         self.settings = settled(settings or Settings())
         known_policy(self.settings.policy)
-        self.book = Book(self.settings.store_path) if store is None and self.settings.disk_bytes else None
+        place, shared_with = self.settings.store_path, self.settings.shared_with
+        self.book = Book(place, shared_with) if store is None and self.settings.disk_bytes else None
         self._booked = Booked(self.book)
         self._coding = Coding(self._booked, lambda: self.store.tiers)
         self.outlook = outlook if outlook is not None else Outlook()

@@ -198,7 +198,7 @@ class Keeping:
             )
         settings = settings.placed()
         self.path, self._salt = settings.store_path, settings.salt
-        self.book = Book(settings.store_path) if settings.disk_bytes else None
+        self.book = Book(settings.store_path, settings.shared_with) if settings.disk_bytes else None
         self._booked = Booked(self.book)
         coding = Coding(self._booked, lambda: self.store.tiers)
         self.store = open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0}), codecs=coding)

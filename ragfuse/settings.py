@@ -33,6 +33,7 @@ log = logging.getLogger("ragfuse.settings")
 PREFIX = "RAGFUSE_"
 LEVELS = ("raw", "int8", "cg1", "cg2", "cg3", "cg4")
 """Codec levels, what loses least first."""
+SharedWith = Literal["nobody", "group"]
 AUTO_LEVEL = "auto"
 """A tier's level is chosen by how fast this machine was measured to be."""
 SINKS = 4
@@ -79,6 +80,11 @@ class Settings(BaseSettings):
         default_factory=lambda: user_cache_path("ragfuse"), description="Prepared models, stores, profiles."
     )
     store: Path | None = Field(default=None, description="Folder of the disk tier; default home/store.")
+    shared_with: SharedWith = Field(
+        default="nobody",
+        description="Who else on this machine may use the folders of store and file:// tiers: nobody (0700, 0600), or "
+        "their group (02770, 0660). Those above them are as they are.",
+    )
     gpu_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the tier in the GPU's memory, on a GPU.")
     memory_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the memory tier.")
     memory_free: float = Field(

@@ -88,7 +88,7 @@ ROOMS: dict[str, set[str]] = {
     "metering": EVERYTHING,
     "bench": EVERYTHING,
     "demo": {*EVERYTHING, "bench"},
-    "cli": {*NOUNS, *ENGINE, "bench", "demo", "serve", "text.Piece", "plan.words", "profiles"},
+    "cli": {*NOUNS, *ENGINE, "bench", "demo", "serve", "text.Piece", "plan.words", "profiles", "store.access"},
     "serve": {*NOUNS, *ENGINE, "jobs", "text.Piece", "text.chat_template", "plan.words"},
     "__init__": {*NOUNS, *ENGINE, "text.Piece", "text.PMLTemplate", "text.RetrievalRuns"},
 }

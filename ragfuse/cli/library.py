@@ -25,6 +25,7 @@ from ragfuse.core import digest
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.models import quietly, resolve_embedder
 from ragfuse.settings import Settings
+from ragfuse.store.access import make_root, open_file
 
 log = logging.getLogger("ragfuse.cli")
 
@@ -158,7 +159,7 @@ class Library:
         text = json.dumps({**head, "texts": texts})
         target = self.folder / f"{name}-{number:05d}.json"
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_root(self.folder)
             _atomically(target.with_suffix(".safetensors"), lambda path: save_file({"vectors": vectors}, path))
             _atomically(target, lambda path: path.write_text(text, encoding="utf-8"))
         except (OSError, SafetensorError) as error:
@@ -228,6 +229,7 @@ def _bytes_of(file: Path) -> bytes:
 def _atomically(target: Path, write: Callable[[Path], object]) -> None:
     partial = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}")
     try:
+        os.close(open_file(partial, os.O_WRONLY))
         write(partial)
         partial.replace(target)
     finally:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ragfuse.core import FORMAT_VERSION
+from ragfuse.settings import SharedWith
 from ragfuse.store.database import Database, Row
 from ragfuse.store.folder import locked, open_folder, refusal, trouble
 from ragfuse.store.session_book import SESSION_SCHEMA, SESSION_TABLES, SessionBook
@@ -47,8 +48,8 @@ class Book:
     StoreError if it cannot be read or written: unlike an entry, what is lost here would not come back by itself.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = open_folder(Path(path).expanduser())
+    def __init__(self, path: str | Path, shared_with: SharedWith = "nobody") -> None:
+        self.path = open_folder(Path(path).expanduser(), shared_with)
         with self._trouble(), locked(self.path / "lock"):
             self._database = Database(self.path / "book.sqlite", _SCHEMA, FORMAT_VERSION)
             for table in ("profiles", "texts", *SESSION_TABLES):

@@ -17,6 +17,7 @@ from datetime import datetime
 from functools import partial
 from itertools import count
 from math import isfinite
+from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
@@ -29,6 +30,8 @@ from fsspec.registry import get_filesystem_class
 from fsspec.utils import get_protocol
 
 from ragfuse.errors import StoreError
+from ragfuse.settings import SharedWith
+from ragfuse.store.access import make_folder, make_root, open_file
 from ragfuse.store.plainfile import check_there, open_plain
 from ragfuse.store.s3 import S3, SCHEMES
 from ragfuse.store.urls import without_user
@@ -70,7 +73,7 @@ class Bucket:
     a put at once; elsewhere a file is written under a temporary name and renamed. Every call is made within `guard`.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, shared_with: SharedWith = "nobody") -> None:
         self.url = without_user(url)  # this name is for people
         self._s3: S3 | None = None
         self.guard: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -79,7 +82,7 @@ class Bucket:
         with suppress(*NO_ANSWER):  # some drivers connect when they are made; `check` will tell
             self._open()
             if self._is_local:
-                self._make_folder()
+                self._make_folder(shared_with)
 
     def check(self, folder: str) -> dict[str, Object]:
         """What is in `folder`. StoreError if nothing can ever be there; NO_ANSWER if nobody answers."""
@@ -197,11 +200,9 @@ class Bucket:
             options["config_kwargs"] = {**waits, **tries}
         return options
 
-    def _make_folder(self) -> None:
+    def _make_folder(self, shared_with: SharedWith) -> None:
         try:
-            os.makedirs(os.path.dirname(self._root), exist_ok=True)
-            if not os.path.isdir(self._root):
-                os.mkdir(self._root, 0o700)
+            make_root(Path(self._root), shared_with)
         except (FileExistsError, NotADirectoryError) as error:
             raise self._refusal("a folder", f"a file ({error.filename})", "Give the URL of another.") from error
         except OSError as error:
@@ -283,14 +284,26 @@ class Bucket:
         temp = f"{path}.{self._token}.{next(self._serial)}{TEMPORARY}"
         try:
             try:
-                await self._fs._pipe_file(temp, data)
+                await self._write_new(temp, data)
             except FileNotFoundError:
-                await self._fs._makedirs(path.rsplit("/", 1)[0], exist_ok=True)
-                await self._fs._pipe_file(temp, data)
+                await self._make(path.rsplit("/", 1)[0])
+                await self._write_new(temp, data)
             await self._fs._mv(temp, path)
         except BaseException:
             await asyncio.gather(self._fs._rm_file(temp), return_exceptions=True)
             raise
+
+    async def _write_new(self, path: str, data: bytes) -> None:
+        """A file that is not there; on this machine made first for those alone who may read it."""
+        if self._is_local:
+            await asyncio.to_thread(lambda: os.close(open_file(Path(path), os.O_WRONLY | os.O_EXCL)))
+        await self._fs._pipe_file(path, data)
+
+    async def _make(self, folder: str) -> None:
+        if self._is_local:
+            await asyncio.to_thread(make_folder, Path(folder))
+        else:
+            await self._fs._makedirs(folder, exist_ok=True)
 
     async def _mark(self, names: Sequence[str]) -> None:
         for lo in range(0, len(names), _AT_ONCE):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ragfuse.codec import checksum
 from ragfuse.core import FORMAT_VERSION, ChunkKey
+from ragfuse.store.access import open_file
 from ragfuse.store.plainfile import check_there, open_plain
 from ragfuse.store.tier import EntryMeta, parsed
 
@@ -135,8 +136,8 @@ class Header:
 
 
 def write_chunk(path: Path, header: bytes, blobs: Sequence[Tensor]) -> None:
-    """A new file at `path`, readable by this user alone, on the medium when this returns."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    """A new file at `path`, on the medium when this returns."""
+    fd = open_file(path, os.O_WRONLY | os.O_EXCL)
     try:
         for piece in pieces(header, blobs):
             _write_all(fd, piece)

@@ -15,6 +15,7 @@ from threading import Lock, local
 from typing import Any
 
 from ragfuse.fork import at_fork
+from ragfuse.store.access import open_file
 
 log = logging.getLogger("ragfuse.store")
 
@@ -175,7 +176,7 @@ class Database:
 
     def _connect(self) -> int:
         """Open both connections; the version found, 0 in a new file."""
-        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))  # sqlite's other files take its mode
+        os.close(open_file(self._path, os.O_RDWR))  # sqlite's other files take its mode
         self._reader = self._connection()
         self._writer = writer = self._connection()
         writer.execute("PRAGMA journal_mode=WAL")

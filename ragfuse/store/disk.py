@@ -21,6 +21,8 @@ from torch import Tensor
 
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.fork import ForkLock, at_fork
+from ragfuse.settings import SharedWith
+from ragfuse.store.access import make_folder
 from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write_chunk
 from ragfuse.store.filecache import FileCache
 from ragfuse.store.folder import Owner, fsync_folder, locked, open_folder, refusal, trouble
@@ -57,9 +59,10 @@ class DiskTier:
         open_files: int = 64,
         name: str = "disk",
         clock: Callable[[], float] = time.time,
+        shared_with: SharedWith = "nobody",
     ) -> None:
         self.name, self.capacity, self.counts = name, capacity, Counts()
-        self.path = open_folder(Path(path).expanduser())
+        self.path = open_folder(Path(path).expanduser(), shared_with)
         self._evict, self._verify, self._clock = evict, verify, clock
         self._files = FileCache(open_files)
         self._touched: dict[ChunkKey, tuple[float, int]] = {}
@@ -212,8 +215,8 @@ class DiskTier:
 
     def _open(self) -> None:
         chunks, writers = self.path / "chunks", self.path / "writers"
-        chunks.mkdir(mode=0o700, exist_ok=True)
-        writers.mkdir(mode=0o700, exist_ok=True)
+        make_folder(chunks)
+        make_folder(writers)
         with locked(self.path / "lock"):
             self._index = Index(self.path / "index.sqlite", self.name, self._clock)
             self._owner = Owner(writers)
@@ -286,7 +289,7 @@ class DiskTier:
             if not self._reserve(name, key, nbytes):
                 self.counts.add("refused")
                 return False
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(path.parent)
             write_chunk(temp, header, blobs)
             with self._index.write() as transaction:
                 os.replace(temp, path)

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from ragfuse.errors import StoreError
 from ragfuse.fork import at_fork
+from ragfuse.settings import SharedWith
+from ragfuse.store.access import make_root, open_file
 
 
 def refusal(path: Path, found: str) -> StoreError:
@@ -34,15 +36,14 @@ def trouble(path: Path, error: Exception, where: str = "") -> str:
     return f"an error{where} ({error})"
 
 
-def open_folder(path: Path) -> Path:
-    """`path` as a folder for this user alone, made if it is missing; StoreError if it cannot be used.
+def open_folder(path: Path, shared_with: SharedWith = "nobody") -> Path:
+    """`path` as a folder for this user, and whom it is shared with, made if missing; StoreError if it cannot be used.
 
     What is given back is meant as it is now, wherever the process works later.
     """
     path = Path(os.path.abspath(path))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
+        make_root(path, shared_with)
     except FileExistsError as error:
         raise refusal(path, f"a file ({error.filename})") from error
     except OSError as error:
@@ -62,7 +63,7 @@ def fsync_folder(path: Path) -> None:
 
 
 def _lock_file(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return open_file(path, os.O_RDWR)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ragfuse.core import ChunkKey, Entry
 from ragfuse.fork import ForkLock
+from ragfuse.settings import SharedWith
 from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.bucket import NO_ANSWER, Bucket
 from ragfuse.store.catalogue import Catalogue, Facts, Headers, Held
@@ -82,10 +83,12 @@ class ObjectTier:
         ttl_s: float | None = None,
         fresh_s: float = 5.0,
         cool_down_s: float = 10.0,
+        shared_with: SharedWith = "nobody",
     ) -> None:
         self.name, self.capacity, self.counts = name, capacity, Counts()
         self._evict, self._verify, self._clock, self._ttl_s = evict, verify, clock, ttl_s
-        self._bucket, self._catalogue, self._headers = Bucket(url, timeout_s), Catalogue(), Headers(_HEADERS)
+        self._bucket = Bucket(url, timeout_s, shared_with)
+        self._catalogue, self._headers = Catalogue(), Headers(_HEADERS)
         self.breaker = Breaker(f"Tier {name} ({self._bucket.url})", NO_ANSWER, cool_down_s=cool_down_s)
         self._bucket.guard = self.breaker.guard
         self._listing = Listing(self._bucket, self._catalogue, fresh_s, uses=ttl_s is not None)

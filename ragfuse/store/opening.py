@@ -40,7 +40,7 @@ def open_store(
             free = int(settings.memory_bytes * settings.memory_free)
             opened.append(MemoryTier(settings.memory_bytes, evict, pin_memory=on_gpu, free_bytes=free))
         if settings.disk_bytes:
-            opened.append(DiskTier(settings.store_path, settings.disk_bytes, evict))
+            opened.append(DiskTier(settings.store_path, settings.disk_bytes, evict, shared_with=settings.shared_with))
         for url in settings.tiers:
             opened.append(open_tier(url, settings, evict_behind or evict, [tier.name for tier in opened]))
     except BaseException:
@@ -60,7 +60,9 @@ def open_tier(url: str, settings: Settings, evict: Evictor, taken: list[str] | N
     if not url.strip() or (scheme is None and "://" in url):
         raise StoreError(f"Wanted a folder or a URL such as redis://, s3:// or file://, found '{shown(url)}'.")
     if scheme is None:
-        return DiskTier(url, settings.tier_bytes, evict, name=free_name("disk", taken))
+        return DiskTier(
+            url, settings.tier_bytes, evict, name=free_name("disk", taken), shared_with=settings.shared_with
+        )
     nbytes, patience, ttl_s = settings.tier_bytes, settings.tier_timeout_s, settings.ttl_s
     if scheme.group(1).lower() in REDIS:
         from ragfuse.store.redis import RedisTier
@@ -68,7 +70,8 @@ def open_tier(url: str, settings: Settings, evict: Evictor, taken: list[str] | N
         return RedisTier(url, nbytes, evict, timeout_s=patience, ttl_s=ttl_s, name=free_name("redis", taken))
     from ragfuse.store.objects import ObjectTier
 
-    return ObjectTier(url, nbytes, evict, timeout_s=patience, ttl_s=ttl_s, name=free_name("objects", taken))
+    name, shared_with = free_name("objects", taken), settings.shared_with
+    return ObjectTier(url, nbytes, evict, timeout_s=patience, ttl_s=ttl_s, name=name, shared_with=shared_with)
 
 
 def free_name(kind: str, taken: list[str] | None) -> str:

@@ -1,0 +1,129 @@
+"""Who may read what is written on disk: this user alone, whatever the umask; a group where that is meant."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from ragfuse import ByteStore, Engine
+from ragfuse.plan.evict import lru
+from ragfuse.store import Book, DiskTier
+from ragfuse.store.access import make_root
+from ragfuse.store.objects import ObjectTier
+from tests.store.kit import encoded, key, kv
+from tests.tiny import CHUNKS, chunk_hits, messages
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077], ids=oct)
+def umask(request):
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(root):
+    """Modes of folders and of files from here on, each once."""
+    found = [root, *root.rglob("*")]
+    kinds = {True: set(), False: set()}
+    for path in found:
+        kinds[path.is_dir()].add(stat.S_IMODE(path.stat().st_mode))
+    return kinds[True], kinds[False]
+
+
+def filled(tier):
+    assert tier.write(key("a"), *encoded(kv(1)))
+    tier.pin([key("a")], True)
+    assert tier.read(key("a"), 0) is not None
+    tier.touch([key("a")])
+    return tier
+
+
+def on_disk(root, **options):
+    return filled(DiskTier(root, 1 << 20, lru, **options))
+
+
+def behind_a_url(root, **options):
+    return filled(ObjectTier(root.as_uri(), 1 << 20, lru, ttl_s=60.0, **options))
+
+
+def a_book(root, **options):
+    book = Book(root, **options)
+    book.put("name", {"a": 1})
+    return book
+
+
+PLACES = [on_disk, behind_a_url, a_book]
+
+
+@pytest.mark.parametrize("make", PLACES, ids=lambda make: make.__name__)
+def test_what_is_written_is_for_this_user_alone_whatever_the_umask(tmp_path, umask, make):
+    with closing(make(tmp_path / "deep" / "place")):
+        assert modes(tmp_path / "deep" / "place") == ({0o700}, {0o600})
+
+
+@pytest.mark.parametrize("make", PLACES, ids=lambda make: make.__name__)
+def test_what_is_shared_is_for_the_group_whatever_the_umask(tmp_path, umask, make):
+    with closing(make(tmp_path / "place", shared_with="group")):
+        assert modes(tmp_path / "place") == ({0o2770}, {0o660})
+    with closing(make(tmp_path / "place")):  # who does not know of it goes on as the folder is
+        assert modes(tmp_path / "place") == ({0o2770}, {0o660})
+
+
+@pytest.mark.parametrize("make", PLACES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o777, 0o701])
+def test_a_folder_that_lets_others_in_is_warned_about_once_and_its_files_are_for_this_user(
+    tmp_path, caplog, make, mode
+):
+    place = tmp_path / "place"
+    place.mkdir()
+    place.chmod(mode)
+    for _ in range(2):
+        with closing(make(place)):
+            pass
+    (told,) = [record.getMessage() for record in caplog.records if "chmod go=" in record.getMessage()]
+    assert f"{place} (mode {mode:04o})" in told
+    assert "RAGFUSE_SHARED_WITH=group" in told
+    assert modes(place)[1] == {0o600}
+    assert stat.S_IMODE(place.stat().st_mode) == mode, "it is the user's to change"
+
+
+def test_a_shared_folder_that_everybody_may_use_is_warned_about(tmp_path, caplog):
+    place = tmp_path / "place"
+    place.mkdir()
+    place.chmod(0o2777)
+    make_root(place, "group")
+    assert "mode 2777" in caplog.text
+    caplog.clear()
+    make_root(tmp_path / "other", "group")
+    assert caplog.text == ""
+
+
+def test_an_engine_makes_all_its_folders_for_this_user_or_for_the_group(tiny_settings, tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    for shared_with, wanted in (("nobody", ({0o700}, {0o600})), ("group", ({0o2770}, {0o660}))):
+        store, far = tmp_path / shared_with, tmp_path / f"{shared_with}-far"
+        change = {"store": store, "tiers": (far.as_uri(),), "shared_with": shared_with, "memory_bytes": 0}
+        with Engine(tiny_settings.model_copy(update=change)) as engine:
+            engine.ingest([(text, "book") for text in CHUNKS])
+            assert all(chunk_hits(engine.answer(messages()).trace))
+            engine.flush()
+            assert modes(store) == wanted
+            assert modes(far) == wanted
+        with ByteStore(tmp_path / f"{shared_with}-bytes", settings=engine.settings) as values:
+            values.put([("name", b"value")])
+            assert modes(tmp_path / f"{shared_with}-bytes") == wanted
+    assert "may use" not in caplog.text
+
+
+def test_an_index_of_documents_is_for_this_user_alone(tmp_path, umask):
+    from ragfuse.cli.library import _atomically
+
+    make_root(tmp_path / "index")
+    _atomically(tmp_path / "index" / "a.json", lambda path: path.write_text("{}"))
+    _atomically(tmp_path / "index" / "a.npy", lambda path: np.save(path.open("wb"), np.zeros(1)))
+    assert modes(tmp_path / "index") == ({0o700}, {0o600})
