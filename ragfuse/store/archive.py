@@ -4,8 +4,9 @@
 
 The format only: which chunks, and where they come from or go, is told by `manage.py`. Any tar program can list one.
 A file that is read is not trusted: no member's name is used as a path, only plain members are looked at, no size is
-believed that the file itself does not have, and every byte of a chunk is under a checksum. Checksums find damage and
-not malice: who made an archive decides what a model will have read, so take archives only from people you trust.
+believed that the medium itself does not have, holes are passed over, and every byte of a chunk is under a checksum.
+Checksums find damage and not malice: who made an archive decides what a model will have read, so take archives only
+from people you trust.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from torch import Tensor
 from ragfuse.core import FORMAT_VERSION, ChunkKey
 from ragfuse.errors import StoreError
 from ragfuse.store.chunkfile import Header, header_nbytes, pack_header, pieces
+from ragfuse.store.names import has_name
+from ragfuse.store.plainfile import check_there, next_written
 from ragfuse.store.tier import EntryMeta
 from ragfuse.store.upkeep import chunk_path
 
@@ -36,7 +39,10 @@ _BLOCK = tarfile.BLOCKSIZE
 _PLAIN = (tarfile.REGTYPE, tarfile.AREGTYPE)
 _FIRST_LOOK = 64
 _MAX_TEXTS_NBYTES = 1 << 26
-_KEY = re.compile(r"[0-9a-f]{1,64}\.[0-9a-f]{1,64}\.(-|~?[0-9a-f]{0,64})\.[0-9A-Za-z_-]{1,64}")
+_LINE = re.compile(rb"[^\n]+")
+_STRING = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_TEXT = re.compile(rf"\{{\s*+{_STRING}\s*+:\s*+{_STRING}\s*+(?:,\s*+{_STRING}\s*+:\s*+{_STRING}\s*+){{3}}\}}")
+"""A line of texts: an object of four texts. Others are not read, so that none makes millions of lists."""
 
 
 class Text(NamedTuple):
@@ -70,6 +76,7 @@ class ArchivedChunk:
     def read(self) -> tuple[Tensor, ...]:
         """All layers, uint8 [nbytes] each; ValueError if one is not what was written."""
         begin, end = self._header.span(0, len(self.meta.layers))
+        check_there(self._file.fileno(), self._begin + begin, self._begin + end)
         whole = torch.empty(end - begin, dtype=torch.uint8)
         self._file.seek(self._begin + begin)
         if self._file.readinto(whole.numpy().data) != len(whole):
@@ -202,6 +209,7 @@ def _members(file: BufferedReader, size: int) -> Iterator[_Member | Trouble]:
         if not any(block):
             if was_good:
                 return
+            at = max(at, next_written(file.fileno(), at, size) // _BLOCK * _BLOCK)
             continue
         info = _header(block)
         if info is None:
@@ -242,7 +250,7 @@ def _read(file: BufferedReader, info: tarfile.TarInfo, begin: int) -> Found:
         if info.name.startswith("texts/"):
             return _texts(file, info, begin)
         chunk = ArchivedChunk(file, begin, info.size)
-        if not _KEY.fullmatch(str(chunk.key)):
+        if not has_name(chunk.key):
             raise ValueError("its key is not of digests")
         return chunk
     except (OSError, ValueError, RecursionError) as error:
@@ -252,17 +260,19 @@ def _read(file: BufferedReader, info: tarfile.TarInfo, begin: int) -> Found:
 def _texts(file: BufferedReader, info: tarfile.TarInfo, begin: int) -> list[Text]:
     if info.size > _MAX_TEXTS_NBYTES:
         raise ValueError(f"{_MAX_TEXTS_NBYTES} bytes of texts at most, {info.size} found")
-    return [_text(line) for line in _bytes(file, info, begin).decode().split("\n") if line]
+    check_there(file.fileno(), begin, begin + info.size)
+    return [_text(line[0].decode()) for line in _LINE.finditer(_bytes(file, info, begin))]
 
 
 def _text(line: str) -> Text:
-    found = _json(line)
+    found = _json(line) if _TEXT.fullmatch(line.strip()) else None
     if not isinstance(found, dict) or set(found) != set(Text._fields):
         raise ValueError("a line of it is no text")
     text = Text(**found)
-    if not all(isinstance(part, str) for part in text) or not _KEY.fullmatch(text.key):
+    key = ChunkKey.parse(text.key)
+    if not has_name(key) or str(key) != text.key:
         raise ValueError("a line of it is no text")
-    if ChunkKey.parse(text.key).model != text.model:
+    if key.model != text.model:
         raise ValueError("a text's key is another model's")
     return text
 

@@ -43,6 +43,14 @@ def check_there(fd: int, begin: int, end: int) -> None:
         raise ValueError(f"{end - begin} bytes wanted, found a hole in the file")
 
 
+def next_written(fd: int, at: int, size: int) -> int:
+    """Where a file of `size` bytes has something on the medium again, from `at` on; its size where nothing follows."""
+    try:
+        return os.lseek(fd, at, os.SEEK_DATA) if hasattr(os, "SEEK_DATA") else at
+    except OSError as error:
+        return size if error.errno == errno.ENXIO else at
+
+
 def _written(fd: int, begin: int, end: int) -> int:
     """Bytes of a part that are on the medium, counted until they are enough."""
     found, at = 0, begin

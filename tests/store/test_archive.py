@@ -13,10 +13,12 @@ from ragfuse.core import FORMAT_VERSION, ChunkKey
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
+from ragfuse.store import archive as archive_file
 from ragfuse.store.archive import Text
-from ragfuse.store.chunkfile import pack_header, pieces
+from ragfuse.store.chunkfile import Header, pack_header, pieces
 from ragfuse.store.tier import EntryMeta
 from tests.store.kit import child, encoded, files, key, kv, same
+from tests.store.lies import Told, lies, little_memory, packed
 
 MB = 1 << 20
 KEYS = [key(i) for i in range(4)]
@@ -403,3 +405,83 @@ def test_an_export_of_nothing_replaces_no_archive(store, archive):
     with pytest.raises(StoreError, match="stays as it was"):
         store.export(archive)
     assert archive.read_bytes() == before
+
+
+# media that lie
+
+
+def test_a_chunk_that_is_mostly_a_hole_takes_no_memory(tmp_path):
+    meta, blobs = encoded(kv(0))
+    text = meta.sealed(blobs).to_json().replace(f'"nbytes": {meta.layers[0].nbytes}', f'"nbytes": {1 << 43}', 1)
+    head = pack_header(KEYS[0], Told(text))
+    size, good = Header.parse(head).nbytes, member("ok.kv", entry(KEYS[1], *encoded(kv(1, n=6)))) + bytes(1024)
+    path = made(tmp_path / "evil.tar", member("huge.kv", head, size=size), end=False)
+    with path.open("r+b") as file:
+        file.seek(1024 + 512 + -(-size // 512) * 512)
+        file.write(good)
+    with KVStore([DiskTier(tmp_path / "wide", 1 << 50, lru)]) as wide:
+        with little_memory():
+            done = wide.import_(path)
+        assert set(wide.tiers[0].entries()) == {KEYS[1]}
+    assert (done.chunks, done.failed) == (1, 1)
+    assert "a hole in the file" in done.troubles[0].why
+
+
+@pytest.mark.parametrize("n_nbytes", [1 << 30, 1 << 43])
+def test_a_hole_behind_damage_is_passed_over(empty, tmp_path, monkeypatch, n_nbytes):
+    path = made(tmp_path / "evil.tar", b"x" * 512, end=False)
+    with path.open("r+b") as file:
+        file.seek(n_nbytes)
+        file.write(member("ok.kv", entry(KEYS[1], *encoded(kv(1, n=6)))) + bytes(1024))
+    n_looks, header = 0, archive_file._header
+
+    def counted(block):
+        nonlocal n_looks
+        n_looks += 1
+        return header(block)
+
+    monkeypatch.setattr(archive_file, "_header", counted)
+    done = empty.import_(path)
+    assert (done.chunks, done.failed) == (1, 1)
+    assert n_looks < 10
+    assert holds(empty, 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"\n" * (8 << 20), b"[" + b"[]," * (2 << 20) + b"[]]\n", b'{"model": [' + b"{}," * (2 << 20) + b"{}]}\n"],
+    ids=["lines without end", "lists without number", "objects without number"],
+)
+def test_texts_take_no_more_memory_than_they_are_long(empty, tmp_path, text):
+    path = made(tmp_path / "evil.tar", member("texts/0.jsonl", text))
+    with little_memory(4 * len(text)):
+        done = empty.import_(path, take_texts=lambda texts: None)
+    assert done.texts == 0
+
+
+def test_texts_that_are_a_hole_are_left_out(empty, tmp_path):
+    path = made(tmp_path / "evil.tar", member("texts/0.jsonl", b"x", size=60 << 20), end=False)
+    with path.open("r+b") as file:
+        file.seek(1024 + 512 + (60 << 20))
+        file.write(bytes(1024))
+    with little_memory():
+        done = empty.import_(path, take_texts=lambda texts: None)
+    assert (done.texts, done.failed) == (0, 1)
+
+
+@pytest.mark.parametrize("text", lies().values(), ids=lies().keys())
+def test_a_head_that_says_what_is_not_so_is_left_out(empty, tmp_path, text):
+    good = member("ok.kv", entry(KEYS[1], *encoded(kv(1, n=6))))
+    path = made(tmp_path / "evil.tar", member("x.kv", packed(KEYS[0], text)), good)
+    with little_memory():
+        done = empty.import_(path)
+    assert (done.chunks, done.failed) == (1, 1)
+    assert holds(empty, 1)
+
+
+@pytest.mark.parametrize("text", ['"', "\\", "{[,:", "\u2028\n\r\0", "a" * 100_000, "\U0001f600"])
+def test_any_text_comes_back(store, empty, tmp_path, text):
+    taken = []
+    store.export(tmp_path / "a.tar", KEYS, [TEXTS[0]._replace(text=text, source=text[:9])])
+    assert empty.import_(tmp_path / "a.tar", take_texts=taken.extend).texts == 1
+    assert taken == [TEXTS[0]._replace(text=text, source=text[:9])]
