@@ -49,6 +49,8 @@ _LARGEST = 1 << 44
 _PIECE_NBYTES = 1 << 24
 _EMPTY = 1000
 """Pages without an object that a listing may have in a row."""
+_PAGES = 1 << 13
+"""Pages that a listing of an object store may have: of eight million objects."""
 _UNREACHABLE = frozenset(
     {errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT}
     | {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
@@ -108,13 +110,14 @@ class Bucket:
 
     def listing(self, folder: str, within_s: float = _LISTING_S) -> Iterator[dict[str, Object]]:
         """Every object below `folder`, by its name in here: a thousand at a time, or what lies in one folder."""
-        left, firsts, n_empty = [(folder, "")], set[tuple[str, str]](), 0
+        left, firsts, n_empty, n_pages = [(folder, "")], set[tuple[str, str]](), 0, 0
         while left:
             asked = left.pop()
+            n_pages += bool(asked[1])
             found, more = self._run(partial(self._page, *asked), extra_s=within_s)
             first = next(iter(found), "")
             n_empty = 0 if found else n_empty + bool(asked[1])
-            if (first and (asked[0], first) in firsts) or n_empty > _EMPTY or asked in more:
+            if (first and (asked[0], first) in firsts) or n_empty > _EMPTY or n_pages > _PAGES or asked in more:
                 raise OSError(errno.EPROTO, f"a listing of {folder} that never ends")
             firsts.add((asked[0], first))
             left += more
@@ -154,11 +157,12 @@ class Bucket:
 
         Only S3 keeps them, and lets them be paid for, until somebody does.
         """
-        freed: list[int] = []
+        freed, n_empty, n_pages = list[int](), 0, 0
         after: dict[str, str] | None = {}
         while self._s3 is not None and after is not None:
             uploads, more = self._run(partial(self._s3.uploads, self._path(folder), after))
-            if more and more == after:
+            n_empty, n_pages = 0 if uploads else n_empty + 1, n_pages + 1
+            if (more and more == after) or n_empty > _EMPTY or n_pages > _PAGES:
                 raise OSError(errno.EPROTO, f"a listing of uploads to {folder} that never ends")
             useless = [each for each in uploads if is_useless(self._name({"name": each.path}), each.age_s)]
             freed += [self._run(partial(self._s3.abort, each), extra_s=self._timeout_s) for each in useless]
@@ -239,7 +243,7 @@ class Bucket:
             return await self._s3.read(path, begin, end)
         if self._is_local:
             return await asyncio.to_thread(_read_plain, path, begin, end)
-        return bytes(await self._fs._cat_file(path, start=begin, end=end))
+        return bytes(await self._fs._cat_file(path, start=begin, end=end))[: end - begin]
 
     async def _page(self, folder: str, after: str) -> tuple[dict[str, Object], list[tuple[str, str]]]:
         """Some objects of a folder, or what lies in it, and what is to be asked next: folders, after what in them."""

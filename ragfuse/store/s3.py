@@ -15,7 +15,7 @@ _Found = TypeVar("_Found")
 _READ_NBYTES = 1 << 20
 _PAGE_OBJECTS = 1000
 _ONE_PUT_NBYTES = 100 << 20
-"""From here on s3fs sends an object in parts, and misses what S3 says of each where it does not."""
+"""From here on s3fs sends an object in parts, of which it hears one by one; the whole is asked for at the end."""
 _ETAG = re.compile(r'(?:W/)?"?[0-9a-fA-F]{32}(?:-[0-9]+)?"?')
 """What S3 says of every object that it has taken."""
 
@@ -89,12 +89,15 @@ class S3:
 
     async def write(self, path: str, data: bytes) -> None:
         """Put an object whole; ConnectionError where what answers is no object store."""
+        bucket, key, _ = self._fs.split_path(path)
         if len(data) > _ONE_PUT_NBYTES:
             await self._fs._pipe_file(path, data)
-            return
-        bucket, key, _ = self._fs.split_path(path)
-        found = await self._fs._call_s3("put_object", Bucket=bucket, Key=key, Body=data)
-        if not _ETAG.fullmatch(str(found.get("ETag", ""))):  # a login page comes with status 200, too
+            found = await self._heard(self._fs._call_s3("head_object", Bucket=bucket, Key=key))
+            is_there = found.get("ContentLength") == len(data)
+        else:
+            found = await self._fs._call_s3("put_object", Bucket=bucket, Key=key, Body=data)
+            is_there = True
+        if not is_there or not _ETAG.fullmatch(str(found.get("ETag", ""))):  # a login page comes with status 200, too
             raise ConnectionError("the answer to a write is none of S3's")
 
     async def _heard(self, call: Awaitable[_Found]) -> _Found:

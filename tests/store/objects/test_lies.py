@@ -12,6 +12,7 @@ from tests.store.kit import encoded, key, kv
 from tests.store.lies import Told, lies, little_memory, packed
 from tests.store.objects.kit import A, B, opened, warnings
 from tests.store.s3_server import S3Server
+from tests.store.slow_link import large
 
 C = key("c")
 HTML = b"<!doctype html><html><head><title>Sign in</title></head><body><p>Sign in<br></body></html>"
@@ -225,6 +226,25 @@ def test_a_page_with_status_200_is_not_taken_for_an_object_and_deletes_none(serv
     assert is_sound(bucket)
 
 
+def test_a_page_with_status_200_is_not_taken_for_the_end_of_a_write_in_parts(server, bucket, monkeypatch):
+    from s3fs import S3FileSystem
+
+    monkeypatch.setattr("ragfuse.store.s3._ONE_PUT_NBYTES", 10 << 20)
+    rest = S3FileSystem._pipe_file.__defaults__[1:]
+    monkeypatch.setattr(S3FileSystem._pipe_file, "__defaults__", (5 << 20, *rest))
+    tier = server.tier(server.new_url(), 1 << 30, timeout_s=20.0, cool_down_s=0.0, fresh_s=0.0)
+    for page in PAGES.values():
+        for told in ("uploads", "uploadId", ""):
+            server.lie = lambda asked, told=told, page=page: (
+                ("200 OK", TYPE, page) if asked.method in ("POST", "PUT", "HEAD") and told in asked.path else None
+            )
+            assert not tier.write(B, *large(6 << 20))
+    server.lie = lambda asked: None
+    assert B not in tier.entries()
+    assert tier.write(B, *large(6 << 20))
+    assert tier.read(B, 0) is not None
+
+
 def object_of(server: S3Server, name) -> str:
     listed = server.client.list_objects_v2(Bucket=server.bucket)["Contents"]
     return next(each["Key"] for each in listed if each["Key"].endswith(chunk_name(name)))
@@ -241,9 +261,13 @@ def listed(keys: list[str], token: str, bucket: str) -> bytes:
     ).encode()
 
 
-@pytest.mark.parametrize("kind", ["one token again and again", "the same objects again and again", "empty pages"])
+ENDLESS = ["one token again and again", "the same objects again and again", "empty pages", "new objects for ever"]
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
 def test_a_listing_that_never_ends_is_given_up(server, bucket, kind, monkeypatch):
     monkeypatch.setattr("ragfuse.store.bucket._EMPTY", 20)
+    monkeypatch.setattr("ragfuse.store.bucket._PAGES", 40)
     n = 0
 
     def lie(asked):
@@ -251,7 +275,8 @@ def test_a_listing_that_never_ends_is_given_up(server, bucket, kind, monkeypatch
         if "list-type" not in asked.path:
             return None
         n += 1
-        names = [] if kind == "empty pages" else [f"x/{CHUNKS}/{A.model}/{'0' * 32}.-.-.kv"]
+        number = f"{n:032x}" if kind == "new objects for ever" else "0" * 32
+        names = [] if kind == "empty pages" else [f"x/{CHUNKS}/{A.model}/{number}.-.-.kv"]
         return "200 OK", [("Content-Type", "application/xml")], listed(names, "t" if "token" in kind else f"t{n}", "b")
 
     server.lie = lie
@@ -295,3 +320,25 @@ def test_a_pin_with_something_in_it_is_no_pin_of_ours_and_stays(server, bucket):
     server.client.put_object(Bucket=server.bucket, Key=name, Body=b"mine")
     bucket.tidy()
     assert server.client.get_object(Bucket=server.bucket, Key=name)["Body"].read() == b"mine"
+
+
+@pytest.mark.parametrize("kind", ["one mark again and again", "empty pages"])
+def test_a_listing_of_uploads_that_never_ends_is_given_up(server, bucket, kind, monkeypatch):
+    monkeypatch.setattr("ragfuse.store.bucket._EMPTY", 20)
+    n = 0
+
+    def lie(asked):
+        nonlocal n
+        if "uploads" not in asked.path:
+            return None
+        n += 1
+        mark = "m" if "one" in kind else f"m{n}"
+        marks = f"<NextKeyMarker>{mark}</NextKeyMarker><NextUploadIdMarker>u</NextUploadIdMarker>"
+        page = f"<ListMultipartUploadsResult><IsTruncated>true</IsTruncated>{marks}</ListMultipartUploadsResult>"
+        return "200 OK", [("Content-Type", "application/xml")], page.encode()
+
+    server.lie = lie
+    bucket.tidy()
+    assert 0 < n < 100
+    server.lie = lambda asked: None
+    assert is_sound(bucket)
