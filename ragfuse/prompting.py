@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from numbers import Integral
 from types import MappingProxyType
 from typing import Any, TypeGuard, cast
@@ -43,6 +44,8 @@ __all__ = ["Content", "Ids", "Inquiry", "Prompter", "Question", "Turn", "is_ids"
 
 log = logging.getLogger("ragfuse.engine")
 
+MOST_HEARD = 256
+"""Documents of one question that are looked for in it; the best come first."""
 Question = str | Sequence[tuple[str, Content] | Turn]
 """What is asked: one text, or messages for the chat template, each a (role, content) or a turn."""
 Ids = Sequence[int]
@@ -119,10 +122,11 @@ class Prompter:
     def hear(self, digest: str, texts: Iterable[tuple[str, str]], question: Question | Ids) -> None:
         """Look for these (text, source) in prompts from now on, in this process. Whoever encodes one notes it.
 
-        One that does not stand in the question as it is is looked for by its ids alone, of which there are so many.
+        One that does not stand in the question as it is is looked for by its ids alone. Each takes as long as reading
+        the question, so that the first `MOST_HEARD` count.
         """
         known, contents = self.known(digest), _contents(question)
-        for text, source in texts:
+        for text, source in islice(texts, MOST_HEARD):
             text = text.strip()
             if text in known or not may_fit(text, self._model()):
                 continue
