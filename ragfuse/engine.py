@@ -32,6 +32,7 @@ from ragfuse.hf.verify import Verdict, verify
 from ragfuse.keeping import open_kept
 from ragfuse.load.link import Links
 from ragfuse.measure import Progress
+from ragfuse.models.loader import Given, Tokens
 from ragfuse.modules import Registered, Schemas, inquiry_of
 from ragfuse.outlook import Outlook
 from ragfuse.plan.controller import settle
@@ -68,7 +69,7 @@ from ragfuse.text.nodes import Request, Schema
 from ragfuse.text.passages import is_prose
 from ragfuse.timings import Timings
 from ragfuse.tracing import Ready
-from ragfuse.weights import loaded
+from ragfuse.weights import handed_over, loaded
 
 __all__ = ["Ask", "Content", "Engine", "Ingested", "Ready", "Registered"]
 
@@ -77,16 +78,22 @@ class Engine:
     """One model, one store, and the way from a question to an answer. Safe to share between threads.
 
     The model is loaded on first use and shared by all engines of the process that name the same one.
+
+    model: a name, a folder, a GGUF file, or what is loaded already: a `PreTrainedModel` with its `tokenizer`, a
+    `pipeline`, a PEFT model; None: the one that settings name.
     """
 
     def __init__(
         self,
         settings: Settings | None = None,
-        model: HFModel | None = None,
+        model: Given = None,
         store: KVStore | None = None,
         outlook: Outlook | None = None,
+        *,
+        tokenizer: Tokens = None,
     ) -> None:
-        self.settings = settled(settings or Settings())
+        self._given, told = handed_over(model, tokenizer, settings or Settings())
+        self.settings = settled(told)
         known_policy(self.settings.policy)
         place, shared_with = self.settings.store_path, self.settings.shared_with
         self.book = Book(place, shared_with) if store is None and self.settings.disk_bytes else None
@@ -95,7 +102,7 @@ class Engine:
         self.outlook = outlook if outlook is not None else Outlook()
         evict = self.outlook.evict(self.settings)
         self.store = store if store is not None else open_kept(self.settings, codecs=self._coding, evict=evict)
-        self._model, self._lock = model, ForkLock()
+        self._model, self._lock = model if isinstance(model, HFModel) else None, ForkLock()
         self._sightings = Sightings()
         self._profiles, self._timings = Profiles(self._booked), Timings(self.settings.tiers, self._booked)
         self._prefixes = PrefixCache(self.settings, lambda: self.encoder, self.store)
@@ -116,22 +123,29 @@ class Engine:
         own = self._planner, self._prefiller, self._bringer, self._talks, self._prefixes
         self._answerer = Answerer(self.settings, *own, self._save_later)
         self.marker, self._caller, self.sessions = self._prompter.marker, Caller(), self._talks.sessions
-        if model is not None:
-            self._coding.prepare(self.digest, model, self.settings)
+        if self._model is not None:
+            self._coding.prepare(self.digest, self._model, self.settings)
 
     @staticmethod
-    def shared(settings: Settings | None = None) -> Engine:
-        """The engine of all who name the same settings. It is closed when the process ends, not before."""
-        settings = settled(settings or Settings())
-        return shared(("engine", settings), lambda: _closed_at_exit(Engine(settings)))
+    def shared(settings: Settings | None = None, model: Given = None, *, tokenizer: Tokens = None) -> Engine:
+        """The engine of all who name the same settings, or hand over the same loaded model with them.
+
+        It is closed when the process ends, not before; `close` lets go of it, and of the model.
+        """
+        given, settings = handed_over(model, tokenizer, settings or Settings())
+        settings = settled(settings)
+        if given is None:
+            return shared(("engine", settings), lambda: _closed_at_exit(Engine(settings)))
+        whose = "engine", settings, id(given.model), id(given.tokenizer)
+        make = partial(Engine, settings, given.model, tokenizer=given.tokenizer)
+        return shared(whose, lambda: _closed_at_exit(make()))
 
     @property
     def model(self) -> HFModel:
         """The model, loaded now if it was not."""
         with self._lock:
             if self._model is None:
-                named = self.settings.model, self.settings.dtype, self.settings.device
-                self._model = shared(("model", *named), lambda: loaded(self.settings, self._profiles))
+                self._model = loaded(self.settings, self._profiles, self._given)
                 self._profiles.remember(self._model.profile)
                 tenant = digest(self._model.fingerprint, self.settings.salt)
                 self._booked(lambda book: remember_tenant(book, tenant, self.settings), None)

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from platformdirs import user_cache_path
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -39,6 +39,27 @@ AUTO_LEVEL = "auto"
 SINKS = 4
 """First tokens of a conversation without which what was computed behind them says less (StreamingLLM, 3.1)."""
 _CREDENTIALS = re.compile(r"//[^/?#]*@|[?&][^=&]*(?:user|pass|secret|token|key|sig)[^=&]*=", re.IGNORECASE)
+LOADING = (
+    "revision",
+    "trust_remote_code",
+    "attn_implementation",
+    "device_map",
+    "token",
+    "torch_dtype",
+    "dtype",
+    "quantization_config",
+    "max_memory",
+    "offload_folder",
+    "offload_buffers",
+    "experts_implementation",
+    "subfolder",
+    "cache_dir",
+    "local_files_only",
+    "variant",
+    "gguf_file",
+    "merge_adapter",
+)
+"""Options that a model is loaded with: those of transformers' `from_pretrained`, and whether an adapter is merged."""
 TIER_NAME = re.compile(r"(gpu|memory|disk|redis|objects)(-[0-9]+)?")
 
 
@@ -53,6 +74,13 @@ class Prices(BaseModel):
     objects: float = Field(default=0.023, ge=0)
 
 
+class LoadingOptions(dict[str, Any]):
+    """What a model is loaded with, by name; not to be changed. Hashable, so that settings can be."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(sorted(self.items(), key=lambda item: item[0])))
+
+
 class Settings(BaseSettings):
     """All settings, typed and checked. Sizes in bytes, times in seconds, shares 0..1."""
 
@@ -65,8 +93,17 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,  # a tier's URL may hold a password
     )
 
+    LOADING: ClassVar[tuple[str, ...]] = LOADING
+
     model: str = Field(
-        default="smollm2-135m-reader", description="Embedded name, Hugging Face id or local folder of the LLM."
+        default="smollm2-135m-reader",
+        description="Embedded name, Hugging Face id, local folder, folder of an adapter or GGUF file of the LLM.",
+    )
+    model_kwargs: Annotated[LoadingOptions, NoDecode, PlainValidator(lambda given: _loading(given))] = Field(
+        default=LoadingOptions(),
+        repr=False,  # may hold a token
+        description="Options of transformers' from_pretrained for the LLM, by name: revision, trust_remote_code, "
+        "attn_implementation, device_map, token, torch_dtype, quantization_config ...; merge_adapter for adapters.",
     )
     embedder: str = Field(
         default="minilm-l6", description="Embedded name, Hugging Face id or local folder of the embedder."
@@ -74,7 +111,7 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Weights and KV; auto: bfloat16 where the device has units for it, else float32."
     )
-    device: str = Field(default="cpu", description="cpu, cuda or cuda:N.")
+    device: str = Field(default="cpu", description="cpu, cuda, cuda:N, mps, or auto: the first GPU, else cpu.")
 
     home: Path = Field(
         default_factory=lambda: user_cache_path("ragfuse"), description="Prepared models, stores, profiles."
@@ -277,10 +314,12 @@ class Settings(BaseSettings):
     def as_public(self) -> dict[str, Any]:
         """All settings in plain JSON types, to be written down: `Settings(**them)` gives the same.
 
-        SettingsError where one is a secret: a salt, keys of a server, credentials in a tier's URL.
+        SettingsError where one is a secret (a salt, keys of a server, credentials in a tier's URL, a token to load the
+        model with) or an object that has no JSON.
         """
         secret = [name for name in ("salt", "api_keys") if getattr(self, name)]
         secret += ["tiers"] if any(map(_CREDENTIALS.search, self.tiers)) else []
+        secret += ["model_kwargs"] if isinstance(self.model_kwargs.get("token"), str) else []
         if secret:
             variables = ", ".join(PREFIX + name.upper() for name in secret)
             raise SettingsError(
@@ -288,6 +327,13 @@ class Settings(BaseSettings):
                 f"environment ({variables}) of the process that reads them, or give that one its settings by itself: "
                 "settings=Settings(...)."
             )
+        try:
+            json.dumps(dict(self.model_kwargs))
+        except (TypeError, ValueError) as error:
+            raise SettingsError(
+                f"Wanted options of loading that may be written down, found in model_kwargs what JSON has no form for: "
+                f"{error}. Name dtypes and devices by text, or save the model to a folder as it was loaded."
+            ) from error
         return self.model_dump(mode="json")
 
     def placed(self) -> Settings:
@@ -353,6 +399,26 @@ def _model_placed(name: str) -> str:
 
 class _Told(ValueError):
     """What is wrong with a setting, for people."""
+
+
+def _loading(given: Any) -> LoadingOptions:
+    """Loading options from a mapping or its JSON; of the names in `LOADING` alone."""
+    told = given
+    if isinstance(given, str):
+        try:
+            told = json.loads(given or "{}")
+        except ValueError:
+            told = None
+    if not isinstance(told, Mapping):
+        raise ValueError(
+            'wanted options by name, found something else; write them so: RAGFUSE_MODEL_KWARGS=\'{"revision": "main"}\''
+        )
+    strange = next((str(name) for name in told if name not in LOADING), None)
+    if strange is not None:
+        near = get_close_matches(strange, LOADING, 1)
+        meant = f"; did you mean {near[0]}?" if near else f"; it is one of: {', '.join(LOADING)}"
+        raise ValueError(f"'{strange}' is no option that a model is loaded with{meant}")
+    return LoadingOptions({str(name): value for name, value in told.items()})
 
 
 def _tier_named(name: object) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from ragfuse.fork import at_fork
 
@@ -30,6 +31,7 @@ class _Lock:
 
 _LOCK = _Lock()
 _HELD: dict[Hashable, Any] = {}
+_USED: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 _NOTED: ContextVar[list[str] | None] = ContextVar("ragfuse_noted", default=None)
 
 
@@ -39,6 +41,15 @@ def shared(name: Hashable, make: Callable[[], T]) -> T:
         if name not in _HELD:
             _HELD[name] = make()
         found: T = _HELD[name]
+        return found
+
+
+def shared_while_used(name: Hashable, make: Callable[[], T]) -> T:
+    """The same, given to others as long as somebody holds it: nothing is kept for its sake alone."""
+    with _LOCK.held:
+        found: T | None = _USED.get(name)
+        if found is None:
+            _USED[name] = found = make()
         return found
 
 

@@ -21,8 +21,9 @@ from ragfuse.bench.runner import progress
 from ragfuse.core import ChunkKV
 from ragfuse.fuse.drift import measured
 from ragfuse.hf.drift import write_drift
-from ragfuse.hf.model import HFModel, load_model
+from ragfuse.hf.model import HFModel
 from ragfuse.models import MANIFEST
+from ragfuse.models.loader import load_model
 from ragfuse.settings import Settings
 from training.data import Source, split, squad
 

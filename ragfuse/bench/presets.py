@@ -14,8 +14,9 @@ from ragfuse.dtypes import quick_dtype
 from ragfuse.errors import SettingsError
 from ragfuse.gate import as_shipped
 from ragfuse.hf.blank import random_model
-from ragfuse.hf.model import HFModel, load_model
+from ragfuse.hf.model import HFModel
 from ragfuse.models import quietly, resolve_llm
+from ragfuse.models.loader import load_model
 
 DTYPES = ("bfloat16", "float32", "float16")
 

@@ -15,6 +15,7 @@ from ragfuse.cli.options import (
     Dtype,
     Json,
     Model,
+    ModelKwargs,
     Policy,
     Ratio,
     Store,
@@ -29,12 +30,15 @@ def verify_model(
     model: Annotated[str | None, typer.Argument(help="Embedded name, Hugging Face id or folder.")] = None,
     dtype: Dtype = None,
     device: Device = None,
+    model_kwargs: ModelKwargs = None,
     policy: Policy = None,
     ratio: Ratio = None,
     json: Json = None,
 ) -> None:
     """Measure on the real weights that fusing is exact where it must be. Exit status 1 if it is not."""
-    settings = settings_of(model=model, dtype=dtype, device=device, policy=policy, ratio=ratio)
+    settings = settings_of(
+        model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, policy=policy, ratio=ratio
+    )
     console = console_for(json)
     prepared(settings)
     with console.status("loading the model"):
@@ -57,6 +61,7 @@ def calibrate_model(
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
+    model_kwargs: ModelKwargs = None,
     store: Store = None,
     questions: Annotated[int, typer.Option(min=12, help="Questions made from the documents.")] = 20,
     plot: Annotated[Path | None, typer.Option(help="Draw the curve here (PNG).")] = None,
@@ -68,7 +73,7 @@ def calibrate_model(
     """
     from ragfuse.bench.runner import tune_malloc
 
-    settings = settings_of(model=model, dtype=dtype, device=device, store=store)
+    settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
     console, found = console_for(json), find_files(docs)
     tune_malloc(console)
     tell_skipped(console, found)

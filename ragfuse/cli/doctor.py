@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragfuse.cli.entries import counted
-from ragfuse.cli.options import Device, Dtype, Json, Model, Store, console_for, settings_of, write_json
+from ragfuse.cli.options import Device, Dtype, Json, Model, ModelKwargs, Store, console_for, settings_of, write_json
 from ragfuse.errors import SettingsError
 from ragfuse.models import list_models
 from ragfuse.settings import Settings
@@ -72,6 +72,7 @@ def doctor(
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
+    model_kwargs: ModelKwargs = None,
     store: Store = None,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the model: nothing is loaded or asked.")] = False,
     json: Json = None,
@@ -82,7 +83,7 @@ def doctor(
     """
     console = console_for(json)
     try:
-        settings = settings_of(model=model, dtype=dtype, device=device, store=store)
+        settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
     except SettingsError as error:
         rows = [Row("settings", "bad", str(error), "mend it, or take it out"), *_versions(), *_machine()]
         _end(rows, {}, console, json)
@@ -233,6 +234,9 @@ def _machine(device: str = "cpu") -> Iterator[Row]:
     yield Row("memory", "ok" if enough else "bad", found, "" if enough else "end other programs, or take a small model")
     import torch
 
+    from ragfuse.dtypes import quick_device
+
+    device = quick_device() if device == "auto" else device
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} used by torch"
     if not device.startswith("cuda"):
         yield Row("device", "ok", f"{threads}; {'a GPU, unused' if torch.cuda.is_available() else 'no GPU'}")

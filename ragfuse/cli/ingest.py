@@ -22,7 +22,19 @@ from rich.progress import (
 )
 
 from ragfuse.cli.files import TOLD, Found, find_files
-from ragfuse.cli.options import Device, Dtype, Index, Json, Model, Store, console_for, prepared, settings_of, write_json
+from ragfuse.cli.options import (
+    Device,
+    Dtype,
+    Index,
+    Json,
+    Model,
+    ModelKwargs,
+    Store,
+    console_for,
+    prepared,
+    settings_of,
+    write_json,
+)
 from ragfuse.cli.show import short
 from ragfuse.errors import InputError
 
@@ -43,13 +55,16 @@ def ingest(
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
+    model_kwargs: ModelKwargs = None,
     store: Store = None,
     chunk_tokens: Annotated[int | None, typer.Option(help="Size of a chunk in tokens of the model.")] = None,
     no_kv: Annotated[bool, typer.Option("--no-kv", help="Index only; KV is computed when first needed.")] = False,
     json: Json = None,
 ) -> None:
     """Cut documents into chunks, index them, and compute each chunk's KV once. Interrupted, it goes on next time."""
-    settings = settings_of(model=model, dtype=dtype, device=device, store=store, chunk_tokens=chunk_tokens)
+    settings = settings_of(
+        model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store, chunk_tokens=chunk_tokens
+    )
     console, found = console_for(json), find_files(paths)
     tell_skipped(console, found)
     prepared(settings)

@@ -21,6 +21,7 @@ from ragfuse.cli.options import (
     Index,
     Json,
     Model,
+    ModelKwargs,
     Overflow,
     Policy,
     Ratio,
@@ -51,6 +52,7 @@ def measure(
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
+    model_kwargs: ModelKwargs = None,
     store: Annotated[
         list[str] | None,
         typer.Option(help="Folder or URL of a tier to measure beside memory; repeat for more. Default: the settings'."),
@@ -59,7 +61,10 @@ def measure(
 ) -> None:
     """Time prefill, fusing and every tier on this machine; from then on prompts are planned by these figures."""
     folder, others = _folder_first(store or ())
-    settings, console = settings_of(model=model, dtype=dtype, device=device, store=folder), console_for(json)
+    settings, console = (
+        settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=folder),
+        console_for(json),
+    )
     prepared(settings)
     with console.status("loading the model"):
         from ragfuse.engine import Engine
@@ -89,6 +94,7 @@ def explain(
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
+    model_kwargs: ModelKwargs = None,
     store: Store = None,
     policy: Policy = None,
     ratio: Ratio = None,
@@ -100,7 +106,15 @@ def explain(
     """Tell what a question would read and compute, how long that takes, and why; it is not answered."""
     if not question.strip():
         raise InputError('The question is empty. Ask something: ragfuse explain "Who built the bridge?"')
-    given = {"model": model, "dtype": dtype, "device": device, "store": store, "policy": policy, "ratio": ratio}
+    given = {
+        "model": model,
+        "dtype": dtype,
+        "device": device,
+        "model_kwargs": model_kwargs,
+        "store": store,
+        "policy": policy,
+        "ratio": ratio,
+    }
     settings, console = settings_of(**given, top_k=top_k, overflow=overflow), console_for(json)
     prepared(settings)
     with console.status("loading the model"):

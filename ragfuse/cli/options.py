@@ -15,9 +15,15 @@ from rich.console import Console
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.settings import Settings
 
-Model = Annotated[str | None, typer.Option("--model", help="Embedded name, Hugging Face id or folder of the LLM.")]
+Model = Annotated[
+    str | None, typer.Option("--model", help="Embedded name, Hugging Face id, folder, adapter or GGUF file.")
+]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:N.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:N, mps or auto.")]
+ModelKwargs = Annotated[
+    str | None,
+    typer.Option("--model-kwargs", help='Options of from_pretrained, as JSON: \'{"revision": "main"}\'.'),
+]
 Store = Annotated[Path | None, typer.Option("--store", help="Folder of the KV store.")]
 Policy = Annotated[
     str | None, typer.Option("--policy", help="Which rows are recomputed: auto, hkvd, lexical, query, lego, ...")
@@ -44,7 +50,11 @@ def settings_of(**given: Any) -> Settings:
             raise SettingsError(
                 f"There is no setting '{name}'. It is one of: {', '.join(Settings.model_fields)}."
             ) from error
-        found = "" if name.partition(".")[0] in ("tiers", "salt", "api_keys") else f", found {first['input']!r}"
+        found = (
+            ""
+            if name.partition(".")[0] in ("tiers", "salt", "api_keys", "model_kwargs")
+            else f", found {first['input']!r}"
+        )
         raise SettingsError(f"{name}: {first['msg'].removeprefix('Value error, ')}{found}.") from None
     except Unread as error:
         name = next((name for name in Settings.model_fields if f'"{name}"' in str(error)), "a setting")

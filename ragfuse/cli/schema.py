@@ -15,7 +15,18 @@ from rich.text import Text
 from ragfuse.cli.entries import counted, plain
 from ragfuse.cli.ingest import progress
 from ragfuse.cli.opened import opened
-from ragfuse.cli.options import Device, Dtype, Json, Model, Store, console_for, prepared, settings_of, write_json
+from ragfuse.cli.options import (
+    Device,
+    Dtype,
+    Json,
+    Model,
+    ModelKwargs,
+    Store,
+    console_for,
+    prepared,
+    settings_of,
+    write_json,
+)
 from ragfuse.cli.show import short
 from ragfuse.settings import Settings
 
@@ -37,11 +48,15 @@ def add(
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
+    model_kwargs: ModelKwargs = None,
     store: Store = None,
     json: Json = None,
 ) -> None:
     """Register a schema and compute the KV of its modules once. Of one that was edited, what changed."""
-    settings, console = settings_of(model=model, dtype=dtype, device=device, store=store), console_for(json)
+    settings, console = (
+        settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store),
+        console_for(json),
+    )
     engine = _engine(settings, console)
     with engine:
         columns = TextColumn("encoding"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn()
@@ -81,12 +96,16 @@ def show(
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
+    model_kwargs: ModelKwargs = None,
     store: Store = None,
     png: Annotated[Path | None, typer.Option("--png", help="Draw where everything stands into this file.")] = None,
     json: Json = None,
 ) -> None:
     """Show the tree of a schema: where everything stands, how many tokens, and what their KV takes."""
-    settings, console = settings_of(model=model, dtype=dtype, device=device, store=store), console_for(json)
+    settings, console = (
+        settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store),
+        console_for(json),
+    )
     if png is not None:
         from ragfuse.bench.plots import require_plotting
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ragfuse.cli.options import Device, Dtype, Model, Overflow, Policy, Ratio, prepared, settings_of
+from ragfuse.cli.options import Device, Dtype, Model, ModelKwargs, Overflow, Policy, Ratio, prepared, settings_of
 from ragfuse.errors import InputError
 
 
@@ -17,6 +17,7 @@ def serve(
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
+    model_kwargs: ModelKwargs = None,
     store: Annotated[
         list[str] | None,
         typer.Option(help="Folder of the KV store, or URL of a tier behind it; repeat for more."),
@@ -39,7 +40,15 @@ def serve(
 ) -> None:
     """Answer OpenAI's clients over HTTP until SIGTERM or Ctrl-C; then answers end, and what is to be saved is."""
     folder = next((each for each in store or () if "://" not in each), None)
-    given = {"model": model, "dtype": dtype, "device": device, "policy": policy, "ratio": ratio, "overflow": overflow}
+    given = {
+        "model": model,
+        "dtype": dtype,
+        "device": device,
+        "model_kwargs": model_kwargs,
+        "policy": policy,
+        "ratio": ratio,
+        "overflow": overflow,
+    }
     settings = settings_of(
         **given,
         store=Path(folder) if folder else None,

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragfuse.core import ChunkKV, LayerKV, whole_text
 from ragfuse.errors import FixedError, ModelError, RefusedError
@@ -26,8 +25,7 @@ from ragfuse.fuse.select import nearness, policy_named
 from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.decode import Batcher
-from ragfuse.hf.drift import read_drift
-from ragfuse.hf.fingerprint import fingerprint
+from ragfuse.hf.fingerprint import fingerprint, weights_digest
 from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring, standing
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed import pack
@@ -36,7 +34,7 @@ from ragfuse.hf.token_length import TokenLength, token_length
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.profiles import ModelProfile
 
-__all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint", "load_model"]
+__all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint"]
 
 ROOM = 64
 CONTEXTS = 2
@@ -47,6 +45,7 @@ class HFModel:
     """A causal LM of transformers with its tokenizer, its profile and its lock.
 
     drift: what is added to chunks that are encoded amid other text (`fuse/drift.py`), of the model's own layers.
+    weights: what `weights_digest` gives for its weights, where that is known. They must not change while it is used.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class HFModel:
         tokenizer: PreTrainedTokenizerBase | None = None,
         profile_of: Callable[[str], ModelProfile | None] | None = None,
         drift: ChunkKV | None = None,
+        weights: str | None = None,
     ) -> None:
         self.model, self.tokenizer, self.drift = model.eval(), tokenizer, drift
         self.lock = FairLock()
@@ -66,9 +66,10 @@ class HFModel:
         self._known: dict[str, int] = {}
         self._borders: dict[int, tuple[int, bool]] = {}
         self._contexts: dict[tuple[int, ...], tuple[LayerKV, ...]] = {}  # least recently used first
-        self.device, self.dtype = model.device, model.dtype
+        self.device, self.dtype = probe.device_of(model), model.dtype
         self.name = str(model.config._name_or_path) or model.config.model_type
-        self.fingerprint = fingerprint(model, tokenizer, drift)
+        self.weights = weights or weights_digest(model)
+        self.fingerprint = fingerprint(model, tokenizer, drift, self.weights)
         self.n_layers = int(model.config.get_text_config().num_hidden_layers)
         self.profile = ModelProfile(self.fingerprint, self.n_layers)
         known = profile_of(self.fingerprint) if profile_of is not None else None
@@ -345,6 +346,7 @@ class HFModel:
     def _probe(self) -> ModelProfile:
         config = self.model.config.get_text_config()
         probe.refuse_by_config(config)
+        probe.refuse_by_modules(self.model)
         layers = probe.decoder_layers(self.model)
         windows = probe.windows(config, len(layers))
         tokens = probe.probe_tokens(config.vocab_size, probe.RUN_TOKENS, self.device)
@@ -398,40 +400,3 @@ class HFModel:
         return max(
             error for a, b in pairs for error in (probe.typical(a.keys, b.keys), probe.typical(a.values, b.values))
         )
-
-
-def load_model(
-    source: str | Path,
-    dtype: str = "bfloat16",
-    device: str = "cpu",
-    profile_of: Callable[[str], ModelProfile | None] | None = None,
-) -> HFModel:
-    """The model at a folder or Hugging Face id, with its tokenizer; ModelError if it cannot be had.
-
-    profile_of: what is known of a fingerprint, so that a model is probed only once. Its weights are packed, see
-    `packed.py`.
-    """
-    _require_device(device)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype), use_safetensors=True).to(
-            device
-        )
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ModelError(
-            f"No model could be loaded from '{source}' ({first}). Give a local folder, a Hugging Face id, or a name "
-            "that `ragfuse models ls` lists."
-        ) from error
-    return HFModel(model, tokenizer, profile_of, read_drift(Path(source), model)).packed()
-
-
-def _require_device(name: str) -> None:
-    """ModelError for a device that torch does not know or does not see."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ModelError(f"Wanted a device such as cpu, cuda or cuda:1, found '{name}'. Use --device cpu.") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = f"only {torch.cuda.device_count()} of them" if torch.cuda.is_available() else "no CUDA device here"
-        raise ModelError(f"Wanted device '{name}', but torch sees {found}. Use --device cpu.")

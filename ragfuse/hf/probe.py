@@ -25,6 +25,8 @@ RUN_TOKENS = 24
 UNMOVABLE_ROPE = ("dynamic", "longrope")
 UNFIT = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
 """What a forward raises that does not take a fused prefill."""
+DYNAMIC = "torch.ao.nn.quantized.dynamic"
+"""Where torch has its dynamically quantised layers."""
 UNKNOWN_LAYERS = ("linear_attention", "chunked_attention", "mamba", "conv", "recurrent")
 
 
@@ -53,6 +55,37 @@ def refuse_by_config(config: PreTrainedConfig) -> None:
         raise RefusedError(f"It has layers of the kind {sorted(strange)[0]}, whose state is not KV per token.")
     if getattr(config, "num_kv_shared_layers", 0):
         raise RefusedError("Some of its layers share the KV of others.")
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where a model wants its ids: on its device, or where accelerate runs the part that takes them."""
+    entry = model.get_input_embeddings()
+    hook = getattr(entry, "_hf_hook", None) or getattr(model, "_hf_hook", None)
+    found = getattr(hook, "execution_device", None)
+    if found is None:
+        return torch.device(model.device)
+    return torch.device("cuda", found) if isinstance(found, int) else torch.device(found)
+
+
+def devices_of(model: nn.Module) -> tuple[str, ...]:
+    """Devices that a model's layers run on, by name: where their weights are, or where accelerate brings them."""
+    held = {str(weight.device) for weight in model.parameters() if not weight.is_meta}
+    hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
+    run = {getattr(hook, "execution_device", None) for hook in hooks if getattr(hook, "offload", False)}
+    brought = {f"cuda:{device}" if isinstance(device, int) else str(device) for device in run if device is not None}
+    return tuple(sorted(held | brought))
+
+
+def refuse_by_modules(model: PreTrainedModel) -> None:
+    """RefusedError for what the model's parts say: where they lie, how they multiply."""
+    devices = devices_of(model)
+    if len(devices) > 1:
+        raise RefusedError(f"Its layers are spread over {', '.join(devices)}, and a prompt is fused on one device.")
+    if any(type(module).__module__.startswith(DYNAMIC) for module in model.modules()):
+        raise RefusedError(
+            "Its products are quantised by the range of all rows at once, so a token's KV depends on what is computed "
+            "beside it."
+        )
 
 
 def windows(config: PreTrainedConfig, n_layers: int) -> tuple[int | None, ...]:
@@ -151,7 +184,7 @@ def _layer_rope(
 
 def _tables(model: PreTrainedModel) -> list[tuple[float, ...]]:
     """Every set of rotation frequencies that the model holds, radians per position."""
-    found = {tuple(b.double().tolist()) for name, b in model.named_buffers() if name.endswith("inv_freq")}
+    found = {tuple(b.cpu().double().tolist()) for name, b in model.named_buffers() if name.endswith("inv_freq")}
     return sorted(found)
 
 

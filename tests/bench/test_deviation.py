@@ -7,7 +7,8 @@ import torch
 
 from ragfuse.bench.deviation import attention_deviation, attention_of, kv_deviation, neighbours
 from ragfuse.core import ChunkKV, LayerKV
-from ragfuse.hf.model import HFModel, load_model
+from ragfuse.hf.model import HFModel
+from ragfuse.models.loader import load_model
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,9 @@ from ragfuse.core import ChunkKV, LayerKV
 from ragfuse.errors import ModelError
 from ragfuse.fuse.drift import added
 from ragfuse.hf.drift import DRIFT, write_drift
-from ragfuse.hf.model import HFModel, load_model
+from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed import PackedLinear
+from ragfuse.models.loader import load_model
 from tests.hf import kit
 from tests.hf.test_packed import packs
 

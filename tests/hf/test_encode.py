@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ragfuse.errors import ModelError
 from ragfuse.fuse.rope import moved
-from ragfuse.hf.model import HFModel, fingerprint, load_model
+from ragfuse.hf.model import HFModel, fingerprint
+from ragfuse.models.loader import load_model
 from ragfuse.profiles import ModelProfile
 from tests.hf import kit
 from tests.hf.families import FAMILIES

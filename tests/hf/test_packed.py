@@ -10,9 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ragfuse.fuse.fusor import Run
 from ragfuse.hf.blank import random_model
 from ragfuse.hf.handover import generate
-from ragfuse.hf.model import HFModel, KVSource, Prefill, fingerprint, load_model
+from ragfuse.hf.model import HFModel, KVSource, Prefill, fingerprint
 from ragfuse.hf.packed import PackedLinear, can_pack, pack
 from ragfuse.hf.probe import decoder_layers
+from ragfuse.models.loader import load_model
 from tests.hf import kit
 from tests.hf.families import FAMILIES, REFUSED
 

@@ -7,8 +7,9 @@ import torch
 
 from ragfuse.fuse.fusor import Run
 from ragfuse.hf.handover import generate
-from ragfuse.hf.model import HFModel, KVSource, load_model
+from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.hf.verify import verify
+from ragfuse.models.loader import load_model
 from tests.hf import kit
 from tests.hf.broken import BREAKS
 

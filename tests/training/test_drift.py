@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from ragfuse.fuse.drift import measured
-from ragfuse.hf.model import HFModel, load_model
+from ragfuse.hf.model import HFModel
+from ragfuse.models.loader import load_model
 from training.data import Source
 from training.drift import PASSAGES, drawn, pairs
 from training.rules import Passage, Question

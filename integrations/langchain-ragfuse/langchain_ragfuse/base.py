@@ -45,8 +45,11 @@ class RagFuseModel(BaseModel):
 
     model_config = CONFIG
 
-    model: str | None = Field(default=None, alias="model_name")
-    """Embedded name, Hugging Face id or local folder; None: what the settings say."""
+    model: Any = Field(default=None, alias="model_name")
+    """Embedded name, Hugging Face id, folder (of an adapter, too) or GGUF file; or what is loaded already: a
+    `PreTrainedModel` beside `tokenizer`, a `pipeline`, a PEFT model. None: what the settings say."""
+    tokenizer: Any = Field(default=None, exclude=True, repr=False)
+    """Of a loaded model."""
     dtype: str | None = None
     device: str | None = None
     store: Path | None = None
@@ -101,9 +104,11 @@ class RagFuseModel(BaseModel):
     """Taken for compatibility: a local model has nothing to retry, and needs no key."""
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further options of transformers' `generate`."""
+    """What the model is loaded with: revision, trust_remote_code, attn_implementation, device_map, token, torch_dtype,
+    quantization_config ... All others are options of transformers' `generate`."""
 
     _settings: Settings = PrivateAttr()
+    _loaded: Any = PrivateAttr(default=None)
 
     @field_serializer("settings")
     def _public(self, settings: Settings | None) -> dict[str, Any] | None:
@@ -113,10 +118,29 @@ class RagFuseModel(BaseModel):
     def model_post_init(self, context: Any, /) -> None:
         """Read the settings now; whatever they name is made when it is needed."""
         super().model_post_init(context)
+        loading = {name: value for name, value in self.model_kwargs.items() if name in Settings.LOADING}
+        self.model_kwargs = {name: value for name, value in self.model_kwargs.items() if name not in Settings.LOADING}
+        base = self.settings or (Settings() if self.engine is None else self.engine.settings)
+        if self.model is not None and not isinstance(self.model, str):
+            self._loaded = self.model if not isinstance(self.model, Path) else None
+            self.model = str(self.model) if self._loaded is None else None
         named = {"model": self.model, "dtype": self.dtype, "device": self.device, "store": self.store}
         given = {name: value for name, value in named.items() if value is not None}
-        base = self.settings or (Settings() if self.engine is None else self.engine.settings)
+        if loading:
+            given["model_kwargs"] = {**base.model_kwargs, **loading}
         self._settings = base if self.engine is not None else _with(base, given)
+        if self._loaded is not None or self.tokenizer is not None or (self.engine is not None and loading):
+            self._taken(loading)
+
+    def _taken(self, loading: Mapping[str, Any]) -> None:
+        """Check a loaded model now, and name it; InputError where something else is said that cannot be so."""
+        if self.engine is not None:
+            raise InputError("A ready engine has its model: leave out model=, tokenizer= and options of loading it.")
+        for name in ("dtype", "device"):
+            if self._loaded is not None and getattr(self, name) is not None:
+                raise InputError(f"A loaded model has its {name}: leave {name}= out, or name the model.")
+        engine = Engine.shared(self._settings, self._loaded, tokenizer=self.tokenizer)
+        self._settings = engine.settings
 
     @property
     def model_name(self) -> str:
@@ -124,14 +148,22 @@ class RagFuseModel(BaseModel):
         return self._settings.model
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its settings without engine and weights: a copy in another process loads its own."""
+        """Its settings without engine and weights: a copy in another process loads its own.
+
+        InputError for a model that was loaded already, which no other process can find.
+        """
+        if self._loaded is not None:
+            raise InputError(
+                f"{self.model_name} was handed over loaded, and no copy of it can be made for another process. Save it "
+                "to a folder and name that: model='folder'."
+            )
         bare = self.model_copy(update={"engine": None}) if self.engine is not None else self
         return super(RagFuseModel, bare).__getstate__()
 
     def get_engine(self, model: str | None = None) -> Engine:
         """The engine behind this model: the one given, or the process's own for these settings."""
         if model in (None, self.model_name):
-            return self.engine or Engine.shared(self._settings)
+            return self.engine or Engine.shared(self._settings, self._loaded, tokenizer=self.tokenizer)
         return Engine.shared(_with(self._settings, {"model": model}))
 
     def get_token_ids(self, text: str) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 from ragfuse import Engine, Settings
 from ragfuse.bench.quality.cases import Case
 from ragfuse.bench.quality.chains import CHAINS, run_chain
-from ragfuse.hf.model import load_model
+from ragfuse.models.loader import load_model
 from ragfuse.plan.evict import lru
 from ragfuse.store import KVStore, MemoryTier
 from tests.tiny import CHUNKS

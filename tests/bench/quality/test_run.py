@@ -21,7 +21,8 @@ from ragfuse.bench.quality.report import run_quality
 from ragfuse.bench.quality.run import Plan, Row, measure
 from ragfuse.bench.quality.table import results_of
 from ragfuse.errors import ModelError, SettingsError
-from ragfuse.hf.model import HFModel, load_model
+from ragfuse.hf.model import HFModel
+from ragfuse.models.loader import load_model
 from tests.tiny import CHUNKS
 
 TEXTS = tuple(f"{chunk} {chunk[::-1]}" for chunk in CHUNKS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -55,7 +56,19 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=()
     )
 
-    model: str | None = Field(default=None, alias="model_name", description="Embedded name, hub id or local folder.")
+    model: Any = Field(
+        default=None,
+        alias="model_name",
+        description="Embedded name, hub id, folder (of an adapter, too) or GGUF file; or what is loaded already: a "
+        "PreTrainedModel beside tokenizer, a pipeline, a PEFT model. None: what the settings say.",
+    )
+    tokenizer: Any = Field(default=None, exclude=True, repr=False, description="Of a loaded model.")
+    model_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        repr=False,
+        description="What the model is loaded with: revision, trust_remote_code, attn_implementation, device_map, "
+        "token, torch_dtype, quantization_config ...",
+    )
     dtype: str | None = Field(default=None, description="Of weights and KV; None: what the settings say.")
     device: str | None = Field(default=None, description="cpu, cuda or cuda:N; None: what the settings say.")
     store: str | None = Field(default=None, description="Folder of the chunk store; None: what the settings say.")
@@ -98,13 +111,22 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     )
 
     _settings: Settings = PrivateAttr()
+    _given: Any = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any, /) -> None:
         """Read the settings now; whatever they name is made when it is needed."""
         super().model_post_init(context)
+        if self.engine is not None and (self.model_kwargs or self.tokenizer is not None):
+            raise InputError("A ready engine has its model: leave out tokenizer= and model_kwargs=.")
+        if self.model is not None and not isinstance(self.model, str):
+            self._given = self.model if not isinstance(self.model, Path) else None
+            self.model = str(self.model) if self._given is None else None
         self._settings = self.engine.settings if self.engine is not None else self._told()
+        if self._given is not None or self.tokenizer is not None:
+            self._settings = self._handed_over()
         if self.engine is not None:
             self.settings = self._settings
+        self.model_kwargs = {name: value for name, value in self._settings.model_kwargs.items() if name != "token"}
         self.model, self.dtype, self.device = self._settings.model, self._settings.dtype, self._settings.device
         self.store = None if self._settings.store is None else str(self._settings.store)
 
@@ -113,7 +135,18 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         named = {"model": self.model, "dtype": self.dtype, "device": self.device, "store": self.store}
         given = {name: value for name, value in named.items() if value is not None}
         base = self.settings or Settings()
+        if self.model_kwargs:
+            given["model_kwargs"] = {**base.model_kwargs, **self.model_kwargs}
         return Settings(**{**base.model_dump(), **given}) if given else base
+
+    def _handed_over(self) -> Settings:
+        """The settings with a loaded model; InputError where something else is said that cannot be so."""
+        if self.engine is not None:
+            raise InputError("A ready engine has its model: leave out model= and tokenizer=.")
+        for name in ("dtype", "device"):
+            if self._given is not None and getattr(self, name) is not None:
+                raise InputError(f"A loaded model has its {name}: leave {name}= out, or name the model.")
+        return Engine.shared(self._settings, self._given, tokenizer=self.tokenizer).settings
 
     @classmethod
     def class_name(cls) -> str:
@@ -128,18 +161,34 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """All that makes the same model again by `from_dict`, its settings too.
 
-        SettingsError where these hold a secret, which is not written down.
+        SettingsError where these hold a secret, which is not written down; InputError for a model that was loaded
+        already, which no other process can find.
         """
+        if self._given is not None:
+            raise InputError(
+                f"{self.model_name} was handed over loaded, and cannot be written down. Save it to a folder and name "
+                "that: model='folder'."
+            )
         return {**super().to_dict(**kwargs), "settings": self._settings.as_public()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its settings without engine and weights: a copy in another process loads its own."""
+        """Its settings without engine and weights: a copy in another process loads its own.
+
+        InputError for a model that was loaded already, which no other process can find.
+        """
+        if self._given is not None:
+            raise InputError(
+                f"{self.model_name} was handed over loaded, and no copy of it can be made for another process. Save it "
+                "to a folder and name that: model='folder'."
+            )
         bare: Any = self.model_copy(update={"engine": None}) if self.engine is not None else self
         return super(RagFuseLLM, bare).__getstate__()
 
     def get_engine(self) -> Engine:
         """The engine behind this model: the one given, or the process's own for these settings."""
-        return self.engine if self.engine is not None else Engine.shared(self._settings)
+        if self.engine is not None:
+            return self.engine
+        return Engine.shared(self._settings, self._given, tokenizer=self.tokenizer)
 
     @property
     def metadata(self) -> LLMMetadata:

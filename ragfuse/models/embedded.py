@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -35,6 +36,9 @@ RECIPE = 1
 
 MANIFEST = "prepared.json"
 """Written last into a prepared folder: the recipe and the size in bytes of every other file."""
+
+UNREADABLE = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, NotImplementedError)
+"""What reading a GGUF file raises that is damaged or of an unknown kind."""
 
 HUB_WAIT_S = 5.0
 """Seconds to wait for the hub to answer at all."""
@@ -63,10 +67,13 @@ class EmbeddedModel:
     prepared_nbytes: int = 0
     adapter: str = ""
     choice: tuple[str, float] | None = None
+    own_recipe: str = ""
 
     @property
     def recipe(self) -> str:
-        """What a prepared folder is made by: `RECIPE`, and the adapter's bytes with its drift's."""
+        """What a prepared folder is made by: its own, or `RECIPE` and the adapter's bytes with its drift's."""
+        if self.own_recipe:
+            return self.own_recipe
         return f"{RECIPE} {adapters.fingerprint(self.adapter)}" if self.adapter else str(RECIPE)
 
     @property
@@ -157,7 +164,38 @@ def prepare(name: str, home: Path, console: Console | None = None) -> Path:
     if not model.prepared_nbytes:
         return _source(model)
     folder = _folder(model, home)
-    return folder if _is_intact(folder, model) else _prepare(model, folder, console or Console(stderr=True))
+    if _is_intact(folder, model):
+        return folder
+    return _prepare(model, _source(model), folder, console or Console(stderr=True))
+
+
+def prepare_gguf(file: Path, home: Path, console: Console | None = None) -> Path:
+    """The folder that a GGUF file was turned into, once: its weights dequantised, as those of an embedded model are.
+
+    A file that changed is turned anew. ModelError where it cannot be read, or is of an architecture that transformers
+    does not know.
+    """
+    file = file.resolve()
+    at, place = file.stat(), blake2b(str(file).encode(), digest_size=4).hexdigest()
+    made = EmbeddedModel(
+        name=f"{file.stem}-{place}",
+        role="llm",
+        what="",
+        package=file.name,
+        module="",
+        inside="",
+        prepared_nbytes=5 * at.st_size,
+        own_recipe=f"{RECIPE} {file} {at.st_size} {at.st_mtime_ns} {at.st_ino}",
+    )
+    folder = _folder(made, home)
+    try:
+        return folder if _is_intact(folder, made) else _prepare(made, file, folder, console or Console(stderr=True))
+    except UNREADABLE as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(
+            f"Wanted a GGUF file of a language model that transformers can read, found '{file}' ({first}). Give "
+            "another file, or the folder with the model's safetensors."
+        ) from error
 
 
 def _resolve(name: str, role: Literal["llm", "embedder"], home: Path, console: Console | None) -> Path | str:
@@ -168,14 +206,32 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path, console: C
     if model is not None:
         raise ModelError(f"'{name}' is an {model.role}, wanted an {role}: {names}, a Hugging Face id or a folder.")
     path = Path(name).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(f"Wanted the folder of an {role}, found no config.json in '{path}'.")
+    if role == "llm" and _is_gguf(path):
+        return prepare_gguf(path, home, console)
+    if path.is_dir() and not any((path / told).is_file() for told in ("config.json", "adapter_config.json")):
+        written = sorted(filter(_is_gguf, path.glob("*.gguf"))) if role == "llm" else []
+        if len(written) == 1:
+            return prepare_gguf(written[0], home, console)
+        found = f"{len(written)} GGUF files; name one of them" if written else "no config.json"
+        raise ModelError(f"Wanted the folder of an {role}, found {found} in '{path}'.")
     if path.is_dir():
         return path
     if path.exists() or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         found = "a file" if path.exists() else "nothing there"
-        raise ModelError(f"Wanted an {role} at '{name}', found {found}. Give a folder, a Hugging Face id or {names}.")
+        file = ", a GGUF file" if role == "llm" else ""
+        raise ModelError(
+            f"Wanted an {role} at '{name}', found {found}. Give a folder{file}, a Hugging Face id or {names}."
+        )
     return name
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF does, whatever it is called."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def _status(model: EmbeddedModel, home: Path) -> ModelStatus:
@@ -203,9 +259,8 @@ def _folder(model: EmbeddedModel, home: Path) -> Path:
     return home.expanduser() / "models" / model.name
 
 
-def _prepare(model: EmbeddedModel, folder: Path, console: Console) -> Path:
-    """Convert under the model's lock into a folder beside `folder`, then put it in place."""
-    source = _source(model)
+def _prepare(model: EmbeddedModel, source: Path, folder: Path, console: Console) -> Path:
+    """Convert `source` under the model's lock into a folder beside `folder`, then put it in place."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _progress(model, console) as say, _locked(folder.with_name(f".{model.name}.lock"), say):
@@ -270,11 +325,14 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path, say: Say) -> N
 
 def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
     """Save the tokenizer with what GGUF says by name only: SmolLM splits numbers into digits before anything else."""
+    from gguf import GGUFReader
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(False)])
+    told = GGUFReader(source).get_field("tokenizer.ggml.pre")
+    if told is not None and told.contents() == "smollm":
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(False)])
     tokenizer.model_max_length = max_tokens
     tokenizer.save_pretrained(target)
 
@@ -370,7 +428,8 @@ def _no_bars() -> Iterator[None]:
 @contextmanager
 def _progress(model: EmbeddedModel, console: Console) -> Iterator[Say]:
     """One line that says what and how long, then a bar that moves while a step runs; nothing where nobody looks."""
-    said = f"Preparing {model.name} from {model.package}, once: about half a minute."
+    takes = "it may take minutes" if model.own_recipe else "about half a minute"
+    said = f"Preparing {model.name} from {model.package}, once: {takes}."
     if not console.is_terminal:
         log.info(said)
         yield lambda step: log.info("%s: %s", model.name, step)

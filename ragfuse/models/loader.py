@@ -1,0 +1,333 @@
+"""One loader for every way in which people have a model.
+
+A folder, a Hugging Face id, the folder of an adapter, or what is loaded already: a `PreTrainedModel` with its
+tokenizer, a `pipeline`, a PEFT model. Embedded names and GGUF files become folders first (`embedded.py`). Weights come
+from safetensors and GGUF alone: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    Pipeline,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ragfuse.dtypes import dtype_named, require_device
+from ragfuse.errors import ModelError
+from ragfuse.hf.drift import read_drift
+from ragfuse.hf.model import HFModel
+from ragfuse.models.embedded import resolve_llm
+from ragfuse.models.weight_files import WeightDigests, identity
+from ragfuse.profiles import ModelProfile
+
+ADAPTER = "adapter_config.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Endings of files that only unpickling opens, which may run any code."""
+FOR_TOKENIZERS = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir", "local_files_only", "gguf_file")
+SECRET = "token"
+UNLOADABLE = (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, AttributeError)
+"""What transformers and quantisation libraries raise where weights cannot be loaded."""
+
+Given: TypeAlias = HFModel | PreTrainedModel | nn.Module | Pipeline | str | Path | None
+"""A model as people have it, a PEFT model among them; None: the one that settings name."""
+Tokens: TypeAlias = PreTrainedTokenizerBase | str | Path | None
+"""The tokenizer of a loaded model, or where it is."""
+ProfileOf = Callable[[str], ModelProfile | None]
+
+
+def load_model(
+    source: str | Path,
+    dtype: str = "bfloat16",
+    device: str = "cpu",
+    profile_of: ProfileOf | None = None,
+    *,
+    model_kwargs: Mapping[str, Any] | None = None,
+    home: Path | None = None,
+) -> HFModel:
+    """The model at a folder or Hugging Face id, with its tokenizer; ModelError if it cannot be had.
+
+    Args:
+        source: a folder of weights or of an adapter, or an id.
+        dtype: float32, bfloat16 or float16, unless `model_kwargs` has one.
+        device: where it runs, unless `model_kwargs` has a `device_map`.
+        profile_of: what is known of a fingerprint, so that a model is probed only once.
+        model_kwargs: options of `from_pretrained`, see `settings.LOADING`.
+        home: where digests of weights are kept, and what embedded names and adapters' bases are prepared in; None: in
+            no place, and for adapters the user's cache.
+
+    Weights that are not quantised are packed, see `packed.py`.
+    """
+    require_device(device)
+    options = {**(model_kwargs or {})}
+    told = options.pop("torch_dtype", options.pop("dtype", None))
+    dtype = dtype if told in (None, "auto") else dtype_named(told)
+    options.setdefault("trust_remote_code", False)
+    folder = Path(source)
+    how = {"dtype": dtype, "device": torch.device(device).type, **{k: v for k, v in options.items() if k != SECRET}}
+    with _said(source):
+        if isinstance(source, str) and not folder.is_dir():
+            folder = _adapter_on_hub(source, options) or folder
+        parts = [folder]
+        if (folder / ADAPTER).is_file():
+            base = _base_of(folder, home)
+            parts += [Path(base)] if Path(base).is_dir() else []
+            name, changed = identity(parts, how)
+            model = _adapted(base, folder, dtype, device, options)
+            tokenizer = _tokenizer(folder if (folder / "tokenizer_config.json").is_file() else base, options)
+        else:
+            options.pop("merge_adapter", None)
+            name, changed = identity(parts, how)
+            tokenizer = _tokenizer(source, options)
+            model = _weights(source, dtype, device, options)
+    digests = WeightDigests(home.expanduser() / "fingerprints" if home is not None else None)
+    known = digests.get(name)
+    loaded = HFModel(model, tokenizer, profile_of, read_drift(folder, model), known)
+    if known is None and identity(parts, how) == (name, changed):
+        digests.put(name, loaded.weights, changed, time.time_ns())
+    return loaded if _is_quantised(model) or _has_adapters(model) else loaded.packed()
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that somebody loaded, adapters in place, and its tokenizer. It must not be changed while it is used."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def of(cls, given: Given, tokenizer: Tokens = None) -> LoadedModel:
+        """What a `PreTrainedModel`, a `pipeline` or a PEFT model holds; ModelError for anything else.
+
+        tokenizer: itself, or where it is; left out where a pipeline has its own.
+        """
+        if isinstance(given, Pipeline):
+            tokenizer = tokenizer if tokenizer is not None else given.tokenizer
+            given = given.model
+        model = _bare(given)
+        if isinstance(tokenizer, str | Path):
+            with _said(tokenizer):
+                tokenizer = _tokenizer(tokenizer, {"trust_remote_code": False})
+        if tokenizer is None:
+            raise ModelError(
+                f"Wanted the tokenizer of the loaded model {_name_of(model)}, found none. Give tokenizer=... beside "
+                "model=..."
+            )
+        if not isinstance(tokenizer, PreTrainedTokenizerBase):
+            raise ModelError(
+                f"Wanted a tokenizer of transformers, found {type(tokenizer).__name__}. Give "
+                "AutoTokenizer.from_pretrained(...)."
+            )
+        return cls(model, tokenizer)
+
+    @property
+    def name(self) -> str:
+        """As its config calls it."""
+        return _name_of(self.model)
+
+    def probed(self, weights: str, profile_of: ProfileOf | None = None) -> HFModel:
+        """Ready to be used, on its device and in its dtype; its weights stay as they are, so none are packed.
+
+        weights: their `weights_digest`.
+        """
+        return HFModel(self.model, self.tokenizer, profile_of, weights=weights)
+
+
+def _bare(given: object) -> PreTrainedModel:
+    """The model of transformers in what was given, adapters in place; ModelError where there is none that writes."""
+    given = getattr(given, "_orig_mod", given)  # of torch.compile
+    if type(given).__module__.partition(".")[0] == "peft":
+        given = _unwrapped(given)
+    if not isinstance(given, PreTrainedModel):
+        raise ModelError(
+            f"Wanted a model: a name, a folder, a loaded PreTrainedModel, a pipeline or a PEFT model; found "
+            f"{type(given).__module__}.{type(given).__name__}. Give one of these."
+        )
+    if given.config.is_encoder_decoder or given.get_output_embeddings() is None:
+        raise ModelError(
+            f"Wanted a decoder that writes text (AutoModelForCausalLM), found {type(given).__name__}. Load it by "
+            "AutoModelForCausalLM.from_pretrained(...)."
+        )
+    return given
+
+
+def _unwrapped(given: Any) -> object:
+    """The model in a PEFT model, into whose layers the adapter was put; ModelError for adapters that work elsewhere."""
+    for config in getattr(given, "peft_config", {}).values():
+        why = _why_outside(config)
+        if why:
+            raise ModelError(
+                f"Wanted an adapter inside the model's layers (such as LoRA), found {why}. Use another adapter, or the "
+                "model without it."
+            )
+    return given.get_base_model()
+
+
+def _why_outside(config: Any) -> str:
+    """What makes an adapter more than a change of layers; "" where it is none."""
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if getattr(config, "is_prompt_learning", False):
+        return f"{kind}, which puts tokens of its own before every prompt"
+    if getattr(config, "alora_invocation_tokens", None):
+        return f"{kind} that begins at its invocation tokens, so that KV depends on what follows"
+    return f"{kind}, which chooses among adapters by the prompt" if kind in ("XLORA", "POLY") else ""
+
+
+def _weights(source: str | Path, dtype: str, device: str, options: Mapping[str, Any]) -> PreTrainedModel:
+    """The model at a folder or id, from safetensors or GGUF alone."""
+    options, folder = dict(options), Path(source)
+    _refuse_pickled(folder)
+    if options.get("gguf_file"):
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    quantised = options.get("quantization_config") or _config_of(folder).get("quantization_config")
+    if quantised:
+        options.setdefault("device_map", {"": device})
+    if "device_map" in options and find_spec("accelerate") is None:
+        raise ModelError("Spreading or quantising weights needs the package accelerate: pip install accelerate")
+    if isinstance(options.get("device_map"), Mapping):
+        options["device_map"] = dict(options["device_map"])
+    with _no_advice():
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=getattr(torch, dtype), use_safetensors=True, **options
+        )
+    if options.get("gguf_file") and hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # its weights are plain ones now
+    return model if "device_map" in options else model.to(device)
+
+
+def _adapted(base: str | Path, folder: Path, dtype: str, device: str, options: Mapping[str, Any]) -> PreTrainedModel:
+    """A base model with the adapter of a folder: merged, unless it is quantised or `merge_adapter` is False."""
+    if find_spec("peft") is None:
+        raise ModelError(f"'{folder}' is an adapter, which needs the package peft: pip install peft")
+    from peft import PeftConfig, PeftModel
+
+    options = dict(options)
+    merges = options.pop("merge_adapter", None)
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise ModelError(
+            f"Wanted adapter_model.safetensors in '{folder}', found none. Save the adapter by save_pretrained(...), "
+            "which writes it; pickled files are not loaded."
+        )
+    why = _why_outside(PeftConfig.from_pretrained(str(folder)))
+    if why:
+        raise ModelError(
+            f"Wanted an adapter inside the model's layers (such as LoRA), found {why}. Use another adapter, or the "
+            "model without it."
+        )
+    model = _weights(base, dtype, device, options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+        adapted = PeftModel.from_pretrained(model, folder)
+        if merges if merges is not None else not _is_quantised(model):
+            adapted = adapted.merge_and_unload()
+            return _bare(adapted)
+    return _bare(adapted)
+
+
+def _base_of(folder: Path, home: Path | None) -> str | Path:
+    """The model that an adapter was made for, as it can be loaded."""
+    name = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not name:
+        raise ModelError(
+            f"Wanted the base model of the adapter in '{folder}', found none. Write it into {ADAPTER} as "
+            "base_model_name_or_path: a folder, an embedded name or a Hugging Face id."
+        )
+    if (folder / str(name)).is_dir() and not Path(name).is_absolute():
+        return folder / str(name)
+    from ragfuse.settings import Settings
+
+    return resolve_llm(str(name), home if home is not None else Settings().home)
+
+
+def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
+    """The folder of an adapter that a Hugging Face id names, without pickled files; None where it names none."""
+    from huggingface_hub import snapshot_download
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    where = {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
+    if find_adapter_config_file(name, **where) is None:
+        return None
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt"], **where))
+
+
+def _tokenizer(source: str | Path, options: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    given = {name: options[name] for name in FOR_TOKENIZERS if name in options}
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **given)
+    return found
+
+
+def _refuse_pickled(folder: Path) -> None:
+    """ModelError where a folder has weights, but only such as would have to be unpickled."""
+    if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
+        return
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
+    if pickled:
+        raise ModelError(
+            f"Wanted weights as safetensors in '{folder}', found {pickled[0]}, which would have to be unpickled and "
+            "may run any code. Load it where you trust it and write it anew: model.save_pretrained(folder)."
+        )
+
+
+def _config_of(folder: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
+
+
+def _is_quantised(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    return isinstance(config, PreTrainedConfig) and getattr(config, "quantization_config", None) is not None
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    return any(type(module).__module__.partition(".")[0] == "peft" for module in model.modules())
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    return str(model.config._name_or_path) or str(model.config.model_type)
+
+
+@contextmanager
+def _no_advice() -> Iterator[None]:
+    """Without what libraries warn of their own old names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+@contextmanager
+def _said(source: object) -> Iterator[None]:
+    """What goes wrong while a model is loaded, as one sentence with what to do."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except UNLOADABLE as error:
+        lines = [line for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+        first = lines[0].strip()
+        if "trust_remote_code" in str(error):
+            advice = "It brings code of its own: read it, then load it with model_kwargs={'trust_remote_code': True}."
+        elif isinstance(error, ImportError):
+            advice = "Install what it names."
+        else:
+            advice = "Give a local folder, a Hugging Face id, or a name that `ragfuse models ls` lists."
+        raise ModelError(f"No model could be loaded from '{source}' ({first}). {advice}") from error

@@ -1,0 +1,67 @@
+"""Digests of weights, kept by the identity of the files that these were read from.
+
+Hashing a large model takes seconds. Files whose path, size, inode and times are what they were hold the bytes that they
+held; so their digest is written down once, in the user's cache, and taken from there when they are loaded again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from ragfuse.core import digest
+
+SETTLED_NS = 2_000_000_000
+"""Age of the newest file, in nanoseconds, from which on a digest is kept: a clock's tick may hide a later change."""
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+def identity(folders: Iterable[Path], how: Mapping[str, Any]) -> tuple[str, int]:
+    """What stands for the weights in some folders, loaded this `how`, and when the newest file changed (ns).
+
+    ("", 0) where it cannot be told: `how` holds what JSON cannot write, or a file is not there.
+    """
+    try:
+        told = json.dumps(dict(how), sort_keys=True)
+        files = sorted({path.resolve() for folder in folders for path in folder.rglob("*") if path.is_file()})
+        seen = [(str(path), path.stat()) for path in files]
+    except (TypeError, ValueError, OSError):
+        return "", 0
+    lines = [f"{path} {at.st_size} {at.st_ino} {at.st_mtime_ns} {at.st_ctime_ns}" for path, at in seen]
+    changed = max((max(at.st_mtime_ns, at.st_ctime_ns) for _, at in seen), default=0)
+    libraries = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    return (digest("weights", told, *libraries, *lines), changed) if lines else ("", 0)
+
+
+class WeightDigests:
+    """Digests by `identity`, one small file each. What cannot be read or written is not known: nobody fails by it."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def get(self, name: str) -> str | None:
+        """The digest that was kept under this name."""
+        if self._folder is None or not name:
+            return None
+        try:
+            found = (self._folder / name).read_text(encoding="ascii")
+        except (OSError, ValueError):
+            return None
+        return found if _DIGEST.fullmatch(found) else None
+
+    def put(self, name: str, found: str, changed_ns: int, now_ns: int) -> None:
+        """Keep a digest, unless the files changed so lately that another change may look like none."""
+        if self._folder is None or not name or now_ns - changed_ns < SETTLED_NS:
+            return
+        partial = self._folder / f".{name}.{os.getpid()}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            partial.write_text(found, encoding="ascii")
+            partial.replace(self._folder / name)
+        except OSError:
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,398 @@
+"""One loader for every way in which people have a model, and one sentence where that cannot be."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from langchain_ragfuse import ChatRagFuse
+from llama_index.llms.ragfuse import RagFuseLLM
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration, pipeline
+from typer.testing import CliRunner
+
+from ragfuse import Ask, Engine, InputError, ModelError, Settings
+from ragfuse.cli.door import app
+from ragfuse.hf import model as hf_model
+from ragfuse.models.loader import load_model
+from ragfuse.sharing import forget
+from ragfuse.text.chunks import Piece
+from tests.hf import kit
+
+CHUNKS = [f"The keeper of lighthouse {name} counted {count} ships in one night." for name, count in ("ab", "cd")]
+ASKED = [("user", (Piece(CHUNKS[0], "chunk"), "\n\n", Piece(CHUNKS[1], "chunk"), "\n\nHow many ships?"))]
+
+
+@pytest.fixture
+def loaded(varied_path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(varied_path, dtype=torch.float32)
+
+
+@pytest.fixture
+def words(varied_path: Path) -> Any:
+    return AutoTokenizer.from_pretrained(varied_path)
+
+
+@pytest.fixture
+def adapted(loaded: Any) -> Any:
+    """The tiny model with an adapter in place that changes what it says."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(loaded, config)
+    torch.manual_seed(3)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data.normal_(0.0, 0.2)
+    return model.eval()
+
+
+def own(model: Any, engine: Engine) -> list[int]:
+    """What transformers itself makes of the same prompt."""
+    ids = [token for segment in engine.prompt(ASKED).segments for token in segment.tokens]
+    given = torch.tensor([ids])
+    with torch.no_grad():
+        out = model.generate(input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=12, do_sample=False)
+    return out[0, len(ids) :].tolist()
+
+
+def answers(engine: Engine) -> Any:
+    """Both chunks known, all rows computed again: what full prefill gives, by way of fusing."""
+    engine.ingest([(chunk, "book") for chunk in CHUNKS])
+    return engine.answer(ASKED, Ask(policy="hkvd", ratio=1.0))
+
+
+def reused(engine: Engine) -> int:
+    """Tokens of chunks that a question takes from the store."""
+    return engine.answer(ASKED, Ask(policy="hkvd", ratio=0.2)).trace.tokens_chunks
+
+
+@pytest.fixture
+def engine_of(tiny_settings: Settings) -> Iterator[Any]:
+    """Makes an engine over what is given; all are closed at the end."""
+    made: list[Engine] = []
+
+    def make(model: Any, settings: Settings = tiny_settings, **options: Any) -> Engine:
+        made.append(Engine(settings, model=model, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+# loaded objects
+
+
+@pytest.mark.parametrize("kind", ["model", "pipeline", "compiled"])
+def test_a_loaded_model_answers_as_its_folder_does_from_the_same_chunks(
+    kind: str, loaded: Any, words: Any, engine_of: Any, tiny_settings: Settings
+) -> None:
+    with Engine(tiny_settings) as named:
+        named.ingest([(chunk, "book") for chunk in CHUNKS])
+        wanted, digest = own(named.model.model, named), named.digest
+    given, options = loaded, {"tokenizer": words}
+    if kind == "pipeline":
+        given, options = pipeline("text-generation", model=loaded, tokenizer=words), {}
+    if kind == "compiled":
+        given = torch.compile(loaded, backend="eager")
+    engine = engine_of(given, **options)
+    assert engine.digest == digest
+    answer = engine.answer(ASKED, Ask(policy="hkvd", ratio=1.0))
+    assert (list(answer.token_ids), reused(engine) > 0) == (wanted, True)
+    assert engine.settings.dtype == "float32"
+    assert engine.settings.device == "cpu"
+
+
+def test_a_tokenizer_may_be_named_beside_a_loaded_model(loaded: Any, varied_path: Path, engine_of: Any) -> None:
+    engine = engine_of(loaded, tokenizer=str(varied_path))
+    assert list(answers(engine).token_ids) == own(loaded, engine)
+
+
+def test_a_path_is_a_name(varied_path: Path, engine_of: Any) -> None:
+    assert engine_of(varied_path).settings.model == str(varied_path)
+
+
+def test_a_loaded_model_that_is_changed_is_another_one_to_the_next_engine(
+    loaded: Any, words: Any, engine_of: Any
+) -> None:
+    first = engine_of(loaded, tokenizer=words).digest
+    assert engine_of(loaded, tokenizer=words).digest == first
+    loaded.model.embed_tokens.weight.data[70] += 1.0
+    assert engine_of(loaded, tokenizer=words).digest != first
+
+
+def test_engines_over_one_loaded_model_share_its_lock(loaded: Any, words: Any, engine_of: Any) -> None:
+    assert engine_of(loaded, tokenizer=words).model is engine_of(loaded, tokenizer=words).model
+
+
+def test_what_is_no_model_that_writes_is_refused_in_one_sentence(
+    loaded: Any, words: Any, varied_path: Path, engine_of: Any, tiny_settings: Settings
+) -> None:
+    t5 = T5ForConditionalGeneration(
+        T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32, decoder_start_token_id=0)
+    )
+    for given, options, said in (
+        (loaded, {}, "Wanted the tokenizer of the loaded model .*, found none. Give tokenizer="),
+        (loaded, {"tokenizer": object()}, "Wanted a tokenizer of transformers, found object"),
+        (torch.nn.Linear(2, 2), {"tokenizer": words}, "Wanted a model: .* found torch.nn.modules.linear.Linear"),
+        (t5, {"tokenizer": words}, "Wanted a decoder that writes text .*, found T5ForConditionalGeneration"),
+        (AutoModel.from_pretrained(varied_path), {"tokenizer": words}, "found LlamaModel"),
+        (str(varied_path), {"tokenizer": words}, "Wanted a loaded model beside tokenizer"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            engine_of(given, **options)
+    with pytest.raises(ModelError, match="is loaded already"):
+        engine_of(
+            loaded, Settings(**{**tiny_settings.model_dump(), "model_kwargs": {"revision": "x"}}), tokenizer=words
+        )
+
+
+@pytest.mark.parametrize("door", [ChatRagFuse, RagFuseLLM])
+def test_both_integrations_take_a_loaded_model(door: Any, loaded: Any, words: Any, tiny_settings: Settings) -> None:
+    llm = door(model=loaded, tokenizer=words, settings=tiny_settings)
+    engine = llm.get_engine()
+    try:
+        assert engine is llm.get_engine()
+        assert engine.model.model is loaded
+        assert llm.model_name == engine.settings.model == loaded.config._name_or_path
+        said = llm.invoke("Ships?").content if door is ChatRagFuse else str(llm.complete("Ships?"))
+        assert said == engine.answer([("user", "Ships?")]).text != ""
+        with pytest.raises(InputError, match="handed over loaded"):
+            pickle.dumps(llm)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("door", [ChatRagFuse, RagFuseLLM])
+def test_integrations_refuse_what_contradicts_a_loaded_model(
+    door: Any, loaded: Any, words: Any, tiny_settings: Settings, engine: Engine
+) -> None:
+    for options, said in (
+        ({"model": loaded, "tokenizer": words, "dtype": "bfloat16"}, "A loaded model has its dtype"),
+        ({"model": loaded, "tokenizer": words, "device": "cpu"}, "A loaded model has its device"),
+        ({"model": loaded, "tokenizer": words, "engine": engine}, "A ready engine has its model"),
+        ({"engine": engine, "model_kwargs": {"revision": "main"}}, "A ready engine has its model"),
+    ):
+        with pytest.raises(InputError, match=said):
+            door(settings=tiny_settings, **options)
+
+
+# options of loading
+
+
+@pytest.mark.parametrize("door", [ChatRagFuse, RagFuseLLM])
+def test_loading_options_reach_the_model(door: Any, tiny_settings: Settings) -> None:
+    llm = door(settings=tiny_settings, model_kwargs={"attn_implementation": "eager", "torch_dtype": "bfloat16"})
+    engine = llm.get_engine()
+    assert engine.model.model.config._attn_implementation == "eager"
+    assert engine.model.dtype == torch.bfloat16
+    assert engine.settings.dtype == "bfloat16"
+    forget(engine)
+    engine.close()
+
+
+def test_other_options_of_langchains_models_are_those_of_generate(tiny_settings: Settings) -> None:
+    llm = ChatRagFuse(settings=tiny_settings, model_kwargs={"repetition_penalty": 1.5, "revision": "main"})
+    assert llm.model_kwargs == {"repetition_penalty": 1.5}
+    assert llm._settings.model_kwargs == {"revision": "main"}
+
+
+def test_a_name_that_is_no_option_is_refused_with_the_one_that_is_meant() -> None:
+    with pytest.raises(ValueError, match="'revison' is no option that a model is loaded with; did you mean revision"):
+        Settings(model_kwargs={"revison": "main"})
+    with pytest.raises(ValueError, match="wanted options by name"):
+        Settings(model_kwargs="[1]")
+
+
+def test_settings_with_loading_options_can_be_compared_hashed_and_made_again() -> None:
+    one = Settings(model_kwargs={"device_map": {"": "cpu"}, "revision": "a"})
+    two = Settings(model_kwargs=json.dumps({"revision": "a", "device_map": {"": "cpu"}}))
+    assert one == two == Settings(**one.model_dump())
+    assert hash(one) == hash(two) != hash(Settings())
+
+
+def test_a_token_is_never_shown() -> None:
+    settings = Settings(model_kwargs={"token": "hf_secret"})
+    llm = RagFuseLLM(model_kwargs={"token": "hf_secret"})
+    assert "hf_secret" not in f"{settings!r} {settings} {llm!r} {llm.to_dict()}"
+
+
+def test_code_that_comes_with_weights_is_run_only_where_that_is_said(
+    varied_path: Path, tmp_path: Path, tiny_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder, ran = tmp_path / "remote", tmp_path / "ran"
+    shutil.copytree(varied_path, folder)
+    (folder / "own.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"It brings code of its own: read it, then .*trust_remote_code"):
+        load_model(folder, "float32")
+    assert not ran.exists()
+    model = load_model(folder, "float32", model_kwargs={"trust_remote_code": True})
+    assert ran.exists()
+    assert type(model.model).__name__ == "OwnModel"
+    before = model.fingerprint
+    (folder / "own.py").write_text((folder / "own.py").read_text() + "# changed\n")
+    assert load_model(folder, "float32", model_kwargs={"trust_remote_code": True}).fingerprint != before
+
+
+def test_pickled_weights_are_refused_with_what_to_do(varied_path: Path, tmp_path: Path, adapted: Any) -> None:
+    folder = tmp_path / "pickled"
+    shutil.copytree(varied_path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+    with pytest.raises(ModelError, match=r"found pytorch_model.bin, which would have to be unpickled.*save_pretrained"):
+        load_model(folder, "float32")
+    adapted.save_pretrained(tmp_path / "adapter")
+    told = tmp_path / "adapter" / "adapter_config.json"
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"base_model_name_or_path": str(varied_path)}))
+    (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(ModelError, match=r"Wanted adapter_model.safetensors in .* found none"):
+        load_model(tmp_path / "adapter", "float32")
+
+
+def test_a_device_that_is_left_open_is_found(tiny_settings: Settings, engine_of: Any) -> None:
+    engine = engine_of(None, tiny_settings.model_copy(update={"device": "auto"}))
+    wanted = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    assert engine.settings.device == wanted
+    assert engine.model.device.type == wanted
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "mps", "tpu9"])
+def test_a_device_that_is_not_there_says_what_to_do(tiny_settings: Settings, device: str) -> None:
+    with pytest.raises(ModelError, match=rf"found '{device}'|device '{device}', but torch sees"):
+        load_model(tiny_settings.model, "float32", device)
+
+
+def test_weights_on_disk_answer_as_those_in_memory(
+    varied_path: Path, tmp_path: Path, tiny_settings: Settings, engine_of: Any
+) -> None:
+    parts = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}
+    options = {"device_map": {**parts, "model.rotary_emb": "cpu"}, "offload_folder": str(tmp_path / "away")}
+    plain = engine_of(None)
+    away = engine_of(None, Settings(**{**tiny_settings.model_dump(), "model_kwargs": options}))
+    assert any(weight.is_meta for weight in away.model.model.parameters())
+    assert away.digest == plain.digest
+    assert away.model.profile.refusal == ""
+    assert list(answers(away).token_ids) == own(plain.model.model, plain)
+
+
+def test_the_command_line_takes_loading_options(tiny_settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("HOME", tiny_settings.home), ("STORE", tiny_settings.store), ("DTYPE", "float32")):
+        monkeypatch.setenv(f"RAGFUSE_{name}", str(value))
+    seen: list[str] = []
+    monkeypatch.setattr(
+        "ragfuse.engine.loaded",
+        lambda settings, profiles, given: seen.append(json.dumps(settings.model_kwargs)) or load_model(settings.model),
+    )
+    options = '{"attn_implementation": "eager"}'
+    result = CliRunner().invoke(app, ["verify", tiny_settings.model, "--model-kwargs", options])
+    assert (result.exit_code, seen) == (0, [options])
+    wrong = CliRunner().invoke(app, ["verify", tiny_settings.model, "--model-kwargs", '{"token_": "hf_x"}'])
+    assert wrong.exit_code != 0
+    assert "did you mean token" in wrong.output
+    assert "hf_x" not in wrong.output
+
+
+# adapters
+
+
+@pytest.mark.parametrize("way", ["object", "merged", "in place"])
+def test_an_adapter_answers_as_its_model_does(
+    way: str, adapted: Any, words: Any, varied_path: Path, tmp_path: Path, tiny_settings: Settings, engine_of: Any
+) -> None:
+    plain = engine_of(None)
+    if way == "object":
+        engine = engine_of(adapted, tokenizer=words)
+    else:
+        adapted.save_pretrained(tmp_path / "adapter")
+        options = {"merge_adapter": False} if way == "in place" else {}
+        named = {"model": str(tmp_path / "adapter"), "model_kwargs": options}
+        engine = engine_of(None, Settings(**{**tiny_settings.model_dump(), **named}))
+    assert any("lora" in name for name, _ in engine.model.model.named_parameters()) == (way != "merged")
+    assert engine.digest != plain.digest
+    assert engine.model.profile.refusal == ""
+    answer = answers(engine)
+    assert list(answer.token_ids) == own(adapted, engine) != own(plain.model.model, plain)
+    assert reused(engine) > 0
+
+
+def test_adapters_that_work_outside_the_layers_are_refused(loaded: Any, words: Any, engine_of: Any) -> None:
+    prefix = get_peft_model(loaded, PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    with pytest.raises(ModelError, match="found PREFIX_TUNING, which puts tokens of its own before every prompt"):
+        engine_of(prefix, tokenizer=words)
+
+
+def test_an_adapter_without_a_base_says_so(adapted: Any, tmp_path: Path) -> None:
+    adapted.save_pretrained(tmp_path / "adapter")
+    told = tmp_path / "adapter" / "adapter_config.json"
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"base_model_name_or_path": None}))
+    with pytest.raises(ModelError, match="Wanted the base model of the adapter"):
+        load_model(tmp_path / "adapter", "float32")
+
+
+# digests by files
+
+
+def test_weights_from_files_are_hashed_once(varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, counted = tmp_path / "model", []
+    shutil.copytree(varied_path, folder)
+    plain = hf_model.weights_digest
+    monkeypatch.setattr(hf_model, "weights_digest", lambda model: counted.append(1) or plain(model))
+    monkeypatch.setattr("ragfuse.models.weight_files.SETTLED_NS", 0)
+    names = [load_model(folder, "float32", home=tmp_path / "home").fingerprint for _ in range(3)]
+    assert (len(counted), len(set(names))) == (1, 1)
+    assert names[0] == load_model(varied_path, "float32").fingerprint
+    counted.clear()
+    assert load_model(folder, "bfloat16", home=tmp_path / "home").fingerprint not in names
+    assert len(counted) == 1
+    changed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    changed.model.embed_tokens.weight.data[9, 3] += 1.0
+    changed.save_pretrained(folder)
+    assert load_model(folder, "float32", home=tmp_path / "home").fingerprint not in names
+    assert len(counted) == 2
+
+
+def test_files_that_changed_just_now_are_hashed_again(varied_path: Path, tmp_path: Path) -> None:
+    """A clock's tick may hide a change that comes right after another."""
+    folder = tmp_path / "model"
+    shutil.copytree(varied_path, folder)
+    load_model(folder, "float32", home=tmp_path / "home")
+    assert not list((tmp_path / "home").glob("fingerprints/*"))
+
+
+def test_a_damaged_digest_is_not_believed(varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragfuse.models.weight_files.SETTLED_NS", 0)
+    first = load_model(varied_path, "float32", home=tmp_path).fingerprint
+    (kept,) = (tmp_path / "fingerprints").iterdir()
+    kept.write_text("../../etc/passwd")
+    assert load_model(varied_path, "float32", home=tmp_path).fingerprint == first
+
+
+# what cannot be fused
+
+
+def test_layers_on_several_devices_are_answered_by_full_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragfuse.hf.probe.devices_of", lambda model: ("cuda:0", "cuda:1"))
+    model = hf_model.HFModel(kit.build("llama", {}), kit.tokenizer())
+    assert "spread over cuda:0, cuda:1" in model.profile.refusal
+    assert model.full_prefill(kit.ids(20)).logits.shape == (256,)
+
+
+def test_products_quantised_over_all_rows_are_answered_by_full_prefill(loaded: Any, words: Any, engine_of: Any) -> None:
+    given = torch.ao.quantization.quantize_dynamic(loaded, {torch.nn.Linear}, dtype=torch.qint8)
+    engine = engine_of(given, tokenizer=words)
+    answer = answers(engine)
+    assert "range of all rows at once" in answer.trace.refusal
+    assert list(answer.token_ids) == own(given, engine)
