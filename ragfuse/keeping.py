@@ -7,6 +7,7 @@ many chunks is `store/manage.py`'s business, and how it is shown the command lin
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from ragfuse.errors import InputError, SettingsError, StoreError
 from ragfuse.forgetting import Chunk, chunk_named, chunk_of, dropped, forget_texts
 from ragfuse.gate import Booked
 from ragfuse.plan.evict import Evict, expired, expired_first, lru
+from ragfuse.quotas import TenantUse, written_use
 from ragfuse.registry import Registry
 from ragfuse.remembering import Deleted, SessionInfo, Sessions
 from ragfuse.settings import Settings
@@ -219,6 +221,26 @@ class Keeping:
             meant = {chunk for beginning in wish.keys for chunk in _chunk_of(lines, beginning)}
             lines = [line for line in lines if chunk_of(line.entry.key) in meant]
         return sorted(lines, key=lambda line: -line.entry.last_used)
+
+    def uses(self, lines: Sequence[Line], wish: Wish) -> list[tuple[Tenant, TenantUse]]:
+        """What each tenant that is meant keeps in all: bytes of these entries by tier, and all its texts and sessions;
+        the largest first."""
+        tenants, nbytes = self._tenants(), dict[str, Counter[str]]()
+        for line in lines:
+            nbytes.setdefault(line.entry.key.model, Counter())[line.entry.tier] += line.entry.nbytes
+        named = {line.entry.key.model for line in lines} | {
+            digest
+            for digest in (self.book.tenants() if self.book is not None else ())
+            if not (wish.keys or wish.tier or wish.source) and _is_of(tenants.get(digest, Tenant(digest)), wish)
+        }
+        found = [
+            (
+                tenants.get(digest, Tenant(digest)),
+                TenantUse(dict(nbytes.get(digest, {})), *written_use(self.book, digest)),
+            )
+            for digest in named
+        ]
+        return sorted(found, key=lambda pair: (-sum(pair[1].nbytes.values()), pair[0].digest))
 
     def silent(self, wish: Wish = Wish()) -> list[str]:
         """Tiers that are meant and do not answer now: a listing made before lacks what they hold."""

@@ -151,6 +151,14 @@ class Sessions:
         self._settle()
         return self._expire(self.ls(), ttl_s)
 
+    def keep_latest(self, most: int) -> Deleted:
+        """Delete those that are written down, used longest ago first, until so many of them are left."""
+        self._settle()
+        done = Deleted()
+        for info in [info for info in self.ls() if info.lasts][most:]:
+            done = done.plus(self._delete(info.model, info.id))
+        return done
+
     # for `conversing.py`
 
     def get(self, model: str, id: str) -> tuple[int, Session] | None:

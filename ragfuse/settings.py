@@ -255,6 +255,18 @@ class Settings(BaseSettings):
         ge=1024,
         description="Of all requests that are read, wait or are answered; with several tenants half of it each.",
     )
+    serve_tenant_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="KV of a tenant in each tier that outlives a server; what was used longest ago goes first. "
+        "Default: each tier's capacity, parted among the tenants.",
+    )
+    serve_tenant_texts: int = Field(
+        default=100_000, ge=1, description="Known texts of a tenant; beyond it the oldest are forgotten."
+    )
+    serve_tenant_sessions: int = Field(
+        default=10_000, ge=1, description="Sessions of a tenant; beyond it those used longest ago are deleted."
+    )
     serve_schemas: int = Field(default=256, ge=0, description="Schemas that a tenant of a server may register.")
 
     @field_validator("api_keys", mode="before")

@@ -60,6 +60,7 @@ ENGINE |= {
     "counting",
     "keeping",
     "metering",
+    "quotas",
     "telemetry",
     "timings",
     "tracing",

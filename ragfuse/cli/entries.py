@@ -20,6 +20,7 @@ from ragfuse.settings import LEVELS
 if TYPE_CHECKING:
     from ragfuse.core import Entry
     from ragfuse.keeping import Cleared, Line, Outcome
+    from ragfuse.quotas import TenantUse
     from ragfuse.tenants import Tenant
 
 
@@ -171,6 +172,12 @@ def levels_of(entries: Sequence[Entry]) -> list[str]:
     """The levels that some of these are kept at, what loses least first."""
     there = dict.fromkeys(level for entry in entries for level in entry.sizes)
     return sorted(there, key=lambda level: LEVELS.index(level) if level in LEVELS else len(LEVELS))
+
+
+def told_use(use: TenantUse) -> str:
+    """What a tenant keeps, for people."""
+    sizes = " and ".join(f"{nbytes / 1e6:,.1f} MB in {tier}" for tier, nbytes in use.nbytes.items()) or "0.0 MB"
+    return f"{sizes}, {counted(use.texts, 'text', 'texts')}, {counted(use.sessions, 'session', 'sessions')}"
 
 
 def by_tenant(lines: Sequence[Line]) -> list[tuple[Tenant, int, int]]:

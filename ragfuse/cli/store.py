@@ -20,6 +20,7 @@ from ragfuse.cli.entries import (
     tell_cleared,
     tell_outcome,
     tier_row,
+    told_use,
 )
 from ragfuse.cli.opened import bar_for, confirm, lines_of, opened, refuse, wish_of
 from ragfuse.cli.options import Json, Store, console_for, write_json
@@ -64,17 +65,23 @@ def ls(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """List entries: of which text, where, how large, how often used. --json has all of them."""
+    """List entries: of which text, where, how large, how often used; and what each tenant keeps in all. --json has all
+    of them."""
     console = console_for(json)
     with opened(store, console) as keeping:
-        lines = lines_of(keeping, console, keeping.mine(wish_of(keys, tier, source, model, tenant)))
+        wish = keeping.mine(wish_of(keys, tier, source, model, tenant))
+        lines = lines_of(keeping, console, wish)
+        uses = keeping.uses(lines, wish)
     shown = lines[: limit or None]
     if lines:
         show_lines(console, shown)
     if len(shown) < len(lines):
         console.print(f"{len(lines) - len(shown):,} more: --limit 0 shows all.", highlight=False)
+    for who, use in uses:
+        console.print(Text(f"{plain(who.name)}: {told_use(use)}"))
     nbytes = sum(line.entry.nbytes for line in lines)
-    write_json({"entries": [line.as_dict() for line in lines], "nbytes": nbytes}, json)
+    named = [{"model": who.model, "tenant": who.tenant, "digest": who.digest, **use.as_dict()} for who, use in uses]
+    write_json({"entries": [line.as_dict() for line in lines], "nbytes": nbytes, "tenants": named}, json)
 
 
 @store.command("stats")

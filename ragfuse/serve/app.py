@@ -78,9 +78,11 @@ def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = Tr
 async def _open(service: Service) -> AsyncIterator[None]:
     """Threads for all that waits in one; at the end everything is saved."""
     asyncio.get_running_loop().set_default_executor(service.threads.turns)
+    upkeep = asyncio.create_task(service.upkeep())
     try:
         yield
     finally:
+        upkeep.cancel()
         service.stop()
         service.cancel()
         await asyncio.to_thread(service.close)

@@ -15,6 +15,8 @@ from pydantic_core import PydanticCustomError, core_schema
 
 LONGEST_STOP = 256
 """Characters of a stop string."""
+LONGEST_TITLE = 256
+"""Characters of a document's title: it is kept with its chunk."""
 MOST_CHOICES = 8
 """Answers to one request."""
 SEED = 2**63
@@ -68,7 +70,7 @@ class Document(Body):
     """A retrieved text. title: where it is from, for people; the model reads `text` alone."""
 
     text: str = Field(min_length=1)
-    title: str = ""
+    title: str = Field(default="", max_length=LONGEST_TITLE)
 
 
 class How(Body):
@@ -114,7 +116,7 @@ class Part(BaseModel):
 
     type: str
     text: str | None = None
-    title: str | None = None
+    title: str | None = Field(default=None, max_length=LONGEST_TITLE)
     extras: dict[str, Any] | None = None
 
 

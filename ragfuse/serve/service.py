@@ -15,6 +15,7 @@ from ragfuse.jobs import Job
 from ragfuse.modules import Request
 from ragfuse.outlook import Outlook
 from ragfuse.prompting import Turn
+from ragfuse.quotas import Quota, QuotaKeeper
 from ragfuse.serve.guard import HeldBytes
 from ragfuse.serve.keys import Keys, Tenant
 from ragfuse.serve.refusals import Refusal
@@ -28,6 +29,8 @@ from ragfuse.settings import Settings
 log = logging.getLogger("ragfuse.serve")
 
 T = TypeVar("T")
+UPKEEP_S = 5.0
+"""Seconds between two looks at what tenants keep."""
 _ENOUGH = "It was given up before it was done; what is done is kept. Ask again, and it goes on from there."
 
 
@@ -47,6 +50,7 @@ class Service:
         self.threads = Threads(settings.serve_together)
         self.since = int(time.time())
         self._engines: dict[str, Engine] = {}
+        self.quotas: dict[str, QuotaKeeper] = {}  # by salt, as the engines are
         self._lock, self._telling = threading.Lock(), threading.Lock()
         self._outlook, self._is_told = Outlook(), False
         self._runs: set[Run] = set()
@@ -62,7 +66,8 @@ class Service:
             if tenant.salt not in self._engines:
                 engine = self._engines[tenant.salt] = Engine(self._settings_of(tenant), outlook=self._outlook)
                 name = self.model if tenant.name == "all" else f"{self.model}-{tenant.name}"
-                self.counts.show(engine, tenant.salt, name)
+                keeper = self.quotas[tenant.salt] = QuotaKeeper(engine, self._quota())
+                self.counts.show(engine, tenant.salt, name, keeper)
             engine = self._engines[tenant.salt]
         engine.model.name = self.model  # what clients are told is no place on this machine
         return engine
@@ -136,6 +141,16 @@ class Service:
             for salt, engine in engines.items():
                 engine.expect({name: at for at, (whose, name) in enumerate(reading) if whose == salt})
 
+    async def upkeep(self) -> None:
+        """Keep every tenant within its quota, for as long as the server runs."""
+        while True:
+            await asyncio.sleep(UPKEEP_S)
+            for keeper in list(self.quotas.values()):
+                try:
+                    await self.threads.run(self.threads.upkeep, keeper.keep)
+                except Exception as error:
+                    log.warning("What a tenant keeps could not be counted: %s", error)
+
     def stop(self) -> None:
         """Let nobody in any more; what is being written goes on."""
         self.turnstile.stop()
@@ -150,8 +165,15 @@ class Service:
         with self._lock:
             engines = list(self._engines.values())
             self._engines.clear()
+            self.quotas.clear()
         for engine in engines:
             engine.close()
+
+    def _quota(self) -> Quota:
+        """What each tenant may keep."""
+        settings = self.settings
+        told = settings.serve_tenant_bytes, settings.serve_tenant_texts, settings.serve_tenant_sessions
+        return Quota(*told, parts=len(self.keys.tenants))
 
     def _due_s(self) -> float:
         """When a request that came now has to be answered."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ragfuse.engine import Engine
 from ragfuse.metering import metrics
+from ragfuse.quotas import QuotaKeeper
 
 SCHEMAS = "/v1/ragfuse/schemas"
 PATHS = (
@@ -50,13 +51,15 @@ class Counts:
         with self._lock:
             self._asked[_counted(path), str(status)] += 1
 
-    def show(self, engine: Engine, salt: str, name: str) -> None:
-        """Show an engine's counts under this name to the tenant of this salt, until it is closed."""
+    def show(self, engine: Engine, salt: str, name: str, keeper: QuotaKeeper) -> None:
+        """Show an engine's counts, and what its tenant keeps, under this name to the tenant of this salt, until it is
+        closed."""
         from prometheus_client import CollectorRegistry
 
         with self._lock:
             registry = self._own.setdefault(salt, CollectorRegistry())
         metrics(engine, registry, name)
+        registry.register(_OfTenant(keeper, name))
 
     def text(self, salt: str) -> bytes:
         """What the tenant of this salt may know, as Prometheus reads it."""
@@ -83,6 +86,42 @@ class Counts:
         jobs = self._turnstile.jobs
         yield GaugeMetricFamily("ragfuse_requests_waiting", "Requests that wait for their turn.", value=len(jobs))
         yield GaugeMetricFamily("ragfuse_requests_running", "Requests that are being answered.", value=jobs.running)
+
+
+class _OfTenant:
+    """What a tenant keeps, as it was counted last, and what it may keep."""
+
+    def __init__(self, keeper: QuotaKeeper, name: str) -> None:
+        self._keeper, self._name = keeper, name
+
+    def describe(self) -> Iterable[Any]:
+        """What will come."""
+        return self.collect()
+
+    def collect(self) -> Iterator[Any]:
+        """Everything, as it is now."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        use, engine = self._keeper.use, [self._name]
+        nbytes = GaugeMetricFamily("ragfuse_tenant_bytes", "Bytes of the tenant's KV.", labels=["engine", "tier"])
+        for tier, n in use.nbytes.items():
+            nbytes.add_metric([*engine, tier], n)
+        yield nbytes
+        for what, n in (("texts", use.texts), ("sessions", use.sessions)):
+            gauge = GaugeMetricFamily(f"ragfuse_tenant_{what}", f"The tenant's {what}.", labels=["engine"])
+            gauge.add_metric(engine, n)
+            yield gauge
+        limits = GaugeMetricFamily(
+            "ragfuse_tenant_quota", "What it may keep; bytes in each tier.", labels=["engine", "kind"]
+        )
+        gone = CounterMetricFamily(
+            "ragfuse_tenant_evictions", "Entries, texts and sessions dropped for it.", labels=["engine", "kind"]
+        )
+        for kind, most in self._keeper.limits().items():
+            limits.add_metric([*engine, kind], most)
+        for kind in ("bytes", "texts", "sessions"):
+            gone.add_metric([*engine, kind], self._keeper.evicted[kind])
+        yield from (limits, gone)
 
 
 def _counted(path: str) -> str:

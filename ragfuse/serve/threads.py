@@ -21,14 +21,15 @@ class Threads:
     """Executors of one server.
 
     control: for whoever watches over it. intake: bodies, one at a time, so that little of the interpreter's time goes
-    to them while others are answered. ahead: what requests that wait will read. lookups: what is stored. turns: for
-    requests whose turn it is, two each, for writing and for what is left of the one before.
+    to them while others are answered. ahead: what requests that wait will read. upkeep: quotas. lookups: what is
+    stored. turns: for requests whose turn it is, two each, for writing and for what is left of the one before.
     """
 
     def __init__(self, together: int) -> None:
         self.control = _named("control", 2)
         self.intake = _named("intake", 1)
         self.ahead = _named("ahead", 1)
+        self.upkeep = _named("upkeep", 1)
         self.lookups = _named("lookups", N_LOOKUPS)
         self.turns = _named("turns", 2 * together + 2)
 
@@ -38,7 +39,7 @@ class Threads:
 
     def close(self) -> None:
         """Begin nothing more; what runs ends by itself."""
-        for each in (self.intake, self.ahead, self.lookups, self.turns, self.control):
+        for each in (self.intake, self.ahead, self.upkeep, self.lookups, self.turns, self.control):
             each.shutdown(wait=False, cancel_futures=True)
 
 

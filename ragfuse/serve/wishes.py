@@ -15,7 +15,16 @@ from ragfuse.prompting import Turn
 from ragfuse.serve.logprobs import Noted
 from ragfuse.serve.refusals import Refusal
 from ragfuse.serve.run import Wish
-from ragfuse.serve.schema import ChatRequest, Document, ExplainRequest, Message, Part, TextRequest, Wanted
+from ragfuse.serve.schema import (
+    LONGEST_TITLE,
+    ChatRequest,
+    Document,
+    ExplainRequest,
+    Message,
+    Part,
+    TextRequest,
+    Wanted,
+)
 from ragfuse.text import Piece
 from ragfuse.text.chat_template import ChatTemplate
 
@@ -326,6 +335,13 @@ def _piece(part: Part, text: str) -> str | Piece:
     told = (part.extras or {}).get("ragfuse")
     said = told if isinstance(told, dict) else {}
     source = str(said.get("source") or part.title or "message")
+    if len(source) > LONGEST_TITLE:
+        raise Refusal(
+            400,
+            f"The source of a content part has {len(source):,} characters; wanted {LONGEST_TITLE} at most.",
+            "unusable",
+            "messages",
+        )
     is_chunk = bool(said.get("chunk", part.type == "text-plain")) and bool(text.strip())
     return Piece(text, "chunk", source) if is_chunk else text
 

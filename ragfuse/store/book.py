@@ -107,10 +107,28 @@ class Book:
                 if all(isinstance(word, str) for word in (key, text, source)):  # a bad byte costs one text
                     yield KnownText(key, text, source)
 
+    def count_texts(self, model: str) -> int:
+        """How many known texts `model` has; one of two sources counts twice."""
+        with self._trouble():
+            return int(self._database.query("SELECT count(*) FROM texts WHERE model = ?", (model,))[0][0])
+
+    def oldest_texts(self, model: str, n: int) -> list[KnownText]:
+        """The `n` texts of `model` that were added first, oldest first."""
+        sql = "SELECT key, text, source FROM texts WHERE model = ? ORDER BY id LIMIT ?"
+        with self._trouble():
+            rows = self._database.query(sql, (model, n))
+        return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
+
     def models(self) -> list[str]:
         """Digests of the models that texts are known of, sorted."""
         with self._trouble():
             return _words(self._database.query("SELECT DISTINCT model FROM texts ORDER BY model"))
+
+    def tenants(self) -> list[str]:
+        """Digests of all that texts or sessions are written down of, sorted."""
+        sql = "SELECT model FROM texts UNION SELECT model FROM sessions ORDER BY 1"
+        with self._trouble():
+            return _words(self._database.query(sql))
 
     def delete_texts(
         self, model: str | None = None, *, source: str | None = None, keys: Iterable[str] | None = None

@@ -106,6 +106,11 @@ class SessionBook:
         with self._trouble():
             return [SessionLine(*row) for row in self._database.query(f"{sql} ORDER BY used DESC", arguments)]
 
+    def count(self, model: str) -> int:
+        """How many sessions a tenant has."""
+        with self._trouble():
+            return int(self._database.query("SELECT count(*) FROM sessions WHERE model = ?", (model,))[0][0])
+
     def owned(self) -> list[tuple[str, str, str]]:
         """Of every key of a session: tenant's digest, session's name, key; in the order in which sessions were used."""
         sql = "SELECT model, id, key FROM session_keys JOIN sessions USING(model, id) ORDER BY used, session_keys.rowid"

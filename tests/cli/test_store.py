@@ -725,3 +725,13 @@ def test_what_an_engine_has_kept_is_listed_with_source_and_text(engine, tiny_set
             ("/docs/b.txt", "THE KEEPER"),
         }
         assert len(keeping.lines(Wish(source="b.txt"))) == 1
+
+
+def test_ls_says_what_each_tenant_keeps_in_all(run, told, filled):
+    uses = {use["digest"]: use for use in told("ls")["tenants"]}
+    mine = uses[OURS[0].model]
+    assert (mine["model"], mine["texts"], mine["sessions"]) == ("smol", len(texts(filled, OURS[0].model)), 0)
+    assert mine["nbytes"] == {"disk": sum(each["nbytes"] for each in told("ls")["entries"] if each["model"] == "smol")}
+    assert set(uses) == {OURS[0].model, THEIRS[0].model}
+    assert f"MB in disk, {mine['texts']} texts, 0 sessions" in " ".join(run("ls").output.split())
+    assert [use["digest"] for use in told("ls", "--model", "smol")["tenants"]] == [OURS[0].model]

@@ -1,0 +1,171 @@
+"""What a tenant may keep: counted, shown, and the oldest of it dropped, whatever other tenants have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ragfuse import Ask, Engine, Settings
+from ragfuse.quotas import Quota, QuotaKeeper
+from ragfuse.serve.keys import Keys
+from tests.serve.kit import Served, said, serving, wait_for
+from tests.serve.test_keys import BLUE, GREEN, bearer
+from tests.store.kit import Clock
+from tests.tiny import CHUNKS
+
+
+@pytest.fixture
+def pair(varied_path: Path, tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
+    """Two tenants on one store."""
+    settings = Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path)
+    with Engine(settings) as one, Engine(settings.model_copy(update={"salt": "other"})) as other:
+        yield one, other
+
+
+def sources(engine: Engine) -> list[str]:
+    assert engine.book is not None
+    return [known.source for known in engine.book.texts(engine.digest)]
+
+
+def on_disk(engine: Engine) -> dict[str, int]:
+    """Bytes by chunk of a tenant, used longest ago first."""
+    entries = [entry for entry in engine.store.tier("disk").entries().values() if entry.key.model == engine.digest]
+    return {entry.key.tokens: entry.nbytes for entry in sorted(entries, key=lambda entry: entry.last_used)}
+
+
+def filled(*engines: Engine, n: int = 5) -> None:
+    for engine in engines:
+        engine.ingest([(text, f"book-{at}") for at, text in enumerate(CHUNKS[:n])])
+        engine.flush()
+
+
+def test_the_texts_noted_first_are_forgotten_with_their_kv_and_no_other_tenant_s(pair: tuple[Engine, Engine]) -> None:
+    one, other = pair
+    filled(one, other)
+    keeper = QuotaKeeper(one, Quota(texts=3))
+    use = keeper.keep()
+    assert (use.texts, keeper.evicted["texts"]) == (3, 2)
+    assert sources(one) == ["book-2", "book-3", "book-4"]
+    assert len(on_disk(one)) == 3
+    assert [piece.kind for piece in one.pieces(f"{CHUNKS[0]}\n\nWho?")] == ["fresh"]
+    assert one.pieces(f"{CHUNKS[4]}\n\nWho?")[0].kind == "chunk"
+    assert len(sources(other)) == len(on_disk(other)) == 5
+    assert keeper.keep().texts == 3
+    assert keeper.evicted["texts"] == 2
+
+
+def test_the_kv_used_longest_ago_is_dropped_but_what_is_pinned(pair: tuple[Engine, Engine]) -> None:
+    one, other = pair
+    filled(one, other)
+    sizes, first = on_disk(one), next(iter(on_disk(one)))
+    disk = one.store.tier("disk")
+    disk.pin([key for key in disk.entries() if key.tokens == first and key.model == one.digest], True)
+    most = sum(sizes.values()) - 1
+    use = QuotaKeeper(one, Quota(nbytes=most)).keep()
+    left = on_disk(one)
+    assert use.nbytes == {"disk": sum(left.values())}
+    assert sum(left.values()) <= most
+    assert list(left) == [first, *list(sizes)[2:]]
+    assert len(on_disk(other)) == 5
+
+
+def test_sessions_used_longest_ago_are_deleted(pair: tuple[Engine, Engine]) -> None:
+    one, other = pair
+    for engine in pair:
+        for name in ("a", "b", "c", "d"):
+            engine.answer([("user", f"Who is {name}?")], Ask(session=name, max_tokens=2))
+        engine.answer([("user", "And then?")], Ask(session="a", max_tokens=2))
+        engine.flush()
+    keeper = QuotaKeeper(one, Quota(sessions=2))
+    assert (keeper.keep().sessions, keeper.evicted["sessions"]) == (2, 2)
+    assert [info.id for info in one.sessions.ls()] == ["a", "d"]
+    assert {info.id for info in other.sessions.ls()} == {"a", "b", "c", "d"}
+
+
+def test_entries_are_counted_again_only_where_something_may_be_too_much_or_time_has_gone(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _ = pair
+    filled(one, n=2)
+    clock, disk, looks = Clock(), one.store.tier("disk"), []
+    real = disk.entries
+    monkeypatch.setattr(disk, "entries", lambda keys=None: (looks.append(keys), real(keys))[1])
+    keeper = QuotaKeeper(one, Quota(nbytes=1 << 40), clock)
+    for _ in range(4):
+        keeper.keep()
+    assert looks == [None]
+    one.ingest([(CHUNKS[3], "more")])
+    one.flush()
+    looks.clear()
+    assert keeper.keep().nbytes["disk"] < disk.nbytes
+    assert looks == []
+    clock.now += 60
+    assert keeper.keep().nbytes["disk"] == disk.nbytes
+    assert looks == [None]
+
+
+def test_tenants_of_a_server_part_each_tier_unless_told_otherwise(varied_path: Path, tmp_path: Path) -> None:
+    assert Quota(parts=4).most_in(100) == 25
+    assert Quota(parts=1).most_in(100) is None
+    assert Quota(nbytes=7, parts=4).most_in(100) == 7
+
+
+def test_a_server_keeps_its_tenants_within_their_quotas_and_shows_what_they_keep(
+    varied_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragfuse.serve.service.UPKEEP_S", 0.05)
+    settings = Settings(
+        model=str(varied_path),
+        dtype="float32",
+        store=tmp_path / "store",
+        home=tmp_path,
+        max_tokens=2,
+        serve_tenant_texts=2,
+        serve_tenant_sessions=3,
+    )
+    with serving(settings, Keys([f"blue:{BLUE}", f"green:{GREEN}"])) as served:
+        for at, text in enumerate(CHUNKS[:4]):
+            asked(served, BLUE, documents=[text], session_id=f"s{at}")
+        asked(served, GREEN, documents=[CHUNKS[0]])
+        name = served.service.model
+        blue, green = (f"{name}-{tenant.name}" for tenant in served.service.keys.tenants)
+        for key, told in (
+            (BLUE, {"texts": 2, "sessions": 3}),
+            (GREEN, {"texts": 1, "sessions": 0}),
+        ):
+            mine = blue if key == BLUE else green
+            for kind, n in told.items():
+                line = f'ragfuse_tenant_{kind}{{engine="{mine}"}} {n}.0'
+                wait_for(lambda key=key, line=line: line in served.get("/metrics", **bearer(key)).text)
+        text = served.get("/metrics", **bearer(BLUE)).text
+        assert f'ragfuse_tenant_quota{{engine="{blue}",kind="texts"}} 2.0' in text
+        assert f'ragfuse_tenant_evictions_total{{engine="{blue}",kind="sessions"}} 1.0' in text
+        assert f'ragfuse_tenant_bytes{{engine="{blue}",tier="disk"}}' in text
+        assert green not in text
+
+
+def asked(served: Served, key: str, **fields: object) -> None:
+    body = {"model": served.service.model, "messages": [said()], **fields}
+    assert served.post("/v1/chat/completions", body, **bearer(key)).status_code == 200
+    wait_for(lambda: served.get("/v1/ragfuse/store", **bearer(key)).json()["waiting_to_be_encoded"] == 0)
+
+
+@pytest.mark.parametrize("n", [256, 257])
+def test_a_title_has_256_characters_at_most(served: Served, n: int) -> None:
+    title = "ü" * n
+    part = {"type": "text-plain", "text": CHUNKS[1]}
+    for fields in (
+        {"documents": [{"text": CHUNKS[1], "title": title}]},
+        {"messages": [{"role": "user", "content": [{**part, "title": title}, {"type": "text", "text": "Who?"}]}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{**part, "extras": {"ragfuse": {"source": title}}}, {"type": "text", "text": "Who?"}],
+                }
+            ]
+        },
+    ):
+        assert served.chat(max_tokens=1, **fields).status_code == (200 if n <= 256 else 400)
