@@ -127,7 +127,8 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[Part], First] | None = None
-    name: str | None = None
+    name: Annotated[str, Field(pattern=r"^[^\s<|\\/>\[\]]+$", max_length=64)] | None = None
+    """Of a tool, or of whoever says it, for chat templates that write it."""
     tool_calls: Annotated[list[Call], First] | None = None
     tool_call_id: str | None = None
     function_call: Call.Function | None = None

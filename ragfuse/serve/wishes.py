@@ -311,7 +311,7 @@ def _turn(message: Message, names: Mapping[str, str]) -> Turn:
             400, f"A message of role '{message.role}' calls tools; only an assistant does.", "unusable", "messages"
         )
     id = message.tool_call_id or ""
-    name = (message.name or names.get(id, "")) if role == "tool" else ""
+    name = message.name or (names.get(id, "") if role == "tool" else "")
     return Turn(role, parts, calls, id if role == "tool" else "", name)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ragfuse.serve.schema import ChatRequest, ExplainRequest, Message, Only, StreamOptions, TextRequest, Wanted
+from ragfuse.serve.wishes import chat_wishes
 from tests.serve.kit import Served, said, with_documents
 from tests.tiny import ROOT
 
@@ -309,3 +310,11 @@ def test_a_plan_is_of_the_prompt_that_the_same_fields_make(served: Served) -> No
     assert tokens(add_generation_prompt=False) == "add_generation_prompt"
     shared = {"tools", "tool_choice", "reasoning_effort", "chat_template_kwargs", "continue_final_message", "documents"}
     assert shared <= set(ExplainRequest.model_fields)
+
+
+def test_the_name_of_whoever_says_a_message_is_handed_to_the_template(served: Served) -> None:
+    ask = chat_wishes(ChatRequest(model="m", messages=[{**said(), "name": "Ann"}, said("Hm", "assistant")]), "")[0]
+    assert [turn.name for turn in ask.question] == ["Ann", ""]
+    for name in ("<|user|>", "two words", "a" * 65, ""):
+        answer = asked(served, "chat", {"messages": [{**said(), "name": name}]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages.0.name")
