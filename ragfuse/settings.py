@@ -244,7 +244,9 @@ class Settings(BaseSettings):
     serve_timeout_s: float = Field(default=300.0, gt=0, description="How long a request may take, waiting included.")
     serve_patience_s: float = Field(default=20.0, gt=0, description="How long sending a request may take.")
     serve_grace_s: float = Field(default=30.0, ge=0, description="How long answers go on once a server is to stop.")
-    serve_body_bytes: int = Field(default=4 << 20, ge=1024, description="The largest request.")
+    serve_body_bytes: int | None = Field(
+        default=None, ge=1024, description="The largest request; default: what the model's window can take, as JSON."
+    )
     serve_connections_each: int = Field(
         default=512,
         ge=1,

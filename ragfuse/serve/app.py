@@ -60,7 +60,7 @@ def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = Tr
     guarded = Guard(
         app,
         service.keys,
-        settings.serve_body_bytes,
+        lambda: service.body_bytes,
         settings.serve_patience_s,
         lambda: service.stopping,
         service.counts.asked,

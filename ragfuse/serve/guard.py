@@ -51,7 +51,7 @@ class Guard:
         self,
         app: App,
         keys: Keys,
-        nbytes: int,
+        nbytes: Callable[[], int],
         seconds: float,
         stopping: Callable[[], bool],
         asked: Asked,
@@ -112,14 +112,14 @@ class Guard:
             kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise Refusal(415, f"Wanted a body of type application/json, found '{kind[:60]}'.", "content_type")
-            if _length(scope) > self._nbytes:
+            if _length(scope) > self._nbytes():
                 raise self._too_large()
 
     async def _body(self, scope: Scope, receive: Receive, holding: _Holding) -> bytes:
         """All of a body; Refusal where it is too large or too slow, or with others more than is held at once."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return b""
-        body, tenant = bytearray(), scope["state"]["tenant"]
+        most, body, tenant = self._nbytes(), bytearray(), scope["state"]["tenant"]
         name = tenant.name if tenant is not None else ""
         try:
             async with asyncio.timeout(self._seconds):
@@ -131,7 +131,7 @@ class Guard:
                     piece = message.get("body", b"")
                     holding.more(name, len(piece))
                     body += piece
-                    if len(body) > self._nbytes:
+                    if len(body) > most:
                         raise self._too_large()
                     more = message.get("more_body", False)
         except TimeoutError:
@@ -140,12 +140,12 @@ class Guard:
 
     def _too_large(self) -> Refusal:
         return Refusal(
-            413, f"Wanted a body of at most {self._nbytes:,} bytes, found more. Send less at once.", "too_large"
+            413, f"Wanted a body of at most {self._nbytes():,} bytes, found more. Send less at once.", "too_large"
         )
 
     async def _drain(self, scope: Scope, coming: _Coming) -> None:
         """Read the rest of a body that nobody wants, unless that takes long: who still sends does not listen yet."""
-        left = DRAINED * self._nbytes
+        left = DRAINED * self._nbytes()
         if _length(scope) > left:
             return
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -19,6 +21,9 @@ from ragfuse.serve.wire import Connections, Wire
 
 BACKLOG = 2048
 """Connections that wait to be taken."""
+SWITCH_S = 0.001
+"""Seconds that one thread of the process computes in Python before another one that waits may: whoever only asks whether
+the server lives waits for each that computes."""
 AFTER_S = 5
 """How long connections may take to close once no answer is written any more."""
 
@@ -121,6 +126,9 @@ def serve(
     check_host(host, service.keys)
     with contextlib.closing(bound(host, port)) as made:
         service.engine(service.keys.tenants[0])
+        gc.collect()
+        gc.freeze()  # what is loaded stays: looking through all of it for garbage would stop everybody
+        sys.setswitchinterval(SWITCH_S)
         made.listen(BACKLOG)  # who comes from now on waits and is not refused
         name = f"[{host}]" if ":" in host else host
         ready(f"http://{name}:{made.getsockname()[1]}/v1")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from ragfuse.context_window import largest_body
 from ragfuse.engine import Engine
 from ragfuse.jobs import Job
 from ragfuse.modules import Request
@@ -29,6 +30,8 @@ from ragfuse.settings import Settings
 log = logging.getLogger("ragfuse.serve")
 
 T = TypeVar("T")
+UNKNOWN_BYTES = 4 << 20
+"""Of the largest request, while no model is loaded."""
 UPKEEP_S = 5.0
 """Seconds between two looks at what tenants keep."""
 _ENOUGH = "It was given up before it was done; what is done is kept. Ask again, and it goes on from there."
@@ -54,11 +57,25 @@ class Service:
         self._lock, self._telling = threading.Lock(), threading.Lock()
         self._outlook, self._is_told = Outlook(), False
         self._runs: set[Run] = set()
+        self._body_bytes: int | None = None
 
     @property
     def stopping(self) -> bool:
         """Whether nobody is let in any more."""
         return self.turnstile.stopping
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of the largest request: as settings say, else what the model can take, once it is loaded."""
+        told = self.settings.serve_body_bytes
+        if told is not None:
+            return told
+        if self._body_bytes is None:
+            engine = next(iter(list(self._engines.values())), None)
+            if engine is None:
+                return UNKNOWN_BYTES
+            self._body_bytes = largest_body(engine.model)
+        return self._body_bytes
 
     def engine(self, tenant: Tenant) -> Engine:
         """A tenant's engine, its model loaded. May take long: not for the event loop's thread."""
@@ -246,7 +263,10 @@ class _Wanted:
         with self._lock:
             if self._found is None:
                 engine = self._engine()
-                self._found = engine, self._make(engine)
+                wishes = self._make(engine)
+                for question, ask in {id(wish.question): (wish.question, wish.ask) for wish in wishes}.values():
+                    engine.check_length(question, ask)  # before anything of it is looked for
+                self._found = engine, wishes
             return self._found
 
 

@@ -198,7 +198,7 @@ def test_a_store_that_is_empty_or_not_there_says_so_and_is_not_made(run, told, t
     assert not (tmp_path / "store").exists()
     DiskTier(tmp_path / "store", MB, lru).close()
     assert "The store is empty" in run("ls").output
-    assert told("ls") == {"entries": [], "nbytes": 0}
+    assert told("ls") == {"entries": [], "nbytes": 0, "tenants": []}
     assert "is empty" in run("clear", "--all").output or "Nothing" in run("clear", "--all").output
 
 

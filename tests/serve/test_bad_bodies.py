@@ -102,7 +102,7 @@ async def test_who_sent_all_of_a_body_is_told_at_once(headers: dict[str, str], b
         said.append(message)
 
     sent = [(name.encode(), value.encode()) for name, value in headers.items()]
-    guard = Guard(said.append, Keys(), 100, 60.0, lambda: False, lambda path, status: None, False)
+    guard = Guard(said.append, Keys(), lambda: 100, 60.0, lambda: False, lambda path, status: None, False)
     await guard({"type": "http", "method": "POST", "path": "/v1/completions", "headers": sent}, receive, send)
     assert [message.get("status") for message in said] == [status, None]
 
@@ -145,8 +145,11 @@ def test_a_body_of_very_many_values_is_told_before_it_is_parsed(served: Served, 
     most = MOST_COMMAS if one == "0," else MOST_MARKS
     check_shape(f"[{one * (most - 1)}0]")
     body = f'{{"model": "m", "prompt": "a", "metadata": {{"a": [{one * (most + 1)}0]}}}}'
+    with pytest.raises(Refusal, match="found more"):
+        check_shape(body)
     answer = httpx.post(f"{served.url}/completions", content=body, headers=JSON, timeout=60)
-    assert (answer.status_code, refused(answer)["code"]) == (400, "too_many")
+    large = len(body) > served.service.body_bytes
+    assert (answer.status_code, refused(answer)["code"]) == ((413, "too_large") if large else (400, "too_many"))
 
 
 def shape(text: str) -> tuple[int, int, int]:
@@ -270,3 +273,28 @@ def test_of_many_bad_items_the_first_is_told(field: str) -> None:
     with pytest.raises(RequestValidationError) as raised:
         read_as(ChatRequest, json.dumps({"messages": [said()], **body}).encode())
     assert len(raised.value.errors()) <= 4
+
+
+def test_what_can_never_fit_the_model_is_told_before_it_is_searched_or_tokenised(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = served.service.engine(served.service.keys.tenants[0])
+    longest, most = engine.model.longest, served.service.body_bytes
+    assert longest is not None
+    assert longest < most < 4 << 20
+    looked: list[int] = []
+    monkeypatch.setattr(engine._prompter, "pieces", lambda content, digest: looked.append(len(content)))
+    text = "a b " * (longest * 3)
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": [said(text)]}),
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/ragfuse/explain", {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [said()], "documents": [text]}),
+    ):
+        model = {} if "explain" in path else {"model": served.service.model}
+        answer = served.post(path, {**model, **fields})
+        assert answer.status_code == 400
+        assert f"at most {longest:,} tokens" in str(refused(answer)["message"])
+    assert looked == []
+    answer = served.post("/v1/completions", {"model": served.service.model, "prompt": "a" * most})
+    assert (answer.status_code, refused(answer)["code"]) == (413, "too_large")
