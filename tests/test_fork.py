@@ -329,6 +329,33 @@ def test_a_turn_that_the_parent_is_saving_does_not_hold_up_the_child(tiny_settin
         assert time.monotonic() - began < LIMIT_S
 
 
+@pytest.mark.parametrize("session", [None, "one"])
+def test_a_beginning_that_the_parent_is_saving_is_not_waited_for_by_the_child(tiny_settings, monkeypatch, session):
+    monkeypatch.setattr("ragfuse.prefix_cache.SAVED_S", 2 * LIMIT_S)
+    asked = [("system", "Answer shortly and name the page. " * 8), ("user", "Who counted the ships in that night?")]
+    with Engine(tiny_settings.model_copy(update={"prefix_cache": True, "min_chunk_tokens": 4})) as engine:
+        wanted = engine.answer(messages(), Ask(reuse=False)).text
+        gate = threading.Event()
+        for writer, place in ((engine._prefixes._writer, "prefix"), (engine._talks._writer, "history")):
+            writer.submit(place, gate.wait)
+        try:
+            first = engine.answer(asked, Ask(session=session)).text
+            assert engine._prefixes._waiting, "what the prompt begins with is still being saved"
+
+            def work():
+                again = engine.answer(asked).text
+                more = engine.answer([*asked, ("assistant", first), ("user", "And then?")]).text
+                engine.flush()
+                waiting, saved = set(engine._prefixes._waiting), engine.answer(asked)
+                return again, bool(more), waiting, saved.text, saved.trace.tokens_prefix > 0
+
+            assert in_child(work) == (first, True, set(), first, True)
+        finally:
+            gate.set()
+        engine.flush()
+        assert engine.answer(messages(), Ask(reuse=False)).text == wanted
+
+
 def test_a_fork_amid_a_write_to_the_book_finds_it_at_rest(tmp_path):
     with Book(tmp_path) as book:
         stop = threading.Event()

@@ -7,11 +7,12 @@ from os import statvfs
 import pytest
 import torch
 
-from ragfuse import Engine
+from ragfuse import Ask, Engine
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import Book, DiskTier, KVStore, MemoryTier
 from ragfuse.text import Piece
+from tests.sessions.kit import QUESTIONS, talk
 from tests.store.kit import encoded, files, key, kv
 
 MB = 1 << 20
@@ -107,6 +108,39 @@ def test_a_question_over_a_full_disk_is_answered_and_what_is_not_saved_is_counte
             engine.flush()
         assert engine.store.stats().dropped_writes > 0
         assert not [found for found in files(path) if found.suffix == ".tmp"]
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 64 * MB])
+def test_sessions_over_a_full_disk_go_on_from_every_turn_and_the_trace_names_what_is_not_saved(
+    mount, tiny_settings, caplog, memory_bytes
+):
+    path = mount(6 * MB)
+    change = {"store": path / "store", "tiers": ((path / "far").as_uri(),), "memory_bytes": memory_bytes}
+    with Engine(tiny_settings.model_copy(update=change)) as engine:
+        answers = talk(engine, QUESTIONS[:1])
+        engine.flush()
+        ballast = filled(path)
+        answers += talk(engine, QUESTIONS[1:3])
+        with engine.stream([("user", QUESTIONS[3])], Ask(session="one")) as stream:
+            "".join(stream)
+        answers.append(stream.answer)
+        engine.flush()
+        _, session = engine.sessions.get(engine.digest, "one")
+        assert [message.text for message in session.messages][1::2] == [answer.text for answer in answers]
+        assert answers[0].trace.unsaved == ()
+        for answer in answers[1:]:
+            assert any("book" in what for what in answer.trace.unsaved), answer.trace.unsaved
+        assert engine.store.stats().dropped_writes > 0
+        assert sum("is left out" in record.message for record in caplog.records) == 1
+        for tier in engine.store.tiers[-2:]:
+            assert tier.counts["failed"] > 0, tier.name
+        ballast.unlink()
+        engine._booked._breaker._opened_at = None
+        (last,) = talk(engine, ["And what came then?"])
+        engine.flush()
+        assert last.trace.unsaved == ()
+    with Engine(tiny_settings.model_copy(update=change)) as engine:
+        assert len(engine.sessions.show("one").turns) == 5
 
 
 def test_an_archive_that_a_full_disk_refuses_says_so_and_leaves_nothing(mount, tmp_path):

@@ -5,11 +5,13 @@ One small SQLite file in the store's folder, for all processes on that store; in
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from threading import Lock
+from weakref import ref
 
 from ragfuse import StoreError
 
@@ -23,6 +25,8 @@ _TABLES = (
     "PRIMARY KEY (model, collection)) WITHOUT ROWID",
 )
 _WAIT_S = 60.0
+_PAUSE_S = 5.0
+"""Seconds that a fork waits, at most, for a change that another thread is making."""
 
 Keep = Callable[[str, str, bool, str], bool]
 """Whether a text is in use still: its document, that one's version, whether this is the newest version, the text."""
@@ -34,7 +38,22 @@ class Ledger:
     def __init__(self, folder: Path | None) -> None:
         self._path = None if folder is None else folder / FILE
         self._memory = sqlite3.connect(":memory:", check_same_thread=False) if folder is None else None
-        self._lock = Lock()
+        self.renew()
+        _follow_forks(self)
+
+    def pause(self) -> None:
+        """Wait for the change at hand, before the process is forked: SQLite wants no file to be open then."""
+        self._is_paused = self._lock.acquire(timeout=_PAUSE_S)
+
+    def resume(self) -> None:
+        """Go on in the process that was forked."""
+        if self._is_paused:
+            self._is_paused = False
+            self._lock.release()
+
+    def renew(self) -> None:
+        """Begin anew in a forked process."""
+        self._lock, self._is_paused = Lock(), False
 
     def note(self, model: str, collection: str, uses: Iterable[tuple[str, str, str]]) -> None:
         """These (document, version, text) are in use now, and these versions are the newest of their documents."""
@@ -106,8 +125,32 @@ class Ledger:
             self._memory.isolation_level = None
             yield self._memory
             return
+        assert self._path is not None
+        if not self._path.exists():
+            # Who may use the folder may use what is in it: this user, or the group of one that is shared (02770).
+            is_shared = self._path.parent.stat().st_mode & 0o2020 == 0o2020
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            if is_shared:
+                self._path.chmod(0o660)
         with closing(sqlite3.connect(str(self._path), timeout=_WAIT_S, isolation_level=None)) as tables:
             yield tables
+
+
+def _follow_forks(ledger: Ledger) -> None:
+    """Let a ledger hear of forks, before the engine does, whose locks a change may wait for."""
+    mine = ref(ledger)
+
+    def tell(what: Callable[[Ledger], None]) -> None:
+        held = mine()
+        if held is not None:
+            what(held)
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(
+            before=lambda: tell(Ledger.pause),
+            after_in_parent=lambda: tell(Ledger.resume),
+            after_in_child=lambda: tell(Ledger.renew),
+        )
 
 
 def _plain(text: str) -> str:
