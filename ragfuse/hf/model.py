@@ -350,7 +350,13 @@ class HFModel:
         layers = probe.decoder_layers(self.model)
         windows = probe.windows(config, len(layers))
         tokens = probe.probe_tokens(config.vocab_size, probe.RUN_TOKENS, self.device)
-        rope = probe.find_rope(self.model, tokens, probe.tolerance_of(self.dtype))
+        try:
+            rope = probe.find_rope(self.model, tokens, probe.tolerance_of(self.dtype))
+        except (FixedError, RefusedError):
+            raise
+        except probe.UNFIT as failure:
+            said = f"{type(failure).__name__}: {failure}"
+            raise RefusedError(f"Its forward does not keep KV per token in a plain cache ({said}).") from failure
         worst = ""
         for mode in ("rows", "dense") if self.model._supports_attention_backend else ("dense",):
             profile = ModelProfile(self.fingerprint, len(layers), rope, windows, mode)

@@ -27,6 +27,7 @@ UNFIT = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexErr
 """What a forward raises that does not take a fused prefill."""
 DYNAMIC = "torch.ao.nn.quantized.dynamic"
 """Where torch has its dynamically quantised layers."""
+KV_OF_LAYER = ("keys", "values")
 UNKNOWN_LAYERS = ("linear_attention", "chunked_attention", "mamba", "conv", "recurrent")
 
 
@@ -137,8 +138,17 @@ def last_logits(model: PreTrainedModel) -> dict[str, Any]:
 def is_whole(cache: object, n_layers: int, n_tokens: int) -> bool:
     """Whether a model's own cache holds the KV of every token in every layer, and nothing else."""
     layers = getattr(cache, "layers", ())
+    if any(_has_state(value) for layer in layers for name, value in vars(layer).items() if name not in KV_OF_LAYER):
+        return False  # attention and a recurrent state side by side, in one layer
     keys = [getattr(layer, "keys", None) for layer in layers]
     return len(layers) == n_layers and all(k is not None and k.ndim == 4 and k.shape[2] == n_tokens for k in keys)
+
+
+def _has_state(value: object) -> bool:
+    """Whether something that a cache's layer holds is, or holds, tensors."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(_has_state(each) for each in value))
 
 
 def takes_positions(model: PreTrainedModel) -> bool:

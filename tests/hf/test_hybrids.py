@@ -1,0 +1,82 @@
+"""Models with a state beside KV, or latent KV: fused exactly, or answered by full prefill with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ragfuse.hf.handover import generate
+from ragfuse.hf.model import HFModel
+from ragfuse.hf.probe import is_whole
+from ragfuse.hf.verify import verify
+from tests.hf import kit
+
+STATE = {"mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_n_heads": 8}
+MIXED = ["linear_attention", "full_attention"] * 2
+# Name -> (model type, what differs from BASE, what the reason says)
+HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "jamba": ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}, "linear_attention"),
+    "bamba": ("bamba", {"attn_layer_indices": [1, 3], "mamba_chunk_size": 16, **STATE}, "linear_attention"),
+    "granite-hybrid": (
+        "granitemoehybrid",
+        {"layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 64, **STATE},
+        "linear_attention",
+    ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}, "conv"),
+    "minimax": ("minimax", {"num_local_experts": 2, "layer_types": MIXED, "block_size": 16}, "linear_attention"),
+    "falcon-h1-both-in-a-layer": (
+        "falcon_h1",
+        {**STATE, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_chunk_size": 16},
+        "plain cache",
+    ),
+}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_is_answered_by_full_prefill_with_the_reason(name: str) -> None:
+    kind, options, reason = HYBRIDS[name]
+    model = HFModel(kit.build(kind, options), kit.tokenizer())
+    assert reason in model.profile.refusal
+    assert not verify(model).passed
+    ids = kit.ids(40)
+    given = torch.tensor([ids])
+    with torch.no_grad():
+        own = model.model.generate(
+            input_ids=given, attention_mask=torch.ones_like(given), max_new_tokens=8, do_sample=False
+        )
+    answer = generate(model, model.full_prefill(ids), {"max_new_tokens": 8, "do_sample": False})
+    assert answer == own[:, 40:].tolist()
+
+
+def test_a_layer_with_kv_and_a_state_is_not_taken_for_kv_alone() -> None:
+    """All its keys are there, and dropping the state beside them would change the answer."""
+    kind, options, _ = HYBRIDS["falcon-h1-both-in-a-layer"]
+    model, ids = kit.build(kind, options), torch.tensor([kit.ids(12)])
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        plain = kit.build("llama", {})(input_ids=ids, use_cache=True).past_key_values
+    assert all(layer.keys.shape[2] == 12 for layer in cache.layers)
+    assert not is_whole(cache, 4, 12)
+    assert is_whole(plain, 4, 12)
+
+
+def test_latent_attention_with_experts_passes_verify() -> None:
+    model = HFModel(kit.build("deepseek_v2", LATENT), kit.tokenizer())
+    verdict = verify(model)
+    assert verdict.passed, [check for check in verdict.checks if not check.passed]
