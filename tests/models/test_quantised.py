@@ -1,0 +1,137 @@
+"""Quantised weights and adapters: each is fused exactly, or refused with its reason."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ragfuse import Ask, Engine, ModelError, Settings
+from ragfuse.hf.fingerprint import weights_digest
+from ragfuse.hf.model import HFModel
+from ragfuse.hf.probe import decoder_layers
+from ragfuse.hf.verify import verify
+from ragfuse.models.loader import load_model
+from ragfuse.text.chunks import Piece
+from tests.hf import kit
+
+torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+SCHEMES = ["int8", "int8-dynamic", "int4"]
+
+
+def scheme(name: str) -> Any:
+    """How torchao is to quantise linear layers; what a CPU multiplies."""
+    return {
+        "int8": torchao.Int8WeightOnlyConfig(),
+        "int8-dynamic": torchao.Int8DynamicActivationInt8WeightConfig(),
+        "int4": torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32)),
+    }[name]
+
+
+def quantised(model: Any, name: str) -> Any:
+    torchao.quantize_(model, scheme(name), filter_fn=lambda module, path: isinstance(module, nn.Linear))
+    return model
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_weights_that_torchao_quantised_are_fused_exactly(name: str) -> None:
+    model = HFModel(quantised(kit.build("llama", {}), name), kit.tokenizer())
+    assert model.profile.refusal == ""
+    verdict = verify(model)
+    assert verdict.passed, [check for check in verdict.checks if not check.passed]
+
+
+def test_products_in_eight_bits_are_fused_exactly_or_refused_with_the_reason() -> None:
+    """What flows through is rounded too, by the range of each row: more than weights alone explain."""
+    model = HFModel(quantised(kit.build("llama", {}), "int8-dynamic"), kit.tokenizer())
+    assert verify(model).passed == (not model.profile.refusal)
+    assert model.full_prefill(kit.ids(20)).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_any_changed_quantisation_state_is_another_key(name: str) -> None:
+    def made(change: str = "") -> str:
+        model = kit.build("llama", {})
+        if change == "weight":
+            model.model.layers[1].mlp.up_proj.weight.data[3] += 0.7
+        if change == "scale":  # every weight twice as large: the same integers
+            model.model.layers[1].mlp.up_proj.weight.data *= 2
+        return weights_digest(quantised(model, name))
+
+    assert made() == made()
+    assert len({made(), made("weight"), made("scale"), weights_digest(kit.build("llama", {}))}) == 4
+
+
+def test_a_folder_is_quantised_while_it_is_loaded(varied_path: Path) -> None:
+    from transformers import TorchAoConfig
+
+    options = {"quantization_config": TorchAoConfig(torchao.Int8WeightOnlyConfig())}
+    model = load_model(varied_path, "float32", model_kwargs=options)
+    assert "Int8Tensor" in type(model.model.model.layers[0].mlp.up_proj.weight).__name__
+    assert verify(model).passed
+    assert model.fingerprint != load_model(varied_path, "float32").fingerprint
+
+
+def test_a_quantisation_whose_package_is_missing_says_what_to_install(varied_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"No model could be loaded from .*(gptq|optimum|GPTQ)"):
+        load_model(varied_path, "float32", model_kwargs={"quantization_config": {"quant_method": "gptq", "bits": 4}})
+
+
+def rows_of(engine: Engine, ask: Ask) -> tuple[int, Any]:
+    """Rows that went through the decoder layers' MLPs until the first token, and the answer."""
+    counted: list[int] = []
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda module, given: counted.append(given[0].shape[-2]))
+        for layer in decoder_layers(engine.model.model)
+    ]
+    try:
+        answer = engine.answer(ASKED, ask)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sum(counted), answer
+
+
+PARTS = [
+    " ".join(f"In {year} the harbour of {town} counted {year % 97} ships." for year in range(1800, 1812))
+    for town in ("Elling", "Marek", "Worth")
+]
+ASKED = [("user", (*[piece for part in PARTS for piece in (Piece(part, "chunk"), "\n\n")], "How many ships in 1807?"))]
+
+
+@pytest.mark.slow
+@pytest.mark.embedded
+@pytest.mark.parametrize("variant", ["int8", "peft"])
+def test_variants_of_the_embedded_model_pass_verify_and_compute_fewer_rows(
+    variant: str, smollm_path: Path, tmp_path: Path
+) -> None:
+    """Operations stand for time: rows computed before the first token."""
+    words = AutoTokenizer.from_pretrained(smollm_path)
+    model = AutoModelForCausalLM.from_pretrained(smollm_path, dtype=torch.float32)
+    if variant == "int8":
+        model = quantised(model, "int8")
+    else:
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+        torch.manual_seed(0)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data.normal_(0.0, 0.01)
+    settings = Settings(store=tmp_path / "store", home=tmp_path, learn="heard", prefix_cache=False, max_tokens=1)
+    with Engine(settings, model=model, tokenizer=words) as engine:
+        verdict = engine.verify()
+        assert verdict.passed, [check for check in verdict.checks if not check.passed]
+        engine.ingest([(part, "book") for part in PARTS])
+        began = time.process_time()
+        full, _ = rows_of(engine, Ask(reuse=False))
+        between = time.process_time()
+        fused, answer = rows_of(engine, Ask(policy="hkvd", ratio=0.15))
+        print(variant, full, fused, "CPU s", between - began, time.process_time() - between)
+        assert answer.trace.refusal == ""
+        assert answer.trace.tokens_chunks > 0
+        assert fused < full / 2
