@@ -134,4 +134,4 @@ def _goes_on(segments: Sequence[Segment], index: int) -> bool:
     mine, before = segments[index], next((each for each in reversed(segments[:index]) if each.keys), None)
     if before is None or not mine.rows or not before.rows or mine.keys != before.keys:
         return False
-    return mine.kind == before.kind == "chunk" and before.rows[1] <= mine.rows[0]
+    return mine.kind == before.kind == "chunk" and before.rows[0] < mine.rows[0]
