@@ -1,0 +1,88 @@
+"""A GGUF file is a model: turned into a folder once, anew where it changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ragfuse import ModelError
+from ragfuse.models import resolve_llm
+from ragfuse.models.loader import load_model
+
+QUIET = Console(quiet=True)
+WORDS = ["<unk>", "<s>", "</s>", *(chr(code) for code in range(33, 127))]
+
+
+def write_gguf(path: Path, seed: int = 0) -> LlamaForCausalLM:
+    """A random llama in 8 bits, as llama.cpp writes one; gives the model as it was before."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    to = gguf.GGUFWriter(path, "llama")
+    to.add_context_length(256)
+    to.add_embedding_length(64)
+    to.add_block_count(2)
+    to.add_feed_forward_length(128)
+    to.add_head_count(2)
+    to.add_head_count_kv(2)
+    to.add_layer_norm_rms_eps(config.rms_norm_eps)
+    to.add_rope_dimension_count(32)
+    to.add_vocab_size(len(WORDS))
+    to.add_tokenizer_model("llama")
+    to.add_token_list(WORDS)
+    to.add_token_scores([-float(index) for index in range(len(WORDS))])
+    to.add_token_types([3, 3, 3, *[1] * (len(WORDS) - 3)])
+    to.add_bos_token_id(1)
+    to.add_eos_token_id(2)
+    to.add_unk_token_id(0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    for name, weight in model.state_dict().items():
+        stem, _, end = name.rpartition(".")
+        data: Any = weight.float()
+        if "q_proj" in name or "k_proj" in name:  # llama.cpp pairs neighbours
+            data = data.view(2, 2, 16, 64).transpose(1, 2).reshape(64, 64)
+        array = data.contiguous().numpy()
+        if array.ndim == 2:
+            array = gguf.quantize(array, gguf.GGMLQuantizationType.Q8_0)
+            to.add_tensor(f"{names.get_name(stem)}.{end}", array, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            to.add_tensor(f"{names.get_name(stem)}.{end}", array)
+    to.write_header_to_file()
+    to.write_kv_data_to_file()
+    to.write_tensors_to_file()
+    to.close()
+    return model.eval()
+
+
+def test_a_gguf_file_is_turned_into_a_folder_once_and_answers_as_its_model(tmp_path: Path) -> None:
+    model = write_gguf(tmp_path / "tiny.gguf")
+    folder = resolve_llm(str(tmp_path / "tiny.gguf"), tmp_path / "home", QUIET)
+    made = (Path(folder) / "model.safetensors").stat().st_mtime_ns
+    assert resolve_llm(str(tmp_path), tmp_path / "home", QUIET) == folder
+    assert (Path(folder) / "model.safetensors").stat().st_mtime_ns == made
+    loaded = load_model(folder, "float32")
+    ids = torch.tensor([[5, 9, 40, 41, 17, 60]])
+    with torch.no_grad():
+        wanted = model(input_ids=ids).logits[0, -1]
+    found = loaded.full_prefill(ids[0].tolist()).logits
+    assert float((found - wanted).norm() / wanted.norm()) < 0.05
+    first = loaded.fingerprint
+    write_gguf(tmp_path / "tiny.gguf", seed=1)
+    assert (
+        load_model(resolve_llm(str(tmp_path / "tiny.gguf"), tmp_path / "home", QUIET), "float32").fingerprint != first
+    )
+
+
+def test_a_damaged_gguf_file_is_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + b"\x00" * 40)
+    with pytest.raises(ModelError, match=r"Wanted a GGUF file .* found '.*bad.gguf'"):
+        resolve_llm(str(tmp_path / "bad.gguf"), tmp_path / "home", QUIET)
