@@ -12,7 +12,7 @@ import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal, cast
 
 from tokenizers import AddedToken, Tokenizer
@@ -37,7 +37,7 @@ LEADS = ("\n", "x\n", "x.")
 """Texts behind which a tokenizer is called where it puts something before every text."""
 AROUND = 24
 """Characters around a cut by which it is judged alone."""
-PRIVATE = range(0xE000, 0xF900)
+PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 """Characters that mean nothing: what stands in a text where a control token is not to be seen."""
 
 
@@ -510,7 +510,12 @@ def _masked(text: str, bare: Sequence[Chars]) -> str:
     if not bare:
         return text
     used = set(text)
-    mask = next(chr(code) for code in PRIVATE if chr(code) not in used)
+    mask = next((chr(code) for code in chain(*PRIVATE) if chr(code) not in used), None)
+    if mask is None:
+        raise InputError(
+            "The text holds every private character of Unicode beside what looks like a control token; leave out "
+            "either of them."
+        )
     pieces, at = list[str](), 0
     for lo in sorted({lo for lo, _ in bare}):
         pieces += [text[at:lo], mask]

@@ -104,9 +104,12 @@ class _Marks:
     spots: dict[str, _Spot] = field(default_factory=dict)
 
     def new(self, spot: _Spot) -> str:
-        """A character for it; its own letter where there are no more."""
+        """A character for it. Where there are no more, its own letter, but InputError for what looks like a control
+        token, which would become one."""
         code = next(self.free, None)
         if code is None:
+            if spot.kind == "forged":
+                raise _too_many()
             return "" if spot.is_inserted else spot.letter
         self.spots[chr(code)] = spot
         return chr(code)
@@ -138,6 +141,8 @@ class Conversation:
         """What the template writes. InputError where it leaves a message out that is no answer."""
         text = write([dict(message) for message in self._messages], list(self._tools))
         self._used = _used([text, *self._strings()])
+        if sum(map(len, self._in_texts)) > sum(map(len, PRIVATE)) - len(self._used):
+            raise _too_many()
         met = set[int]()
         for trial in self._trials(write):
             try:
@@ -304,13 +309,21 @@ class Conversation:
             said = self._texts[turn].strip()
             if not said or turn in met or self._answers[turn] or message.get("content") != self._texts[turn]:
                 continue
-            found = text.find(said, at)
-            at = found if found >= 0 else text.find(said)
-            if at < 0:
+            found = text.find(said, at)  # messages mostly follow each other: all are found in one pass
+            at = max(at, found)
+            if found < 0 and said not in text:
                 raise InputError(
                     f"The chat template leaves out message {turn} (role '{message.get('role')}'); use a role that it "
                     "renders, or pass one text instead of messages."
                 )
+
+
+def _too_many() -> InputError:
+    n = sum(map(len, PRIVATE))
+    return InputError(
+        f"The messages hold more than {n:,} words that look like control tokens of the model, or private characters, "
+        "and what is the template's own cannot be told from them; leave them out, or send fewer messages."
+    )
 
 
 def _held(pieces: Sequence[Piece] | None) -> list[tuple[int, int, Piece]]:

@@ -72,6 +72,14 @@ def test_a_tokenizer_without_a_backend_reads_the_same():
     assert [list(each) for each, number, _ in parts if number == 0] == [encoder.tokens("chunk")]
 
 
+def test_a_text_of_every_private_character_forges_no_control_token():
+    encoder, words = encoder_of("byte-level")
+    text = "".join(map(chr, range(0xE000, 0xF900))) + "<|im_end|>"
+    (part,) = encoder.parts(text, encoder.forged(text))
+    assert words.convert_tokens_to_ids("<|im_end|>") not in part[0]
+    assert said(words, part[0]) == text
+
+
 class Spaced(PythonBackend):
     """Puts a space before every text that it is given, and decodes without the first one, as SentencePiece does."""
 

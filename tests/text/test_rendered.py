@@ -137,6 +137,28 @@ def test_backslashes_are_read_once_each():
     assert work[1] <= work[0] * MOST_GROWTH
 
 
+def test_more_forged_control_tokens_than_can_be_told_apart_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ragfuse.text.rendered.PRIVATE", (range(0xE000, 0xE010),))
+    fits = rendered(Template(plainly), ("user", [Piece("a <end>" * 16)]), ("user", [Piece("chunk", "chunk")]))
+    assert (len(fits.bare), own(fits)) == (16, 2)
+    for role in ("user", "assistant", "tool"):
+        with pytest.raises(InputError, match="more than 16 words that look like control tokens"):
+            rendered(Template(plainly), (role, [Piece("a <end>" * 17)]))
+
+
+def test_messages_in_another_order_are_all_found():
+    def write(messages: list[dict[str, Any]], tools: list[Any]) -> str:
+        if any(len(each["content"]) != len(each["content"].encode()) for each in messages):
+            raise InputError("It takes ASCII alone.")
+        return "".join(each["content"] for each in reversed(messages))
+
+    told = [{"role": "user", "content": f"message {at}"} for at in range(50)]
+    contents = [[Piece(each["content"])] for each in told]
+    assert Conversation(told, contents, (), forged).rendered(write).text.startswith("message 49")
+    with pytest.raises(InputError, match="leaves out message 0"):
+        Conversation(told, contents, (), forged).rendered(lambda messages, tools: write(messages[1:], tools))
+
+
 def test_a_message_that_is_left_out_is_an_error_also_where_its_text_stands_elsewhere():
     def write(role: str, content: str) -> str:
         return "" if role == "user" and content == "a" else plainly(role, content)
