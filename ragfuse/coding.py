@@ -20,6 +20,7 @@ from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store import Tier
 from ragfuse.store.levels import TABLELESS
 from ragfuse.store.named import as_entry, value_of
+from ragfuse.store.tier import parsed
 from ragfuse.text import sample
 
 if TYPE_CHECKING:  # a store is looked after without any model
@@ -205,6 +206,6 @@ def _read(tier: Tier, tables: str) -> object:
     """What a tier keeps as these tables, None for nothing or what cannot be read."""
     value = value_of(tier, _key(tables))
     try:
-        return json.loads(value) if value is not None else None
+        return parsed(value) if value is not None else None
     except ValueError:
         return None

@@ -1,6 +1,8 @@
 """Codec tables of models: made once, kept in the book, and beside the KV for whoever shares a tier."""
 
+import json
 import logging
+import re
 from contextlib import closing
 from dataclasses import replace
 
@@ -9,14 +11,17 @@ import pytest
 from ragfuse import Ask, Engine, Settings
 from ragfuse.codec import LEVELS as CODEC_LEVELS
 from ragfuse.codec import CodecTables
-from ragfuse.coding import ASK_AGAIN_S, Coding, wants_tables
+from ragfuse.coding import ASK_AGAIN_S, Coding, _key, wants_tables
 from ragfuse.keeping import Keeping, Wish
 from ragfuse.plan.evict import lru
 from ragfuse.plan.words import in_words
 from ragfuse.settings import LEVELS
 from ragfuse.store import Book, DiskTier
+from ragfuse.store.named import as_entry
+from tests.codec.kit import tables
 from tests.plan.kit import timings
 from tests.store.kit import Clock
+from tests.store.lies import little_memory
 from tests.tiny import CHUNKS, ingest, messages
 
 
@@ -168,3 +173,33 @@ def test_tables_lie_in_a_slow_tier_by_their_digest_and_no_other(tmp_path, tiny_s
         fresh = Coding(lambda use, otherwise: otherwise, lambda: (tier,))
         assert fresh.packed("cg2", tables.digest).name == "cg2"
         assert fresh.packed("cg2", "0" * 16) is None
+
+
+DIGEST = "ab" * 8
+STRANGE = {
+    "lists in lists": b"[" * 200_000,
+    "lists without number": b"[" + b"[]," * (1 << 20) + b"[]]",
+    "objects in objects": b'{"layers":' * 200_000,
+    "a number of a million digits": b'{"version": ' + b"9" * 1_000_000 + b"}",
+    "a page": b"<html>Sign in</html>",
+    "nothing": b"",
+    "no layers": b'{"version": 2, "layers": [], "shapes": "", "overall": ""}',
+    "layers that are none": b'{"version": 2, "layers": 7, "shapes": "", "overall": ""}',
+}
+
+
+@pytest.mark.parametrize("value", STRANGE.values(), ids=STRANGE.keys())
+def test_what_lies_in_place_of_tables_in_a_shared_tier_is_none_and_costs_little(tmp_path, value):
+    with closing(DiskTier(tmp_path / "shared", 1 << 30, lru)) as tier:
+        assert tier.write(_key(DIGEST), *as_entry(DIGEST, value))
+        coding = Coding(lambda use, otherwise: otherwise, lambda: (tier,))
+        with little_memory(4 * len(value) + (1 << 20)):
+            assert coding.packed("cg3", DIGEST) is None
+
+
+@pytest.mark.parametrize("frequency", ["9" * 400, "1e999", "-1e999", "null", "[]", '"a"'])
+def test_tables_whose_frequencies_are_none_are_none(frequency):
+    told = json.dumps(tables().as_dict())
+    assert CodecTables.from_dict(json.loads(told)) is not None
+    number = re.search(r'"inv_freq": \[([^,\]]+)', told)[1]
+    assert CodecTables.from_dict(json.loads(told.replace(f"[{number}", f"[{frequency}", 1))) is None

@@ -187,7 +187,7 @@ class CodecTables:
                 for layer in data["layers"]
             )
             return cls(layers, b64decode(data["shapes"], validate=True), b64decode(data["overall"], validate=True))
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             return None
 
 
