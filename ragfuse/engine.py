@@ -430,7 +430,7 @@ class Engine:
         question = mended_question(question)
         self.check_length(question, ask)
         tools, limit = offered(ask), limit_of(ask, self.settings, self.model)
-        check = limit is not None and not self._talks.may_shorten(question, ask)
+        check = not self._talks.may_shorten(question, ask)
         documents = [(mended(text, f"'{whole_text(name)}'"), whole_text(name)) for text, name in ask.documents]
         if self.settings.learn != "off":
             self._prompter.hear(self.digest, documents, question)

@@ -20,7 +20,7 @@ from typing import Any, TypeGuard, cast
 from cachetools import LRUCache
 
 from ragfuse.asking import Ask, ends_of
-from ragfuse.context_window import check_turns, may_fit
+from ragfuse.context_window import check_texts, check_turns, may_fit
 from ragfuse.core import ChunkKey, Prompt, amid, whole_text
 from ragfuse.errors import InputError, StoreError
 from ragfuse.fork import ForkLock, at_fork
@@ -200,6 +200,7 @@ class Prompter:
             find=self._find,
             whole=not ask.reuse,
             goes_on=ask.continue_final_message,
+            check=self._check_text if check else lambda text: None,
         )
         if is_ids(question) and not tools and not ask.continue_final_message:
             return own.ids(_checked(question, len(model.words)))
@@ -220,6 +221,11 @@ class Prompter:
         if check:
             self._check(turns, left, tools)
         return replace(replace(own, calls=self.calls).chat(turns, tools), dropped=left.sources)
+
+    def _check_text(self, text: str) -> None:
+        """Refuse a prompt's text as its template wrote it, which can never fit by itself: OverlongError. Some templates
+        keep white space that others take off."""
+        check_texts([text], self._model())
 
     def _check(self, turns: Sequence[Turn], left: Lean, tools: Sequence[Mapping[str, Any]]) -> None:
         n_gone = len(left.sources)

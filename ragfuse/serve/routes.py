@@ -87,7 +87,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
         """What a request would read and compute, how long that would take, and why; it is not answered."""
-        work = service.work(_tenant(request), lambda engine, check: _explained(engine, body, check))
+        work = service.work(_tenant(request), lambda engine, check: _explained(engine, body, check), computes=False)
         return await unless_gone(request.receive, work)
 
     @routes.get("/health")
@@ -190,6 +190,7 @@ class Events(Response):
 
 
 def _explained(engine: Engine, body: ExplainRequest, check: Callable[[object], None]) -> dict[str, Any]:
+    check(None)
     how = body.ragfuse
     ask = Ask(policy=how.policy, ratio=how.ratio, reuse=how.reuse, overflow=how.overflow, deadline_s=how.deadline_s)
     choice, tools = allowed_of(body.tool_choice, body.tools or [])

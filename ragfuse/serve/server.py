@@ -22,8 +22,8 @@ from ragfuse.serve.wire import Connections, Wire
 BACKLOG = 2048
 """Connections that wait to be taken."""
 SWITCH_S = 0.001
-"""Seconds that one thread of the process computes in Python before another one that waits may: whoever only asks whether
-the server lives waits for each that computes."""
+"""Seconds that one thread computes in Python before another one that waits may: who only asks whether the server lives
+waits for each of them."""
 AFTER_S = 5
 """How long connections may take to close once no answer is written any more."""
 

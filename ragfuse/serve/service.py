@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -99,7 +100,7 @@ class Service:
         job = await self._turn(
             tenant, session, due_s, lambda job: self.threads.ahead.submit(self._wait, job, tenant, wanted)
         )
-        engine, wishes = await self._within(job, due_s, wanted.get)
+        engine, wishes = await self._within(job, due_s, self.threads.planning, wanted.get)
 
         def done() -> None:
             self._runs.discard(run)
@@ -115,8 +116,11 @@ class Service:
         self._runs.add(run)
         return run
 
-    async def work(self, tenant: Tenant, do: Callable[[Engine, Callable[[object], None]], T]) -> T:
-        """What a tenant's engine comes to when the request's turn has come: nothing that is an answer.
+    async def work(
+        self, tenant: Tenant, do: Callable[[Engine, Callable[[object], None]], T], computes: bool = True
+    ) -> T:
+        """What a tenant's engine comes to when the request's turn has come: nothing that is an answer. computes: by the
+        model, which takes long.
 
         `do` calls what it is given now and then; that raises a Refusal where it has to end: nobody waits for it any
         more (499), the time is over (504), or the server stops (503).
@@ -132,7 +136,8 @@ class Service:
                 raise Refusal(504, _ENOUGH, "timeout", None, RETRY_S)
 
         try:
-            found = await self._within(job, due_s + HARD_S, lambda: do(self.engine(tenant), check))
+            where = self.threads.turns if computes else self.threads.planning
+            found = await self._within(job, due_s + HARD_S, where, lambda: do(self.engine(tenant), check))
         finally:
             gone.set()
         self.turnstile.leave(job)
@@ -209,13 +214,13 @@ class Service:
             raise _late()
         return job
 
-    async def _within(self, job: Job[Its], due_s: float, do: Callable[[], T]) -> T:
+    async def _within(self, job: Job[Its], due_s: float, where: ThreadPoolExecutor, do: Callable[[], T]) -> T:
         """What a call comes to in the turn of `job`, which goes on behind it.
 
         Where it fails, or nobody waits for it any more, the turn ends, but not before the call does: there are never
         more calls than turns.
         """
-        running = asyncio.get_running_loop().run_in_executor(self.threads.turns, do)
+        running = asyncio.get_running_loop().run_in_executor(where, do)
         try:
             async with asyncio.timeout_at(due_s):
                 return await asyncio.shield(running)

@@ -13,6 +13,8 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+N_PLANNING = 2
+"""Requests at once that are planned; their turns are more."""
 N_LOOKUPS = 2
 """Requests at once that look at what is stored."""
 
@@ -21,8 +23,10 @@ class Threads:
     """Executors of one server.
 
     control: for whoever watches over it. intake: bodies, one at a time, so that little of the interpreter's time goes
-    to them while others are answered. ahead: what requests that wait will read. upkeep: quotas. lookups: what is
-    stored. turns: for requests whose turn it is, two each, for writing and for what is left of the one before.
+    to them while others are answered. ahead: what requests that wait will read. planning: what a request
+    asks for and what would be computed for it, of as many at once as gain by it: this is Python, of which one thread
+    runs at a time. upkeep: quotas. lookups: what is stored. turns: for requests whose turn it is, two each, for writing
+    and for what is left of the one before.
     """
 
     def __init__(self, together: int) -> None:
@@ -30,6 +34,7 @@ class Threads:
         self.intake = _named("intake", 1)
         self.ahead = _named("ahead", 1)
         self.upkeep = _named("upkeep", 1)
+        self.planning = _named("planning", N_PLANNING)
         self.lookups = _named("lookups", N_LOOKUPS)
         self.turns = _named("turns", 2 * together + 2)
 
@@ -39,7 +44,7 @@ class Threads:
 
     def close(self) -> None:
         """Begin nothing more; what runs ends by itself."""
-        for each in (self.intake, self.ahead, self.upkeep, self.lookups, self.turns, self.control):
+        for each in (self.intake, self.ahead, self.upkeep, self.planning, self.lookups, self.turns, self.control):
             each.shutdown(wait=False, cancel_futures=True)
 
 

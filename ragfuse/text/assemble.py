@@ -76,7 +76,7 @@ class Assembler:
     A chunk is a piece that says so, or a known run of ids that `find` meets in what lies between such pieces, whole or
     in part. All else is tokenised as a whole, so the ids do not depend on what is known. whole: pieces that say so are
     tokenised with what stands around them, too, so that the ids are the model's own. goes_on: `render` leaves the last
-    message open, which begins the answer.
+    message open, which begins the answer. check: raises for a text that cannot fit, before it is tokenised.
 
     Before the first chunk stands the prefix: one segment with one key, if it has `min_tokens`. A chunk of at least
     `min_chunk_tokens` has the key of its KV in this `context`, wherever it stands. All else is fresh: the rest, a chunk
@@ -93,6 +93,7 @@ class Assembler:
     find: Find = lambda ids: ()
     whole: bool = False
     goes_on: bool = False
+    check: Callable[[str], None] = lambda text: None
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
         """The Prompt of a conversation, by the chat template. Control tokens are the template's own alone: in contents,
@@ -156,6 +157,7 @@ class Assembler:
             if cut is not None and (not cuts or cuts[-1][1] <= cut[0]):
                 cuts.append(cut)
                 pieces.append(each.piece)
+        self.check(rendered.text)
         parts = self.words.parts(rendered.text, rendered.bare, cuts)
         runs = [_Run(tuple(bos))]
         for tokens, number, _ in parts:

@@ -296,5 +296,19 @@ def test_what_can_never_fit_the_model_is_told_before_it_is_searched_or_tokenised
         assert answer.status_code == 400
         assert f"at most {longest:,} tokens" in str(refused(answer)["message"])
     assert looked == []
+    monkeypatch.undo()
+    tokenised: list[int] = []
+    real = engine.model.tokens
+    monkeypatch.setattr(
+        engine.model, "tokens", lambda text, *special, **told: (tokenised.append(len(text)), real(text, *special))[1]
+    )
+    blank = "\n" * (longest * 20)
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": [said(blank + "Who?")]}),
+        ("/v1/completions", {"prompt": blank}),
+    ):
+        answer = served.post(path, {"model": served.service.model, **fields})
+        assert answer.status_code == 400, answer.text
+        assert max(tokenised, default=0) < longest
     answer = served.post("/v1/completions", {"model": served.service.model, "prompt": "a" * most})
     assert (answer.status_code, refused(answer)["code"]) == (413, "too_large")
