@@ -427,9 +427,9 @@ class Engine:
         """The prompt of a question; without its last chunks where it is too long and they may be left out."""
         if isinstance(question, Request):
             return self.schemas.prompt(question, ask)
-        question = mended_question(question)
+        tools, question = offered(ask), mended_question(question)
         self.check_length(question, ask)
-        tools, limit = offered(ask), limit_of(ask, self.settings, self.model)
+        limit = limit_of(ask, self.settings, self.model)
         check = not self._talks.may_shorten(question, ask)
         documents = [(mended(text, f"'{whole_text(name)}'"), whole_text(name)) for text, name in ask.documents]
         if self.settings.learn != "off":

@@ -262,9 +262,3 @@ def test_a_conversation_remembers_an_answer_with_its_given_beginning(thinking: E
     begun = "Because the" + thinking.model.encoder.said(answer.token_ids)
     whole = [*told[:1], ("assistant", begun), ("user", "And then?")]
     assert after.trace.tokens == len(thinking.prompt(whole).token_ids)
-
-
-def test_half_a_character_is_refused_by_its_place(engine: Engine) -> None:
-    for prompt in ("a\ud800b", [("user", "a\ud800b")]):
-        with pytest.raises(InputError, match=r"half a character \(U\+D800\)"):
-            engine.answer(prompt)

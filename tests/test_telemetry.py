@@ -173,7 +173,7 @@ def test_what_fails_is_recorded_where_it_failed_and_above(warm, spans):
         warm.answer("much " * 5000)
     (root,) = spans()
     assert root.status.status_code is StatusCode.ERROR
-    assert root.events[0].attributes["exception.type"] == "ragfuse.errors.InputError"
+    assert root.events[0].attributes["exception.type"] == "ragfuse.errors.OverlongError"
 
 
 def test_no_text_is_ever_in_a_span(warm, spans):

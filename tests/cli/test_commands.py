@@ -264,7 +264,7 @@ def test_an_index_beside_docs_is_refused(run, book):
 def test_more_chunks_than_the_model_can_take(run, book):
     (book / "more.txt").write_text((book / "lighthouses.txt").read_text().replace("book", "letter"))
     answer = run("ask", "Who?", "--docs", book, "--no-kv", "--top-k", 999)
-    refused(answer, "InputError", "at most 4,096 tokens", "fewer or shorter chunks")
+    refused(answer, "OverlongError", "at most 4,096 tokens", "fewer or shorter chunks")
 
 
 def test_a_folder_that_is_no_model(run, book):

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from ragfuse import Ask, Engine, InputError, ModelError, Settings
 from ragfuse.cli.door import app
+from ragfuse.errors import SettingsError
 from ragfuse.hf import model as hf_model
 from ragfuse.models.loader import load_model
 from ragfuse.sharing import forget
@@ -219,7 +220,9 @@ def test_settings_with_loading_options_can_be_compared_hashed_and_made_again() -
 def test_a_token_is_never_shown() -> None:
     settings = Settings(model_kwargs={"token": "hf_secret"})
     llm = RagFuseLLM(model_kwargs={"token": "hf_secret"})
-    assert "hf_secret" not in f"{settings!r} {settings} {llm!r} {llm.to_dict()}"
+    assert "hf_secret" not in f"{settings!r} {settings} {llm!r}"
+    with pytest.raises(SettingsError, match="a secret in model_kwargs"):
+        llm.to_dict()
 
 
 def test_code_that_comes_with_weights_is_run_only_where_that_is_said(
