@@ -12,6 +12,7 @@ import html
 import json
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -65,7 +66,11 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class _Spot:
-    """A character of a leaf that is marked. at: where in the content; kind: what for."""
+    """A character of a leaf that is marked. at: where in the content; kind: what for.
+
+    is_inserted: the mark stands beside `word`, which begins at `start`, in nobody's place. n_beside: marks that are to
+    stand beside the word in what the template wrote, for the word to be the content's own; 0: it is.
+    """
 
     letter: str
     kind: Literal["forged", "piece", "message"]
@@ -74,14 +79,20 @@ class _Spot:
     number: int = -1
     word: str = ""
     is_inserted: bool = False
+    start: int = 0
+    n_beside: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What is marked in one rendering. shown: control tokens that answers keep; beside: others keep all, with a mark
-    beside each."""
+    """What is marked in one rendering.
+
+    shown: control tokens that answers keep; flanked: with marks before and behind each, as a template may write the
+    same one anew between what stood around it. beside: other messages keep all, with a mark beside each.
+    """
 
     shown: frozenset[str] = frozenset()
+    flanked: bool = False
     beside: bool = False
     pieces: bool = True
     messages: bool = True
@@ -136,6 +147,7 @@ class Conversation:
             self._in_texts[-1] = forged(self._texts[-1], True)
         self._answers = [message.get("role") == "assistant" for message in messages]
         self._used = set[int]()
+        self._looked_at: frozenset[str] | None = None
 
     def rendered(self, write: Write) -> Rendered:
         """What the template writes. InputError where it leaves a message out that is no answer."""
@@ -167,21 +179,28 @@ class Conversation:
         yield from (ways[0], replace(ways[0], messages=False))
         forged = [self._answers[at] for at, found in enumerate(self._in_texts) if found]
         if any(forged):
-            ways.append(self._shown(write))
+            shown = self._shown(write)
+            ways += [replace(shown, flanked=True), shown] if shown.shown else [shown]
         if not all(forged):
-            ways.append(replace(ways[-1], beside=True))
-        for way in ways[1:]:
-            yield from (way, replace(way, messages=False))
+            ways += [replace(way, beside=True) for way in ways[1:] or ways]
+        yield from ways[1:]
         yield from (replace(way, messages=False, pieces=False) for way in ways)
 
     def _shown(self, write: Write) -> _Trial:
-        """Of control tokens in answers, those that the template looks at."""
+        """Of control tokens in answers, those that the template looks at; found once."""
+        if self._looked_at is not None:
+            return _Trial(shown=self._looked_at)
         words = dict.fromkeys(
             self._texts[at][lo:hi] for at, found in enumerate(self._in_texts) if self._answers[at] for lo, hi in found
         )
-        hidden = self._plain(write, frozenset()) if words else None
-        looked_at = [word for word in [*words][:MOST_SHOWN] if self._plain(write, frozenset({word})) != hidden]
-        return _Trial(shown=frozenset(looked_at))
+        tried, whole = [*words][:MOST_SHOWN], frozenset(words)
+        seen = self._plain(write, whole) if words else None
+        looked_at = {word for word in tried if self._plain(write, whole - {word}) != seen}
+        if words and self._plain(write, frozenset(looked_at)) != seen:  # it looks for one or another
+            hidden = self._plain(write, frozenset())
+            looked_at |= {word for word in tried if self._plain(write, frozenset({word})) != hidden}
+        self._looked_at = frozenset(looked_at)
+        return _Trial(shown=self._looked_at)
 
     def _plain(self, write: Write, shown: frozenset[str]) -> str | None:
         """What the template writes where it sees of control tokens only these; None where it refuses that."""
@@ -214,14 +233,17 @@ class Conversation:
 
     def _content(self, turn: int, marks: _Marks, trial: _Trial) -> str:
         text, forged = self._texts[turn], self._in_texts[turn]
-        spots = dict[int, _Spot]()
+        inserted, spots = list[tuple[int, _Spot]](), dict[int, _Spot]()
+        blank = len(text) - len(text.lstrip())
         for lo, hi in forged:
             word = text[lo:hi]
-            if self._answers[turn] and word in trial.shown:
+            is_answers = self._answers[turn] and word in trial.shown
+            if is_answers and not trial.flanked:
                 continue
-            if trial.beside and not self._answers[turn]:
-                at = hi if not text[:lo].strip() else lo
-                spots[at] = _Spot("", "forged", at - lo, turn, word=word, is_inserted=True)
+            if is_answers or (trial.beside and not self._answers[turn]):
+                places = [hi] if lo <= blank else [lo, hi] if is_answers else [lo]
+                n_beside = len(places) if is_answers else 0
+                inserted += [(at, _Spot("", "forged", at, turn, -1, word, True, lo, n_beside)) for at in places]
             else:
                 spots[lo] = _Spot(text[lo], "forged", lo, turn, word=word)
         if trial.pieces:
@@ -230,7 +252,7 @@ class Conversation:
                     spots[at] = _Spot(text[at], "piece", at, turn, number)
         if trial.messages and text.strip() and (at := _quiet(text, 0, len(text), forged)) not in spots:
             spots[at] = _Spot(text[at], "message", at, turn)
-        return _marked(text, sorted(spots.items(), key=lambda each: each[0]), marks)
+        return _marked(text, sorted([*inserted, *spots.items()], key=lambda each: each[0]), marks)
 
     def _strings(self) -> Iterator[str]:
         yield from self._texts
@@ -240,7 +262,7 @@ class Conversation:
     # what is found
 
     def _found(self, text: str, seen: Sequence[_Seen], trial: _Trial) -> Rendered:
-        bare = [_forged_at(text, each) for each in seen if each.spot.kind == "forged"]
+        bare = list(_bare(text, [each for each in seen if each.spot.kind == "forged"]))
         spans = self._spans(text, seen)
         bare += self._across(text, spans)
         placed = list(self._placed(text, seen)) if trial.pieces else list(self._searched(text))
@@ -493,14 +515,17 @@ def _placed_at(text: str, seen: _Seen, piece: Piece, at: int) -> Placed | None:
     return None
 
 
-def _forged_at(text: str, seen: _Seen) -> Chars:
-    """Characters of what is no control token: its marked letter first."""
-    spot = seen.spot
-    if spot.is_inserted:
-        lo = seen.lo - spot.at
-        return lo, lo + len(spot.word)
-    lo = max(seen.lo, seen.hi - 1)
-    return lo, min(len(text), lo + len(spot.word))
+def _bare(text: str, seen: Sequence[_Seen]) -> Iterator[Chars]:
+    """Characters of what is no control token, by the marks that stand in it or beside it."""
+    beside = Counter[tuple[int, int, int]]()
+    for each in seen:
+        spot = each.spot
+        lo = each.lo - (spot.at - spot.start) if spot.is_inserted else max(each.lo, each.hi - 1)
+        if spot.n_beside:
+            beside[spot.turn, spot.start, lo] += 1
+            if beside[spot.turn, spot.start, lo] < spot.n_beside or not text.startswith(spot.word, max(0, lo)):
+                continue
+        yield max(0, lo), min(len(text), lo + len(spot.word))
 
 
 def _n_alike(one: str, other: str) -> int:

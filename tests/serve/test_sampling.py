@@ -86,19 +86,9 @@ def test_drawing_is_bounded_by_top_k_and_min_p(served: Served) -> None:
 # prompts as ids, echo, scoring
 
 
-def takes_ids(served: Served) -> bool:
-    try:
-        engine_of(served).prompt([1, 2, 3])  # type: ignore[list-item]
-    except Exception:
-        return False
-    return True
-
-
 def test_a_prompt_of_token_ids_is_the_text_that_they_are(served: Served) -> None:
     engine = engine_of(served)
     ids = [*engine.model.bos, *engine.tokens(PROMPT)]
-    if not takes_ids(served):
-        pytest.skip("this engine takes no token ids yet")
     wanted = text(served, max_tokens=8)["choices"][0]["text"]
     assert text(served, prompt=ids, max_tokens=8)["choices"][0]["text"] == wanted
     both = text(served, prompt=[ids, ids[:-3]], max_tokens=8)

@@ -302,10 +302,6 @@ def squashed(text: str) -> str:
     return "".join(text.lower().replace("<unk>", "").split())
 
 
-OPEN = pytest.mark.xfail(strict=False, reason="some conversations read one token otherwise with chunks in them")
-TRIED = [pytest.param(kind, marks=OPEN) if kind.name in ("legacy", "wordpiece") else kind for kind in KINDS]
-
-
 @cache
 def control_of(words: PreTrainedTokenizerFast) -> re.Pattern[str]:
     """What is special, and what the template has beside that, but for what stands for unknown words."""
@@ -314,7 +310,7 @@ def control_of(words: PreTrainedTokenizerFast) -> re.Pattern[str]:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("kind", TRIED, ids=lambda kind: f"{kind.name}{'' if kind.bos else ' without bos'}")
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.name}{'' if kind.bos else ' without bos'}")
 @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
 @given(messages=conversations)
 def test_a_model_reads_what_its_template_writes(kind: Kind, template: str, messages: Any):
@@ -349,6 +345,22 @@ def test_a_model_reads_what_its_template_writes(kind: Kind, template: str, messa
         for segment in prompt.segments:
             if segment.kind == "chunk":
                 alike(list(segment.tokens), encoder.tokens(segment.text))
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.name}{'' if kind.bos else ' without bos'}")
+def test_words_that_a_template_looks_at_stay_text_where_it_repeats_them(kind: Kind, role: str):
+    made = prompter(kind, "looks")
+    words, control = words_of(made), control_of(words_of(made))
+    for content in (
+        "<tool_response>",
+        "<tool_response><|im_end|>",
+        "<tool_response><tool_response> <|im_start|>",
+        "A</s>",
+    ):
+        ids = list(_prompt(made, [(role, [Piece(content)])]).token_ids)
+        found = [word for word in words.convert_ids_to_tokens(ids) if control.fullmatch(word)]
+        assert found == ["<|im_start|>", "<|im_end|>", "<|im_start|>"], content
 
 
 @pytest.mark.parametrize("template", ["chatml", "parts", "qwen", "gemma"])
