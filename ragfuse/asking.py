@@ -87,6 +87,20 @@ class Ask:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False
 
+    @staticmethod
+    def template_kwargs(*fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `chat_template_kwargs` from fields of that name and `enable_thinking`; later ones count.
+
+        Args:
+            fields: A model's own, then those of a call.
+        """
+        found: dict[str, Any] = {}
+        for each in fields:
+            found |= each.get("chat_template_kwargs") or {}
+            if each.get("enable_thinking") is not None:
+                found["enable_thinking"] = each["enable_thinking"]
+        return found
+
     def __post_init__(self) -> None:
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             raise SettingsError(f"The recompute ratio is {self.ratio}; wanted a share from 0 to 1.")

@@ -32,7 +32,8 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
 OURS = (*PENALTIES, "stop_token_ids")
 """Options beside those of transformers' `generate`."""
 TAIL, LONG_TAIL = 32, 4096
-"""Tokens at the end of a prompt in which the tag that opens a thought stands; of a message that is gone on with."""
+"""How many of a prompt's last tokens are searched for a tag that opens a thought: usually, and where the answer
+continues a message."""
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 

@@ -512,7 +512,7 @@ def _told(answer: Answer, unsaved: Sequence[str]) -> Answer:
 
 
 def _is_chat(question: Inquiry, ask: Ask) -> bool:
-    """Whether a message is answered, by the chat template: a text, token ids, text behind modules are gone on with."""
+    """Whether the model answers messages in its chat template, rather than continuing a text or token ids."""
     if isinstance(question, Request):
         return not question.ending
     return bool(ask.tools) if isinstance(question, str) else not is_ids(question)

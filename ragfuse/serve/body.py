@@ -131,7 +131,7 @@ def read_as(model: type[BaseModel], raw: bytes) -> BaseModel:
         raise RequestValidationError(error.errors(include_url=False)) from None
 
 
-class Given(Request):
+class ReadRequest(Request):
     """A request whose body was read before: FastAPI is handed what it says, and takes that as it is."""
 
     def __init__(self, request: Request, said: BaseModel) -> None:
@@ -161,6 +161,6 @@ class BodyRoute(APIRoute):
             threads = request.app.state.threads
             reading = threads.run(threads.intake, read_as, model, await request.body())
             said = await unless_gone(request.receive, reading)
-            return await handler(Given(request, said))
+            return await handler(ReadRequest(request, said))
 
         return read_first

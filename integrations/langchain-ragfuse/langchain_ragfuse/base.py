@@ -227,7 +227,7 @@ class RagFuseModel(BaseModel):
             grammar=_grammar(call.get("response_format")) or said("grammar"),
             options=_options(said),
             documents=documents,
-            chat_template_kwargs=_template(vars(self), call),
+            chat_template_kwargs=Ask.template_kwargs(vars(self), call),
             continue_final_message=bool(said("continue_final_message")),
         )
 
@@ -284,16 +284,6 @@ def _grammar(response_format: Mapping[str, Any] | None) -> Grammar | None:
 def _with(settings: Settings, given: Mapping[str, Any]) -> Settings:
     """The same settings, some of them otherwise."""
     return Settings(**{**settings.model_dump(), **given}) if given else settings
-
-
-def _template(*told: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables for the chat template, the later told ones over those before."""
-    found: dict[str, Any] = {}
-    for each in told:
-        found |= each.get("chat_template_kwargs") or {}
-        if each.get("enable_thinking") is not None:
-            found["enable_thinking"] = each["enable_thinking"]
-    return found
 
 
 def _options(said: Callable[[str], Any]) -> dict[str, Any]:

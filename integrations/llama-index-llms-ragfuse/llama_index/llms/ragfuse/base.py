@@ -367,7 +367,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             parallel_tool_calls=said["parallel_tool_calls"] is not False,
             grammar=said["grammar"],
             documents=() if self._settings.learn == "off" else heard_for(prompt),
-            chat_template_kwargs=_template(vars(self), call),
+            chat_template_kwargs=Ask.template_kwargs(vars(self), call),
             continue_final_message=bool(said["continue_final_message"]),
             **({"overflow": said["overflow"]} if said["overflow"] else {}),
         )
@@ -386,16 +386,6 @@ async def _awaited(stream: AnswerStream) -> Answer:
 def _with(said: str, thought: str, piece: Any) -> tuple[str, str]:
     """What was said and thought so far, with the next piece of either."""
     return (said + piece, thought) if isinstance(piece, str) else (said, thought + piece.text)
-
-
-def _template(*told: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables for the chat template, the later told ones over those before."""
-    found: dict[str, Any] = {}
-    for each in told:
-        found |= each.get("chat_template_kwargs") or {}
-        if each.get("enable_thinking") is not None:
-            found["enable_thinking"] = each["enable_thinking"]
-    return found
 
 
 def _options(said: Mapping[str, Any]) -> dict[str, Any]:
