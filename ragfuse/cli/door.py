@@ -113,11 +113,16 @@ app.add_typer(schema.schema, name="schema")
 
 
 @app.callback(invoke_without_command=True)
-def main(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def main(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
     """Fuse cached chunks instead of prefilling them again."""
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine())
-    logging.getLogger("ragfuse").handlers = [handler]
+    log = logging.getLogger("ragfuse")
+    log.handlers = [handler]
+    context.call_on_close(lambda: log.removeHandler(handler))
     if version:
         from importlib.metadata import version as installed
 
