@@ -66,6 +66,7 @@ def check_turns(
     may_shorten: bool = False,
     what: str = "The prompt",
     marker: Marker | None = None,
+    is_text: bool = False,
 ) -> None:
     """Refuse messages that can never fit what a model takes: OverlongError.
 
@@ -77,12 +78,14 @@ def check_turns(
         what: The subject of the refusal.
         marker: Whose marks around chunks are no text. A chunk has a token at least, so that a text in which more marks
             begin than the model takes tokens is refused, signed or not.
+        is_text: The only turn is a text that no template writes, so that white space at its ends counts.
     """
     if model.longest is None:
         return
     later = LaterTurns(turns) if may_shorten else ()
     kept = later[len(later) - 1] if later else turns
-    said, beside = [_said(turn) for turn in kept], [text for turn in kept for text in _called(turn)]
+    said = [_text_of(turn) if is_text else _said(turn) for turn in kept]
+    beside = [text for turn in kept for text in _called(turn)]
     if marker is not None:
         check_texts((), model, what, n_least=sum(map(marker.count, said)))
         said = [marker.unmarked(text) for text in said]
@@ -211,10 +214,14 @@ def _cut(text: str, lo: int) -> int:
     return space if space > lo else hi
 
 
+def _text_of(turn: Turn) -> str:
+    parts = [turn.content] if isinstance(turn.content, str) else turn.content
+    return "".join(part.text if isinstance(part, Piece) else part for part in parts)
+
+
 def _said(turn: Turn) -> str:
     """What a turn says in a prompt at least: templates take off white space, and what was thought before an answer."""
-    parts = [turn.content] if isinstance(turn.content, str) else turn.content
-    said = "".join(part.text if isinstance(part, Piece) else part for part in parts).strip()
+    said = _text_of(turn).strip()
     if turn.role == "assistant" and (thoughts := list(_THOUGHT.finditer(said))):
         return said[thoughts[-1].end() :]
     return said

@@ -47,6 +47,7 @@ from ragfuse.prompting import (
     Inquiry,
     Prompter,
     Question,
+    is_bare_text,
     is_ids,
     mended,
     mended_content,
@@ -284,8 +285,9 @@ class Engine:
         elif is_ids(prompt):
             room_behind(len(prompt), self.model)
         elif not drops(ask, self.settings):
-            may_shorten = self._talks.may_shorten(prompt, ask)
-            check_turns(turns_of(prompt), self.model, offered(ask), may_shorten, marker=self.marker)
+            tools, may_shorten = offered(ask), self._talks.may_shorten(prompt, ask)
+            is_text = is_bare_text(prompt, ask, tools) and ask.session is None
+            check_turns(turns_of(prompt), self.model, tools, may_shorten, marker=self.marker, is_text=is_text)
 
     def plan(self, prompt: Inquiry, ask: Ask | None = None) -> LoadPlan:
         """What would be read and computed for a prompt now, and how long that would take; nothing is."""

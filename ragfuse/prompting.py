@@ -204,10 +204,10 @@ class Prompter:
         )
         if is_ids(question) and not tools and not ask.continue_final_message:
             return own.ids(_checked(question, len(model.words)))
-        if isinstance(question, str) and not tools and not ask.continue_final_message:
+        if isinstance(question, str) and is_bare_text(question, ask, tools):
             left = lean([self.pieces(question, digest)], leave_out)
             if check:
-                self._check([Turn("user", left.contents[0])], left, ())
+                self._check([Turn("user", left.contents[0])], left, (), is_text=True)
             return replace(own.text(left.contents[0], model.bos), dropped=left.sources)
         turns = turns_of(question)
         asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
@@ -227,10 +227,12 @@ class Prompter:
         keep white space that others take off."""
         check_texts([text], self._model())
 
-    def _check(self, turns: Sequence[Turn], left: Lean, tools: Sequence[Mapping[str, Any]]) -> None:
+    def _check(
+        self, turns: Sequence[Turn], left: Lean, tools: Sequence[Mapping[str, Any]], is_text: bool = False
+    ) -> None:
         n_gone = len(left.sources)
         what = f"The prompt without the {n_gone} chunks that could be left out" if n_gone else "The prompt"
-        check_turns(turns, self._model(), tools, what=what)
+        check_turns(turns, self._model(), tools, what=what, is_text=is_text)
 
     def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
@@ -378,6 +380,11 @@ def mended_question(question: Question | Ids) -> Question | Ids:
         return mended(question, "The prompt")
     turns = [each if isinstance(each, Turn) else Turn(*each) for each in question]
     return [replace(turn, content=mended_content(turn.content), name=whole_text(turn.name)) for turn in turns]
+
+
+def is_bare_text(question: Any, ask: Ask, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a question is a text that the model is given as it is, without its chat template."""
+    return isinstance(question, str) and not tools and not ask.continue_final_message
 
 
 def turns_of(question: Question | Ids) -> list[Turn]:

@@ -149,7 +149,10 @@ def test_without_a_limit_nothing_is_refused():
 
 def test_what_is_thought_before_an_answer_and_white_space_around_it_do_not_count():
     model = Words(100, 4)
-    check_turns([Turn("user", f"{' ' * 1000}hi{' ' * 1000}")], model)
+    blank = [Turn("user", f"{' ' * 1000}hi{' ' * 1000}")]
+    check_turns(blank, model)
+    with pytest.raises(OverlongError):
+        check_turns(blank, model, is_text=True)
     check_turns([Turn("user", "hi"), Turn("assistant", f"<think>{'a' * 1000}</think>b"), Turn("user", "hi")], model)
     with pytest.raises(OverlongError):
         check_turns([Turn("user", "hi"), Turn("assistant", "a" * 1000), Turn("user", "hi")], model)

@@ -122,6 +122,8 @@ def main(
     handler.setFormatter(_OneLine())
     log = logging.getLogger("ragfuse")
     log.handlers = [handler]
+    for library in ("torchao", "torch.utils._pytree"):  # what these warn of as they are imported is nobody's concern
+        logging.getLogger(library).setLevel(logging.ERROR)
     context.call_on_close(lambda: log.removeHandler(handler))
     if version:
         from importlib.metadata import version as installed

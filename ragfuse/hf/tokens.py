@@ -21,9 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ragfuse.errors import InputError
 from ragfuse.fork import ForkLock
+from ragfuse.hf.encodings import Chars, Offsets, encoding_of, text_of
 
-Chars = tuple[int, int]
-"""Characters lo:hi of a text."""
 Cut = tuple[int, int, tuple[int, ...]]
 """Characters lo:hi that are tokenised apart from what stands around them; by these ids, unless there are none."""
 Part = tuple[tuple[int, ...], int, Sequence[Chars]]
@@ -70,7 +69,7 @@ class TextEncoder:
         self._flags = {str(token): token for token in tokenizer.added_tokens_decoder.values()}
         if self._own is not None:
             self._text = self._within(self._own)
-            self._anchor = self._text.encode("x", add_special_tokens=False).ids[-1:]
+            self._anchor = encoding_of(self._text, "x").ids[-1:]
             self._before = {"start": self._prefixes(""), "border": self._prefixes(self._plain_token())}
             unknown, is_normal = _unknown(tokenizer), self._own.normalizer is not None
             found = tokenizer.added_tokens_decoder.items() if is_normal else ()
@@ -92,16 +91,17 @@ class TextEncoder:
         with self._lock:
             self._text.encode_special_tokens = False
             try:
-                encoding = self._text.encode(checked(text), add_special_tokens=False)
+                encoding = encoding_of(self._text, checked(text))
             finally:
                 self._text.encode_special_tokens = True
         ids = list(encoding.ids)
         if self._before["border"] == ("", ""):
             return ids
         place: Place = "middle"
+        offsets = Offsets.of(encoding)
         found, done = list[int](), 0
-        for row in self._borders(text, ids, encoding.offsets):
-            lo, hi = encoding.offsets[row]
+        for row in self._borders(text, ids, offsets):
+            lo, hi = offsets[row]
             found += [*self._encoded(text[done:lo], self._put_before(place, text[done:lo]))[0], ids[row]]
             done, place = hi, "border"
         return found + self._encoded(text[done:], self._put_before(place, text[done:]))[0]
@@ -111,16 +111,18 @@ class TextEncoder:
         if self._own is None:
             return []
         before = self._put_before("border" if is_behind_token else "start", text)
-        first = self._own.encode(text, add_special_tokens=False)
-        if not before or 0 in (first.offsets[row][0] for row in self._borders(text, first.ids, first.offsets)):
+        first = encoding_of(self._own, text)
+        offsets = Offsets.of(first)
+        if not before or 0 in (offsets[row][0] for row in self._borders(text, first.ids, offsets)):
             return []
-        return list(self._text.encode(before, add_special_tokens=False).ids)
+        return list(encoding_of(self._text, before).ids)
 
     def said(self, ids: Sequence[int]) -> str:
         """What ids say in the middle of a text, control tokens too."""
-        decode = self._own.decode if self._own is not None else self._tokenizer.decode
-        head = decode(self._anchor, skip_special_tokens=False) if self._anchor else ""
-        return str(decode([*self._anchor, *ids], skip_special_tokens=False))[len(head) :]
+        own = self._own
+        head = "" if not self._anchor else text_of(own, self._anchor) if own is not None else self._decode(self._anchor)
+        whole = [*self._anchor, *ids]
+        return (text_of(own, whole) if own is not None else self._decode(whole))[len(head) :]
 
     # what looks like a control token
 
@@ -131,12 +133,12 @@ class TextEncoder:
         """
         if self._matcher is None:
             return []
-        encoding = self._matcher.encode(_lowered(checked(text)), add_special_tokens=False)
+        encoding = encoding_of(self._matcher, _lowered(checked(text)))
         found = [chars for id, chars in zip(encoding.ids, encoding.offsets, strict=True) if id]
         if self._own is not None and not self._normalised.isdisjoint(self._control_ids):
-            seen = self._own.encode(text, add_special_tokens=False)  # its normalizer makes one of other letters
-            wanted = self._normalised & self._control_ids
-            found += [chars for id, chars in zip(seen.ids, seen.offsets, strict=True) if id in wanted]
+            seen = encoding_of(self._own, text)  # its normalizer makes one of other letters
+            wanted, offsets = self._normalised & self._control_ids, Offsets.of(seen)
+            found += [offsets[row] for row, id in enumerate(seen.ids) if id in wanted]
         spans = sorted({(hi - len(text[lo:hi].lstrip()), hi) for lo, hi in found if text[lo:hi].strip()})
         return [(lo, hi) for lo, hi in spans if text[lo:hi] not in self._unspecial] if is_begun else spans
 
@@ -151,8 +153,8 @@ class TextEncoder:
         text = checked(text)
         if self._own is None:
             return self._parts_by_calls(text, bare, cuts)
-        encoding = self._own.encode(_masked(text, bare), add_special_tokens=False)
-        ids, offsets = encoding.ids, encoding.offsets
+        encoding = encoding_of(self._own, _masked(text, bare))
+        ids, offsets = encoding.ids, Offsets.of(encoding)
         if not bare and not cuts:
             return [(tuple(ids), -1, offsets)] if ids else []
         borders = self._borders(text, ids, offsets)
@@ -224,7 +226,12 @@ class TextEncoder:
 
     # inside
 
-    def _encoded(self, text: str, before: str = "") -> tuple[list[int], list[Chars]]:
+    def _decode(self, ids: Sequence[int]) -> str:
+        if self._own is not None:
+            return text_of(self._own, ids)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def _encoded(self, text: str, before: str = "") -> tuple[list[int], Sequence[Chars]]:
         """Ids of a text in the middle of another one, `before` put before it, and the characters of each."""
         if self._own is None:
             ids = self._called_within(text) if text else []
@@ -232,18 +239,18 @@ class TextEncoder:
         if not text and not before:
             return [], []
         with self._lock:
-            encoding = self._text.encode(before + text, add_special_tokens=False)
-        n, ids, offsets = len(before), encoding.ids, encoding.offsets
+            encoding = encoding_of(self._text, before + text)
+        n, ids, offsets = len(before), encoding.ids, Offsets.of(encoding)
         breaks = self._breaks(before + text, ids, offsets)
         if not breaks:
-            return ids, [(max(0, lo - n), max(0, hi - n)) for lo, hi in offsets]
+            return ids, offsets.behind(n)
         whole, found, chars = before + text, list[int](), list[Chars]()
         ends = [*(at for at, _ in breaks), len(whole)]
         first: tuple[int, Place] = (0, "middle")
         for (lo, place), hi in zip([first, *breaks], ends, strict=True):
-            part, offsets = self._encoded(whole[lo:hi], self._put_before(place, whole[lo:hi]))
+            part, those = self._encoded(whole[lo:hi], self._put_before(place, whole[lo:hi]))
             found += part
-            chars += [(max(0, lo + a - n), max(0, lo + b - n)) for a, b in offsets]
+            chars += [(max(0, lo + a - n), max(0, lo + b - n)) for a, b in those]
         return found, chars
 
     def _breaks(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[tuple[int, Place]]:
@@ -252,8 +259,11 @@ class TextEncoder:
         A model may have a control token among its words, and make it of letters.
         """
         found = list[tuple[int, Place]]()
-        for id, (lo, hi) in zip(ids, offsets, strict=True):
-            word = text[lo:hi] if id in self._control_ids else ""
+        for row, id in enumerate(ids):
+            if id not in self._control_ids:
+                continue
+            lo, hi = offsets[row]
+            word = text[lo:hi]
             if len(word) > 1 and _lowered(word) == _lowered(self._added[id]) and not _is_inside(found, lo + 1):
                 found.append((lo + 1, "middle"))
         if found:
@@ -274,17 +284,17 @@ class TextEncoder:
         """What is put before a text behind `head`, and before one that begins with a space."""
         if head is None or self._own is None:
             return "", ""
-        own, n = self._own, len(self._own.encode(head, add_special_tokens=False).ids)
+        own, n = self._own, len(encoding_of(self._own, head).ids)
 
         def prefix(texts: Iterable[str]) -> str:
-            real = {text: own.encode(head + text, add_special_tokens=False).ids[n:] for text in texts}
+            real = {text: encoding_of(own, head + text).ids[n:] for text in texts}
             fits = (put for put in ("", " ") if all(self._encoded_as(put + text, ids) for text, ids in real.items()))
             return next(fits, "")
 
         return prefix(PROBES), prefix([" " + text for text in PROBES])
 
     def _encoded_as(self, text: str, ids: Sequence[int]) -> bool:
-        return bool(self._text.encode(text, add_special_tokens=False).ids == ids)
+        return bool(encoding_of(self._text, text).ids == ids)
 
     def _plain_token(self) -> str | None:
         """An added token that takes no white space with it, and stands beside any text."""
@@ -463,8 +473,8 @@ def _n_alike(own: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
     """How often pieces behind text read as they do in it; how often by the same ids."""
     read = same = 0
     for head, tail in JOINTS:
-        joint = own.encode(head + tail, add_special_tokens=False).ids
-        begun, rest = own.encode(head, add_special_tokens=False).ids, pieces.encode(tail, add_special_tokens=False).ids
+        joint = encoding_of(own, head + tail).ids
+        begun, rest = encoding_of(own, head).ids, encoding_of(pieces, tail).ids
         read += own.decode([*begun, *rest], skip_special_tokens=False) == own.decode(joint, skip_special_tokens=False)
         same += joint[-len(rest) :] == rest
     return read, same
@@ -531,8 +541,8 @@ def _lowered(text: str) -> str:
     return "".join(small if len(small := letter.lower()) == 1 else letter for letter in text)
 
 
-def _moved(offsets: Iterable[Chars], by: int) -> list[Chars]:
-    return [(lo + by, hi + by) for lo, hi in offsets]
+def _moved(offsets: Sequence[Chars], by: int) -> Sequence[Chars]:
+    return offsets.moved(by) if isinstance(offsets, Offsets) else [(lo + by, hi + by) for lo, hi in offsets]
 
 
 def _spread(ids: Sequence[int], lo: int, hi: int) -> list[Chars]:

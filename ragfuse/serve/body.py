@@ -7,14 +7,15 @@ work on one body is bounded by its bytes and by `MOST_MARKS`, so that none holds
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import numpy as np
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from ragfuse.serve.guard import unless_gone
@@ -26,10 +27,8 @@ MOST_MARKS = 32_768
 """Texts, objects and lists that a body may hold: each becomes an object of Python's, a hundred times its own size."""
 MOST_COMMAS = 262_144
 """Values that a body may hold: token ids of a long prompt are this many at most."""
-STEP = 65_536
-"""Characters that are looked at before other threads may run."""
-_OUTSIDE = re.compile(r"[\[\]{}\"]")
-_IN_TEXT = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+STEP = 1 << 16
+"""Bytes that are looked at together."""
 _BOM = "\ufeff"
 
 
@@ -50,24 +49,27 @@ def decoded(raw: bytes | bytearray) -> str:
         ) from None
 
 
-def check_shape(text: str) -> None:
+def check_shape(raw: bytes) -> None:
     """Refusal for JSON whose objects and lists lie too deep in each other, or that holds too many values.
 
-    Reading the first would overflow a stack; the second takes seconds in which nobody else is served. Every character
-    is looked at once, `STEP` at a time; no text that JSON refuses is refused here.
+    Reading the first would overflow a stack; the second takes seconds in which nobody else is served. Every byte is
+    looked at a few times, `STEP` at a time, while other threads run. Behind a backslash that is in no text, where JSON
+    ends, what is counted means nothing.
     """
-    depth = marks = commas = at = 0
-    while at < len(text):
-        found = _OUTSIDE.search(text, at, at + STEP)
-        end = found.start() if found else at + STEP
-        commas, sign, at = commas + text.count(",", at, end), text[end : end + 1] if found else "", end + bool(found)
-        if sign == '"':
-            marks, at = marks + 1, _end_of_text(text, at)
-        elif sign in ("[", "{"):
-            marks, depth = marks + 1, depth + 1
-        elif sign:
-            depth -= 1
-        if depth > DEEPEST:
+    signs, depth, marks, commas = np.frombuffer(raw, np.uint8), 0, 0, 0
+    in_text = is_escaped = False
+    for at in range(0, len(signs), STEP):
+        step = signs[at : at + STEP]
+        quotes, is_escaped = _quotes(step, is_escaped)
+        inside = (np.cumsum(quotes, dtype=np.uint8) & 1 == 1) ^ in_text  # from a text's first quote to before its last
+        opened = ((step == ord("[")) | (step == ord("{"))) & ~inside
+        closed = ((step == ord("]")) | (step == ord("}"))) & ~inside
+        deepest = depth + int(np.cumsum(opened.astype(np.int8) - closed.astype(np.int8), dtype=np.int32).max(initial=0))
+        depth += int(np.count_nonzero(opened)) - int(np.count_nonzero(closed))
+        marks += int(np.count_nonzero(opened)) + int(np.count_nonzero(quotes & inside))
+        commas += int(np.count_nonzero((step == ord(",")) & ~inside))
+        in_text = bool(inside[-1])
+        if deepest > DEEPEST:
             raise Refusal(400, f"Wanted JSON of at most {DEEPEST} levels, found more. Make it flatter.", "too_deep")
         if marks > MOST_MARKS or commas > MOST_COMMAS:
             raise Refusal(
@@ -78,20 +80,23 @@ def check_shape(text: str) -> None:
             )
 
 
-def _end_of_text(text: str, at: int) -> int:
-    """Behind the quote that ends a text which began before `at`; the end of all where none does."""
-    while at < len(text):
-        found = _IN_TEXT.match(text, at, at + STEP)
-        end = found.end() if found else at
-        if end < len(text) and text[end] == '"':
-            return end + 1
-        at = end if end > at else at + 2  # an escape that the step's end parts
-    return len(text)
+def _quotes(step: NDArray[np.uint8], is_escaped: bool) -> tuple[NDArray[np.bool_], bool]:
+    """Quotes that begin or end a text: those behind an even number of backslashes. is_escaped: the first byte is
+    behind an odd one; so is the one behind the step where the second result says so."""
+    quotes, slashes = step == ord('"'), step == ord("\\")
+    if not is_escaped and not slashes.any():
+        return quotes, False
+    rows = np.arange(len(step), dtype=np.int32)
+    before = np.maximum.accumulate(np.where(slashes, np.int32(-1 - is_escaped), rows))  # the last that is no backslash
+    n_slashes = rows - before  # up to this byte, this one too
+    odd = np.concatenate([[is_escaped], n_slashes[:-1] % 2 == 1])
+    return quotes & ~odd, bool(n_slashes[-1] % 2)
 
 
-def parsed(text: str) -> Any:
+def parsed(raw: bytes) -> Any:
     """What a body says; Refusal where it is no JSON, or holds half of a character, which no tokenizer takes."""
-    check_shape(text)
+    text = decoded(raw)
+    check_shape(raw)
     try:
         value = json.loads(text)
     except ValueError as error:  # a number of thousands of digits is one, too
@@ -126,7 +131,7 @@ def read_as(model: type[BaseModel], raw: bytes) -> BaseModel:
     if not raw:
         raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required", "input": None}])
     try:
-        return model.model_validate(parsed(decoded(raw)))
+        return model.model_validate(parsed(raw))
     except ValidationError as error:
         raise RequestValidationError(error.errors(include_url=False)) from None
 

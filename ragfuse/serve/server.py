@@ -21,7 +21,7 @@ from ragfuse.serve.wire import Connections, Wire
 
 BACKLOG = 2048
 """Connections that wait to be taken."""
-SWITCH_S = 0.001
+SWITCH_S = 0.0001
 """Seconds that one thread computes in Python before another one that waits may: who only asks whether the server lives
 waits for each of them."""
 AFTER_S = 5

@@ -6,6 +6,10 @@ What is proportional to a request runs in its turn or one by one; what tells whe
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,29 +17,30 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-N_PLANNING = 2
-"""Requests at once that are planned; their turns are more."""
+N_PLANNING = 1
+"""Requests at once that are planned: this is Python, of which one thread runs at a time, and more only wait longer."""
 N_LOOKUPS = 2
 """Requests at once that look at what is stored."""
+LATER = 10
+"""How much later threads come to run that work beside answers, as `nice` counts it."""
 
 
 class Threads:
     """Executors of one server.
 
     control: for whoever watches over it. intake: bodies, one at a time, so that little of the interpreter's time goes
-    to them while others are answered. ahead: what requests that wait will read. planning: what a request
-    asks for and what would be computed for it, of as many at once as gain by it: this is Python, of which one thread
-    runs at a time. upkeep: quotas. lookups: what is stored. turns: for requests whose turn it is, two each, for writing
-    and for what is left of the one before.
+    to them while others are answered. ahead: what requests that wait will read. planning: what a request asks for and
+    what would be computed for it. upkeep: quotas. lookups: what is stored. turns: for requests whose turn it is, two
+    each, for writing and for what is left of the one before.
     """
 
     def __init__(self, together: int) -> None:
         self.control = _named("control", 2)
-        self.intake = _named("intake", 1)
-        self.ahead = _named("ahead", 1)
-        self.upkeep = _named("upkeep", 1)
-        self.planning = _named("planning", N_PLANNING)
-        self.lookups = _named("lookups", N_LOOKUPS)
+        self.intake = _named("intake", 1, _yield)
+        self.ahead = _named("ahead", 1, _yield)
+        self.upkeep = _named("upkeep", 1, _yield)
+        self.planning = _named("planning", N_PLANNING, _yield)
+        self.lookups = _named("lookups", N_LOOKUPS, _yield)
         self.turns = _named("turns", 2 * together + 2)
 
     async def run(self, where: ThreadPoolExecutor, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -48,5 +53,13 @@ class Threads:
             each.shutdown(wait=False, cancel_futures=True)
 
 
-def _named(what: str, n: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(n, thread_name_prefix=f"ragfuse-{what}")
+def _named(what: str, n: int, begin: Callable[[], object] | None = None) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(n, thread_name_prefix=f"ragfuse-{what}", initializer=begin)
+
+
+def _yield() -> None:
+    """Let this thread run after others where there are more than the machine has cores: what waits for it can wait, and
+    the event loop cannot. Linux alone has that for a thread."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LATER)

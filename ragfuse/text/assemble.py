@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, Protocol
 
 from ragfuse.core import ChunkKey, Prompt, Segment
@@ -164,8 +164,8 @@ class Assembler:
             piece = pieces[number] if number >= 0 else Piece("")
             is_chunk = number >= 0 and piece.kind == "chunk"
             runs.append(_Run(tokens, is_chunk, piece.source, piece.text) if is_chunk else _Run(tokens))
-        rows = [chars for _, _, offsets in parts for chars in offsets]
-        return self._prompt(runs, _rows(rows, rendered.said, len(bos)) if asks else (0, 0))
+        offsets = [each for _, _, each in parts]
+        return self._prompt(runs, _rows(offsets, rendered.said, len(bos)) if asks else (0, 0))
 
     def _prompt(self, runs: Sequence[_Run], said: tuple[int, int]) -> Prompt:
         runs = [run for run in self._found(runs) if run.tokens]
@@ -184,7 +184,7 @@ class Assembler:
             if is_chunk:
                 yield from group
                 continue
-            ids, at = tuple(token for run in group for token in run.tokens), 0
+            ids, at = tuple(chain.from_iterable(run.tokens for run in group)), 0
             for match in self.find(ids):
                 span = match.span
                 yield _Run(ids[at : match.lo])
@@ -194,7 +194,7 @@ class Assembler:
 
     def _segments(self, runs: Sequence[_Run], reused: Sequence[bool], n_prefix: int) -> Iterator[Segment]:
         """Segments that still stand at 0: the prefix if there is one, then one for each run."""
-        prefix = tuple(token for run in runs[:n_prefix] for token in run.tokens)
+        prefix = tuple(chain.from_iterable(run.tokens for run in runs[:n_prefix]))
         if len(prefix) >= self.min_tokens:
             yield Segment(prefix, 0, "prefix", (self.key_of(prefix, ""),))
         elif prefix:
@@ -240,14 +240,16 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _rows(offsets: Sequence[Chars], chars: Chars, n_before: int) -> tuple[int, int]:
-    """Rows of ids, behind `n_before` others, that hold some of these characters."""
+def _rows(offsets: Iterable[Sequence[Chars]], chars: Chars, at: int) -> tuple[int, int]:
+    """Rows of ids, of which the first is `at`, that hold some of these characters. offsets: of each part of the ids."""
     lo, hi = chars
-    if lo >= hi:
-        return 0, 0
-    first = bisect_left(offsets, lo + 1, key=lambda each: each[1])
-    stop = bisect_left(offsets, hi, lo=first, key=lambda each: each[0])
-    return (n_before + first, n_before + stop) if first < stop else (0, 0)
+    found = list[tuple[int, int]]()
+    for each in offsets if lo < hi else ():
+        first = bisect_left(each, lo + 1, key=lambda chars: chars[1])
+        stop = bisect_left(each, hi, lo=first, key=lambda chars: chars[0])
+        found += [(at + first, at + stop)] if first < stop else []
+        at += len(each)
+    return (found[0][0], found[-1][1]) if found else (0, 0)
 
 
 def _as_said(words: Words, text: str, placed: Placed) -> Cut | None:

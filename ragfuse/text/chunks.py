@@ -14,6 +14,7 @@ import hmac
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -184,15 +185,22 @@ class Marker:
 
     def split(self, text: str) -> list[Piece]:
         """Chunks that were marked and the fresh text around them, in order; joined they are the unmarked text."""
-        claims = [(head, head.end(), head.end() + int(head[1])) for head in _HEAD.finditer(text)]
-        claims = [claim for claim in claims if text.startswith(_foot(claim[0][3]), claim[2])]
-        residues = Residues(text, (place for _, lo, hi in claims for place in (lo, hi)), self._prime)
+        begins, los, his, names, tags = list[int](), list[int](), list[int](), list[str](), list[str]()
+        for head in _HEAD.finditer(text):
+            lo = head.end()
+            hi = lo + int(head[1])
+            if text.startswith(_foot(head[3]), hi):
+                begins.append(head.start())
+                los.append(lo)
+                his.append(hi)
+                names.append(head[2])
+                tags.append(head[3])
+        residues = Residues(text, chain(los, his), self._prime)
         found, done = list[Piece](), 0
-        for head, lo, hi in claims:
-            _, name, tag = head.groups()
-            if head.start() < done or not hmac.compare_digest(self._tag(hi - lo, name, residues.of(lo, hi)), tag):
+        for begin, lo, hi, name, tag in zip(begins, los, his, names, tags, strict=True):
+            if begin < done or not hmac.compare_digest(self._tag(hi - lo, name, residues.of(lo, hi)), tag):
                 continue
-            found += [Piece(text[done : head.start()]), Piece(text[lo:hi], "chunk", _source(name))]
+            found += [Piece(text[done:begin]), Piece(text[lo:hi], "chunk", _source(name))]
             done = hi + len(_foot(tag))
         found.append(Piece(text[done:]))
         return [piece for piece in found if piece.text]

@@ -43,18 +43,27 @@ class Residues:
 
     def __init__(self, text: str, places: Iterable[int], prime: int) -> None:
         self._prime = prime
-        self._before: dict[int, tuple[int, int]] = {}  # place -> residue and number of the bytes before it
-        value = n_bytes = at = 0
-        for place in sorted(set(places)):
+        places = sorted(set(places))
+        self._at = {place: number for number, place in enumerate(places)}
+        # Of the n bytes before each place: their residue, 256**n and 256**-n. Lists of numbers: a tuple for each place
+        # would be one more object for the garbage collector to look at.
+        self._before, self._powers, self._back = list[int](), list[int](), list[int]()
+        value, power, back, at = 0, 1, 1, 0
+        unit = pow(256, -1, prime)
+        for place in places:
             data = _bytes(text[at:place])
-            value = (value * pow(2, 8 * len(data), prime) + int.from_bytes(data, "big")) % prime
-            n_bytes, at = n_bytes + len(data), place
-            self._before[place] = value, n_bytes
+            step = pow(256, len(data), prime)
+            value = (value * step + int.from_bytes(data, "big")) % prime
+            power, back, at = power * step % prime, back * pow(unit, len(data), prime) % prime, place
+            self._before.append(value)
+            self._powers.append(power)
+            self._back.append(back)
 
     def of(self, lo: int, hi: int) -> int:
         """Return `residue(text[lo:hi])`; lo and hi are two of the places, in this order."""
-        (before, n_before), (upto, n_upto) = self._before[lo], self._before[hi]
-        return (upto - before * pow(2, 8 * (n_upto - n_before), self._prime)) % self._prime
+        first, last = self._at[lo], self._at[hi]
+        shift = self._powers[last] * self._back[first] % self._prime
+        return (self._before[last] - self._before[first] * shift) % self._prime
 
 
 class Point:

@@ -88,14 +88,16 @@ class _Trial:
     """What is marked in one rendering.
 
     shown: control tokens that answers keep; flanked: with marks before and behind each, as a template may write the
-    same one anew between what stood around it. beside: other messages keep all, with a mark beside each.
+    same one anew between what stood around it. beside: other messages that keep all, with a mark beside each.
+    only: the message in which alone anything is marked.
     """
 
     shown: frozenset[str] = frozenset()
     flanked: bool = False
-    beside: bool = False
+    beside: frozenset[int] = frozenset()
     pieces: bool = True
     messages: bool = True
+    only: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ class Conversation:
         if sum(map(len, self._in_texts)) > sum(map(len, PRIVATE)) - len(self._used):
             raise _too_many()
         met = set[int]()
-        for trial in self._trials(write):
+        for trial in self._trials(write, text):
             try:
                 other, marks = self._tried(write, trial)
             except InputError:  # it looks at a character that is exchanged
@@ -173,7 +175,7 @@ class Conversation:
 
     # what is marked
 
-    def _trials(self, write: Write) -> Iterator[_Trial]:
+    def _trials(self, write: Write, text: str) -> Iterator[_Trial]:
         """From what says most to what disturbs a template least."""
         ways = [_Trial()]
         yield from (ways[0], replace(ways[0], messages=False))
@@ -181,10 +183,31 @@ class Conversation:
         if any(forged):
             shown = self._shown(write)
             ways += [replace(shown, flanked=True), shown] if shown.shown else [shown]
+        others = frozenset(at for at, found in enumerate(self._in_texts) if found and not self._answers[at])
         if not all(forged):
-            ways += [replace(way, beside=True) for way in ways[1:] or ways]
+            ways += [replace(way, beside=others) for way in ways[1:] or ways]
         yield from ways[1:]
-        yield from (replace(way, messages=False, pieces=False) for way in ways)
+        least = [replace(way, messages=False, pieces=False) for way in ways]
+        yield from least
+        if len(others) > 1:
+            beside = self._beside(write, text, others)
+            yield from (replace(way, beside=beside) for way in least if not way.beside)
+
+    def _beside(self, write: Write, text: str, turns: Iterable[int]) -> frozenset[int]:
+        """Of these messages those in which the template looks at control tokens; each is tried alone."""
+        found = list[int]()
+        for turn in sorted(turns)[:MOST_SHOWN]:
+            hidden = _Trial(pieces=False, messages=False, only=turn)
+            if not self._is_aligned(write, hidden, text):
+                kept = replace(hidden, beside=frozenset({turn}))
+                found += [turn] if self._is_aligned(write, kept, text) else []
+        return frozenset(found)
+
+    def _is_aligned(self, write: Write, trial: _Trial, text: str) -> bool:
+        try:
+            return _aligned(*self._tried(write, trial), text) is not None
+        except InputError:
+            return False
 
     def _shown(self, write: Write) -> _Trial:
         """Of control tokens in answers, those that the template looks at; found once."""
@@ -214,12 +237,15 @@ class Conversation:
         marks = _Marks(code for code in chain(*PRIVATE) if code not in self._used)
         messages = []
         for at, message in enumerate(self._messages):
+            if trial.only not in (None, at):
+                messages.append(dict(message))
+                continue
             beside = {key: self._leaves(value, marks) for key, value in message.items() if key != "content"}
             content = message.get("content")
             if content == self._texts[at] and content:
                 content = self._content(at, marks, trial)
             messages.append({**beside, "content": content} if "content" in message else beside)
-        tools = [self._leaves(tool, marks) for tool in self._tools]
+        tools = list(self._tools) if trial.only is not None else [self._leaves(tool, marks) for tool in self._tools]
         return write(messages, tools), marks.spots
 
     def _leaves(self, value: Any, marks: _Marks) -> Any:
@@ -240,7 +266,7 @@ class Conversation:
             is_answers = self._answers[turn] and word in trial.shown
             if is_answers and not trial.flanked:
                 continue
-            if is_answers or (trial.beside and not self._answers[turn]):
+            if is_answers or (turn in trial.beside and not self._answers[turn]):
                 places = [hi] if lo <= blank else [lo, hi] if is_answers else [lo]
                 n_beside = len(places) if is_answers else 0
                 inserted += [(at, _Spot("", "forged", at, turn, -1, word, True, lo, n_beside)) for at in places]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
 from typing import Any
 
 import pytest
 from transformers import ByT5Tokenizer, PythonBackend
 
 from ragfuse.errors import InputError
+from ragfuse.hf.encodings import encoding_of
 from ragfuse.hf.tokens import TextEncoder
 from tests.text.test_reading import KINDS, prompter, said, words_of
 
@@ -120,6 +127,49 @@ def test_a_tokenizer_in_python_that_puts_spaces_before_texts_puts_none_inside():
     assert (ids.count(words.convert_tokens_to_ids("<|im_end|>")), ids.count(words.eos_token_id)) == (0, 1)
     assert [list(each) for each, number, _ in parts if number == 0] == [encoder.tokens("chunk")]
     assert encoder.said(encoder.tokens(text)) == encoder.said(encoder.written(text[:5])) + text[5:]
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised():
+    encoder, _ = encoder_of("byte-level")
+    text = " ".join(f"door{number}" for number in range(60_000))
+    beats, over, begun = [], threading.Event(), threading.Event()
+
+    def beat():
+        begun.set()
+        while not over.wait(0.001):
+            beats.append(1)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    begun.wait()
+    before = len(beats)
+    own = encoder._own
+    for _ in range(5):
+        found = encoding_of(own, text)
+    n = len(beats) - before
+    over.set()
+    thread.join()
+    assert found.ids == own.encode(text, add_special_tokens=False).ids
+    assert n > 5
+
+
+def test_a_child_tokenises_what_is_long_without_a_word_of_the_library():
+    code = """
+        import json, os, sys
+        from tokenizers import Tokenizer, models
+        from ragfuse.hf.encodings import encoding_of
+        made, text = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), "a " * 5000
+        n = len(encoding_of(made, text).ids)
+        child = os.fork()
+        if not child:
+            os._exit(0 if len(encoding_of(made, text).ids) == n else 1)
+        _, status = os.waitpid(child, 0)
+        print(json.dumps([status, os.environ.get("TOKENIZERS_PARALLELISM")]))
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    told = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(told, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert (json.loads(done.stdout), done.stderr) == ([0, None], "")
 
 
 def test_half_a_character_is_refused():

@@ -82,6 +82,20 @@ def test_no_control_token_is_forged_and_few_renderings_made_whatever_a_template_
     assert template.asked <= 16
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_messages_at_which_a_template_looks_in_different_ways_are_each_shown_what_it_looks_for(n: int):
+    def write(role: str, content: str) -> str:
+        begins, is_long = content.startswith("<end>"), len(content) > 10
+        return f"{role}:{'!' if begins else ''}{'?' if is_long else ''}{content}"
+
+    template = Template(write)
+    messages = [("user", [Piece("<end>")]), ("user", [Piece("abcde<end>")])] * n
+    found = rendered(template, *messages)
+    assert found.text == "user:!<end><end>user:abcde<end><end>" * n
+    assert own(found) == 2 * n
+    assert template.asked <= 32
+
+
 def test_thoughts_are_cut_off_and_what_else_an_answer_forges_stays_text():
     def write(role: str, content: str) -> str:
         return f"{role}:{content.split('</think>')[-1] if role == 'assistant' else content}"
