@@ -190,7 +190,7 @@ class KnownSpans:
         spans: dict[int, KnownSpan] = {}
         matches = []
         for lo, hi, number, place in found:
-            if not np.array_equal(prompt[lo:hi], self._arena[place : place + hi - lo]):
+            if not (prompt[lo:hi] == self._arena[place : place + hi - lo]).all():
                 continue  # never so; but a wrong row would be a wrong answer
             start, end = int(self._starts[number]), int(self._starts[number + 1])
             if number not in spans:
