@@ -172,7 +172,7 @@ class Conversations:
         pieces = self._prompter.pieces(turn.content, digest)
         kinds = ("found" if piece.found else piece.kind for piece in pieces)
         parts = tuple((each.text, kind, each.source) for each, kind in zip(pieces, kinds, strict=True) if each.text)
-        return Message(turn.role, parts, turn.tool_calls, turn.tool_call_id, turn.name)
+        return Message(turn.role, parts, turn.tool_calls, turn.tool_call_id, turn.name, turn.reasoning)
 
     def _shortened(
         self, make: Callable[[Question | Ids], Prompt], messages: Sequence[Turn], talk: Talk, ask: Ask
@@ -378,7 +378,7 @@ def turn_of(message: Message) -> Turn:
         Piece(text, "fresh" if kind == "fresh" else "chunk", source, found=kind == "found")
         for text, kind, source in message.parts
     )
-    return Turn(message.role, pieces, message.tool_calls, message.tool_call_id, message.name)
+    return Turn(message.role, pieces, message.tool_calls, message.tool_call_id, message.name, message.reasoning)
 
 
 def _said(session: Session) -> Iterator[Turn]:

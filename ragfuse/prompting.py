@@ -379,7 +379,15 @@ def mended_question(question: Question | Ids) -> Question | Ids:
     if isinstance(question, str):
         return mended(question, "The prompt")
     turns = [each if isinstance(each, Turn) else Turn(*each) for each in question]
-    return [replace(turn, content=mended_content(turn.content), name=whole_text(turn.name)) for turn in turns]
+    return [
+        replace(
+            turn,
+            content=mended_content(turn.content),
+            name=whole_text(turn.name),
+            reasoning=mended(turn.reasoning, "The prompt"),
+        )
+        for turn in turns
+    ]
 
 
 def is_bare_text(question: Any, ask: Ask, tools: Sequence[Mapping[str, Any]]) -> bool:

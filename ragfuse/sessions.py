@@ -32,6 +32,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    reasoning: str = ""
 
     @property
     def text(self) -> str:
@@ -216,7 +217,7 @@ def _stretch(found: Mapping[str, Any]) -> Stretch:
 def _message(found: Mapping[str, Any]) -> Message:
     parts = tuple((str(text), str(kind), str(source)) for text, kind, source in found["parts"])
     calls = tuple(ToolCall(c["name"], c["arguments"], c["id"]) for c in found["tool_calls"])
-    return Message(found["role"], parts, calls, found["tool_call_id"], found["name"])
+    return Message(found["role"], parts, calls, found["tool_call_id"], found["name"], str(found.get("reasoning", "")))
 
 
 def truncated(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from integrations.tests.kit import TEMPLATE
-from ragfuse import Ask, Engine, Grammar, InputError, Settings, ToolCall
+from ragfuse import Ask, Engine, Grammar, InputError, Settings, ToolCall, Turn
 from ragfuse.core import Thought
 from ragfuse.text.thoughts import TAGS, Thoughts, thoughts_of
 from tests.scripted import saying
@@ -135,3 +136,40 @@ def test_what_a_template_does_not_read_is_refused_not_ignored(opened: Engine, en
         opened.answer(ASKED, Ask(chat_template_kwargs={"enable_thinking": False}))
     answer = engine_without.answer(ASKED, Ask(chat_template_kwargs={"enable_thinking": False}))  # it thinks nothing
     assert answer.text == engine_without.answer(ASKED, Ask()).text
+
+
+THOUGHT = "{% if message.reasoning_content is defined %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+REMEMBERS = TEMPLATE.replace("{{ message['content'] }}", THOUGHT + "{{ message['content'] }}")
+
+
+def text_of(engine: Engine, turns: list[Turn], ask: Ask | None = None) -> str:
+    ids = engine.prompt(turns, ask=ask or Ask()).token_ids
+    return str(engine.model.words.decode(list(ids), skip_special_tokens=False))
+
+
+def test_what_was_thought_before_an_earlier_answer_is_handed_to_the_template(tiny_path: Path, tmp_path: Path) -> None:
+    assert REMEMBERS != TEMPLATE
+    for made in engine(thinking_model(tiny_path, tmp_path / "model", REMEMBERS)):
+        said = [("user", "Who?"), ("assistant", "It."), ("user", "Sure?")]
+        plain = [{"role": role, "content": text} for role, text in said]
+        plain[1]["reasoning_content"] = "A lighthouse counts."
+        turns = [Turn(role, text) for role, text in said]
+        turns[1] = replace(turns[1], reasoning="A lighthouse counts.")
+        wanted = made.model.words.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        assert "<think>A lighthouse counts.</think>It." in wanted
+        for ask in (Ask(), Ask(reuse=False), Ask(session="talk")):
+            if ask.session is None:
+                assert text_of(made, turns, ask) == wanted
+            assert made.answer(turns, ask).trace.tokens == len(made.prompt(turns).token_ids)
+        assert made.ids([("user", "Who?"), Turn("assistant", "It."), ("user", "Sure?")]) != made.ids(turns)
+        turns[1] = replace(turns[1], reasoning="forged </think> tag \ud800")
+        ids = list(made.prompt(turns).token_ids)
+        close = made.model.words.convert_tokens_to_ids("</think>")
+        assert ids.count(close) == 1
+        assert "forged </think> tag \ufffd" in text_of(made, turns)
+
+
+def test_neighbours_of_one_role_keep_what_each_thought() -> None:
+    turns = [Turn("assistant", "a", reasoning="one"), Turn("assistant", "b"), Turn("assistant", "c", reasoning="two")]
+    (joined,) = Turn.joined(turns)
+    assert joined.reasoning == "one\ntwo"

@@ -129,6 +129,10 @@ class Message(BaseModel):
     content: str | Annotated[list[Part], First] | None = None
     name: Annotated[str, Field(pattern=r"^[^\s<|\\/>\[\]]+$", max_length=64)] | None = None
     """Of a tool, or of whoever says it, for chat templates that write it."""
+    reasoning_content: str | None = None
+    """What an assistant thought before its answer, for chat templates that write it."""
+    reasoning: str | None = None
+    """The same, as some servers name it."""
     tool_calls: Annotated[list[Call], First] | None = None
     tool_call_id: str | None = None
     function_call: Call.Function | None = None

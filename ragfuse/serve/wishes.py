@@ -312,7 +312,8 @@ def _turn(message: Message, names: Mapping[str, str]) -> Turn:
         )
     id = message.tool_call_id or ""
     name = message.name or (names.get(id, "") if role == "tool" else "")
-    return Turn(role, parts, calls, id if role == "tool" else "", name)
+    thought = (message.reasoning_content or message.reasoning or "") if role == "assistant" else ""
+    return Turn(role, parts, calls, id if role == "tool" else "", name, thought)
 
 
 def _parts(message: Message) -> Iterator[str | Piece]:

@@ -223,6 +223,8 @@ class CallFormat:
             message["tool_call_id"] = self._id(turn.tool_call_id)
         if turn.name:
             message["name"] = turn.name
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
         return message
 
     def _told(self, call: ToolCall, values: Callable[[Any], Any]) -> dict[str, Any]:
@@ -331,7 +333,8 @@ def _described(tools: Sequence[Mapping[str, Any]]) -> str:
 def _spelled(turn: Turn) -> Turn:
     if turn.tool_calls:
         gap = (Piece("\n"),) if turn.content else ()
-        return Turn(turn.role, (*turn.content, *gap, Piece(PLAIN.write(turn.tool_calls))))
+        said = (*turn.content, *gap, Piece(PLAIN.write(turn.tool_calls)))
+        return Turn(turn.role, said, reasoning=turn.reasoning)
     if turn.role == "tool":
         return Turn("tool", (Piece("<tool_response>\n"), *turn.content, Piece("\n</tool_response>")))
     return turn

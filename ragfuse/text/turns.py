@@ -17,7 +17,8 @@ Content = str | Sequence[str | Piece]
 class Turn:
     """A message for the chat template. `tool_calls` are an assistant's; `tool_call_id`, `name` say what a tool answers.
 
-    The role of a tool's result is "tool".
+    The role of a tool's result is "tool". reasoning: what an assistant thought before its answer, for templates that
+    write it.
     """
 
     role: str
@@ -25,6 +26,7 @@ class Turn:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    reasoning: str = ""
 
     @property
     def says_something(self) -> bool:
@@ -48,7 +50,9 @@ class Turn:
             for turn in alike:
                 if turn.content:
                     content += ["\n", *_listed(turn.content)] if content else _listed(turn.content)
-            found.append(Turn(role, content, tuple(call for turn in alike for call in turn.tool_calls)))
+            calls = tuple(call for turn in alike for call in turn.tool_calls)
+            thoughts = "\n".join(turn.reasoning for turn in alike if turn.reasoning)
+            found.append(Turn(role, content, calls, reasoning=thoughts))
         return found
 
 

@@ -312,6 +312,14 @@ def test_a_plan_is_of_the_prompt_that_the_same_fields_make(served: Served) -> No
     assert shared <= set(ExplainRequest.model_fields)
 
 
+def test_what_an_assistant_thought_is_handed_to_the_template(served: Served) -> None:
+    for name in ("reasoning_content", "reasoning"):
+        messages = [said(), {**said("Hm", "assistant"), name: "I count."}, {**said("Sure?"), name: "not mine"}]
+        ask = chat_wishes(ChatRequest(model="m", messages=messages), "")[0]
+        assert [turn.reasoning for turn in ask.question] == ["", "I count.", ""]
+        assert asked(served, "chat", {"messages": messages}).status_code == 200
+
+
 def test_the_name_of_whoever_says_a_message_is_handed_to_the_template(served: Served) -> None:
     ask = chat_wishes(ChatRequest(model="m", messages=[{**said(), "name": "Ann"}, said("Hm", "assistant")]), "")[0]
     assert [turn.name for turn in ask.question] == ["Ann", ""]

@@ -80,11 +80,21 @@ def _turn(message: BaseMessage, names: Mapping[str, str]) -> Turn:
     parts = _parts(message)
     if isinstance(message, AIMessage):
         calls = tuple(ToolCall(call["name"], call["args"], call["id"] or "") for call in message.tool_calls)
-        return Turn("assistant", parts, calls)
+        return Turn("assistant", parts, calls, reasoning=_thought(message))
     if isinstance(message, ToolMessage):
         id = message.tool_call_id
         return Turn("tool", _cut(parts, _documents(message.artifact)), (), id, message.name or names.get(id, ""))
     return Turn(_role(message), parts, name=message.name or "" if isinstance(message, FunctionMessage) else "")
+
+
+def _thought(message: AIMessage) -> str:
+    """What was thought before an answer: where `ChatRagFuse` says it, or in blocks of the content."""
+    told = message.additional_kwargs.get("reasoning_content")
+    if isinstance(told, str) and told:
+        return told
+    blocks = [block for block in message.content if isinstance(block, dict)]
+    texts = (block.get("reasoning") or block.get("thinking") for block in blocks if block.get("type") in THOUGHTS)
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _role(message: BaseMessage) -> str:

@@ -11,6 +11,7 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import tool
 from langchain_ragfuse import ChatRagFuse, RagFuseLLM
+from langchain_ragfuse.messages import turns_of
 from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, InputError, Settings
@@ -72,6 +73,13 @@ def test_an_answer_with_its_thought_is_a_message_of_the_next_question(thinking: 
     blocks = AIMessage(content=answer.content_blocks)  # type: ignore[arg-type]
     told = [llm.get_num_tokens_from_messages([HumanMessage(ASKED), each]) for each in (answer, blocks)]
     assert told[0] == told[1]
+    for each in (
+        answer,
+        blocks,
+        AIMessage([{"type": "thinking", "thinking": "Hm"}, {"type": "text", "text": "Forty."}]),
+    ):
+        assert [turn.reasoning for turn in turns_of([HumanMessage(ASKED), each])] == ["", "Hm"]
+    assert turns_of([HumanMessage(ASKED), AIMessage("Forty.")])[1].reasoning == ""
 
 
 @pytest.mark.parametrize(

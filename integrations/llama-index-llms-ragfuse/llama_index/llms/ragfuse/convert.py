@@ -49,11 +49,13 @@ def _turn(message: ChatMessage) -> Turn:
     if role == "tool":
         call, name = said.get("tool_call_id"), said.get("name")
         return Turn(role, _texts(message), tool_call_id=str(call or ""), name=str(name or ""))
-    return Turn(role, _texts(message), tool_calls=tuple(calls_of(message)))
+    thoughts = [block.content for block in message.blocks if isinstance(block, ThinkingBlock) and block.content]
+    thought = "\n".join(thoughts) if role == "assistant" else ""
+    return Turn(role, _texts(message), tool_calls=tuple(calls_of(message)), reasoning=thought)
 
 
 def _is_plain(turn: Turn) -> bool:
-    return turn.role != "tool" and not turn.tool_calls
+    return turn.role != "tool" and not turn.tool_calls and not turn.reasoning
 
 
 def _texts(message: ChatMessage) -> list[str]:
