@@ -339,6 +339,10 @@ class SegmentTrace:
     goes_on: bool = False
 
 
+ENCODING = "still being encoded, for the next question"
+"""Why a chunk is not reused that an earlier prompt held a moment ago."""
+
+
 @dataclass(frozen=True)
 class Trace:
     """What one answer reused and why. Times in seconds, sizes in bytes, shares 0..1.
@@ -397,6 +401,8 @@ class Trace:
         parts = [f"{self.tokens_prefix} as beginning"] if self.tokens_prefix else []
         parts += [f"{self.history_reused} of earlier turns"] if self.history_reused else []
         parts += [f"{sum(chunks)} of {len(chunks)} chunks"] if chunks else []
+        pending = sum(each.why == ENCODING for each in self.segments)
+        parts += [f"{pending} still being encoded"] if pending else []
         told = f" ({', '.join(parts)})" if parts else ""
         return f"{self.tokens} tokens: {self.tokens_reused} reused{told}, {self.tokens_recomputed} recomputed, {first}"
 
@@ -406,8 +412,8 @@ class Trace:
         return sum(segment.n_tokens for segment in self.segments if segment.kind == "history" and segment.hit)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return asdict(self)
+        """Plain JSON types, with the summary."""
+        return {**asdict(self), "summary": self.summary}
 
 
 @dataclass(frozen=True)

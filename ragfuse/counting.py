@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ragfuse.core import Answer, Trace
+from ragfuse.core import ENCODING, Answer, Trace
 from ragfuse.fork import at_fork
 from ragfuse.gate import INEXACT, UNSAFE
 from ragfuse.plan.controller import MISSING, UNREADABLE
@@ -31,7 +31,7 @@ fused."""
 def why_of(refusal: str) -> str:
     """One of `WHY`, "" for a prompt that was fused."""
     begins = {UNASKED: "asked", NOTHING: "nothing_stored", FIRST: "nothing_stored", TOO_SHORT: "too_short"}
-    begins |= {ALTERED: "altered", INEXACT: "inexact", UNSAFE: "unsafe"}
+    begins |= {ENCODING: "nothing_stored", ALTERED: "altered", INEXACT: "inexact", UNSAFE: "unsafe"}
     begins |= {"full prefill ": "sooner"}  # last: it begins what was asked for, too
     return next((why for begin, why in begins.items() if refusal.startswith(begin)), "model" if refusal else "")
 
@@ -103,5 +103,5 @@ def _looked_up(trace: Trace, why: str) -> Iterator[str]:
                 continue
             if segment.hit:
                 yield f"hit {segment.tier}"
-            elif why or segment.why in (MISSING, UNREADABLE):
+            elif why or segment.why in (MISSING, UNREADABLE, ENCODING):
                 yield "missed"

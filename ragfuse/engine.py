@@ -22,6 +22,7 @@ from ragfuse.core import Answer, ChunkKey, LoadPlan, Prompt, digest, whole_text
 from ragfuse.counting import Tally
 from ragfuse.dtypes import settled
 from ragfuse.encoding import Encoder, Ingested
+from ragfuse.errors import SettingsError
 from ragfuse.fitting import drops, limit_of
 from ragfuse.forgetting import chunk_of, forget_chunks
 from ragfuse.fork import ForkLock
@@ -96,6 +97,8 @@ class Engine:
         self._given, told = handed_over(model, tokenizer, settings or Settings())
         self.settings = settled(told)
         known_policy(self.settings.policy)
+        if not isinstance(store, KVStore | None):
+            raise SettingsError(f"Wanted an open KVStore, found {store!r:.60}. Name a folder by Settings(store=...).")
         place, shared_with = self.settings.store_path, self.settings.shared_with
         self.book = Book(place, shared_with) if store is None and self.settings.disk_bytes else None
         self._booked = Booked(self.book)
@@ -107,9 +110,10 @@ class Engine:
         self._sightings = Sightings()
         self._profiles, self._timings = Profiles(self._booked), Timings(self.settings.tiers, self._booked)
         self._prefixes = PrefixCache(self.settings, lambda: self.encoder, self.store)
-        self._planner = Planner(self.settings, self.store, self._timings, self._prefixes)
-        self._learned: ModelProfile | None = None
         self._saver = Saver(self._save)
+        waits = self._saver.is_waiting
+        self._planner = Planner(self.settings, self.store, self._timings, self._prefixes, waits)
+        self._learned: ModelProfile | None = None
         self.tally = Tally(lambda: self._saver.waiting, lambda: self._booked.failures)
         self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
         keys_of, free_share = lambda name: self._talks.keys_of(name), self.settings.memory_free

@@ -6,14 +6,14 @@ What is decided is told in `plan` and `gate`, how timings are kept in `timings.p
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 from ragfuse.asking import Ask
-from ragfuse.core import ChunkKey, LoadPlan, Prompt, digest
+from ragfuse.core import ENCODING, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.fork import ForkLock
 from ragfuse.gate import Hint, refusal_of
 from ragfuse.hf.model import HFModel
@@ -46,8 +46,15 @@ PROMOTED = 2
 class Planner:
     """Plans an engine's prompts over its store, by `timings` where this machine was measured."""
 
-    def __init__(self, settings: Settings, store: KVStore, timings: Timings, prefixes: PrefixCache) -> None:
-        self.timings, self._prefixes = timings, prefixes
+    def __init__(
+        self,
+        settings: Settings,
+        store: KVStore,
+        timings: Timings,
+        prefixes: PrefixCache,
+        is_encoding: Callable[[tuple[int, ...]], bool] = lambda tokens: False,
+    ) -> None:
+        self.timings, self._prefixes, self._is_encoding = timings, prefixes, is_encoding
         self._settings, self._store = settings, store
         self._hint, self._lock = Hint(), ForkLock()
         self._promoted = 0
@@ -95,7 +102,8 @@ class Planner:
             if blends:
                 self._hint.give(profile, policy, settings.model)
             return found
-        why = self._nothing(prompt, bool(lost))
+        is_pending = any(why == ENCODING for _, why in found.misses)
+        why = ENCODING if is_pending else self._nothing(prompt, bool(lost))
         return replace(found.refused(why), misses=found.misses)
 
     def settle(self, prompt: Prompt) -> None:
@@ -161,8 +169,11 @@ class Planner:
         return settle(self._settings.policy, self._settings.ratio, profile.choice)[1]
 
     def _told(self, prompt: Prompt, index: int, why: str) -> tuple[int, str]:
-        """A miss, and why: an entry may be there that cannot be decoded here."""
-        reasons = (self._store.why_not(key) for key in prompt.segments[index].keys if why == MISSING)
+        """A miss, and why: an entry may be there that cannot be decoded here, or on its way."""
+        segment = prompt.segments[index]
+        if why == MISSING and segment.kind == "chunk" and self._is_encoding(segment.stored or segment.tokens):
+            return index, ENCODING
+        reasons = (self._store.why_not(key) for key in segment.keys if why == MISSING)
         return index, next(filter(None, reasons), why)
 
     def _nothing(self, prompt: Prompt, lost: bool) -> str:

@@ -116,6 +116,12 @@ class Saver:
             at_hand = self._at_hand
             self._changed.wait_for(lambda: at_hand is None or self._at_hand is not at_hand)
 
+    def is_waiting(self, tokens: tuple[int, ...]) -> bool:
+        """Whether this run waits to be encoded, or is being encoded."""
+        with self._changed:
+            works = [*self._waiting, *([self._at_hand] if self._at_hand is not None else [])]
+        return any(work.tokens == tokens and work.prompt is None and not work.begins for work in works)
+
     @property
     def waiting(self) -> int:
         """Runs that wait to be encoded, the one at hand too."""

@@ -30,6 +30,11 @@ def loaded(settings: Settings, profiles: Profiles, given: LoadedModel | None = N
 
 def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[LoadedModel | None, Settings]:
     """A model that somebody loaded, None where it is only named, and the settings as they are with it."""
+    if not isinstance(settings, Settings):
+        raise ModelError(
+            f"Wanted Settings first, found {settings!r:.60}. Name a model as Engine(model=...), and where KV lies as "
+            "Engine(Settings(store=...))."
+        )
     if given is None or isinstance(given, str | Path | HFModel):
         if tokenizer is not None:
             raise ModelError(

@@ -5,9 +5,14 @@ import threading
 import weakref
 
 import pytest
+import torch
 
-from ragfuse.core import ChunkKey, Fetch, LoadPlan, Prompt, Segment
+from ragfuse import Engine, ModelError, Settings, SettingsError
+from ragfuse.core import ENCODING, ChunkKey, Fetch, LoadPlan, Prompt, Segment
+from ragfuse.hf import probe
+from ragfuse.hf.model import AT_ONCE
 from ragfuse.saving import WAITING, Saver, Work, work_after
+from tests.tiny import CHUNKS, chunk_hits, messages
 
 KEY = ChunkKey("model", "tokens")
 
@@ -206,3 +211,53 @@ def test_a_chunk_that_was_missed_in_several_places_is_encoded_once():
 def test_of_a_chunk_that_stands_in_part_in_a_prompt_all_is_encoded():
     prompt = Prompt((chunk(0, 0, rows=(1, 2), stored=(7, 3, 8)), Segment((9,), 1)))
     assert after(prompt) == [Work((7, 3, 8), "text-0", "book-0")]
+
+
+def test_a_question_that_comes_while_documents_are_encoded_says_so_and_waits_for_a_few_tokens(
+    tiny_settings: Settings,
+) -> None:
+    settings = tiny_settings.model_copy(update={"prefix_cache": False})
+    with Engine(settings) as engine:
+        gate, real = threading.Event(), engine._saver._save
+
+        def held(work: Work) -> None:
+            gate.wait(60)
+            real(work)
+
+        engine._saver._save = held
+        try:
+            first = engine.answer(messages(CHUNKS[:2])).trace
+            second = engine.answer(messages(CHUNKS[:2])).trace
+        finally:
+            gate.set()
+        engine.flush()
+        third = engine.answer(messages(CHUNKS[:2])).trace
+    assert ENCODING not in first.summary
+    assert {each.why for each in second.segments if each.kind == "chunk"} == {ENCODING}
+    assert "still being encoded" in second.summary
+    assert chunk_hits(third) == [True, True]
+    assert third.as_dict()["summary"] == third.summary
+
+
+def test_a_context_is_computed_in_steps_between_which_others_have_the_model(engine: Engine) -> None:
+    model, ids = engine.model, engine.tokens(CHUNKS[0])
+    context = (engine.tokens(CHUNKS[1]) * 8)[: 2 * AT_ONCE + 7]
+    whole = probe.plain_kv(model.model, torch.tensor([[*context]]), torch.arange(-len(context), 0))
+    held = []
+    real = type(model.lock).acquire
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model.lock), "acquire", lambda self, *a, **k: held.append(1) or real(self, *a, **k))
+        found = model._behind(tuple(context))
+    assert len(held) == 5  # a look, three steps, and the keeping
+    for kv, wanted in zip(found, whole, strict=True):
+        torch.testing.assert_close(kv.keys, wanted.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(kv.values, wanted.values, rtol=1e-4, atol=1e-5)
+    assert model._behind(tuple(context)) is found
+    assert model.encode(ids, context).n_tokens == len(ids)
+
+
+@pytest.mark.parametrize("given", [{"settings": "smollm2-135m-reader"}, {"store": "/somewhere"}])
+def test_an_engine_that_is_given_names_in_the_wrong_places_says_where_they_go(given: dict[str, str]) -> None:
+    with pytest.raises((ModelError, SettingsError), match=r"Settings\(store="):
+        Engine(**given)  # type: ignore[arg-type]

@@ -39,6 +39,8 @@ __all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint"]
 ROOM = 64
 CONTEXTS = 2
 """Contexts whose KV is kept at hand, for the many chunks that are encoded behind one prefix."""
+AT_ONCE = 128
+"""Tokens of a context that are computed before a question that waits has the model."""
 
 
 class HFModel:
@@ -159,9 +161,9 @@ class HFModel:
     def encode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> ChunkKV:
         """KV of a run at positions 0..n-1, computed behind `context` (whose own rows are cut off)."""
         cut, ids = len(context), torch.tensor([list(token_ids)], device=self.device)
-        positions = torch.arange(len(token_ids), device=self.device)
+        positions, behind = torch.arange(len(token_ids), device=self.device), self._behind(tuple(context))
         with self.lock:
-            layers = probe.plain_kv(self.model, ids, positions, self._behind(tuple(context)))
+            layers = probe.plain_kv(self.model, ids, positions, behind)
         return ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous()) for kv in layers))
 
     def encode_at(self, token_ids: Sequence[int], positions: Sequence[int]) -> ChunkKV:
@@ -182,16 +184,27 @@ class HFModel:
         return kv if self.drift is None else added(kv, self.drift, self.profile.rope)
 
     def _behind(self, context: tuple[int, ...]) -> tuple[LayerKV, ...]:
-        """KV of a context at positions -n..-1; those used last are kept: many chunks are encoded behind the same."""
+        """KV of a context at positions -n..-1; those used last are kept: many chunks are encoded behind the same.
+
+        It is computed in steps, between which a question that waits has the model.
+        """
         if not context:
             return ()
-        found = self._contexts.pop(context, None)
-        if found is None:
-            ids = torch.tensor([list(context)], device=self.device)
-            found = probe.plain_kv(self.model, ids, torch.arange(-len(context), 0, device=self.device))
-        self._contexts[context] = found
-        while len(self._contexts) > CONTEXTS:
-            del self._contexts[next(iter(self._contexts))]
+        with self.lock:
+            found = self._contexts.pop(context, None)
+            if found is not None:
+                self._contexts[context] = found
+                return found
+        ids, positions = torch.tensor([list(context)]), torch.arange(-len(context), 0)
+        found = ()
+        for lo in range(0, len(context), AT_ONCE):
+            some = slice(lo, lo + AT_ONCE)
+            with self.lock:
+                found = probe.plain_kv(self.model, ids[:, some].to(self.device), positions[some].to(self.device), found)
+        with self.lock:
+            self._contexts[context] = found
+            while len(self._contexts) > CONTEXTS:
+                del self._contexts[next(iter(self._contexts))]
         return found
 
     def full_prefill(self, token_ids: Sequence[int], positions: Tensor | None = None) -> Prefill:

@@ -14,7 +14,7 @@ from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, Prom
 from langchain_core.runnables import RunnableLambda
 from langchain_ragfuse import ChatRagFuse, RagFuseIndexer, RagFuseLLM, create_fused_documents_chain
 
-from ragfuse import Engine, InputError, Trace
+from ragfuse import Engine, InputError
 
 DOCUMENTS = [
     Document("The lighthouse keeper counted forty ships that night.", metadata={"source": "log.txt"}),
@@ -85,7 +85,7 @@ def test_what_the_prompt_begins_with_is_kept_beside_the_chunks(llm: ChatRagFuse)
     RagFuseIndexer(llm).index(DOCUMENTS, PROMPT)
     answer = create_stuff_documents_chain(llm, PROMPT, output_parser=PASS).invoke(ASKED)
     assert hits(answer) == [("log.txt", False), ("valley.txt", False), ("odd.txt", False)]
-    prefix = Trace(**answer.response_metadata["ragfuse"]).segments[0]
+    prefix = answer.response_metadata["ragfuse"]["segments"][0]
     assert (prefix["kind"], prefix["hit"], prefix["exact"]) == ("prefix", True, True)
 
 
