@@ -37,11 +37,13 @@ BorderOf = Callable[[int], tuple[int, bool]]
 def passages(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int]]:
     """Passages of `LEAST` to `MOST` tokens as lo:hi, in order; what is shorter and stands alone is none.
 
-    White space around a passage is no part of it. A paragraph that is too short goes on with the next one. The work
-    grows with the ids alone.
+    White space around a passage is no part of it. Lines and paragraphs that are too short go on with the next one. One
+    that is long enough by itself leaves out what is too short before it: an instruction, or a heading, stands before
+    other passages another time. The work grows with the ids alone.
     """
     marks = list(_borders(ids, border_of))
     start, end, line = -1, 0, 0  # of the passage at hand, and where its last line ended
+    unit = -1  # where the line at hand begins
     opened = -1  # where the last special token ended
     for at, border, says in marks:
         opened = at + 1 if border == Border.SPECIAL else opened
@@ -50,11 +52,14 @@ def passages(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int
         if start < 0:
             continue
         end = at + 1 if says else end
+        unit = at if unit < 0 and says else unit
+        if says and start < unit < start + LEAST <= unit + LEAST <= end:
+            start = unit
         while end - start > MOST:
             cut = line if start + LEAST <= line <= start + MOST else _chosen(ids, start)
             yield start, cut
             start = line = next(more for more in range(cut, end) if marks[more][2])
-        line = end if border else line
+        line, unit = (end, -1) if border else (line, unit)
         if border and start == opened and end - start <= HEADER:  # the line that says who speaks
             start = -1
         elif border and end - start >= (LINES if border == Border.LINE else LEAST):

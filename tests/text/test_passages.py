@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,9 +38,20 @@ def test_two_line_ends_part_paragraphs_as_one_token_does():
     assert cut([*one, LINE, LINE, *two]) == [tuple(one), tuple(two)]
 
 
-def test_a_paragraph_that_is_too_short_goes_on_with_the_next():
-    one, two = words(LEAST - 1, 1), words(50, 2)
-    assert cut([*one, PARAGRAPH, *two]) == [(*one, PARAGRAPH, *two)]
+@pytest.mark.parametrize("border", [LINE, PARAGRAPH])
+def test_what_is_too_short_goes_on_with_the_next_that_is_too_short(border):
+    one, two = words(LEAST - 1, 1), words(LEAST - 2, 2)
+    assert cut([*one, border, *two]) == [(*one, border, *two)]
+    assert cut([*one[:5], border, *two[:5], border, *one]) == [(*one[:5], border, *two[:5], border, *one)]
+
+
+@pytest.mark.parametrize("border", [LINE, PARAGRAPH])
+@pytest.mark.parametrize("length", [LEAST, 50, 2 * MOST])
+def test_a_passage_is_cut_the_same_behind_whatever_short_text(border, length):
+    text = words(length, 2)
+    for before in (1, 5, LEAST - 2):
+        assert cut([*words(before, 1), border, *text]) == cut(text)
+    assert cut([*words(5, 1), border, *words(6, 3), border, *text]) == cut(text)
 
 
 def test_a_line_ends_a_passage_that_is_long_already():
@@ -56,7 +68,7 @@ def test_special_tokens_are_in_no_passage():
 def test_the_line_that_says_who_speaks_is_no_part_of_the_first_passage():
     text = words(40, 1)
     assert cut([SPECIAL, 12, LINE, *text, SPECIAL, 13, LINE]) == [tuple(text)]
-    assert cut([SPECIAL, *words(4, 2), LINE, *text]) == [(*words(4, 2), LINE, *text)]
+    assert cut([SPECIAL, *words(4, 2), LINE, *text[:30]]) == [(*words(4, 2), LINE, *text[:30])]
 
 
 def test_a_long_passage_is_cut_where_its_own_ids_say_so():
