@@ -119,12 +119,13 @@ class Demo:
                 bar.update(task, completed=done.chunks)
 
             done = self.engine.ingest(texts, self._prefix(), show)
+        others = done.chunks - done.encoded
         console.print(
-            f"The questions find {done.chunks} of them; {done.encoded} encoded now ({done.tokens:,} tokens, "
-            f"{done.nbytes / 1e6:,.0f} MB of KV in {done.seconds:.0f} s), the others were in the store."
+            f"The questions find {done.chunks} of them. Encoded now: {done.encoded} ({done.tokens:,} tokens, "
+            f"{done.nbytes / 1e6:,.0f} MB of KV in {done.seconds:.0f} s)"
+            f"{f'; the other {others} were in the store' if others else ''}.\n"
         )
         self._warm()
-        console.print("KV for places further down in a prompt is in memory, for its first chunk on disk.\n")
 
     def _warm(self) -> None:
         """Into memory, as after an ingest, what an earlier run left on disk: every run measures the same."""
@@ -238,6 +239,6 @@ def _show(console: Console, asked: Asked) -> None:
     fresh = asked.tokens - asked.tokens_reused - asked.tokens_recomputed
     console.print(
         f"  {asked.speedup:.1f}x sooner; {asked.tokens_reused} tokens reused from {asked.tiers}, "
-        f"{asked.tokens_recomputed} recomputed, {fresh} fresh\n",
+        f"{asked.tokens_recomputed} of chunks recomputed, {fresh} new\n",
         highlight=False,
     )

@@ -53,7 +53,7 @@ def turns_of(messages: Sequence[BaseMessage]) -> list[Turn]:
         turns.append(turn)
     turns = Turn.joined(turns)
     if not any(turn.says_something for turn in turns):
-        raise InputError(f"The {len(messages)} messages hold no text; wanted at least one that asks something.")
+        raise InputError("The messages hold no text; wanted at least one that asks something.")
     return turns
 
 
