@@ -78,8 +78,8 @@ def demo(
         f"First token [bold]{report['mean_speedup']:.1f}x[/] sooner on {n} questions, "
         f"[bold]{report['long_speedup']:.1f}x[/] on the long prompt.",
         f"Right answers: full prefill {report['right_full']}, ragfuse {report['right_fused']} of {n}.",
-        f"Distance of the next token's probabilities to full prefill's: {report['kl_over_reuse']:.2f} of what reusing all of "
-        "each chunk as it is would leave (KL divergence).",
+        "Distance to full prefill (KL of the next token), where reusing chunks as they are has 1: "
+        f"{report['kl_over_reuse']:.2f}.",
         f"Written: {out}, {out.with_suffix('.png')}",
     ):
         console.print(line, highlight=False)
