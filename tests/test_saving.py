@@ -257,6 +257,16 @@ def test_a_context_is_computed_in_steps_between_which_others_have_the_model(engi
     assert model.encode(ids, context).n_tokens == len(ids)
 
 
+def test_a_long_run_is_encoded_in_steps_to_what_it_is_at_once(engine: Engine) -> None:
+    model, context = engine.model, engine.tokens(CHUNKS[1])
+    ids = (engine.tokens(CHUNKS[0]) * 8)[: 3 * AT_ONCE + 5]
+    before = model._behind(tuple(context))
+    whole = probe.plain_kv(model.model, torch.tensor([[*ids]]), torch.arange(len(ids)), before)
+    for kv, wanted in zip(model.encode(ids, context).layers, whole, strict=True):
+        torch.testing.assert_close(kv.keys, wanted.keys[:, len(context) :], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(kv.values, wanted.values[:, len(context) :], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("given", [{"settings": "smollm2-135m-reader"}, {"store": "/somewhere"}])
 def test_an_engine_that_is_given_names_in_the_wrong_places_says_where_they_go(given: dict[str, str]) -> None:
     with pytest.raises((ModelError, SettingsError), match=r"Settings\(store="):

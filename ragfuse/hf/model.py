@@ -40,7 +40,7 @@ ROOM = 64
 CONTEXTS = 2
 """Contexts whose KV is kept at hand, for the many chunks that are encoded behind one prefix."""
 AT_ONCE = 128
-"""Tokens of a context that are computed before a question that waits has the model."""
+"""Tokens of a context, or of a long run, that are encoded before a question that waits has the model."""
 
 
 class HFModel:
@@ -159,12 +159,23 @@ class HFModel:
         return found if isinstance(found, int) and found > 0 else None
 
     def encode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> ChunkKV:
-        """KV of a run at positions 0..n-1, computed behind `context` (whose own rows are cut off)."""
-        cut, ids = len(context), torch.tensor([list(token_ids)], device=self.device)
-        positions, behind = torch.arange(len(token_ids), device=self.device), self._behind(tuple(context))
-        with self.lock:
-            layers = probe.plain_kv(self.model, ids, positions, behind)
+        """KV of a run at positions 0..n-1, computed behind `context` (whose own rows are cut off).
+
+        A long run is computed in steps, as a context is.
+        """
+        cut, size = len(context), len(token_ids)
+        layers = self._behind(tuple(context))
+        step = AT_ONCE if size > 2 * AT_ONCE else max(1, size)
+        for lo in range(0, max(1, size), step):
+            layers = self._onwards(layers, token_ids[lo : lo + step], lo)
         return ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous()) for kv in layers))
+
+    def _onwards(self, before: tuple[LayerKV, ...], token_ids: Sequence[int], position: int) -> tuple[LayerKV, ...]:
+        """KV of what stands before and of ids behind it, the first of them at this position."""
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        positions = torch.arange(position, position + len(token_ids), device=self.device)
+        with self.lock:
+            return probe.plain_kv(self.model, ids, positions, before)
 
     def encode_at(self, token_ids: Sequence[int], positions: Sequence[int]) -> ChunkKV:
         """KV of a run alone at these positions, which increase: keys as the model has them there (Prompt Cache 3.3)."""
@@ -195,12 +206,9 @@ class HFModel:
             if found is not None:
                 self._contexts[context] = found
                 return found
-        ids, positions = torch.tensor([list(context)]), torch.arange(-len(context), 0)
         found = ()
         for lo in range(0, len(context), AT_ONCE):
-            some = slice(lo, lo + AT_ONCE)
-            with self.lock:
-                found = probe.plain_kv(self.model, ids[:, some].to(self.device), positions[some].to(self.device), found)
+            found = self._onwards(found, context[lo : lo + AT_ONCE], lo - len(context))
         with self.lock:
             self._contexts[context] = found
             while len(self._contexts) > CONTEXTS:
