@@ -24,6 +24,8 @@ BACKLOG = 2048
 SWITCH_S = 0.0001
 """Seconds that one thread computes in Python before another one that waits may: who only asks whether the server lives
 waits for each of them."""
+LONG = 8192
+"""Words of a text for which the tokenizer begins threads of its own."""
 AFTER_S = 5
 """How long connections may take to close once no answer is written any more."""
 
@@ -125,7 +127,8 @@ def serve(
     that cannot be had, or that others reach without a key."""
     check_host(host, service.keys)
     with contextlib.closing(bound(host, port)) as made:
-        service.engine(service.keys.tenants[0])
+        engine = service.engine(service.keys.tenants[0])
+        engine.tokens("a " * LONG)  # the tokenizer's own threads begin here, and not in one that lets others go first
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through all of it for garbage would stop everybody
         sys.setswitchinterval(SWITCH_S)

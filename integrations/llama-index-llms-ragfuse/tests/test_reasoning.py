@@ -47,6 +47,7 @@ def test_a_thought_is_a_block_of_its_own(thinking: Engine) -> None:
     assert answer.message.content == "Forty."
     assert answer.raw["reasoning_content"] == "I count."
     assert [turn.reasoning for turn in turns_of([*ASKED, answer.message])] == ["", "I count."]
+    assert turns_of([answer.message, answer.message])[0].reasoning == "I count.\nI count."
     plain = llm.chat(ASKED, **saying(thinking, "</think>Forty."))
     assert [block.block_type for block in plain.message.blocks] == ["text"]
     assert "reasoning_content" not in plain.raw

@@ -158,7 +158,7 @@ def test_calls_and_results_are_turns_of_the_conversation() -> None:
     )
     assert turns == [
         Turn("user", ["Count.", "\n", "Now."]),
-        Turn("assistant", [], (ToolCall("weigh", {}),)),
+        Turn("assistant", [], (ToolCall("weigh", {}),), reasoning="Hm."),
         Turn("tool", ["ten"], tool_call_id="0"),
         Turn("assistant", [""], (ToolCall("count", {"rig": "brig"}, "1"),)),
         Turn("tool", ["four", "ty"], tool_call_id="1", name="count"),

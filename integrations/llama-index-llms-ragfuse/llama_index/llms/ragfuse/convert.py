@@ -39,7 +39,9 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
     for message in messages:
         turn = _turn(message)
         if turns and _is_plain(turns[-1]) and _is_plain(turn) and turns[-1].role == turn.role:
-            turn = Turn(turn.role, [*turns.pop().content, "\n", *turn.content])
+            before = turns.pop()
+            thoughts = "\n".join(filter(None, (before.reasoning, turn.reasoning)))
+            turn = Turn(turn.role, [*before.content, "\n", *turn.content], reasoning=thoughts)
         turns.append(turn)
     return turns
 
@@ -55,7 +57,7 @@ def _turn(message: ChatMessage) -> Turn:
 
 
 def _is_plain(turn: Turn) -> bool:
-    return turn.role != "tool" and not turn.tool_calls and not turn.reasoning
+    return turn.role != "tool" and not turn.tool_calls
 
 
 def _texts(message: ChatMessage) -> list[str]:
