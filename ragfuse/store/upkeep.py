@@ -126,8 +126,8 @@ class Upkeep:
             with self._index.write() as transaction:
                 for text in some:
                     path = chunk_path(self._root, text)
-                    if not path.is_file():
-                        freed = freed.plus(Freed(orphans=self._index.remove(transaction, [text])))
+                    if not path.is_file() and self._index.remove(transaction, [text]):  # else others have evicted it
+                        freed = freed.plus(Freed(orphans=1))
                         if path.stem not in lost:
                             self._lost(text, "its file is gone")
         return freed

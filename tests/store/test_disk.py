@@ -10,6 +10,7 @@ import sqlite3
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
 from ragfuse.store.chunkfile import _FIXED, MAGIC, Header
 from ragfuse.store.index import Index
+from ragfuse.store.upkeep import chunk_path
 from tests.store.kit import asked, encoded, files, key, kv, ticks
 from tests.store.redis_server import until
 
@@ -593,6 +595,24 @@ def test_two_tiers_on_one_folder_see_each_other(tier):
     assert other.read(A, 0) is None
     assert other.counts["corrupt"] == 0
     other.close()
+
+
+def test_an_entry_that_others_evict_while_a_store_is_opened_is_not_said_to_be_lost(tier, monkeypatch, caplog):
+    sizes, listed = Index.sizes, []
+
+    def evicting(index):
+        listed.append(list(sizes(index)))
+        if len(listed) == 1:  # the other process is between its file and its row
+            chunk_path(tier.path, A).unlink()
+        elif len(listed) == 2:
+            tier.delete([A])
+        return listed[-1]
+
+    monkeypatch.setattr(Index, "sizes", evicting)
+    with closing(DiskTier(tier.path, tier.capacity, lru)) as other:
+        assert len(listed) == 2 and [len(each) for each in listed] == [1, 1]
+        assert (len(other.entries()), other.counts["corrupt"]) == (0, 0)
+    assert "gone" not in caplog.text
 
 
 def test_a_closed_tier_misses_and_closes_twice(tier):
