@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -16,7 +17,7 @@ from ragfuse.core import RopeLayout
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.verify import verify
 from tests.hf import kit
-from tests.hf.families import FAMILIES, REFUSED
+from tests.hf.families import FAMILIES, HYBRIDS, REFUSED
 
 PAGE = Path(__file__).resolve().parent / "matrix.md"
 HEAD = """\
@@ -30,29 +31,40 @@ means so within what rounding explains.
 
 A family that is not listed may well work: what decides is the probe on the real weights, not the name. Ask it with
 `ragfuse verify MODEL`. Whether *answers* stay close is another question, which `ragfuse calibrate` asks
-([guide](guides/calibrate.md)). What is refused is answered by its own full prefill, with the reason in the trace.
+([guide](guides/calibrate.md)). What is refused is answered by its own full prefill, with the reason in the trace; the
+last column says what of a prompt's beginning is reused all the same, exactly, from an earlier prompt.
 
 """
 COLUMNS = (
     "| family | type | how keys carry position | windows | float32 | bfloat16 |\n| --- | --- | --- | --- | --- | --- |"
 )
-REASONS = "| family | type | reason |\n| --- | --- | --- |"
+REASONS = "| family | type | reason | beginnings |\n| --- | --- | --- | --- |"
+BEGINNINGS = MappingProxyType(
+    {
+        "": "computed",
+        "run": "reused from the third prompt that shares it, the same prompt from the second",
+        "token": "reused by the same prompt, and one a few tokens longer",
+        "whole": "computed",
+    }
+)
+"""What is reused of a model that is refused, by what it goes on with behind a kept state."""
 
 
 def page() -> str:
     """The whole page."""
     fused = "\n".join(map(_told_row, FAMILIES))
-    refused = "\n".join(map(_told_row, REFUSED))
+    refused = "\n".join(map(_told_row, {**REFUSED, **HYBRIDS}))
     return f"{HEAD}## Fused\n\n{COLUMNS}\n{fused}\n\n## Refused\n\n{REASONS}\n{refused}\n"
 
 
 def row(name: str) -> str:
     """One family's line: of the first table where it is fused, of the second where it is refused."""
-    kind = (FAMILIES.get(name) or REFUSED[name])[0]
+    kind = (FAMILIES.get(name) or REFUSED.get(name) or HYBRIDS[name])[0]
     model = kit.family(name)
     profile = model.profile
     if profile.refusal:
-        return f"| {name} | `{kind}` | {profile.refusal} |"
+        beginnings = "reused" if profile.fixed else BEGINNINGS[profile.state]
+        return f"| {name} | `{kind}` | {profile.refusal} | {beginnings} |"
     ropes, spans = "; ".join(_ropes(profile.rope, _head_dims(model))), _windows(profile.windows)
     found = [_verdict(model), _verdict(kit.family(name, torch.bfloat16))]
     return f"| {name} | `{kind}` | {ropes} | {spans} | {found[0]} | {found[1]} |"

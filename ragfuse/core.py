@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -169,7 +169,7 @@ class Prompt:
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
         """All T ids."""
-        return tuple(token for segment in self.segments for token in segment.tokens)
+        return tuple(chain.from_iterable(segment.tokens for segment in self.segments))
 
     @cached_property
     def positions(self) -> Tensor:
@@ -290,7 +290,8 @@ class LoadPlan:
 
     `misses` are (segment, why). `refusal` is the reason for full prefill, "" when the prompt is fused. `unread` are in
     the store and all the same computed anew, because that is sooner. On a machine that was not measured, `forecast` is
-    None and `layers_a_read` 0: as `load` sees fit.
+    None and `layers_a_read` 0: as `load` sees fit. n_before: tokens of a refused prompt whose state is kept
+    from an earlier one (`hf.states`).
     """
 
     prompt: Prompt
@@ -302,6 +303,7 @@ class LoadPlan:
     unread: tuple[Fetch, ...] = ()
     layers_a_read: int = 0
     forecast: Forecast | None = None
+    n_before: int = 0
 
     def refused(self, why: str) -> LoadPlan:
         """Full prefill instead, and the reason."""
@@ -310,7 +312,8 @@ class LoadPlan:
     def explain(self) -> str:
         """The plan in one line a person can read; `plan.words` tells all of it."""
         if self.refusal:
-            return f"full prefill of {len(self.prompt)} tokens: {self.refusal}"
+            known = f", {self.n_before} of them from an earlier prompt's state" if self.n_before else ""
+            return f"full prefill of {len(self.prompt)} tokens{known}: {self.refusal}"
         nbytes = sum(fetch.nbytes for fetch in self.fetches)
         found, missing = f"{len(self.fetches)} segments from the store", f"{len(self.misses)} missing"
         return f"{found} ({nbytes / 1e6:.1f} MB), {missing}, ratio {self.ratio:.2f} by {self.policy}"

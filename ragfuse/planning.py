@@ -17,6 +17,7 @@ from ragfuse.core import ENCODING, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.fork import ForkLock
 from ragfuse.gate import Hint, refusal_of
 from ragfuse.hf.model import HFModel
+from ragfuse.hf.states import Kept
 from ragfuse.measure import Progress, measure
 from ragfuse.plan.controller import MISSING, LoadingController, settle
 from ragfuse.plan.evict import lru
@@ -87,7 +88,8 @@ class Planner:
             left = frozenset(key for segment in prompt.segments if segment.kind == "chunk" for key in segment.keys)
             refusal = ""  # what is exact is read all the same
         if refusal:
-            return controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).refused(refusal)
+            full = controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).refused(refusal)
+            return replace(full, n_before=self._n_before(prompt, model)) if ask.reuse else full
         keys = [key for segment in prompt.segments for key in segment.keys if key not in left]
         entries = self._store.lookup(keys, counts=counts)
         others = self._store.copies(entries) if machine is not None else {}
@@ -105,6 +107,15 @@ class Planner:
         is_pending = any(why == ENCODING for _, why in found.misses)
         why = ENCODING if is_pending else self._nothing(prompt, bool(lost))
         return replace(found.refused(why), misses=found.misses)
+
+    def kept(self) -> Kept | None:
+        """Where beginnings are kept of a model with a state that is no KV per token; None where nowhere."""
+        return self._prefixes.kept()
+
+    def _n_before(self, prompt: Prompt, model: HFModel) -> int:
+        kept, kind = self.kept() if prompt.taken is None else None, model.profile.state
+        state = kept.beginning(prompt.token_ids, kind)[0] if kept is not None and kind else None
+        return state.n_tokens if state is not None else 0
 
     def settle(self, prompt: Prompt) -> None:
         """Wait a while for what is being saved of the prompt's beginning. The model is another prompt's meanwhile."""

@@ -18,6 +18,7 @@ from ragfuse.fitting import drops, room_of
 from ragfuse.fuse.fusor import LostRun, Run, Source
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.model import HFModel, NoSource, Prefill
+from ragfuse.hf.states import Kept
 from ragfuse.load.layers import LayerReader
 from ragfuse.plan.ahead import layers_before
 from ragfuse.plan.controller import is_exact
@@ -132,7 +133,9 @@ class Prefiller:
             near = replace(chosen, fetches=tuple(fetch for fetch in chosen.fetches if fetch.segment not in came))
             try:
                 with ahead.reader(near) or loading(self._reader(near, model), near) as reader:
-                    prefill = _prefill(model, chosen, brought.over(reader) if brought is not None else reader)
+                    kept = self.planner.kept() if ask.reuse and model.profile.state else None
+                    layers = brought.over(reader) if brought is not None else reader
+                    prefill = _prefill(model, chosen, layers, kept)
             except LostRun as gone:
                 lost, prompt = lost | {gone.segment}, chosen.prompt
                 if brought is not None:
@@ -141,7 +144,8 @@ class Prefiller:
             timing = _timing(since, began, reader, brought)
             if not came:
                 self.planner.timings.saw(model, chosen, reader.load_s)
-            self.planner.timings.computed(model, chosen, timing.compute_s)
+            if not model.profile.state:
+                self.planner.timings.computed(model, chosen, timing.compute_s)
             return Ready(
                 chosen,
                 prefill,
@@ -200,8 +204,10 @@ def _timing(since: float, began: float, reader: LayerReader, brought: Brought | 
 
 
 @fused
-def _prefill(model: HFModel, chosen: LoadPlan, layers: Source) -> Prefill:
+def _prefill(model: HFModel, chosen: LoadPlan, layers: Source, kept: Kept | None) -> Prefill:
     prompt = chosen.prompt
+    if chosen.refusal and model.profile.state and prompt.taken is None:
+        return model.begun(prompt.token_ids, kept)
     if chosen.refusal:
         return model.full_prefill(prompt.token_ids, prompt.positions)
     runs, parts = list[Run](), dict[int, tuple[int, int]]()

@@ -3,6 +3,7 @@
 Unlike fused chunks, these are exact: an entry is made only of rows that full prefill would give, too, and is used at
 the positions that it was computed at. Entries are kept in memory alone and evicted with everything else there.
 Conversations keep rows of their own, blended ones too (`conversing.py`); an entry that both need is kept once.
+Models with a state that is no KV per token have their whole caches kept instead (`hf.states`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from itertools import accumulate
 from ragfuse.core import ChunkKey, ChunkKV, LayerKV, Prompt, Segment, token_digest
 from ragfuse.encoding import Encoder
 from ragfuse.fork import at_fork, is_torn
+from ragfuse.hf.states import Kept, States
 from ragfuse.plan.controller import is_exact
 from ragfuse.settings import LEVELS, Settings
 from ragfuse.store import KVStore
@@ -67,6 +69,7 @@ class PrefixCache:
         self._tenants = defaultdict[str, _Tenant](_Tenant)
         self._writer = Writers(["prefix"], settings.writer_queue)
         self._waiting, self._waiting_bytes = set[ChunkKey](), 0
+        self._states = States(settings.memory_bytes)
         at_fork(self)
 
     def renew(self) -> None:
@@ -107,6 +110,10 @@ class PrefixCache:
         # A conversation's entries may be kept in fewer bits elsewhere: what was read so would not be exact.
         found = [each for each in found if each.key in there and LEVELS[0] in there[each.key].sizes]
         return replace(prompt, segments=tuple(_with(prompt, found))) if found else prompt
+
+    def kept(self) -> Kept | None:
+        """What is kept of prompts of a model with a state that is no KV per token; None where nothing is to be."""
+        return Kept(self._states, self._encoder().digest, self._settings.min_chunk_tokens) if self.is_on else None
 
     def settle(self, prompt: Prompt) -> None:
         """Wait for what is being saved of the prompt's beginning, `SAVED_S` at most."""
@@ -206,6 +213,7 @@ class PrefixCache:
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
         """Drop all beginnings that hold one of these runs of tokens, from there on."""
+        self._states.forget(self._encoder().digest, runs)
         with self._changed:
             tree = self._tenants[self._encoder().digest].tree
             keys = set().union(*map(tree.holding, runs)) if runs else set()
@@ -219,6 +227,7 @@ class PrefixCache:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Save what waits, or as much of it as `timeout_s` allows, and take no more."""
+        self._states.clear()
         self._writer.close(timeout_s)
 
     def _can_save(self, ready: Ready) -> bool:

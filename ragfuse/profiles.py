@@ -13,7 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ragfuse.core import RopeLayout
 
-PROFILE_VERSION = 4
+PROFILE_VERSION = 5
 """Version of ModelProfile."""
 MACHINE_VERSION = 5
 """Version of MachineProfile."""
@@ -25,11 +25,11 @@ class ModelProfile:
 
     rope: one per layer, None where keys carry no position. mode: how attention is reached ("rows": our function,
     "dense": the model's own with our mask). refusal: why KV is not reused, "" if it is; fixed: but for modules of a
-    schema, which stay where they were encoded. errors: the probe's
-    measured errors by name. verified: whether fusing was found exact where it must be; None: not looked at.
-    safe: whether calibration found a policy and ratio whose answers stay close to full prefill's (these are `policy`
-    and `ratio` then); None: not calibrated. codec: how its KV is spread, as `codec.CodecTables.as_dict` writes it, for
-    levels that pack by that; None: not profiled.
+    schema, which stay where they were encoded. state: what a refused model keeps beside KV per token, and how it goes
+    on behind that (`hf.states.Kind`). errors: the probe's measured errors by name. verified: whether fusing was found
+    exact where it must be; None: not looked at. safe: whether calibration found a policy and ratio whose answers stay
+    close to full prefill's (these are `policy` and `ratio` then); None: not calibrated. codec: how its KV is spread,
+    as `codec.CodecTables.as_dict` writes it, for levels that pack by that; None: not profiled.
     """
 
     model: str
@@ -39,6 +39,7 @@ class ModelProfile:
     mode: str = "rows"
     refusal: str = ""
     fixed: bool = False
+    state: Literal["", "run", "token", "whole"] = ""
     errors: Mapping[str, float] = field(default_factory=dict)
     policy: str = ""
     ratio: float | None = None

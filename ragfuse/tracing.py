@@ -12,6 +12,7 @@ from ragfuse.arrivals import StreamTrace
 from ragfuse.core import LoadPlan, Segment, SegmentTrace, Trace
 from ragfuse.hf.model import Prefill
 from ragfuse.plan.controller import is_exact
+from ragfuse.settings import LEVELS
 from ragfuse.text.bind import Taken
 
 
@@ -61,6 +62,9 @@ def trace_of(ready: Ready, timing: Timing, first_s: float | None, now_s: float, 
         _segment(plan, index, segment, rows) for index, segment in enumerate(plan.prompt.segments) if segment.keys
     )
     segments = tuple(each for each in segments if each.hit or each.kind != "prefix")  # a new beginning is new text
+    if prefill.n_before:
+        known = SegmentTrace("", "prefix", prefill.n_before, 0, True, "memory", LEVELS[0], exact=True, encoded="alone")
+        segments = (known, *(each for each in segments if each.start + each.n_tokens > prefill.n_before))
     cached = sum(s.n_tokens for s in segments if s.hit)
     offered = sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact)
     recomputed = round(prefill.mean_ratio * offered)

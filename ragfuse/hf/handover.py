@@ -79,9 +79,9 @@ def generate(
         out = face.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=_lacking_one(prefill.cache),
             streamer=streamer,
             stopping_criteria=StoppingCriteriaList([*stopping, *criteria]),
+            past_key_values=prefill.state if _goes_on(model, prefill, options) else _lacking_one(prefill.cache),
             **_gapped(model, prefill),
             **full,
         )
@@ -107,6 +107,12 @@ def _refuse(options: Mapping[str, Any]) -> None:
     for name in OURS:
         if options.get(name) is not None:
             raise SettingsError(f"generate's option '{name}' is set by the prompt that was prefilled; leave it out.")
+
+
+def _goes_on(model: HFModel, prefill: Prefill, options: Mapping[str, Any]) -> bool:
+    """Whether an answer goes on from the prompt's state; several at once compute the prompt, each for itself."""
+    several = (told(name, options, model) for name in ("num_beams", "num_return_sequences"))
+    return prefill.state is not None and all(int(number or 1) == 1 for number in several)
 
 
 def _lacking_one(cache: RowCache | None) -> RowCache | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring, standing
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed import pack
 from ragfuse.hf.prefill import KVSource, NoSource, Prefill
+from ragfuse.hf.states import Kept, Kind, begin, kind_of
 from ragfuse.hf.token_length import TokenLength, token_length
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.profiles import ModelProfile
@@ -231,6 +233,15 @@ class HFModel:
             cache.adopt(found)
         return Prefill(tuple(token_ids), cache, out.logits[0, -1], at)
 
+    def begun(self, token_ids: Sequence[int], kept: Kept | None) -> Prefill:
+        """A prompt of a model that keeps a state, to be answered by `generate`, which computes its last token.
+
+        It goes on from what was `kept`, and is kept; None: neither.
+        """
+        with self.lock:
+            state, n_before = begin(self.model, token_ids, self.profile.state, kept)
+        return Prefill(tuple(token_ids), None, torch.empty(0, device=self.device), state=state, n_before=n_before)
+
     def _gapped(self, positions: Tensor) -> Tensor | None:
         """Positions int64 [T] on the model's device; None for 0..T-1."""
         positions = positions.to(self.device)
@@ -238,6 +249,12 @@ class HFModel:
 
     def along(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
         """Logits float32 [n, V] that predict each of n ids after the prompt; the prefill is used up."""
+        if prefill.cache is None:
+            whole = torch.tensor([[*prefill.token_ids, *token_ids[:-1]]], device=self.device)
+            with self.lock, torch.no_grad():
+                out: Any = self.model(input_ids=whole, use_cache=False)
+            rows: Tensor = out.logits[0, -len(token_ids) :].float()
+            return rows
         after = torch.tensor([list(token_ids[:-1])], device=self.device, dtype=torch.int64)
         logits, count, at = [prefill.logits[None].float()], after.shape[1], prefill.positions
         if count:
@@ -362,7 +379,11 @@ class HFModel:
         except FixedError as error:
             return self._probe_fixed(str(error))
         except RefusedError as error:
-            return ModelProfile(self.fingerprint, self.n_layers, refusal=str(error))
+            return ModelProfile(self.fingerprint, self.n_layers, refusal=str(error), state=self._state())
+
+    def _state(self) -> Kind:
+        with self.lock:
+            return kind_of(self.model, self.n_layers)
 
     def _probe(self) -> ModelProfile:
         config = self.model.config.get_text_config()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,9 @@ class Prefill:
     """A prompt whose KV is ready: ids, cache of all T rows, logits [V] of the last, and what was computed.
 
     cache: None where a refused model's state is no KV per token. positions: int64 [T], None for 0..T-1. chosen: int64,
-    rows on offer that were recomputed in the check layer; mean_ratio: their share per layer.
+    rows on offer that were recomputed in the check layer; mean_ratio: their share per layer. state: in place of a cache
+    and logits, which are empty then, the model's own cache behind all ids but the last; n_before: of these, the ones
+    that were computed for an earlier prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -27,6 +30,8 @@ class Prefill:
     positions: Tensor | None = None
     chosen: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     mean_ratio: float = 0.0
+    state: Any = field(default=None, repr=False)
+    n_before: int = 0
 
     @property
     def kv(self) -> ChunkKV:

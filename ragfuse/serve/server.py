@@ -128,7 +128,8 @@ def serve(
     check_host(host, service.keys)
     with contextlib.closing(bound(host, port)) as made:
         engine = service.engine(service.keys.tenants[0])
-        engine.tokens("a " * LONG)  # the tokenizer's own threads begin here, and not in one that lets others go first
+        # The tokenizer's own threads begin in one that writes answers, and run like that: right behind the event loop.
+        service.threads.turns.submit(engine.tokens, "a " * LONG).result()
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through all of it for garbage would stop everybody
         sys.setswitchinterval(SWITCH_S)

@@ -21,8 +21,8 @@ N_PLANNING = 1
 """Requests at once that are planned: this is Python, of which one thread runs at a time, and more only wait longer."""
 N_LOOKUPS = 2
 """Requests at once that look at what is stored."""
-LATER = 10
-"""How much later threads come to run that work beside answers, as `nice` counts it."""
+LITTLE, LATER = 5, 10
+"""How much later threads come to run that write answers, and those that work beside them, as `nice` counts it."""
 
 
 class Threads:
@@ -41,7 +41,7 @@ class Threads:
         self.upkeep = _named("upkeep", 1, _yield)
         self.planning = _named("planning", N_PLANNING, _yield)
         self.lookups = _named("lookups", N_LOOKUPS, _yield)
-        self.turns = _named("turns", 2 * together + 2)
+        self.turns = _named("turns", 2 * together + 2, partial(_yield, LITTLE))
 
     async def run(self, where: ThreadPoolExecutor, do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What a call comes to on one of these; cancelled before it has begun, it never does."""
@@ -57,9 +57,9 @@ def _named(what: str, n: int, begin: Callable[[], object] | None = None) -> Thre
     return ThreadPoolExecutor(n, thread_name_prefix=f"ragfuse-{what}", initializer=begin)
 
 
-def _yield() -> None:
+def _yield(later: int = LATER) -> None:
     """Let this thread run after others where there are more than the machine has cores: what waits for it can wait, and
-    the event loop cannot. Linux alone has that for a thread."""
+    the event loop cannot. So do the threads that it computes with. Linux alone has that for a thread."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LATER)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), later)

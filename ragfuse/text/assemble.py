@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any, Protocol
 
 from ragfuse.core import ChunkKey, Prompt, Segment
 from ragfuse.errors import InputError
+from ragfuse.fork import ForkLock
 from ragfuse.text.calls import PLAIN, CallFormat, spelled
 from ragfuse.text.chunks import Piece, peel
 from ragfuse.text.known_spans import Match
@@ -29,6 +31,10 @@ KeyOf = Callable[[tuple[int, ...], str], ChunkKey]
 Find = Callable[[Sequence[int]], Sequence[Match]]
 Cut = tuple[int, int, tuple[int, ...]]
 """Characters lo:hi that are tokenised apart; by these ids, unless there are none."""
+LONG = 1 << 15
+"""Characters from which on prompts are tokenised one at a time: all cores work on one, and several at once would keep
+the interpreter from everybody else for longer."""
+_LONG = ForkLock()
 
 
 class Words(Protocol):
@@ -158,7 +164,8 @@ class Assembler:
                 cuts.append(cut)
                 pieces.append(each.piece)
         self.check(rendered.text)
-        parts = self.words.parts(rendered.text, rendered.bare, cuts)
+        with _LONG if len(rendered.text) >= LONG else nullcontext():
+            parts = self.words.parts(rendered.text, rendered.bare, cuts)
         runs = [_Run(tuple(bos))]
         for tokens, number, _ in parts:
             piece = pieces[number] if number >= 0 else Piece("")

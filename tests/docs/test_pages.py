@@ -134,15 +134,21 @@ def test_notebooks_are_copied_with_links_that_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("gemma2-softcap-window", marks=pytest.mark.slow), "smollm3-some-nope", "gpt2", "llama-dynamic"],
+    [
+        pytest.param("gemma2-softcap-window", marks=pytest.mark.slow),
+        "smollm3-some-nope",
+        "gpt2",
+        "llama-dynamic",
+        "jamba",
+    ],
 )
 def test_a_familys_row_is_what_comes_out(name: str) -> None:
     assert matrix.row(name) in matrix.PAGE.read_text(encoding="utf-8").splitlines()
 
 
 def test_every_family_has_a_row() -> None:
-    rows = re.findall(r"^\| ([\w-]+) \| `", matrix.PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert rows == [*matrix.FAMILIES, *matrix.REFUSED]
+    rows = re.findall(r"^\| ([\w.-]+) \| `", matrix.PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == [*matrix.FAMILIES, *matrix.REFUSED, *matrix.HYBRIDS]
     assert matrix.PAGE.read_text(encoding="utf-8").startswith(matrix.HEAD)
 
 

@@ -147,6 +147,71 @@ REFUSED = MappingProxyType(
     }
 )
 
+STATE = {"mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_n_heads": 8}
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MIXED = ["linear_attention", "full_attention"] * 2
+# Name -> (model type, what differs from BASE, what the reason says, what it goes on with behind a kept state)
+HYBRIDS = MappingProxyType(
+    {
+        "qwen3.5": ("qwen3_5_text", {**DELTA, "full_attention_interval": 2}, "linear_attention", "run"),
+        "olmo-hybrid": ("olmo_hybrid", {"layer_types": MIXED}, "linear_attention", "run"),
+        "bamba": (
+            "bamba",
+            {"attn_layer_indices": [1, 3], "mamba_chunk_size": 16, **STATE},
+            "linear_attention",
+            "run",
+        ),
+        "granite-hybrid": (
+            "granitemoehybrid",
+            {
+                "layer_types": ["mamba", "attention"] * 2,
+                "num_local_experts": 0,
+                "shared_intermediate_size": 64,
+                **STATE,
+            },
+            "linear_attention",
+            "run",
+        ),
+        "lfm2": (
+            "lfm2",
+            {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
+            "conv",
+            "run",
+        ),
+        "falcon-h1-both-in-a-layer": (
+            "falcon_h1",
+            {**STATE, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_chunk_size": 16},
+            "plain cache",
+            "run",
+        ),
+        "jamba": (
+            "jamba",
+            {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
+            "linear_attention",
+            "token",
+        ),
+        "minimax": (
+            "minimax",
+            {"num_local_experts": 2, "layer_types": MIXED, "block_size": 16},
+            "linear_attention",
+            "whole",
+        ),
+        "recurrent-gemma": (
+            "recurrent_gemma",
+            {"block_types": ["recurrent", "attention"], "lru_width": 64, "attention_window_size": 64, "head_dim": 16},
+            "linear_attention",
+            "whole",
+        ),
+    }
+)
+"""Models with a state beside KV, or in its place."""
+
 USUAL = frozenset(
     {
         "llama",

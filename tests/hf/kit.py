@@ -23,7 +23,7 @@ from ragfuse.core import ChunkKV
 from ragfuse.fuse.fusor import Run
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill
-from tests.hf.families import BASE, FAMILIES, REFUSED, VOCABULARY
+from tests.hf.families import BASE, FAMILIES, HYBRIDS, REFUSED, VOCABULARY
 
 
 def build(kind: str, options: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -51,7 +51,7 @@ def widen(model: PreTrainedModel) -> None:
 @cache
 def family(name: str, dtype: torch.dtype = torch.float32) -> HFModel:
     """The model of that name, probed; shared by all tests, so none may change it."""
-    kind, options = (FAMILIES.get(name) or REFUSED[name])[:2]
+    kind, options = (FAMILIES.get(name) or REFUSED.get(name) or HYBRIDS[name])[:2]
     return HFModel(build(kind, options, dtype=dtype), tokenizer())
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,26 +10,8 @@ from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import is_whole
 from ragfuse.hf.verify import verify
 from tests.hf import kit
+from tests.hf.families import HYBRIDS
 
-STATE = {"mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_n_heads": 8}
-MIXED = ["linear_attention", "full_attention"] * 2
-# Name -> (model type, what differs from BASE, what the reason says)
-HYBRIDS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "jamba": ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}, "linear_attention"),
-    "bamba": ("bamba", {"attn_layer_indices": [1, 3], "mamba_chunk_size": 16, **STATE}, "linear_attention"),
-    "granite-hybrid": (
-        "granitemoehybrid",
-        {"layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0, "shared_intermediate_size": 64, **STATE},
-        "linear_attention",
-    ),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}, "conv"),
-    "minimax": ("minimax", {"num_local_experts": 2, "layer_types": MIXED, "block_size": 16}, "linear_attention"),
-    "falcon-h1-both-in-a-layer": (
-        "falcon_h1",
-        {**STATE, "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_chunk_size": 16},
-        "plain cache",
-    ),
-}
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -50,7 +30,7 @@ LATENT = {
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_hybrid_is_answered_by_full_prefill_with_the_reason(name: str) -> None:
-    kind, options, reason = HYBRIDS[name]
+    kind, options, reason, _ = HYBRIDS[name]
     model = HFModel(kit.build(kind, options), kit.tokenizer())
     assert reason in model.profile.refusal
     assert not verify(model).passed
@@ -66,7 +46,7 @@ def test_a_hybrid_is_answered_by_full_prefill_with_the_reason(name: str) -> None
 
 def test_a_layer_with_kv_and_a_state_is_not_taken_for_kv_alone() -> None:
     """All its keys are there, and dropping the state beside them would change the answer."""
-    kind, options, _ = HYBRIDS["falcon-h1-both-in-a-layer"]
+    kind, options = HYBRIDS["falcon-h1-both-in-a-layer"][:2]
     model, ids = kit.build(kind, options), torch.tensor([kit.ids(12)])
     with torch.no_grad():
         cache = model(input_ids=ids, use_cache=True).past_key_values

@@ -610,7 +610,7 @@ def test_an_entry_that_others_evict_while_a_store_is_opened_is_not_said_to_be_lo
 
     monkeypatch.setattr(Index, "sizes", evicting)
     with closing(DiskTier(tier.path, tier.capacity, lru)) as other:
-        assert len(listed) == 2 and [len(each) for each in listed] == [1, 1]
+        assert [len(each) for each in listed] == [1, 1]
         assert (len(other.entries()), other.counts["corrupt"]) == (0, 0)
     assert "gone" not in caplog.text
 

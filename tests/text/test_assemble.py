@@ -1,7 +1,9 @@
 """Messages and pieces become a Prompt: ids are those of the pieces, keys say where KV may come from."""
 
 import json
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -17,6 +19,7 @@ from ragfuse.core import ChunkKey, Prompt, Segment, ToolCall, amid, token_digest
 from ragfuse.errors import InputError
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.text import Assembler, KnownChunks, Marker, Message, Piece, pieces
+from ragfuse.text.assemble import LONG
 from ragfuse.text.calls import PLAIN
 from ragfuse.text.known_spans import KnownSpans
 from ragfuse.text.turns import Turn
@@ -392,3 +395,28 @@ def test_a_text_comes_back_whole(parts: list[Piece], bos: list[int]):
     assert tokenizer().decode(list(prompt.token_ids[len(bos) :]), skip_special_tokens=False) == "".join(
         p.text for p in parts
     )
+
+
+@pytest.mark.parametrize("is_long", [True, False])
+def test_long_prompts_are_tokenised_one_at_a_time_and_short_ones_beside_each_other(is_long: bool) -> None:
+    class Met(TextEncoder):
+        """Knows whether two prompts were tokenised at once."""
+
+        def __init__(self) -> None:
+            super().__init__(PreTrainedTokenizerFast(tokenizer_object=tokenizer(), extra_special_tokens=SPECIALS))
+            self.both, self.met = threading.Barrier(2), 0
+
+        def parts(self, text: str, *more: Any) -> Any:
+            with suppress(threading.BrokenBarrierError):
+                self.both.wait(0.2 if is_long else 20)
+                self.met += 1
+            return super().parts(text[:100], *more)
+
+    met = Met()
+    own, text = Assembler(met, key_of, template(CHATML)), "a" * (LONG if is_long else LONG - 1)
+    threads = [threading.Thread(target=own.text, args=([Piece(text)],)) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert bool(met.met) != is_long

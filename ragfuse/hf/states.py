@@ -1,0 +1,238 @@
+"""Beginnings of prompts for models with a state that is no KV per token: their own cache, as it was behind a token.
+
+A linear-attention, Mamba or convolution layer keeps one state for all tokens before it, which nothing can cut. So a
+copy of the model's whole cache is kept before a prompt's last token, and where two prompts part. A later prompt that
+begins with those very tokens goes on from there, which is exact. What a model can go on with is found on its real
+weights: a run of tokens, one token at a time, or nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from cachetools import LRUCache
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ragfuse.fork import ForkLock
+from ragfuse.hf import probe
+
+Kind = Literal["", "run", "token", "whole"]
+"""What a model keeps: "" KV per token and nothing else; or a state, behind which it computes a run of tokens as in one
+forward, or one token at a time, or nothing, so that each prompt is computed whole."""
+MAX_STEPS = 8
+"""Tokens computed one by one behind a kept cache, at most: more of them take longer than the whole prompt may."""
+MAX_KEPT = 256
+"""Caches that are kept, at most: each is compared with every new prompt."""
+_PROBED = 48
+_CUTS = (_PROBED - 1, _PROBED - 2, _PROBED - 7, _PROBED // 2)
+"""Where a probed prompt is cut: old states fade, so what loses them shows in the first tokens behind."""
+
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+_Key = tuple[str, bytes]
+
+
+@dataclass(frozen=True)
+class State:
+    """A model's own cache behind its first `n_tokens` tokens; who goes on from it takes a copy."""
+
+    n_tokens: int
+    cache: Any
+    nbytes: int
+
+
+class States:
+    """The kept caches of one engine, `nbytes` in all at most; the one used longest ago goes first. Thread-safe.
+
+    `whose` is the digest of model and tenant: what was kept for one is never found by another.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._kept: LRUCache[_Key, State] = LRUCache(nbytes, getsizeof=lambda state: state.nbytes)
+        self._lock = ForkLock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        with self._lock:
+            return int(self._kept.currsize)
+
+    def beginning(self, whose: str, token_ids: Sequence[int]) -> tuple[State | None, int]:
+        """The longest kept beginning of these ids, and how many ids they share with the most similar prompt."""
+        ids, n_shared = _array(token_ids), 0
+        longest: _Key | None = None
+        with self._lock:
+            for key in self._kept:
+                kept = np.frombuffer(key[1], np.int64)
+                n = _n_shared(kept, ids) if key[0] == whose else 0
+                n_shared = max(n_shared, n)
+                if 0 < n == len(kept) and (longest is None or len(key[1]) > len(longest[1])):
+                    longest = key
+            return (self._kept[longest] if longest is not None else None), n_shared
+
+    def keep(self, whose: str, token_ids: Sequence[int], cache: Any) -> None:
+        """Keep a cache of these ids, which nobody computes on from now on; too large a one is not kept."""
+        state = State(len(token_ids), cache, sum(each.nbytes for each in tensors(cache)))
+        with self._lock:
+            if state.nbytes <= self._kept.maxsize:
+                self._kept[whose, _array(token_ids).tobytes()] = state
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem()
+
+    def forget(self, whose: str, runs: Collection[Sequence[int]]) -> None:
+        """Drop what holds one of these runs of tokens."""
+        doomed = [_array(run).tobytes() for run in runs if len(run)]
+        with self._lock:
+            for key in [key for key in self._kept if key[0] == whose and any(_holds(key[1], run) for run in doomed)]:
+                del self._kept[key]
+
+    def clear(self) -> None:
+        """Drop all."""
+        with self._lock:
+            self._kept.clear()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was kept for `whose` prompts. shortest: tokens of the shortest beginning that is worth keeping."""
+
+    states: States
+    whose: str
+    shortest: int
+
+    def beginning(self, token_ids: Sequence[int], kind: Kind) -> tuple[State | None, int]:
+        """What a model of this kind goes on from to the last of these ids, and how many ids another prompt has, too."""
+        state, n_shared = self.states.beginning(self.whose, token_ids[:-1])
+        n_left = len(token_ids) - 1 - (state.n_tokens if state is not None else 0)
+        if kind == "run" or (kind == "token" and n_left <= MAX_STEPS):
+            return state, n_shared
+        return None, n_shared
+
+    def keep(self, token_ids: Sequence[int], cache: Any) -> None:
+        """Keep a copy of a cache of these ids."""
+        if len(token_ids) >= self.shortest:
+            self.states.keep(self.whose, token_ids, copied(cache))
+
+
+def begin(model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, kept: Kept | None) -> tuple[Any, int]:
+    """A model's cache behind all ids but the last, and how many of them were not computed for it.
+
+    It is kept there, and where a prompt of before parts from this one. None where the prompt is computed whole.
+    """
+    end = len(token_ids) - 1
+    if kind == "whole" or end < 1:
+        return None, 0
+    state, n_shared = kept.beginning(token_ids, kind) if kept is not None else (None, 0)
+    cache, n_before = (copied(state.cache), state.n_tokens) if state is not None else (None, 0)
+    at, ids = n_before, torch.tensor([list(token_ids)], device=probe.device_of(model))
+    parts = kind == "run" and kept is not None and n_shared - at >= kept.shortest and n_shared < end
+    for stop in (n_shared, end) if parts else (end,):
+        step = 1 if kind == "token" and at else max(1, stop - at)
+        for lo in range(at, stop, step):
+            cache, _ = onwards(model, ids[:, lo : lo + step], cache, lo)
+        if kept is not None and stop > at:
+            kept.keep(token_ids[:stop], cache)
+        at = stop
+    return cache, n_before
+
+
+def copied(cache: Any) -> Any:
+    """A cache that shares no tensor with this one."""
+    with torch.no_grad():
+        return copy.deepcopy(cache)
+
+
+def tensors(value: object) -> Iterator[Tensor]:
+    """All tensors of a cache, always in the same order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors(each)
+    elif type(value).__module__.startswith("transformers") and not isinstance(value, nn.Module | PreTrainedConfig):
+        yield from tensors(getattr(value, "__dict__", {}))
+
+
+def onwards(model: PreTrainedModel, token_ids: Tensor, cache: Any, n_before: int) -> tuple[Any, Tensor]:
+    """The cache behind int64 [1, n] more tokens, and the logits [V] of the last.
+
+    cache: that of the `n_before` tokens before them, which is used up; None where there are none.
+    """
+    positions = torch.arange(n_before, n_before + token_ids.shape[1], device=token_ids.device)
+    with torch.no_grad():
+        given = {"past_key_values": cache} if cache is not None else {}
+        given |= probe.at_positions(model, positions) | probe.last_logits(model)
+        out = model(input_ids=token_ids, use_cache=True, **given)
+    return getattr(out, "past_key_values", None), out.logits[0, -1]
+
+
+def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
+    """What a model keeps, tried on it: behind a copy, every tensor of its cache and its next logits have to be those of
+    one forward, within rounding."""
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        return ""
+    ids = probe.probe_tokens(config.vocab_size, _PROBED, probe.device_of(model))
+    try:
+        whole, logits = onwards(model, ids, None, 0)
+        if probe.is_whole(whole, n_layers, _PROBED):
+            return ""
+        if not list(tensors(whole)) or not _is_answered(model, ids, logits):
+            return "whole"
+        same = [_is_same(model, ids, cut, (whole, logits)) for cut in _CUTS]
+    except probe.UNFIT:
+        return "whole"
+    return "run" if all(same) else "token" if same[0] else "whole"
+
+
+def _is_answered(model: PreTrainedModel, ids: Tensor, logits: Tensor) -> bool:
+    """Whether `generate` computes the last token alone behind a kept cache, and comes to the same logits."""
+    before, _ = onwards(model, ids[:, :-1], None, 0)
+    out: Any = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=1,
+        output_logits=True,
+        return_dict_in_generate=True,
+        past_key_values=copied(before),
+    )
+    return probe.logits_error(out.logits[0][0], logits) <= probe.logits_bound(model.dtype)
+
+
+def _is_same(model: PreTrainedModel, ids: Tensor, cut: int, wanted: tuple[Any, Tensor]) -> bool:
+    """Whether the ids from `cut` on, computed behind a copy of those before, leave what one forward leaves."""
+    found = onwards(model, ids[:, cut:], copied(onwards(model, ids[:, :cut], None, 0)[0]), cut)
+    mine, theirs = list(tensors(found[0])), list(tensors(wanted[0]))
+    if [each.shape for each in mine] != [each.shape for each in theirs]:
+        return False
+    errors = [probe.relative(*pair) for pair in zip(mine, theirs, strict=True) if pair[0].is_floating_point()]
+    bound = probe.tolerance_of(model.dtype)
+    return max(errors) <= bound and probe.logits_error(found[1], wanted[1]) <= probe.logits_bound(model.dtype)
+
+
+def _array(token_ids: Sequence[int]) -> Ids:
+    return np.asarray(token_ids, dtype=np.int64)
+
+
+def _n_shared(a: Ids, b: Ids) -> int:
+    """How many ids both begin with."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.argmax()) if differ.any() else n
+
+
+def _holds(ids: bytes, run: bytes) -> bool:
+    """Whether a run stands among ids; both in 8 bytes a token."""
+    at = ids.find(run)
+    while at >= 0 and at % 8:
+        at = ids.find(run, at + 1)
+    return at >= 0

@@ -1,0 +1,234 @@
+"""Beginnings of models with a state that is no KV per token: kept whole, found again, exact, each tenant's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from ragfuse import Answer, Ask, Engine, Settings
+from ragfuse.hf.model import HFModel
+from ragfuse.hf.states import MAX_KEPT, MAX_STEPS, States, copied, kind_of, tensors
+from tests.hf import kit
+from tests.hf.families import HYBRIDS, REFUSED
+from tests.tiny import adds_up
+
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    **{name: (kind, options, goes_on) for name, (kind, options, _, goes_on) in HYBRIDS.items()},
+    "qwen3-next": (*REFUSED["qwen3-next"][:2], "run"),
+    "mamba-alone": (*REFUSED["mamba"][:2], "whole"),
+}
+SYSTEM = "You keep the book of a harbour. Say what stands in it, and nothing else, in a few words. "
+WHO = f"{SYSTEM}Which ship came first?"
+
+
+def engine_of(name: str, told: Settings) -> Engine:
+    kind, options, _ = MODELS[name]
+    return Engine(told, kit.build(kind, options), tokenizer=kit.tokenizer())
+
+
+def asked(engine: Engine, question: str, **ask: Any) -> Answer:
+    """An answer, which is what full prefill gives."""
+    answer = engine.answer(question, Ask(**ask))
+    assert adds_up(answer.trace)
+    assert answer.token_ids == engine.answer(question, Ask(reuse=False, **ask)).token_ids
+    return answer
+
+
+@pytest.fixture
+def on(tmp_path: Any) -> Settings:
+    return Settings(store=tmp_path / "store", max_tokens=8, learn="off", dtype="float32", memory_bytes=1 << 26)
+
+
+@pytest.fixture
+def engine(on: Settings) -> Iterator[Engine]:
+    with engine_of("qwen3-next", on) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_model_goes_on_with_is_found_on_its_weights(name: str) -> None:
+    kind, options, wanted = MODELS[name]
+    model = HFModel(kit.build(kind, options), kit.tokenizer())
+    assert model.profile.refusal
+    assert model.profile.state == wanted
+
+
+def test_a_model_with_kv_alone_keeps_no_state() -> None:
+    model = kit.build("llama", {})
+    assert kind_of(model, 4) == ""
+    assert HFModel(model, kit.tokenizer()).profile.state == ""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_of_the_same_prompt_again_all_but_the_last_token_is_reused(name: str, on: Settings) -> None:
+    with engine_of(name, on) as engine:
+        first, again = asked(engine, WHO), asked(engine, WHO)
+        assert first.trace.tokens_reused == 0
+        wanted = 0 if MODELS[name][2] == "whole" else again.trace.tokens - 1
+        assert again.trace.tokens_reused == again.trace.tokens_prefix == wanted
+        assert again.token_ids == first.token_ids
+        assert again.trace.refusal == engine.model.profile.refusal
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name][2] == "run"])
+def test_what_prompts_begin_with_alike_is_reused_from_the_third_on(name: str, on: Settings) -> None:
+    with engine_of(name, on) as engine:
+        reused = [
+            asked(engine, SYSTEM + end).trace.tokens_prefix
+            for end in ("Which ship came first?", "And who saw it come?", "Are there any more ships in the harbour?")
+        ]
+        assert reused == [0, 0, len(SYSTEM)]
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "jamba"])
+def test_a_prompt_that_grew_goes_on_from_where_it_was(name: str, on: Settings) -> None:
+    with engine_of(name, on) as engine:
+        n_first = asked(engine, WHO).trace.tokens
+        few, many = WHO + " And"[:MAX_STEPS], f"{WHO} And which came last, and why?"
+        assert asked(engine, few).trace.tokens_prefix == n_first - 1
+        assert bool(asked(engine, many).trace.tokens_prefix) == (name == "qwen3-next")
+
+
+def test_the_plan_says_what_is_known(engine: Engine) -> None:
+    assert engine.plan(WHO).n_before == 0
+    asked(engine, WHO)
+    plan = engine.plan(WHO)
+    assert plan.n_before == len(WHO) - 1
+    assert f"{len(WHO) - 1} of them from an earlier prompt's state" in plan.explain()
+    assert engine.plan(WHO, Ask(reuse=False)).n_before == 0
+
+
+def test_the_answer_says_what_was_reused(engine: Engine) -> None:
+    asked(engine, WHO)
+    trace = asked(engine, WHO).trace
+    assert f"{len(WHO) - 1} reused ({len(WHO) - 1} as beginning)" in trace.summary
+    assert [(each.kind, each.exact, each.n_tokens) for each in trace.segments] == [("prefix", True, len(WHO) - 1)]
+
+
+def test_switched_off_nothing_is_kept(on: Settings) -> None:
+    with engine_of("qwen3-next", on.model_copy(update={"prefix_cache": False})) as engine:
+        assert [asked(engine, WHO).trace.tokens_reused for _ in range(2)] == [0, 0]
+
+
+def test_a_prompt_is_computed_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing is reused: `generate` goes on from the prefill."""
+    rows, forward = [], engine.model.model.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        rows.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine.model.model, "forward", counted)
+    for reuse, wanted in ((False, len(WHO)), (True, len(WHO)), (True, 1)):
+        rows.clear()
+        answer = engine.answer(WHO, Ask(reuse=reuse))
+        assert sum(rows) == wanted + len(answer.token_ids) - 1
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
+def test_several_answers_at_once_are_what_they_are_without_reuse(engine: Engine, options: dict[str, Any]) -> None:
+    asked(engine, WHO)
+    asked(engine, WHO, options=options, seed=3)
+
+
+def test_no_tenant_finds_anothers_state(on: Settings) -> None:
+    kind, options, _ = MODELS["qwen3-next"]
+    model = kit.build(kind, options)
+    salted = on.model_copy(update={"salt": "another"})
+    with Engine(on, model, tokenizer=kit.tokenizer()) as one, Engine(salted, model, tokenizer=kit.tokenizer()) as two:
+        asked(one, WHO)
+        assert asked(two, WHO).trace.tokens_reused == 0
+        assert asked(one, WHO).trace.tokens_reused == len(WHO) - 1
+    states, cache = States(1 << 20), DynamicCache()
+    states.keep("a", [1, 2, 3], cache)
+    assert states.beginning("b", [1, 2, 3, 4]) == (None, 0)
+    assert states.beginning("a", [1, 2, 3, 4])[1] == 3
+
+
+def test_what_is_forgotten_is_in_no_beginning(engine: Engine) -> None:
+    said = "the book of a harbour."
+    asked(engine, WHO)
+    asked(engine, "Something else, which is quite as long as that was.")
+    engine.forget([said])
+    assert asked(engine, WHO).trace.tokens_reused == 0
+    assert asked(engine, "Something else, which is quite as long as that was.").trace.tokens_reused > 0
+
+
+def test_memory_is_bounded_and_what_was_used_longest_ago_goes_first() -> None:
+    one = torch.zeros(1, 1, 8, 32)
+    cache = DynamicCache()
+    cache.update(one, one, 0)
+    size = 2 * one.nbytes
+    assert sum(each.nbytes for each in tensors(cache)) == size
+    states = States(3 * size)
+    for first in range(3):
+        states.keep("a", [first, 5, 6], cache)
+    assert states.beginning("a", [0, 5, 6, 7])[0] is not None
+    states.keep("a", [3, 5, 6], cache)
+    assert [states.beginning("a", [first, 5, 6, 7])[0] is not None for first in range(4)] == [True, False, True, True]
+    assert states.nbytes == 3 * size
+    tight = States(size - 1)
+    tight.keep("a", [1, 2, 3], cache)
+    assert tight.nbytes == 0
+    many = States(1 << 30)
+    for first in range(MAX_KEPT + 9):
+        many.keep("a", [first, 5, 6], cache)
+    assert many.nbytes == MAX_KEPT * size
+
+
+def test_a_run_is_found_where_tokens_begin_alone() -> None:
+    """In 8 bytes a token, 256 stands across the border of 1 and 0 as bytes, not as a token."""
+    states = States(1 << 20)
+    states.keep("a", [1 << 8, 1 << 16, 7], DynamicCache())
+    states.forget("a", [[1 << 56], [1 << 48, 1 << 56]])
+    assert states.beginning("a", [1 << 8, 1 << 16, 7, 9])[0] is not None
+    states.forget("a", [[1 << 16, 7]])
+    assert states.beginning("a", [1 << 8, 1 << 16, 7, 9]) == (None, 0)
+
+
+def test_a_copy_shares_no_tensor() -> None:
+    model = kit.build(*MODELS["qwen3-next"][:2])
+    with torch.no_grad():
+        cache = model(input_ids=torch.tensor([kit.ids(20)]), use_cache=True).past_key_values
+    places = {each.data_ptr() for each in tensors(cache)}
+    mine = list(tensors(copied(cache)))
+    assert len(places) == len(mine) >= 8
+    assert not places & {each.data_ptr() for each in mine}
+
+
+words = st.sampled_from(["A harbour in which forty ships lie. ", "The keeper counts them at night. ", "Who? ", "x"])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prompts=st.lists(st.lists(words, min_size=1, max_size=5).map("".join), min_size=2, max_size=6),
+    nbytes=st.sampled_from([60_000, 200_000, 1 << 26]),
+    name=st.sampled_from(["qwen3-next", "granite-hybrid", "jamba"]),
+    threads=st.sampled_from([1, 3]),
+)
+def test_prompts_that_share_what_they_please_are_answered_as_by_full_prefill(
+    tmp_path_factory: pytest.TempPathFactory, prompts: list[str], nbytes: int, name: str, threads: int
+) -> None:
+    told = Settings(
+        store=tmp_path_factory.mktemp("store"), max_tokens=4, learn="off", dtype="float32", memory_bytes=nbytes
+    )
+    with engine_of(name, told) as engine:
+        wanted = {prompt: engine.answer(prompt, Ask(reuse=False)).token_ids for prompt in prompts}
+        wrong = list[str]()
+
+        def work() -> None:
+            wrong.extend(each for each in [*prompts, *prompts] if engine.answer(each).token_ids != wanted[each])
+
+        running = [threading.Thread(target=work) for _ in range(threads)]
+        for each in running:
+            each.start()
+        for each in running:
+            each.join()
+        assert not wrong
