@@ -15,6 +15,7 @@ language = "en"
 
 extensions = [
     "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
     "myst_nb",
     "book_reference",  # settings, commands, a page for every public name
     "book_files",  # links to files of the repository, notebooks, pictures
