@@ -78,6 +78,38 @@ def test_a_folder_is_quantised_while_it_is_loaded(varied_path: Path) -> None:
     assert model.fingerprint != load_model(varied_path, "float32").fingerprint
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_folder_of_packed_weights_is_fused_exactly(bits: int, varied_path: Path, tmp_path: Path) -> None:
+    """As compressed-tensors packs them: what vLLM's tools write."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    model = AutoModelForCausalLM.from_pretrained(varied_path, dtype=torch.float32)
+    scheme = preset_name_to_scheme(f"W{bits}A16", ["Linear"])
+    if scheme.weights.group_size:
+        scheme.weights.group_size = 32
+    apply_quantization_config(
+        model, QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"], quantization_status="frozen")
+    )
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            size = scheme.weights.group_size or module.weight.shape[1]
+            groups = module.weight.data.reshape(len(module.weight), -1, size)
+            scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+            module.weight_scale.data.copy_(scale.reshape(module.weight_scale.shape))
+    packer = ModelCompressor.from_pretrained_model(model)
+    packer.compress_model(model)
+    model.save_pretrained(tmp_path)
+    packer.update_config(str(tmp_path))
+    AutoTokenizer.from_pretrained(varied_path).save_pretrained(tmp_path)
+    found = load_model(tmp_path, "float32")
+    assert "weight_scale" in dict(found.model.model.layers[0].mlp.up_proj.named_parameters())
+    assert verify(found).passed
+    assert found.fingerprint != load_model(varied_path, "float32").fingerprint
+
+
 def test_a_quantisation_whose_package_is_missing_says_what_to_install(varied_path: Path) -> None:
     with pytest.raises(ModelError, match=r"No model could be loaded from .*(gptq|optimum|GPTQ)"):
         load_model(varied_path, "float32", model_kwargs={"quantization_config": {"quant_method": "gptq", "bits": 4}})
