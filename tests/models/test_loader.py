@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from langchain_ragfuse import ChatRagFuse
 from llama_index.llms.ragfuse import RagFuseLLM
-from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, XLoraConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, T5Config, T5ForConditionalGeneration, pipeline
 from typer.testing import CliRunner
 
@@ -331,10 +331,37 @@ def test_an_adapter_answers_as_its_model_does(
     assert reused(engine) > 0
 
 
-def test_adapters_that_work_outside_the_layers_are_refused(loaded: Any, words: Any, engine_of: Any) -> None:
-    prefix = get_peft_model(loaded, PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
-    with pytest.raises(ModelError, match="found PREFIX_TUNING, which puts tokens of its own before every prompt"):
-        engine_of(prefix, tokenizer=words)
+OUTSIDE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "prefix tuning": (
+        lambda folder: PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        "found PREFIX_TUNING, which puts tokens of its own before every prompt",
+    ),
+    "prompt tuning": (
+        lambda folder: PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        "found PROMPT_TUNING, which puts tokens of its own before every prompt",
+    ),
+    "activated LoRA": (
+        lambda folder: LoraConfig(alora_invocation_tokens=[5, 6], target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        "found LORA that begins at its invocation tokens",
+    ),
+    "X-LoRA": (
+        lambda folder: XLoraConfig(hidden_size=64, adapters={"0": str(folder)}, task_type="CAUSAL_LM"),
+        "found XLORA, which chooses among adapters by the prompt",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_adapters_that_work_outside_the_layers_are_refused(
+    name: str, adapted: Any, varied_path: Path, words: Any, engine_of: Any, tmp_path: Path
+) -> None:
+    adapted.save_pretrained(tmp_path / "lora")
+    config, why = OUTSIDE[name]
+    model = AutoModelForCausalLM.from_pretrained(varied_path, dtype=torch.float32)
+    model.config.use_cache = False  # X-LoRA wants it so
+    adapter = get_peft_model(model, config(tmp_path / "lora"))
+    with pytest.raises(ModelError, match=why):
+        engine_of(adapter, tokenizer=words)
 
 
 def test_an_adapter_without_a_base_says_so(adapted: Any, tmp_path: Path) -> None:
