@@ -204,7 +204,8 @@ def test_answers_come_without_the_api_and_without_an_sdk(tiny_settings, tmp_path
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["3", *said.split()]
-    assert done.stderr == ""
+    others = ("torchao", "_pytree.py")  # what these say as they are imported, where they are installed
+    assert [line for line in done.stderr.splitlines() if not any(name in line for name in others)] == []
 
 
 def test_a_chunk_that_is_lost_while_it_is_read_begins_the_fusing_again(warm, spans, monkeypatch):

@@ -32,8 +32,11 @@ def ended(run: subprocess.Popen[str]) -> int:
 
 
 def settled_answer(settings: Settings) -> dict[str, Any]:
-    """What a server says over six documents once all is kept that questions before left to be encoded."""
-    with process(settings) as (run, root):
+    """What a server says over six documents once all is kept that questions before left to be encoded.
+
+    Without prefix caching: a prompt that was computed whole would be answered from there, and not from the store.
+    """
+    with process(settings, RAGFUSE_PREFIX_CACHE="false") as (run, root):
         for _ in range(3):
             told = ask(root, **with_documents(6)).json()
             wait_for(lambda: httpx.get(f"{root}/v1/ragfuse/store").json()["waiting_to_be_encoded"] == 0)
