@@ -5,7 +5,7 @@ Read when they are asked for: nothing here adds up or waits for an answer. Label
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -92,6 +92,8 @@ TIER_STATES: Sequence[tuple[str, str, Callable[[Tier], float]]] = (
     ),
 )
 """Gauges of a tier: name, what it is, and the value. The breaker comes last: the others ask the medium."""
+TOGETHER = frozenset({"ragfuse_tier_bytes", "ragfuse_tier_entries"})
+"""Those that count what all tenants of a tier keep."""
 
 
 class Metered(Protocol):
@@ -102,11 +104,12 @@ class Metered(Protocol):
     tally: Tally
 
 
-def metrics(engine: Metered, registry: Registry | None = None, name: str = "") -> None:
+def metrics(engine: Metered, registry: Registry | None = None, name: str = "", shares: bool = False) -> None:
     """Show an engine's counts to Prometheus, in the given registry or the default one, until the engine is closed.
 
     name: its label `engine`; its model's name unless given, with a number where another has that already. Calling it
-    again for the same engine changes nothing. InputError without prometheus_client.
+    again for the same engine changes nothing. shares: other tenants use the same slow tiers, so that bytes and entries
+    in these are not shown. InputError without prometheus_client.
     """
     try:
         from prometheus_client import REGISTRY
@@ -116,7 +119,7 @@ def metrics(engine: Metered, registry: Registry | None = None, name: str = "") -
         ) from error
     place = REGISTRY if registry is None else registry
     name = name or Path(engine.settings.model).name
-    while not shared(("metrics", place), lambda: _Shown(place)).show(engine, name):
+    while not shared(("metrics", place), lambda: _Shown(place)).show(engine, name, shares):
         pass
 
 
@@ -126,8 +129,9 @@ class _Shown:
     def __init__(self, registry: Registry) -> None:
         self._registry, self._lock, self._over = registry, ForkLock(), False
         self._engines: dict[str, Metered] = {}
+        self._shares = set[str]()
 
-    def show(self, engine: Metered, name: str) -> bool:
+    def show(self, engine: Metered, name: str, shares: bool) -> bool:
         """From now on under this name, or one like it; False where the last one has just gone."""
         with self._lock:
             if self._over or engine in self._engines.values():
@@ -137,6 +141,8 @@ class _Shown:
             if not self._engines:
                 self._registry.register(self)
             self._engines[name] = engine
+            if shares:
+                self._shares.add(name)
         engine.tally.when_closed(lambda: self._hide(name))
         return True
 
@@ -154,7 +160,7 @@ class _Shown:
         counted = {name: engine.tally.now() for name, engine in engines.items()}
         yield from _of_answers(counted)
         yield _times(counted)
-        yield from _of_tiers(engines, counted)
+        yield from _of_tiers(engines, counted, self._shares)
         waiting = _gauge("ragfuse_waiting", "Runs of tokens that wait to be encoded in the background.", ())
         for name, engine in engines.items():
             waiting.add_metric([name], engine.tally.waiting())
@@ -163,6 +169,7 @@ class _Shown:
     def _hide(self, name: str) -> None:
         with self._lock:
             del self._engines[name]
+            self._shares.discard(name)
             self._over = not self._engines
             if self._over:
                 self._registry.unregister(self)
@@ -189,7 +196,10 @@ def _times(counted: Mapping[str, Counted]) -> Metric:
     return metric
 
 
-def _of_tiers(engines: Mapping[str, Metered], counted: Mapping[str, Counted]) -> Iterator[Metric]:
+def _of_tiers(
+    engines: Mapping[str, Metered], counted: Mapping[str, Counted], shares: Collection[str]
+) -> Iterator[Metric]:
+    """shares: names of engines that share slow tiers with other tenants."""
     tiers = [(name, tier) for name, engine in engines.items() for tier in engine.store.tiers]
     for count, (title, what) in TIER_COUNTS.items():
         metric = _counter(title, what, ("tier",))
@@ -199,7 +209,8 @@ def _of_tiers(engines: Mapping[str, Metered], counted: Mapping[str, Counted]) ->
     for title, what, value in TIER_STATES:
         gauge = _gauge(title, what, ("tier",))
         for name, tier in tiers:
-            gauge.add_metric([name, tier.name], float(value(tier)))
+            if not (name in shares and tier.slow and title in TOGETHER):
+                gauge.add_metric([name, tier.name], float(value(tier)))
         yield gauge
     hits = _counter("ragfuse_tier_hits", "Segments of prompts that a tier gave.", ("tier",))
     misses = _counter("ragfuse_tier_misses", "Segments of prompts that a tier was asked for in vain.", ("tier",))

@@ -85,7 +85,7 @@ class Service:
                 engine = self._engines[tenant.salt] = Engine(self._settings_of(tenant), outlook=self._outlook)
                 name = self.model if tenant.name == "all" else f"{self.model}-{tenant.name}"
                 keeper = self.quotas[tenant.salt] = QuotaKeeper(engine, self._quota())
-                self.counts.show(engine, tenant.salt, name, keeper)
+                self.counts.show(engine, tenant.salt, name, keeper, shares=len(self.keys.tenants) > 1)
             engine = self._engines[tenant.salt]
         engine.model.name = self.model  # what clients are told is no place on this machine
         return engine

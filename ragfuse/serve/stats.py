@@ -51,14 +51,14 @@ class Counts:
         with self._lock:
             self._asked[_counted(path), str(status)] += 1
 
-    def show(self, engine: Engine, salt: str, name: str, keeper: QuotaKeeper) -> None:
+    def show(self, engine: Engine, salt: str, name: str, keeper: QuotaKeeper, shares: bool = False) -> None:
         """Show an engine's counts, and what its tenant keeps, under this name to the tenant of this salt, until it is
-        closed."""
+        closed. shares: with other tenants of this server."""
         from prometheus_client import CollectorRegistry
 
         with self._lock:
             registry = self._own.setdefault(salt, CollectorRegistry())
-        metrics(engine, registry, name)
+        metrics(engine, registry, name, shares)
         registry.register(_OfTenant(keeper, name))
 
     def text(self, salt: str) -> bytes:

@@ -32,11 +32,16 @@ PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 """Code points without a meaning."""
 _PRIVATE = re.compile(r"[\ue000-\uf8ff\U000f0000-\U000ffffd]")
 _ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})|\\u(db[89a-f][0-9a-f])\\{1,8}u(d[c-f][0-9a-f]{2})", re.IGNORECASE)
+_TAKEN_OFF = re.compile(r"[\s\x00-\x1f\x7f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]+")
+"""What templates take off inside a text, or write otherwise."""
 _MARK = re.compile(f"{_PRIVATE.pattern}|{_ESCAPED.pattern}", re.IGNORECASE)
 MOST_SHOWN = 8
 """Kinds of control tokens in answers of which it is tried whether the template looks at them."""
 LONGEST = 64
 """Characters of a control token that may come of a content and what stands beside it."""
+MOST_JOINED = 16
+"""Names and values beside contents that are looked at one by one, as a control token of the text may hold some of
+them."""
 MOST_MISSED = 16
 """Chunks that are looked for in vain where a template looks at what marks them."""
 
@@ -167,7 +172,9 @@ class Conversation:
             seen = _aligned(other, marks, text)
             if seen is not None:
                 self._check_complete(text, met)
-                return self._found(text, seen, trial)
+                found = self._found(text, seen, trial)
+                made = {*self._joined(write, text), *self._unveiled(write, text, seen)}
+                return replace(found, bare=tuple(sorted({*found.bare, *made}))) if made else found
         trial = replace(self._shown(write), pieces=False, messages=False)  # it looks at what it is not to see
         text, seen = _put_back(*self._tried(write, trial))
         self._check_complete(text, met)
@@ -185,9 +192,11 @@ class Conversation:
             ways += [replace(shown, flanked=True), shown] if shown.shown else [shown]
         others = frozenset(at for at, found in enumerate(self._in_texts) if found and not self._answers[at])
         if not all(forged):
-            ways += [replace(way, beside=others) for way in ways[1:] or ways]
+            ways += [replace(way, beside=others, flanked=True) for way in ways[-1:]]
         yield from ways[1:]
         least = [replace(way, messages=False, pieces=False) for way in ways]
+        if not all(forged):
+            least += [replace(way, beside=others) for way in least[1:-1] or least[:-1]]
         yield from least
         if len(others) > 1:
             beside = self._beside(write, text, others)
@@ -267,8 +276,8 @@ class Conversation:
             if is_answers and not trial.flanked:
                 continue
             if is_answers or (turn in trial.beside and not self._answers[turn]):
-                places = [hi] if lo <= blank else [lo, hi] if is_answers else [lo]
-                n_beside = len(places) if is_answers else 0
+                places = [hi] if lo <= blank else [lo, hi] if trial.flanked else [lo]
+                n_beside = len(places) if trial.flanked else 0
                 inserted += [(at, _Spot("", "forged", at, turn, -1, word, True, lo, n_beside)) for at in places]
             else:
                 spots[lo] = _Spot(text[lo], "forged", lo, turn, word=word)
@@ -330,6 +339,100 @@ class Conversation:
                 if first + lo < edge < first + hi:
                     yield first + lo, first + hi
 
+    def _joined(self, write: Write, text: str) -> Iterator[Chars]:
+        """What would be a control token of a name or value, as tools and calls have them, and the template's text."""
+        leaves = dict.fromkeys(
+            each for value in (*self._beside_contents(), *self._tools) for each in _strings(value) if each
+        )
+        words = {text[lo:hi].lower() for lo, hi in self._forged(text)} if leaves else set[str]()
+        risky = [leaf for leaf in leaves if any(_meets(leaf.lower(), word) for word in words)]
+        alone, rest = risky[:MOST_JOINED], risky[MOST_JOINED:]
+        for group in [*([leaf] for leaf in alone), *([rest] if rest else [])]:
+            other, marks = self._exchanged(write, frozenset(group))
+            seen = _aligned(other, marks, text) if other else None
+            if seen is None and len(group) > 1:
+                raise _too_many()
+            for each in seen or ():  # None: the template looks at it, as at `type`, and means it
+                leaf = each.spot.word
+                lo = each.lo - each.spot.at
+                if text[max(0, lo) : lo + len(leaf)].casefold() == leaf.casefold():
+                    yield from self._over(text, (lo, lo + len(leaf)))
+
+    def _beside_contents(self) -> Iterator[Any]:
+        """What messages have beside what they say and who says it."""
+        for message in self._messages:
+            yield from (value for key, value in message.items() if key not in ("role", "content"))
+
+    def _exchanged(self, write: Write, leaves: frozenset[str]) -> tuple[str, dict[str, _Spot]]:
+        """The rendering in which one letter of each of these names and values is a mark; "" where it is refused."""
+        marks = _Marks(code for code in chain(*PRIVATE) if code not in self._used)
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, str) and value in leaves:
+                at = _quiet(value, 0, len(value), ()) if value.strip() else 0
+                return _marked(value, [(at, _Spot(value[at], "forged", at, word=value))], marks)
+            if isinstance(value, Mapping):
+                return {changed(name): changed(each) for name, each in value.items()}
+            return [changed(each) for each in value] if isinstance(value, list | tuple) else value
+
+        messages = [
+            {key: value if key in ("role", "content") else changed(value) for key, value in message.items()}
+            for message in self._messages
+        ]
+        try:
+            return write(messages, [changed(tool) for tool in self._tools]), marks.spots
+        except InputError:
+            return "", {}
+
+    def _unveiled(self, write: Write, text: str, seen: Sequence[_Seen]) -> Iterator[Chars]:
+        """What a template makes a control token of, as it takes characters off inside a content or writes them
+        otherwise: InputError where that cannot be told from its own."""
+        whole = {turn for turn, _, edges in self._spans(text, seen) if len(edges) == 2}
+        spots = dict[int, list[tuple[int, _Spot]]]()
+        for turn, content in enumerate(self._texts):
+            if turn not in whole and content.strip() and content.strip() not in text:
+                spots[turn] = [(at, _Spot(content[at], "forged", at, turn)) for at in self._veiled(turn)]
+        if not any(spots.values()):
+            return
+        marks = _Marks(code for code in chain(*PRIVATE) if code not in self._used)
+        messages = [
+            {**message, "content": _marked(self._texts[turn], spots[turn], marks)} if turn in spots else dict(message)
+            for turn, message in enumerate(self._messages)
+        ]
+        found = _aligned(write(messages, list(self._tools)), marks.spots, text)
+        if found is None:
+            raise _veiled()
+        for each in found:
+            yield from self._over(text, (each.lo, each.hi))
+
+    def _veiled(self, turn: int) -> list[int]:
+        """A letter in the middle of each control token that a content would hold with some of its characters taken
+        off, or as HTML reads it; not of those that stand in it."""
+        content, forged = self._texts[turn], self._in_texts[turn]
+        pieces, places = list[str](), list[int]()
+        for lo, hi, read in _read_as_html(content):
+            for at in range(lo, hi) if read == content[lo:hi] else [lo] * len(read):
+                places.append(at)
+            pieces.append(read)
+        kept = [
+            (letter, at) for letter, at in zip("".join(pieces), places, strict=True) if not _TAKEN_OFF.match(letter)
+        ]
+        within = {at for lo, hi in forged for at in range(lo, hi)}
+        found = set[int]()
+        for some in [kept, [each for each in kept if each[1] not in within]] if within else [kept]:
+            for lo, hi in self._forged("".join(letter for letter, _ in some)):
+                if not within.issuperset(at for _, at in some[lo:hi]):
+                    letters = [at for letter, at in some[lo:hi] if letter.isalnum() and content[at] == letter]
+                    found |= {*(letters[len(letters) // 2 :][:1] or [some[lo][1]])}
+        return sorted(found)
+
+    def _over(self, text: str, chars: Chars) -> Iterator[Chars]:
+        """Control tokens of a text that hold some of these characters, and others besides."""
+        first, last = max(0, chars[0] - LONGEST), min(len(text), chars[1] + LONGEST)
+        for lo, hi in self._forged(text[first:last]):
+            if first + lo < chars[1] and chars[0] < first + hi:
+                yield first + lo, first + hi
+
     def _placed(self, text: str, seen: Sequence[_Seen]) -> Iterator[Placed]:
         held = [_held(pieces) for pieces in self._contents]
         for each in seen:
@@ -372,6 +475,31 @@ def _too_many() -> InputError:
         f"The messages hold more than {n:,} words that look like control tokens of the model, or private characters, "
         "and what is the template's own cannot be told from them; leave them out, or send fewer messages."
     )
+
+
+def _veiled() -> InputError:
+    return InputError(
+        "The chat template takes characters off inside a message, and what is left looks like a control token of the "
+        "model; leave it out of the message."
+    )
+
+
+def _meets(leaf: str, word: str) -> bool:
+    """Whether a control token may be made of a name or value and what stands beside it."""
+    if leaf in word:
+        return leaf != word
+    sizes = range(1, min(len(leaf), len(word) - 1) + 1)
+    return any(word.startswith(leaf[-n:]) or word.endswith(leaf[:n]) for n in sizes)
+
+
+def _read_as_html(text: str) -> Iterator[tuple[int, int, str]]:
+    """Parts lo:hi of a text, and how HTML reads each."""
+    done = 0
+    for found in re.finditer(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z]{2,8});", text):
+        yield done, found.start(), text[done : found.start()]
+        yield found.start(), found.end(), html.unescape(found[0])
+        done = found.end()
+    yield done, len(text), text[done:]
 
 
 def _held(pieces: Sequence[Piece] | None) -> list[tuple[int, int, Piece]]:

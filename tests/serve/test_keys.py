@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def test_a_key_is_told_the_counts_of_its_own_tenant_and_of_all_requests(locked: 
     for key, mine, other in ((BLUE, blue, green), (OTHER_BLUE, blue, green), (GREEN, green, blue)):
         text = locked.get("/metrics", **bearer(key)).text
         assert f'ragfuse_answers_total{{engine="{locked.service.model}-{mine.name}",how="full"}}' in text
-        assert 'ragfuse_tier_bytes{engine="' in text
+        assert re.findall(r'ragfuse_tier_(?:bytes|entries){engine=".*",tier="(\w+)"}', text) == ["memory"] * 2
         assert other.name not in text
         assert 'ragfuse_requests_total{path="/v1/models",status="200"}' in text
         assert "ragfuse_requests_running " in text

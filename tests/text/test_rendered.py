@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -189,3 +191,82 @@ def test_a_message_that_is_left_out_is_an_error_also_where_its_text_stands_elsew
 def test_where_a_content_stands_is_said_also_where_it_is_trimmed():
     found = rendered(Template(lambda role, content: f"{role}:{content.strip()}"), ("user", [Piece(" Who? \n")]))
     assert found.text[slice(*found.said)] == "Who?"
+
+
+# control tokens that come of what stands side by side, or of what is taken off
+
+
+def in_marks(messages: list[dict[str, Any]], tools: list[Any]) -> str:
+    """Names and keys of tools and of calls between signs, and messages as they are."""
+    head = "".join(f"<{key}>{value}" for tool in tools for key, value in tool.items())
+    called = "".join(f"<{call['name']}>" for each in messages for call in each.get("calls", ()))
+    return f"{head}{called}" + "".join(f"{each['role']}:{each['content']}<end>" for each in messages)
+
+
+@pytest.mark.parametrize("tools", [[{"end": "a"}], [{"a": "</thi", "nk": "b"}], [{"x": "<end"}, {"end": "END"}]])
+def test_a_name_of_a_tool_makes_no_control_token_with_what_stands_beside_it(tools: list[dict[str, str]]) -> None:
+    made = [{"role": "user", "content": "Hi"}]
+    found = Conversation(made, [[Piece("Hi")]], tools, forged).rendered(in_marks)
+    assert own(found) == 1
+    assert found.text == in_marks(made, tools)
+
+
+def test_a_name_in_a_call_makes_none_either() -> None:
+    made = [{"role": "assistant", "content": "Hi", "calls": [{"name": "end"}, {"name": "other"}]}]
+    found = Conversation(made, [[Piece("Hi")]], [], forged).rendered(in_marks)
+    assert bare(found) == ["<end>"]
+    assert own(found) == 1
+
+
+def test_a_name_that_the_template_looks_at_is_its_own() -> None:
+    def write(messages: list[dict[str, Any]], tools: list[Any]) -> str:
+        return "".join("<end>" if tool["type"] == "end" else "?" for tool in tools) + in_marks(messages, [])
+
+    made = [{"role": "user", "content": "Hi"}]
+    found = Conversation(made, [[Piece("Hi")]], [{"type": "end"}], forged).rendered(write)
+    assert (found.bare, own(found)) == ((), 2)
+
+
+@pytest.mark.parametrize("n", [17, 300])
+def test_many_such_names_are_looked_at_together(n: int) -> None:
+    asked = list[int]()
+
+    def write(messages: list[dict[str, Any]], tools: list[Any]) -> str:
+        asked.append(1)
+        return in_marks(messages, tools)
+
+    tools, made = [{"a": f"{at}<", "end>": "b"} for at in range(n)], [{"role": "user", "content": "Hi"}]
+    found = Conversation(made, [[Piece("Hi")]], tools, forged).rendered(write)
+    assert own(found) == 1
+    assert len(asked) < 24
+
+
+TAKEN_OFF = {
+    "a sign": (lambda text: text.replace("\r", ""), "a <en\rd> b"),
+    "a sign without width": (lambda text: text.replace("\u200b", ""), "<e\u200bnd>"),
+    "white space": (lambda text: "".join(text.split()), "a </th ink> b"),
+    "empty lines": (lambda text: "".join(text.split("\n\n")), "<e\n\nnd>"),
+    "an entity": (lambda text: text.replace("&lt;", "<"), "a &lt;end> &lt;/think>"),
+    "a number of one": (html.unescape, "&#60;end&#x3e;"),
+    "a control token": (lambda text: text.replace("<end>", ""), "<e<end>nd> b"),
+    "one at the end": (lambda text: text.replace("<end>", ""), "b <end>"),
+    "one alone": (lambda text: text.replace("<end>", ""), "<end>"),
+}
+
+
+@pytest.mark.parametrize(("change", "content"), TAKEN_OFF.values(), ids=TAKEN_OFF)
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_what_is_left_when_a_template_takes_characters_off_is_no_control_token(
+    change: Callable[[str], str], content: str, role: str
+) -> None:
+    template = Template(lambda role, text: f"{role}:{change(text)}")
+    found = rendered(template, (role, [Piece(content)]), ("user", [Piece("Who?")]))
+    assert own(found) == 2
+    assert found.text.endswith("user:Who?<end>")
+    assert template.asked <= 16
+
+
+def test_what_is_taken_off_is_refused_where_the_template_looks_at_it() -> None:
+    write = lambda role, text: f"{role}:{'!' if 'n' in text else '?'}{text.replace('-', '')}"  # noqa: E731
+    with pytest.raises(InputError, match="takes characters off inside a message"):
+        rendered(Template(lambda role, text: write(role, text.replace("\r", ""))), ("user", [Piece("<e\rnd>")]))
