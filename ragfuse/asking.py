@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -37,6 +38,19 @@ RESERVED = frozenset(
     }
 )
 """What `apply_chat_template` takes that is no variable of a chat template."""
+_NAME, _NUMBER, _YES = ((str,), "a text"), ((Real,), "a number"), ((bool,), "True or False")
+_LIST, _TABLE = ((Sequence,), "a list"), ((Mapping,), "a mapping")
+_TAKEN: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
+    {
+        **dict.fromkeys(("policy", "session", "overflow", "tool_choice"), _NAME),
+        **dict.fromkeys(("max_tokens", "seed"), ((Integral,), "a whole number")),
+        **dict.fromkeys(("ratio", "deadline_s"), _NUMBER),
+        **dict.fromkeys(("reuse", "parallel_tool_calls", "blend", "continue_final_message"), _YES),
+        **dict.fromkeys(("stop", "tools", "documents"), _LIST),
+        **dict.fromkeys(("options", "chat_template_kwargs"), _TABLE),
+    }
+)
+"""What each field of an `Ask` takes."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +116,8 @@ class Ask:
         return found
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            self._check(each.name)
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             raise SettingsError(f"The recompute ratio is {self.ratio}; wanted a share from 0 to 1.")
         if self.deadline_s is not None and not self.deadline_s >= 0:
@@ -122,6 +138,14 @@ class Ask:
             )
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", tuple(whole_text(stop) for stop in stops if stop))
+
+    def _check(self, name: str) -> None:
+        """SettingsError for a field of another type; None stands for what an empty one has."""
+        value, (types, wanted) = getattr(self, name), _TAKEN.get(name, ((object,), ""))
+        if value is None and types in (_LIST[0], _TABLE[0]):
+            object.__setattr__(self, name, () if types == _LIST[0] else {})
+        elif value is not None and not isinstance(value, types):
+            raise SettingsError(f"{name} is {value!r:.80}; wanted {wanted}.")
 
 
 def known_policy(name: str) -> None:

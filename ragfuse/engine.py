@@ -53,6 +53,7 @@ from ragfuse.prompting import (
     mended,
     mended_content,
     mended_question,
+    pairs_of,
     turns_of,
 )
 from ragfuse.registry import Registry
@@ -209,7 +210,7 @@ class Engine:
         began, done, encoder = time.perf_counter(), Ingested(), self.encoder
         room_behind(len(prefix), self.model, "What stands before the first chunk")
         encoder.keep_prefix(prefix)
-        for text, source in texts:
+        for text, source in pairs_of(texts):
             source = whole_text(source)
             text = mended(text, f"'{source}'").strip()
             check_texts([text], self.model, f"A chunk of '{source}'")
@@ -235,7 +236,7 @@ class Engine:
 
         What a prompt then holds of them is encoded after its answer. For retrievers, which know it first.
         """
-        for text, source in texts:
+        for text, source in pairs_of(texts):
             source = whole_text(source)
             text = mended(text, f"'{source}'").strip()
             if text in self.known or not may_fit(text, self.model):
@@ -437,7 +438,8 @@ class Engine:
         self.check_length(question, ask)
         limit = limit_of(ask, self.settings, self.model)
         check = not self._talks.may_shorten(question, ask)
-        documents = [(mended(text, f"'{whole_text(name)}'"), whole_text(name)) for text, name in ask.documents]
+        pairs = pairs_of(ask.documents)
+        documents = [(mended(text, f"'{whole_text(name)}'"), whole_text(name)) for text, name in pairs]
         if self.settings.learn != "off":
             self._prompter.hear(self.digest, documents, question)
         make = partial(self._prompter.prompt, digest=self.digest, tools=tools, ask=ask, check=check)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -363,6 +363,17 @@ def mended_content(content: Content) -> Content:
     return [each if isinstance(each, str) and whole_text(each) is each else _mended_part(each) for each in content]
 
 
+def pairs_of(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """(text, source) of documents; InputError for what is none."""
+    if isinstance(texts, str):
+        raise InputError(f"Wanted a list of (text, source), found the text {texts!r:.80}. Write [(text, source)].")
+    for each in texts:
+        is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
+        if not is_pair or not all(isinstance(part, str) for part in each):
+            raise InputError(f"Wanted a document as (text, source), two texts; found {each!r:.80}.")
+        yield each
+
+
 def _mended_part(part: str | Piece) -> str | Piece:
     if isinstance(part, str):
         return mended(part, "The prompt")
@@ -378,7 +389,6 @@ def mended_question(question: Question | Ids) -> Question | Ids:
     question = cast(Question, question)
     if isinstance(question, str):
         return mended(question, "The prompt")
-    turns = [each if isinstance(each, Turn) else Turn(*each) for each in question]
     return [
         replace(
             turn,
@@ -386,7 +396,7 @@ def mended_question(question: Question | Ids) -> Question | Ids:
             name=whole_text(turn.name),
             reasoning=mended(turn.reasoning, "The prompt"),
         )
-        for turn in turns
+        for turn in turns_of(question)
     ]
 
 
@@ -400,7 +410,27 @@ def turns_of(question: Question | Ids) -> list[Turn]:
     if is_ids(question):
         raise InputError("A prompt of token ids has no messages: leave out tools and session, or ask by messages.")
     question = cast(Question, question)
+    if not isinstance(question, str | Sequence):
+        raise InputError(f"Wanted a text, messages or token ids, found {question!r:.80}.")
     messages = [Turn("user", question)] if isinstance(question, str) else list(question)
     if not messages:
         raise InputError("There are no messages; wanted at least one, such as ('user', 'a question').")
-    return [each if isinstance(each, Turn) else Turn(*each) for each in messages]
+    return [_turn(each) for each in messages]
+
+
+def _turn(message: object) -> Turn:
+    """A message; InputError for what is none."""
+    is_pair = isinstance(message, Sequence) and not isinstance(message, str) and len(message) == 2
+    turn = message if isinstance(message, Turn) else Turn(*message) if is_pair else None  # type: ignore[misc]
+    if turn is None or not isinstance(turn.role, str) or not _is_content(turn.content):
+        raise InputError(
+            f"Wanted a message such as ('user', 'a question') or a Turn, of a text or a list of texts and pieces; "
+            f"found {message!r:.80}."
+        )
+    return turn
+
+
+def _is_content(content: object) -> bool:
+    if isinstance(content, str):
+        return True
+    return isinstance(content, Sequence) and all(isinstance(each, str | Piece) for each in content)

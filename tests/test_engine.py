@@ -621,3 +621,50 @@ def test_one_chunk_twice_counts_twice(engine):
     engine.ingest([(CHUNKS[0], "a.txt")])
     trace = engine.answer([("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{CHUNKS[0]}\n\n{QUESTION}")]).trace
     assert "2 of 2 chunks" in trace.summary
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([("user", None)], "Wanted a message such as"),
+        ([""], "Wanted a message such as"),
+        ([3.5], "Wanted a message such as"),
+        ([("user", [1])], "Wanted a message such as"),
+        (None, "Wanted a"),
+        (7, "Wanted a text, messages or token ids, found 7"),
+        ([], "There are no messages"),
+    ],
+)
+def test_what_is_no_question_is_refused_by_what_was_found(engine, given, told):
+    for ask in (engine.answer, engine.plan, engine.prompt):
+        with pytest.raises(InputError, match=told):
+            ask(given)
+
+
+@pytest.mark.parametrize("given", ["a long text", ["a long text"], [("a", None)], [("a", "b", "c")], [3]])
+def test_what_is_no_document_is_refused_by_what_was_found(engine, given):
+    for take in (engine.know, engine.ingest, lambda texts: engine.answer("Who?", Ask(documents=texts))):
+        with pytest.raises((InputError, SettingsError), match=r"Wanted a (list|document)|wanted a list"):
+            take(given)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("max_tokens", "", "a whole number"),
+        ("max_tokens", 2.5, "a whole number"),
+        ("session", 0, "a text"),
+        ("ratio", "half", "a number"),
+        ("reuse", "no", "True or False"),
+        ("options", 3, "a mapping"),
+        ("tools", 3, "a list"),
+    ],
+)
+def test_an_option_of_another_type_is_refused_by_its_name(field, value, wanted):
+    with pytest.raises(SettingsError, match=f"{field} is .*; wanted {wanted}"):
+        Ask(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["stop", "tools", "documents", "options", "chat_template_kwargs"])
+def test_none_stands_for_nothing(field):
+    assert Ask(**{field: None}) == Ask()

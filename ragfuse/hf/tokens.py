@@ -9,6 +9,7 @@ What looks like a control token in a text that others wrote is encoded as text.
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ PROBES = ("a", "the", "1", "A b")
 JOINTS = (("one.\n\n", "Two three"), ("one: ", "two three"), ("one\n", "(two) three"))
 LEADS = ("\n", "x\n", "x.")
 """Texts behind which a tokenizer is called where it puts something before every text."""
+_THOUGHT = re.compile("think|thought|reasoning", re.IGNORECASE)
+"""What tags around thoughts have in their names. Where such a tag is a token, a template or the model wrote it."""
 AROUND = 24
 """Characters around a cut by which it is judged alone."""
 PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
@@ -394,7 +397,9 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     added = tokenizer.added_tokens_decoder.values()
     template = str(getattr(tokenizer, "chat_template", None) or "")
     named = {*tokenizer.all_special_tokens, *(getattr(tokenizer, "chat_control_tokens", None) or ())}
+    words = {str(token) for token in added}
     found = {str(token) for token in added if token.special or str(token) in named or _is_mark(str(token), template)}
+    found |= {word for word in words if _THOUGHT.search(word) and _counterpart(word) in words}
     return frozenset(word for word in found if word.strip())
 
 
@@ -408,6 +413,11 @@ def checked(text: str) -> str:
             "decode it as UTF-8 with errors='replace', or leave it out."
         ) from None
     return text
+
+
+def _counterpart(tag: str) -> str:
+    """The closing tag of an opening one, and the other way round."""
+    return tag.replace("/", "", 1) if tag[1:2] == "/" else f"{tag[:1]}/{tag[1:]}"
 
 
 def _is_mark(word: str, template: str) -> bool:

@@ -14,12 +14,12 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ragfuse.errors import InputError
 from ragfuse.text.chunks import Piece
+from ragfuse.text.marks import Marks, MarkSpot, Seen, aligned, cut, marked, put_back, too_many, used_of
 
 Chars = tuple[int, int]
 """Characters lo:hi of a text."""
@@ -28,13 +28,8 @@ Write = Callable[[list[dict[str, Any]], list[Any]], str]
 Forged = Callable[..., Sequence[Chars]]
 """Where a text holds what would be read as a control token and is none; `forged(text, True)`: it begins an answer."""
 
-PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
-"""Code points without a meaning."""
-_PRIVATE = re.compile(r"[\ue000-\uf8ff\U000f0000-\U000ffffd]")
-_ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})|\\u(db[89a-f][0-9a-f])\\{1,8}u(d[c-f][0-9a-f]{2})", re.IGNORECASE)
 _TAKEN_OFF = re.compile(r"[\s\x00-\x1f\x7f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]+")
 """What templates take off inside a text, or write otherwise."""
-_MARK = re.compile(f"{_PRIVATE.pattern}|{_ESCAPED.pattern}", re.IGNORECASE)
 MOST_SHOWN = 8
 """Kinds of control tokens in answers of which it is tried whether the template looks at them."""
 LONGEST = 64
@@ -70,25 +65,6 @@ class Rendered:
 
 
 @dataclass(frozen=True, slots=True)
-class _Spot:
-    """A character of a leaf that is marked. at: where in the content; kind: what for.
-
-    is_inserted: the mark stands beside `word`, which begins at `start`, in nobody's place. n_beside: marks that are to
-    stand beside the word in what the template wrote, for the word to be the content's own; 0: it is.
-    """
-
-    letter: str
-    kind: Literal["forged", "piece", "message"]
-    at: int = 0
-    turn: int = -1
-    number: int = -1
-    word: str = ""
-    is_inserted: bool = False
-    start: int = 0
-    n_beside: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class _Trial:
     """What is marked in one rendering.
 
@@ -103,34 +79,6 @@ class _Trial:
     pieces: bool = True
     messages: bool = True
     only: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A mark at characters lo:hi of what the template wrote."""
-
-    spot: _Spot
-    lo: int
-    hi: int
-
-
-@dataclass
-class _Marks:
-    """Private characters, each for one spot."""
-
-    free: Iterator[int]
-    spots: dict[str, _Spot] = field(default_factory=dict)
-
-    def new(self, spot: _Spot) -> str:
-        """A character for it. Where there are no more, its own letter, but InputError for what looks like a control
-        token, which would become one."""
-        code = next(self.free, None)
-        if code is None:
-            if spot.kind == "forged":
-                raise _too_many()
-            return "" if spot.is_inserted else spot.letter
-        self.spots[chr(code)] = spot
-        return chr(code)
 
 
 class Conversation:
@@ -159,24 +107,24 @@ class Conversation:
     def rendered(self, write: Write) -> Rendered:
         """What the template writes. InputError where it leaves a message out that is no answer."""
         text = write([dict(message) for message in self._messages], list(self._tools))
-        self._used = _used([text, *self._strings()])
-        if sum(map(len, self._in_texts)) > sum(map(len, PRIVATE)) - len(self._used):
-            raise _too_many()
+        self._used = used_of([text, *self._strings()])
+        if sum(map(len, self._in_texts)) > Marks.room(self._used):
+            raise too_many()
         met = set[int]()
         for trial in self._trials(write, text):
             try:
                 other, marks = self._tried(write, trial)
             except InputError:  # it looks at a character that is exchanged
                 continue
-            met |= {spot.turn for spot, _ in _cut(other, marks)[1]}
-            seen = _aligned(other, marks, text)
+            met |= {spot.turn for spot, _ in cut(other, marks)[1]}
+            seen = aligned(other, marks, text)
             if seen is not None:
                 self._check_complete(text, met)
                 found = self._found(text, seen, trial)
                 made = {*self._joined(write, text), *self._unveiled(write, text, seen)}
                 return replace(found, bare=tuple(sorted({*found.bare, *made}))) if made else found
         trial = replace(self._shown(write), pieces=False, messages=False)  # it looks at what it is not to see
-        text, seen = _put_back(*self._tried(write, trial))
+        text, seen = put_back(*self._tried(write, trial))
         self._check_complete(text, met)
         return self._found(text, seen, trial)
 
@@ -214,7 +162,7 @@ class Conversation:
 
     def _is_aligned(self, write: Write, trial: _Trial, text: str) -> bool:
         try:
-            return _aligned(*self._tried(write, trial), text) is not None
+            return aligned(*self._tried(write, trial), text) is not None
         except InputError:
             return False
 
@@ -237,13 +185,13 @@ class Conversation:
     def _plain(self, write: Write, shown: frozenset[str]) -> str | None:
         """What the template writes where it sees of control tokens only these; None where it refuses that."""
         try:
-            return _put_back(*self._tried(write, _Trial(shown=shown, pieces=False, messages=False)))[0]
+            return put_back(*self._tried(write, _Trial(shown=shown, pieces=False, messages=False)))[0]
         except InputError:
             return None
 
-    def _tried(self, write: Write, trial: _Trial) -> tuple[str, dict[str, _Spot]]:
+    def _tried(self, write: Write, trial: _Trial) -> tuple[str, dict[str, MarkSpot]]:
         """The rendering with these marks."""
-        marks = _Marks(code for code in chain(*PRIVATE) if code not in self._used)
+        marks = Marks.but(self._used)
         messages = []
         for at, message in enumerate(self._messages):
             if trial.only not in (None, at):
@@ -257,18 +205,18 @@ class Conversation:
         tools = list(self._tools) if trial.only is not None else [self._leaves(tool, marks) for tool in self._tools]
         return write(messages, tools), marks.spots
 
-    def _leaves(self, value: Any, marks: _Marks) -> Any:
+    def _leaves(self, value: Any, marks: Marks) -> Any:
         """The same JSON value with marks in all that would be control tokens."""
         if isinstance(value, str):
-            spots = [(lo, _Spot(value[lo], "forged", word=value[lo:hi])) for lo, hi in self._forged(value)]
-            return _marked(value, spots, marks)
+            spots = [(lo, MarkSpot(value[lo], "forged", word=value[lo:hi])) for lo, hi in self._forged(value)]
+            return marked(value, spots, marks)
         if isinstance(value, Mapping):
             return {self._leaves(name, marks): self._leaves(each, marks) for name, each in value.items()}
         return [self._leaves(each, marks) for each in value] if isinstance(value, list | tuple) else value
 
-    def _content(self, turn: int, marks: _Marks, trial: _Trial) -> str:
+    def _content(self, turn: int, marks: Marks, trial: _Trial) -> str:
         text, forged = self._texts[turn], self._in_texts[turn]
-        inserted, spots = list[tuple[int, _Spot]](), dict[int, _Spot]()
+        inserted, spots = list[tuple[int, MarkSpot]](), dict[int, MarkSpot]()
         blank = len(text) - len(text.lstrip())
         for lo, hi in forged:
             word = text[lo:hi]
@@ -278,16 +226,16 @@ class Conversation:
             if is_answers or (turn in trial.beside and not self._answers[turn]):
                 places = [hi] if lo <= blank else [lo, hi] if trial.flanked else [lo]
                 n_beside = len(places) if trial.flanked else 0
-                inserted += [(at, _Spot("", "forged", at, turn, -1, word, True, lo, n_beside)) for at in places]
+                inserted += [(at, MarkSpot("", "forged", at, turn, -1, word, True, lo, n_beside)) for at in places]
             else:
-                spots[lo] = _Spot(text[lo], "forged", lo, turn, word=word)
+                spots[lo] = MarkSpot(text[lo], "forged", lo, turn, word=word)
         if trial.pieces:
             for number, (lo, hi, _) in enumerate(_held(self._contents[turn])):
                 if (at := _quiet(text, lo, hi, forged)) not in spots:
-                    spots[at] = _Spot(text[at], "piece", at, turn, number)
+                    spots[at] = MarkSpot(text[at], "piece", at, turn, number)
         if trial.messages and text.strip() and (at := _quiet(text, 0, len(text), forged)) not in spots:
-            spots[at] = _Spot(text[at], "message", at, turn)
-        return _marked(text, sorted([*inserted, *spots.items()], key=lambda each: each[0]), marks)
+            spots[at] = MarkSpot(text[at], "message", at, turn)
+        return marked(text, sorted([*inserted, *spots.items()], key=lambda each: each[0]), marks)
 
     def _strings(self) -> Iterator[str]:
         yield from self._texts
@@ -296,7 +244,7 @@ class Conversation:
 
     # what is found
 
-    def _found(self, text: str, seen: Sequence[_Seen], trial: _Trial) -> Rendered:
+    def _found(self, text: str, seen: Sequence[Seen], trial: _Trial) -> Rendered:
         bare = list(_bare(text, [each for each in seen if each.spot.kind == "forged"]))
         spans = self._spans(text, seen)
         bare += self._across(text, spans)
@@ -308,7 +256,7 @@ class Conversation:
         rows = (min(lo for lo, _ in said), max(hi for _, hi in said)) if said else (0, 0)
         return Rendered(text, tuple(sorted(set(bare))), tuple(_apart(placed)), rows)
 
-    def _spans(self, text: str, seen: Sequence[_Seen]) -> list[tuple[int, Chars, list[int]]]:
+    def _spans(self, text: str, seen: Sequence[Seen]) -> list[tuple[int, Chars, list[int]]]:
         """Where contents stand, as far as they are unchanged around a mark: turn, characters, and which of their ends
         are the content's own."""
         found = list[tuple[int, Chars, list[int]]]()
@@ -349,9 +297,9 @@ class Conversation:
         alone, rest = risky[:MOST_JOINED], risky[MOST_JOINED:]
         for group in [*([leaf] for leaf in alone), *([rest] if rest else [])]:
             other, marks = self._exchanged(write, frozenset(group))
-            seen = _aligned(other, marks, text) if other else None
+            seen = aligned(other, marks, text) if other else None
             if seen is None and len(group) > 1:
-                raise _too_many()
+                raise too_many()
             for each in seen or ():  # None: the template looks at it, as at `type`, and means it
                 leaf = each.spot.word
                 lo = each.lo - each.spot.at
@@ -363,14 +311,14 @@ class Conversation:
         for message in self._messages:
             yield from (value for key, value in message.items() if key not in ("role", "content"))
 
-    def _exchanged(self, write: Write, leaves: frozenset[str]) -> tuple[str, dict[str, _Spot]]:
+    def _exchanged(self, write: Write, leaves: frozenset[str]) -> tuple[str, dict[str, MarkSpot]]:
         """The rendering in which one letter of each of these names and values is a mark; "" where it is refused."""
-        marks = _Marks(code for code in chain(*PRIVATE) if code not in self._used)
+        marks = Marks.but(self._used)
 
         def changed(value: Any) -> Any:
             if isinstance(value, str) and value in leaves:
                 at = _quiet(value, 0, len(value), ()) if value.strip() else 0
-                return _marked(value, [(at, _Spot(value[at], "forged", at, word=value))], marks)
+                return marked(value, [(at, MarkSpot(value[at], "forged", at, word=value))], marks)
             if isinstance(value, Mapping):
                 return {changed(name): changed(each) for name, each in value.items()}
             return [changed(each) for each in value] if isinstance(value, list | tuple) else value
@@ -384,22 +332,22 @@ class Conversation:
         except InputError:
             return "", {}
 
-    def _unveiled(self, write: Write, text: str, seen: Sequence[_Seen]) -> Iterator[Chars]:
+    def _unveiled(self, write: Write, text: str, seen: Sequence[Seen]) -> Iterator[Chars]:
         """What a template makes a control token of, as it takes characters off inside a content or writes them
         otherwise: InputError where that cannot be told from its own."""
         whole = {turn for turn, _, edges in self._spans(text, seen) if len(edges) == 2}
-        spots = dict[int, list[tuple[int, _Spot]]]()
+        spots = dict[int, list[tuple[int, MarkSpot]]]()
         for turn, content in enumerate(self._texts):
             if turn not in whole and content.strip() and content.strip() not in text:
-                spots[turn] = [(at, _Spot(content[at], "forged", at, turn)) for at in self._veiled(turn)]
+                spots[turn] = [(at, MarkSpot(content[at], "forged", at, turn)) for at in self._veiled(turn)]
         if not any(spots.values()):
             return
-        marks = _Marks(code for code in chain(*PRIVATE) if code not in self._used)
+        marks = Marks.but(self._used)
         messages = [
-            {**message, "content": _marked(self._texts[turn], spots[turn], marks)} if turn in spots else dict(message)
+            {**message, "content": marked(self._texts[turn], spots[turn], marks)} if turn in spots else dict(message)
             for turn, message in enumerate(self._messages)
         ]
-        found = _aligned(write(messages, list(self._tools)), marks.spots, text)
+        found = aligned(write(messages, list(self._tools)), marks.spots, text)
         if found is None:
             raise _veiled()
         for each in found:
@@ -433,7 +381,7 @@ class Conversation:
             if first + lo < chars[1] and chars[0] < first + hi:
                 yield first + lo, first + hi
 
-    def _placed(self, text: str, seen: Sequence[_Seen]) -> Iterator[Placed]:
+    def _placed(self, text: str, seen: Sequence[Seen]) -> Iterator[Placed]:
         held = [_held(pieces) for pieces in self._contents]
         for each in seen:
             if each.spot.kind == "piece":
@@ -467,14 +415,6 @@ class Conversation:
                     f"The chat template leaves out message {turn} (role '{message.get('role')}'); use a role that it "
                     "renders, or pass one text instead of messages."
                 )
-
-
-def _too_many() -> InputError:
-    n = sum(map(len, PRIVATE))
-    return InputError(
-        f"The messages hold more than {n:,} words that look like control tokens of the model, or private characters, "
-        "and what is the template's own cannot be told from them; leave them out, or send fewer messages."
-    )
 
 
 def _veiled() -> InputError:
@@ -532,15 +472,6 @@ def _outwards(lo: int, hi: int) -> Iterator[int]:
         yield from (at for at in (middle + step, middle - step - 1) if lo <= at < hi)
 
 
-def _marked(text: str, spots: Iterable[tuple[int, _Spot]], marks: _Marks) -> str:
-    """The text with marks at these places, which increase."""
-    pieces, done = list[str](), 0
-    for at, spot in spots:
-        pieces += [text[done:at], marks.new(spot)]
-        done = at if spot.is_inserted else at + 1
-    return "".join([*pieces, text[done:]])
-
-
 def _strings(value: Any) -> Iterator[str]:
     """All texts of a JSON value."""
     if isinstance(value, str):
@@ -554,94 +485,6 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(each)
 
 
-def _used(texts: Iterable[str]) -> set[int]:
-    """Private code points that texts hold, or an escaped form of them."""
-    used = set[int]()
-    for text in texts:
-        used.update(map(ord, _PRIVATE.findall(text)))
-        used.update(map(_code, _ESCAPED.finditer(text)))
-    return used
-
-
-def _code(escaped: re.Match[str]) -> int:
-    one, high, low = escaped.groups()
-    if one:
-        return int(one, 16)
-    return 0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00
-
-
-def _letter_of(mark: re.Match[str]) -> str:
-    """The private character that a match of `_MARK` is, or stands for."""
-    return mark[0] if len(mark[0]) == 1 else chr(_code(mark))
-
-
-def _start_of(mark: re.Match[str]) -> int:
-    """Where a match of `_MARK` begins, with the backslashes that are its own where texts were escaped more than once.
-
-    Escaping n times gives a mark 2 ** (n - 1) of them, and each backslash before it twice as many.
-    """
-    start = mark.start()
-    if len(mark[0]) == 1:
-        return start
-    first = start
-    while first and mark.string[first - 1] == "\\":
-        first -= 1
-    n = start + 1 - first
-    return start + 1 - (n & -n)
-
-
-def _cut(rendered: str, marks: Mapping[str, _Spot]) -> tuple[list[str], list[tuple[_Spot, str]]]:
-    """The texts around the marks of a rendering; the marks, and how each is written."""
-    texts, found, done = list[str](), list[tuple[_Spot, str]](), 0
-    for mark in _MARK.finditer(rendered):
-        if (spot := marks.get(_letter_of(mark))) is not None:
-            start = _start_of(mark)
-            texts.append(rendered[done:start])
-            found.append((spot, rendered[start : mark.end()]))
-            done = mark.end()
-    return [*texts, rendered[done:]], found
-
-
-def _aligned(rendered: str, marks: Mapping[str, _Spot], text: str) -> list[_Seen] | None:
-    """Where marks stand in the text that is written without them; None where that differs otherwise, too."""
-    texts, found = _cut(rendered, marks)
-    if not text.startswith(texts[0]):
-        return None
-    at, seen = len(texts[0]), list[_Seen]()
-    for (spot, _), behind in zip(found, texts[1:], strict=True):
-        forms = _forms(spot.letter) if not spot.is_inserted else ("",)
-        form = next(
-            (each for each in forms if text.startswith(each, at) and text.startswith(behind, at + len(each))), None
-        )
-        if form is None:
-            return None
-        seen.append(_Seen(spot, at, at + len(form)))
-        at += len(form) + len(behind)
-    return seen if at == len(text) else None
-
-
-def _put_back(rendered: str, marks: Mapping[str, _Spot]) -> tuple[str, list[_Seen]]:
-    """A rendering with the letters themselves in place of marks, and where these stand."""
-    texts, found = _cut(rendered, marks)
-    pieces, seen, at = [texts[0]], list[_Seen](), len(texts[0])
-    for (spot, written), behind in zip(found, texts[1:], strict=True):
-        letter = spot.letter if len(written) == 1 else json.dumps(spot.letter)[1:-1]
-        pieces += [letter, behind]
-        seen.append(_Seen(spot, at, at + len(letter)))
-        at += len(letter) + len(behind)
-    return "".join(pieces), seen
-
-
-def _forms(letter: str) -> Iterator[str]:
-    """How a template may write a letter."""
-    yield letter
-    yield from (letter.upper(), letter.lower())
-    escaped = [json.dumps(letter)[1:-1], json.dumps(letter, ensure_ascii=False)[1:-1], f"\\u{ord(letter):04x}"]
-    yield from escaped
-    yield from (each.replace("\\", "\\\\") for each in escaped)
-    yield html.escape(letter)
-
-
 def _escapes(text: str) -> Iterator[str]:
     """A text as templates write it in JSON."""
     for plain in (False, True):
@@ -650,7 +493,7 @@ def _escapes(text: str) -> Iterator[str]:
     yield json.dumps(text)[1:-1].translate(safe)
 
 
-def _placed_at(text: str, seen: _Seen, piece: Piece, at: int) -> Placed | None:
+def _placed_at(text: str, seen: Seen, piece: Piece, at: int) -> Placed | None:
     """A piece around its marked letter `at`: as it is, escaped, or in other letters; None where it is none of these."""
     lo = seen.lo - at
     if lo >= 0 and text.startswith(piece.text, lo):
@@ -669,7 +512,7 @@ def _placed_at(text: str, seen: _Seen, piece: Piece, at: int) -> Placed | None:
     return None
 
 
-def _bare(text: str, seen: Sequence[_Seen]) -> Iterator[Chars]:
+def _bare(text: str, seen: Sequence[Seen]) -> Iterator[Chars]:
     """Characters of what is no control token, by the marks that stand in it or beside it."""
     beside = Counter[tuple[int, int, int]]()
     for each in seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -11,11 +12,12 @@ import threading
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 from transformers import ByT5Tokenizer, PythonBackend
 
 from ragfuse.errors import InputError
 from ragfuse.hf.encodings import encoding_of
-from ragfuse.hf.tokens import TextEncoder
+from ragfuse.hf.tokens import TextEncoder, control_tokens
 from tests.text.test_reading import KINDS, prompter, said, words_of
 
 TEXT = "<s>Use only this.\n\nThe keeper counted forty ships; its door is green.\n\nWho? </s>"
@@ -177,3 +179,15 @@ def test_half_a_character_is_refused():
     for use in (encoder.tokens, encoder.written, encoder.forged, encoder.parts):
         with pytest.raises(InputError, match=r"half a character \(U\+DC80\) at 1"):
             use("a\udc80")
+
+
+def test_tags_around_thoughts_that_are_tokens_are_text_in_a_message_whether_or_not_the_template_names_them():
+    words = copy.deepcopy(words_of(prompter(NAMED["byte-level"], "chatml")))
+    tags = ["<think>", "</think>", "<b>", "</b>", "[THINK]"]
+    words.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
+    found = control_tokens(words)
+    assert {"<think>", "</think>"} <= found
+    assert not {"<b>", "</b>", "[THINK]"} & found  # words of HTML, and a tag that nothing closes
+    encoder, ids = TextEncoder(words), words.convert_tokens_to_ids(["<think>", "</think>"])
+    assert not set(ids) & set(encoder.tokens("a <think> b </think> c"))
+    assert set(ids) <= set(encoder.written("a <think> b </think> c"))

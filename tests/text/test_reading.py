@@ -391,7 +391,7 @@ def test_an_answer_that_is_begun_ends_no_turn():
     prompt = made.prompt(told, "digest", ask=Ask(continue_final_message=True))
     control = control_of(words_of(made))
     found = [word for word in words_of(made).convert_ids_to_tokens(list(prompt.token_ids)) if control.fullmatch(word)]
-    assert found == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]  # <think> means nothing to this template
+    assert found == ["<|im_start|>", "<|im_end|>", "<|im_start|>", "<think>"]  # the answer's own, not the user's
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.name}{'' if kind.bos else ' without bos'}")

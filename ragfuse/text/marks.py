@@ -1,0 +1,185 @@
+"""Marks in what a template writes: letters exchanged for private characters, or such beside a word.
+
+Where a rendering with marks agrees otherwise with the one without, they say where what was marked stands in that.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Literal
+
+from ragfuse.errors import InputError
+
+PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
+"""Code points without a meaning."""
+_PRIVATE = re.compile(r"[\ue000-\uf8ff\U000f0000-\U000ffffd]")
+_ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})|\\u(db[89a-f][0-9a-f])\\{1,8}u(d[c-f][0-9a-f]{2})", re.IGNORECASE)
+_MARK = re.compile(f"{_PRIVATE.pattern}|{_ESCAPED.pattern}", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkSpot:
+    """A character of a leaf that is marked. at: where in the content; kind: what for.
+
+    is_inserted: the mark stands beside `word`, which begins at `start`, in nobody's place. n_beside: marks that are to
+    stand beside the word in what the template wrote, for the word to be the content's own; 0: it is.
+    """
+
+    letter: str
+    kind: Literal["forged", "piece", "message"]
+    at: int = 0
+    turn: int = -1
+    number: int = -1
+    word: str = ""
+    is_inserted: bool = False
+    start: int = 0
+    n_beside: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A mark at characters lo:hi of what the template wrote."""
+
+    spot: MarkSpot
+    lo: int
+    hi: int
+
+
+@dataclass
+class Marks:
+    """Private characters, each for one spot."""
+
+    free: Iterator[int]
+    spots: dict[str, MarkSpot] = field(default_factory=dict)
+
+    @classmethod
+    def but(cls, used: Collection[int]) -> Marks:
+        """All but these code points."""
+        return cls(code for code in chain(*PRIVATE) if code not in used)
+
+    @staticmethod
+    def room(used: Collection[int]) -> int:
+        """How many marks there can be at once."""
+        return sum(map(len, PRIVATE)) - len(used)
+
+    def new(self, spot: MarkSpot) -> str:
+        """A character for it. Where there are no more, its own letter, but InputError for what looks like a control
+        token, which would become one."""
+        code = next(self.free, None)
+        if code is None:
+            if spot.kind == "forged":
+                raise too_many()
+            return "" if spot.is_inserted else spot.letter
+        self.spots[chr(code)] = spot
+        return chr(code)
+
+
+def too_many() -> InputError:
+    """What is said where there are more words to mark than marks."""
+    n = sum(map(len, PRIVATE))
+    return InputError(
+        f"The messages hold more than {n:,} words that look like control tokens of the model, or private characters, "
+        "and what is the template's own cannot be told from them; leave them out, or send fewer messages."
+    )
+
+
+def marked(text: str, spots: Iterable[tuple[int, MarkSpot]], marks: Marks) -> str:
+    """The text with marks at these places, which increase."""
+    pieces, done = list[str](), 0
+    for at, spot in spots:
+        pieces += [text[done:at], marks.new(spot)]
+        done = at if spot.is_inserted else at + 1
+    return "".join([*pieces, text[done:]])
+
+
+def used_of(texts: Iterable[str]) -> set[int]:
+    """Private code points that texts hold, or an escaped form of them."""
+    used = set[int]()
+    for text in texts:
+        used.update(map(ord, _PRIVATE.findall(text)))
+        used.update(map(_code, _ESCAPED.finditer(text)))
+    return used
+
+
+def _code(escaped: re.Match[str]) -> int:
+    one, high, low = escaped.groups()
+    if one:
+        return int(one, 16)
+    return 0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00
+
+
+def _letter_of(mark: re.Match[str]) -> str:
+    """The private character that a match of `_MARK` is, or stands for."""
+    return mark[0] if len(mark[0]) == 1 else chr(_code(mark))
+
+
+def _start_of(mark: re.Match[str]) -> int:
+    """Where a match of `_MARK` begins, with the backslashes that are its own where texts were escaped more than once.
+
+    Escaping n times gives a mark 2 ** (n - 1) of them, and each backslash before it twice as many.
+    """
+    start = mark.start()
+    if len(mark[0]) == 1:
+        return start
+    first = start
+    while first and mark.string[first - 1] == "\\":
+        first -= 1
+    n = start + 1 - first
+    return start + 1 - (n & -n)
+
+
+def cut(rendered: str, marks: Mapping[str, MarkSpot]) -> tuple[list[str], list[tuple[MarkSpot, str]]]:
+    """The texts around the marks of a rendering; the marks, and how each is written."""
+    texts, found, done = list[str](), list[tuple[MarkSpot, str]](), 0
+    for mark in _MARK.finditer(rendered):
+        if (spot := marks.get(_letter_of(mark))) is not None:
+            start = _start_of(mark)
+            texts.append(rendered[done:start])
+            found.append((spot, rendered[start : mark.end()]))
+            done = mark.end()
+    return [*texts, rendered[done:]], found
+
+
+def aligned(rendered: str, marks: Mapping[str, MarkSpot], text: str) -> list[Seen] | None:
+    """Where marks stand in the text that is written without them; None where that differs otherwise, too."""
+    texts, found = cut(rendered, marks)
+    if not text.startswith(texts[0]):
+        return None
+    at, seen = len(texts[0]), list[Seen]()
+    for (spot, _), behind in zip(found, texts[1:], strict=True):
+        forms = _forms(spot.letter) if not spot.is_inserted else ("",)
+        form = next(
+            (each for each in forms if text.startswith(each, at) and text.startswith(behind, at + len(each))), None
+        )
+        if form is None:
+            return None
+        seen.append(Seen(spot, at, at + len(form)))
+        at += len(form) + len(behind)
+    return seen if at == len(text) else None
+
+
+def put_back(rendered: str, marks: Mapping[str, MarkSpot]) -> tuple[str, list[Seen]]:
+    """A rendering with the letters themselves in place of marks, and where these stand."""
+    texts, found = cut(rendered, marks)
+    pieces, seen, at = [texts[0]], list[Seen](), len(texts[0])
+    for (spot, written), behind in zip(found, texts[1:], strict=True):
+        letter = spot.letter if len(written) == 1 else json.dumps(spot.letter)[1:-1]
+        pieces += [letter, behind]
+        seen.append(Seen(spot, at, at + len(letter)))
+        at += len(letter) + len(behind)
+    return "".join(pieces), seen
+
+
+def _forms(letter: str) -> Iterator[str]:
+    """How a template may write a letter."""
+    yield letter
+    yield from (letter.upper(), letter.lower())
+    escaped = [json.dumps(letter)[1:-1], json.dumps(letter, ensure_ascii=False)[1:-1], f"\\u{ord(letter):04x}"]
+    yield from escaped
+    yield from (each.replace("\\", "\\\\") for each in escaped)
+    yield html.escape(letter)
