@@ -53,8 +53,12 @@ class States:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._kept: LRUCache[_Key, State] = LRUCache(nbytes, getsizeof=lambda state: state.nbytes)
-        self._lock = ForkLock()
+        self._most = nbytes
+        self._lock = ForkLock(torn=self._empty)
+        self._empty()
+
+    def _empty(self) -> None:
+        self._kept: LRUCache[_Key, State] = LRUCache(self._most, getsizeof=lambda state: state.nbytes)
 
     @property
     def nbytes(self) -> int:
