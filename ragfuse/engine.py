@@ -50,10 +50,9 @@ from ragfuse.prompting import (
     Question,
     is_bare_text,
     is_ids,
-    mended,
     mended_content,
+    mended_documents,
     mended_question,
-    pairs_of,
     turns_of,
 )
 from ragfuse.registry import Registry
@@ -210,9 +209,8 @@ class Engine:
         began, done, encoder = time.perf_counter(), Ingested(), self.encoder
         room_behind(len(prefix), self.model, "What stands before the first chunk")
         encoder.keep_prefix(prefix)
-        for text, source in pairs_of(texts):
-            source = whole_text(source)
-            text = mended(text, f"'{source}'").strip()
+        for text, source in mended_documents(texts):
+            text = text.strip()
             check_texts([text], self.model, f"A chunk of '{source}'")
             ids = self.tokens(text)
             room_behind(len(ids), self.model, f"A chunk of '{source}'")
@@ -236,9 +234,8 @@ class Engine:
 
         What a prompt then holds of them is encoded after its answer. For retrievers, which know it first.
         """
-        for text, source in pairs_of(texts):
-            source = whole_text(source)
-            text = mended(text, f"'{source}'").strip()
+        for text, source in mended_documents(texts):
+            text = text.strip()
             if text in self.known or not may_fit(text, self.model):
                 continue
             ids = self.tokens(text)
@@ -438,8 +435,7 @@ class Engine:
         self.check_length(question, ask)
         limit = limit_of(ask, self.settings, self.model)
         check = not self._talks.may_shorten(question, ask)
-        pairs = pairs_of(ask.documents)
-        documents = [(mended(text, f"'{whole_text(name)}'"), whole_text(name)) for text, name in pairs]
+        documents = list(mended_documents(ask.documents))
         if self.settings.learn != "off":
             self._prompter.hear(self.digest, documents, question)
         make = partial(self._prompter.prompt, digest=self.digest, tools=tools, ask=ask, check=check)

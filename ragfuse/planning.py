@@ -17,7 +17,7 @@ from ragfuse.core import ENCODING, ChunkKey, LoadPlan, Prompt, digest
 from ragfuse.fork import ForkLock
 from ragfuse.gate import Hint, refusal_of
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.states import Kept
+from ragfuse.hf.states import TenantStates
 from ragfuse.measure import Progress, measure
 from ragfuse.plan.controller import MISSING, LoadingController, settle
 from ragfuse.plan.evict import lru
@@ -108,7 +108,7 @@ class Planner:
         why = ENCODING if is_pending else self._nothing(prompt, bool(lost))
         return replace(found.refused(why), misses=found.misses)
 
-    def kept(self) -> Kept | None:
+    def kept(self) -> TenantStates | None:
         """Where beginnings are kept of a model with a state that is no KV per token; None where nowhere."""
         return self._prefixes.kept()
 

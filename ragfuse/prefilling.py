@@ -18,7 +18,7 @@ from ragfuse.fitting import drops, room_of
 from ragfuse.fuse.fusor import LostRun, Run, Source
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.model import HFModel, NoSource, Prefill
-from ragfuse.hf.states import Kept
+from ragfuse.hf.states import TenantStates
 from ragfuse.load.layers import LayerReader
 from ragfuse.plan.ahead import layers_before
 from ragfuse.plan.controller import is_exact
@@ -204,7 +204,7 @@ def _timing(since: float, began: float, reader: LayerReader, brought: Brought | 
 
 
 @fused
-def _prefill(model: HFModel, chosen: LoadPlan, layers: Source, kept: Kept | None) -> Prefill:
+def _prefill(model: HFModel, chosen: LoadPlan, layers: Source, kept: TenantStates | None) -> Prefill:
     prompt = chosen.prompt
     if chosen.refusal and model.profile.state and prompt.taken is None:
         return model.begun(prompt.token_ids, kept)

@@ -21,7 +21,7 @@ from itertools import accumulate
 from ragfuse.core import ChunkKey, ChunkKV, LayerKV, Prompt, Segment, token_digest
 from ragfuse.encoding import Encoder
 from ragfuse.fork import at_fork, is_torn
-from ragfuse.hf.states import Kept, States
+from ragfuse.hf.states import States, TenantStates
 from ragfuse.plan.controller import is_exact
 from ragfuse.settings import LEVELS, Settings
 from ragfuse.store import KVStore
@@ -111,9 +111,11 @@ class PrefixCache:
         found = [each for each in found if each.key in there and LEVELS[0] in there[each.key].sizes]
         return replace(prompt, segments=tuple(_with(prompt, found))) if found else prompt
 
-    def kept(self) -> Kept | None:
+    def kept(self) -> TenantStates | None:
         """What is kept of prompts of a model with a state that is no KV per token; None where nothing is to be."""
-        return Kept(self._states, self._encoder().digest, self._settings.min_chunk_tokens) if self.is_on else None
+        if not self.is_on:
+            return None
+        return TenantStates(self._states, self._encoder().digest, self._settings.min_chunk_tokens)
 
     def settle(self, prompt: Prompt) -> None:
         """Wait for what is being saved of the prompt's beginning, `SAVED_S` at most."""

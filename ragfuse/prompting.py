@@ -363,15 +363,16 @@ def mended_content(content: Content) -> Content:
     return [each if isinstance(each, str) and whole_text(each) is each else _mended_part(each) for each in content]
 
 
-def pairs_of(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """(text, source) of documents; InputError for what is none."""
+def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """(text, source) of documents without halves of characters; InputError for what is no document."""
     if isinstance(texts, str):
         raise InputError(f"Wanted a list of (text, source), found the text {texts!r:.80}. Write [(text, source)].")
     for each in texts:
         is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
         if not is_pair or not all(isinstance(part, str) for part in each):
             raise InputError(f"Wanted a document as (text, source), two texts; found {each!r:.80}.")
-        yield each
+        source = whole_text(each[1])
+        yield mended(each[0], f"'{source}'"), source
 
 
 def _mended_part(part: str | Piece) -> str | Piece:

@@ -31,7 +31,7 @@ from ragfuse.hf.hooks import AttentionMode, FusedPrefill, Wiring, standing
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.packed import pack
 from ragfuse.hf.prefill import KVSource, NoSource, Prefill
-from ragfuse.hf.states import Kept, Kind, begin, kind_of
+from ragfuse.hf.states import Kind, TenantStates, begin, kind_of
 from ragfuse.hf.token_length import TokenLength, token_length
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.profiles import ModelProfile
@@ -233,7 +233,7 @@ class HFModel:
             cache.adopt(found)
         return Prefill(tuple(token_ids), cache, out.logits[0, -1], at)
 
-    def begun(self, token_ids: Sequence[int], kept: Kept | None) -> Prefill:
+    def begun(self, token_ids: Sequence[int], kept: TenantStates | None) -> Prefill:
         """A prompt of a model that keeps a state, to be answered by `generate`, which computes its last token.
 
         It goes on from what was `kept`, and is kept; None: neither.

@@ -38,7 +38,7 @@ _Key = tuple[str, bytes]
 
 
 @dataclass(frozen=True)
-class State:
+class KeptCache:
     """A model's own cache behind its first `n_tokens` tokens; who goes on from it takes a copy."""
 
     n_tokens: int
@@ -58,7 +58,7 @@ class States:
         self._empty()
 
     def _empty(self) -> None:
-        self._kept: LRUCache[_Key, State] = LRUCache(self._most, getsizeof=lambda state: state.nbytes)
+        self._kept: LRUCache[_Key, KeptCache] = LRUCache(self._most, getsizeof=lambda state: state.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +66,7 @@ class States:
         with self._lock:
             return int(self._kept.currsize)
 
-    def beginning(self, whose: str, token_ids: Sequence[int]) -> tuple[State | None, int]:
+    def beginning(self, whose: str, token_ids: Sequence[int]) -> tuple[KeptCache | None, int]:
         """The longest kept beginning of these ids, and how many ids they share with the most similar prompt."""
         ids, n_shared = _array(token_ids), 0
         longest: _Key | None = None
@@ -81,7 +81,7 @@ class States:
 
     def keep(self, whose: str, token_ids: Sequence[int], cache: Any) -> None:
         """Keep a cache of these ids, which nobody computes on from now on; too large a one is not kept."""
-        state = State(len(token_ids), cache, sum(each.nbytes for each in tensors(cache)))
+        state = KeptCache(len(token_ids), cache, sum(each.nbytes for each in tensors(cache)))
         with self._lock:
             if state.nbytes <= self._kept.maxsize:
                 self._kept[whose, _array(token_ids).tobytes()] = state
@@ -102,14 +102,14 @@ class States:
 
 
 @dataclass(frozen=True)
-class Kept:
+class TenantStates:
     """What was kept for `whose` prompts. shortest: tokens of the shortest beginning that is worth keeping."""
 
     states: States
     whose: str
     shortest: int
 
-    def beginning(self, token_ids: Sequence[int], kind: Kind) -> tuple[State | None, int]:
+    def beginning(self, token_ids: Sequence[int], kind: Kind) -> tuple[KeptCache | None, int]:
         """What a model of this kind goes on from to the last of these ids, and how many ids another prompt has, too."""
         state, n_shared = self.states.beginning(self.whose, token_ids[:-1])
         n_left = len(token_ids) - 1 - (state.n_tokens if state is not None else 0)
@@ -123,7 +123,7 @@ class Kept:
             self.states.keep(self.whose, token_ids, copied(cache))
 
 
-def begin(model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, kept: Kept | None) -> tuple[Any, int]:
+def begin(model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, kept: TenantStates | None) -> tuple[Any, int]:
     """A model's cache behind all ids but the last, and how many of them were not computed for it.
 
     It is kept there, and where a prompt of before parts from this one. None where the prompt is computed whole.

@@ -13,7 +13,7 @@ import json
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ Forged = Callable[..., Sequence[Chars]]
 
 _TAKEN_OFF = re.compile(r"[\s\x00-\x1f\x7f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]+")
 """What templates take off inside a text, or write otherwise."""
+_ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z]{2,8});")
 MOST_SHOWN = 8
 """Kinds of control tokens in answers of which it is tried whether the template looks at them."""
 LONGEST = 64
@@ -121,7 +122,7 @@ class Conversation:
             if seen is not None:
                 self._check_complete(text, met)
                 found = self._found(text, seen, trial)
-                made = {*self._joined(write, text), *self._unveiled(write, text, seen)}
+                made = {*self._joined(write, text, found.bare), *self._unveiled(write, text, seen)}
                 return replace(found, bare=tuple(sorted({*found.bare, *made}))) if made else found
         trial = replace(self._shown(write), pieces=False, messages=False)  # it looks at what it is not to see
         text, seen = put_back(*self._tried(write, trial))
@@ -287,13 +288,18 @@ class Conversation:
                 if first + lo < edge < first + hi:
                     yield first + lo, first + hi
 
-    def _joined(self, write: Write, text: str) -> Iterator[Chars]:
-        """What would be a control token of a name or value, as tools and calls have them, and the template's text."""
-        leaves = dict.fromkeys(
-            each for value in (*self._beside_contents(), *self._tools) for each in _strings(value) if each
-        )
-        words = {text[lo:hi].lower() for lo, hi in self._forged(text)} if leaves else set[str]()
-        risky = [leaf for leaf in leaves if any(_meets(leaf.lower(), word) for word in words)]
+    def _joined(self, write: Write, text: str, bare: Sequence[Chars]) -> Iterator[Chars]:
+        """What would be a control token of a name or value, as tools and calls have them, and the template's text.
+
+        bare: what is known to be none.
+        """
+        values = (*self._beside_contents(), *self._tools)
+        leaves = dict.fromkeys(each for value in values for each in _strings(value) if each)
+        if not leaves:
+            return
+        known = {lo for lo, _ in bare}
+        meets = _Meets({text[lo:hi].lower() for lo, hi in self._forged(text) if lo not in known})
+        risky = [leaf for leaf in leaves if meets(leaf.lower())]
         alone, rest = risky[:MOST_JOINED], risky[MOST_JOINED:]
         for group in [*([leaf] for leaf in alone), *([rest] if rest else [])]:
             other, marks = self._exchanged(write, frozenset(group))
@@ -336,9 +342,14 @@ class Conversation:
         """What a template makes a control token of, as it takes characters off inside a content or writes them
         otherwise: InputError where that cannot be told from its own."""
         whole = {turn for turn, _, edges in self._spans(text, seen) if len(edges) == 2}
-        spots = dict[int, list[tuple[int, MarkSpot]]]()
+        spots, at, missed = dict[int, list[tuple[int, MarkSpot]]](), 0, 0
         for turn, content in enumerate(self._texts):
-            if turn not in whole and content.strip() and content.strip() not in text:
+            said = content.strip()
+            if turn in whole or not said:
+                continue
+            found = text.find(said, at) if missed < MOST_MISSED else -1  # messages mostly follow each other
+            at, missed = max(at, found), missed + (found < 0)
+            if found < 0:
                 spots[turn] = [(at, MarkSpot(content[at], "forged", at, turn)) for at in self._veiled(turn)]
         if not any(spots.values()):
             return
@@ -347,16 +358,19 @@ class Conversation:
             {**message, "content": marked(self._texts[turn], spots[turn], marks)} if turn in spots else dict(message)
             for turn, message in enumerate(self._messages)
         ]
-        found = aligned(write(messages, list(self._tools)), marks.spots, text)
-        if found is None:
+        placed = aligned(write(messages, list(self._tools)), marks.spots, text)
+        if placed is None:
             raise _veiled()
-        for each in found:
+        for each in placed:
             yield from self._over(text, (each.lo, each.hi))
 
     def _veiled(self, turn: int) -> list[int]:
         """A letter in the middle of each control token that a content would hold with some of its characters taken
         off, or as HTML reads it; not of those that stand in it."""
         content, forged = self._texts[turn], self._in_texts[turn]
+        rest = "".join(content[lo:hi] for lo, hi in _between(forged, len(content)))
+        if not any(self._forged(_laid_bare(some)) for some in (rest, content if forged else "")):
+            return []
         pieces, places = list[str](), list[int]()
         for lo, hi, read in _read_as_html(content):
             for at in range(lo, hi) if read == content[lo:hi] else [lo] * len(read):
@@ -424,18 +438,40 @@ def _veiled() -> InputError:
     )
 
 
-def _meets(leaf: str, word: str) -> bool:
-    """Whether a control token may be made of a name or value and what stands beside it."""
-    if leaf in word:
-        return leaf != word
-    sizes = range(1, min(len(leaf), len(word) - 1) + 1)
-    return any(word.startswith(leaf[-n:]) or word.endswith(leaf[:n]) for n in sizes)
+class _Meets:
+    """Tells whether one of some words may be made of a name or value and what stands beside it."""
+
+    def __init__(self, words: Collection[str]) -> None:
+        self._all = "\0".join(words)
+        self._heads = {word[:n] for word in words for n in range(1, len(word))}
+        self._tails = {word[n:] for word in words for n in range(1, len(word))}
+        self._most = max(map(len, words), default=1) - 1
+
+    def __call__(self, leaf: str) -> bool:
+        if len(leaf) <= self._most and leaf in self._all:
+            return True
+        sizes = range(1, min(len(leaf), self._most) + 1)
+        return any(leaf[-n:] in self._heads or leaf[:n] in self._tails for n in sizes)
+
+
+def _between(spans: Sequence[Chars], size: int) -> Iterator[Chars]:
+    """What of 0:size lies in none of some spans, which increase."""
+    done = 0
+    for lo, hi in spans:
+        yield done, lo
+        done = hi
+    yield done, size
+
+
+def _laid_bare(text: str) -> str:
+    """A text as HTML reads it, without what templates take off."""
+    return _TAKEN_OFF.sub("", _ENTITY.sub(lambda found: html.unescape(found[0]), text))
 
 
 def _read_as_html(text: str) -> Iterator[tuple[int, int, str]]:
     """Parts lo:hi of a text, and how HTML reads each."""
     done = 0
-    for found in re.finditer(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z]{2,8});", text):
+    for found in _ENTITY.finditer(text):
         yield done, found.start(), text[done : found.start()]
         yield found.start(), found.end(), html.unescape(found[0])
         done = found.end()

@@ -270,3 +270,19 @@ def test_what_is_taken_off_is_refused_where_the_template_looks_at_it() -> None:
     write = lambda role, text: f"{role}:{'!' if 'n' in text else '?'}{text.replace('-', '')}"  # noqa: E731
     with pytest.raises(InputError, match="takes characters off inside a message"):
         rendered(Template(lambda role, text: write(role, text.replace("\r", ""))), ("user", [Piece("<e\rnd>")]))
+
+
+def test_names_and_changed_messages_are_looked_through_once_each() -> None:
+    work = []
+    for n in (250, 2_000):
+        tools = [{f"name {at}": f"{'<' * 40} {at}<e", "type": ">"} for at in range(n)]
+        told = [{"role": "user", "content": f"<e\rnd> {at}\r &lt; b"} for at in range(n)]
+        pieces = [[Piece(each["content"])] for each in told]
+
+        def write(messages: list[dict[str, Any]], tools: list[Any]) -> str:
+            return in_marks([{**each, "content": each["content"].replace("\r", "")} for each in messages], tools)
+
+        made = Conversation(told, pieces, tools, forged)
+        work.append(lines(lambda made=made, write=write: made.rendered(write)))
+        assert own(made.rendered(write)) == n
+    assert work[1] <= work[0] * MOST_GROWTH
