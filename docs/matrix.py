@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 import torch
 
-from ragfuse.core import RopeLayout
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.verify import verify
+from ragfuse.types.kv import RopeLayout
 from tests.hf import kit
 from tests.hf.families import FAMILIES, HYBRIDS, REFUSED
 

@@ -31,9 +31,9 @@ from ragfuse import Ask, Engine, Settings
 from ragfuse.bench.modules.lengths import slope
 from ragfuse.bench.presets import bench_model
 from ragfuse.bench.runner import Runner
-from ragfuse.modules import outline
-from ragfuse.text.pml import parse_prompt, to_pml
-from ragfuse.text.programs import MaxTokens, program, schema_of, user
+from ragfuse.engine.schema_service import outline
+from ragfuse.schemas.frontends.python import MaxTokens, program, schema_of, user
+from ragfuse.schemas.pml import parse_prompt, to_pml
 
 folder = Path(tempfile.mkdtemp())  # a store of this notebook's own, removed at its end
 settings = Settings(store=folder, dtype="float32")  # not every CPU is quick in bfloat16

@@ -5,17 +5,19 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ragfuse.asking import Ask
-    from ragfuse.bytestore import ByteStore
-    from ragfuse.core import Answer, Prompt, ToolCall, Trace
-    from ragfuse.engine import Engine, Ingested
+    from ragfuse.admin.byte_store import ByteStore
+    from ragfuse.engine.answer_stream import AnswerStream
+    from ragfuse.engine.engine import Engine, Ingested
+    from ragfuse.engine.options import Ask
     from ragfuse.errors import InputError, ModelError, RagFuseError, SettingsError, StoreError
-    from ragfuse.grammar import Grammar
-    from ragfuse.metering import metrics
-    from ragfuse.prompting import Turn
+    from ragfuse.schemas.pml_template import PMLTemplate
     from ragfuse.settings import Settings
-    from ragfuse.streaming import AnswerStream
-    from ragfuse.text import Piece, PMLTemplate, RetrievalRuns
+    from ragfuse.telemetry.prometheus import metrics
+    from ragfuse.text import Piece, RetrievalRuns
+    from ragfuse.text.chat_messages import Turn
+    from ragfuse.types.answer import Answer, ToolCall, Trace
+    from ragfuse.types.grammar import Grammar
+    from ragfuse.types.prompt import Prompt
 
 __all__ = [
     "Answer",
@@ -43,17 +45,19 @@ __all__ = [
 
 _HOMES = MappingProxyType(
     {
-        **dict.fromkeys(("Answer", "Prompt", "ToolCall", "Trace"), "core"),
+        **dict.fromkeys(("Answer", "ToolCall", "Trace"), "types.answer"),
         **dict.fromkeys(("InputError", "ModelError", "RagFuseError", "SettingsError", "StoreError"), "errors"),
-        **dict.fromkeys(("Engine", "Ingested"), "engine"),
-        "AnswerStream": "streaming",
-        "Ask": "asking",
-        "Grammar": "grammar",
-        "ByteStore": "bytestore",
-        **dict.fromkeys(("PMLTemplate", "Piece", "RetrievalRuns"), "text"),
+        **dict.fromkeys(("Engine", "Ingested"), "engine.engine"),
+        "AnswerStream": "engine.answer_stream",
+        "Ask": "engine.options",
+        "Grammar": "types.grammar",
+        "ByteStore": "admin.byte_store",
+        **dict.fromkeys(("Piece", "RetrievalRuns"), "text"),
         "Settings": "settings",
-        "Turn": "prompting",
-        "metrics": "metering",
+        "Prompt": "types.prompt",
+        "PMLTemplate": "schemas.pml_template",
+        "Turn": "text.chat_messages",
+        "metrics": "telemetry.prometheus",
     }
 )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ragfuse.core import ChunkKV, RopeLayout
+from ragfuse.types.kv import ChunkKV, RopeLayout
 
 
 def attention(

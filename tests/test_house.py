@@ -18,89 +18,43 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NOUNS = {"arrivals", "core", "errors", "forecast", "fork", "grammar", "settings"}
-BELOW_ENGINE = {"text", "codec", "plan", "fuse", "sessions", "jobs", "profiles", "store", "hf", "load", "measure"}
-# floor 4
-ENGINE = {
-    "adapters",
-    "answering",
-    "asking",
-    "bringing",
-    "bytestore",
-    "calling",
-    "draft",
-    "dtypes",
-    "encoding",
-    "engine",
-    "fitting",
-    "forgetting",
-    "gate",
-    "models",
-    "planning",
-    "prefix_cache",
-    "prefetching",
-    "prefilling",
-    "prompting",
-    "saving",
-    "sharing",
-    "sightings",
-    "streaming",
-}
-ENGINE |= {
-    "modules",
-    "registry",
-    "outlook",
-    "tenants",
-    "weights",
-    "conversing",
-    "leaving",
-    "remembering",
-    "coding",
-    "context_window",
-    "counting",
-    "keeping",
-    "metering",
-    "quotas",
-    "telemetry",
-    "timings",
-    "tracing",
-}
-EVERYTHING = {*NOUNS, *BELOW_ENGINE, *ENGINE}
+VALUES = {"errors", "process", "settings", "types"}
+"""What any package may import, but for `plan` and `fuse`, which need no process and no settings."""
+BELOW_ENGINE = {"codec", "fuse", "hf", "load", "measure", "models", "plan", "schemas", "sessions", "store", "telemetry"}
+BELOW_ENGINE |= {"text"}
+BELOW_DOORS = {*VALUES, *BELOW_ENGINE, "admin", "engine"}
 
-# Room -> what it may import of ragfuse besides itself; "plan.adapt" is one file of a room.
+# Package -> what it may import of ragfuse besides itself; "plan.adapt" is one file of a package.
 ROOMS: dict[str, set[str]] = {
-    "arrivals": set(),
-    "core": {"arrivals", "errors", "forecast"},
     "errors": set(),
-    "forecast": set(),
-    "fork": set(),
-    "grammar": {"errors"},
+    "process": set(),
     "settings": {"errors"},
-    **dict.fromkeys(("text", "codec", "fuse", "sessions", "jobs", "profiles"), NOUNS),
-    "plan": {*NOUNS, "profiles"},
-    "store": {*NOUNS, "codec", "profiles"},
-    "hf": {*NOUNS, "fuse", "profiles"},
-    "load": {*NOUNS, "store", "plan.steps", "plan.adapt"},
-    "measure": {*NOUNS, "codec", "store", "hf", "fuse", "load", "plan.estimate", "plan.steps", "profiles"},
-    "adapters": NOUNS,
-    "models": {*NOUNS, "adapters", "dtypes", "hf", "profiles"},
-    "engine": EVERYTHING,
-    **dict.fromkeys(ENGINE - {"adapters", "models", "engine"}, EVERYTHING - {"engine"}),
-    "metering": EVERYTHING,
-    "bench": EVERYTHING,
-    "demo": {*EVERYTHING, "bench"},
-    "cli": {*NOUNS, *ENGINE, "bench", "demo", "serve", "text.Piece", "plan.words", "profiles", "store.access"},
-    "serve": {*NOUNS, *ENGINE, "jobs", "text.Piece", "text.chat_template", "plan.words"},
-    "__init__": {*NOUNS, *ENGINE, "text.Piece", "text.PMLTemplate", "text.RetrievalRuns"},
+    "types": {"errors"},
+    "fuse": {"errors", "types"},
+    "codec": {"errors", "fuse.rope", "types"},
+    "plan": {"errors", "settings", "types"},
+    "text": VALUES,
+    "store": {*VALUES, "codec"},
+    "schemas": {*VALUES, "store", "text"},
+    "hf": {*VALUES, "fuse"},
+    "models": {*VALUES, "hf"},
+    "load": {*VALUES, "plan.adapt", "plan.steps", "store"},
+    "measure": {*VALUES, "codec", "fuse", "hf", "load", "plan.estimate", "plan.steps", "store"},
+    "sessions": {*VALUES, "plan", "store", "text"},
+    "telemetry": {*VALUES, "store"},
+    "engine": {*VALUES, *BELOW_ENGINE},
+    "admin": {*VALUES, "engine", "plan", "schemas", "sessions", "store"},
+    "bench": {*BELOW_DOORS, "serve"},
+    "demo": {*BELOW_DOORS, "bench"},
+    "serve": {*VALUES, "admin", "engine", "sessions", "telemetry", "text.Piece", "text.chat_template", "plan.words"},
+    "cli": {*VALUES, "admin", "bench", "demo", "engine", "models", "serve", "store", "text.Piece", "plan.words"},
+    "__init__": {*VALUES, "admin", "engine", "schemas.pml_template", "telemetry", "text"},
 }
 # Room -> all that it may import besides the standard library and ragfuse.
 ONLY = {
-    "arrivals": set[str](),
-    "core": {"torch", "blake3"},
+    "types": {"blake3", "pydantic", "torch"},
     "errors": set[str](),
-    "forecast": set[str](),
-    "fork": set[str](),
-    "grammar": set[str](),
+    "process": set[str](),
     "settings": {"pydantic", "pydantic_settings", "platformdirs"},
     "fuse": {"torch"},
 }
@@ -234,9 +188,8 @@ def nothing_unpickles(source: Source) -> Iterator[str]:
 
 
 def modules_hold_no_mutable_state(source: Source) -> Iterator[str]:
-    """`sharing` is the one place for what a whole process holds: the models that are loaded once; but `fork` knows whom
-    a fork concerns."""
-    if source.room in {"sharing", "fork"}:
+    """Only `process` holds state of a whole process: models that are loaded once, and whom a fork concerns."""
+    if source.room == "process":
         return
     for name, value in _module_values(source.tree.body):
         if name != "__all__" and _is_mutable(value):
@@ -266,7 +219,7 @@ def _is_mutable(value: ast.expr) -> bool:
 
 def no_open_keywords_below_the_engine(source: Source) -> Iterator[str]:
     """In `hf` a callback may take what transformers hands it; only what `wraps` a function of theirs passes it on."""
-    if source.room not in {*NOUNS, *BELOW_ENGINE, "models"}:
+    if source.room not in {*VALUES, *BELOW_ENGINE} - {"telemetry"}:
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and node.args.kwarg:
@@ -353,20 +306,20 @@ BAD = [
     ("rooms_import_only_what_stands_below", "store/a.py", "from ragfuse.plan.evict import lru"),
     ("rooms_import_only_what_stands_below", "hf/a.py", "from ragfuse.store import KVStore"),
     ("rooms_import_only_what_stands_below", "load/a.py", "from ragfuse.plan import controller"),
-    ("rooms_import_only_what_stands_below", "engine.py", "from ragfuse.cli import app"),
-    ("rooms_import_only_what_stands_below", "cli.py", "from ragfuse.hf import model"),
-    ("rooms_import_only_what_stands_below", "core.py", "from ragfuse.settings import Settings"),
+    ("rooms_import_only_what_stands_below", "engine/a.py", "from ragfuse.cli import app"),
+    ("rooms_import_only_what_stands_below", "cli/a.py", "from ragfuse.hf import model"),
+    ("rooms_import_only_what_stands_below", "types/a.py", "from ragfuse.settings import Settings"),
     ("rooms_import_only_what_stands_below", "helpers.py", "import math"),
     ("some_rooms_know_only_few_packages", "fuse/a.py", "import numpy"),
     ("some_rooms_know_only_few_packages", "errors.py", "import torch"),
     ("plan_reads_no_tensor_clock_or_file", "plan/a.py", "from time import monotonic"),
     ("plan_reads_no_tensor_clock_or_file", "plan/a.py", "import torch.nn"),
     ("plan_reads_no_tensor_clock_or_file", "plan/a.py", "def f(p):\n    return open(p)"),
-    ("hugging_face_has_one_home", "engine.py", "def f():\n    import transformers.cache_utils"),
-    ("hugging_face_has_one_home", "weights.py", "from transformers import AutoModel"),
-    ("frameworks_are_for_few_doors", "engine.py", "def f():\n    import langchain_core.documents"),
+    ("hugging_face_has_one_home", "engine/a.py", "def f():\n    import transformers.cache_utils"),
+    ("hugging_face_has_one_home", "engine/a.py", "from transformers import AutoModel"),
+    ("frameworks_are_for_few_doors", "engine/a.py", "def f():\n    import langchain_core.documents"),
     ("frameworks_are_for_few_doors", "text/a.py", "def f():\n    from llama_index.core import Document"),
-    ("extras_are_imported_lazily", "cli.py", "from langchain_ragfuse import ChatRagFuse"),
+    ("extras_are_imported_lazily", "cli/a.py", "from langchain_ragfuse import ChatRagFuse"),
     ("extras_are_imported_lazily", "bench/a.py", "if True:\n    import matplotlib.pyplot"),
     ("extras_are_imported_lazily", "cli/serve.py", "from fastapi import FastAPI"),
     ("extras_are_imported_lazily", "serve/a.py", "import prometheus_client"),
@@ -374,31 +327,31 @@ BAD = [
     ("nothing_unpickles", "store/a.py", "from torch import load"),
     ("nothing_unpickles", "store/a.py", "import torch\ntorch.load('x')"),
     ("nothing_unpickles", "store/a.py", "import numpy\nnumpy.load('x', allow_pickle=True)"),
-    ("modules_hold_no_mutable_state", "core.py", "CACHE = {}"),
-    ("modules_hold_no_mutable_state", "core.py", "CACHE: dict[str, int] = dict()"),
-    ("modules_hold_no_mutable_state", "core.py", "if True:\n    PAIR = (1, [2])"),
-    ("modules_hold_no_mutable_state", "core.py", "import threading\n_lock = threading.Lock()"),
-    ("modules_hold_no_mutable_state", "core.py", "N = 0\ndef f():\n    global N\n    N = 1"),
+    ("modules_hold_no_mutable_state", "types/a.py", "CACHE = {}"),
+    ("modules_hold_no_mutable_state", "types/a.py", "CACHE: dict[str, int] = dict()"),
+    ("modules_hold_no_mutable_state", "types/a.py", "if True:\n    PAIR = (1, [2])"),
+    ("modules_hold_no_mutable_state", "types/a.py", "import threading\n_lock = threading.Lock()"),
+    ("modules_hold_no_mutable_state", "types/a.py", "N = 0\ndef f():\n    global N\n    N = 1"),
     ("no_open_keywords_below_the_engine", "store/a.py", "def f(**options): ..."),
     ("no_open_keywords_below_the_engine", "hf/a.py", "def f(model, **options):\n    model(**options)"),
-    ("files_are_short", "core.py", "x = 1\n" * (MAX_LINES + 1)),
-    ("what_is_public_says_what_it_gives", "core.py", '"""Doc."""\ndef f(): ...'),
-    ("what_is_public_says_what_it_gives", "core.py", '"""Doc."""\nclass A:\n    """A."""\n    def f(self): ...'),
-    ("what_is_public_says_what_it_gives", "core.py", "def _f(): ..."),
+    ("files_are_short", "types/a.py", "x = 1\n" * (MAX_LINES + 1)),
+    ("what_is_public_says_what_it_gives", "types/a.py", '"""Doc."""\ndef f(): ...'),
+    ("what_is_public_says_what_it_gives", "types/a.py", '"""Doc."""\nclass A:\n    """A."""\n    def f(self): ...'),
+    ("what_is_public_says_what_it_gives", "types/a.py", "def _f(): ..."),
 ]
 
 GOOD = [
-    ("rooms_import_only_what_stands_below", "load/a.py", "from ragfuse.plan import adapt\nfrom ragfuse import core"),
+    ("rooms_import_only_what_stands_below", "load/a.py", "from ragfuse.plan import adapt\nfrom ragfuse import types"),
     ("rooms_import_only_what_stands_below", "load/a.py", "from ragfuse.plan.adapt import level\nfrom .b import c"),
-    ("rooms_import_only_what_stands_below", "__init__.py", "from ragfuse.engine import Engine"),
+    ("rooms_import_only_what_stands_below", "__init__.py", "from ragfuse.engine.engine import Engine"),
     ("hugging_face_has_one_home", "models/loader.py", "from transformers import AutoModel"),
     ("frameworks_are_for_few_doors", "bench/a.py", "def f():\n    import langchain_core"),
-    ("extras_are_imported_lazily", "cli.py", "def f():\n    import matplotlib.pyplot"),
+    ("extras_are_imported_lazily", "cli/a.py", "def f():\n    import matplotlib.pyplot"),
     ("extras_are_imported_lazily", "serve/a.py", "import uvicorn"),
-    ("modules_hold_no_mutable_state", "core.py", "__all__ = ['A']\nA = MappingProxyType({'a': 1})\nB = (1, 2)"),
+    ("modules_hold_no_mutable_state", "types/a.py", "__all__ = ['A']\nA = MappingProxyType({'a': 1})\nB = (1, 2)"),
     ("no_open_keywords_below_the_engine", "hf/a.py", "def attention(q, **options):\n    return options.get('x')"),
     ("no_open_keywords_below_the_engine", "hf/a.py", "@wraps(g)\ndef f(**options):\n    return g(**options)"),
-    ("what_is_public_says_what_it_gives", "core.py", '"""Doc."""\ndef f():\n    """F."""\n    def g(): ...'),
+    ("what_is_public_says_what_it_gives", "types/a.py", '"""Doc."""\ndef f():\n    """F."""\n    def g(): ...'),
 ]
 
 

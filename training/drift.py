@@ -18,13 +18,13 @@ from torch import Tensor
 from ragfuse.bench.quality.cases import Case
 from ragfuse.bench.quality.methods import Lab, Method
 from ragfuse.bench.runner import progress
-from ragfuse.core import ChunkKV
 from ragfuse.fuse.drift import measured
 from ragfuse.hf.drift import write_drift
 from ragfuse.hf.model import HFModel
 from ragfuse.models import MANIFEST
 from ragfuse.models.loader import load_model
 from ragfuse.settings import Settings
+from ragfuse.types.kv import ChunkKV
 from training.data import Source, split, squad
 
 PASSAGES = 6

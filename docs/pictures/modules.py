@@ -8,10 +8,10 @@ from zlib import crc32
 
 from kit import HERE, Picture
 
-from ragfuse.core import ChunkKey, token_digest
-from ragfuse.text.bind import Bound, bind
-from ragfuse.text.pml import parse_prompt, parse_schema
-from ragfuse.text.schema import Layout, Place, Wrapping, lay_out
+from ragfuse.schemas.bind import Bound, bind
+from ragfuse.schemas.layout import Layout, Place, Wrapping, lay_out
+from ragfuse.schemas.pml import parse_prompt, parse_schema
+from ragfuse.types.keys import ChunkKey, token_digest
 
 GUIDE = HERE.parent / "guides" / "pml.md"
 LEFT, TOP, ROW, HIGH = 130, 84, 34, 26

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ragfuse.text.programs import MaxTokens, program, system, user
+from ragfuse.schemas.frontends.python import MaxTokens, program, system, user
 
 TRIP = """<schema name="trip">
   <system>You plan journeys, and you say little.</system>

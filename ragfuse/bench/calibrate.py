@@ -26,9 +26,9 @@ from ragfuse.bench.quality.methods import Lab, Method
 from ragfuse.bench.quality.run import Row, ask, seconds_saved
 from ragfuse.bench.quality.stats import ratio_interval
 from ragfuse.bench.runner import Runner, circumstances, progress
-from ragfuse.core import digest
 from ragfuse.errors import InputError, ModelError, SettingsError
 from ragfuse.hf.model import HFModel
+from ragfuse.types.keys import digest
 
 REUSE = Method("none", 0.0, "alone")
 LADDER = (

@@ -21,12 +21,12 @@ from ragfuse.bench.plots import require_plotting, saved
 from ragfuse.bench.presets import bench_model
 from ragfuse.bench.rig import Rig, foreseen
 from ragfuse.bench.runner import Runner, circumstances, progress, thread_count
-from ragfuse.core import Prompt
-from ragfuse.engine import Ask, Engine
+from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.controller import settle
 from ragfuse.settings import Settings
+from ragfuse.types.prompt import Prompt
 
 SIZES = (128, 256, 384, 512)
 """Tokens of a chunk; a prompt's chunks are alike."""

@@ -22,7 +22,7 @@ from ragfuse.bench.plots import saved
 from ragfuse.bench.presets import bench_model
 from ragfuse.bench.runner import Runner, circumstances, progress, speedup, thread_count
 from ragfuse.bench.truncation import Perplexity, perplexity_after
-from ragfuse.engine import Ask, Engine
+from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
 from ragfuse.settings import Settings
 

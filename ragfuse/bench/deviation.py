@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragfuse.core import ChunkKV
 from ragfuse.hf.model import HFModel, Prefill
+from ragfuse.types.kv import ChunkKV
 
 
 def kv_deviation(found: ChunkKV, wanted: ChunkKV) -> Tensor:

@@ -47,10 +47,10 @@ from ragfuse.bench.unprepared import (
     run_unprepared,
     show,
 )
-from ragfuse.dtypes import settled
-from ragfuse.engine import Engine
+from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, SettingsError
 from ragfuse.models import quietly
+from ragfuse.models.dtypes import settled
 from ragfuse.settings import Settings
 
 NEEDED = MappingProxyType(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ragfuse.core import ChunkKV, LayerKV, Prompt
-from ragfuse.engine import Ask, Engine
+from ragfuse.engine.engine import Ask, Engine
 from ragfuse.fuse.fusor import Run
 from ragfuse.hf.model import HFModel, Prefill
-from ragfuse.hf.rounding import kl
+from ragfuse.hf.rounding_error import kl
+from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.prompt import Prompt
 
 
 @dataclass(frozen=True)

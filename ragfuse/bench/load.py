@@ -21,7 +21,7 @@ from ragfuse.bench.presets import bench_model
 from ragfuse.bench.runner import Runner, Times, circumstances, speedup, thread_count
 from ragfuse.bench.throttle import ThrottledTier
 from ragfuse.bench.workload import Workload
-from ragfuse.engine import Ask, Engine
+from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.model import HFModel

@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ragfuse.asking import Ask
 from ragfuse.bench.runner import Runner, Times, circumstances, speedup, thread_count
-from ragfuse.engine import Engine
+from ragfuse.engine.engine import Engine
+from ragfuse.engine.options import Ask
 from ragfuse.errors import SettingsError
 from ragfuse.settings import Settings
 from ragfuse.text.stand_in import sample

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from ragfuse.dtypes import quick_dtype
+from ragfuse.engine.model_profiles import as_shipped
 from ragfuse.errors import SettingsError
-from ragfuse.gate import as_shipped
 from ragfuse.hf.blank import random_model
 from ragfuse.hf.model import HFModel
 from ragfuse.models import quietly, resolve_llm
+from ragfuse.models.dtypes import quick_dtype
 from ragfuse.models.loader import load_model
 
 DTYPES = ("bfloat16", "float32", "float16")

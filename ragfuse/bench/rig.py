@@ -17,17 +17,17 @@ from rich.console import Console
 from ragfuse.bench.runner import Runner, progress
 from ragfuse.bench.throttle import ThrottledTier
 from ragfuse.bench.workload import Workload
-from ragfuse.core import LoadPlan, Prompt
-from ragfuse.engine import Ask, Engine
+from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
-from ragfuse.forecast import Forecast
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import measure
 from ragfuse.measure.tiers import UNLIMITED, forget_pages
 from ragfuse.plan.evict import lru
-from ragfuse.profiles import MachineProfile
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, Tier
+from ragfuse.types.plan import Forecast, LoadPlan
+from ragfuse.types.profiles import MachineProfile
+from ragfuse.types.prompt import Prompt
 
 QUESTION = 32
 """Tokens of a prompt's question."""

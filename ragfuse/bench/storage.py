@@ -15,11 +15,11 @@ from typing import Any
 
 from ragfuse.bench.rig import Rig, foreseen
 from ragfuse.bench.runner import Runner
-from ragfuse.core import Prompt
-from ragfuse.engine import Ask, Engine
+from ragfuse.engine.engine import Ask, Engine
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.tiers import choose_tier, price_of
 from ragfuse.settings import Settings
+from ragfuse.types.prompt import Prompt
 
 DISK = "disk"
 DEVICES: Mapping[str, float] = MappingProxyType(

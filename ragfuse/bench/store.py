@@ -26,16 +26,17 @@ from rich.table import Table
 from ragfuse.bench.presets import bench_model
 from ragfuse.bench.runner import Runner, Times, circumstances, progress, speedup, thread_count
 from ragfuse.codec import RAW
-from ragfuse.core import ChunkKey, ChunkKV, LayerKV, digest
-from ragfuse.engine import Ask, Engine
+from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import SettingsError, StoreError
 from ragfuse.measure.tiers import UNLIMITED, forget_pages
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, EntryMeta, KVStore, MemoryTier, Tier
+from ragfuse.store.factory import open_tier
 from ragfuse.store.index import Index
-from ragfuse.store.opening import open_tier
 from ragfuse.store.tier import Expects
+from ragfuse.types.keys import ChunkKey, digest
+from ragfuse.types.kv import ChunkKV, LayerKV
 
 BLOCK = 8 << 20
 """Bytes of one read of the plain file."""

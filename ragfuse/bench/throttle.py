@@ -12,8 +12,9 @@ from threading import Lock
 
 from torch import Tensor
 
-from ragfuse.core import ChunkKey, Entry
 from ragfuse.store import DiskTier, EntryMeta
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
 
 
 class ThrottledTier:

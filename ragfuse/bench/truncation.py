@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 
 from ragfuse.bench.runner import progress
-from ragfuse.core import ChunkKV, LayerKV
 from ragfuse.errors import InputError
 from ragfuse.fuse.fusor import Run
 from ragfuse.fuse.gather import gathered
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.settings import SINKS
+from ragfuse.types.kv import ChunkKV, LayerKV
 
 FOLLOWING = 256
 """Tokens that perplexity is taken on, behind each text."""

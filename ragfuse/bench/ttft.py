@@ -21,8 +21,7 @@ from ragfuse.bench.plots import plot_by_chunks, require_plotting
 from ragfuse.bench.presets import bench_model
 from ragfuse.bench.runner import Runner, Times, circumstances, speedup, thread_count
 from ragfuse.bench.workload import Workload
-from ragfuse.core import Prompt
-from ragfuse.engine import Ask, Engine
+from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.fuse.fusor import Run
 from ragfuse.fuse.select import Policy, policy_named
@@ -31,6 +30,7 @@ from ragfuse.measure.tiers import UNLIMITED
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import DiskTier, KVStore, MemoryTier, Tier
+from ragfuse.types.prompt import Prompt
 
 Place = Literal["memory", "pinned", "gpu", "disk"]
 HEADLINE_CHUNKS = 6

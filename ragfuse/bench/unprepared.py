@@ -34,7 +34,7 @@ from ragfuse.bench.quality.metrics import is_right, normalise
 from ragfuse.bench.quality.wording import ASKED, NEW_TOKENS
 from ragfuse.bench.runner import progress
 from ragfuse.bench.throughput.served import require_server, serving
-from ragfuse.engine import Engine
+from ragfuse.engine.engine import Engine
 from ragfuse.errors import InputError, RagFuseError, SettingsError
 from ragfuse.models import resolve_embedder
 from ragfuse.settings import Settings

@@ -8,10 +8,11 @@ import torch
 from rich.console import Console
 
 from ragfuse.bench.runner import progress
-from ragfuse.core import ChunkKV, Prompt, Segment
-from ragfuse.engine import Engine
+from ragfuse.engine.engine import Engine
 from ragfuse.errors import SettingsError
 from ragfuse.hf.model import HFModel
+from ragfuse.types.kv import ChunkKV
+from ragfuse.types.prompt import Prompt, Segment
 
 
 class Workload:

@@ -33,8 +33,8 @@ from ragfuse.errors import InputError
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
-    from ragfuse.core import Answer
-    from ragfuse.engine import Ask, Engine
+    from ragfuse.engine.engine import Ask, Engine
+    from ragfuse.types.answer import Answer
 
 
 def ask(
@@ -95,8 +95,8 @@ def ask(
     console, found = console_for(json), find_files([docs]) if docs else None
     prepared(settings)
     with console.status("loading the model"):
-        from ragfuse.core import digest
-        from ragfuse.engine import Ask, Engine
+        from ragfuse.engine.engine import Ask, Engine
+        from ragfuse.types.keys import digest
 
         if pml is not None:
             asked = Asking(console, explain, compare, Ask(deadline_s=deadline, blend=blend))
@@ -122,7 +122,7 @@ def ask(
 
 def prompt_in(pml: Path, question: str) -> Any:
     """The prompt in PML that a file holds, and a question behind it, if there is one."""
-    from ragfuse.modules import read_prompt
+    from ragfuse.engine.schema_service import read_prompt
 
     found = read_prompt(pml)
     return found.asking(question) if question.strip() else found
@@ -164,7 +164,7 @@ def prompt_for(engine: Engine, library: Library, question: str, console: Console
 
 def _full(engine: Engine, prompt: Any, console: Console, session: str | None) -> Answer:
     """What full prefill answers. Both ways are warmed up: the first call of a process is slower, whatever it is."""
-    from ragfuse.engine import Ask
+    from ragfuse.engine.engine import Ask
 
     with console.status("full prefill, to compare"):
         engine.answer(prompt, Ask(reuse=False, max_tokens=1))  # of no session: it shall have the question once

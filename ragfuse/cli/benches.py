@@ -62,7 +62,7 @@ def demo(
         raise InputError(f"The demo needs more packages ({', '.join(missing)}): {wanted}")
     from ragfuse.demo.picture import draw
     from ragfuse.demo.run import run
-    from ragfuse.engine import Engine
+    from ragfuse.engine.engine import Engine
 
     base = settings_of(model=model, dtype=dtype, device=device, policy=policy, ratio=ratio)
     memory = base.memory_bytes if "memory_bytes" in base.model_fields_set else DEMO_MEMORY
@@ -344,7 +344,7 @@ def begun(json: Path | None, plot: Path | None, **named: Any) -> tuple[Console, 
     """
     from ragfuse.bench.plots import require_plotting
     from ragfuse.bench.runner import tune_malloc
-    from ragfuse.dtypes import settled
+    from ragfuse.models.dtypes import settled
 
     console, settings = console_for(json), settled(settings_of(**named))
     if plot is not None:

@@ -42,7 +42,7 @@ def verify_model(
     console = console_for(json)
     prepared(settings)
     with console.status("loading the model"):
-        from ragfuse.engine import Engine
+        from ragfuse.engine.engine import Engine
     with Engine(settings) as engine, console.status("loading the model") as status:
         verdict = engine.verify(lambda check: status.update(f"verifying: {check}"))
     table = Table("check", "error", "bound", "", box=None)
@@ -82,7 +82,7 @@ def calibrate_model(
         from ragfuse.bench.calibrate import calibrate, draw_calibration, made_cases, show_calibration
         from ragfuse.bench.plots import require_plotting
         from ragfuse.cli.library import cut
-        from ragfuse.engine import Engine
+        from ragfuse.engine.engine import Engine
     if plot is not None:
         require_plotting()
     with Engine(settings) as engine:

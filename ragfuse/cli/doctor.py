@@ -10,13 +10,13 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import psutil
 import typer
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ragfuse.cli.check import Checked, Row, State, guarded
 from ragfuse.cli.entries import counted
 from ragfuse.cli.options import Device, Dtype, Json, Model, ModelKwargs, Store, console_for, settings_of, write_json
 from ragfuse.errors import SettingsError
@@ -33,9 +34,8 @@ from ragfuse.settings import Settings
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-    from ragfuse.keeping import Place
+    from ragfuse.admin.store_admin import Place
 
-State = Literal["ok", "note", "bad"]
 MARKS = MappingProxyType({"ok": "[green]ok[/]", "note": "[yellow]--[/]", "bad": "[bold red]!![/]"})
 EXTRAS = MappingProxyType(
     {
@@ -53,19 +53,6 @@ INTEGRATIONS = ("langchain-ragfuse", "llama-index-llms-ragfuse")
 LITTLE_MEMORY, LITTLE_ROOM = 2e9, 64e6
 PROBED = 1 << 20
 """Bytes written and taken back to see whether a folder has room."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line: what was looked at, how it is, what was found, and what to do about it.
-
-    note: works, but there is more to be had. bad: needs mending.
-    """
-
-    what: str
-    state: State
-    found: str
-    remedy: str = ""
 
 
 def doctor(
@@ -101,19 +88,6 @@ def doctor(
     if not quick:
         rows += guarded("model", lambda: _tried(settings, console, said))
     _end(rows, said, console, json)
-
-
-Checked = tuple[str, Callable[[], Iterable[Row]]]
-
-
-def guarded(what: str, check: Callable[[], Iterable[Row]], remedy: str = "") -> Iterator[Row]:
-    """The rows of a check, and one more for what it stumbles over."""
-    try:
-        yield from check()
-    except Exception as error:
-        said = str(error) or type(error).__name__
-        named = said if type(error).__module__.startswith("ragfuse") else f"{type(error).__name__}: {said}"
-        yield Row(what, "bad", named, remedy or "what it says; if that does not help, report it with this line")
 
 
 def _tried(settings: Settings, console: Console, said: dict[str, Any]) -> Iterable[Row]:
@@ -234,7 +208,7 @@ def _machine(device: str = "cpu") -> Iterator[Row]:
     yield Row("memory", "ok" if enough else "bad", found, "" if enough else "end other programs, or take a small model")
     import torch
 
-    from ragfuse.dtypes import quick_device
+    from ragfuse.models.dtypes import quick_device
 
     device = quick_device() if device == "auto" else device
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} used by torch"
@@ -278,7 +252,7 @@ def _written(what: str, folder: Path, setting: str) -> Row:
 
 def _tiers(settings: Settings) -> Iterator[Row]:
     """A row for each tier that outlives a process: whether it answers, what it holds, and what to do where not."""
-    from ragfuse.keeping import look
+    from ragfuse.admin.store_admin import look
 
     return (_tier(place) for place in look(settings))
 

@@ -18,10 +18,10 @@ from ragfuse.cli.show import short
 from ragfuse.settings import LEVELS
 
 if TYPE_CHECKING:
-    from ragfuse.core import Entry
-    from ragfuse.keeping import Cleared, Line, Outcome
-    from ragfuse.quotas import TenantUse
-    from ragfuse.tenants import Tenant
+    from ragfuse.admin.quotas import TenantUse
+    from ragfuse.admin.store_admin import Cleared, Line, Outcome
+    from ragfuse.store.tenants import Tenant
+    from ragfuse.types.kv import Entry
 
 
 def show_lines(console: Console, lines: Sequence[Line]) -> None:

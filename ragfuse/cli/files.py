@@ -120,7 +120,7 @@ def texts_of(file: Path) -> Iterable[str]:
 
     InputError when it cannot be parsed, or holds no text. U+FFFD stands for each half of a character.
     """
-    from ragfuse.core import whole_text
+    from ragfuse.types.keys import whole_text
 
     suffix = file.suffix.lower()
     try:

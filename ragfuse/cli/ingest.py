@@ -40,7 +40,7 @@ from ragfuse.errors import InputError
 
 if TYPE_CHECKING:
     from ragfuse.cli.library import Library
-    from ragfuse.engine import Engine, Ingested
+    from ragfuse.engine.engine import Engine, Ingested
 
 OWN = MappingProxyType({"disk": "RAGFUSE_DISK_BYTES", "memory": "RAGFUSE_MEMORY_BYTES", "gpu": "RAGFUSE_GPU_BYTES"})
 """What gives a tier more room, where it is no further one."""
@@ -70,7 +70,7 @@ def ingest(
     prepared(settings)
     with console.status("loading the model"):
         from ragfuse.cli.library import Library
-        from ragfuse.engine import Engine, Ingested
+        from ragfuse.engine.engine import Engine, Ingested
 
         library, engine = Library(settings, index), Engine(settings)
     with engine:
@@ -96,7 +96,7 @@ def add_files(
 
     What cannot be parsed, or holds no text, is named. InputError if there is no text at all.
     """
-    from ragfuse.core import whole_text
+    from ragfuse.types.keys import whole_text
 
     chunks, left = list[tuple[str, str]](), list[tuple[Path, str]]()
     with console.status("loading the model"):
@@ -124,7 +124,7 @@ def add_files(
 def encode(engine: Engine, chunks: Chunks, console: Console) -> Ingested:
     """The KV of all chunks into the store, behind the prompt's own beginning, with a progress bar."""
     from ragfuse.cli.prompts import prefix_of
-    from ragfuse.engine import Ingested
+    from ragfuse.engine.engine import Ingested
 
     refusal = engine.model.profile.refusal
     if refusal:

@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from ragfuse.cli.files import texts_of
-from ragfuse.core import digest
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.models import quietly, resolve_embedder
 from ragfuse.settings import Settings
 from ragfuse.store.access import make_root, open_file
+from ragfuse.types.keys import digest
 
 log = logging.getLogger("ragfuse.cli")
 

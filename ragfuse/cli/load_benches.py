@@ -49,7 +49,7 @@ def throughput(
     from ragfuse.bench.runner import tune_malloc
     from ragfuse.bench.throughput.run import QUICK, ThroughputOptions, run_throughput
     from ragfuse.bench.throughput.served import require_server
-    from ragfuse.dtypes import settled
+    from ragfuse.models.dtypes import settled
 
     console = console_for(json)
     settings = settled(settings_of(model=model, dtype=dtype, device=device, memory_bytes=storage and storage << 20))

@@ -44,8 +44,8 @@ READS = MappingProxyType(
 """What the figures of slow tiers are, by how they were read."""
 
 if TYPE_CHECKING:
-    from ragfuse.engine import Engine
-    from ragfuse.profiles import MachineProfile
+    from ragfuse.engine.engine import Engine
+    from ragfuse.types.profiles import MachineProfile
 
 
 def measure(
@@ -67,7 +67,7 @@ def measure(
     )
     prepared(settings)
     with console.status("loading the model"):
-        from ragfuse.engine import Engine
+        from ragfuse.engine.engine import Engine
 
         engine = Engine(settings)
     with engine:
@@ -119,7 +119,7 @@ def explain(
     prepared(settings)
     with console.status("loading the model"):
         from ragfuse.cli.library import Library
-        from ragfuse.engine import Ask, Engine
+        from ragfuse.engine.engine import Ask, Engine
 
         library, engine = Library(settings, index), Engine(settings)
     with engine:

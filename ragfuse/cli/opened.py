@@ -18,7 +18,7 @@ from ragfuse.cli.options import settings_of
 from ragfuse.errors import InputError, StoreError
 
 if TYPE_CHECKING:
-    from ragfuse.keeping import Keeping, Line, Wish
+    from ragfuse.admin.store_admin import Keeping, Line, Wish
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def opened(folder: Path | None, console: Console, is_new: bool = False) -> Itera
             f"There is no store at '{settings.store_path}' yet. Fill it: ragfuse ingest PATH; or name another: --store."
         )
     with console.status("opening the store"):
-        from ragfuse.keeping import Keeping
+        from ragfuse.admin.store_admin import Keeping
 
         keeping = Keeping(settings)
     with keeping:
@@ -54,7 +54,7 @@ def wish_of(
     must: str = "",
 ) -> Wish:
     """Which entries are meant by what was given; InputError where it `must` be said and is not."""
-    from ragfuse.keeping import Wish
+    from ragfuse.admin.store_admin import Wish
 
     wish = Wish(tuple(keys or ()), tier, model, tenant, source)
     if must and wish.is_anything != all_:
@@ -68,7 +68,7 @@ def wish_of(
 
 def lines_of(keeping: Keeping, console: Console, wish: Wish | None, done: str = "") -> list[Line]:
     """Those that are meant. Silent tiers are told; they end what is to be `done` where nothing else is found."""
-    from ragfuse.keeping import Wish
+    from ragfuse.admin.store_admin import Wish
 
     with console.status("reading the store"):
         lines = keeping.lines(wish or Wish())
@@ -90,7 +90,7 @@ def lines_of(keeping: Keeping, console: Console, wish: Wish | None, done: str = 
 
 def refuse(silent: Sequence[str], so: str) -> NoReturn:
     """StoreError: these tiers do not answer, and what follows from it."""
-    from ragfuse.keeping import unanswered
+    from ragfuse.admin.store_admin import unanswered
 
     raise StoreError(unanswered(silent, so))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragfuse.engine import Content, Engine
+from ragfuse.engine.engine import Content, Engine
 from ragfuse.text import Piece
 
 INSTRUCTION = "Answer the question in a few words, using only the passages below.\n\n"

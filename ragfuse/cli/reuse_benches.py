@@ -22,7 +22,7 @@ def prefix(
     """Prefix caching: an identical prompt, and a shared system prompt, against full prefill and transformers' own."""
     from ragfuse.bench.prefix import PrefixOptions, run_prefix
     from ragfuse.bench.runner import tune_malloc
-    from ragfuse.dtypes import settled
+    from ragfuse.models.dtypes import settled
 
     console = console_for(json)
     settings = settled(settings_of(model=model, dtype=dtype))

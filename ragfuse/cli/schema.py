@@ -31,7 +31,7 @@ from ragfuse.cli.show import short
 from ragfuse.settings import Settings
 
 if TYPE_CHECKING:
-    from ragfuse.engine import Engine
+    from ragfuse.engine.engine import Engine
 
 schema = typer.Typer(
     no_args_is_help=True,
@@ -112,7 +112,7 @@ def show(
         require_plotting()
     engine = _engine(settings, console)
     with engine:
-        from ragfuse.modules import outline
+        from ragfuse.engine.schema_service import outline
 
         layout, per_token = engine.schemas.show(name), engine.model.nbytes_per_token
         rows = list(outline(layout, per_token))
@@ -152,7 +152,7 @@ def rm(
 def _engine(settings: Settings, console: Console) -> Engine:
     prepared(settings)
     with console.status("loading the model"):
-        from ragfuse.engine import Engine
+        from ragfuse.engine.engine import Engine
 
         engine = Engine(settings)
         try:

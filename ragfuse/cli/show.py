@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from ragfuse.arrivals import StreamTrace
-    from ragfuse.core import Trace
+    from ragfuse.types.answer import StreamTrace, Trace
 
 REUSED, RECOMPUTED, FRESH = "blue", "dark_orange", "grey50"
 

@@ -28,7 +28,7 @@ from ragfuse.errors import InputError
 from ragfuse.settings import LEVELS
 
 if TYPE_CHECKING:
-    from ragfuse.keeping import Wish
+    from ragfuse.admin.store_admin import Wish
 
 store = typer.Typer(
     no_args_is_help=True,
@@ -309,7 +309,7 @@ def gc(store: Store = None, json: Json = None) -> None:
     """
     console = console_for(json)
     with opened(store, console) as keeping, console.status("looking at every file"):
-        freed = keeping.store.gc()
+        freed = keeping.gc()
         silent = [tier.name for tier in keeping.store.tiers if tier.name not in freed]
     for name, what in freed.items():
         said = f"{name}: {what.expired:,} too old, {counted(what.orphans, 'rest')}, {what.nbytes / 1e6:,.1f} MB freed"

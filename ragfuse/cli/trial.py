@@ -15,19 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ragfuse.cli.doctor import Row, guarded
+from ragfuse.admin.store_admin import Book
+from ragfuse.cli.check import Row, guarded
 from ragfuse.cli.options import prepared
 from ragfuse.cli.prompts import prefix_of, rag_prompt
-from ragfuse.engine import Ask, Engine
+from ragfuse.engine.engine import Ask, Engine
+from ragfuse.engine.machine_timings import Timings
+from ragfuse.engine.model_profiles import Profiles
 from ragfuse.errors import StoreError
-from ragfuse.gate import Booked, Profiles
-from ragfuse.keeping import Book
-from ragfuse.profiles import ModelProfile
 from ragfuse.settings import Settings
-from ragfuse.timings import Timings
+from ragfuse.store.catalog import Booked
+from ragfuse.types.profiles import ModelProfile
 
 if TYPE_CHECKING:
-    from ragfuse.core import Answer, RopeLayout
+    from ragfuse.types.answer import Answer
+    from ragfuse.types.kv import RopeLayout
 
 SOURCE = "almanac.txt"
 PASSAGES = (

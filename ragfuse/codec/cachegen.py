@@ -23,9 +23,9 @@ from ragfuse.codec.codec import DTYPES, LayerMeta
 from ragfuse.codec.coders import Coder, Order, Section, Shape
 from ragfuse.codec.container import OtherTables, narrowed, one_dtype, pack, unpack
 from ragfuse.codec.quantise import SCALE, Split, from_eight, from_numbers, odd_ones, to_eight, to_numbers
+from ragfuse.codec.rotation import turned
 from ragfuse.codec.tables import GROUPINGS, MIDDLE, STEPS, CodecTables, Grouping, Ints, LayerTables, What
-from ragfuse.codec.turn import turned
-from ragfuse.core import LayerKV
+from ragfuse.types.kv import LayerKV
 
 KIND: Final = 2
 OWN: Final = struct.Struct("<fBBB9x")

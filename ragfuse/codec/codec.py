@@ -16,7 +16,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from ragfuse.core import LayerKV
+from ragfuse.types.kv import LayerKV
 
 DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {

@@ -19,7 +19,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from ragfuse.codec.codec import LayerMeta
-from ragfuse.core import LayerKV
+from ragfuse.types.kv import LayerKV
 
 MAGIC: Final = b"RFKV"
 CONTAINER_VERSION: Final = 1

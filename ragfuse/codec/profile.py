@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ragfuse.codec.quantise import GROUP, MOST
+from ragfuse.codec.rotation import halves, turned
 from ragfuse.codec.tables import (
     GRID,
     GROUPINGS,
@@ -24,8 +25,7 @@ from ragfuse.codec.tables import (
     from_codes,
     to_codes,
 )
-from ragfuse.codec.turn import halves, turned
-from ragfuse.core import ChunkKV, RopeLayout
+from ragfuse.types.kv import ChunkKV, RopeLayout
 
 Below = npt.NDArray[np.uint16]
 ODD = 4.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ragfuse.codec.codec import DTYPES, LayerMeta
-from ragfuse.core import LayerKV
+from ragfuse.types.kv import LayerKV
 
 
 @dataclass(frozen=True, slots=True)

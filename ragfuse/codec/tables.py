@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from ragfuse.core import RopeLayout
+from ragfuse.types.kv import RopeLayout
 
 TABLES_VERSION: Final = 2
 STEPS: Final = 8

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragfuse.codec.codec import DTYPES, LayerMeta
 from ragfuse.codec.container import narrowed, one_dtype, pack, unpack
-from ragfuse.core import LayerKV
+from ragfuse.types.kv import LayerKV
 
 KIND: Final = 1
 SCALE: Final = torch.bfloat16

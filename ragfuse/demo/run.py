@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ragfuse.bench.fidelity import Fidelity, fidelity
 from ragfuse.bench.quality.metrics import is_right
 from ragfuse.demo import corpus_path, questions
-from ragfuse.engine import Content, Engine, Ingested
+from ragfuse.engine.engine import Content, Engine, Ingested
 from ragfuse.models import quietly, resolve_embedder
 
 MAX_TOKENS = 24

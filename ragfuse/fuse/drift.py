@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ragfuse.core import ChunkKV, LayerKV, RopeLayout
 from ragfuse.fuse.rope import angles, place
+from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 Rope = Sequence[RopeLayout | None]
 

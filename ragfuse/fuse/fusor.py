@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from ragfuse.core import LayerKV, RopeLayout
 from ragfuse.fuse.attend import RowMask
 from ragfuse.fuse.rope import angles, place
 from ragfuse.fuse.select import Policy, View
+from ragfuse.types.kv import LayerKV, RopeLayout
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ragfuse.core import ChunkKV, LayerKV, RopeLayout
 from ragfuse.fuse.rope import moved
+from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 
 def gathered(kv: ChunkKV, spans: Sequence[tuple[int, int]], rope: Sequence[RopeLayout | None]) -> ChunkKV:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ragfuse.core import RopeLayout
+from ragfuse.types.kv import RopeLayout
 
 
 def halves(keys: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:

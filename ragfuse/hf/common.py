@@ -11,9 +11,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from ragfuse.fork import ForkLock
 from ragfuse.fuse.attend import KV
 from ragfuse.hf.cache import RowCache, RowLayer, Stretch
+from ragfuse.process.fork import ForkLock
 
 LEAST = 64
 """Rows of a stretch that is worth standing apart: a layer attends over each for itself."""

@@ -25,12 +25,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ragfuse.fork import at_fork
 from ragfuse.fuse.attend import Ragged
 from ragfuse.hf.cache import JointCache, RowCache
 from ragfuse.hf.hooks import Remade, Wiring, attending
 from ragfuse.hf.lock import FairLock
 from ragfuse.hf.seed import undrawn
+from ragfuse.process.fork import at_fork
 
 log = logging.getLogger("ragfuse.hf")
 

@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ragfuse.core import ChunkKV, LayerKV
 from ragfuse.errors import ModelError
 from ragfuse.hf import probe
+from ragfuse.types.kv import ChunkKV, LayerKV
 
 DRIFT = "drift.safetensors"
 SAMPLE = 16

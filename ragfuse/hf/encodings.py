@@ -9,7 +9,7 @@ from typing import overload
 
 from tokenizers import Encoding, Tokenizer
 
-from ragfuse.fork import at_fork
+from ragfuse.process.fork import at_fork
 
 Chars = tuple[int, int]
 """Characters lo:hi of a text."""

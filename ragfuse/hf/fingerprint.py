@@ -20,10 +20,11 @@ from blake3 import blake3
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ragfuse.core import FORMAT_VERSION, ChunkKV, digest
 from ragfuse.errors import ModelError
 from ragfuse.hf.packed import PackedLinear
 from ragfuse.hf.probe import is_alibi
+from ragfuse.types.keys import FORMAT_VERSION, digest
+from ragfuse.types.kv import ChunkKV
 
 PIECE_NBYTES = 64 << 20
 """Bytes that are brought from a GPU, or copied to be contiguous, at a time."""

@@ -1,7 +1,7 @@
 """An answer held to a grammar: which token may come next, found by llguidance from the model's own tokenizer.
 
 A matcher follows each sequence; a logits processor leaves the allowed tokens. What a grammar says is told in
-`ragfuse.grammar` and `text.calls`.
+`ragfuse.types.grammar` and `text.calls`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ragfuse.errors import InputError
-from ragfuse.fork import ForkLock
-from ragfuse.grammar import Grammar
-from ragfuse.hf.closing import OUTSIDE, Closing, allowed_by
+from ragfuse.hf.shortest_end import OUTSIDE, Closing, allowed_by
+from ragfuse.process.fork import ForkLock
+from ragfuse.types.grammar import Grammar
 
 LLMatcher = Any
 LLTokenizer = Any

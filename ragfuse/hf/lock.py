@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from ragfuse.fork import at_fork
+from ragfuse.process.fork import at_fork
 
 
 class _Turn:

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from ragfuse.core import ChunkKV, LayerKV, whole_text
 from ragfuse.errors import FixedError, ModelError, RefusedError
-from ragfuse.fork import ForkLock, at_fork
 from ragfuse.fuse.drift import added
 from ragfuse.fuse.fusor import Buffers, Fusion, Run, Source, offered
 from ragfuse.fuse.select import nearness, policy_named
@@ -34,7 +32,10 @@ from ragfuse.hf.prefill import KVSource, NoSource, Prefill
 from ragfuse.hf.states import Kind, TenantStates, begin, kind_of
 from ragfuse.hf.token_length import TokenLength, token_length
 from ragfuse.hf.tokens import TextEncoder
-from ragfuse.profiles import ModelProfile
+from ragfuse.process.fork import ForkLock, at_fork
+from ragfuse.types.keys import whole_text
+from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.profiles import ModelProfile
 
 __all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragfuse.core import ChunkKV, LayerKV
 from ragfuse.errors import RefusedError
 from ragfuse.hf.cache import RowCache
+from ragfuse.types.kv import ChunkKV, LayerKV
 
 
 @dataclass(frozen=True)

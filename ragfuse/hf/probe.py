@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from ragfuse.core import LayerKV, RopeLayout
 from ragfuse.errors import FixedError, RefusedError
 from ragfuse.fuse.rope import moved
+from ragfuse.types.kv import LayerKV, RopeLayout
 
 DELTA = 37
 RUN_TOKENS = 24

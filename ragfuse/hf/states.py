@@ -19,8 +19,8 @@ from cachetools import LRUCache
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ragfuse.fork import ForkLock
 from ragfuse.hf import probe
+from ragfuse.process.fork import ForkLock
 
 Kind = Literal["", "run", "token", "whole"]
 """What a model keeps: "" KV per token and nothing else; or a state, behind which it computes a run of tokens as in one

@@ -21,8 +21,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase
 
 from ragfuse.errors import InputError
-from ragfuse.fork import ForkLock
 from ragfuse.hf.encodings import Chars, Offsets, encoding_of, text_of
+from ragfuse.process.fork import ForkLock
 
 Cut = tuple[int, int, tuple[int, ...]]
 """Characters lo:hi that are tokenised apart from what stands around them; by these ids, unless there are none."""

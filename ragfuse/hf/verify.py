@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ragfuse.core import ChunkKV, LayerKV
 from ragfuse.fuse.fusor import Run
 from ragfuse.fuse.rope import moved
 from ragfuse.fuse.select import policy_named
@@ -33,6 +32,7 @@ from ragfuse.hf.probe import (
     takes_positions,
     typical,
 )
+from ragfuse.types.kv import ChunkKV, LayerKV
 
 SIZES = (9, 41, 34, 47, 12)
 """Tokens of the prompt's parts: an exact prefix, three chunks, a question."""

@@ -17,10 +17,12 @@ from types import TracebackType
 
 import torch
 
-from ragfuse.core import ChunkKey, Fetch, LayerKV
-from ragfuse.load.staging import Layer, Sent, Staging
+from ragfuse.load.staging_buffer import Layer, Sent, Staging
 from ragfuse.plan.steps import layers_a_read, room_for, spans, steps
 from ragfuse.store import KVStore, Tier
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import LayerKV
+from ragfuse.types.plan import Fetch
 
 log = logging.getLogger("ragfuse.load")
 

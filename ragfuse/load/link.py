@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import BoundedSemaphore, Lock
 
-from ragfuse.fork import ForkLock, at_fork
+from ragfuse.process.fork import ForkLock, at_fork
 
 MOST = 4
 """Streams that read at the same time, at most (the paper's B)."""

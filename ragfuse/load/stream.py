@@ -20,11 +20,9 @@ from functools import lru_cache
 
 import torch
 
-from ragfuse.arrivals import PieceTrace
-from ragfuse.core import Fetch, LayerKV
 from ragfuse.load.link import Link
-from ragfuse.load.reading import Open, Reading
-from ragfuse.load.staging import Layer
+from ragfuse.load.piece import Open, Reading
+from ragfuse.load.staging_buffer import Layer
 from ragfuse.load.terms import ASIDE, ENOUGH, IN_TIME, LATE, NOT_KEPT, SOONER, SPARE, UNREADABLE, Terms
 from ragfuse.plan.adapt import (
     AGAIN,
@@ -45,6 +43,9 @@ from ragfuse.plan.adapt import (
 )
 from ragfuse.store import Encoded, KVStore
 from ragfuse.store.levels import loss_of
+from ragfuse.types.answer import PieceTrace
+from ragfuse.types.kv import LayerKV
+from ragfuse.types.plan import Fetch
 
 log = logging.getLogger("ragfuse.load")
 

@@ -14,12 +14,12 @@ import torch
 from ragfuse.codec import Codec
 from ragfuse.errors import ModelError, StoreError
 from ragfuse.hf.model import HFModel
-from ragfuse.measure.decoding import decoding
+from ragfuse.measure.codec_speed import decoding
 from ragfuse.measure.fit import fitted_fused, fitted_prefill
 from ragfuse.measure.passes import fused_points, prefill_points, reading_s
 from ragfuse.measure.tiers import speed_of
-from ragfuse.profiles import MachineProfile
 from ragfuse.store import DiskTier, Tier
+from ragfuse.types.profiles import MachineProfile
 
 __all__ = ["LONGEST", "Progress", "measure"]
 

@@ -8,7 +8,7 @@ from itertools import combinations
 import torch
 
 from ragfuse.plan.estimate import Blend, features
-from ragfuse.profiles import FusedCost, FusedPoint
+from ragfuse.types.profiles import FusedCost, FusedPoint
 
 LEAST_S = 1e-9
 """What takes less is taken for this: a clock that stood still is no reason to divide by zero."""

@@ -9,13 +9,14 @@ from statistics import median
 
 import torch
 
-from ragfuse.core import ChunkKey, ChunkKV, digest
 from ragfuse.fuse.fusor import Run, Source
 from ragfuse.hf.model import HFModel, KVSource
-from ragfuse.measure.held import held_up_s
+from ragfuse.measure.read_cost import held_up_s
 from ragfuse.measure.tiers import UNLIMITED
-from ragfuse.profiles import FusedPoint
 from ragfuse.store import KVStore, MemoryTier
+from ragfuse.types.keys import ChunkKey, digest
+from ragfuse.types.kv import ChunkKV
+from ragfuse.types.profiles import FusedPoint
 
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 """Lengths that full prefill is timed at, of the longest."""
@@ -72,7 +73,7 @@ def fused_points(model: HFModel, top: int, rounds: int, progress: Progress) -> t
 
 
 def reading_s(model: HFModel, top: int, rounds: int, folder: Path | None, progress: Progress) -> float:
-    """Seconds by which each read of a thread holds up the model; see `held.py`."""
+    """Seconds by which each read of a thread holds up the model; see `read_cost.py`."""
     progress("reading while fusing", 0.0)
     tokens, more = min(HELD_UP[0], top), HELD_UP[1]
     ids, runs, chunk = _prompt(model, max(CHUNKS + 2, tokens), 1)

@@ -14,12 +14,13 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from ragfuse.core import ChunkKey, ChunkKV, LayerKV, digest
 from ragfuse.errors import StoreError
 from ragfuse.load.layers import CPU, is_far
 from ragfuse.measure.fit import fitted
-from ragfuse.profiles import TierSpeed, Warmth
 from ragfuse.store import DiskTier, KVStore, Tier
+from ragfuse.types.keys import ChunkKey, digest
+from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.profiles import TierSpeed, Warmth
 
 NBYTES, TOKENS = 16 << 20, 1024
 """The largest entry that is written, whichever is smaller."""

@@ -28,8 +28,8 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ragfuse import adapters
 from ragfuse.errors import ModelError
+from ragfuse.models import adapters
 
 RECIPE = 1
 """Version of what `prepare` writes; folders of another version are prepared again."""

@@ -29,13 +29,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ragfuse.dtypes import dtype_named, require_device
 from ragfuse.errors import ModelError
 from ragfuse.hf.drift import read_drift
 from ragfuse.hf.model import HFModel
+from ragfuse.models.dtypes import dtype_named, require_device
 from ragfuse.models.embedded import resolve_llm
 from ragfuse.models.weight_files import WeightDigests, identity
-from ragfuse.profiles import ModelProfile
+from ragfuse.types.profiles import ModelProfile
 
 ADAPTER = "adapter_config.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")

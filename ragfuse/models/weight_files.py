@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ragfuse.core import digest
+from ragfuse.types.keys import digest
 
 SETTLED_NS = 2_000_000_000
 """Age of the newest file, in nanoseconds, from which on a digest is kept: a clock's tick may hide a later change."""

@@ -12,12 +12,15 @@ from functools import partial
 from math import floor
 from types import MappingProxyType
 
-from ragfuse.core import ChunkKey, Entry, Fetch, LoadPlan, Prompt, Segment, token_digest
-from ragfuse.forecast import Bound, Forecast
 from ragfuse.plan.estimate import Blend, Estimate, is_adjustable, share_of
 from ragfuse.plan.levels import WORTH, Offers, coarser, finest, offers, soonest
-from ragfuse.plan.seen import corrected
-from ragfuse.profiles import MachineProfile
+from ragfuse.plan.observed import corrected
+from ragfuse.types.keys import ChunkKey, token_digest
+from ragfuse.types.kv import Entry
+from ragfuse.types.plan import Bound, Fetch, Forecast, LoadPlan
+from ragfuse.types.profiles import MachineProfile
+from ragfuse.types.prompt import Prompt, Segment
+from ragfuse.types.reasons import MISSING, UNREADABLE
 
 AUTO = "auto"
 """The policy that is chosen by what the store holds."""
@@ -28,7 +31,6 @@ MEASURED = ("hkvd", 0.15)
 TIE = 0.02
 """Share of the time to the first token within which two plans take equally long."""
 SLOWER = "slower to load than to compute"
-MISSING, UNREADABLE = "not in the store", "its entry could not be read"
 NOTHING: Mapping[int, str] = MappingProxyType({})
 AS_FOUND: Mapping[int, Fetch] = MappingProxyType({})
 ALONE: Mapping[ChunkKey, list[Entry]] = MappingProxyType({})

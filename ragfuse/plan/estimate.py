@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
-from ragfuse.core import Fetch
 from ragfuse.plan.steps import layers_a_read, room, spans, steps
-from ragfuse.profiles import FusedCost, FusedPoint, MachineProfile
 from ragfuse.settings import LEVELS
+from ragfuse.types.plan import Fetch
+from ragfuse.types.profiles import FusedCost, FusedPoint, MachineProfile
 
 Kind = Literal["static", "checking", "looking"]
 """What a policy needs before it knows its rows: nothing, all rows of the first layer, attention over all layers."""

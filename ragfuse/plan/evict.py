@@ -2,8 +2,8 @@
 or a tensor. What time it is, and who waits in which order, is told.
 
 A policy is an order (`Rank`): of what is kept, who goes first. `Evictor` sorts what a tier shows it by that order;
-`ragfuse.plan.ranking.Ranking` holds the same order over what changes one by one. Windows and prefetching are
-`ragfuse.plan.ahead`'s.
+`ragfuse.plan.eviction_order.Ranking` holds the same order over what changes one by one. Windows and prefetching are
+`ragfuse.plan.look_ahead`'s.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from math import inf
 from types import MappingProxyType
 from typing import Literal
 
-from ragfuse.core import ChunkKey, Entry
 from ragfuse.errors import SettingsError
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
 
 Evict = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
 """Yields keys to drop, the first first."""
@@ -126,8 +127,9 @@ def nobody_waits() -> Mapping[Hashable, float]:
 class Evictor:
     """A policy by name, as an `Evict`: whole conversations one after the other, each key of one before the next's.
 
-    places: asked anew each time, where in the queue each conversation's first job waits (`ragfuse.plan.ahead.places`).
-    arrived: when a key came, which fifo needs. ttl_s and now: conversations unused for longer go before all others.
+    places: asked anew each time, where in the queue each conversation's first job waits
+    (`ragfuse.plan.look_ahead.places`). arrived: when a key came, which fifo needs. ttl_s and now: conversations unused
+    for longer go before all others.
     `together` tells a tier which keys go as one, and to show it all entries at once: what was used longest ago says
     nothing of what came first or is used next.
     """

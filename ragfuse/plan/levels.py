@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ragfuse.core import ChunkKey, Entry, Fetch
 from ragfuse.plan.estimate import Estimate
 from ragfuse.settings import LEVELS
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
+from ragfuse.types.plan import Fetch
 
 Offers = Mapping[int, Sequence[Fetch]]
 """By segment: all ways to read it, what loses least first, and of these the soonest."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ragfuse.core import ChunkKey, Fetch, LoadPlan
 from ragfuse.plan.adapt import Part
 from ragfuse.plan.controller import blend_of, is_blended
 from ragfuse.plan.estimate import Estimate
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.plan import Fetch, LoadPlan
 
 
 def parts_of(

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
 
-from ragfuse.core import ChunkKey, Entry
 from ragfuse.plan.estimate import Estimate
-from ragfuse.profiles import MachineProfile
 from ragfuse.settings import LEVELS
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
+from ragfuse.types.profiles import MachineProfile
 
 RAW_ALONE: Mapping[str, Sequence[str]] = MappingProxyType({})
 OFTEN = 3

@@ -7,12 +7,13 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
-from ragfuse.core import Encoded, Fetch, Kind, LoadPlan
-from ragfuse.forecast import Forecast
 from ragfuse.plan.controller import is_blended, is_exact
 from ragfuse.plan.estimate import Kind as Needs
 from ragfuse.plan.estimate import is_adjustable, kind_of
 from ragfuse.settings import LEVELS
+from ragfuse.types.keys import Encoded
+from ragfuse.types.plan import Fetch, Forecast, LoadPlan
+from ragfuse.types.prompt import Kind
 
 BOUNDS = MappingProxyType(
     {

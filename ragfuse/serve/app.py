@@ -16,10 +16,10 @@ from starlette.exceptions import HTTPException
 
 from ragfuse.errors import RagFuseError
 from ragfuse.serve.guard import Guard
-from ragfuse.serve.modules import schema_routes
 from ragfuse.serve.refusals import Refusal, refusal_of, unreadable
 from ragfuse.serve.routes import router
 from ragfuse.serve.schema import Failed
+from ragfuse.serve.schema_routes import schema_routes
 from ragfuse.serve.service import Service
 
 STATUSES = (

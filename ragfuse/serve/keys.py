@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from ragfuse.core import digest
 from ragfuse.errors import InputError, SettingsError
+from ragfuse.types.keys import digest
 
 SHORTEST = 16
 """Characters of a key."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from ragfuse.core import Answer
 from ragfuse.serve.logprobs import Likely, as_chat, as_text
 from ragfuse.serve.refusals import refusal_of
 from ragfuse.serve.run import Said, Written
+from ragfuse.types.answer import Answer
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from ragfuse.asking import Ask
-from ragfuse.engine import Engine
+from ragfuse.engine.engine import Engine
+from ragfuse.engine.options import Ask
+from ragfuse.engine.prompt_builder import Inquiry
 from ragfuse.plan.words import as_dict, in_words
-from ragfuse.prompting import Inquiry
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.guard import unless_gone
 from ragfuse.serve.keys import Tenant

@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ragfuse.asking import Ask
-from ragfuse.core import Answer, Thought, Trace
-from ragfuse.engine import Engine
-from ragfuse.prompting import Inquiry
+from ragfuse.engine.answer_stream import AnswerStream
+from ragfuse.engine.engine import Engine
+from ragfuse.engine.options import Ask
+from ragfuse.engine.prompt_builder import Inquiry
 from ragfuse.serve.logprobs import Likely, Noted, of_prompt
 from ragfuse.serve.refusals import Refusal
-from ragfuse.streaming import AnswerStream
+from ragfuse.types.answer import Answer, Thought, Trace
 
 HARD_S = 5.0
 """How long an answer may take to end once its time is over."""

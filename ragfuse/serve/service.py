@@ -11,21 +11,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from ragfuse.context_window import largest_body
-from ragfuse.engine import Engine
-from ragfuse.jobs import Job
-from ragfuse.modules import Request
-from ragfuse.outlook import Outlook
-from ragfuse.prompting import Turn
-from ragfuse.quotas import Quota, QuotaKeeper
+from ragfuse.admin.quotas import Quota, QuotaKeeper
+from ragfuse.engine.context_window import largest_body
+from ragfuse.engine.engine import Engine
+from ragfuse.engine.prompt_builder import Turn
+from ragfuse.engine.schema_service import Request
 from ragfuse.serve.guard import HeldBytes
 from ragfuse.serve.keys import Keys, Tenant
 from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.request_queue import Job
 from ragfuse.serve.run import HARD_S, Run, Wish
 from ragfuse.serve.stats import Counts
 from ragfuse.serve.threads import Threads
 from ragfuse.serve.turnstile import RETRY_S, Turnstile
 from ragfuse.serve.turnstile import Turn as Its
+from ragfuse.sessions.conversation_index import Outlook
 from ragfuse.settings import Settings
 
 log = logging.getLogger("ragfuse.serve")

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from ragfuse.engine import Engine
-from ragfuse.metering import metrics
-from ragfuse.quotas import QuotaKeeper
+from ragfuse.admin.quotas import QuotaKeeper
+from ragfuse.engine.engine import Engine
+from ragfuse.telemetry.prometheus import metrics
 
 SCHEMAS = "/v1/ragfuse/schemas"
 PATHS = (

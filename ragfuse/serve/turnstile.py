@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from ragfuse.errors import BusyError
-from ragfuse.jobs import Job, JobQueue
 from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.request_queue import Job, JobQueue
 
 Turn = asyncio.Future[None]
 """Set when it is somebody's turn."""

@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from ragfuse.asking import Ask
-from ragfuse.core import ToolCall
-from ragfuse.grammar import Grammar
-from ragfuse.modules import Request, parse_prompt
-from ragfuse.prompting import Turn
+from ragfuse.engine.options import Ask
+from ragfuse.engine.prompt_builder import Turn
+from ragfuse.engine.schema_service import Request, parse_prompt
 from ragfuse.serve.logprobs import Noted
 from ragfuse.serve.refusals import Refusal
 from ragfuse.serve.run import Wish
@@ -27,6 +25,8 @@ from ragfuse.serve.schema import (
 )
 from ragfuse.text import Piece
 from ragfuse.text.chat_template import ChatTemplate
+from ragfuse.types.answer import ToolCall
+from ragfuse.types.grammar import Grammar
 
 Parts = list[str | Piece]
 ROLES = (("developer", "system"), ("function", "tool"))

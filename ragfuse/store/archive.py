@@ -2,7 +2,7 @@
 
     ragfuse-archive.json {"version": 1} · chunks/ab/<digest>.kv ... · texts/<number>.jsonl ... · the end mark of tar
 
-The format only: which chunks, and where they come from or go, is told by `manage.py`. Any tar program can list one.
+The format only: which chunks, and where they come from or go, is told by `bulk.py`. Any tar program can list one.
 A file that is read is not trusted: no member's name is used as a path, only plain members are looked at, no size is
 believed that the medium itself does not have, holes are passed over, and every byte of a chunk is under a checksum.
 Checksums find damage and not malice: who made an archive decides what a model will have read, so take archives only
@@ -26,13 +26,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragfuse.core import FORMAT_VERSION, ChunkKey
 from ragfuse.errors import StoreError
 from ragfuse.store.chunkfile import Header, header_nbytes, pack_header, pieces
 from ragfuse.store.names import has_name
 from ragfuse.store.plainfile import check_there, next_written
 from ragfuse.store.tier import EntryMeta
 from ragfuse.store.upkeep import chunk_path
+from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
 _FIRST = "ragfuse-archive.json"
 _BLOCK = tarfile.BLOCKSIZE

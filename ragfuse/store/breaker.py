@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-from ragfuse.fork import at_fork
+from ragfuse.process.fork import at_fork
 
 log = logging.getLogger("ragfuse.store")
 

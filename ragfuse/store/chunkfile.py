@@ -22,10 +22,10 @@ from blake3 import blake3
 from torch import Tensor
 
 from ragfuse.codec import checksum
-from ragfuse.core import FORMAT_VERSION, ChunkKey
 from ragfuse.store.access import open_file
 from ragfuse.store.plainfile import check_there, open_plain
 from ragfuse.store.tier import EntryMeta, parsed
+from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
 MAGIC = b"RAGFUSE\0"
 ALIGNMENT = 64

@@ -1,6 +1,6 @@
 """A small sqlite file that threads and processes share: WAL, waiting writers, one reader and one writer connection.
 
-What the tables mean is told by `index.py` and `book.py`.
+What the tables mean is told by `index.py` and `catalog.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock, local
 from typing import Any
 
-from ragfuse.fork import at_fork
+from ragfuse.process.fork import at_fork
 from ragfuse.store.access import open_file
 
 log = logging.getLogger("ragfuse.store")

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ragfuse.core import ChunkKey, Entry
-from ragfuse.fork import ForkLock, at_fork
+from ragfuse.process.fork import ForkLock, at_fork
 from ragfuse.settings import SharedWith
 from ragfuse.store.access import make_folder
 from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write_chunk
@@ -30,6 +29,8 @@ from ragfuse.store.index import Index
 from ragfuse.store.plainfile import remove
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
 from ragfuse.store.upkeep import Upkeep, chunk_path
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
 
 log = logging.getLogger("ragfuse.store")
 

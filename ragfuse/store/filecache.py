@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from ragfuse.core import ChunkKey
-from ragfuse.fork import ForkLock
+from ragfuse.process.fork import ForkLock
 from ragfuse.store.chunkfile import ChunkFile
+from ragfuse.types.keys import ChunkKey
 
 
 class FileCache:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ragfuse.errors import StoreError
-from ragfuse.fork import at_fork
+from ragfuse.process.fork import at_fork
 from ragfuse.settings import SharedWith
 from ragfuse.store.access import make_root, open_file
 

@@ -13,10 +13,11 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 
-from ragfuse.core import FORMAT_VERSION, ChunkKey, Entry
 from ragfuse.store.database import Database, Row
 from ragfuse.store.sizes import said, understood
 from ragfuse.store.tier import LATEST_S, EntryMeta, told_entry
+from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
+from ragfuse.types.kv import Entry
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries(

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ragfuse.codec import INT8, RAW, Codec, LayerMeta, OtherTables
 from ragfuse.codec.container import tables_of
-from ragfuse.core import ChunkKey, ChunkKV, Entry, LayerKV
-from ragfuse.fork import ForkLock
+from ragfuse.process.fork import ForkLock
 from ragfuse.settings import LEVELS
 from ragfuse.store.tier import EntryMeta, Whole
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
 log = logging.getLogger("ragfuse.store")
 

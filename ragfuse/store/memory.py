@@ -12,9 +12,10 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from ragfuse.core import ChunkKey, Entry
-from ragfuse.fork import at_fork
+from ragfuse.process.fork import at_fork
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, victims
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
 
 log = logging.getLogger("ragfuse.store")
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ragfuse.codec import RAW, LayerMeta
-from ragfuse.core import ChunkKey
 from ragfuse.store.tier import EntryMeta, Tier, Whole
+from ragfuse.types.keys import ChunkKey
 
 _ONE_BYTE = "float8_e5m2"
 

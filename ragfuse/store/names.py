@@ -13,8 +13,8 @@ import re
 from sys import intern
 from urllib.parse import quote, unquote
 
-from ragfuse.core import ChunkKey
 from ragfuse.store.bucket import TEMPORARY, Object
+from ragfuse.types.keys import ChunkKey
 
 CHUNKS, PINS, USES = "chunks", "pins", "uses"
 _KEY = re.compile(r"[0-9a-f]{1,64}\.[0-9a-f]{1,64}\.(?:-|~?[0-9a-f]{0,64})\.[0-9A-Za-z_-]{1,64}")

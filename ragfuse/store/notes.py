@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Lock, Thread
 
-from ragfuse.core import ChunkKey
-from ragfuse.fork import at_fork
+from ragfuse.process.fork import at_fork
+from ragfuse.types.keys import ChunkKey
 
 
 class Notes:

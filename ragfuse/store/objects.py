@@ -1,7 +1,7 @@
 """Entries as objects behind an fsspec URL: s3://, gs://, abfs://, a shared file:// folder. One object per entry.
 
-`chunkfile.py` tells how an object is laid out, `bucket.py` how it is reached, `catalogue.py` what is remembered,
-`listing.py` how that is brought up to date.
+`chunkfile.py` tells how an object is laid out, `bucket.py` how it is reached, `object_state.py` what is remembered,
+`object_pages.py` how that is brought up to date.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ragfuse.core import ChunkKey, Entry
-from ragfuse.fork import ForkLock
+from ragfuse.process.fork import ForkLock
 from ragfuse.settings import SharedWith
 from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.bucket import NO_ANSWER, Bucket
-from ragfuse.store.catalogue import Catalogue, Facts, Headers, Held
 from ragfuse.store.chunkfile import Header, StrangeError, header_nbytes, layer_offsets, pack_header, pieces
-from ragfuse.store.listing import Listing
 from ragfuse.store.names import CHUNKS, PINS, chunk_name, has_name, is_cut_off, pin_key, pin_name, use_name
 from ragfuse.store.notes import Notes
+from ragfuse.store.object_pages import Listing
+from ragfuse.store.object_state import Catalogue, Facts, Headers, Held
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
 
 log = logging.getLogger("ragfuse.store")
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from ragfuse.core import ChunkKey
 from ragfuse.store.tier import EntryMeta, Whole
+from ragfuse.types.keys import ChunkKey
 
 
 class Partials:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ragfuse.core import ChunkKey
+from ragfuse.types.keys import ChunkKey
 
 Ids = NDArray[np.int32]
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from ragfuse.codec import RAW
-from ragfuse.core import ChunkKey, Entry
+from ragfuse.store.bulk import Outcome, Progress, Tally
 from ragfuse.store.levels import by_loss, joined
-from ragfuse.store.manage import Outcome, Progress, Tally
+from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Tier, Whole
-
-if TYPE_CHECKING:
-    from ragfuse.store.store import KVStore
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
 
 Place = tuple[str, ChunkKey]
 """An entry by the name of its tier, and its key."""

@@ -20,11 +20,12 @@ from blake3 import blake3
 from torch import Tensor
 
 from ragfuse.codec import checksum
-from ragfuse.core import ChunkKey, Entry
 from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.redis_index import RedisIndex, entry_of, said
 from ragfuse.store.sizes import said as sizes_said
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, parsed, victims_for
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
 
 log = logging.getLogger("ragfuse.store")
 

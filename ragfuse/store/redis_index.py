@@ -18,11 +18,12 @@ from itertools import islice
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from ragfuse.core import FORMAT_VERSION, ChunkKey, Entry
 from ragfuse.errors import StoreError
 from ragfuse.store.redis_pieces import Pace, Rest, take
 from ragfuse.store.sizes import understood
 from ragfuse.store.tier import Freed, told_entry
+from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
+from ragfuse.types.kv import Entry
 
 _Item = TypeVar("_Item")
 _Page = TypeVar("_Page")

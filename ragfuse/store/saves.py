@@ -14,12 +14,12 @@ from threading import Condition
 from torch import Tensor
 
 from ragfuse.codec import RAW
-from ragfuse.core import ChunkKey
-from ragfuse.fork import at_fork
+from ragfuse.process.fork import at_fork
 from ragfuse.store.levels import Content, Levels, loss_of
 from ragfuse.store.partial import Partials
 from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.store.writer import Writers
+from ragfuse.types.keys import ChunkKey
 
 log = logging.getLogger("ragfuse.store")
 

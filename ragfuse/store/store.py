@@ -12,23 +12,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ragfuse.codec import RAW
-from ragfuse.core import ChunkKey, ChunkKV, Entry, LayerKV
 from ragfuse.errors import StoreError
-from ragfuse.store import manage
-from ragfuse.store.archive import Text
+from ragfuse.store.level_reader import Encoded, Reading
 from ragfuse.store.levels import TABLELESS, Codecs, Content, Levels, loss_of, only, pieces_of
-from ragfuse.store.manage import Outcome, Progress
-from ragfuse.store.reading import Encoded, Reading
-from ragfuse.store.recode import recode
 from ragfuse.store.saves import Saves
-from ragfuse.store.tier import Breaks, Counts, EntryMeta, Expects, Expired, Freed, Tier, Whole, answers
+from ragfuse.store.tier import Breaks, Counts, EntryMeta, Expects, Expired, Tier, Whole, answers
 from ragfuse.store.uses import Uses
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import ChunkKV, Entry, LayerKV
 
 log = logging.getLogger("ragfuse.store")
 
@@ -232,44 +228,6 @@ class KVStore:
             taken = write(save, meant) or (meant != slow and write(save, [each for each in slow if each not in meant]))
             return kept or taken or (not fast and self._saves.now(save, quick))
 
-    def move(self, key: ChunkKey, tier: str) -> bool:
-        """Keep the chunk in `tier` and in no other; False, and nothing changed, if it cannot be read or kept there."""
-        return self.move_all([key], tier).chunks == 1
-
-    def move_all(self, keys: Iterable[ChunkKey], tier: str, progress: Progress | None = None) -> Outcome:
-        """The same for many, see `manage.move`: what there is no room for stays where it is."""
-        return manage.move(self, keys, tier, progress)
-
-    def export(
-        self,
-        path: str | Path,
-        keys: Iterable[ChunkKey] | None = None,
-        texts: Iterable[Text] = (),
-        progress: Progress | None = None,
-    ) -> Outcome:
-        """Write chunks (None: all) and known texts into one file that appears whole or not at all; see `archive.py`."""
-        return manage.export(self, Path(path), keys, texts, progress)
-
-    def import_(
-        self,
-        path: str | Path,
-        tier: str | None = None,
-        take_texts: Callable[[Sequence[Text]], object] | None = None,
-        progress: Progress | None = None,
-    ) -> Outcome:
-        """Keep what an archive holds, see `manage.import_`. Keys match for the same model, dtype and salt alone."""
-        return manage.import_(self, Path(path), tier, take_texts, progress)
-
-    def recode(
-        self, places: Iterable[tuple[str, ChunkKey]], levels: Sequence[str], progress: Progress | None = None
-    ) -> Outcome:
-        """Keep entries, by tier and key, at just these levels from now on; see `recode.py`."""
-        return recode(self, places, levels, progress)
-
-    def gc(self) -> dict[str, Freed]:
-        """Free what is too old and what no entry needs; what was given back, by tier."""
-        return manage.gc(self)
-
     def delete(self, key: ChunkKey) -> bool:
         """Forget one chunk everywhere, also one that is still being saved; whether there was one."""
         return self._delete({key}) > 0
@@ -285,7 +243,15 @@ class KVStore:
 
     def drop(self, keys: Iterable[ChunkKey], tier: str | None = None) -> dict[str, set[ChunkKey]]:
         """The same; each tier that could not do so, with those that may still be in it."""
-        return manage.drop(self, keys, tier)
+        meant = set(keys)
+        targets = self.tiers if tier is None else (self.tier(tier),)
+        failed = {target.name: target.counts["failed"] for target in targets}
+        self.forget(meant, tier)
+        return {
+            target.name: _still_in(target, meant)
+            for target in targets
+            if target.counts["failed"] > failed[target.name] or not answers(target)
+        }
 
     def under_way(self) -> set[ChunkKey]:
         """Keys of what is being saved, or has begun to be read: it may be in no tier yet."""
@@ -331,7 +297,7 @@ class KVStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # whole entries as bytes, for `manage.py`
+    # whole entries as bytes, for `bulk.py`
 
     def read_whole(self, key: ChunkKey) -> Whole | None:
         """Description and pieces of the entry that lost least, from the fastest tier that can give all of them."""
@@ -403,3 +369,9 @@ class KVStore:
         for tier in self.tiers:
             tier.delete(keys)
         return len(there)
+
+
+def _still_in(tier: Tier, keys: set[ChunkKey]) -> set[ChunkKey]:
+    """Those that a tier in trouble still has; all of them if it does not say."""
+    found = set(tier.entries(keys))
+    return found if answers(tier) else keys

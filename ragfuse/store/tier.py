@@ -17,10 +17,11 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from ragfuse.codec import LayerMeta
-from ragfuse.core import FORMAT_VERSION, ChunkKey, ChunkKV, Entry
-from ragfuse.fork import at_fork
+from ragfuse.process.fork import at_fork
 from ragfuse.store.breaker import Breaker
 from ragfuse.store.sizes import check_levels
+from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
+from ragfuse.types.kv import ChunkKV, Entry
 
 Evictor = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
 """Yields keys to drop, the first first; a tier stops asking once there is room, and never drops a pinned entry.

@@ -13,12 +13,12 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ragfuse.core import ChunkKey, digest
 from ragfuse.store.chunkfile import ChunkFile
 from ragfuse.store.folder import Owner
 from ragfuse.store.index import Index
 from ragfuse.store.plainfile import remove
 from ragfuse.store.tier import Freed
+from ragfuse.types.keys import ChunkKey, digest
 
 log = logging.getLogger("ragfuse.store")
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
 
-from ragfuse.core import ChunkKey
-from ragfuse.fork import at_fork
+from ragfuse.process.fork import at_fork
 from ragfuse.store.tier import Tier, Touches
+from ragfuse.types.keys import ChunkKey
 
 _REMEMBERED = 1 << 14
 

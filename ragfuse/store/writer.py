@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from threading import Condition, Thread
 
-from ragfuse.fork import at_fork
+from ragfuse.process.fork import at_fork
 
 log = logging.getLogger("ragfuse.store")
 

@@ -5,7 +5,6 @@ Tokenizer and chat template come in as callables; nothing here knows a model or 
 
 from ragfuse.text.assemble import Assembler, Message
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, Span, chunk_id, peel, pieces
-from ragfuse.text.pml_template import PMLTemplate
 from ragfuse.text.retrieved import RetrievalRuns
 from ragfuse.text.stand_in import sample, stand_in
 
@@ -14,7 +13,6 @@ __all__ = [
     "KnownChunks",
     "Marker",
     "Message",
-    "PMLTemplate",
     "Piece",
     "RetrievalRuns",
     "Span",

@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any, Protocol
 
-from ragfuse.core import ChunkKey, Prompt, Segment
 from ragfuse.errors import InputError
-from ragfuse.fork import ForkLock
-from ragfuse.text.calls import PLAIN, CallFormat, spelled
+from ragfuse.process.fork import ForkLock
+from ragfuse.text.chat_messages import Content, Turn
 from ragfuse.text.chunks import Piece, peel
 from ragfuse.text.known_spans import Match
 from ragfuse.text.rendered import Chars, Conversation, Placed, Rendered
-from ragfuse.text.turns import Content, Turn
+from ragfuse.text.tool_calls import PLAIN, CallFormat, spelled
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.prompt import Prompt, Segment
 
 Message = tuple[str, str | Sequence[Piece]] | Turn
 """(role, content), or a turn; a content is one text or pieces."""

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ragfuse.core import ToolCall
-from ragfuse.text.calls import PLAIN, CallFormat, Pairs, Slot
+from ragfuse.text.chat_messages import Turn
 from ragfuse.text.thoughts import TAGS
-from ragfuse.text.turns import Turn
+from ragfuse.text.tool_calls import PLAIN, CallFormat, Pairs, Slot
+from ragfuse.types.answer import ToolCall
 
 RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, and whether the prompt of an answer follows; may raise anything."""

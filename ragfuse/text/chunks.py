@@ -20,11 +20,11 @@ from typing import Literal
 import numpy as np
 from blake3 import blake3
 
-from ragfuse.core import digest
 from ragfuse.errors import SettingsError
-from ragfuse.fork import ForkLock
+from ragfuse.process.fork import ForkLock
 from ragfuse.text.beginnings import LETTER, Beginnings, Family
 from ragfuse.text.fingerprints import Prints, Residues, residue, secret_prime
+from ragfuse.types.keys import digest
 
 _START = re.compile(rf"(?:(?<!{LETTER})|(?!{LETTER}))\S")
 LEAST_BITS, BITS_EACH = 1 << 10, 32

@@ -10,7 +10,7 @@ from heapq import merge
 
 from cachetools import LRUCache
 
-from ragfuse.fork import ForkLock
+from ragfuse.process.fork import ForkLock
 from ragfuse.text.known_spans import ALTERED, KnownSpans, Match
 from ragfuse.text.span_runs import LEAST
 

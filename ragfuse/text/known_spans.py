@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ragfuse.errors import InputError, SettingsError
-from ragfuse.fork import ForkLock
+from ragfuse.process.fork import ForkLock
 from ragfuse.text.span_anchors import Anchors, Array, grams, mixed
 from ragfuse.text.span_runs import LEAST, Search
 

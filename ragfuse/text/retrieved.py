@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from weakref import ref
 
-from ragfuse.fork import at_fork
+from ragfuse.process.fork import at_fork
 
 MAX_TEXTS = 64
 """Texts kept of one task or thread; a run keeps four times as many."""

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ragfuse.bench.deviation import attention_deviation, attention_of, kv_deviation, neighbours
-from ragfuse.core import ChunkKV, LayerKV
 from ragfuse.hf.model import HFModel
 from ragfuse.models.loader import load_model
+from ragfuse.types.kv import ChunkKV, LayerKV
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from ragfuse import Settings
 from ragfuse.bench.figure import Wanted
 from ragfuse.bench.paper import run_paper
 from ragfuse.bench.sessions.loading import BATCH, LAYERS, LOAD_S, PAST, SERVER, layer_times, preloaded_s
-from ragfuse.plan.ahead import read_buffer
+from ragfuse.plan.look_ahead import read_buffer
 
 
 @pytest.fixture

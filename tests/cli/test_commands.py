@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from ragfuse import Settings
 from ragfuse.cli.door import app
 from ragfuse.cli.show import Flow, show_trace, strip
-from ragfuse.core import SegmentTrace, Trace
+from ragfuse.types.answer import SegmentTrace, Trace
 
 
 @pytest.fixture

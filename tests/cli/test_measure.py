@@ -10,14 +10,16 @@ from typer.testing import CliRunner
 from ragfuse import measure as measuring
 from ragfuse.cli.door import app
 from ragfuse.plan.words import UNMEASURED
-from ragfuse.profiles import MachineProfile
+from ragfuse.types.profiles import MachineProfile
 
 
 @pytest.fixture
 def run(tiny_settings, tmp_path, monkeypatch):
     """Runs a command over the tiny model in a home of its own; what is measured is short."""
     short = {"longest": 128, "rounds": 1}
-    monkeypatch.setattr("ragfuse.planning.measure", lambda *given, **more: measuring.measure(*given, **short, **more))
+    monkeypatch.setattr(
+        "ragfuse.engine.planner.measure", lambda *given, **more: measuring.measure(*given, **short, **more)
+    )
     for name, value in (("HOME", tmp_path / "user"), ("MODEL", tiny_settings.model), ("DTYPE", "float32")):
         monkeypatch.setenv(f"RAGFUSE_{name}", str(value))
     return lambda *arguments: CliRunner().invoke(app, [str(each) for each in arguments])

@@ -15,14 +15,16 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from ragfuse.admin.store_admin import Keeping, Line, Wish
 from ragfuse.cli.door import app
 from ragfuse.cli.entries import show_lines
-from ragfuse.core import ChunkKey, Entry, amid
-from ragfuse.keeping import Keeping, Line, Wish, open_kept
+from ragfuse.engine.store_opener import open_kept
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import Book, DiskTier, KVStore
-from ragfuse.tenants import Tenant, hidden, remember_tenant
+from ragfuse.store.tenants import Tenant, hidden, remember_tenant
+from ragfuse.types.keys import ChunkKey, amid
+from ragfuse.types.kv import Entry
 from tests.store.kit import ROOT, asked, files, key, kv
 from tests.store.redis_server import RedisServer
 from tests.store.s3_server import S3Server
@@ -505,7 +507,7 @@ def two_tiers(monkeypatch):
         disk = DiskTier(folder, settings.disk_bytes, evict)
         return KVStore([disk, DiskTier(folder.with_name("cold"), 20 * MB, evict_behind, name="cold")], codecs)
 
-    monkeypatch.setattr("ragfuse.keeping.open_store", opened)
+    monkeypatch.setattr("ragfuse.admin.store_admin.open_store", opened)
 
 
 def test_chunks_are_moved_between_tiers(run, told, filled, two_tiers):

@@ -7,7 +7,7 @@ from blake3 import blake3
 
 from ragfuse.codec import CacheGenCodec, Codec, CodecTables, profile_tables
 from ragfuse.codec.container import HEADER, SUM_NBYTES, TABLES
-from ragfuse.core import ChunkKV, LayerKV, RopeLayout
+from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 
 def layer(

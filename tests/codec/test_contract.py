@@ -30,7 +30,7 @@ from ragfuse.codec.codec import DTYPES
 from ragfuse.codec.container import HEADER, SUM_NBYTES
 from ragfuse.codec.quantise import odd_ones
 from ragfuse.codec.tables import GRID, REACH
-from ragfuse.core import LayerKV
+from ragfuse.types.kv import LayerKV
 from tests import reference
 from tests.codec.kit import layer, resum, tables
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ragfuse.codec import RAW, LayerMeta, checksum
 from ragfuse.codec.codec import DTYPES
-from ragfuse.core import LayerKV
+from ragfuse.types.kv import LayerKV
 
 DTYPE_LIST = list(DTYPES.values())
 

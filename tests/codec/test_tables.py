@@ -9,8 +9,8 @@ import torch
 
 from ragfuse.codec import CodecTables, profile_tables
 from ragfuse.codec.tables import TABLES_VERSION, from_codes, to_codes
-from ragfuse.core import ChunkKV, LayerKV, RopeLayout
-from ragfuse.profiles import ModelProfile
+from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
+from ragfuse.types.profiles import ModelProfile
 from tests.codec.kit import ROPE, layer, tables
 
 TABLES = tables()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ragfuse.codec import INT8, LEVELS, LayerMeta, UniformCodec, codec_for
 from ragfuse.codec.codec import DTYPES
-from ragfuse.core import LayerKV
+from ragfuse.types.kv import LayerKV
 from tests.codec.kit import layer, tables
 from tests.reference import uniform
 

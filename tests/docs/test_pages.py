@@ -122,7 +122,7 @@ def test_notebooks_are_copied_with_links_that_hold(tmp_path: Path) -> None:
     source, target = tmp_path / "notebooks", tmp_path / "docs"
     source.mkdir()
     target.mkdir()
-    (source / "01_a.ipynb").write_text("see [x](../docs/quality.md) and [y](../ragfuse/core.py)", encoding="utf-8")
+    (source / "01_a.ipynb").write_text("see [x](../docs/quality.md) and [y](../ragfuse/types/kv.py)", encoding="utf-8")
     (target / "02_old.ipynb").write_text("{}", encoding="utf-8")
     assert book_files.copy_notebooks(source, target) == ["01_a.ipynb"]
     assert [path.name for path in target.iterdir()] == ["01_a.ipynb"]

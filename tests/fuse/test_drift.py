@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragfuse.core import ChunkKV, LayerKV, RopeLayout
 from ragfuse.fuse.drift import added, measured, turned
+from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 from tests import reference
 from tests.fuse.test_rope import LAYOUTS
 

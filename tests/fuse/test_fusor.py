@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragfuse.core import ChunkKV, LayerKV, RopeLayout
 from ragfuse.fuse.fusor import Buffers, Fusion, LostRun, Run
 from ragfuse.fuse.select import policy_named
+from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 from tests import reference
 
 N_LAYERS = 4

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ragfuse.core import ChunkKV, LayerKV, RopeLayout
 from ragfuse.fuse.gather import gathered
+from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 from tests import reference
 
 HALF = RopeLayout((1.0, 0.31, 0.04, 0.0007))

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.core import RopeLayout
 from ragfuse.fuse.rope import angles, moved, place
+from ragfuse.types.kv import RopeLayout
 from tests import reference
 
 FREQUENCIES = (1.0, 0.31, 0.04, 0.0007)

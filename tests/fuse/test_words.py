@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from ragfuse.core import ChunkKey, Prompt, Segment
 from ragfuse.fuse.fusor import Run
 from ragfuse.fuse.select import nearness
 from ragfuse.hf.model import HFModel, KVSource
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.prompt import Prompt, Segment
 from tests import reference
 from tests.hf import kit
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragfuse.core import ChunkKV, LayerKV
 from ragfuse.fuse.attend import RowMask
 from ragfuse.fuse.fusor import Run, Source
 from ragfuse.fuse.rope import moved
 from ragfuse.hf.hooks import ATTENTION
 from ragfuse.hf.model import HFModel, KVSource
+from ragfuse.types.kv import ChunkKV, LayerKV
 
 Break = Callable[[HFModel], Any]
 

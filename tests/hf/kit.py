@@ -19,10 +19,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from ragfuse.core import ChunkKV
 from ragfuse.fuse.fusor import Run
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill
+from ragfuse.types.kv import ChunkKV
 from tests.hf.families import BASE, FAMILIES, HYBRIDS, REFUSED, VOCABULARY
 
 

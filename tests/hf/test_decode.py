@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
-from ragfuse.grammar import Grammar
 from ragfuse.hf.grammar import Grammars
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.stream import StopWhen
+from ragfuse.types.grammar import Grammar
 from tests.hf import kit
 from tests.hf.families import FAMILIES, REFUSED, all_when_slow
 from tests.hf.test_grammar import bytes_tokenizer

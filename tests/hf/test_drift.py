@@ -6,14 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ragfuse import adapters
-from ragfuse.core import ChunkKV, LayerKV
 from ragfuse.errors import ModelError
 from ragfuse.fuse.drift import added
 from ragfuse.hf.drift import DRIFT, write_drift
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed import PackedLinear
+from ragfuse.models import adapters
 from ragfuse.models.loader import load_model
+from ragfuse.types.kv import ChunkKV, LayerKV
 from tests.hf import kit
 from tests.hf.test_packed import packs
 

@@ -13,7 +13,7 @@ from ragfuse.errors import ModelError
 from ragfuse.fuse.rope import moved
 from ragfuse.hf.model import HFModel, fingerprint
 from ragfuse.models.loader import load_model
-from ragfuse.profiles import ModelProfile
+from ragfuse.types.profiles import ModelProfile
 from tests.hf import kit
 from tests.hf.families import FAMILIES
 

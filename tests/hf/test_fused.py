@@ -5,8 +5,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ragfuse.core import ChunkKV, LayerKV
 from ragfuse.fuse.fusor import LostRun
+from ragfuse.types.kv import ChunkKV, LayerKV
 from tests import reference
 from tests.hf import kit
 from tests.hf.kit import Scene

@@ -8,11 +8,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ragfuse.core import ToolCall
 from ragfuse.errors import InputError
-from ragfuse.grammar import Grammar
 from ragfuse.hf.grammar import KEPT, Grammars, check
-from ragfuse.text.calls import PLAIN, CallFormat
+from ragfuse.text.tool_calls import PLAIN, CallFormat
+from ragfuse.types.answer import ToolCall
+from ragfuse.types.grammar import Grammar
 
 SCHEMA = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]})
 BARE = CallFormat('{"name": "', ('", "parameters": ',), None, "}", "", native=True)

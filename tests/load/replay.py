@@ -13,12 +13,13 @@ from typing import Any
 
 from ragfuse.bench.line import constant
 from ragfuse.bench.stream.lines import Course, Scale
-from ragfuse.core import ChunkKey, Fetch
 from ragfuse.load.link import Link
-from ragfuse.load.reading import Reading
+from ragfuse.load.piece import Reading
 from ragfuse.load.stream import Stream
 from ragfuse.load.terms import Terms
 from ragfuse.plan.adapt import Adapt, Part
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.plan import Fetch
 
 LAYERS, PIECES, TOKENS = 30, 6, 1020
 INT8 = 72_839_570

@@ -7,11 +7,12 @@ from typing import ClassVar
 
 import pytest
 
-from ragfuse.core import ChunkKV, Fetch
 from ragfuse.load.layers import LayerReader
 from ragfuse.plan.evict import lru
 from ragfuse.plan.steps import AHEAD, READ_NBYTES
 from ragfuse.store import DiskTier, KVStore, MemoryTier
+from ragfuse.types.kv import ChunkKV
+from ragfuse.types.plan import Fetch
 from tests.store.kit import key, kv, same
 
 LAYERS = 3 * AHEAD

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ragfuse.arrivals import PieceTrace
 from ragfuse.bench.line import Line, Trace, constant, drawn, line_to
-from ragfuse.core import ChunkKV, Fetch
 from ragfuse.load.link import Link, Links
 from ragfuse.load.stream import Stream
 from ragfuse.load.terms import ASIDE, ENOUGH, IN_TIME, LATE, NOT_KEPT, SOONER, UNREADABLE, Terms
@@ -18,6 +16,9 @@ from ragfuse.plan.adapt import TEXT, Part
 from ragfuse.plan.evict import lru
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.redis import RedisTier
+from ragfuse.types.answer import PieceTrace
+from ragfuse.types.kv import ChunkKV
+from ragfuse.types.plan import Fetch
 from tests.load.proxy import published
 from tests.store import s3_server
 from tests.store.kit import CODECS, encoded_at, key, kv, same

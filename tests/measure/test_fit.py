@@ -9,7 +9,7 @@ from scipy.optimize import nnls
 
 from ragfuse.measure.fit import fitted, fitted_fused, fitted_prefill
 from ragfuse.plan.estimate import Blend, fused_s
-from ragfuse.profiles import FusedPoint
+from ragfuse.types.profiles import FusedPoint
 from tests.plan.kit import COST, LAYERS
 
 VALUES = st.just(0.0) | st.floats(1e-6, 10)

@@ -13,9 +13,9 @@ from ragfuse.hf.model import HFModel
 from ragfuse.measure import measure
 from ragfuse.measure.tiers import Point, fetched_nbytes, forget_pages, speed_of, warmth
 from ragfuse.plan.evict import lru
-from ragfuse.profiles import MachineProfile
 from ragfuse.store import DiskTier, MemoryTier
-from ragfuse.store.opening import open_tier
+from ragfuse.store.factory import open_tier
+from ragfuse.types.profiles import MachineProfile
 from tests.store.kit import encoded, key, kv
 
 

@@ -22,7 +22,7 @@ from ragfuse.cli.door import app
 from ragfuse.errors import SettingsError
 from ragfuse.hf import model as hf_model
 from ragfuse.models.loader import load_model
-from ragfuse.sharing import forget
+from ragfuse.process.shared import forget
 from ragfuse.text.chunks import Piece
 from tests.hf import kit
 
@@ -296,7 +296,7 @@ def test_the_command_line_takes_loading_options(tiny_settings: Settings, monkeyp
         monkeypatch.setenv(f"RAGFUSE_{name}", str(value))
     seen: list[str] = []
     monkeypatch.setattr(
-        "ragfuse.engine.loaded",
+        "ragfuse.engine.engine.loaded",
         lambda settings, profiles, given: seen.append(json.dumps(settings.model_kwargs)) or load_model(settings.model),
     )
     options = '{"attn_implementation": "eager"}'

@@ -22,8 +22,8 @@ SOURCES = (".", "integrations/langchain-ragfuse", "integrations/llama-index-llms
 WANTED = {
     "ragfuse_kv": {
         "ragfuse/py.typed",
-        "ragfuse/adapters/smollm2-135m-reader/adapter_model.safetensors",
-        "ragfuse/adapters/smollm2-135m-reader/drift.safetensors",
+        "ragfuse/models/adapters/smollm2-135m-reader/adapter_model.safetensors",
+        "ragfuse/models/adapters/smollm2-135m-reader/drift.safetensors",
         "ragfuse/bench/sets/squad_held_out.json",
         "ragfuse/demo/corpus/warsaw.md",
         "ragfuse/demo/questions.json",

@@ -8,8 +8,10 @@ from dataclasses import replace
 import torch
 
 from ragfuse import Engine
-from ragfuse.core import ChunkKey, Entry, Prompt, Segment, token_digest
-from ragfuse.profiles import FusedCost, MachineProfile, TierSpeed
+from ragfuse.types.keys import ChunkKey, token_digest
+from ragfuse.types.kv import Entry
+from ragfuse.types.profiles import FusedCost, MachineProfile, TierSpeed
+from ragfuse.types.prompt import Prompt, Segment
 
 LAYERS = 12
 COST = FusedCost(

@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from ragfuse.core import ChunkKey, Entry, Fetch, Prompt, Segment, amid, token_digest
 from ragfuse.plan.controller import AUTO, MEASURED, is_exact, plan, settle
+from ragfuse.types.keys import ChunkKey, amid, token_digest
+from ragfuse.types.kv import Entry
+from ragfuse.types.plan import Fetch
+from ragfuse.types.prompt import Prompt, Segment
 
 PREFIX, ONE, TWO, QUESTION = (1, 2, 3), (4, 5), (6, 7, 8), (9,)
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.core import ChunkKey, Fetch
 from ragfuse.fuse.select import POLICIES, schedule
 from ragfuse.plan.estimate import (
     Blend,
@@ -17,6 +16,8 @@ from ragfuse.plan.estimate import (
     pipelined_s,
     share_of,
 )
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.plan import Fetch
 from tests.plan.kit import COST, LAYERS, machine
 
 BLENDS = st.builds(

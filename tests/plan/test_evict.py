@@ -1,7 +1,8 @@
 """Whom lru drops."""
 
-from ragfuse.core import ChunkKey, Entry
 from ragfuse.plan.evict import expired, expired_first, lru
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
 
 
 def entry(name: str, last_used: float, *, pinned: bool = False) -> Entry:

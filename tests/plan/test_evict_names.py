@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.core import ChunkKey, Entry
 from ragfuse.errors import SettingsError
-from ragfuse.plan.ahead import exempt, places
 from ragfuse.plan.evict import RANKS, Item, evictor, expired_first, items, lru, ranked
-from ragfuse.plan.ranking import Ranking
+from ragfuse.plan.eviction_order import Ranking
+from ragfuse.plan.look_ahead import exempt, places
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
 
 
 def entry(conversation: int, turn: int, last_used: float, nbytes: int = 8, *, pinned: bool = False) -> Entry:

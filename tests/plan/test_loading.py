@@ -6,10 +6,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ragfuse.core import LoadPlan
+from ragfuse.engine.background import work_after
 from ragfuse.plan.controller import MEASURED, TIE, LoadingController, Timed, plan, widest
 from ragfuse.plan.estimate import Estimate
-from ragfuse.saving import work_after
+from ragfuse.types.plan import LoadPlan
 from tests.plan.kit import machine, prompt_of, with_cost
 
 LEAST = MEASURED[1]

@@ -3,10 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.core import ChunkKey, Entry
 from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.tiers import OFTEN, choose_tier, price_of, promotions, store_cost
 from ragfuse.settings import Settings
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.kv import Entry
 from tests.plan.kit import LAYERS, NBYTES_PER_TOKEN, machine
 
 PRICES = Settings().prices.model_dump()

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from ragfuse.core import Prompt
 from ragfuse.fuse.select import POLICIES
 from ragfuse.plan.controller import LoadingController, plan
 from ragfuse.plan.words import UNMEASURED, in_words
+from ragfuse.types.prompt import Prompt
 from tests.plan.kit import machine, prompt_of
 
 

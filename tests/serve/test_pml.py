@@ -13,8 +13,8 @@ import pytest
 
 from integrations.tests import pml
 from ragfuse import Engine, Settings
+from ragfuse.schemas.pml import parse_prompt
 from ragfuse.serve.keys import Keys
-from ragfuse.text.pml import parse_prompt
 from tests.serve.kit import Served, said, serving, wait_for, with_documents
 from tests.serve.test_keys import BLUE, GREEN, bearer
 

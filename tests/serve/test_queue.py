@@ -14,12 +14,12 @@ import httpx
 import pytest
 
 from ragfuse import Ask, Engine, InputError, Settings
+from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.serve.keys import Keys
 from ragfuse.serve.refusals import Refusal
 from ragfuse.serve.replies import Reply
 from ragfuse.serve.run import Run, Said, Wish, Written
 from ragfuse.serve.turnstile import Turnstile
-from ragfuse.streaming import AnswerStream
 from tests.serve.kit import Served, said, serving, wait_for, with_documents, writers
 from tests.serve.test_gone import is_idle, long_request, raw, send
 from tests.tiny import CHUNKS

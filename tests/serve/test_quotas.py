@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.quotas import Quota, QuotaKeeper
+from ragfuse.admin.quotas import Quota, QuotaKeeper
 from ragfuse.serve.keys import Keys
 from tests.serve.kit import Served, said, serving, wait_for
 from tests.serve.test_keys import BLUE, GREEN, bearer

@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from ragfuse import Settings
+from tests.engine.test_native_calls import TEMPLATES, TOOLS
 from tests.serve.kit import QUESTION, Served, serving
 from tests.serve.test_fields import asked, joined, pieces, whole
-from tests.test_native_calls import TEMPLATES, TOOLS
 
 PROMPT = "The keeper of the lighthouse"
 

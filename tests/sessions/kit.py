@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ragfuse import Answer, Ask, Engine
-from ragfuse.core import ChunkKV
+from ragfuse.types.kv import ChunkKV
 
 QUESTIONS = (
     "Who kept the lighthouse of Port Elling, and what did he count in one night?",

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ragfuse import Ask, Engine, InputError
-from ragfuse.core import ChunkKV, LayerKV
-from ragfuse.text.turns import LaterTurns, Turn
+from ragfuse.text.chat_messages import LaterTurns, Turn
+from ragfuse.types.kv import ChunkKV, LayerKV
 from tests import reference
 from tests.sessions.kit import QUESTIONS, is_full_prefill, talk
-from tests.sessions.test_conversing import history, prepared
+from tests.sessions.test_history import history, prepared
 from tests.tiny import adds_up
 
 

@@ -18,8 +18,9 @@ from types import MappingProxyType
 import torch
 
 from ragfuse.codec import INT8, RAW, Codec, LayerMeta
-from ragfuse.core import ChunkKey, ChunkKV, LayerKV, digest
 from ragfuse.store import EntryMeta, Tier
+from ragfuse.types.keys import ChunkKey, digest
+from ragfuse.types.kv import ChunkKV, LayerKV
 
 ROOT = Path(__file__).resolve().parents[2]
 FORK = multiprocessing.get_context("fork")

@@ -9,14 +9,14 @@ import tarfile
 import pytest
 import torch
 
-from ragfuse.core import FORMAT_VERSION, ChunkKey
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
-from ragfuse.store import DiskTier, KVStore, MemoryTier
+from ragfuse.store import DiskTier, KVStore, MemoryTier, bulk
 from ragfuse.store import archive as archive_file
 from ragfuse.store.archive import Text
 from ragfuse.store.chunkfile import Header, pack_header, pieces
 from ragfuse.store.tier import EntryMeta
+from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 from tests.store.kit import child, encoded, files, key, kv, same
 from tests.store.lies import Told, lies, little_memory, packed
 
@@ -42,7 +42,7 @@ def empty(tmp_path):
 @pytest.fixture
 def archive(store, tmp_path):
     path = tmp_path / "chunks.tar"
-    store.export(path, KEYS, TEXTS)
+    bulk.export(store, path, KEYS, TEXTS)
     return path
 
 
@@ -82,11 +82,11 @@ def entry(name: ChunkKey, meta: EntryMeta, blobs) -> bytes:
 
 def test_what_is_exported_comes_back_bit_for_bit_with_its_texts(empty, archive):
     texts = []
-    done = empty.import_(archive, take_texts=texts.extend)
+    done = bulk.import_(empty, archive, take_texts=texts.extend)
     assert (done.chunks, done.known, done.failed, done.texts) == (4, 0, 0, 3)
     assert texts == TEXTS
     assert holds(empty, 0, 1, 2, 3)
-    again = empty.import_(archive)
+    again = bulk.import_(empty, archive)
     assert (again.chunks, again.known, again.failed) == (0, 4, 0)
 
 
@@ -102,13 +102,13 @@ def test_an_archive_is_a_tar_of_chunk_files_that_a_disk_tier_takes_as_they_are(a
 
 def test_only_what_is_asked_for_is_exported_and_what_is_not_there_is_told(store, empty, tmp_path):
     told = []
-    done = store.export(
-        tmp_path / "a.tar", [KEYS[1], key("stranger"), KEYS[1]], progress=lambda *bytes: told.append(bytes)
+    done = bulk.export(
+        store, tmp_path / "a.tar", [KEYS[1], key("stranger"), KEYS[1]], progress=lambda *bytes: told.append(bytes)
     )
     assert (done.chunks, done.failed) == (1, 1)
     assert (done.troubles[0].what, done.troubles[0].why) == (str(key("stranger")), "it is not in the store")
     assert told[-1][0] == told[-1][1] > 0
-    assert empty.import_(tmp_path / "a.tar").chunks == 1
+    assert bulk.import_(empty, tmp_path / "a.tar").chunks == 1
     assert holds(empty, 1)
 
 
@@ -116,29 +116,29 @@ def test_a_damaged_entry_is_left_out_of_an_export(store, tmp_path):
     store.tiers[0].delete(KEYS)
     path = files(tmp_path / "from")[0]
     path.write_bytes(path.read_bytes()[:-64] + bytes(64))
-    done = store.export(tmp_path / "a.tar")
+    done = bulk.export(store, tmp_path / "a.tar")
     assert (done.chunks, done.failed, done.troubles[0].why) == (3, 1, "it cannot be read")
 
 
 def test_import_tells_how_far_it_is_and_goes_where_it_is_told(empty, archive):
     told = []
-    assert empty.import_(archive, tier="memory", progress=lambda *bytes: told.append(bytes)).chunks == 4
+    assert bulk.import_(empty, archive, tier="memory", progress=lambda *bytes: told.append(bytes)).chunks == 4
     assert {entry.tier for entry in empty.entries()} == {"memory"}
     assert told == sorted(told)
     assert told[-1][0] <= told[-1][1] == archive.stat().st_size
     with pytest.raises(StoreError, match="no tier 'tape'"):
-        empty.import_(archive, tier="tape")
+        bulk.import_(empty, archive, tier="tape")
 
 
 def test_an_archive_larger_than_the_tier_leaves_what_fits_and_tells_the_rest(archive, tmp_path):
     size = max(path.stat().st_size for path in files(tmp_path / "from"))
     with KVStore([DiskTier(tmp_path / "small", 2 * size, lru)]) as small:
-        done = small.import_(archive)
+        done = bulk.import_(small, archive)
         assert done.chunks == len(small.entries()) == 2
         assert done.failed == 2
         assert "no room" in done.troubles[0].why
     with KVStore([DiskTier(tmp_path / "tiny", 100, lru)]) as tiny:
-        done = tiny.import_(archive)
+        done = bulk.import_(tiny, archive)
         assert (done.chunks, done.failed) == (0, 4)
         assert "has 100 in all" in done.troubles[0].why
 
@@ -151,7 +151,7 @@ def test_a_cut_archive_gives_what_is_whole_and_says_that_it_was_cut(archive, tmp
     for _ in range(25):
         cut = tmp_path / "cut.tar"
         cut.write_bytes(data[: chance.randrange(1024, len(data) - 1024)])
-        done = empty.import_(cut)
+        done = bulk.import_(empty, cut)
         assert done.failed > 0
         assert any("cut off" in trouble.why or "middle" in trouble.why for trouble in done.troubles)
         assert empty.clear() == done.chunks
@@ -164,7 +164,7 @@ def test_a_damaged_chunk_is_left_out_and_all_others_are_kept(archive, empty, tmp
     for _ in range(count):
         at = chance.randrange(1024, len(data) - 1024)
         bad.write_bytes(data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1 :])
-        done = empty.import_(bad)
+        done = bulk.import_(empty, bad)
         assert done.chunks >= 3
         kept = [i for i, one in enumerate(KEYS) if one in empty.tiers[1].entries()]
         assert len(kept) == done.chunks
@@ -179,19 +179,19 @@ def test_a_damaged_chunk_is_left_out_and_all_others_are_kept(archive, empty, tmp
 def test_a_file_that_is_no_archive_is_refused(empty, tmp_path, content):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(StoreError, match=r"Wanted an archive .* found another file"):
-        empty.import_(tmp_path / "file")
+        bulk.import_(empty, tmp_path / "file")
 
 
 def test_an_archive_of_another_version_a_folder_and_nothing_are_refused(empty, tmp_path):
     with pytest.raises(StoreError, match="of version 99"):
-        empty.import_(made(tmp_path / "new.tar", version=99))
+        bulk.import_(empty, made(tmp_path / "new.tar", version=99))
     with pytest.raises(StoreError, match="found a folder"):
-        empty.import_(tmp_path)
+        bulk.import_(empty, tmp_path)
     with pytest.raises(StoreError, match="found nothing"):
-        empty.import_(tmp_path / "nope")
+        bulk.import_(empty, tmp_path / "nope")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(StoreError, match="no file"):
-        empty.import_(tmp_path / "pipe")
+        bulk.import_(empty, tmp_path / "pipe")
 
 
 # malice
@@ -211,7 +211,7 @@ def test_names_links_devices_and_foreign_members_make_no_file_and_no_harm(empty,
         member("\x1b[31mred\r\n", b"nothing"),
     )
     before = {found for found in tmp_path.rglob("*") if "to" not in found.parts}
-    done = empty.import_(path)
+    done = bulk.import_(empty, path)
     assert (done.chunks, done.failed) == (1, 7)
     assert set(empty.tiers[1].entries()) == {KEYS[0]}
     assert {found for found in tmp_path.rglob("*") if "to" not in found.parts} == before
@@ -266,7 +266,9 @@ def hostile() -> dict[str, bytes]:
 @pytest.mark.parametrize("name", hostile())
 def test_an_entry_that_says_what_is_not_so_is_left_out(empty, tmp_path, name):
     good = entry(KEYS[1], *encoded(kv(1, n=6)))
-    done = empty.import_(made(tmp_path / "evil.tar", member("chunks/x.kv", hostile()[name]), member("ok.kv", good)))
+    done = bulk.import_(
+        empty, made(tmp_path / "evil.tar", member("chunks/x.kv", hostile()[name]), member("ok.kv", good))
+    )
     assert (done.chunks, done.failed) == (1, 1)
     assert holds(empty, 1)
     assert len(files(tmp_path / "to")) == 1
@@ -275,13 +277,13 @@ def test_an_entry_that_says_what_is_not_so_is_left_out(empty, tmp_path, name):
 @pytest.mark.parametrize("size", [1 << 20, 8 << 30, 1 << 60])
 def test_sizes_beyond_the_file_are_not_believed(empty, tmp_path, size):
     good = entry(KEYS[1], *encoded(kv(1, n=6)))
-    done = empty.import_(made(tmp_path / "evil.tar", member("ok.kv", good), member("huge.kv", b"x", size=size)))
+    done = bulk.import_(empty, made(tmp_path / "evil.tar", member("ok.kv", good), member("huge.kv", b"x", size=size)))
     assert (done.chunks, done.failed) == (1, 1)
     assert "middle" in done.troubles[0].why
 
 
 def test_more_trouble_than_can_be_told_is_counted(empty, tmp_path):
-    done = empty.import_(made(tmp_path / "evil.tar", *[member(f"{i}", b"x") for i in range(500)]))
+    done = bulk.import_(empty, made(tmp_path / "evil.tar", *[member(f"{i}", b"x") for i in range(500)]))
     assert done.failed == 500
     assert len(done.troubles) == 100
 
@@ -302,13 +304,13 @@ def test_more_trouble_than_can_be_told_is_counted(empty, tmp_path):
 def test_texts_that_are_none_are_left_out(empty, tmp_path, line):
     taken = []
     text = member("texts/0.jsonl", (line + "\n").encode(errors="surrogateescape"))
-    done = empty.import_(made(tmp_path / "evil.tar", text), take_texts=taken.extend)
+    done = bulk.import_(empty, made(tmp_path / "evil.tar", text), take_texts=taken.extend)
     assert (done.texts, done.failed, taken) == (0, 1, [])
 
 
 def test_entries_of_another_codec_are_left_out(store, archive, tmp_path):
     with KVStore([DiskTier(tmp_path / "other", MB, lru)], lambda level, model: None) as other:
-        done = other.import_(archive)
+        done = bulk.import_(other, archive)
         assert (done.chunks, done.failed) == (0, 4)
         assert "a codec that its model has none of here (raw)" in done.troubles[0].why
 
@@ -323,10 +325,10 @@ def test_an_export_replaces_an_older_one_only_when_it_is_whole(store, archive, t
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        store.export(archive, KEYS[:2], progress=stop)
+        bulk.export(store, archive, KEYS[:2], progress=stop)
     assert archive.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir() if "tar" in path.name] == [archive.name]
-    store.export(archive, KEYS[:2])
+    bulk.export(store, archive, KEYS[:2])
     assert len(archive.read_bytes()) < len(before)
 
 
@@ -337,7 +339,7 @@ def test_an_archive_is_for_this_user_alone(archive):
 def test_a_place_that_cannot_be_written_is_named(store, tmp_path):
     for path in (tmp_path / "no" / "a.tar", tmp_path):
         with pytest.raises(StoreError, match=r"cannot be written to .*Name another file"):
-            store.export(path)
+            bulk.export(store, path)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert list(tmp_path.glob(".*")) == []
 
@@ -351,6 +353,8 @@ def test_an_export_ended_by_ctrl_c_leaves_nothing(tmp_path):
         from ragfuse.store import DiskTier, KVStore
         from tests.store.kit import key, kv
 
+        from ragfuse.store import bulk
+
         with KVStore([DiskTier(sys.argv[1] + "/store", 1 << 20, lru)]) as store:
             for i in range(3):
                 store.put(key(i), kv(i), wait=True)
@@ -359,7 +363,7 @@ def test_an_export_ended_by_ctrl_c_leaves_nothing(tmp_path):
                 print("half", flush=True)
                 time.sleep(60)
 
-            store.export(sys.argv[1] + "/a.tar", progress=told)
+            bulk.export(store, sys.argv[1] + "/a.tar", progress=told)
     """
     process = child(code, tmp_path)
     assert process.stdout.readline() == "half\n"
@@ -392,7 +396,7 @@ def test_an_export_removes_what_killed_ones_have_left_in_its_folder_and_nothing_
         killed.kill()
         killed.communicate()
         assert (away / f".x.tar.{killed.pid}.tmp").exists()
-        store.export(away / "z.tar")
+        bulk.export(store, away / "z.tar")
         assert set(away.iterdir()) == {*others, away / "z.tar", away / f".y.tar.{alive.pid}.tmp"}
     finally:
         alive.kill()
@@ -403,7 +407,7 @@ def test_an_export_of_nothing_replaces_no_archive(store, archive):
     before = archive.read_bytes()
     store.clear()
     with pytest.raises(StoreError, match="stays as it was"):
-        store.export(archive)
+        bulk.export(store, archive)
     assert archive.read_bytes() == before
 
 
@@ -421,7 +425,7 @@ def test_a_chunk_that_is_mostly_a_hole_takes_no_memory(tmp_path):
         file.write(good)
     with KVStore([DiskTier(tmp_path / "wide", 1 << 50, lru)]) as wide:
         with little_memory():
-            done = wide.import_(path)
+            done = bulk.import_(wide, path)
         assert set(wide.tiers[0].entries()) == {KEYS[1]}
     assert (done.chunks, done.failed) == (1, 1)
     assert "a hole in the file" in done.troubles[0].why
@@ -441,7 +445,7 @@ def test_a_hole_behind_damage_is_passed_over(empty, tmp_path, monkeypatch, n_nby
         return header(block)
 
     monkeypatch.setattr(archive_file, "_header", counted)
-    done = empty.import_(path)
+    done = bulk.import_(empty, path)
     assert (done.chunks, done.failed) == (1, 1)
     assert n_looks < 10
     assert holds(empty, 1)
@@ -455,7 +459,7 @@ def test_a_hole_behind_damage_is_passed_over(empty, tmp_path, monkeypatch, n_nby
 def test_texts_take_no_more_memory_than_they_are_long(empty, tmp_path, text):
     path = made(tmp_path / "evil.tar", member("texts/0.jsonl", text))
     with little_memory(4 * len(text)):
-        done = empty.import_(path, take_texts=lambda texts: None)
+        done = bulk.import_(empty, path, take_texts=lambda texts: None)
     assert done.texts == 0
 
 
@@ -465,7 +469,7 @@ def test_texts_that_are_a_hole_are_left_out(empty, tmp_path):
         file.seek(1024 + 512 + (60 << 20))
         file.write(bytes(1024))
     with little_memory():
-        done = empty.import_(path, take_texts=lambda texts: None)
+        done = bulk.import_(empty, path, take_texts=lambda texts: None)
     assert (done.texts, done.failed) == (0, 1)
 
 
@@ -474,7 +478,7 @@ def test_a_head_that_says_what_is_not_so_is_left_out(empty, tmp_path, text):
     good = member("ok.kv", entry(KEYS[1], *encoded(kv(1, n=6))))
     path = made(tmp_path / "evil.tar", member("x.kv", packed(KEYS[0], text)), good)
     with little_memory():
-        done = empty.import_(path)
+        done = bulk.import_(empty, path)
     assert (done.chunks, done.failed) == (1, 1)
     assert holds(empty, 1)
 
@@ -482,6 +486,6 @@ def test_a_head_that_says_what_is_not_so_is_left_out(empty, tmp_path, text):
 @pytest.mark.parametrize("text", ['"', "\\", "{[,:", "\u2028\n\r\0", "a" * 100_000, "\U0001f600"])
 def test_any_text_comes_back(store, empty, tmp_path, text):
     taken = []
-    store.export(tmp_path / "a.tar", KEYS, [TEXTS[0]._replace(text=text, source=text[:9])])
-    assert empty.import_(tmp_path / "a.tar", take_texts=taken.extend).texts == 1
+    bulk.export(store, tmp_path / "a.tar", KEYS, [TEXTS[0]._replace(text=text, source=text[:9])])
+    assert bulk.import_(empty, tmp_path / "a.tar", take_texts=taken.extend).texts == 1
     assert taken == [TEXTS[0]._replace(text=text, source=text[:9])]

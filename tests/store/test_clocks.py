@@ -10,11 +10,11 @@ from contextlib import closing
 import pytest
 
 from ragfuse.plan.evict import expired, lru
-from ragfuse.sessions import Session
+from ragfuse.sessions.session import Session
 from ragfuse.store import Book, DiskTier, MemoryTier
 from ragfuse.store.objects import ObjectTier
 from ragfuse.store.redis import RedisTier
-from ragfuse.store.session_book import SessionLine
+from ragfuse.store.session_catalog import SessionLine
 from tests.store.kit import Clock, encoded, key, kv
 from tests.store.redis_server import fresh_url
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from blake3 import blake3
 
-from ragfuse.core import FORMAT_VERSION
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
 from ragfuse.store.chunkfile import _FIXED, MAGIC, Header
 from ragfuse.store.index import Index
 from ragfuse.store.upkeep import chunk_path
+from ragfuse.types.keys import FORMAT_VERSION
 from tests.store.kit import asked, encoded, files, key, kv, ticks
 from tests.store.redis_server import until
 

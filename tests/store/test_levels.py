@@ -8,7 +8,8 @@ import pytest
 
 from ragfuse.codec import OtherTables, UniformCodec
 from ragfuse.plan.evict import lru
-from ragfuse.store import DiskTier, KVStore, MemoryTier
+from ragfuse.store import DiskTier, KVStore, MemoryTier, bulk
+from ragfuse.store.recode import recode
 from ragfuse.store.redis import RedisTier
 from tests.store.kit import child, encoded_at, key, kv, rounded, same
 from tests.store.redis_server import fresh_url, until
@@ -185,7 +186,7 @@ def test_moving_takes_the_entry_that_lost_least_with_all_its_levels(tmp_path):
         memory.write(A, *encoded_at(kv(), "int8"))
         disk.write(A, *encoded_at(kv(), "raw", "int8"))
         redis.write(A, *encoded_at(kv(), "int8"))
-        assert store.move(A, "redis")
+        assert bulk.move(store, [A], "redis").chunks
         assert levels_of(store) == {"redis": ["raw", "int8"]}
         assert whole(store, kv())
 
@@ -196,7 +197,7 @@ def test_recoding_keeps_an_entry_at_just_these_levels(tmp_path, wanted):
         store.put(A, kv(), wait=True)
         store.pin(A)
         before, told = store.tiers[0].nbytes, []
-        done = store.recode([("disk", A)], wanted, lambda *numbers: told.append(numbers))
+        done = recode(store, [("disk", A)], wanted, lambda *numbers: told.append(numbers))
         changed = wanted != ["raw"]
         assert (done.chunks, done.known, done.failed) == (changed, not changed, 0)
         assert done.fewer_nbytes == before - store.tiers[0].nbytes
@@ -210,7 +211,7 @@ def test_recoding_never_makes_less_lossy_what_was_lost_and_says_so(tmp_path):
     with KVStore([DiskTier(tmp_path, MB, lru)]) as store:
         store.tiers[0].write(A, *encoded_at(kv(), "int8"))
         for wanted in (["raw"], ["raw", "int8"], ["cg2"]):
-            done = store.recode([("disk", A)], wanted)
+            done = recode(store, [("disk", A)], wanted)
             assert (done.chunks, done.failed, levels_of(store)) == (0, 1, {"disk": ["int8"]})
             assert "only what is kept raw is encoded" in done.troubles[0].why
         assert whole(store, rounded(kv()))
@@ -219,7 +220,7 @@ def test_recoding_never_makes_less_lossy_what_was_lost_and_says_so(tmp_path):
 def test_recoding_takes_raw_from_another_tier_and_leaves_that_alone(mixed):
     mixed.put(A, kv(), wait=True)
     mixed.tiers[0].delete([A])
-    assert mixed.recode([("disk", A)], ["raw", "int8"]).chunks == 1
+    assert recode(mixed, [("disk", A)], ["raw", "int8"]).chunks == 1
     assert levels_of(mixed) == {"disk": ["raw", "int8"], "redis": ["raw", "int8"]}
     assert whole(mixed, kv(), tier="disk")
 
@@ -227,7 +228,7 @@ def test_recoding_takes_raw_from_another_tier_and_leaves_that_alone(mixed):
 def test_recoding_to_a_level_without_a_codec_changes_nothing_and_says_so(tmp_path):
     with KVStore([DiskTier(tmp_path, MB, lru)]) as store:
         store.put(A, kv(), wait=True)
-        done = store.recode([("disk", A), ("disk", B)], ["cg1"])
+        done = recode(store, [("disk", A), ("disk", B)], ["cg1"])
         assert (done.chunks, done.failed, levels_of(store)) == (0, 1, {"disk": ["raw"]})
         assert "no codec for cg1" in done.troubles[0].why
 
@@ -237,7 +238,7 @@ def test_recoding_a_full_tier_pushes_out_at_most_what_one_entry_needs(tmp_path):
         for i in range(8):
             store.put(key(i), kv(i), wait=True)
         store.tiers[0].capacity = store.tiers[0].nbytes
-        done = store.recode([("disk", key(i)) for i in range(8)], ["int8"])
+        done = recode(store, [("disk", key(i)) for i in range(8)], ["int8"])
         assert done.chunks >= 7
         assert len(store.entries()) >= 7
         assert {tuple(entry.sizes) for entry in store.entries()} == {("int8",)}
@@ -247,10 +248,11 @@ RECODE = """
     import sys
     from ragfuse.plan.evict import lru
     from ragfuse.store import DiskTier, KVStore
+    from ragfuse.store.recode import recode
 
     with KVStore([DiskTier(sys.argv[1], 1 << 28, lru)]) as store:
         keys = [entry.key for entry in store.entries()]
-        store.recode([("disk", key) for key in keys], ["int8"], lambda *_: print("one more", flush=True))
+        recode(store, [("disk", key) for key in keys], ["int8"], lambda *_: print("one more", flush=True))
 """
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.core import ChunkKey
 from ragfuse.store.radix import RadixTree, Rows
+from ragfuse.types.keys import ChunkKey
 from tests.text.operations import MOST_GROWTH, lines
 
 

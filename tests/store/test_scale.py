@@ -5,11 +5,11 @@ import sqlite3
 import psutil
 import pytest
 
-from ragfuse.core import ChunkKey, digest
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, index
 from ragfuse.store.database import Database
 from ragfuse.store.upkeep import SMALL
+from ragfuse.types.keys import ChunkKey, digest
 from tests.store.kit import encoded, key, kv
 
 ROW = "INSERT INTO entries(key, sizes, n_tokens, n_layers, nbytes, last_used) VALUES (?, 'raw=9000', 160, 30, 10000, ?)"

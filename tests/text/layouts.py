@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as some
 
-from ragfuse.core import ChunkKey, Prompt, token_digest
 from ragfuse.errors import PMLError
-from ragfuse.text.bind import Bound, bind
-from ragfuse.text.nodes import Import, Item, Message, Module, Param, Role, Scaffold, Schema, Text, Union, inner
-from ragfuse.text.pml import ROLES, parse_prompt, parse_schema
-from ragfuse.text.schema import PLAIN, Layout, Run, Wrapping, lay_out
+from ragfuse.schemas.bind import Bound, bind
+from ragfuse.schemas.layout import PLAIN, Layout, Run, Wrapping, lay_out
+from ragfuse.schemas.nodes import Import, Item, Message, Module, Param, Role, Scaffold, Schema, Text, Union, inner
+from ragfuse.schemas.pml import ROLES, parse_prompt, parse_schema
+from ragfuse.types.keys import ChunkKey, token_digest
+from ragfuse.types.prompt import Prompt
 
 GAP = 0  # the placeholder
 TURNS = Wrapping(("{S", "}"), ("{U", "}"), ("{A", "}"), "{A")

@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ragfuse.core import ChunkKey, Prompt, Segment, ToolCall, amid, token_digest
 from ragfuse.errors import InputError
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.text import Assembler, KnownChunks, Marker, Message, Piece, pieces
 from ragfuse.text.assemble import LONG
-from ragfuse.text.calls import PLAIN
+from ragfuse.text.chat_messages import Turn
 from ragfuse.text.known_spans import KnownSpans
-from ragfuse.text.turns import Turn
+from ragfuse.text.tool_calls import PLAIN
+from ragfuse.types.answer import ToolCall
+from ragfuse.types.keys import ChunkKey, amid, token_digest
+from ragfuse.types.prompt import Prompt, Segment
 
 A = "The fjord was frozen from shore to shore that year."
 B = "Nobody had told the ferry captain about the new timetable."

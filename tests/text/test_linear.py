@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from ragfuse.text import KnownChunks, Marker, Piece
 from ragfuse.text.altered import MOST, altered
+from ragfuse.text.chat_messages import LaterTurns, Turn
 from ragfuse.text.fingerprints import MODULUS, Point, Prints, Residues, residue, secret_prime
 from ragfuse.text.fit import lean
-from ragfuse.text.turns import LaterTurns, Turn
 from tests.text.operations import MOST_GROWTH, Hashed, lines
 from tests.text.test_chunks import found, known_with
 

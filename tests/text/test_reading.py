@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from ragfuse.asking import Ask
-from ragfuse.core import ChunkKey, Prompt, token_digest
+from ragfuse.engine.options import Ask
+from ragfuse.engine.prompt_builder import Prompter
 from ragfuse.errors import InputError
-from ragfuse.gate import Booked
 from ragfuse.hf.tokens import TextEncoder, control_tokens
-from ragfuse.prompting import Prompter
 from ragfuse.settings import Settings
-from ragfuse.text.calls import PLAIN as PLAIN_CALLS
+from ragfuse.store.catalog import Booked
 from ragfuse.text.chunks import Piece
+from ragfuse.text.tool_calls import PLAIN as PLAIN_CALLS
+from ragfuse.types.keys import ChunkKey, token_digest
+from ragfuse.types.prompt import Prompt
 
 CORPUS = [
     "The keeper of the northern lighthouse counted forty ships in one night; its door is green.",

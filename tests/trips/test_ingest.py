@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from ragfuse import Engine, InputError
-from ragfuse.core import amid
-from ragfuse.encoding import GAP
+from ragfuse.engine.encoder import GAP
 from ragfuse.text import stand_in
+from ragfuse.types.keys import amid
 from tests.tiny import CHUNKS, ingest, messages
 
 SOURCED = [(text, f"book-{number}") for number, text in enumerate(CHUNKS)]

@@ -8,8 +8,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.core import amid
 from ragfuse.store import KVStore
+from ragfuse.types.keys import amid
 from tests.tiny import CHUNKS, adds_up, chunk_hits, file_of, ingest, messages, on_disk_only
 
 

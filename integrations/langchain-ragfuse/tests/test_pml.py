@@ -15,7 +15,7 @@ from langchain_ragfuse import ChatRagFuse, PMLPromptTemplate, RagFuseLLM
 from integrations.tests.pml import HOSTILE, PROMPT, TRIP, VALUES, WHOLE, journey
 from ragfuse import Engine, InputError
 from ragfuse.errors import PMLError
-from ragfuse.text.pml import parse_prompt, parse_schema
+from ragfuse.schemas.pml import parse_prompt, parse_schema
 
 
 @pytest.fixture

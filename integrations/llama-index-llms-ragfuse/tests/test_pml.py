@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from integrations.tests.pml import HOSTILE, PROMPT, TRIP, VALUES, WHOLE, journey
 from ragfuse import Engine, InputError
 from ragfuse.errors import PMLError
-from ragfuse.text.pml import parse_prompt
+from ragfuse.schemas.pml import parse_prompt
 
 RICH = """{% chat role="system" %}You know everything about {{ topic }}, and say it well.{% endchat %}
 {% chat role="user" %}{{ query_str }}{% endchat %}"""

@@ -20,7 +20,7 @@ from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM
 from llama_index.llms.ragfuse.ledger import FILE
 
 from ragfuse import Engine, Ingested, InputError, Settings, StoreError
-from ragfuse.core import LoadPlan
+from ragfuse.types.plan import LoadPlan
 
 GREEN = "The lighthouse of Port Elling is painted green, because red paint was too dear in the year it was built."
 GREY = "The lighthouse of Port Elling is painted grey, because green paint was too dear when it was repaired."

@@ -10,7 +10,7 @@ from typing import Any
 
 from ragfuse.bench.quality.wording import ASKED, NEW_TOKENS
 from ragfuse.bench.runner import Sample
-from ragfuse.engine import Engine
+from ragfuse.engine.engine import Engine
 from ragfuse.models import resolve_embedder, resolve_llm
 
 

@@ -11,15 +11,16 @@ from functools import cached_property
 from typing import Any, Protocol, Self
 from urllib.request import urlopen
 
-from ragfuse.asking import Ask
 from ragfuse.bench.chains.doors import Program, Wording, messages_over
 from ragfuse.bench.quality.wording import NEW_TOKENS
 from ragfuse.bench.throughput.served import Serving
-from ragfuse.core import Answer, Prompt, Thought
-from ragfuse.engine import Engine
+from ragfuse.engine.engine import Engine
+from ragfuse.engine.options import Ask
+from ragfuse.engine.prompt_builder import Inquiry
 from ragfuse.errors import RagFuseError
-from ragfuse.prompting import Inquiry
 from ragfuse.settings import Settings
+from ragfuse.types.answer import Answer, Thought
+from ragfuse.types.prompt import Prompt
 
 PATIENCE_S, LOOK_S, LOOKS = 120.0, 0.3, 3
 """How long a server may go on saving after an answer, at most; how often one looks, and how often it must be idle."""

@@ -19,9 +19,9 @@ from ragfuse.bench.quality.metrics import f1
 from ragfuse.bench.quality.stats import difference_interval, mean_interval
 from ragfuse.bench.quality.wording import NEW_TOKENS
 from ragfuse.bench.runner import progress
-from ragfuse.core import ChunkKV
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.rounding import kl
+from ragfuse.hf.rounding_error import kl
+from ragfuse.types.kv import ChunkKV
 
 RAW = "raw"
 WORTH = 0.3

@@ -13,9 +13,9 @@ from ragfuse.codec.cachegen import CODERS, CacheGenCodec
 from ragfuse.codec.levels import PACKED, PAPER
 from ragfuse.codec.profile import profile_tables
 from ragfuse.codec.tables import CodecTables
-from ragfuse.coding import made_tables
-from ragfuse.core import ChunkKV
+from ragfuse.engine.codec_tables import made_tables
 from ragfuse.hf.model import HFModel
+from ragfuse.types.kv import ChunkKV
 
 INT8 = "int8"
 BASELINES = (UniformCodec(4), UniformCodec(3))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ragfuse.bench.codec.kv import Continued
-from ragfuse.core import ChunkKV, LayerKV
 from ragfuse.hf.model import HFModel
-from ragfuse.hf.rounding import kl
+from ragfuse.hf.rounding_error import kl
+from ragfuse.types.kv import ChunkKV, LayerKV
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from ragfuse.bench.codec.statistics import GROUPINGS, PARTS, STEP, Entropies, Mo
 from ragfuse.bench.figure import Rows, Wanted
 from ragfuse.bench.presets import bench_model
 from ragfuse.bench.runner import progress
-from ragfuse.core import ChunkKV
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
+from ragfuse.types.kv import ChunkKV
 
 LAYER_GROUPS = 6
 ROUNDED_BITS = 3

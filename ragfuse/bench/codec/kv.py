@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ragfuse.asking import ends_of
-from ragfuse.core import ChunkKV, LayerKV, token_digest
+from ragfuse.engine.options import ends_of
 from ragfuse.fuse.rope import angles, place
 from ragfuse.hf.cache import RowCache
 from ragfuse.hf.model import HFModel
-from ragfuse.profiles import ModelProfile
+from ragfuse.types.keys import token_digest
+from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.profiles import ModelProfile
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from ragfuse.bench.codec.coded import INT8, Coded, coded, fp16_nbytes
 from ragfuse.bench.codec.contexts import Context
 from ragfuse.bench.codec.fidelity import Loss, Told, mean_loss
 from ragfuse.codec import Codec
-from ragfuse.core import ChunkKV
 from ragfuse.hf.model import HFModel
+from ragfuse.types.kv import ChunkKV
 
 
 @dataclass(frozen=True)

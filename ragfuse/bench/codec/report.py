@@ -20,8 +20,8 @@ from ragfuse.bench.figure import Wanted, print_rows
 from ragfuse.bench.plots import saved
 from ragfuse.bench.runner import Runner, circumstances
 from ragfuse.codec import Codec
-from ragfuse.core import ChunkKV
 from ragfuse.hf.model import HFModel
+from ragfuse.types.kv import ChunkKV
 
 Result = dict[str, Any]
 SHOWN = ("level", "coder", "bytes_over_fp16", "x_vs_int8", "kl", "top1", "top1_answers", "f1_delta")

@@ -14,9 +14,9 @@ from ragfuse.bench.codec.coded import WORDS, fp16_nbytes
 from ragfuse.bench.presets import preset
 from ragfuse.bench.runner import Runner
 from ragfuse.codec import Codec, LayerMeta
-from ragfuse.core import ChunkKV
 from ragfuse.hf.blank import random_model
 from ragfuse.hf.model import HFModel
+from ragfuse.types.kv import ChunkKV
 
 PREFILL = "prefill"
 SHAPE, SHAPE_LAYERS = "l8b", 3

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ragfuse.bench.codec.kv import before_rope
-from ragfuse.core import ChunkKV, LayerKV
-from ragfuse.profiles import ModelProfile
+from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.profiles import ModelProfile
 
 GROUP = 10
 """Tokens of a group: the first is the anchor of the others."""

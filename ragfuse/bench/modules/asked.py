@@ -16,13 +16,13 @@ from ragfuse.bench.modules.cases import ModuleCase
 from ragfuse.bench.presets import bench_model
 from ragfuse.bench.quality.metrics import f1, rouge_l
 from ragfuse.bench.runner import Runner, speedup
-from ragfuse.engine import Ask, Engine, Ready
+from ragfuse.engine.engine import Ask, Engine, Ready
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.evict import lru
+from ragfuse.schemas.nodes import Request, Schema
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, MemoryTier
-from ragfuse.text.nodes import Request, Schema
 
 Place = Literal["host", "gpu"]
 WAYS: Mapping[str, Ask] = MappingProxyType({"full": Ask(reuse=False), "cached": Ask()})

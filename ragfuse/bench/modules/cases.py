@@ -15,9 +15,9 @@ from ragfuse.bench.quality.cases import Case, Packing, Task, read_cases
 from ragfuse.bench.quality.run import drawn
 from ragfuse.bench.quality.wording import ASKED, NEW_TOKENS
 from ragfuse.errors import SettingsError
-from ragfuse.text.nodes import Import, Item, Message, Module, Request, Role, Schema, Text
-from ragfuse.text.pml import parse_prompt, parse_schema
-from ragfuse.text.pml_writing import NO_TEXT
+from ragfuse.schemas.nodes import Import, Item, Message, Module, Request, Role, Schema, Text
+from ragfuse.schemas.pml import parse_prompt, parse_schema
+from ragfuse.schemas.pml_writer import NO_TEXT
 
 USES = ("code", "cooking", "trip")
 """Code generation, personalisation, a trip with parameters: figures 6 to 8 of the paper, in our own words."""

@@ -20,7 +20,7 @@ from ragfuse.bench.modules.shapes import MIB, sizes
 from ragfuse.bench.quality.cases import Packing
 from ragfuse.bench.quality.stats import difference_interval
 from ragfuse.bench.runner import Runner, progress
-from ragfuse.engine import Ask, Engine
+from ragfuse.engine.engine import Ask, Engine
 from ragfuse.hf.model import HFModel
 
 DOCUMENT_TOKENS = 2600

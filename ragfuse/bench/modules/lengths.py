@@ -13,10 +13,10 @@ from ragfuse.bench.modules.asked import registered, timed
 from ragfuse.bench.modules.cases import long_schema, over_all
 from ragfuse.bench.quality.cases import Packing, read_cases
 from ragfuse.bench.runner import Runner
-from ragfuse.core import digest
-from ragfuse.engine import Ask, Engine
+from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import InputError
-from ragfuse.text.nodes import Request
+from ragfuse.schemas.nodes import Request
+from ragfuse.types.keys import digest
 
 LENGTHS = (512, 1024, 2048, 3072)
 MODULE_TOKENS = 256

@@ -25,7 +25,7 @@ from ragfuse.bench.modules.asked import engine_over, model_of
 from ragfuse.bench.modules.cases import long_schema, over_all
 from ragfuse.bench.modules.lengths import notes
 from ragfuse.bench.runner import is_glibc, thread_count
-from ragfuse.engine import Ask, Engine
+from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError
 from ragfuse.hf.common import give_back
 from ragfuse.settings import Settings

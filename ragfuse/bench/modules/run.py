@@ -19,7 +19,7 @@ from ragfuse.bench.modules.memory import Batch, batch_memory
 from ragfuse.bench.modules.report import draw_modules, show_modules
 from ragfuse.bench.quality.cases import Packing, set_name
 from ragfuse.bench.runner import Runner, circumstances, progress, thread_count
-from ragfuse.engine import Engine
+from ragfuse.engine.engine import Engine
 from ragfuse.settings import Settings
 
 PAPER = (

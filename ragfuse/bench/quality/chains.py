@@ -14,7 +14,7 @@ from typing import Any
 
 from ragfuse.bench.quality.cases import Case
 from ragfuse.bench.quality.wording import ASKED
-from ragfuse.engine import Engine
+from ragfuse.engine.engine import Engine
 
 CHAINS = ("mapreduce", "maprerank")
 SUMMARY_TOKENS = 48

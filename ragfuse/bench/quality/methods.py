@@ -15,13 +15,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ragfuse.asking import Ask, ends_of, known_policy
 from ragfuse.bench.deviation import attention_of, kv_deviation
 from ragfuse.bench.quality.cases import Case
 from ragfuse.bench.quality.chains import CHAINS
 from ragfuse.bench.quality.wording import ASKED
-from ragfuse.core import Prompt
-from ragfuse.engine import Engine, Ready
+from ragfuse.engine.engine import Engine, Ready
+from ragfuse.engine.options import Ask, ends_of, known_policy
 from ragfuse.errors import InputError, ModelError, SettingsError
 from ragfuse.fuse.attend import RowMask
 from ragfuse.fuse.fusor import Fusion, Run, offered
@@ -32,6 +31,7 @@ from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, MemoryTier
 from ragfuse.text.chunks import Piece
+from ragfuse.types.prompt import Prompt
 
 Encoded = Literal["amid", "alone"]
 WRONG_MASK = "wrongmask"

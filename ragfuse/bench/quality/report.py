@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ragfuse import adapters
 from ragfuse.bench.presets import bench_model
 from ragfuse.bench.quality.cases import set_name
 from ragfuse.bench.quality.methods import default_method, methods_of
 from ragfuse.bench.quality.run import Plan, measure
 from ragfuse.bench.quality.table import results_of, show_quality
 from ragfuse.bench.runner import circumstances
-from ragfuse.dtypes import settled
 from ragfuse.errors import ModelError
+from ragfuse.models import adapters
+from ragfuse.models.dtypes import settled
 from ragfuse.settings import Settings
 
 QUICK = Plan(sets=("held-out",), limit=64)

@@ -18,18 +18,19 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ragfuse.asking import ends_of, room_behind
 from ragfuse.bench.quality.cases import Case, Packing, read_cases
 from ragfuse.bench.quality.chains import CHAINS, run_chain
 from ragfuse.bench.quality.methods import Lab, Method
 from ragfuse.bench.quality.metrics import exact, f1, rouge_l
 from ragfuse.bench.quality.wording import NEW_TOKENS
 from ragfuse.bench.runner import Clock, Runner, malloc_setting, progress, versions
-from ragfuse.core import Prompt, digest
+from ragfuse.engine.options import ends_of, room_behind
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed import can_pack
-from ragfuse.hf.rounding import kl
+from ragfuse.hf.rounding_error import kl
+from ragfuse.types.keys import digest
+from ragfuse.types.prompt import Prompt
 
 FULL = Method("full", 1.0)
 

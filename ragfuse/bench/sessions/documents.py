@@ -21,7 +21,7 @@ from ragfuse.bench.figure import Figure, Rows, Wanted
 from ragfuse.bench.presets import bench_model
 from ragfuse.bench.runner import Runner
 from ragfuse.bench.truncation import FOLLOWING, perplexity_after
-from ragfuse.engine import Engine
+from ragfuse.engine.engine import Engine
 from ragfuse.settings import SINKS
 
 TASKS, ANSWER = 6, 64

@@ -16,7 +16,7 @@ from ragfuse.bench.figure import LINE, Figure, Rows, Wanted
 from ragfuse.bench.sessions.run import SETTINGS, Bench, Load, lengths_of, paper_load, shown
 from ragfuse.bench.sessions.server import DISK_PRICE, GB, GPU_PRICE, MEMORY_PRICE, PCIE_BPS, SERVERS, Server
 from ragfuse.bench.sessions.simulate import Given, Tally
-from ragfuse.plan.ahead import required_capacity
+from ragfuse.plan.look_ahead import required_capacity
 
 _, MEMORY, DISK = SETTINGS[1]
 HBM = 10 * GB

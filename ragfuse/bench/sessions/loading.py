@@ -12,7 +12,7 @@ from types import MappingProxyType
 from ragfuse.bench.figure import Figure, Rows, Wanted
 from ragfuse.bench.sessions.figures import bars
 from ragfuse.bench.sessions.server import PCIE_BPS, SERVERS
-from ragfuse.plan.ahead import read_buffer
+from ragfuse.plan.look_ahead import read_buffer
 
 LAYERS, BATCH = 40, 16
 """Of LLaMA-13B, and prompts at once (section 4.3.1)."""

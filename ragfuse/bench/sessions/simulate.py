@@ -1,7 +1,7 @@
 """One server, its queue and its tiers, from event to event: a turn comes, is taken, is answered; KV is fetched ahead.
 
-The queue is `ragfuse.jobs.JobQueue`, the policies are `ragfuse.plan`'s. Time is the simulation's own. What is counted
-begins after `warm_turns` turns were taken.
+The queue is `ragfuse.serve.request_queue.JobQueue`, the policies are `ragfuse.plan`'s. Time is the simulation's own.
+Counting begins after `warm_turns` turns were taken.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from ragfuse.bench.sessions.server import DISK_BPS, PCIE_BPS, Server
 from ragfuse.bench.sessions.tiers import Tiers
 from ragfuse.bench.sessions.trace import Talk, Turn, arrivals
-from ragfuse.jobs import Job, JobQueue
-from ragfuse.plan.ahead import eviction_window, prefetch_window
 from ragfuse.plan.evict import rank_named
+from ragfuse.plan.look_ahead import eviction_window, prefetch_window
+from ragfuse.serve.request_queue import Job, JobQueue
 
 UNLIMITED = 10**18
 LOOK_AGAIN = 1 / 8

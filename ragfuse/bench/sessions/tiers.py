@@ -1,7 +1,8 @@
 """Memory and disk as a simulated store has them: conversations by bytes, kept by ragfuse's own policies.
 
 Who goes is `ragfuse.plan.evict`'s order, held by its `Ranking`; what is fetched and how much stays free is
-`ragfuse.plan.ahead`'s. A conversation is in one tier: it goes from memory to disk, and from disk out of the system.
+`ragfuse.plan.look_ahead`'s. A conversation is in one tier: it goes from memory to disk, and from disk out of the
+system.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Literal
 
-from ragfuse.plan.ahead import buffer_excess, taken_until, to_prefetch
 from ragfuse.plan.evict import Item, Rank
-from ragfuse.plan.ranking import Ranking
+from ragfuse.plan.eviction_order import Ranking
+from ragfuse.plan.look_ahead import buffer_excess, taken_until, to_prefetch
 
 Where = Literal["ram", "disk"]
 

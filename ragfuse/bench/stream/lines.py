@@ -17,8 +17,8 @@ from typing import Any
 
 from ragfuse.bench.codec.links import PAPER_GBPS, PAPER_LOAD_OVER_TEXT, PAPER_MB
 from ragfuse.bench.line import Line, Trace, constant, recorded
-from ragfuse.core import ChunkKey
 from ragfuse.store.redis import RedisTier
+from ragfuse.types.keys import ChunkKey
 
 LOW_GBPS, HIGH_GBPS = 0.1, 10.0
 """The paper draws bandwidths from between these, one for each piece (section 7.4)."""

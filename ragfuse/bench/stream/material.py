@@ -19,11 +19,13 @@ from ragfuse.bench.codec.contexts import FILES, Question, Reading, held_out, par
 from ragfuse.bench.codec.kv import Continued, Said
 from ragfuse.bench.quality.metrics import f1
 from ragfuse.bench.quality.wording import NEW_TOKENS
-from ragfuse.core import ChunkKey, ChunkKV, LayerKV, Prompt, Segment, token_digest
 from ragfuse.errors import InputError
 from ragfuse.fuse.rope import angles, place
 from ragfuse.hf.model import HFModel, Prefill
-from ragfuse.hf.rounding import kl
+from ragfuse.hf.rounding_error import kl
+from ragfuse.types.keys import ChunkKey, token_digest
+from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.prompt import Prompt, Segment
 
 
 def long_readings(model: HFModel, tokens: int, count: int, questions: int, data: Path | None = None) -> list[Reading]:

@@ -28,7 +28,7 @@ from ragfuse.bench.stream.material import Cut, Judge, Worth, context_kv, long_re
 from ragfuse.bench.stream.report import draw, show
 from ragfuse.bench.stream.server import redis_server, require_redis
 from ragfuse.codec import RAW, Codec
-from ragfuse.engine import Ask, Engine, Ready
+from ragfuse.engine.engine import Ask, Engine, Ready
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import measure

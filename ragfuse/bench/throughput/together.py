@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rich.progress import Progress
 
 from ragfuse.bench.runner import thread_count
-from ragfuse.engine import Ask, Engine
+from ragfuse.engine.engine import Ask, Engine
 from ragfuse.settings import Settings
 
 ROUNDS = 3

@@ -16,8 +16,8 @@ from ragfuse.bench.codec.insight import PARTS
 from ragfuse.bench.codec.statistics import Entropies, bits, variance_of
 from ragfuse.bench.figure import Wanted
 from ragfuse.bench.paper import run_paper
-from ragfuse.core import ChunkKV, LayerKV
-from ragfuse.profiles import ModelProfile
+from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.profiles import ModelProfile
 
 
 def test_deltas_of_independent_values_vary_twice_as_much_and_of_slow_ones_far_less() -> None:

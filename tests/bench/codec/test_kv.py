@@ -11,8 +11,8 @@ from ragfuse.bench.codec.contexts import Question, Reading
 from ragfuse.bench.codec.fidelity import Told, mean_loss, rounded, rounded_between
 from ragfuse.bench.codec.kv import Bank, Continued, before_rope
 from ragfuse.bench.presets import bench_model
-from ragfuse.core import ChunkKV
 from ragfuse.hf.model import HFModel
+from ragfuse.types.kv import ChunkKV
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import pytest
 from ragfuse.bench.modules.cases import FOLDER_SETS, USES, documents, long_schema, of_documents, over_all, sets_of, uses
 from ragfuse.bench.quality.cases import Case, Packing
 from ragfuse.bench.quality.wording import ASKED
-from ragfuse.core import ChunkKey, token_digest
 from ragfuse.errors import SettingsError
-from ragfuse.text.bind import bind
-from ragfuse.text.nodes import Module, Role, Union, inner
-from ragfuse.text.pml import parse_schema, to_pml
-from ragfuse.text.schema import lay_out
+from ragfuse.schemas.bind import bind
+from ragfuse.schemas.layout import lay_out
+from ragfuse.schemas.nodes import Module, Role, Union, inner
+from ragfuse.schemas.pml import parse_schema, to_pml
+from ragfuse.types.keys import ChunkKey, token_digest
 
 
 def encode(text: str, special: bool) -> list[int]:

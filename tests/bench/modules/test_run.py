@@ -17,7 +17,7 @@ from ragfuse.bench.modules.memory import Batch, batch_memory
 from ragfuse.bench.modules.memory import measured as in_this_process
 from ragfuse.bench.modules.run import ModuleOptions, by_set, run_modules
 from ragfuse.bench.runner import Runner
-from ragfuse.text.pml import parse_prompt, parse_schema
+from ragfuse.schemas.pml import parse_prompt, parse_schema
 from tests.tiny import CHUNKS
 
 KEYS = {"speedup_2k", "slope", "batch_memory_ratio", "cases"}

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ragfuse.core import LayerKV
 from ragfuse.plan.evict import evictor, expired, lru
-from ragfuse.store import KVStore, MemoryTier
+from ragfuse.store import KVStore, MemoryTier, bulk
 from ragfuse.store.tier import Freed, Tidies, Touches
+from ragfuse.types.kv import LayerKV
 from tests.store.kit import encoded, encoded_at, key, kv, same
 
 
@@ -332,15 +332,15 @@ def test_chunks_are_exported_from_imported_into_pinned_and_freed_in_it(make_tier
     with KVStore([make_tier()]) as left, KVStore([make_tier()]) as right:
         for i in range(3):
             assert left.put(key(i), kv(i), wait=True)
-        assert left.export(tmp_path / "a.tar", [key(0), key(1)]).chunks == 2
-        assert right.import_(tmp_path / "a.tar").chunks == 2
+        assert bulk.export(left, tmp_path / "a.tar", [key(0), key(1)]).chunks == 2
+        assert bulk.import_(right, tmp_path / "a.tar").chunks == 2
         layer = right.read_layers(key(1), 2)[0]
         assert same(LayerKV(layer.keys.cpu(), layer.values.cpu()), kv(1).layers[2])
         right.pin(key(0), key(1))
         assert all(entry.pinned for entry in right.entries())
         right.unpin(key(0))
         right.expired = lambda entries, now_s: expired(entries, now_s, ttl_s=-math.inf)
-        assert [freed.expired for freed in right.gc().values()] == [1]
+        assert [freed.expired for freed in bulk.gc(right).values()] == [1]
         assert {entry.key for entry in right.entries()} == {key(1)}
         assert right.forget([key(1)]) == 1
         assert right.entries() == []
@@ -351,11 +351,11 @@ def test_chunks_are_moved_into_it_and_out_of_it(make_tier):
     with KVStore([tier, MemoryTier(1 << 20, lru, name="other place")]) as store:
         for i in range(3):
             assert store.put(key(i), kv(i), tier="other place")
-        assert store.move_all([key(0), key(1)], tier.name).chunks == 2
+        assert bulk.move(store, [key(0), key(1)], tier.name).chunks == 2
         assert {entry.key: entry.tier for entry in store.entries()} == {
             key(0): tier.name,
             key(1): tier.name,
             key(2): "other place",
         }
-        assert store.move(key(0), "other place")
+        assert bulk.move(store, [key(0)], "other place").chunks
         assert set(tier.entries()) == {key(1)}

@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from ragfuse.plan.evict import expired, lru
-from ragfuse.store import KVStore, MemoryTier
+from ragfuse.store import KVStore, MemoryTier, bulk
 from ragfuse.store.names import CHUNKS, USES, chunk_name
 from ragfuse.store.tier import Freed
 from tests.store.kit import asked, encoded, key, kv, ticks
@@ -113,7 +113,7 @@ def test_what_a_server_reads_from_memory_is_kept_in_objects_by_another_process(f
     aged(folder, 5000)
     with KVStore([opened(folder, ttl_s=7200.0, clock=lambda: time.time() + 4000)]) as store:
         store.expired = lambda entries, now_s: expired(entries, now_s + 4000, ttl_s=7200.0)
-        assert store.gc()["objects"].expired == 1
+        assert bulk.gc(store)["objects"].expired == 1
         assert set(store.lookup([A, B])) == {A}
 
 

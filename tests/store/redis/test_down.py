@@ -9,11 +9,11 @@ import traceback
 
 import pytest
 
-from ragfuse.core import FORMAT_VERSION
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore
 from ragfuse.store.redis import RedisTier
+from ragfuse.types.keys import FORMAT_VERSION
 from tests.store.kit import encoded, key, kv, same
 from tests.store.redis_server import RedisServer, chunk_name, free_port, until
 

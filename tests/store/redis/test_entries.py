@@ -7,9 +7,9 @@ import pytest
 import torch
 from blake3 import blake3
 
-from ragfuse.core import FORMAT_VERSION
 from ragfuse.plan.evict import lru
 from ragfuse.store import redis_index, redis_pieces
+from ragfuse.types.keys import FORMAT_VERSION
 from tests.store.kit import encoded, key, kv, ticks
 from tests.store.redis_server import chunk_name, until
 

@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
-from ragfuse.core import FORMAT_VERSION
 from ragfuse.plan.evict import expired
 from ragfuse.store import redis_index
 from ragfuse.store.redis import RedisTier
+from ragfuse.types.keys import FORMAT_VERSION
 from tests.store.kit import encoded, forked, key, kv, seen_whole
 from tests.store.redis_server import RedisServer, chunk_name, free_port
 

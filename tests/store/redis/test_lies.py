@@ -6,7 +6,7 @@ import json
 import pytest
 from blake3 import blake3
 
-from ragfuse.core import FORMAT_VERSION
+from ragfuse.types.keys import FORMAT_VERSION
 from tests.store.kit import encoded, key, kv
 from tests.store.lies import lies, little_memory
 from tests.store.redis_server import chunk_name

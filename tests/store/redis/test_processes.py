@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
-from ragfuse.core import FORMAT_VERSION
 from ragfuse.plan.evict import lru
 from ragfuse.store.redis import RedisTier
 from ragfuse.store.redis_index import RedisIndex
+from ragfuse.types.keys import FORMAT_VERSION
 from tests.store.kit import encoded, forked, key, kv
 from tests.store.redis_server import until
 

@@ -1,0 +1,101 @@
+"""Named bytes in one tier, beside the chunks' KV or alone: what belongs to the same documents may live with it.
+
+Each is an entry in the tier's own form, see `store/named.py`, and goes with `ragfuse store` like any other. Nothing
+here is KV, and no prompt ever finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ragfuse.admin.store_admin import unanswered
+from ragfuse.engine.store_opener import open_kept
+from ragfuse.errors import StoreError
+from ragfuse.settings import Settings
+from ragfuse.store import Book, KVStore
+from ragfuse.store.named import as_entry, value_of
+from ragfuse.store.tenants import hidden
+from ragfuse.types.keys import ChunkKey, digest
+
+
+class ByteStore:
+    """Bytes by name in a folder or at a URL; thread-safe, shared with other processes. StoreError if it cannot be used.
+
+    where: None is the disk tier that the settings describe, with its KV and its capacity; any other place holds
+    `tier_bytes`. What is used longest ago makes room for what is new, and goes after `ttl_s`, unless `pinned`: then it
+    stays until it is deleted. Names in one `namespace` are apart from those in another, and so are tenants (`salt`).
+    """
+
+    def __init__(
+        self,
+        where: str | Path | None = None,
+        namespace: str = "default",
+        pinned: bool = False,
+        settings: Settings | None = None,
+    ) -> None:
+        self._settings, self._namespace, self._pinned = (settings or Settings()).placed(), namespace, pinned
+        self._digest = digest("bytes", namespace, self._settings.salt)
+        self._store = self._opened(where)
+        self._tier = self._store.tiers[0]
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        """The value of each name, None where there is none that can be read."""
+        keys = [self._key(name) for name in names]
+        found = {key: value_of(self._tier, key) for key in self._store.lookup(keys)}
+        return [found.get(key) for key in keys]
+
+    def put(self, pairs: Iterable[tuple[str, bytes]]) -> None:
+        """Keep these values, in place of those that had the same names; StoreError for the first that is not kept."""
+        for name, value in pairs:
+            key = self._key(name)
+            if not self._tier.write(key, *as_entry(name, value)):
+                raise StoreError(
+                    f"'{name}' of {len(value):,} bytes was not kept in tier {self._tier.name}: it answers no write, "
+                    f"or has no room for it in its {self._tier.capacity:,} bytes. Look: ragfuse store stats"
+                )
+            if self._pinned:
+                self._tier.pin([key], True)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Forget these; unknown names are no error. StoreError if the tier does not answer."""
+        left = self._store.drop([self._key(name) for name in names])
+        if left:
+            raise StoreError(unanswered(list(left), "what was to be deleted may still be there"))
+
+    def names(self, prefix: str = "") -> Iterator[str]:
+        """Names that begin so, in no order."""
+        for key in self._tier.entries():
+            data = value_of(self._tier, key, 1) if key.model == self._digest else None
+            name = None if data is None else data.decode("utf-8", "surrogatepass")
+            if name is not None and name.startswith(prefix):
+                yield name
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._store.close()
+
+    def __enter__(self) -> ByteStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # inside
+
+    def _opened(self, where: str | Path | None) -> KVStore:
+        settings = self._settings
+        own = settings.store_path.resolve()
+        if where is None or ("://" not in str(where) and Path(where).expanduser().resolve() == own):
+            if not settings.disk_bytes:
+                raise StoreError("disk_bytes is 0: the settings describe no disk tier. Name a folder or a URL instead.")
+            # So that people are told whose entries these are.
+            with Book(settings.store_path, settings.shared_with) as book:
+                said = {"model": f"bytes of '{self._namespace}'", "dtype": "", "tenant": hidden(settings.salt)}
+                book.settle(f"tenant-{self._digest}", said)
+            return open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0, "tiers": ()}))
+        alone = {"gpu_bytes": 0, "memory_bytes": 0, "disk_bytes": 0, "tiers": (str(where),)}
+        return open_kept(settings.model_copy(update=alone).placed())
+
+    def _key(self, name: str) -> ChunkKey:
+        return ChunkKey(self._digest, digest("name", name.encode("utf-8", "surrogatepass")))

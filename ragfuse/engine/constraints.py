@@ -1,0 +1,296 @@
+"""Tools and grammars of a question: checked before anything is computed, then what the answer must follow."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from ragfuse.engine.draft import Draft
+from ragfuse.engine.options import Ask, ends_of, is_sampled, is_single
+from ragfuse.errors import InputError
+from ragfuse.hf.grammar import LAYOUT, Grammars, check
+from ragfuse.hf.handover import stop_strings_of, told
+from ragfuse.hf.model import HFModel
+from ragfuse.hf.penalties import Penalties
+from ragfuse.hf.stream import FirstToken, Spelling, StopWhere, TextSink
+from ragfuse.process.fork import ForkLock
+from ragfuse.text.chat_template import ChatTemplate
+from ragfuse.text.thoughts import Thoughts
+from ragfuse.text.tool_calls import CallFormat
+from ragfuse.types.answer import Answer, Ended, Thought, Trace
+from ragfuse.types.grammar import Grammar, json_text
+
+Tool = Mapping[str, Any]
+"""A tool as OpenAI has it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+
+FREE, NEVER, ALWAYS = "auto", "none", "required"
+PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
+OURS = (*PENALTIES, "stop_token_ids")
+"""Options beside those of transformers' `generate`."""
+TAIL, LONG_TAIL = 32, 4096
+"""How many of a prompt's last tokens are searched for a tag that opens a thought: usually, and where the answer
+continues a message."""
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of one question, all of them usable. choice: "auto", "none", "required" or a tool's name."""
+
+    given: tuple[Tool, ...] = ()
+    choice: str = FREE
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """Those that the prompt tells of."""
+        return () if self.choice == NEVER else self.given
+
+    @property
+    def schemas(self) -> dict[str, str]:
+        """Of the arguments of all that may be called, as JSON text by name."""
+        named = {tool["function"]["name"]: _schema(tool) for tool in self.offered}
+        return {self.choice: named[self.choice]} if self.choice in named else named
+
+    @property
+    def must(self) -> bool:
+        """Whether the answer is a call."""
+        return bool(self.offered) and self.choice != FREE
+
+
+def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tools:
+    """The tools of a question; InputError for what cannot be used, naming it."""
+    names = [_name(tool) for tool in tools]
+    twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
+    if twice is not None:
+        raise InputError(f"Two tools are called '{twice}'; give each a name of its own.")
+    if choice not in (FREE, NEVER, *names) and not (choice == ALWAYS and names):
+        raise InputError(
+            f"tool_choice is '{choice}', the tools are {names}; wanted 'auto', 'none', 'required' (with tools), or the "
+            "name of one of them."
+        )
+    found = Tools(tuple(tools), choice)
+    if grammar is not None:
+        if found.must:
+            raise InputError("A grammar and a tool that must be called were both asked for; leave one of them out.")
+        check(grammar, _named(grammar))
+    for tool in found.offered:
+        name = tool["function"]["name"]
+        check(Grammar("json", _schema(tool)), f"The parameters of the tool '{name}'")
+    return found
+
+
+def _named(grammar: Grammar) -> str:
+    """What a grammar is called where it cannot be used."""
+    if grammar.kind != "json":
+        return "The grammar"
+    title = json.loads(grammar.source).get("title")
+    return f"The schema '{title}'" if title else "The schema"
+
+
+def offered(ask: Ask) -> tuple[Tool, ...]:
+    """The tools that a prompt tells of; InputError, before anything is loaded, for what cannot be used."""
+    return checked(ask.tools, ask.tool_choice, ask.grammar).offered
+
+
+def _name(tool: Tool) -> str:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise InputError(
+            "A tool is {'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': {...}}}, its "
+            f"name letters, digits, '_', '-' and '.'; found {tool!r}."
+        )
+    return name
+
+
+def _schema(tool: Tool) -> str:
+    """Of a tool's arguments, which are an object."""
+    function = tool["function"]
+    what = f"parameters of the tool '{function['name']}'"
+    given = function.get("parameters") or {}
+    text = json_text(given if not isinstance(given, Mapping) else {"type": "object", "properties": {}, **given}, what)
+    if json.loads(text)["type"] != "object":
+        raise InputError(f"The {what} are of type {given['type']!r}; wanted a schema of an object.")
+    return text
+
+
+class Caller:
+    """What the answers of one engine follow, compiled once for its model. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = ForkLock()
+        self._grammars: dict[tuple[int, ...], Grammars] = {}
+        self._templates: list[ChatTemplate] = []
+
+    def reply(self, ask: Ask, model: HFModel, calls: CallFormat) -> Reply:
+        """How the answers to a question are held and read; InputError if its grammar cannot be compiled, or its chat
+        template does not read what it is told."""
+        tools = checked(ask.tools, ask.tool_choice, ask.grammar)
+        if ask.chat_template_kwargs and (name := self.template(model).unread(ask.chat_template_kwargs)):
+            raise InputError(
+                f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name} does not read: it "
+                f"would change nothing. Wanted some of {sorted(self.template(model).names)}; leave others out."
+            )
+        if ask.grammar is None and not tools.offered:
+            return Reply(ask, model, thoughts=self.template(model).thoughts)
+        ends = ends_of(model, ask.options)
+        grammars = self._over(model, ends)
+        thoughts = None if tools.must else self.template(model).thoughts
+        tags = (thoughts.open, thoughts.close) if thoughts is not None else ()
+        grammar = ask.grammar or _rules(tools, calls, grammars, ask.parallel_tool_calls, tags)
+        grammars.matcher(grammar)
+        if ask.grammar is not None:  # which calls nothing and thinks nothing, whatever its texts look like
+            return Reply(ask, model, None, grammars, grammar)
+        return Reply(ask, model, calls, grammars, grammar, tools.must, tools.schemas, thoughts)
+
+    def template(self, model: HFModel) -> ChatTemplate:
+        """What is known of the model's chat template."""
+        with self._lock:
+            if not self._templates:
+                words = model.tokenizer
+                added = () if words is None else words.added_tokens_decoder.values()
+                source = getattr(words, "chat_template", None)
+                self._templates.append(ChatTemplate.of(source, {str(token) for token in added}))
+            return self._templates[0]
+
+    def _over(self, model: HFModel, ends: tuple[int, ...]) -> Grammars:
+        with self._lock:
+            if ends not in self._grammars:
+                self._grammars.clear()  # whoever names other end tokens goes on with them
+                self._grammars[ends] = Grammars(model.words, _columns(model), ends)
+            return self._grammars[ends]
+
+
+def _rules(tools: Tools, calls: CallFormat, grammars: Grammars, parallel: bool, tags: Sequence[str]) -> Grammar:
+    schemas = {name: _laid_out(schema) for name, schema in tools.schemas.items()}
+    several = parallel and tools.choice not in schemas
+    return Grammar.lark(calls.rules(schemas, grammars.literal, not tools.must, several, tags))
+
+
+def _laid_out(schema: str) -> str:
+    """A schema that tells llguidance how its JSON is to be written."""
+    return json.dumps({**json.loads(schema), "x-guidance": dict(LAYOUT)})
+
+
+@dataclass(frozen=True)
+class Reply:
+    """How the answers to one question are held to what was asked, and read.
+
+    calls: None where there are no tools. must: the answer is calls and nothing else. schemas: of the tools' arguments.
+    thoughts: None where a model has none, or writes none now. is_thinking: the prompt opened a thought. Stop strings
+    end text; what a grammar or a call is made of ends by itself.
+    """
+
+    ask: Ask
+    model: HFModel
+    calls: CallFormat | None = None
+    grammars: Grammars | None = None
+    grammar: Grammar | None = None
+    must: bool = False
+    schemas: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    thoughts: Thoughts | None = None
+    is_thinking: bool = False
+
+    def behind(self, token_ids: Sequence[int], is_chat: bool) -> Reply:
+        """The same behind a prompt; is_chat: its chat template wrote it. What follows any other is text alone."""
+        if self.thoughts is None or not is_chat:
+            return replace(self, thoughts=None)
+        within = self.ask.continue_final_message
+        last = list(token_ids[-(LONG_TAIL if within else TAIL) :])
+        prompt = str(self.model.words.decode(last, skip_special_tokens=False))
+        return replace(self, is_thinking=self.thoughts.is_open(prompt, within))
+
+    def options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of `generate` with what holds its answers; InputError for what a grammar cannot hold."""
+        processors = [*(options.get("logits_processor") or ())]
+        if penalties := _penalties(options, self.model):
+            processors.append(penalties)
+        if self.grammars is not None and self.grammar is not None:
+            if not is_single(options, self.model):
+                raise InputError(
+                    "Tools and grammars hold one sequence at a time, found num_beams above 1; leave it out."
+                )
+            exits = self.calls.exits if self.calls is not None else ()
+            limit, is_drawn = options.get("max_new_tokens"), is_sampled(options, self.model)
+            processors.append(self.grammars.processor(self.grammar, limit, is_drawn, exits))
+        full = {name: value for name, value in options.items() if name not in OURS}
+        if stops := options.get("stop_token_ids"):
+            _check_ids("stop_token_ids", stops, self.model)
+            full["eos_token_id"] = list(ends_of(self.model, options))
+        return {**full, "stop_strings": (), **({"logits_processor": processors} if processors else {})}
+
+    def stops(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Stop strings, where they count: those asked for, and the model's own."""
+        if self.must or self.ask.grammar is not None:
+            return ()
+        return tuple(dict.fromkeys((*self.ask.stop, *stop_strings_of(options, self.model))))
+
+    def draft(self, options: Mapping[str, Any]) -> Draft:
+        """A new answer, of which nothing is written yet. options: as they were asked for."""
+        stops, tags = self.stops(options), self.thoughts
+        shown = (*stops, *(self.calls.texts if self.calls is not None else ()))
+        return Draft(
+            Spelling.over(self.model.words, (*shown, tags.open, tags.close) if tags is not None else shown),
+            ends_of(self.model, options),
+            stops,
+            self.calls,
+            self.schemas,
+            None if self.ask.parallel_tool_calls else 1,
+            self.must,
+            tags,
+            self.is_thinking,
+        )
+
+    def stopping(self, options: Mapping[str, Any]) -> list[StopWhere]:
+        """What ends the answers besides `generate`'s own."""
+        if self.calls is None and not self.stops(options):
+            return []
+        return [StopWhere(lambda: self.draft(options), not is_single(options, self.model))]
+
+    def sink(self, say: Callable[[str | Thought], None] | None, options: Mapping[str, Any]) -> FirstToken | TextSink:
+        """Where the answer's tokens go while they come."""
+        return FirstToken() if say is None else TextSink(self.draft(options), say)
+
+    def read(self, ids: Sequence[int], options: Mapping[str, Any], trace: Trace) -> Answer:
+        """The answer that new ids are. Padding behind its end is none of it; a pad token that a model writes is."""
+        draft = self.draft(options)
+        draft.add(ids)
+        draft.end()
+        kept, calls = tuple(draft.ids), draft.calls
+        is_short = len(kept) < options.get("max_new_tokens", 0) and not told("max_time", options, self.model)
+        over = draft.over or is_short
+        if self.grammars is not None and self.grammar is not None and not over:
+            over = (bool(calls) or self.calls is None) and self.grammars.is_whole(self.grammar, kept)
+        reason: Ended = "stop" if over and (calls or not self.must) else "length"
+        reason = "tool_calls" if calls and reason == "stop" else reason
+        return Answer(draft.text, kept, reason, trace, calls, draft.reasoning)
+
+
+def _penalties(options: Mapping[str, Any], model: HFModel) -> Penalties | None:
+    """What OpenAI's penalties and biases do, None where none is asked for; InputError for ids that are no tokens."""
+    presence, frequency, bias = (options.get(name) for name in PENALTIES)
+    if not (presence or frequency or bias):
+        return None
+    _check_ids("logit_bias", bias or (), model)
+    ids = {int(id): float(value) for id, value in (bias or {}).items()}
+    return Penalties(float(presence or 0), float(frequency or 0), ids)
+
+
+def _check_ids(name: str, ids: Iterable[Any], model: HFModel) -> None:
+    """InputError for an option that names what is no token's id."""
+    most = _columns(model)
+    wrong = next((id for id in ids if not str(id).isdecimal() or int(id) >= most), None)
+    if wrong is not None:
+        raise InputError(
+            f"{name} names the token {wrong!r:.40}; wanted ids of {model.name}'s tokens: 0 to {most - 1:,}."
+        )
+
+
+def _columns(model: HFModel) -> int:
+    """How many tokens a model's logits are of."""
+    head = model.model.get_output_embeddings()
+    return int(head.weight.shape[0]) if head is not None else len(model.words)

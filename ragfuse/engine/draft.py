@@ -1,0 +1,185 @@
+"""One answer while it is written: what of it is thought, text and calls, and what of that will not change any more.
+
+Whoever streams, stops or reads an answer reads it here, so that all of them see the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+from ragfuse.hf.stream import Spelling, StopFinder, longest_start
+from ragfuse.text.thoughts import Thoughts
+from ragfuse.text.tool_calls import CallFormat, CallReader, without_space
+from ragfuse.types.answer import Thought, ToolCall
+
+Phase = Literal["begin", "thought", "between", "text", "calls"]
+
+
+class Draft:
+    """The ids of one answer, read as they come; none counts once it is `over`.
+
+    ids: those before its end token. ends: end tokens. calls: None where there are no tools; most: how many calls, None
+    for any number; must: it is calls and nothing else. tags: around thoughts; is_thinking: it begins amid one.
+    """
+
+    def __init__(
+        self,
+        spelling: Spelling,
+        ends: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        calls: CallFormat | None = None,
+        schemas: Mapping[str, str] | None = None,
+        most: int | None = None,
+        must: bool = False,
+        tags: Thoughts | None = None,
+        is_thinking: bool = False,
+    ) -> None:
+        self.ids = list[int]()
+        self.over = False
+        self._spelling, self._ends, self._stops = spelling, frozenset(ends), StopFinder(stops)
+        self._format, self._most, self._tags = calls, most, tags
+        self._reader = CallReader(calls, schemas or {}) if calls is not None else None
+        self._phase: Phase = "calls" if must else "begin" if tags is not None else "text"
+        self._is_thinking, self._whole = is_thinking, False
+        self._seen = 0  # characters in which nothing was found
+        self._thought = self._text = (0, 0)  # lo:hi, as far as it is certain
+        self._opening = -1
+        self._told = [0, 0]  # characters of thought and text that were taken
+
+    @property
+    def text(self) -> str:
+        """What will not change any more of the answer's text."""
+        return self._spelling.visible(*self._text)
+
+    @property
+    def reasoning(self) -> str:
+        """The same of what was thought before."""
+        return self._spelling.visible(*self._thought)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """All whole calls, each once; none in an answer that ended at a stop string."""
+        return () if self._reader is None else tuple(self._reader.calls[: self._most])
+
+    def add(self, ids: Iterable[int]) -> None:
+        """The next ids."""
+        for id in ids:
+            if self.over:
+                return
+            if id in self._ends:
+                self.over = True
+                return
+            self.ids.append(id)
+            self._spelling.add([id])
+            self._read()
+
+    def end(self) -> None:
+        """No more will come."""
+        self._spelling.end()
+        self._whole = True
+        self._read()
+
+    def take(self) -> Iterator[str | Thought]:
+        """What is certain since the last time."""
+        (a, b), (lo, hi) = self._thought, self._text
+        if piece := self._spelling.visible(max(a, self._told[0]), b):
+            self._told[0] = b
+            yield Thought(piece)
+        if piece := self._spelling.visible(max(lo, self._told[1]), hi):
+            self._told[1] = hi
+            yield piece
+
+    def copy(self) -> Draft:
+        """The same, to go on in another way."""
+        new = copy.copy(self)
+        new.ids, new._told, new._spelling = list(self.ids), list(self._told), self._spelling.copy()
+        new._stops, new._reader = copy.copy(self._stops), None if self._reader is None else self._reader.copy()
+        return new
+
+    # inside
+
+    def _read(self) -> None:
+        text = self._spelling.text
+        if self._phase == "begin":
+            self._begin(text)
+        if self._phase == "thought":
+            self._think(text)
+        if self._phase == "between":
+            self._skip_space(text)
+        if self._phase == "text":
+            self._write(text)
+        if self._phase == "calls":
+            self._call(text)
+
+    def _begin(self, text: str) -> None:
+        """Find out whether it begins with a thought."""
+        assert self._tags is not None
+        rest, open = text.lstrip(), self._tags.open
+        start = len(text) - len(rest)
+        if self._is_thinking or rest.startswith(open):
+            self._phase, at = "thought", 0 if self._is_thinking else start + len(open)
+            self._thought, self._seen = (at, at), at
+        elif self._whole or not open.startswith(rest):
+            self._phase = "text"
+
+    def _think(self, text: str) -> None:
+        """Look for the end of the thought: its tag, or the call that a model makes without closing it."""
+        assert self._tags is not None
+        lo, close = self._thought[0], self._tags.close
+        if lo == self._thought[1]:
+            while lo < len(text) and text[lo].isspace():
+                lo += 1
+        at = text.find(close, max(lo, self._seen - len(close) + 1))
+        marker = self._format.marker if self._format is not None else ""
+        called = text.find(marker, max(lo, self._seen - len(marker) + 1)) if marker else -1
+        if called >= 0 and not 0 <= at < called:
+            self._phase, end = "text", called
+        elif at >= 0:
+            self._phase, end = "between", at
+        else:
+            last = text[max(lo, len(text) - max(len(close), len(marker))) :]
+            end = len(text) - (0 if self._whole else longest_start(last, (close, marker)))
+        self._thought = lo, max(lo, without_space(text, lo, end))
+        self._seen = len(text) if self._phase == "thought" else end
+        if self._phase != "thought":
+            start = end + len(close) if self._phase == "between" else end
+            self._text, self._seen = (start, start), start
+
+    def _skip_space(self, text: str) -> None:
+        lo = self._text[0]
+        while lo < len(text) and text[lo].isspace():
+            lo += 1
+        self._text, self._seen = (lo, lo), lo
+        if lo < len(text):
+            self._phase = "text"
+
+    def _write(self, text: str) -> None:
+        """Look for the end of the text: a stop string, or a call."""
+        lo, format = self._text[0], self._format
+        opening = format.opens(text, lo, self._seen) if format is not None else -1
+        hi = len(text) if opening < 0 else opening
+        stop = self._stops.look(text, lo, hi)
+        self._seen = len(text)
+        if stop >= 0:
+            self.over, self._text = True, (lo, stop)
+        elif opening >= 0:
+            self._phase, self._opening, self._text = "calls", opening, (lo, hi)
+        elif self._whole:
+            self._text = lo, hi
+        else:
+            undecided = format.undecided(text, lo) if format is not None else 0
+            self._text = lo, max(self._text[1], hi - max(undecided, self._stops.begun(text, lo)))
+
+    def _call(self, text: str) -> None:
+        """Read calls, as many as are wanted."""
+        if self._reader is None or self._format is None:
+            return
+        if self._opening < 0:
+            self._opening = self._format.opens(text, 0, self._seen)
+            self._seen = len(text)
+        if self._opening >= 0:
+            self._reader.read(text, self._opening)
+        if self._reader.repeats or (self._most is not None and len(self._reader.calls) >= self._most):
+            self.over = True

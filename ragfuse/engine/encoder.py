@@ -1,0 +1,138 @@
+"""Runs into the store: a chunk amid other text, a prompt's beginning alone, a schema's run at its positions.
+
+A chunk that was encoded as if it stood first brings along what a model computes only once, at the beginning of a text;
+one that saw other text before itself comes several times closer to full prefill wherever it is placed. So there is one
+entry a chunk, the same whether it was indexed or met in a prompt, and whatever the prompt begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ragfuse.engine.options import room_behind
+from ragfuse.hf.model import HFModel
+from ragfuse.schemas.layout import Run
+from ragfuse.store import KVStore
+from ragfuse.text import stand_in
+from ragfuse.types.keys import ChunkKey, amid, token_digest
+from ragfuse.types.kv import ChunkKV
+
+GAP = "\n\n"
+"""What stands between the other text and a chunk."""
+PACE_S = 2.0
+"""Seconds that the next run waits for the first slow tier to have this one, in the background."""
+
+
+@dataclass(frozen=True)
+class Ingested:
+    """What an ingest did: chunks given, those encoded and kept now, their tokens, bytes of KV, seconds.
+
+    of: chunks that there are in all, None where that is not known.
+    """
+
+    chunks: int = 0
+    encoded: int = 0
+    tokens: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    of: int | None = None
+
+    def plus(self, tokens: int, nbytes: int, seconds: float) -> Ingested:
+        """After one more chunk, of which so many bytes were new, at `seconds`."""
+        new = bool(nbytes)
+        found = self.chunks + 1, self.encoded + new, self.tokens + new * tokens, self.nbytes + nbytes
+        return Ingested(*found, seconds, self.of)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes for one model and tenant (`digest`) what `store` does not hold yet.
+
+    shortest: tokens of the shortest run that is kept. other_tokens: tokens of other text that a chunk is encoded
+    behind. home, levels: by tokens and bytes, the one slow tier that a chunk goes to, and the levels of tiers that it
+    is written at. pace_s: seconds that saving one is waited for, None: until all tiers have it.
+    """
+
+    model: HFModel
+    store: KVStore
+    digest: str
+    shortest: int
+    other_tokens: int
+    home: Callable[[int, int], str | None] = lambda n_tokens, nbytes: None
+    levels: Callable[[int, int], Mapping[str, Sequence[str]]] = lambda n_tokens, nbytes: {}
+    pace_s: float | None = None
+
+    def in_background(self) -> Encoder:
+        """The same, held up by no tier that is slow or hangs while another takes what it saves."""
+        return replace(self, pace_s=PACE_S)
+
+    def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
+        """The key of a run of tokens with this context."""
+        return ChunkKey(self.digest, token_digest(tokens), context)
+
+    def key_of(self, run: Run) -> ChunkKey:
+        """The key of a schema's run, which is encoded alone, with the gaps between its positions."""
+        return ChunkKey(self.digest, token_digest(run.tokens), "", run.layout(self.model.profile.fixed))
+
+    def nbytes_in(self, tier: str, tokens: Sequence[int]) -> int:
+        """Bytes that one entry of a run takes in a tier, at the levels that it is written at there; it is encoded."""
+        kv = self.model.encode(tokens)
+        wanted = self.levels(len(tokens), kv.nbytes).get(tier) or self.store.levels.of(tier)
+        return self.store.levels.nbytes(self.key(tokens), kv, wanted)
+
+    @property
+    def context(self) -> str:
+        """The context of chunks: other text, or nothing where there are to be no such entries."""
+        return amid("") if self.other_tokens else ""
+
+    def keep_prefix(self, tokens: Sequence[int]) -> int:
+        """Encode and keep what prompts begin with; bytes of new KV."""
+        return self._put(tokens, self.key(tokens), lambda: self.model.encode(tokens))
+
+    def keep_chunk(self, tokens: Sequence[int], lasts: bool = True) -> int:
+        """Encode and keep a chunk; bytes of new KV, 0 where it was there.
+
+        lasts: in slow tiers, too; unless a later process can find it, memory alone is the place for it.
+        """
+        room = room_behind(len(tokens), self.model)
+        other = self.other_tokens if room is None else min(self.other_tokens, room - 1)
+        before = self.model.tokens(stand_in() + GAP)[-other:] if other else []
+        encode = self.model.encode_amid if self.other_tokens else self.model.encode
+        return self._put(tokens, self.key(tokens, self.context), lambda: encode(tokens, before), lasts=lasts)
+
+    def keep_run(self, run: Run) -> int:
+        """Encode and keep a schema's run (Prompt Cache 3.3); bytes of new KV.
+
+        Its own positions begin at 0, but where KV cannot be moved: there it is encoded where it stands.
+        """
+        start = run.start if self.model.profile.fixed else 0
+        positions = [start + position for position in run.positions]
+        encoded = lambda: self.model.encode_at(run.tokens, positions)  # noqa: E731
+        return self._put(run.tokens, self.key_of(run), encoded, stays=True)
+
+    def _put(
+        self,
+        tokens: Sequence[int],
+        key: ChunkKey,
+        encoded: Callable[[], ChunkKV],
+        stays: bool = False,
+        lasts: bool = True,
+    ) -> int:
+        """stays: it is used where it was encoded, if the model's KV cannot be moved. lasts: slow tiers get it, too."""
+        profile = self.model.profile
+        refused = profile.refusal and not (stays and profile.fixed)
+        if len(tokens) < self.shortest or refused:
+            return 0
+        if self.store.lookup([key]) and (not lasts or self.store.lasts(key)):
+            return 0
+        fast = [tier.name for tier in self.store.tiers if not tier.slow]
+        if not lasts and not fast:
+            return 0
+        kv = encoded()
+        if not lasts:
+            return kv.nbytes if self.store.put(key, kv, tier=fast[-1]) else 0
+        home, levels = self.home(len(tokens), kv.nbytes), self.levels(len(tokens), kv.nbytes)
+        wait, pace_s = self.pace_s is None, self.pace_s or 0.0
+        kept = self.store.put(key, kv, wait=wait, home=home, pace_s=pace_s, levels=levels)
+        return kv.nbytes if kept else 0

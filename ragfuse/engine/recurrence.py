@@ -1,0 +1,93 @@
+"""Passages that several prompts hold, told by fingerprints alone: which of them are worth keeping as chunks.
+
+Nothing that was said is remembered: a passage is known again by a digest of its ids, for a while. One that another
+prompt holds too is encoded, from that prompt's own ids, and is a known chunk from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+from cachetools import TTLCache
+
+from ragfuse.process.fork import ForkLock
+from ragfuse.settings import Settings
+from ragfuse.text.passages import BorderOf, last_paragraph, passages
+from ragfuse.types.keys import token_digest
+from ragfuse.types.prompt import Prompt
+
+log = logging.getLogger("ragfuse")
+
+MOST = 65_536
+"""Fingerprints that are remembered, about 20 MB of them; the one met longest ago goes first."""
+TTL_S = 24 * 3600.0
+"""Seconds that one is remembered."""
+
+
+class Sightings:
+    """The passages of one tenant's prompts. Thread-safe."""
+
+    def __init__(self, most: int = MOST, ttl_s: float = TTL_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lock = ForkLock(self._start_over)
+        self._limits = most, ttl_s, clock
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._met: TTLCache[str, str] = TTLCache(*self._limits)  # fingerprint -> the prompt that held it last
+
+    def __len__(self) -> int:
+        return len(self._met)
+
+    def met_again(self, prompt: Prompt, border_of: BorderOf) -> list[tuple[int, ...]]:
+        """Passages of this prompt that another one held, too, each once; its others are remembered.
+
+        What was found in the store, or is the question, is no passage.
+        """
+        whose, found = token_digest(prompt.token_ids), list[tuple[int, ...]]()
+        for run in _runs(prompt, border_of):
+            fingerprint = token_digest(run)
+            with self._lock:
+                before = self._met.get(fingerprint)
+                if before is None or before == whose:
+                    self._met[fingerprint] = whose
+                    continue
+                del self._met[fingerprint]
+            found.append(run)
+        return found
+
+
+class Recurs:
+    """Says once, in the log, that long passages recur and nothing is reused, and what to do."""
+
+    def __init__(self) -> None:
+        self._lock, self._said = ForkLock(), False
+
+    def tell(self, n_passages: int, settings: Settings, why: str) -> None:
+        """Say it if it was not said. why: the reason that this model is not blended, "" where it may be."""
+        with self._lock:
+            if self._said:
+                return
+            self._said = True
+        mend = f"RAGFUSE_LEARN=text (now: {settings.learn}), or index them ahead: engine.ingest(texts)"
+        if why:
+            mend = f"ragfuse calibrate --model {settings.model} --docs PATH ({why})"
+        log.warning("Nothing was reused, although %d long passages were asked about before. Try %s.", n_passages, mend)
+
+
+def _runs(prompt: Prompt, border_of: BorderOf) -> Iterator[tuple[int, ...]]:
+    """Passages in what of a prompt is new, as ids."""
+    asked = _question(prompt, border_of)
+    for segment, (lo, _) in zip(prompt.segments, prompt.spans, strict=True):
+        if segment.kind != "fresh":
+            continue
+        for first, stop in passages(segment.tokens, border_of):
+            if lo + stop <= asked[0] or lo + first >= asked[1]:
+                yield segment.tokens[first:stop]
+
+
+def _question(prompt: Prompt, border_of: BorderOf) -> tuple[int, int]:
+    """Rows of the question: the last paragraph of what was said last."""
+    lo, hi = prompt.said
+    return lo + last_paragraph(prompt.token_ids[lo:hi], border_of), hi

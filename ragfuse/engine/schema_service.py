@@ -1,0 +1,282 @@
+"""Schemas that an engine answers prompts over: registered, written down in the store's book, laid out for its model.
+
+What a schema says is told by `text.pml`, where its tokens stand by `text.schema`, what a prompt takes by `text.bind`. A
+schema belongs to a tenant; what is encoded of it, to a model. Schemas without a model: `schemas/registry.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ragfuse.engine.context_window import check_request, check_schema
+from ragfuse.engine.encoder import Encoder, Ingested
+from ragfuse.engine.options import Ask, room_behind
+from ragfuse.engine.prompt_builder import Inquiry, Prompter
+from ragfuse.errors import InputError, PMLError
+from ragfuse.process.fork import ForkLock
+from ragfuse.schemas.bind import bind
+from ragfuse.schemas.layout import PLAIN, Layout, Place, Wrapping, lay_out
+from ragfuse.schemas.nodes import Item, Module, Request, Role, Schema, Text, inner
+from ragfuse.schemas.pml import parse_prompt, parse_schema, read, to_pml
+from ragfuse.schemas.registry import Kept, Registry, SchemaInfo
+from ragfuse.schemas.wrap_probe import wrapping_of
+from ragfuse.settings import Settings
+from ragfuse.types.prompt import Prompt
+
+__all__ = [
+    "Kept",
+    "Registered",
+    "Request",
+    "SchemaInfo",
+    "Schemas",
+    "inquiry_of",
+    "outline",
+    "parse_prompt",
+    "parse_schema",
+    "read_prompt",
+]
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A schema as it is laid out for the model, and what encoding it did: its runs are the chunks of `done`."""
+
+    layout: Layout
+    done: Ingested
+
+    @property
+    def name(self) -> str:
+        """What prompts call it by."""
+        return self.layout.schema.name
+
+
+def inquiry_of(prompt: Inquiry | None, pml: Path | str | None) -> Inquiry:
+    """What is asked: a prompt as it is, or the one that `pml` says. InputError for both, or neither."""
+    if prompt is not None and pml is None:
+        return prompt
+    if pml is not None and prompt is None:
+        return read_prompt(pml)
+    raise InputError(f"Wanted a prompt, or one in PML as `pml`; found {'both' if pml is not None else 'neither'}.")
+
+
+def read_prompt(pml: Path | str) -> Request:
+    """The prompt that is PML, where a text begins with `<`, or that a file of that name holds; PMLError for none."""
+    if isinstance(pml, str) and pml.lstrip().startswith("<"):
+        return parse_prompt(pml)
+    found = read(Path(pml).expanduser())
+    if not isinstance(found, Request):
+        raise found.at.error("<schema>", "<prompt>")
+    return found
+
+
+class Schemas:
+    """The schemas of one engine's tenant. Threads may share it, and processes what it writes down."""
+
+    def __init__(
+        self, settings: Settings, registry: Registry, prompter: Prompter, encoder: Callable[[], Encoder]
+    ) -> None:
+        self._settings, self._registry, self._prompter, self._encoder = settings, registry, prompter, encoder
+        self._lock, self._ensuring = ForkLock(), ForkLock()
+        self._laid: dict[str, tuple[str, Layout]] = {}
+        self._keys: dict[str, tuple[Layout, list[str]]] = {}
+        self._template: tuple[str, Wrapping] | None = None
+
+    def register(self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None) -> Registered:
+        """Lay a schema out, encode what is not kept yet of its runs, and know it from now on, also in later processes.
+
+        A text that begins with `<` is PML, any other one names a file. A schema of that name makes way; of what both
+        have nothing is encoded again. PMLError for what cannot be laid out, InputError for what the model cannot take,
+        StoreError where it cannot be written down.
+        """
+        return self._register(schema, progress, must=True)
+
+    def _register(
+        self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None, must: bool
+    ) -> Registered:
+        kept = _kept(schema)
+        layout, encoder, began = self._lay_out(kept), self._encoder(), time.perf_counter()
+        room_behind(layout.n_positions, encoder.model, f"Schema '{kept.name}'", "Make its modules shorter.")
+        done = Ingested(of=len(layout.runs))
+        for run in layout.runs:
+            done = done.plus(len(run.tokens), encoder.keep_run(run), time.perf_counter() - began)
+            if progress is not None:
+                progress(done)
+        keys = [str(encoder.key_of(run)) for run in layout.runs]
+        self._registry.put(kept, encoder.digest, keys, must)
+        with self._lock:
+            self._laid[kept.name] = kept.pml, layout
+        return Registered(layout, done)
+
+    def has(self, schema: Schema) -> bool:
+        """Whether this very schema is registered, and was encoded for the model."""
+        kept = self._registry.get(schema.name)
+        if kept is None or not kept.is_encoded(self._encoder().digest):
+            return False
+        return self._as_kept(kept, schema) is not None
+
+    def ensure(self, schema: Schema, progress: Callable[[Ingested], None] | None = None) -> Registered | None:
+        """`register`, unless that was done; then None, and another thread that does it is waited for."""
+        with self._ensuring:
+            return None if self.has(schema) else self._register(schema, progress, must=False)
+
+    def ls(self) -> list[SchemaInfo]:
+        """All that are registered, by name."""
+        return self._registry.ls()
+
+    def show(self, name: str | Path) -> Layout:
+        """How a schema is laid out for this engine's model: a registered one, or one in a file, which is not read on.
+
+        InputError where there is neither.
+        """
+        kept = self._registry.get(str(name))
+        if kept is None and Path(name).is_file():
+            kept = _kept(Path(name))
+        if kept is None:
+            raise InputError(f"There is no schema '{name}'; wanted {self.names_told()}.")
+        return self.laid_out(kept)
+
+    def get(self, name: str) -> Kept | None:
+        """A registered schema as it is written down, None where there is none."""
+        return self._registry.get(name)
+
+    def laid_out(self, kept: Kept) -> Layout:
+        """How a schema that is written down so is laid out for the model; made once, and anew where it changed."""
+        with self._lock:
+            pml, layout = self._laid.get(kept.name, ("", None))
+        if layout is None or pml != kept.pml:
+            layout = self._lay_out(kept)
+            with self._lock:
+                self._laid[kept.name] = kept.pml, layout
+        return layout
+
+    def names(self) -> list[str]:
+        """Which there are, sorted."""
+        return self._registry.names()
+
+    def names_told(self) -> str:
+        """Which there are, for an error."""
+        return self._registry.names_told()
+
+    def remove(self, name: str) -> int:
+        """Forget a schema, and the KV that no other registered one has, in every tier; bytes freed."""
+        with self._lock:
+            self._laid.pop(name, None)
+            self._keys.pop(name, None)
+        return self._registry.remove(name)
+
+    def prompt(self, request: Request, ask: Ask) -> Prompt:
+        """The prompt of a request: modules at the schema's positions, and new text; see `text.bind`."""
+        if ask.session is not None:
+            raise InputError("A prompt in PML goes on with no session: leave out `session`, or ask by messages.")
+        if ask.tools:
+            raise InputError("A prompt in PML tells of no tools: leave out `tools`, or ask by messages.")
+        kept, encoder = self._registry.get(request.schema), self._encoder()
+        if kept is None:
+            wanted = self._registry.names_told()
+            raise request.at.error(
+                f"a prompt for schema '{request.schema}', which is not registered", f"{wanted} (Engine.register)"
+            )
+        check_request(request, encoder.model)
+        layout = self._meant(kept, request.over)
+        self._note(kept, layout, encoder)
+        return bind(request, layout, encoder.model.tokens, encoder.key_of, ask.blend).prompt
+
+    # inside
+
+    def _meant(self, kept: Kept, schema: Schema | None) -> Layout:
+        """The layout of this very schema, though another one of its name be written down; None: of that one."""
+        return self.laid_out(kept) if schema is None else self._as_kept(kept, schema) or self._lay_out(_kept(schema))
+
+    def _note(self, kept: Kept, layout: Layout, encoder: Encoder) -> None:
+        """Have it written down what answers over a layout may leave in the store, so that it goes with the schema."""
+        with self._lock:
+            noted = self._keys.get(kept.name)
+        if noted is None or noted[0] is not layout:
+            noted = layout, [str(encoder.key_of(run)) for run in layout.runs]
+            with self._lock:
+                self._keys[kept.name] = noted
+        if not {*noted[1]} <= {*kept.keys.get(encoder.digest, ())}:
+            self._registry.note(kept.name, encoder.digest, noted[1])
+
+    def _as_kept(self, kept: Kept, schema: Schema) -> Layout | None:
+        """The layout of what is written down, if that is this very schema."""
+        try:
+            layout = self.laid_out(kept)
+        except PMLError:  # of another one of that name
+            return None
+        return layout if layout.schema == schema else None
+
+    def _lay_out(self, kept: Kept) -> Layout:
+        model, schema = self._encoder().model, parse_schema(kept.pml, kept.file)
+        check_schema(schema, model)
+        begins, wrapping = self._wrapping()
+        is_chat = wrapping is not PLAIN and _has_messages(schema.items)
+        bos = model.tokens(begins, True) if is_chat else model.bos
+        first = _first_text(schema.items, wrapping if is_chat else PLAIN)
+        bos = (*bos, *model.encoder.beginning(first, is_chat and bool(begins)))
+        unknown = model.words.unk_token_id
+        placeholder = unknown if isinstance(unknown, int) else model.tokens(" ")[0]
+        shortest, fixed = self._settings.min_chunk_tokens, model.profile.fixed
+        return lay_out(schema, model.tokens, placeholder, wrapping, bos, shortest, fixed)
+
+    def _wrapping(self) -> tuple[str, Wrapping]:
+        """What the model's template writes, found once."""
+        if self._template is None:
+            words = self._encoder().model.words
+            has_template = getattr(words, "chat_template", None)
+            render: Any = lambda messages, ask: self._prompter.render(messages, (), ask)  # noqa: E731
+            self._template = wrapping_of(render, str(words.bos_token or "")) if has_template else ("", PLAIN)
+        return self._template
+
+
+def outline(layout: Layout, nbytes_per_token: int) -> Iterator[dict[str, Any]]:
+    """Everything with a place, in order, as plain JSON types: what it is, where, and what is kept of it.
+
+    tokens: its own text and room for arguments; nbytes: of the KV of its run.
+    """
+    for depth, what, part in layout.outline():
+        row: dict[str, Any] = {"depth": depth, "what": what, "start": part.start, "stop": part.stop}
+        if isinstance(part, Place):
+            run = layout.modules.get(part.path)
+            n_kept = len(run.tokens) if run is not None else 0
+            own = sum(len(each.tokens) for each in part.own)
+            row |= {"name": part.name, "path": part.path, "tokens": own, "nbytes": n_kept * nbytes_per_token}
+        elif what == "param":
+            row |= {"name": getattr(part, "param", ""), "tokens": part.stop - part.start}
+        yield row
+
+
+def _has_messages(items: tuple[Item, ...]) -> bool:
+    scope = list(inner(items))
+    deeper = (_has_messages(each.items) for each in scope if isinstance(each, Module))
+    return any(isinstance(each, Role) for each in scope) or any(deeper)
+
+
+def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
+    """What a prompt over a schema begins with."""
+    for item in inner(items):
+        if isinstance(item, Text) and (item.text.strip() or not _has_messages(items)):
+            return item.text
+        if isinstance(item, Role):
+            return wrapping.around(item.role)[0] or _first_text(item.items, wrapping)
+        if isinstance(item, Module):
+            return _first_text(item.items, wrapping)
+    return ""
+
+
+def _kept(schema: Schema | Path | str) -> Kept:
+    """A schema as it is written down; it can be read back."""
+    if isinstance(schema, Schema):
+        return Kept(schema.name, to_pml(schema), os.path.abspath(schema.at.file) if schema.at.file else "")
+    if isinstance(schema, str) and schema.lstrip().startswith("<"):
+        return Kept(parse_schema(schema).name, schema)
+    file = Path(schema).expanduser()
+    found = read(file)
+    if not isinstance(found, Schema):
+        raise found.at.error("<prompt>", "<schema>")
+    return Kept(found.name, file.read_text("utf-8"), os.path.abspath(file))

@@ -1,0 +1,142 @@
+"""What an answer says of itself: the trace, made from the plan, the prefill and the clock readings.
+
+`Ready` is what it is made of, before there is an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ragfuse.hf.model import Prefill
+from ragfuse.plan.controller import is_exact
+from ragfuse.schemas.bind import Taken
+from ragfuse.settings import LEVELS
+from ragfuse.types.answer import SegmentTrace, StreamTrace, Trace
+from ragfuse.types.plan import LoadPlan
+from ragfuse.types.prompt import Segment
+
+
+@dataclass(frozen=True)
+class Timing:
+    """began_s: `time.perf_counter()` when the question came. load_s, wait_s, compute_s: seconds.
+
+    due_s: `time.perf_counter()` when the first token is wanted at the latest; None: nothing was said, or heeded.
+    """
+
+    began_s: float
+    load_s: float
+    wait_s: float
+    compute_s: float
+    due_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A prefilled prompt on its way to an answer; room: new tokens that fit behind it, None without a limit.
+
+    stream: what came over a line for it.
+    """
+
+    plan: LoadPlan
+    prefill: Prefill
+    timing: Timing
+    room: int | None = None
+    stream: StreamTrace | None = None
+
+    def n_held(self, n_ids: int) -> int:
+        """Rows of a prompt and its answer of `n_ids` tokens, all but the last, that lie in the prompt's own cache.
+
+        An answer that was decoded with others, or as one of several, left the prompt's rows alone there.
+        """
+        cache, n_prompt = self.prefill.cache, len(self.plan.prompt)
+        if cache is None or cache.length != n_prompt + n_ids - 1 or cache.layers[0].keys.shape[0] > 1:
+            return n_prompt
+        return cache.length
+
+
+def trace_of(ready: Ready, timing: Timing, first_s: float | None, now_s: float, model: str) -> Trace:
+    """The trace of one answer; first_s, now_s: `time.perf_counter()` at its first token and at its end."""
+    plan, prefill = ready.plan, ready.prefill
+    rows = tuple(prefill.chosen.tolist())
+    segments = tuple(
+        _segment(plan, index, segment, rows) for index, segment in enumerate(plan.prompt.segments) if segment.keys
+    )
+    segments = tuple(each for each in segments if each.hit or each.kind != "prefix")  # a new beginning is new text
+    if prefill.n_before:
+        known = SegmentTrace("", "prefix", prefill.n_before, 0, True, "memory", LEVELS[0], exact=True, encoded="alone")
+        segments = (known, *(each for each in segments if each.start + each.n_tokens > prefill.n_before))
+    cached = sum(s.n_tokens for s in segments if s.hit)
+    offered = sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact)
+    recomputed = round(prefill.mean_ratio * offered)
+    foreseen = plan.forecast
+    return Trace(
+        model=model,
+        policy=plan.policy,
+        ratio=plan.ratio,
+        tokens=len(plan.prompt),
+        tokens_reused=cached - recomputed,
+        tokens_recomputed=recomputed,
+        tokens_fresh=len(plan.prompt) - cached,
+        mean_ratio=prefill.mean_ratio,
+        nbytes=sum(s.nbytes for s in segments),
+        load_s=timing.load_s,
+        compute_s=timing.compute_s,
+        prefill_s=timing.wait_s + timing.compute_s,
+        ttft_s=(first_s or now_s) - timing.began_s,
+        total_s=now_s - timing.began_s,
+        refusal=plan.refusal,
+        segments=segments,
+        recomputed_rows=rows,
+        predicted_ttft_s=foreseen.ttft_s if foreseen is not None else None,
+        predicted_load_s=foreseen.load_s if foreseen is not None else None,
+        corrections=foreseen.corrections if foreseen is not None else (),
+        dropped=plan.prompt.dropped,
+        stream=_judged(ready.stream, timing, first_s or now_s),
+        session=plan.prompt.talk.id if plan.prompt.talk is not None else "",
+        truncated=plan.prompt.truncated,
+        schema=plan.prompt.taken.schema if isinstance(plan.prompt.taken, Taken) else "",
+        modules=_modules(plan),
+        tokens_prefix=sum(s.n_tokens for s in segments if s.hit and s.kind == "prefix"),
+        tokens_chunks=sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk") - recomputed,
+    )
+
+
+def _modules(plan: LoadPlan) -> tuple[str, ...]:
+    """Paths of a schema's modules whose text was reused."""
+    taken, keys = plan.prompt.taken, {fetch.key for fetch in plan.fetches}
+    return tuple(path for path, key in taken.modules if key in keys) if isinstance(taken, Taken) else ()
+
+
+def _judged(stream: StreamTrace | None, timing: Timing, first_s: float) -> StreamTrace | None:
+    """With whether the first token came within the deadline."""
+    return replace(stream, held=timing.due_s is not None and first_s <= timing.due_s) if stream is not None else None
+
+
+def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]) -> SegmentTrace:
+    fetch = next((fetch for fetch in plan.fetches if fetch.segment == index), None)
+    common = {"source": segment.source, "kind": segment.kind, "n_tokens": len(segment.tokens), "start": segment.start}
+    common["goes_on"] = _goes_on(plan.prompt.segments, index)
+    if fetch is None or plan.refusal:
+        why = plan.refusal or dict(plan.misses).get(index, "")
+        return SegmentTrace(**common, hit=False, why=why)  # type: ignore[arg-type]
+    lo, hi = plan.prompt.spans[index]
+    recomputed, exact = sum(lo <= row < hi for row in rows), is_exact(plan.prompt, fetch)
+    return SegmentTrace(
+        **common,  # type: ignore[arg-type]
+        hit=True,
+        tier=fetch.tier,
+        level=fetch.level,
+        nbytes=fetch.nbytes,
+        recomputed=recomputed,
+        exact=exact,
+        encoded=fetch.key.encoded,
+    )
+
+
+def _goes_on(segments: Sequence[Segment], index: int) -> bool:
+    """Whether a segment is one more piece of the chunk that the one with an entry before it is a piece of."""
+    mine, before = segments[index], next((each for each in reversed(segments[:index]) if each.keys), None)
+    if before is None or not mine.rows or not before.rows or mine.keys != before.keys:
+        return False
+    return mine.kind == before.kind == "chunk" and before.rows[0] < mine.rows[0]

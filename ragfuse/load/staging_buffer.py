@@ -1,0 +1,121 @@
+"""The way of layers that were read to the device that fuses them.
+
+On a CPU they are where they must be: the bytes read are used as they are, and become the memory tier's entry. To a GPU
+they go on a stream of their own, through pinned buffers, while the model computes (CacheBlend 5.1). What is read when
+is `layers.py`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ragfuse.types.kv import LayerKV
+
+log = logging.getLogger("ragfuse.load")
+
+BUFFERS = 2
+"""Pinned buffers: one is filled while the other is being sent."""
+ALIGNMENT = 64
+
+Layer = Mapping[int, LayerKV | None]
+"""A layer's KV by segment, None where it could not be read."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Layers on their way: they are there once `event` has happened on the sending stream; None: they are there."""
+
+    layers: Sequence[Layer]
+    event: torch.cuda.Event | None = None
+
+
+class Staging:
+    """Sends layers to `device`: `send` on the thread that reads, `landed` on the one that fuses.
+
+    nbytes: about what the largest step takes, which the buffers are made for when the first is sent.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int = 0) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._buffers = deque(_Buffer(nbytes) for _ in range(BUFFERS))
+
+    def send(self, layers: Sequence[Layer]) -> Sent:
+        """Begin to send; where there is no memory for that, the layers as they are, to be copied when they are used."""
+        if self._stream is None:
+            return Sent(layers)
+        try:
+            with torch.cuda.stream(self._stream):
+                return self._send(layers)
+        except RuntimeError as error:
+            log.warning("Layers go to %s only when they are used: %s", self._device, error)
+            return Sent(layers)
+
+    def landed(self, sent: Sent) -> Sequence[Layer]:
+        """The layers, for the current stream of the calling thread to use from now on."""
+        if sent.event is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(sent.event)
+            for part in _parts(sent.layers):
+                part.record_stream(stream)
+        return sent.layers
+
+    def _send(self, layers: Sequence[Layer]) -> Sent:
+        buffer = self._buffers[0]
+        self._buffers.rotate(-1)
+        parts = {id(part): part for part in _parts(layers)}
+        pinned = iter(buffer.room([part.nbytes for part in parts.values() if _is_pageable(part)]))
+        sent: dict[int, Tensor] = {}
+
+        def over(part: Tensor) -> Tensor:
+            """The part on the device, sent once for all segments that it is read for."""
+            at = id(part)
+            if at not in sent:
+                if _is_pageable(part):
+                    part = next(pinned).view(part.dtype).view(part.shape).copy_(part)
+                sent[at] = part.to(self._device, non_blocking=True)
+            return sent[at]
+
+        moved = [
+            {at: None if kv is None else LayerKV(over(kv.keys), over(kv.values)) for at, kv in layer.items()}
+            for layer in layers
+        ]
+        buffer.sent = torch.cuda.current_stream(self._device).record_event()
+        return Sent(moved, buffer.sent)
+
+
+class _Buffer:
+    """Pinned host memory for a step of `nbytes`, more if need be; not used again before what it held was `sent`."""
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self._least, self._bytes = nbytes, torch.empty(0, dtype=torch.uint8)
+        self.sent: torch.cuda.Event | None = None
+
+    def room(self, sizes: Sequence[int]) -> list[Tensor]:
+        """uint8 [size] for each size, apart from each other."""
+        ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+        if self.sent is not None:
+            self.sent.synchronize()
+        if ends and ends[-1] > self._bytes.numel():
+            nbytes = max(ends[-1], self._least)
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return [self._bytes[at : at + size] for at, size in zip([0, *ends], sizes, strict=False)]
+
+
+def _is_pageable(part: Tensor) -> bool:
+    return part.device.type == "cpu" and not part.is_pinned()
+
+
+def _parts(layers: Sequence[Layer]) -> Iterator[Tensor]:
+    """Keys and values of all layers, in the order in which they are sent."""
+    for layer in layers:
+        for kv in layer.values():
+            if kv is not None:
+                yield from (kv.keys, kv.values)

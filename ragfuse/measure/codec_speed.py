@@ -1,0 +1,62 @@
+"""Times what decoding KV of each codec level takes, and weighs what it packs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from ragfuse.codec import Codec, LayerMeta
+from ragfuse.hf.model import HFModel
+from ragfuse.settings import LEVELS
+from ragfuse.types.kv import LayerKV
+
+TOKENS = 256
+"""Tokens of the chunk that is packed, where the model takes so many."""
+
+Progress = Callable[[str, float], object]
+
+
+def decoding(
+    model: HFModel, codecs: Callable[[str], Codec | None], rounds: int, progress: Progress
+) -> tuple[dict[str, float], dict[str, float]]:
+    """By level: seconds to decode a token's KV, medians after one to warm up; its bytes over those of raw.
+
+    On the thread that asks, from the host's memory, as entries are read. Levels without a codec, or that cannot hold
+    this model's KV, are left out.
+    """
+    there = [(level, codec) for level in LEVELS[1:] if (codec := codecs(level)) is not None]
+    kv = [_at_host(layer) for layer in model.encode(_ids(model)).layers] if there else []
+    seconds, packed = dict[str, float](), dict[str, float]()
+    for index, (level, codec) in enumerate(there):
+        progress(f"decoding {level}", index / len(there))
+        try:
+            blobs = [codec.encode(layer, at) for at, layer in enumerate(kv)]
+        except ValueError:  # what only raw keeps
+            continue
+        taken = [_timed(codec, kv, blobs) for _ in range(rounds + 1)]
+        seconds[level] = median(taken[1:]) / kv[0].n_tokens
+        packed[level] = sum(blob.numel() for blob in blobs) / sum(layer.nbytes for layer in kv)
+    return seconds, packed
+
+
+def _timed(codec: Codec, kv: list[LayerKV], blobs: list[Tensor]) -> float:
+    metas = [LayerMeta.of(layer, blob) for layer, blob in zip(kv, blobs, strict=True)]
+    began = time.perf_counter()
+    for blob, meta in zip(blobs, metas, strict=True):
+        codec.decode(blob, meta)
+    return time.perf_counter() - began
+
+
+def _at_host(layer: LayerKV) -> LayerKV:
+    return LayerKV(layer.keys.cpu(), layer.values.cpu())
+
+
+def _ids(model: HFModel) -> list[int]:
+    """Random ids, always the same ones."""
+    config, drawn = model.model.config.get_text_config(), torch.Generator().manual_seed(1)
+    count = min(TOKENS, model.longest or TOKENS)
+    return [int(token) for token in torch.randint(config.vocab_size, (count,), generator=drawn)]

@@ -1,0 +1,63 @@
+"""Times what reading in a thread costs the model beside it: the two share one interpreter, whatever the processor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from ragfuse.fuse.fusor import Source
+from ragfuse.load.layers import LayerReader
+from ragfuse.measure.tiers import UNLIMITED
+from ragfuse.plan.estimate import pipelined_s
+from ragfuse.plan.steps import room
+from ragfuse.settings import LEVELS
+from ragfuse.store import DiskTier, KVStore
+from ragfuse.types.keys import ChunkKey, digest
+from ragfuse.types.kv import ChunkKV
+from ragfuse.types.plan import Fetch
+
+MOST_S = 2e-3
+"""No read is taken to hold up the model for longer: what is beyond is something else that ran meanwhile."""
+
+Fuse = Callable[[Source], float]
+"""Fuses one prompt with the KV of a source, and gives the seconds that took."""
+
+
+def held_up_s(fuse: Fuse, at_hand: Source, chunks: list[ChunkKV], folder: Path | None, rounds: int) -> float:
+    """Seconds by which each read of a thread holds up fusing: `fuse` layer by layer from files, and with all at hand.
+
+    chunks: small ones, by segment, so that reading hides behind fusing. folder: where to put them for a moment; None:
+    the system's own place.
+    """
+    n_layers = len(chunks[0].layers)
+    with (
+        TemporaryDirectory(prefix="measure-", dir=folder, ignore_cleanup_errors=True) as own,
+        KVStore([DiskTier(own, UNLIMITED, lambda entries: ())]) as store,
+    ):
+        fetches, taken = [_kept(store, at, chunk) for at, chunk in enumerate(chunks)], list[float]()
+        for _ in range(rounds + 1):
+            hand_s, (read_s, load_s) = fuse(at_hand), _read(store, fetches, n_layers, fuse)
+            taken.append(over_s(read_s, hand_s, load_s, n_layers) / (n_layers * len(fetches)))
+    return min(MOST_S, max(0.0, median(taken[1:])))  # the first is to warm up
+
+
+def over_s(read_s: float, hand_s: float, load_s: float, n_layers: int) -> float:
+    """What is left of `read_s` when reading one layer at a time, `load_s` in all, is hidden behind fusing, `hand_s`."""
+    return read_s - pipelined_s([load_s / n_layers] * n_layers, [hand_s / n_layers] * n_layers, room(1))
+
+
+def _kept(store: KVStore, at: int, chunk: ChunkKV) -> Fetch:
+    key = ChunkKey(digest("measure"), digest(str(at)))
+    store.put(key, chunk, wait=True)
+    return Fetch(at, key, store.tiers[0].name, LEVELS[0], chunk.nbytes)
+
+
+def _read(store: KVStore, fetches: list[Fetch], n_layers: int, fuse: Fuse) -> tuple[float, float]:
+    """Seconds of fusing what a thread reads one layer at a time, and of that reading."""
+    began = time.perf_counter()
+    with LayerReader(store, fetches, n_layers, most=1) as reader:
+        fuse(reader)
+        return time.perf_counter() - began, reader.load_s

@@ -1,0 +1,1 @@
+"""What belongs to one process: locks that survive a fork, and objects that all its engines share."""

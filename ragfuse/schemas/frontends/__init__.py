@@ -1,0 +1,1 @@
+"""Python functions and templates of other frameworks, converted to schemas."""

@@ -1,0 +1,393 @@
+"""Python functions as prompts: compiled through `ast` to a schema, called for a prompt over it (Prompt Cache 3.2.4).
+
+A text that stands as a statement is text, an f-string's parameters are PML's, `if` is a module, `if` with `else` and
+`match` are a union, a call of another prompt function is a module in this one, `with user:` a message. A function's
+docstring is not part of it. Nothing else can be said; what cannot be compiled is refused with its line, when the
+function is defined. Conditions are run by Python, when it is called.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import update_wrapper
+from types import CellType, FunctionType
+from typing import Any, ParamSpec, cast, overload
+
+from ragfuse.errors import PMLError
+from ragfuse.schemas.nodes import (
+    Import,
+    Item,
+    Module,
+    Param,
+    Request,
+    Role,
+    RoleName,
+    Schema,
+    Spot,
+    Text,
+    Union,
+    joined,
+)
+from ragfuse.schemas.pml import TAGS, is_name
+
+P = ParamSpec("P")
+_PML = "__pml__"
+_DEF = "a function written with def"
+_SAYS = "texts, f-strings of parameters, if, match, with system, user or assistant, calls of prompt functions"
+
+
+@dataclass(frozen=True)
+class MaxTokens:
+    """How many tokens an argument has at most: `days: Annotated[str, MaxTokens(8)]`."""
+
+    n: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """What `with` opens in a prompt function: a message of this role."""
+
+    role: RoleName
+
+    def __enter__(self) -> None:
+        """Never run: prompt functions are compiled."""
+
+    def __exit__(self, *_: object) -> None:
+        """Never run either."""
+
+
+system, user, assistant = Message("system"), Message("user"), Message("assistant")
+
+
+@overload
+def program(function: Callable[P, Any]) -> Callable[P, Request]: ...
+
+
+@overload
+def program(*, max_tokens: Mapping[str, int]) -> Callable[[Callable[P, Any]], Callable[P, Request]]: ...
+
+
+def program(
+    function: Callable[..., Any] | None = None, *, max_tokens: Mapping[str, int] | None = None
+) -> Callable[..., Any]:
+    """A prompt function: called as it was defined, it gives the prompt; `schema_of` gives its schema.
+
+    max_tokens: room for the arguments of parameters that stand in its texts; `MaxTokens` in an annotation says it too.
+    PMLError with file and line for what cannot be compiled.
+    """
+    if function is None:
+        return lambda function: _Compiler(function, max_tokens or {}).made()
+    return _Compiler(function, max_tokens or {}).made()
+
+
+def schema_of(function: Callable[..., Any]) -> Schema:
+    """The schema that a prompt function was compiled to; PMLError for any other function."""
+    found = getattr(function, _PML, None)
+    if not isinstance(found, Schema):
+        raise PMLError(f"{function!r}", "a function that is decorated with `program`")
+    return found
+
+
+class _Said:
+    """What one call of a prompt function says: arguments and imports of one module."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.args: dict[str, str] = {}
+        self.items: list[Import | _Said] = []
+
+    def module(self, name: str) -> _Said:
+        """A branch that was taken."""
+        self.items.append(made := _Said(name))
+        return made
+
+    def argument(self, name: str, value: object) -> None:
+        """What a parameter holds."""
+        self.args[name] = str(value)
+
+    def called(self, name: str, request: Request) -> None:
+        """What another prompt function said."""
+        self.items.append(Import(name, request.args, request.items))
+
+    def imports(self) -> tuple[Import, ...]:
+        """All that was said, in order."""
+        said = (item if isinstance(item, Import) else item.as_import() for item in self.items)
+        return tuple(said)
+
+    def as_import(self) -> Import:
+        """This as a module of another."""
+        return Import(self.name, tuple(self.args.items()), self.imports())
+
+    def request(self) -> Request:
+        """This as a whole prompt."""
+        return Request(self.name, self.imports(), tuple(self.args.items()))
+
+
+@dataclass
+class _Scope:
+    """A module that is being compiled: the variable that holds what is said in it, and names that it has."""
+
+    variable: str
+    names: set[str] = field(default_factory=set)
+
+    def unique(self, wish: str) -> str:
+        """A name for a module of this one, as close to the wish as PML allows."""
+        name = re.sub(r"[^\w.-]+", "-", wish).strip("-.")[:40]
+        if not is_name(name) or name in TAGS:
+            name = f"case-{name}" if is_name(f"case-{name}") else "case"
+        found, n = name, 1
+        while found in self.names:
+            n += 1
+            found = f"{name}-{n}"
+        self.names.add(found)
+        return found
+
+
+class _Compiler:
+    """Compiles one function: to a schema, and to a function that says what is imported."""
+
+    def __init__(self, function: Callable[..., Any], max_tokens: Mapping[str, int]) -> None:
+        if not isinstance(function, FunctionType):
+            raise PMLError(f"{function!r}", _DEF)
+        self.function, self.count = function, 0
+        self.file, self.first = function.__code__.co_filename, function.__code__.co_firstlineno
+        self.definition = self._definition()
+        self.outside = {**function.__globals__, **_closure(function)}
+        given = self.definition.args
+        self.parameters = {arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+        self.rooms = {**self._annotated(), **max_tokens}
+        for name in max_tokens:
+            if name not in self.parameters:
+                raise self._error(self.definition, f"max_tokens of '{name}'", "a parameter of the function")
+
+    def made(self) -> Callable[..., Request]:
+        """The function that gives prompts, with its schema."""
+        scope = self._scope()
+        body = self.definition.body
+        items, said = self._body(body[1:] if ast.get_docstring(self.definition, clean=False) else body, scope)
+        if not items:
+            raise self._error(self.definition, "a function without text but its docstring", "text as a statement")
+        schema = Schema(self.function.__name__, joined(items), at=self._spot(self.definition))
+        function = self._function(scope, said)
+        update_wrapper(function, self.function)
+        setattr(function, _PML, schema)
+        return cast(Callable[..., Request], function)
+
+    # what is there
+
+    def _definition(self) -> ast.FunctionDef:
+        try:
+            source = inspect.getsource(self.function)
+        except OSError as error:
+            raise PMLError("a function without source", "one that stands in a file", self.file, self.first) from error
+        is_inside = source[:1].isspace()  # of another block: it stays as it is, and so do its texts
+        try:
+            body: Sequence[ast.stmt] = ast.parse(f"if True:\n{source}" if is_inside else source).body
+        except SyntaxError as error:
+            raise PMLError(f"source that cannot be read ({error.msg})", _DEF, self.file, self.first) from error
+        body = cast(ast.If, body[0]).body if is_inside else body
+        found = body[0] if body else None
+        if not isinstance(found, ast.FunctionDef):
+            raise PMLError(f"'{source.strip()[:40]}'", _DEF, self.file, self.first, 1)
+        return ast.increment_lineno(found, self.first - 1 - is_inside)
+
+    def _annotated(self) -> dict[str, int]:
+        try:
+            hints = inspect.get_annotations(self.function, locals=_closure(self.function), eval_str=True)
+        except Exception as error:  # an annotation may be anything
+            raise self._error(self.definition, f"an annotation that cannot be read ({error})", "types") from error
+        rooms = {}
+        for name, hint in hints.items():
+            for each in getattr(hint, "__metadata__", ()):  # of Annotated
+                if isinstance(each, MaxTokens):
+                    rooms[name] = each.n
+        return rooms
+
+    def _spot(self, node: ast.AST) -> Spot:
+        return Spot(self.file, getattr(node, "lineno", self.first), getattr(node, "col_offset", 0) + 1)
+
+    def _error(self, node: ast.AST, found: str, wanted: str) -> PMLError:
+        return self._spot(node).error(found, wanted)
+
+    def _value(self, node: ast.expr) -> Any:
+        """What a name, or an attribute of one, stands for where the function was defined; None where it is unknown."""
+        if isinstance(node, ast.Name):
+            return None if node.id in self.parameters else self.outside.get(node.id)
+        if isinstance(node, ast.Attribute):
+            return getattr(self._value(node.value), node.attr, None)
+        return None
+
+    # statements
+
+    def _scope(self) -> _Scope:
+        self.count += 1
+        return _Scope(f"__said_{self.count}")
+
+    def _body(self, body: Sequence[ast.stmt], scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
+        items, said = list[Item](), list[ast.stmt]()
+        for node in body:
+            more, statements = self._statement(node, scope)
+            items += more
+            said += [ast.copy_location(statement, node) for statement in statements]
+        return items, said
+
+    def _statement(self, node: ast.stmt, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
+        match node:
+            case ast.Pass():
+                return [], []
+            case ast.Expr(ast.Call() as call):
+                return self._call(call, scope)
+            case ast.Expr(value):
+                return self._text(value, scope)
+            case ast.If():
+                return self._if(node, scope)
+            case ast.Match():
+                return self._match(node, scope)
+            case ast.With(items=[ast.withitem(opened, None)]) if isinstance(self._value(opened), Message):
+                items, said = self._body(node.body, scope)
+                return [Role(self._value(opened).role, joined(items), self._spot(node))], said
+            case _:
+                raise self._error(node, f"'{ast.unparse(node).splitlines()[0][:60]}' in a prompt function", _SAYS)
+
+    def _text(self, node: ast.expr, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
+        """A text, an f-string, or a name that stands for a text."""
+        value = node.value if isinstance(node, ast.Constant) else self._value(node)
+        if isinstance(value, str):
+            return [Text(value, self._spot(node))] if value else [], []
+        if not isinstance(node, ast.JoinedStr):
+            raise self._error(node, f"'{ast.unparse(node)[:60]}' in a prompt function", _SAYS)
+        items, said = list[Item](), list[ast.stmt]()
+        for part in node.values:
+            plain = part.value if isinstance(part, ast.FormattedValue) else part
+            if isinstance(part, ast.FormattedValue) and (part.conversion != -1 or part.format_spec is not None):
+                raise self._error(plain, f"'{ast.unparse(plain)[:60]}' with a format", "a parameter as it is")
+            if isinstance(plain, ast.Name) and plain.id in self.parameters:
+                items.append(self._param(plain))
+                said.append(_do(scope, "argument", ast.Constant(plain.id), ast.Name(plain.id, ast.Load())))
+                continue
+            if not isinstance(plain, ast.Constant) and not isinstance(self._value(plain), str):
+                raise self._error(plain, f"'{ast.unparse(plain)[:60]}' in a text", "a parameter of the function")
+            items += self._text(plain, scope)[0]
+        return items, said
+
+    def _param(self, node: ast.Name) -> Param:
+        if node.id not in self.rooms:
+            wanted = f"max_tokens={{'{node.id}': ...}}, or Annotated[str, MaxTokens(...)]"
+            raise self._error(node, f"parameter '{node.id}' without a length", wanted)
+        if not is_name(node.id) or node.id == "schema" or self.rooms[node.id] < 1:
+            raise self._error(node, f"parameter '{node.id}' of {self.rooms[node.id]}", "another name, 1 token or more")
+        return Param(node.id, self.rooms[node.id], at=self._spot(node))
+
+    def _call(self, node: ast.Call, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
+        schema = getattr(self._value(node.func), _PML, None)
+        if not isinstance(schema, Schema):
+            raise self._error(node, f"a call of '{ast.unparse(node.func)[:60]}'", "prompt functions defined before")
+        name = scope.unique(schema.name)
+        return [Module(name, schema.items, at=self._spot(node))], [_do(scope, "called", ast.Constant(name), node)]
+
+    def _if(self, node: ast.If, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
+        modules: list[Module] = []
+        statement = self._branches(node, scope, modules)
+        whole = modules[0] if len(modules) == 1 else Union(tuple(modules), at=self._spot(node))
+        return [whole], [statement]
+
+    def _branches(self, node: ast.If, scope: _Scope, modules: list[Module]) -> ast.stmt:
+        """The same statement that says which of its branches was taken; each is a module."""
+        said = self._branch(_called(node.test), node.body, node, scope, modules)
+        if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
+            other = [self._branches(node.orelse[0], scope, modules)]
+        else:
+            other = self._branch("else", node.orelse, node.orelse[0], scope, modules) if node.orelse else []
+        return ast.copy_location(ast.If(node.test, said, other), node)
+
+    def _match(self, node: ast.Match, scope: _Scope) -> tuple[list[Item], list[ast.stmt]]:
+        modules: list[Module] = []
+        cases = [
+            ast.match_case(
+                case.pattern, case.guard, self._branch(_cased(node, case), case.body, case.body[0], scope, modules)
+            )
+            for case in node.cases
+        ]
+        return [Union(tuple(modules), at=self._spot(node))], [ast.Match(node.subject, cases)]
+
+    def _branch(
+        self, wish: str, body: Sequence[ast.stmt], at: ast.AST, scope: _Scope, modules: list[Module]
+    ) -> list[ast.stmt]:
+        name, inside = scope.unique(wish), self._scope()
+        items, said = self._body(body, inside)
+        modules.append(Module(name, joined(items), at=self._spot(at)))
+        opened = ast.Assign([ast.Name(inside.variable, ast.Store())], _do(scope, "module", ast.Constant(name)).value)
+        return [opened, *said]
+
+    # and back to a function
+
+    def _function(self, scope: _Scope, said: list[ast.stmt]) -> FunctionType:
+        """A function with the same parameters that says what it imports, over the very names around it."""
+        free = ("__say__", *self.function.__code__.co_freevars)
+        maker = ast.parse(f"def make({', '.join(free)}): pass")
+        opened = ast.parse(f"{scope.variable} = __say__({self.function.__name__!r})").body
+        definition = self.definition
+        definition.decorator_list, definition.returns = [], None
+        for each in ast.walk(definition.args):
+            if isinstance(each, ast.arg):
+                each.annotation = None
+        definition.args.defaults = [ast.Constant(None) for _ in definition.args.defaults]
+        definition.args.kw_defaults = [each and ast.Constant(None) for each in definition.args.kw_defaults]
+        answer = ast.Return(_do(scope, "request").value)
+        definition.body = [*opened, *said, answer]
+        outer = cast(ast.FunctionDef, maker.body[0])
+        outer.body = [definition, ast.Return(ast.Name(definition.name, ast.Load()))]
+        made: dict[str, Any] = {}
+        exec(compile(ast.fix_missing_locations(maker), self.file, "exec"), self.function.__globals__, made)
+        code = made["make"](*free).__code__
+        cells = dict(zip(free, (CellType(_Said), *(self.function.__closure__ or ())), strict=True))
+        closure, given = tuple(cells[name] for name in code.co_freevars), self.function
+        function = FunctionType(code, given.__globals__, given.__name__, given.__defaults__, closure)
+        function.__kwdefaults__ = given.__kwdefaults__
+        return function
+
+
+def _closure(function: FunctionType) -> dict[str, Any]:
+    """What a function's own surroundings hold, as far as it is there."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # not there yet
+            continue
+    return found
+
+
+def _do(scope: _Scope, method: str, *args: ast.expr) -> ast.Expr:
+    said = ast.Attribute(ast.Name(scope.variable, ast.Load()), method, ast.Load())
+    return ast.Expr(ast.Call(said, list(args), []))
+
+
+def _called(test: ast.expr) -> str:
+    """What a condition's module is called."""
+    match test:
+        case ast.Name(name) | ast.Attribute(_, name):
+            return name
+        case ast.UnaryOp(ast.Not(), inner):
+            return f"not-{_called(inner)}"
+        case ast.Compare(left, [ast.Eq()], [ast.Constant(value)]):
+            return "-".join((_called(left), str(value)))
+        case _:
+            return "if"
+
+
+def _cased(node: ast.Match, case: ast.match_case) -> str:
+    """What a case's module is called."""
+    match case.pattern:
+        case ast.MatchValue(ast.Constant(value)) | ast.MatchSingleton(value):
+            return str(value)
+        case ast.MatchOr(patterns):
+            return "-or-".join(_cased(node, ast.match_case(pattern, None, [])) for pattern in patterns)
+        case ast.MatchAs(None, None):
+            return f"other-{_called(node.subject)}"
+        case _:
+            return "case"

@@ -1,0 +1,190 @@
+"""Templates that people have, as schemas: of LangChain and LlamaIndex, or (role, text) pairs.
+
+No framework is imported: a template is known by what it has. Its variables become parameters of the schema itself, so
+that all its text is encoded once, and `filled` makes the prompt of their values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from string import Formatter
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+from ragfuse.errors import PMLError
+from ragfuse.schemas.nodes import Item, Param, Request, Role, RoleName, Schema, Spot, Text, joined
+from ragfuse.schemas.pml import is_name
+
+Syntax = Literal["f-string", "mustache", "jinja2"]
+Pairs = Sequence[tuple[str, str]]
+
+_ROLES: Mapping[str, RoleName] = MappingProxyType(
+    {"human": "user", "user": "user", "system": "system", "ai": "assistant", "assistant": "assistant"}
+)
+_CHAT = re.compile(r"""{%(-?)\s*(?:chat\s+role\s*=\s*["'](?P<role>\w+)["']|endchat)\s*(-?)%}""")
+_JINJA = re.compile(r"{#|(?<!{){{-?([^{}]*?)-?}}")
+_MUSTACHE = re.compile(r"(?<!{)(?:{{{([^{}]*)}}}|{{([^{}]*)}})")
+
+
+def from_template(name: str, template: Any, max_tokens: int | Mapping[str, int], syntax: Syntax = "f-string") -> Schema:
+    """The schema of a template: a text, (role, text) pairs, or a framework's prompt template.
+
+    max_tokens: room for every variable, or for each. syntax: of texts and pairs; a framework's templates know theirs.
+    PMLError for what no schema can hold: logic, loops, formats, and places for whole conversations.
+    """
+    items: list[Item] = []
+    for role, text, own in _pairs(name, template, syntax):
+        said = joined(_items(name, text, own, max_tokens))
+        items += [Role(_role(name, role), said)] if role else said
+    return Schema(name, joined(items))
+
+
+def filled(schema: Schema, values: Mapping[str, object]) -> Request:
+    """The prompt of a template's schema for these values of its variables."""
+    return Request(schema.name, (), tuple((name, str(value)) for name, value in values.items()))
+
+
+def _pairs(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, str, Syntax]]:
+    """(role, text, syntax) of every message; role "": no message."""
+    if isinstance(template, str):
+        yield from _chats(template, syntax)
+    elif isinstance(text := getattr(template, "template_str", None), str):  # RichPromptTemplate
+        yield from _chats(text, "jinja2")
+    elif isinstance(text := getattr(template, "template", None), str):  # PromptTemplate of both
+        yield "", text, _syntax_of(template)
+    else:
+        messages = getattr(template, "messages", None) or getattr(template, "message_templates", None) or template
+        if not isinstance(messages, Sequence):
+            raise PMLError(f"a template of type {type(template).__name__}", "messages, a text, or pairs", name)
+        for message in messages:
+            yield _message(name, message, syntax)
+
+
+def _chats(text: str, syntax: Syntax) -> Iterator[tuple[str, str, Syntax]]:
+    """What `{% chat %}` blocks say, where there are some; white space between them is no text."""
+    done, dash, opened, has_blocks = 0, "", None, False
+    for tag in _CHAT.finditer(text) if syntax == "jinja2" else ():
+        before, role, behind = tag.groups()
+        if opened is None and role is not None:
+            opened = tag
+        elif opened is not None and role is None:
+            if (between := _bare(text[done : opened.start()], dash, opened[1])).strip():
+                yield "", between, syntax
+            yield opened["role"], _bare(text[opened.end() : tag.start()], opened[3], before), syntax
+            done, dash, opened, has_blocks = tag.end(), behind, None, True
+    rest = _bare(text[done:], dash, "")
+    if not has_blocks or rest.strip():
+        yield "", rest, syntax
+
+
+def _bare(text: str, before: str, behind: str) -> str:
+    """A text between two tags of jinja's, of which one with a dash takes the white space beside it."""
+    text = text.lstrip() if before == "-" else text
+    return text.rstrip() if behind == "-" else text
+
+
+def _message(name: str, message: Any, syntax: Syntax) -> tuple[str, str, Syntax]:
+    if isinstance(message, tuple | list) and len(message) == 2:
+        return str(message[0]), str(message[1]), syntax
+    role = getattr(message, "role", None) or getattr(message, "type", None) or type(message).__name__
+    role = str(getattr(role, "value", role))
+    role = re.sub(r"(message|prompt|template|_|chunk)+$", "", role.lower())
+    prompt = getattr(message, "prompt", None)
+    if isinstance(text := getattr(prompt, "template", None), str):
+        return role, text, _syntax_of(prompt)
+    if isinstance(text := getattr(message, "content", None), str):  # LangChain's messages are no templates
+        return role, text if hasattr(message, "blocks") else re.sub(r"[{}]", r"\g<0>\g<0>", text), "f-string"
+    raise PMLError(
+        f"{type(message).__name__} in a template", "messages with a text; whole conversations have no len", name
+    )
+
+
+def _syntax_of(prompt: Any) -> Syntax:
+    """What a framework's own prompt is written in: f-strings, unless it says something else."""
+    return cast(Syntax, getattr(prompt, "template_format", "f-string"))
+
+
+def _role(name: str, role: str) -> RoleName:
+    if role not in _ROLES:
+        raise PMLError(f"role '{role}'", "system, user (human) or assistant (ai)", name)
+    return _ROLES[role]
+
+
+def _items(name: str, text: str, syntax: Syntax, max_tokens: int | Mapping[str, int]) -> Iterator[Item]:
+    line, counted = 1, 0
+    for literal, variable, at in parsed(name, text, syntax):
+        if literal:
+            yield Text(literal)
+        if variable is not None:
+            line, counted = line + text.count("\n", counted, at), max(counted, at)
+            yield _param(variable, max_tokens, Spot(name, line, 1))
+
+
+def _param(variable: str, max_tokens: int | Mapping[str, int], at: Spot) -> Param:
+    if not is_name(variable) or variable == "schema":
+        raise at.error(f"'{variable}' in a template", "the name of a variable, without logic or format")
+    length = max_tokens if isinstance(max_tokens, int) else max_tokens.get(variable, 0)
+    if length < 1:
+        raise at.error(f"variable '{variable}' without a length", f"max_tokens={{'{variable}': ...}}")
+    return Param(variable, length, at=at)
+
+
+def parsed(name: str, text: str, syntax: Syntax) -> Iterator[tuple[str, str | None, int]]:
+    """(text, variable behind it or None, where about it stands). name: of the template, for a PMLError."""
+    if syntax == "f-string":
+        yield from _formatted(name, text)
+        return
+    is_jinja, done, dash = syntax == "jinja2", 0, ""
+    for lo, hi, variable in _held(text) if is_jinja else _held_by_mustache(text):
+        literal, tag = _plain(name, text, done, lo), text[lo:hi] if is_jinja else ""
+        yield _bare(literal, dash, tag[2:3]), variable, lo
+        done, dash = hi, tag[-3:-2]
+    yield _bare(_plain(name, text, done, len(text)), dash, ""), None, len(text)
+
+
+def _held(text: str) -> Iterator[tuple[int, int, str | None]]:
+    """Variables and comments (None) of a jinja template, as lo, hi and name."""
+    at = 0
+    while found := _JINJA.search(text, at):
+        at = found.end()
+        if found[1] is not None:
+            yield found.start(), at, found[1].strip()
+            continue
+        end = text.find("#}", at)
+        if end < 0:  # and no later comment ends either
+            yield from (
+                (each.start(), each.end(), each[1].strip()) for each in _JINJA.finditer(text, at) if each[1] is not None
+            )
+            return
+        at = end + 2
+        yield found.start(), at, None
+
+
+def _held_by_mustache(text: str) -> Iterator[tuple[int, int, str | None]]:
+    """Variables of a mustache template, as lo, hi and name."""
+    for found in _MUSTACHE.finditer(text):
+        yield found.start(), found.end(), found[found.lastindex or 0].strip()
+
+
+def _formatted(name: str, text: str) -> Iterator[tuple[str, str | None, int]]:
+    at = 0
+    try:
+        for literal, variable, spec, conversion in Formatter().parse(text):
+            at += len(literal)
+            shown = variable if variable is None else f"{variable}{'!' if conversion else ''}{':' if spec else ''}"
+            yield literal, shown, at
+            at += len(variable or "")
+    except ValueError as error:
+        raise PMLError(f"a template that str.format does not take ({error})", "{{ and }} for braces", name) from error
+
+
+def _plain(name: str, text: str, lo: int, hi: int) -> str:
+    """Text between variables; PMLError for what a mustache or jinja template does beside holding variables."""
+    plain = text[lo:hi]
+    if logic := re.search(r"{%|{{", plain):
+        line = text.count("\n", 0, lo) + plain.count("\n", 0, logic.start()) + 1
+        end = plain.find("%}" if logic[0] == "{%" else "}}", logic.end())
+        told = plain[logic.start() : max(end, logic.start()) + 2]
+        raise PMLError(f"'{told[:60]}' in a template", "texts and variables", name, line, 1)
+    return plain

@@ -1,0 +1,339 @@
+"""PML text <-> nodes: schemas and prompts, every error with its file, line and column (Prompt Cache 3.2).
+
+expat of the standard library reads the XML. There is no DTD, so no entities but the five and numeric ones, no
+processing instruction, nothing is fetched, and what is too large or too deep is refused. White space is text and stays
+as it is; comments are not text. Positions of tokens are made in `schema`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn, cast
+from xml.parsers import expat
+
+from ragfuse.errors import PMLError
+from ragfuse.schemas.nodes import (
+    Import,
+    Message,
+    Module,
+    Param,
+    Request,
+    Role,
+    RoleName,
+    Scaffold,
+    Schema,
+    Spot,
+    Text,
+    Union,
+    check_scope,
+)
+from ragfuse.schemas.pml_writer import to_pml
+
+__all__ = ["MAX_CHARS", "MAX_DEPTH", "MAX_ELEMENTS", "MAX_LENGTH", "MAX_ROOM", "ROLES", "TAGS"]
+__all__ += ["is_name", "one_of", "parse", "parse_prompt", "parse_schema", "read", "to_pml"]
+
+MAX_CHARS = 16_000_000
+MAX_DEPTH = 64
+MAX_ELEMENTS = 100_000
+MAX_LENGTH = 1_000_000
+MAX_ROOM = 1_000_000
+"""Of a text: characters, elements in each other, elements; of its parameters: tokens of one, and of all together."""
+
+ROLES = ("system", "user", "assistant")
+TAGS = frozenset({"schema", "prompt", "module", "union", "parameter", "param", "scaffold", *ROLES})
+"""Words of the language, which no module may have for a name."""
+
+_PARTS = frozenset({"module", "union", "parameter", "param", *ROLES})
+_INSIDE: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "schema": _PARTS | {"scaffold"},
+        "module": _PARTS,
+        "union": frozenset({"module"}),
+        **dict.fromkeys(ROLES, _PARTS - set(ROLES)),
+        **dict.fromkeys(("parameter", "param", "scaffold"), frozenset[str]()),
+    }
+)
+_ATTRIBUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "schema": ("name",),
+        "module": ("name", "cache"),
+        "union": ("scaffold",),
+        "scaffold": ("modules",),
+        **dict.fromkeys(ROLES, ()),
+        **dict.fromkeys(("parameter", "param"), ("name", "len", "length", "scaffold")),
+    }
+)
+_LINE_END = re.compile(r"\r\n?|\n")
+_PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_HELP = "well-formed XML: in text write &lt; for < and &amp; for &, or put it into <![CDATA[...]]>"
+
+
+def parse(text: str, file: str = "") -> Schema | Request:
+    """What a text says: a schema, or a prompt derived from one. PMLError with the place where it cannot be read."""
+    return _Reader(text, file).read()
+
+
+def parse_schema(text: str, file: str = "") -> Schema:
+    """The schema that a text holds; PMLError for a prompt too."""
+    found = parse(text, file)
+    if not isinstance(found, Schema):
+        raise found.at.error("<prompt>", "<schema>")
+    return found
+
+
+def parse_prompt(text: str, file: str = "") -> Request:
+    """The prompt that a text holds; PMLError for a schema too."""
+    found = parse(text, file)
+    if not isinstance(found, Request):
+        raise found.at.error("<schema>", "<prompt>")
+    return found
+
+
+def read(path: str | Path) -> Schema | Request:
+    """What a file in UTF-8 says, see `parse`."""
+    try:
+        data = Path(path).read_bytes()
+        return parse(data.decode(), str(path))
+    except OSError as error:
+        raise PMLError(f"no readable file ({error.strerror})", "a schema or prompt in PML", str(path)) from error
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode()
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        raise PMLError(f"byte {data[error.start]:#04x}", "text in UTF-8", str(path), line, column) from error
+
+
+def is_name(name: str) -> bool:
+    """Whether a module or parameter may be called so: an XML name without a colon."""
+    if _PLAIN_NAME.fullmatch(name):
+        return True
+    if not name or name.isascii() or not name.isprintable():
+        return False
+    seen: list[str] = []
+    parser = expat.ParserCreate("utf-8")
+    parser.StartElementHandler = lambda tag, _: seen.append(tag)
+    try:
+        parser.Parse(f"<{name}/>".encode(), True)
+    except (expat.ExpatError, UnicodeEncodeError):
+        return False
+    return seen == [name] and ":" not in name
+
+
+def one_of(name: str, names: Iterable[str]) -> str:
+    """The names there are, for an error: those like this one, else the first of them."""
+    there = sorted({each for each in names if each and len(each) <= 100})
+    close = difflib.get_close_matches(name, there[:1000], 3, 0.6) if len(name) <= 100 else []
+    shown = close or there[:8]
+    more = ", ..." if not close and len(there) > len(shown) else ""
+    listed = ", ".join(f"'{each}'" for each in shown) + more
+    return f"one of {listed}" if len(shown) > 1 else listed or "none"
+
+
+@dataclass(slots=True)
+class _Frame:
+    """An element that is still open."""
+
+    tag: str
+    attributes: dict[str, str]
+    at: Spot
+    items: list[Any] = field(default_factory=list)
+    scaffolds: list[Scaffold] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    text_at: Spot | None = None
+
+
+class _Reader:
+    """Reads one text."""
+
+    def __init__(self, text: str, file: str) -> None:
+        self._text, self._file = text, file
+        self._open: list[_Frame] = []
+        self._count, self._in_role, self._room = 0, 0, 0
+        self._found: Schema | Request | None = None
+        self._parser = parser = expat.ParserCreate("utf-8")
+        parser.StartElementHandler, parser.EndElementHandler = self._start, self._end
+        parser.CharacterDataHandler = self._characters
+        parser.StartDoctypeDeclHandler = lambda *_: self._refuse("a DTD", "none: PML has no entities of its own")
+        parser.ProcessingInstructionHandler = lambda *_: self._refuse("a processing instruction", "PML's own tags")
+
+    def read(self) -> Schema | Request:
+        """The root as a node."""
+        if len(self._text) > MAX_CHARS:
+            raise PMLError(f"{len(self._text)} characters", f"at most {MAX_CHARS}", self._file)
+        try:
+            self._parser.Parse(self._text.encode(), True)
+        except UnicodeEncodeError as error:
+            raise PMLError(f"half a character at {error.start}", "text that UTF-8 can hold", self._file) from error
+        except expat.ExpatError as error:
+            raise self._malformed(error) from None
+        assert self._found is not None  # expat: no element found
+        return self._found
+
+    def _malformed(self, error: expat.ExpatError) -> PMLError:
+        at = Spot(self._file, error.lineno, error.offset + 1)
+        what = expat.ErrorString(error.code)
+        if error.code == expat.errors.codes[expat.errors.XML_ERROR_TAG_MISMATCH] and self._open:
+            last = self._open[-1]
+            return at.error(f"the end of another element ({what})", f"'</{last.tag}>' of line {last.at.line} first")
+        line = _LINE_END.split(self._text, error.lineno)[error.lineno - 1] if error.lineno else ""
+        return at.error(f"{what} in {line[max(0, error.offset - 30) : error.offset + 30].strip()!r}", _HELP)
+
+    def _here(self) -> Spot:
+        return Spot(self._file, self._parser.CurrentLineNumber, self._parser.CurrentColumnNumber + 1)
+
+    def _refuse(self, found: str, wanted: str) -> NoReturn:
+        raise self._here().error(found, wanted)
+
+    def _start(self, tag: str, attributes: dict[str, str]) -> None:
+        self._count += 1
+        if self._count > MAX_ELEMENTS:
+            self._refuse(f"more than {MAX_ELEMENTS} elements", "fewer")
+        if len(self._open) >= MAX_DEPTH:
+            self._refuse(f"'<{tag}>' in {MAX_DEPTH} elements", "less depth")
+        at = self._here()
+        if not self._open and tag not in ("schema", "prompt"):
+            raise at.error(f"'<{tag}>'", "'<schema>' or '<prompt>'")
+        if self._open:
+            if tag != "scaffold":  # which stands beside the items, and parts no text
+                self._take_text(self._open[-1])
+            self._check(tag, attributes, at)
+        self._in_role += tag in ROLES
+        self._open.append(_Frame(tag, attributes, at))
+
+    def _check(self, tag: str, attributes: dict[str, str], at: Spot) -> None:
+        """PMLError for an element that has no place here."""
+        parent = self._open[-1].tag
+        if self._open[0].tag == "prompt":
+            if parent in ROLES:
+                raise at.error(f"'<{tag}>' in '<{parent}>'", "text alone in a message of a prompt")
+            if tag in TAGS and not (tag in ROLES and parent == "prompt"):
+                raise at.error(f"'<{tag}>' in '<{parent}>'", "modules to import, and messages beside the outermost")
+            return
+        if tag not in _INSIDE[parent]:
+            raise at.error(f"'<{tag}>' in '<{parent}>'", f"{one_of(tag, _INSIDE[parent])} there, or text")
+        if tag in ROLES and self._in_role:
+            raise at.error(f"'<{tag}>' in another message", "a message beside messages")
+
+    def _characters(self, text: str) -> None:
+        frame = self._open[-1]
+        if frame.text_at is None:
+            frame.text_at = self._here()
+        frame.text.append(text)
+
+    def _take_text(self, frame: _Frame) -> None:
+        """What was read since the last item, as one more."""
+        if frame.text_at is None:
+            return
+        text = Text("".join(frame.text), frame.text_at)
+        frame.text, frame.text_at = [], None
+        if frame.tag in ("union", "parameter", "param", "scaffold"):
+            if text.text.strip():
+                raise text.at.error(f"text in '<{frame.tag}>': {text.text.strip()[:40]!r}", "it in a module")
+        else:
+            frame.items.append(text)
+
+    def _end(self, tag: str) -> None:
+        frame = self._open[-1]
+        self._take_text(frame)
+        self._in_role -= tag in ROLES
+        derived = self._open[0].tag == "prompt"
+        node: Any = _derived(frame) if derived else _MAKE[frame.tag](frame)
+        if isinstance(node, Param):
+            self._room += node.length
+            if self._room > MAX_ROOM:
+                raise node.at.error(f"room for {self._room} tokens of arguments", f"at most {MAX_ROOM} in a schema")
+        self._open.pop()
+        if isinstance(node, Scaffold):
+            self._open[-1].scaffolds.append(node)
+        elif self._open:
+            self._open[-1].items.append(node)
+        else:
+            self._found = node
+
+
+def _take(frame: _Frame, needed: str = "") -> dict[str, str]:
+    """The attributes; PMLError for one that its tag does not have, or one that is missing or empty."""
+    known = _ATTRIBUTES[frame.tag]
+    for name in frame.attributes:
+        if name not in known:
+            raise frame.at.error(f"attribute '{name}' of '<{frame.tag}>'", one_of(name, known))
+    if needed and not frame.attributes.get(needed):
+        raise frame.at.error(f"'<{frame.tag}>' without '{needed}'", f'{needed}="..."')
+    return frame.attributes
+
+
+def _name(frame: _Frame) -> str:
+    """The name of a module or parameter, which prompts write as a tag or an attribute."""
+    name = _take(frame, "name")["name"]
+    if not is_name(name):
+        raise frame.at.error(f"name {name!r}", "a name that XML allows: letters, digits, '-', '_', '.'")
+    return name
+
+
+def _module(frame: _Frame) -> Module:
+    name, cache = _name(frame), frame.attributes.get("cache", "true")
+    if name in TAGS:
+        raise frame.at.error(f"a module called '{name}'", "another name, as this is a word of PML")
+    if cache.lower() not in ("true", "false"):
+        raise frame.at.error(f"cache={cache!r}", "'true' or 'false'")
+    check_scope(tuple(frame.items))
+    return Module(name, tuple(frame.items), cache.lower() == "true", frame.at)
+
+
+def _param(frame: _Frame) -> Param:
+    name, given = _name(frame), [frame.attributes[name] for name in ("len", "length") if name in frame.attributes]
+    if len(given) != 1:
+        raise frame.at.error(f"parameter '{name}' with {len(given)} lengths", "len or length, in tokens")
+    if not re.fullmatch(r"[0-9]{1,7}", given[0].strip()) or not 1 <= int(given[0]) <= MAX_LENGTH:
+        raise frame.at.error(f"length {given[0]!r} of parameter '{name}'", f"1 to {MAX_LENGTH} tokens")
+    return Param(name, int(given[0]), frame.attributes.get("scaffold", ""), frame.at)
+
+
+def _scaffold(frame: _Frame) -> Scaffold:
+    return Scaffold(tuple(_take(frame, "modules")["modules"].split()), frame.at)
+
+
+def _schema(frame: _Frame) -> Schema:
+    name = _take(frame, "name")["name"]
+    check_scope(tuple(frame.items))
+    return Schema(name, tuple(frame.items), tuple(frame.scaffolds), frame.at)
+
+
+def _union(frame: _Frame) -> Union:
+    return Union(tuple(frame.items), _take(frame).get("scaffold", ""), frame.at)
+
+
+def _role(frame: _Frame) -> Role:
+    _take(frame)
+    return Role(cast(RoleName, frame.tag), tuple(frame.items), frame.at)
+
+
+_MAKE: Mapping[str, Callable[[_Frame], Any]] = MappingProxyType(
+    {
+        "schema": _schema,
+        "module": _module,
+        "union": _union,
+        "scaffold": _scaffold,
+        **dict.fromkeys(("parameter", "param"), _param),
+        **dict.fromkeys(ROLES, _role),
+    }
+)
+
+
+def _derived(frame: _Frame) -> Request | Import | Message:
+    """An element of a prompt."""
+    if frame.tag in ROLES:
+        for name in frame.attributes:
+            raise frame.at.error(f"attribute '{name}' of '<{frame.tag}>'", "none")
+        return Message(cast(RoleName, frame.tag), "".join(text.text for text in frame.items), frame.at)
+    if frame.tag != "prompt":
+        return Import(frame.tag, tuple(frame.attributes.items()), tuple(frame.items), frame.at)
+    schema = frame.attributes.get("schema")
+    if not schema:
+        raise frame.at.error("'<prompt>' without 'schema'", 'schema="..."')
+    args = tuple((name, value) for name, value in frame.attributes.items() if name != "schema")
+    return Request(schema, tuple(frame.items), args, frame.at)

@@ -1,0 +1,72 @@
+"""Nodes as PML text, which `pml` reads back as the same."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from xml.sax.saxutils import escape, quoteattr
+
+from ragfuse.errors import PMLError
+from ragfuse.schemas.nodes import Import, Item, Message, Module, Param, Request, Role, Scaffold, Schema, Text, Union
+
+NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""What XML cannot hold."""
+
+
+def to_pml(node: Schema | Request | Import | Message | Scaffold | Item) -> str:
+    """The node as PML that reads back as the same; neighbouring texts become one. PMLError for what XML cannot hold."""
+    parts: list[str] = []
+    _write(node, parts)
+    text = "".join(parts)
+    if bad := NO_TEXT.search(text):
+        raise PMLError(f"character {bad.group()!r} in a text", "one that XML can hold")
+    return text
+
+
+def _write(node: Schema | Request | Import | Message | Scaffold | Item, parts: list[str]) -> None:
+    if isinstance(node, Text):
+        parts.append(_escaped(node.text))
+        return
+    tag, attributes, items = _told(node)
+    head = "".join([tag, *(f" {name}={_quoted(value)}" for name, value in attributes)])
+    if not items:
+        parts.append(f"<{head}/>")
+        return
+    parts.append(f"<{head}>")
+    for item in items:
+        _write(item, parts)
+    parts.append(f"</{tag}>")
+
+
+def _told(node: Schema | Request | Import | Message | Scaffold | Item) -> tuple[str, list[tuple[str, str]], list[Any]]:
+    """Tag, attributes and items of a node."""
+    match node:
+        case Schema(name, items, scaffolds):
+            return "schema", [("name", name)], [*items, *scaffolds]
+        case Module(name, items, cache):
+            return "module", [("name", name), *([] if cache else [("cache", "false")])], list(items)
+        case Union(modules, scaffold):
+            return "union", [("scaffold", scaffold)] if scaffold else [], list(modules)
+        case Param(name, length, scaffold):
+            said = [("name", name), ("len", str(length))]
+            return "param", [*said, *([("scaffold", scaffold)] if scaffold else [])], []
+        case Scaffold(modules):
+            return "scaffold", [("modules", " ".join(modules))], []
+        case Role(role, items):
+            return role, [], list(items)
+        case Message(role, text):
+            return role, [], [Text(text)] if text else []
+        case Import(name, args, items):
+            return name, list(args), list(items)
+        case Request(schema, items, args, ending=ending):
+            return "prompt", [("schema", schema), *args], [*items, *([Text(ending)] if ending else [])]
+        case _:
+            raise TypeError(f"No node of PML: {node!r}")
+
+
+def _escaped(text: str) -> str:
+    return escape(text, {"\r": "&#13;"})
+
+
+def _quoted(value: str) -> str:
+    return quoteattr(value, {"\n": "&#10;", "\r": "&#13;", "\t": "&#9;"})

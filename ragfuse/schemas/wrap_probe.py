@@ -1,0 +1,67 @@
+"""What a chat template writes around messages: found by rendering made-up ones and looking what stands between them.
+
+No family is known by name. A system message that a template adds by itself is left out, and what it makes of one
+message because of others is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from ragfuse.schemas.layout import PLAIN, Wrapping
+
+RenderMessages = Callable[[list[dict[str, str]], bool], str]
+"""Messages, and whether what makes the model answer follows; may raise anything."""
+
+MARKS: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "system": ("probed-rule",),
+        "user": ("probed-question", "probed-request"),
+        "assistant": ("probed-answer", "probed-reply"),
+    }
+)
+
+
+def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:
+    """What stands before all messages (`bos` or nothing), and the wrapping; as without a template where it is unfit."""
+    try:
+        return _probed(render, bos)
+    except Exception:  # a template may raise anything
+        return "", PLAIN
+
+
+def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
+    head, after = _between(render, ["user"])
+    asked = _between(render, ["user"], ask=True)[1]
+    _, said, again, _, end = _between(render, ["user", "assistant", "user", "assistant"])
+    ask = asked.removeprefix(after) if asked.startswith(after) else asked
+    if not said.startswith(after):
+        after = said.removesuffix(ask)
+    before_user = again[len(end) :] if end and again.startswith(end) else _common_end(head, again)
+    assistant = said.removeprefix(after), again.removesuffix(before_user)
+    try:
+        first, behind, _ = _between(render, ["system", "user"])
+    except Exception:  # no system messages: their texts are the user's
+        first, behind = head, after + before_user
+    begins = bos if bos and first.startswith(bos) and not before_user.startswith(bos) else ""
+    system = first.removeprefix(begins), behind.removesuffix(before_user)
+    return begins, Wrapping(system, (before_user, after), assistant, ask)
+
+
+def _between(render: RenderMessages, roles: Sequence[str], ask: bool = False) -> list[str]:
+    """What stands before, between and behind messages of these roles; ValueError where one does not stand there."""
+    marks = [MARKS[role][roles[:at].count(role)] for at, role in enumerate(roles)]
+    text = render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)], ask)
+    found = []
+    for mark in marks:
+        at = text.index(mark)
+        found.append(text[:at])
+        text = text[at + len(mark) :]
+    return [*found, text]
+
+
+def _common_end(one: str, other: str) -> str:
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    n_alike = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    return one[len(one) - n_alike :]

@@ -1,0 +1,221 @@
+"""Requests that wait for their turn: bounded, fair among tenants, and known before they run.
+
+A queue of values: nothing here computes, reads a file or a clock (which is passed in). Whoever runs jobs takes them,
+from as many threads as it likes, and says when each is done. What waits, and in which order, is what look-ahead
+prefetching and eviction go by (`ragfuse.plan.look_ahead`, AttentionStore section 3.3).
+
+Tenants take turns: the next job is the first one of the tenant that was served longest ago, so that a new tenant's
+first job waits for at most one job of each other tenant, however many one of them has sent. Among a tenant's own jobs
+the order is that of arrival, but a job waits for the one of its conversation that runs: each turn goes on from what the
+one before it left.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from threading import Condition
+from typing import Generic, TypeVar
+
+from ragfuse.errors import BusyError
+
+T = TypeVar("T")
+_PACE_WEIGHT = 0.2
+"""Of the latest job, in the mean time between two that are done."""
+_UNKNOWN_PACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Generic[T]):
+    """A request that waits or runs: its number, which grows with arrival, whose it is, and what is to be done.
+
+    conversation: the name under which its tenant's history is kept, None where it has none. arrived_s: by the queue's
+    clock.
+    """
+
+    number: int
+    what: T
+    tenant: str
+    conversation: Hashable | None
+    arrived_s: float
+
+
+class JobQueue(Generic[T]):
+    """Jobs by tenant, taken in turns; every method may be called from any thread, and only `take` waits.
+
+    most: jobs that wait at once; most_each: of one tenant (all of them unless given). clock: seconds, never backwards.
+    heard: called, in the thread that did it, after a job came or the queue was closed; an asyncio server gives
+    `lambda: loop.call_soon_threadsafe(event.set)` and takes with `take(0)`.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        clock: Callable[[], float],
+        most_each: int | None = None,
+        heard: Callable[[], object] | None = None,
+    ) -> None:
+        if most < 1 or (most_each is not None and most_each < 1):
+            raise ValueError(f"A queue has room for at least one job, not {most} ({most_each} of each tenant).")
+        self._most, self._most_each = most, most if most_each is None else most_each
+        self._clock, self._heard = clock, heard
+        self._changed = Condition()
+        self._tenants: OrderedDict[str, OrderedDict[int, Job[T]]] = OrderedDict()  # the one whose turn it is first
+        self._running: dict[int, Job[T]] = {}
+        self._talking: set[tuple[str, Hashable]] = set()  # conversations of which a job runs
+        self._waiting = self._number = 0
+        self._pace_s: float | None = None
+        self._done_s: float | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        """How many wait."""
+        with self._changed:
+            return self._waiting
+
+    @property
+    def running(self) -> int:
+        """How many were taken and are not done."""
+        with self._changed:
+            return len(self._running)
+
+    def submit(self, what: T, tenant: str = "", conversation: Hashable | None = None) -> Job[T]:
+        """Let this wait for its turn. BusyError, with the seconds to wait, where there is no room, or it is closed."""
+        with self._changed:
+            self._check_room(tenant)
+            self._number += 1
+            job = Job(self._number, what, tenant, conversation, self._clock())
+            self._tenants.setdefault(tenant, OrderedDict())[job.number] = job
+            self._waiting += 1
+            self._changed.notify()
+        self._tell()
+        return job
+
+    def take(self, timeout_s: float | None = None) -> Job[T] | None:
+        """The next job, which now runs; waits for one, for at most so long. None: there is none, or it is closed.
+
+        No job is taken while another one of its conversation runs.
+        """
+        with self._changed:
+            if timeout_s != 0:
+                self._changed.wait_for(lambda: self._next() or self._closed, timeout_s)
+            job = self._next()
+            if job is None:
+                return None
+            del self._tenants[job.tenant][job.number]
+            self._tenants.move_to_end(job.tenant)
+            self._left(job.tenant)
+            if not self._running:
+                self._done_s = self._clock()  # a pause is no pace
+            self._running[job.number] = job
+            if job.conversation is not None:
+                self._talking.add((job.tenant, job.conversation))
+            return job
+
+    def done(self, job: Job[T]) -> None:
+        """A job that was taken is finished, however it went; once is enough."""
+        with self._changed:
+            if self._running.pop(job.number, None) is None:
+                return
+            self._talking.discard((job.tenant, job.conversation))
+            self._changed.notify_all()
+            now_s = self._clock()
+            took_s = max(0.0, now_s - (now_s if self._done_s is None else self._done_s))
+            before_s = took_s if self._pace_s is None else self._pace_s
+            self._pace_s, self._done_s = before_s + _PACE_WEIGHT * (took_s - before_s), now_s
+
+    def cancel(self, job: Job[T]) -> bool:
+        """Whether it still waited, and now does not any more; a job that runs is its runner's to stop."""
+        with self._changed:
+            mine = self._tenants.get(job.tenant)
+            if mine is None or mine.pop(job.number, None) is None:
+                return False
+            self._left(job.tenant)
+            return True
+
+    def peek(self) -> Job[T] | None:
+        """The job that would be taken next; None where none waits, or all wait for others of their conversations."""
+        with self._changed:
+            return self._next()
+
+    def ahead(self, window: int | None = None) -> tuple[Job[T], ...]:
+        """The next `window` jobs (all of them for None) in the order in which they will be taken if none comes, and no
+        conversation lets its next turn wait."""
+        with self._changed:
+            return tuple(islice(self._in_turns(), window))
+
+    def conversations(self, window: int | None = None) -> tuple[Hashable | None, ...]:
+        """The same jobs' conversations, None for those that have none: what `ragfuse.plan.look_ahead` wants to know."""
+        with self._changed:
+            return tuple(job.conversation for job in islice(self._in_turns(), window))
+
+    def wait_s(self) -> float:
+        """Seconds until what waits now is done, by how often jobs were done lately; 0 where there is room now."""
+        with self._changed:
+            return self._done_in_s(self._waiting) if self._waiting >= self._most else 0.0
+
+    def backlog_s(self) -> float:
+        """Seconds until what waits now is done, whether there is room or not; a second at least."""
+        with self._changed:
+            return self._done_in_s(self._waiting)
+
+    def close(self) -> tuple[Job[T], ...]:
+        """Take no more; those that wait leave the queue and are given back. Whoever waits in `take` gets None."""
+        with self._changed:
+            self._closed = True
+            left = tuple(self._in_turns())
+            self._tenants.clear()
+            self._waiting = 0
+            self._changed.notify_all()
+        self._tell()
+        return left
+
+    # inside; all but `_tell` with the lock held
+
+    def _check_room(self, tenant: str) -> None:
+        if self._closed:
+            raise BusyError("The queue is closed: the program that runs its jobs is ending.", self._done_in_s(1))
+        mine = len(self._tenants.get(tenant, ()))
+        if self._waiting < self._most and mine < self._most_each:
+            return
+        wait_s = self._done_in_s(self._waiting if self._waiting >= self._most else mine * len(self._tenants))
+        found = f"{self._waiting} requests wait already" if self._waiting >= self._most else f"{mine} of yours wait"
+        limit = self._most if self._waiting >= self._most else self._most_each
+        raise BusyError(f"Wanted room for a request, but {found}, of at most {limit}. Retry in {wait_s:.0f} s.", wait_s)
+
+    def _done_in_s(self, n: int) -> float:
+        """Seconds that `n` jobs take, at least one: who comes when there is room for one finds others there again."""
+        return max(n * (_UNKNOWN_PACE_S if self._pace_s is None else self._pace_s), 1.0)
+
+    def _next(self) -> Job[T] | None:
+        """Of the tenant served longest ago that has one: its first job whose conversation is not being gone on with."""
+        for jobs in self._tenants.values():
+            for job in jobs.values():
+                if (job.tenant, job.conversation) not in self._talking:
+                    return job
+        return None
+
+    def _left(self, tenant: str) -> None:
+        self._waiting -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+
+    def _in_turns(self) -> Iterator[Job[T]]:
+        if len(self._tenants) == 1:
+            yield from next(iter(self._tenants.values())).values()
+            return
+        turns = [iter(jobs.values()) for jobs in self._tenants.values()]
+        while turns:
+            left = []
+            for jobs in turns:
+                job = next(jobs, None)
+                if job is not None:
+                    yield job
+                    left.append(jobs)
+            turns = left
+
+    def _tell(self) -> None:
+        if self._heard is not None:
+            self._heard()

@@ -1,0 +1,116 @@
+"""The routes of schemas: what prompts in PML take modules from, by tenant; registered, listed, shown, removed.
+
+Schemas come as text and are kept as text: no name of them is ever taken for a file of this machine, and none of another
+tenant is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from ragfuse.engine.encoder import Ingested
+from ragfuse.engine.engine import Engine
+from ragfuse.engine.schema_service import Kept, Registered, outline, parse_schema
+from ragfuse.serve.body import BodyRoute
+from ragfuse.serve.guard import unless_gone
+from ragfuse.serve.keys import Tenant
+from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.schema import SchemaRequest
+from ragfuse.serve.service import Service
+
+LONGEST_NAME = 256
+"""Characters of a schema's name."""
+
+
+def schema_routes(service: Service) -> APIRouter:
+    """All of them."""
+    routes = APIRouter(prefix="/v1/ragfuse/schemas", route_class=BodyRoute)
+
+    @routes.post("")
+    async def register(request: Request, body: SchemaRequest) -> dict[str, Any]:
+        """Register a schema and encode what is not kept yet of its modules, when the request's turn comes."""
+        most = service.settings.serve_schemas
+        work = service.work(_tenant(request), lambda engine, check: _register(engine, _checked(body.pml), most, check))
+        found = await unless_gone(request.receive, work)
+        return _as_dict(found)
+
+    @routes.get("")
+    async def ls(request: Request) -> dict[str, Any]:
+        """The schemas of the asker's tenant."""
+        found = await unless_gone(request.receive, service.look(_tenant(request), lambda engine: engine.schemas.ls()))
+        told = [{"name": i.name, "modules": i.modules, "scaffolds": i.scaffolds, "added": int(i.added)} for i in found]
+        return {"object": "list", "data": [{"object": "ragfuse.schema", **each} for each in told]}
+
+    @routes.get("/{name:path}")
+    async def show(request: Request, name: str) -> dict[str, Any]:
+        """A schema's text, and where everything in it stands for the model."""
+        return await unless_gone(request.receive, service.look(_tenant(request), lambda engine: _shown(engine, name)))
+
+    @routes.delete("/{name:path}")
+    async def remove(request: Request, name: str) -> dict[str, Any]:
+        """Forget a schema, and the KV that no other one of the tenant has."""
+        work = service.look(_tenant(request), lambda engine: _removed(engine, name))
+        nbytes = await unless_gone(request.receive, work)
+        return {"object": "ragfuse.schema", "name": name, "deleted": True, "nbytes": nbytes}
+
+    return routes
+
+
+def _checked(pml: str) -> str:
+    """The text of a schema whose name can stand in a path."""
+    text = pml.removeprefix("\ufeff")
+    name = parse_schema(text).name
+    if len(name) > LONGEST_NAME or not name.isprintable() or not name.strip("./ "):
+        raise Refusal(
+            400,
+            f"A schema is called {name!r:.80}; wanted a name of at most {LONGEST_NAME} signs that can stand in a path.",
+            "unusable",
+            "pml",
+        )
+    return text
+
+
+def _register(engine: Engine, pml: str, most: int, check: Callable[[Ingested], None]) -> Registered:
+    names = engine.schemas.names()
+    if len(names) >= most and parse_schema(pml).name not in names:
+        raise Refusal(
+            400, f"There are {len(names)} schemas; wanted at most {most}. Remove one first.", "too_many", "pml"
+        )
+    return engine.register(pml, check)
+
+
+def _as_dict(found: Registered) -> dict[str, Any]:
+    done, layout = found.done, found.layout
+    told = {"runs": done.chunks, "encoded": done.encoded, "tokens": done.tokens, "nbytes": done.nbytes}
+    placed = {"positions": layout.n_positions, "notes": list(layout.notes)}
+    return {"object": "ragfuse.schema", "name": found.name, **told, **placed}
+
+
+def _shown(engine: Engine, name: str) -> dict[str, Any]:
+    kept, per_token = _kept(engine, name), engine.model.nbytes_per_token
+    layout = engine.schemas.laid_out(kept)
+    n_tokens = sum(len(run.tokens) for run in layout.runs)
+    told = {"name": kept.name, "pml": kept.pml, "added": int(kept.added), "positions": layout.n_positions}
+    sizes = {"runs": len(layout.runs), "tokens": n_tokens, "nbytes_per_token": per_token}
+    rows = list(outline(layout, per_token))
+    return {"object": "ragfuse.schema", **told, **sizes, "parts": rows, "notes": list(layout.notes)}
+
+
+def _removed(engine: Engine, name: str) -> int:
+    return engine.schemas.remove(_kept(engine, name).name)
+
+
+def _kept(engine: Engine, name: str) -> Kept:
+    found = engine.schemas.get(name)
+    if found is None:
+        wanted = engine.schemas.names_told()
+        raise Refusal(404, f"There is no schema '{name:.80}'; wanted {wanted}.", "schema_not_found", "name")
+    return found
+
+
+def _tenant(request: Request) -> Tenant:
+    tenant: Tenant = request.state.tenant
+    return tenant

@@ -1,0 +1,354 @@
+"""Sessions looked after: listed, shown, exported, shortened, deleted, with or without a model.
+
+Those that somebody asked to keep stand in the store's book; others live in this process alone, the latest of them, and
+so does a turn that the book did not take: it is written down with the next one.
+What a session is told by `session.py`, how it grows by `engine/history.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ragfuse.errors import InputError, StoreError
+from ragfuse.process.fork import ForkLock
+from ragfuse.sessions.conversation_index import Known, Outlook
+from ragfuse.sessions.session import Session, truncated
+from ragfuse.settings import SINKS
+from ragfuse.store import KVStore, SessionLine
+from ragfuse.store.bulk import unanswered
+from ragfuse.store.deletion import dropped
+from ragfuse.types.keys import ChunkKey
+
+if TYPE_CHECKING:
+    from ragfuse.store.catalog import Booked
+
+log = logging.getLogger("ragfuse.engine")
+
+HERE = 256
+"""Sessions that a process remembers of those that nobody asked to keep, used last."""
+READ = 32
+"""Sessions that a process remembers as the book had them, used last: to go on from while that does not answer."""
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session in a line: name, tenant's digest, turns, tokens, when it was used last, whether it is written down."""
+
+    id: str
+    model: str
+    turns: int
+    tokens: int
+    used: float
+    lasts: bool = True
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Deleted:
+    """What deleting sessions came to: how many, entries of KV and their bytes. silent: tiers that did not answer."""
+
+    sessions: int = 0
+    entries: int = 0
+    nbytes: int = 0
+    silent: tuple[str, ...] = ()
+
+    def plus(self, other: Deleted) -> Deleted:
+        """Both."""
+        silent = tuple(dict.fromkeys((*self.silent, *other.silent)))
+        sessions, entries = self.sessions + other.sessions, self.entries + other.entries
+        return Deleted(sessions, entries, self.nbytes + other.nbytes, silent)
+
+
+@dataclass(frozen=True)
+class KeptSession:
+    """A session in memory. base: the version of it in the book that it goes on from (0: there is none), where it
+    belongs there and could not be written; None where nobody asked to keep it."""
+
+    version: int
+    used: float
+    session: Session
+    base: int | None = None
+
+
+class Sessions:
+    """The sessions of a store. Threads and processes may share it.
+
+    whose: digests of the tenants that are meant where none is named, None: all. ttl_s: a session unused for so long is
+    gone when it is asked for, and deleted when others are written. settle: waits for what is on its way into the store,
+    so that it can be deleted; later: does so behind that, in nobody's way. outlook: hears which keys each has.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        booked: Booked,
+        whose: Callable[[], Sequence[str] | None],
+        ttl_s: float | None = None,
+        clock: Callable[[], float] = time.time,
+        settle: Callable[[], object] = lambda: None,
+        later: Callable[[Callable[[], object]], object] = lambda job: job(),
+        outlook: Outlook | None = None,
+    ) -> None:
+        self._store, self._booked, self._whose, self._ttl_s, self._clock = store, booked, whose, ttl_s, clock
+        self._lock, self._settle, self._later = ForkLock(), settle, later
+        self._here: OrderedDict[tuple[str, str], KeptSession] = OrderedDict()  # used last at the end
+        self._read: OrderedDict[tuple[str, str], KeptSession] = OrderedDict()  # of the book, used last at the end
+        self._swept, self._met, self._outlook = 0.0, set[str](), outlook or Outlook()
+        self._outlook.recall(self._owned)
+
+    # for people and programs
+
+    def ls(self) -> list[SessionInfo]:
+        """All of them, used last first."""
+        whose = self._whose()
+        return [info for info in self._all() if whose is None or info.model in whose]
+
+    def show(self, id: str) -> Session:
+        """The session of that name; InputError if there is none, or several tenants have one."""
+        info = self._one(id)
+        found = self.get(info.model, id)
+        if found is None:
+            raise InputError(f"The session '{id}' cannot be read: it is of another version, or damaged. Delete it.")
+        return found[1]
+
+    def export(self, id: str) -> dict[str, Any]:
+        """All that is known of a session in plain JSON types: its messages as OpenAI has them, its turns' tokens."""
+        info, session = self._one(id), self.show(id)
+        messages = [{"role": message.role, "content": message.text} for message in session.messages]
+        return {"model": info.model, "used": info.used, "messages": messages, **session.as_dict()}
+
+    def delete(self, *ids: str) -> Deleted:
+        """Forget sessions, and every entry of KV in every tier that no other session has."""
+        done, found = Deleted(), [self._one(id) for id in dict.fromkeys(ids)]
+        self._settle()
+        for info in found:
+            done = done.plus(self._delete(info.model, info.id))
+        if done.silent:
+            log.warning(unanswered(done.silent, "what it holds of deleted sessions stays"))
+        return done
+
+    def truncate(self, id: str, tokens: int, sinks: int = SINKS) -> Session:
+        """Let the next prompt have so many of a session's tokens at most: the first `sinks`, and the last ones."""
+        info = self._one(id)
+        version, session = self.get(info.model, id) or (0, Session(id))
+        shorter = session.with_stretches(truncated(session.stretches, tokens, 1, 1.0, min(sinks, tokens)))
+        if not self.put(info.model, shorter, version, info.lasts):
+            raise InputError(f"The session '{id}' was gone on with in this very moment. Try again.")
+        return shorter
+
+    def expire(self, ttl_s: float) -> Deleted:
+        """Delete all that was not used for so many seconds."""
+        self._settle()
+        return self._expire(self.ls(), ttl_s)
+
+    def keep_latest(self, most: int) -> Deleted:
+        """Delete those that are written down, used longest ago first, until so many of them are left."""
+        self._settle()
+        done = Deleted()
+        for info in [info for info in self.ls() if info.lasts][most:]:
+            done = done.plus(self._delete(info.model, info.id))
+        return done
+
+    # for `engine/history.py`
+
+    def get(self, model: str, id: str) -> tuple[int, Session] | None:
+        """Version and session of a tenant, None where there is none; one that was not used for too long is deleted."""
+        answered, found = self._booked.asked(lambda book: book.sessions.get(model, id))
+        held = self._held((model, id), answered, found[0] if found is not None else 0)
+        used = min(held.used if held is not None else found[1] if found is not None else math.inf, self._clock())
+        if self._ttl_s is not None and (held is not None or found is not None) and used < self._clock() - self._ttl_s:
+            self._overdue(model, id)
+            return None
+        if held is not None:
+            return held.version, held.session
+        if found is None:
+            return None
+        session = Session.from_dict(found[2])
+        if session is not None:
+            self._outlook.note((model, id), session)
+            self._keep_read((model, id), KeptSession(found[0], found[1], session))
+        return found[0], session if session is not None else Session(id)
+
+    def ending(self, model: str, beginnings: Sequence[str], lasts: bool) -> tuple[int, Session] | None:
+        """The session that has the longest of these beginnings of messages at the end of a turn, and its version."""
+        there: dict[str, str] = self._booked(lambda book: book.sessions.ending(model, beginnings), {}) if lasts else {}
+        with self._lock:
+            for (whose, id), held in self._here.items():
+                if whose == model:
+                    there |= dict.fromkeys(set(held.session.ends).intersection(beginnings), id)
+        longest = next((there[each] for each in reversed(beginnings) if each in there), None)
+        return self.get(model, longest) if longest is not None else None
+
+    def put(self, model: str, session: Session, version: int, lasts: bool) -> bool:
+        """Keep a session in place of its `version` (0: there is none yet); False if another writer was first.
+
+        What the book does not take stays in memory, and is written with the session's next turn.
+        """
+        now, name = self._clock(), (model, session.id)
+        line = SessionLine(model, session.id, version, now, len(session.turns), session.n_tokens)
+        keys = [str(key) for key in session.keys]
+        with self._lock:
+            held = self._here.get(name)
+        base = held.base if held is not None else None
+        if base is not None and held is not None and held.version != version:
+            return False
+        kept: bool | None = None
+        if lasts or base is not None:
+            base = version if base is None else base
+            state, ends, on = session.as_dict(), session.ends, line._replace(version=base)
+            kept = self._booked(lambda book: book.sessions.put(on, state, ends, keys), None)
+        if kept is None:
+            kept = self._put_here(line, session, base)
+        elif base is not None:
+            with self._lock:
+                self._here.pop(name, None)
+            if kept:
+                self._keep_read(name, KeptSession(base + 1, now, session))
+        if kept:
+            self._outlook.note((model, session.id), session)
+        self._met.add(model)
+        if self._ttl_s is not None and not 0 <= now - self._swept <= self._ttl_s / 8:
+            self._swept = now
+            self._later(partial(self._sweep, self._ttl_s))
+        return kept
+
+    def release(self, keys: Iterable[ChunkKey]) -> None:
+        """Drop the KV of those of these keys that no session has."""
+        with self._lock:
+            left = set(keys) - self._keys_here()
+        try:
+            left -= self._in_book(left)
+        except StoreError as error:
+            log.debug("Whose KV this is cannot be asked, so it stays: %s", error)
+            return
+        if left:
+            self._store.drop(left)
+
+    # inside
+
+    def _sweep(self, ttl_s: float) -> Deleted:
+        """Delete what is overdue of every tenant that a session was written for here."""
+        try:
+            return self._expire([info for info in self._all() if info.model in self._met], ttl_s)
+        except StoreError as error:
+            log.debug("Overdue sessions stay for now: %s", error)
+            return Deleted()
+
+    def _overdue(self, model: str, id: str) -> None:
+        """Delete a session that was not used for too long; where that cannot be done now, it is passed over."""
+        try:
+            self._delete(model, id)
+        except StoreError as error:
+            log.debug("The overdue session %s stays for now: %s", id, error)
+
+    def _held(self, name: tuple[str, str], answered: bool, version: int) -> KeptSession | None:
+        """What memory has of a session, where that is what counts: nobody asked to keep it, the book does not answer,
+        or it lacks turns that go on from the version that it has."""
+        with self._lock:
+            here = self._here.get(name)
+            if here is not None and here.base is not None and answered and here.base != version:
+                del self._here[name]
+                log.warning("Another process went on with session %s: what the book did not take is lost.", name[1])
+                here = None
+            if here is not None and here.base is None and version:
+                return None
+            return here if here is not None or answered else self._read.get(name)
+
+    def _keep_read(self, name: tuple[str, str], held: KeptSession) -> None:
+        with self._lock:
+            self._read[name] = held
+            self._read.move_to_end(name)
+            while len(self._read) > READ:
+                self._read.popitem(last=False)
+
+    def _expire(self, of: Iterable[SessionInfo], ttl_s: float) -> Deleted:
+        before, done = self._clock() - ttl_s, Deleted()
+        for info in of:
+            if info.used < before:
+                done = done.plus(self._delete(info.model, info.id, before))
+        return done
+
+    def _all(self) -> list[SessionInfo]:
+        """Of every tenant, used last first; StoreError where the book cannot be read."""
+        lines: list[SessionLine] = self._booked.strictly(lambda book: book.sessions.lines(), [])
+        now = self._clock()
+        with self._lock:
+            held = dict(self._here)
+        found = [
+            SessionInfo(line.id, line.model, line.turns, line.tokens, min(line.used, now))
+            for line in lines
+            if (line.model, line.id) not in held
+        ]
+        here = [
+            SessionInfo(id, model, len(each.session.turns), each.session.n_tokens, min(each.used, now), lasts=False)
+            for (model, id), each in held.items()
+        ]
+        return sorted((*found, *here), key=lambda info: -info.used)
+
+    def _put_here(self, line: SessionLine, session: Session, base: int | None) -> bool:
+        name = line.model, line.id
+        with self._lock:
+            before = self._here.get(name)
+            if (before.version if before is not None else base or 0) != line.version:
+                return False
+            self._here[name] = KeptSession(line.version + 1, line.used, session, base)
+            self._here.move_to_end(name)
+            while len(self._here) > HERE:
+                self._outlook.forget(self._here.popitem(last=False)[0])
+        return True
+
+    def _owned(self) -> Known | None:
+        """Whose KV is whose in the book, None while it cannot be asked."""
+        try:
+            rows: list[tuple[str, str, str]] = self._booked.strictly(lambda book: book.sessions.owned(), [])
+        except StoreError:
+            return None
+        return (((model, id), ChunkKey.parse(key)) for model, id, key in rows)
+
+    def _one(self, id: str) -> SessionInfo:
+        found = [info for info in self.ls() if info.id == id]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise InputError(f"{len(found)} models or tenants have a session '{id}'; set the model's salt, or --model.")
+        raise InputError(f"There is no session '{id}'. `ragfuse sessions ls` lists them.")
+
+    def _delete(self, model: str, id: str, before: float = math.inf) -> Deleted:
+        """Forget a session that was used last before that time."""
+        with self._lock:
+            here = self._here.get((model, id))
+            here = self._here.pop((model, id)) if here is not None and here.used < before else None
+            self._read.pop((model, id), None)
+            others = self._keys_here()
+        orphans: list[str] | None = self._booked.strictly(lambda book: book.sessions.delete(model, id, before), None)
+        if here is None and orphans is None:
+            return Deleted()
+        self._outlook.forget((model, id))
+        keys = {ChunkKey.parse(key) for key in orphans or ()} | set(here.session.keys if here is not None else ())
+        elsewhere = self._in_book(keys) if here is not None else set[ChunkKey]()
+        return self._drop(keys - others - elsewhere)
+
+    def _keys_here(self) -> set[ChunkKey]:
+        return {key for held in self._here.values() for key in held.session.keys}
+
+    def _in_book(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
+        """Those of these keys that sessions have that are written down; StoreError where that cannot be asked."""
+        names = [str(key) for key in keys]
+        found: list[str] = self._booked.strictly(lambda book: book.sessions.having(names), [])
+        return {ChunkKey.parse(name) for name in found}
+
+    def _drop(self, keys: set[ChunkKey]) -> Deleted:
+        entries = [entry for tier in self._store.tiers for entry in tier.entries(keys).values()] if keys else []
+        done = dropped(self._store, self._store.drop(keys))
+        gone = [entry for entry in entries if not done.has_left(entry)]
+        return Deleted(1, len(gone), sum(entry.nbytes for entry in gone), tuple(done.silent))

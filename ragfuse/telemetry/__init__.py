@@ -1,0 +1,1 @@
+"""Counters, Prometheus metrics and OpenTelemetry spans."""

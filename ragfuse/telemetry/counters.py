@@ -1,0 +1,120 @@
+"""What an engine counts over its answers, by low-cardinality names: never a document, a question or a key.
+
+The figures of one answer are in its trace (`engine/trace_builder.py`) and its spans (`otel.py`); `prometheus.py` shows
+these counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ragfuse.process.fork import at_fork
+from ragfuse.types import reasons
+from ragfuse.types.answer import Answer, Trace
+
+TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 60.0)
+"""Upper ends of the buckets that times to the first token are counted in; one more takes the rest."""
+KINDS = ("reused", "recomputed", "fresh")
+"""What became of a prompt's tokens."""
+WHY = ("asked", "nothing_stored", "too_short", "altered", "sooner", "inexact", "unsafe", "model")
+"""Why prompts were prefilled in full: it was asked for; nothing of them was in the store; they were too short; what was
+retrieved stood in them altered; it was sooner; verify or calibrate speaks against fusing this model; it cannot be
+fused."""
+
+
+_WHY_BY_REASON = MappingProxyType(
+    {
+        reasons.FULL_PREFILL_ASKED: "asked",
+        reasons.NOTHING_STORED: "nothing_stored",
+        reasons.FIRST_SEEN: "nothing_stored",
+        reasons.ENCODING: "nothing_stored",
+        reasons.PROMPT_TOO_SHORT: "too_short",
+        reasons.DOCUMENTS_ALTERED: "altered",
+        reasons.NOT_EXACT: "inexact",
+        reasons.NOT_SAFE: "unsafe",
+        "full prefill ": "sooner",  # last: FULL_PREFILL_ASKED begins with it, too
+    }
+)
+
+
+def why_of(refusal: str) -> str:
+    """Return which of `WHY` a reason for full prefill is, "" for a prompt that was fused."""
+    return next(
+        (why for reason, why in _WHY_BY_REASON.items() if refusal.startswith(reason)), "model" if refusal else ""
+    )
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Sums since an engine was made, by name, and of times to the first token: answers in each bucket, seconds."""
+
+    sums: Counter[str]
+    ttft: Sequence[int]
+    ttft_s: float
+
+
+class Tally:
+    """Adds up an engine's answers, exact under threads. waiting: how many runs of tokens wait to be encoded.
+    unbooked: how often the store's book could not be read or written, and the engine went on without."""
+
+    def __init__(self, waiting: Callable[[], int], unbooked: Callable[[], int] = lambda: 0) -> None:
+        self.waiting, self._unbooked = waiting, unbooked
+        self._at_close: list[Callable[[], object]] = []
+        self.renew()
+        at_fork(self)
+
+    def renew(self) -> None:
+        """Count from nothing: what was answered before a fork is counted by the process that did it."""
+        self._lock = threading.Lock()
+        self._sums: Counter[str] = Counter()
+        self._ttft, self._ttft_s = [0] * (len(TTFT_S) + 1), 0.0
+
+    def add(self, answer: Answer) -> None:
+        """Count an answer."""
+        trace = answer.trace
+        why = why_of(trace.refusal)
+        sums = Counter({f"full {why}" if why else "fused": 1, "written": len(answer.token_ids)})
+        sums.update({kind: getattr(trace, f"tokens_{kind}") for kind in KINDS})
+        sums.update(_looked_up(trace, why))
+        with self._lock:
+            self._sums.update(sums)
+            self._ttft[bisect_left(TTFT_S, trace.ttft_s)] += 1
+            self._ttft_s += trace.ttft_s
+
+    def fail(self) -> None:
+        """Count a question that was not answered."""
+        with self._lock:
+            self._sums["failed"] += 1
+
+    def now(self) -> Counted:
+        """The sums up to now, all of one moment."""
+        with self._lock:
+            sums = Counter(self._sums)
+            sums["unbooked"] = self._unbooked()
+            return Counted(sums, tuple(self._ttft), self._ttft_s)
+
+    def when_closed(self, do: Callable[[], object]) -> None:
+        """Call `do` when the engine is closed."""
+        self._at_close.append(do)
+
+    def close(self) -> None:
+        """The engine is closed."""
+        while self._at_close:
+            self._at_close.pop()()
+
+
+def _looked_up(trace: Trace, why: str) -> Iterator[str]:
+    """What became of each entry that was looked for: "hit" and its tier, or "missed"."""
+    if why in ("", "nothing_stored"):
+        for segment in trace.segments:
+            if segment.goes_on:
+                continue
+            if segment.hit:
+                yield f"hit {segment.tier}"
+            elif why or segment.why in (reasons.MISSING, reasons.UNREADABLE, reasons.ENCODING):
+                yield "missed"

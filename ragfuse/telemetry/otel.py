@@ -1,0 +1,295 @@
+"""Spans of an answer for OpenTelemetry: plan, load, fuse and decode under one `ragfuse.answer`.
+
+Only opentelemetry-api is used, and only if it is installed; without an SDK nothing is recorded and next to nothing
+spent. Names are those of the semantic conventions for generative AI where there are any. No text of a question, a
+document or an answer is ever among them. What is counted over many answers is `counters.py`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from importlib.metadata import PackageNotFoundError, version
+from time import perf_counter, time_ns
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from ragfuse.settings import Settings
+from ragfuse.telemetry.counters import Tally
+from ragfuse.types.answer import Answer, Thought
+from ragfuse.types.plan import LoadPlan
+
+log = logging.getLogger("ragfuse")
+
+Span = Any
+"""A span of opentelemetry."""
+Tracer = Any
+"""Who makes them."""
+P = ParamSpec("P")
+R = TypeVar("R")
+Attributes = dict[str, str | bool | int | float | list[str]]
+
+
+class Answering(Protocol):
+    """An engine, as far as spans are made of it."""
+
+    settings: Settings
+    tally: Tally
+
+
+class Options(Protocol):
+    """How a question is to be answered: an `Ask`."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """New tokens at most."""
+        ...
+
+    @property
+    def reuse(self) -> bool:
+        """Whether cached KV may be used."""
+        ...
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of sampled tokens."""
+        ...
+
+
+class Reader(Protocol):
+    """What reads the layers of a plan, and its times in seconds."""
+
+    load_s: float
+    wait_s: float
+    last_s: float
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, kind: Any, error: Any, trace: Any, /) -> Any: ...
+
+
+class Computed(Protocol):
+    """A prompt that was prefilled."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Its ids."""
+        ...
+
+    @property
+    def mean_ratio(self) -> float:
+        """The share of cached rows that was recomputed, over all layers."""
+        ...
+
+
+E = TypeVar("E", bound=Answering)
+Q = TypeVar("Q", bound=Options)
+L = TypeVar("L", bound=Reader)
+
+
+@contextmanager
+def span(name: str) -> Iterator[Span | None]:
+    """A span under the one that is current; None where nobody records it. What is raised in it is recorded."""
+    tracer = _tracer()
+    if tracer is None:
+        yield None
+        return
+    with tracer.start_as_current_span(f"ragfuse.{name}") as made:
+        yield made if made.is_recording() else None
+
+
+def spanned(name: str, of: Callable[[Any], Attributes]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Gives a function a span, with what `of` says of its result."""
+
+    def around(do: Callable[P, R]) -> Callable[P, R]:
+        @wraps(do)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with span(name) as made:
+                result = do(*args, **kwargs)
+                if made is not None:
+                    made.set_attributes(of(result))
+                return result
+
+        return call
+
+    return around
+
+
+def answered(
+    write: Callable[Concatenate[E, Any, Q, Callable[[str | Thought], None] | None, P], Answer],
+) -> Callable[Concatenate[E, Any, Q, Callable[[str | Thought], None] | None, P], Answer]:
+    """Gives an engine's way to an answer its span, the root of all others, and counts it."""
+
+    @wraps(write)
+    def call(
+        engine: E,
+        prompt: Any,
+        ask: Q,
+        say: Callable[[str | Thought], None] | None,
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Answer:
+        with _asked("answer", engine, ask, say is not None) as made:
+            answer = write(engine, prompt, ask, say, *args, **kwargs)
+            engine.tally.add(answer)
+            log.info(answer.trace.summary)
+            if made is not None:
+                made.set_attributes(of_answers([answer]))
+                if say is not None:
+                    made.set_attribute("gen_ai.response.time_to_first_chunk", answer.trace.ttft_s)
+            return answer
+
+    return call
+
+
+def batched(
+    write: Callable[Concatenate[E, Any, Q, P], list[Answer]],
+) -> Callable[Concatenate[E, Any, Q, P], list[Answer]]:
+    """The same for answers to several prompts, which are decoded together."""
+
+    @wraps(write)
+    def call(engine: E, prompts: Any, ask: Q, /, *args: P.args, **kwargs: P.kwargs) -> list[Answer]:
+        with _asked("batch", engine, ask, False) as made:
+            answers = write(engine, prompts, ask, *args, **kwargs)
+            for answer in answers:
+                engine.tally.add(answer)
+                log.info(answer.trace.summary)
+            if made is not None and answers:
+                made.set_attributes(of_answers(answers))
+            return answers
+
+    return call
+
+
+@contextmanager
+def loading(reader: L, plan: LoadPlan) -> Iterator[L]:
+    """Opens a reader, with a span from then until it has read its last layer: beside the span of what it reads for."""
+    tracer = _tracer() if plan.fetches else None
+    made = tracer.start_span("ragfuse.load", attributes=of_reads(plan)) if tracer is not None else None
+    try:
+        with reader:
+            yield reader
+    finally:
+        if made is not None:
+            made.set_attributes({"ragfuse.load_s": reader.load_s, "ragfuse.wait_s": reader.wait_s})
+            since_s = perf_counter() - reader.last_s if reader.last_s else 0.0
+            made.end(time_ns() - round(since_s * 1e9))
+
+
+def of_plan(plan: LoadPlan) -> Attributes:
+    """What was decided for one prompt."""
+    said: Attributes = {
+        "ragfuse.policy": plan.policy,
+        "ragfuse.ratio": plan.ratio,
+        "ragfuse.tokens": len(plan.prompt),
+        "ragfuse.hits": len(plan.fetches),
+        "ragfuse.misses": len(plan.misses),
+        "ragfuse.refusal": plan.refusal,
+    }
+    if plan.forecast is not None:
+        said |= {"ragfuse.predicted_ttft_s": plan.forecast.ttft_s, "ragfuse.predicted_load_s": plan.forecast.load_s}
+    return said
+
+
+def of_reads(plan: LoadPlan) -> Attributes:
+    """What is read for one prompt."""
+    return {
+        "ragfuse.tiers": sorted({fetch.tier for fetch in plan.fetches}),
+        "ragfuse.nbytes": sum(fetch.nbytes for fetch in plan.fetches),
+        "ragfuse.hits": len(plan.fetches),
+    }
+
+
+def of_prefill(prefill: Computed) -> Attributes:
+    """What was computed of one prompt."""
+    return {"ragfuse.tokens": len(prefill.token_ids), "ragfuse.mean_ratio": prefill.mean_ratio}
+
+
+def of_answers(answers: Sequence[Answer]) -> Attributes:
+    """What was reused for these together, and how long they took; of one answer, how it came about, too."""
+    traces = [answer.trace for answer in answers]
+    segments = [segment for trace in traces for segment in trace.segments]
+    said: Attributes = {
+        "gen_ai.response.finish_reasons": [answer.finish_reason for answer in answers],
+        "gen_ai.usage.input_tokens": sum(trace.tokens for trace in traces),
+        "gen_ai.usage.output_tokens": sum(len(answer.token_ids) for answer in answers),
+        "gen_ai.usage.cache_read.input_tokens": sum(trace.tokens_reused for trace in traces),
+        "ragfuse.tokens": sum(trace.tokens for trace in traces),
+        "ragfuse.tokens_reused": sum(trace.tokens_reused for trace in traces),
+        "ragfuse.tokens_recomputed": sum(trace.tokens_recomputed for trace in traces),
+        "ragfuse.tokens_fresh": sum(trace.tokens_fresh for trace in traces),
+        "ragfuse.nbytes": sum(trace.nbytes for trace in traces),
+        "ragfuse.tiers": sorted({segment.tier for segment in segments if segment.hit}),
+        "ragfuse.hits": sum(segment.hit and not segment.goes_on for segment in segments),
+        "ragfuse.misses": sum(not segment.hit and not segment.goes_on for segment in segments),
+        "ragfuse.ttft_s": max(trace.ttft_s for trace in traces),
+        "ragfuse.total_s": max(trace.total_s for trace in traces),
+    }
+    if len(traces) > 1:
+        return {**said, "ragfuse.answers": len(traces)}
+    (trace,) = traces
+    if trace.predicted_ttft_s is not None:
+        said["ragfuse.predicted_ttft_s"] = trace.predicted_ttft_s
+    return said | {
+        "ragfuse.policy": trace.policy,
+        "ragfuse.ratio": trace.ratio,
+        "ragfuse.mean_ratio": trace.mean_ratio,
+        "ragfuse.refusal": trace.refusal,
+    }
+
+
+planned, fused = spanned("plan", of_plan), spanned("fuse", of_prefill)
+"""The spans of what gives a plan, and of what gives a prefill."""
+
+
+@contextmanager
+def _asked(name: str, engine: Answering, ask: Options, streams: bool) -> Iterator[Span | None]:
+    """The span of what was asked of an engine; what fails is counted."""
+    try:
+        with span(name) as made:
+            if made is not None:
+                made.set_attributes(_of_question(engine.settings, ask, streams))
+            yield made
+    except Exception:
+        engine.tally.fail()
+        raise
+
+
+def _of_question(settings: Settings, ask: Options, streams: bool) -> Attributes:
+    said: Attributes = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "ragfuse",
+        "gen_ai.request.model": settings.model,
+        "gen_ai.request.stream": streams,
+        "gen_ai.request.max_tokens": ask.max_tokens or settings.max_tokens,
+        "ragfuse.reuse": ask.reuse,
+    }
+    return said | ({"gen_ai.request.seed": ask.seed} if ask.seed is not None else {})
+
+
+def _tracer() -> Tracer | None:
+    """Whoever makes spans now; None without opentelemetry-api, or while no SDK is set up, which may still come."""
+    api = _api()
+    if api is None:
+        return None
+    provider = api.get_tracer_provider()
+    return None if isinstance(provider, api.ProxyTracerProvider) else provider.get_tracer("ragfuse", _version())
+
+
+@lru_cache(1)
+def _api() -> Any:
+    try:
+        from opentelemetry import trace
+    except ImportError:
+        return None
+    return trace
+
+
+@lru_cache(1)
+def _version() -> str:
+    try:
+        return version("ragfuse-kv")
+    except PackageNotFoundError:  # from a folder that was never installed
+        return ""

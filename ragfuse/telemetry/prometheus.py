@@ -1,0 +1,236 @@
+"""An engine's counts and its tiers' for Prometheus, behind one call.
+
+Read when they are asked for: nothing here adds up or waits for an answer. Labels are names of engines, tiers and kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from ragfuse.errors import InputError
+from ragfuse.process.fork import ForkLock
+from ragfuse.process.shared import forget, shared
+from ragfuse.settings import Settings
+from ragfuse.store import KVStore
+from ragfuse.store.tier import Breaks, Numbers, Tier
+from ragfuse.telemetry.counters import KINDS, TTFT_S, WHY, Counted, Tally
+
+Registry = Any
+"""A `CollectorRegistry` of prometheus_client."""
+Metric = Any
+"""A metric family of prometheus_client."""
+Rows = dict[tuple[str, ...], float]
+"""Values by the labels behind the engine's."""
+
+ANSWERS: Sequence[tuple[str, str, tuple[str, ...], Callable[[Counted], Rows]]] = (
+    (
+        "ragfuse_answers",
+        "Answers, fused or by full prefill.",
+        ("how",),
+        lambda counted: {
+            ("fused",): counted.sums["fused"],
+            ("full",): sum(counted.sums[f"full {why}"] for why in WHY),
+        },
+    ),
+    (
+        "ragfuse_answers_refused",
+        "Answers by full prefill, and why nothing was fused.",
+        ("why",),
+        lambda counted: {(why,): counted.sums[f"full {why}"] for why in WHY},
+    ),
+    (
+        "ragfuse_answers_failed",
+        "Questions that ended in an error.",
+        (),
+        lambda counted: {(): counted.sums["failed"]},
+    ),
+    (
+        "ragfuse_book_failures",
+        "Times that the store's book could not be read or written, and the engine went on from memory.",
+        (),
+        lambda counted: {(): counted.sums["unbooked"]},
+    ),
+    (
+        "ragfuse_prompt_tokens",
+        "Tokens of prompts: reused from the store, reused and recomputed, or computed fresh.",
+        ("kind",),
+        lambda counted: {(kind,): counted.sums[kind] for kind in KINDS},
+    ),
+    (
+        "ragfuse_answer_tokens",
+        "Tokens of answers.",
+        (),
+        lambda counted: {(): counted.sums["written"]},
+    ),
+)
+"""Counters of answers: name, what it is, labels, and the values."""
+TIER_COUNTS = MappingProxyType(
+    {
+        "evicted": ("ragfuse_tier_evictions", "Entries that made room for others."),
+        "corrupt": ("ragfuse_tier_corrupt", "Entries that could not be read and were dropped."),
+        "refused": ("ragfuse_tier_refused_writes", "Writes that found no room."),
+        "failed": ("ragfuse_tier_failures", "Calls that the medium refused or did not answer."),
+        "promoted": ("ragfuse_tier_promotions", "Entries copied in because they are used often."),
+    }
+)
+"""Counters of a tier, by their name in its counts: name and what it is."""
+TIER_STATES: Sequence[tuple[str, str, Callable[[Tier], float]]] = (
+    ("ragfuse_tier_bytes", "Bytes kept in a tier.", lambda tier: tier.nbytes),
+    ("ragfuse_tier_capacity_bytes", "Bytes that a tier may keep.", lambda tier: tier.capacity),
+    (
+        "ragfuse_tier_entries",
+        "Entries kept in a tier, as far as is known.",
+        lambda tier: tier.n_entries if isinstance(tier, Numbers) else len(tier.entries()),
+    ),
+    (
+        "ragfuse_tier_breaker_open",
+        "1 while a tier is left out because its medium does not answer, else 0.",
+        lambda tier: isinstance(tier, Breaks) and tier.breaker.is_open,
+    ),
+)
+"""Gauges of a tier: name, what it is, and the value. The breaker comes last: the others ask the medium."""
+TOGETHER = frozenset({"ragfuse_tier_bytes", "ragfuse_tier_entries"})
+"""Those that count what all tenants of a tier keep."""
+
+
+class Metered(Protocol):
+    """What has counts and tiers: an engine."""
+
+    settings: Settings
+    store: KVStore
+    tally: Tally
+
+
+def metrics(engine: Metered, registry: Registry | None = None, name: str = "", shares: bool = False) -> None:
+    """Show an engine's counts to Prometheus, in the given registry or the default one, until the engine is closed.
+
+    name: its label `engine`; its model's name unless given, with a number where another has that already. Calling it
+    again for the same engine changes nothing. shares: other tenants use the same slow tiers, so that bytes and entries
+    in these are not shown. InputError without prometheus_client.
+    """
+    try:
+        from prometheus_client import REGISTRY
+    except ImportError as error:
+        raise InputError(
+            "Metrics need the package prometheus-client, which is not installed: pip install 'ragfuse-kv[telemetry]'"
+        ) from error
+    place = REGISTRY if registry is None else registry
+    name = name or Path(engine.settings.model).name
+    while not shared(("metrics", place), lambda: _Shown(place)).show(engine, name, shares):
+        pass
+
+
+class _Shown:
+    """All engines that one registry shows: it takes a metric's name once, so they share a collector."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry, self._lock, self._over = registry, ForkLock(), False
+        self._engines: dict[str, Metered] = {}
+        self._shares = set[str]()
+
+    def show(self, engine: Metered, name: str, shares: bool) -> bool:
+        """From now on under this name, or one like it; False where the last one has just gone."""
+        with self._lock:
+            if self._over or engine in self._engines.values():
+                return not self._over
+            names = (name, *(f"{name}-{number}" for number in range(2, len(self._engines) + 3)))
+            name = next(each for each in names if each not in self._engines)
+            if not self._engines:
+                self._registry.register(self)
+            self._engines[name] = engine
+            if shares:
+                self._shares.add(name)
+        engine.tally.when_closed(lambda: self._hide(name))
+        return True
+
+    def describe(self) -> Iterable[Metric]:
+        """What will come: no tier is asked for it."""
+        return self._read({})
+
+    def collect(self) -> Iterable[Metric]:
+        """Everything, as it is now."""
+        with self._lock:
+            engines = dict(self._engines)
+        return self._read(engines)
+
+    def _read(self, engines: Mapping[str, Metered]) -> Iterator[Metric]:
+        counted = {name: engine.tally.now() for name, engine in engines.items()}
+        yield from _of_answers(counted)
+        yield _times(counted)
+        yield from _of_tiers(engines, counted, self._shares)
+        waiting = _gauge("ragfuse_waiting", "Runs of tokens that wait to be encoded in the background.", ())
+        for name, engine in engines.items():
+            waiting.add_metric([name], engine.tally.waiting())
+        yield waiting
+
+    def _hide(self, name: str) -> None:
+        with self._lock:
+            del self._engines[name]
+            self._shares.discard(name)
+            self._over = not self._engines
+            if self._over:
+                self._registry.unregister(self)
+                forget(self)
+
+
+def _of_answers(counted: Mapping[str, Counted]) -> Iterator[Metric]:
+    for name, what, labels, rows in ANSWERS:
+        metric = _counter(name, what, labels)
+        for engine, found in counted.items():
+            for values, n in rows(found).items():
+                metric.add_metric([engine, *values], n)
+        yield metric
+
+
+def _times(counted: Mapping[str, Counted]) -> Metric:
+    """Times to the first token, as a histogram."""
+    from prometheus_client.core import HistogramMetricFamily
+
+    metric = HistogramMetricFamily("ragfuse_ttft_seconds", "Time to the first token.", labels=["engine"])
+    for engine, found in counted.items():
+        ends = [*map(str, TTFT_S), "+Inf"]
+        metric.add_metric([engine], [(end, sum(found.ttft[: at + 1])) for at, end in enumerate(ends)], found.ttft_s)
+    return metric
+
+
+def _of_tiers(
+    engines: Mapping[str, Metered], counted: Mapping[str, Counted], shares: Collection[str]
+) -> Iterator[Metric]:
+    """shares: names of engines that share slow tiers with other tenants."""
+    tiers = [(name, tier) for name, engine in engines.items() for tier in engine.store.tiers]
+    for count, (title, what) in TIER_COUNTS.items():
+        metric = _counter(title, what, ("tier",))
+        for name, tier in tiers:
+            metric.add_metric([name, tier.name], tier.counts[count])
+        yield metric
+    for title, what, value in TIER_STATES:
+        gauge = _gauge(title, what, ("tier",))
+        for name, tier in tiers:
+            if not (name in shares and tier.slow and title in TOGETHER):
+                gauge.add_metric([name, tier.name], float(value(tier)))
+        yield gauge
+    hits = _counter("ragfuse_tier_hits", "Segments of prompts that a tier gave.", ("tier",))
+    misses = _counter("ragfuse_tier_misses", "Segments of prompts that a tier was asked for in vain.", ("tier",))
+    for name, engine in engines.items():
+        later = counted[name].sums["missed"]
+        for tier in reversed(engine.store.tiers):
+            misses.add_metric([name, tier.name], later)
+            found = counted[name].sums[f"hit {tier.name}"]
+            hits.add_metric([name, tier.name], found)
+            later += found
+    yield from (hits, misses)
+
+
+def _counter(name: str, what: str, labels: Sequence[str]) -> Any:
+    from prometheus_client.core import CounterMetricFamily
+
+    return CounterMetricFamily(name, what, labels=["engine", *labels])
+
+
+def _gauge(name: str, what: str, labels: Sequence[str]) -> Any:
+    from prometheus_client.core import GaugeMetricFamily
+
+    return GaugeMetricFamily(name, what, labels=["engine", *labels])

@@ -1,0 +1,535 @@
+"""How calls of tools stand in text: the format a model writes them in, its grammar, and its way back to calls.
+
+The format is a template's own, as it is found by a probe, or `PLAIN` where a template has none. Which tools there are,
+and whether they must be called, is told from outside.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from ragfuse.text.chat_messages import Turn
+from ragfuse.text.chunks import Piece
+from ragfuse.types.answer import ToolCall
+from ragfuse.types.keys import digest
+
+Slot = Literal["name", "arguments", "id"]
+Schemas = Mapping[str, str]
+"""Of each tool's arguments, as JSON text, by the tool's name."""
+MOST_SPACE = 4096
+"""Characters of white space before a call that are looked through."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Arguments that are written one by one, not as one JSON object.
+
+    before: what stands before a name; between: between it and its value; after: behind that. Texts stand as they are,
+    all other values as JSON.
+    """
+
+    before: str
+    between: str
+    after: str
+
+    def write(self, arguments: Mapping[str, Any]) -> str:
+        """All arguments."""
+        return "".join(
+            f"{self.before}{name}{self.between}{_raw(value)}{self.after}" for name, value in arguments.items()
+        )
+
+    def read(
+        self, text: str, at: int, schema: Mapping[str, Any], behind: re.Pattern[str]
+    ) -> tuple[dict[str, Any], int]:
+        """The arguments from `at` on, and where they end; schema: of all of them; behind: what follows the last one."""
+        found: dict[str, Any] = {}
+        before, after = _literal(self.before).pattern, _literal(self.after).pattern
+        named = re.compile(rf"{before}\s*([^\n<>]+?)\s*{_literal(self.between).pattern}")
+        follows = f"(?={before}|{behind.pattern})"
+        ends = [re.compile(f"{each}{follows}") for each in (re.escape(self.after), rf"{after}\s*")]
+        properties = schema.get("properties") or {}
+        while name := named.match(text, at):
+            start = _after_space(text, name.end(), self.between)
+            said = min((end for each in ends if (end := each.search(text, start))), key=re.Match.end, default=None)
+            if said is None:
+                break
+            found[name[1]] = _parsed(text[start : said.start()], _types_of(properties.get(name[1]), schema))
+            at = said.end()
+        return found, at
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """Calls as text: `head`, then the slots of a call with `inner` between them, `again` and the next, `tail`.
+
+    again: None where an answer holds one call. marker: what begins a call and nothing else; "" where calls are bare
+    JSON, whose first letter (`opener`) then is what no other answer begins with. native: the chat template writes them.
+    as_text: it takes arguments as JSON text, not as an object. id_size: of the ids it takes, 0 for any. pairs: how
+    arguments are written that are no JSON object. lead: a token that a model may write before bare JSON, "" for none.
+    """
+
+    head: str
+    inner: tuple[str, ...]
+    again: str | None
+    tail: str
+    marker: str
+    slots: tuple[Slot, ...] = ("name", "arguments")
+    native: bool = False
+    as_text: bool = False
+    id_size: int = 0
+    pairs: Pairs | None = None
+    lead: str = ""
+
+    @property
+    def opener(self) -> str:
+        """The first letter of a call."""
+        return self.head.lstrip()[:1]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Everything that it writes around names, arguments and ids."""
+        pairs = (self.pairs.before, self.pairs.between, self.pairs.after) if self.pairs is not None else ()
+        return (self.lead, self.head, *self.inner, self.again or "", self.tail, *pairs)
+
+    @property
+    def exits(self) -> tuple[str, ...]:
+        """What ends a call, and an argument, where arguments are no JSON."""
+        return () if self.pairs is None else (self.tail, self.pairs.after)
+
+    def opens(self, text: str, lo: int = 0, seen: int = 0) -> int:
+        """Where the first call begins in text[lo:], white space before it included; -1: nowhere.
+
+        seen: characters that were looked at before, without finding one.
+        """
+        if self.marker:
+            at = text.find(self.marker, max(lo, seen - len(self.marker) + 1))
+            return at if at < 0 else without_space(text, lo, at)
+        return lo if _literal(self.lead + self.head).match(text, lo) or _literal(self.head).match(text, lo) else -1
+
+    def undecided(self, text: str, lo: int = 0) -> int:
+        """Characters at the end of text[lo:], in which no call opens, that may yet belong to one."""
+        if self.marker:
+            start = len(text) - longest_start(text[max(lo, len(text) - len(self.marker) + 1) :], self.marker)
+            return len(text) - without_space(text, lo, start)
+        begun = text[lo : lo + MOST_SPACE].lstrip()
+        may = not begun or begun[0] == self.opener or (self.lead and self.lead.startswith(begun[: len(self.lead)]))
+        return len(text) - lo if may else 0
+
+    def read(self, text: str, schemas: Schemas = MappingProxyType({})) -> tuple[ToolCall, ...]:
+        """The calls of an answer; one that is cut off is none, one that was made before is not made again."""
+        at, reader = self.opens(text), CallReader(self, schemas)
+        return reader.read(text, at) if at >= 0 else ()
+
+    def one(self, text: str, at: int, schemas: Schemas) -> tuple[ToolCall | None, int]:
+        """The call whose slots begin at a place, None if it is none or not whole, and where its last slot ends."""
+        found: dict[str, Any] = {}
+        value: Any = None
+        for slot, after in zip(self.slots, (*self.inner, ""), strict=True):
+            if slot == "id":
+                value, at = self._id_at(text, at)
+            elif slot == "name":
+                value, at = _name_at(text, at, after, self.pairs is not None)
+            else:
+                value, at = self._arguments_at(text, at, found.get("name", ""), schemas)
+            passed = _literal(after).match(text, at)
+            if value is None or passed is None:
+                return None, -1
+            found[slot], at = value, passed.end()
+        return ToolCall(found["name"], found["arguments"], call_id()), at
+
+    def _arguments_at(self, text: str, at: int, name: str, schemas: Schemas) -> tuple[dict[str, Any] | None, int]:
+        if self.pairs is None:
+            return _object_at(text, at)
+        behind = _literal(self._closing) if self._closing else re.compile(r"\s*\Z")
+        found, end = self.pairs.read(text, at, json.loads(schemas.get(name, "{}")), behind)
+        return (found, end) if behind.match(text, end) else (None, at)
+
+    @property
+    def _closing(self) -> str:
+        """What stands behind the last slot of every call."""
+        return self.tail if self.again is None else _shared(self.tail, self.again)
+
+    @property
+    def last(self) -> str:
+        """A letter without which no call becomes whole; "" where there is none."""
+        if self.slots[-1] == "arguments":
+            return "}" if self.pairs is None else self._closing.rstrip()[-1:]
+        return ""
+
+    def _id_at(self, text: str, at: int) -> tuple[str | None, int]:
+        found = re.compile(f"[A-Za-z0-9_-]{{{self.id_size or '1,'}}}").match(text, at)
+        return (found[0], found.end()) if found else (None, at)
+
+    def rules(
+        self,
+        schemas: Schemas,
+        literal: Callable[[str], str],
+        free: bool = False,
+        several: bool = True,
+        tags: Sequence[str] = (),
+    ) -> str:
+        """Lark rules of an answer that calls these tools; `free`: or is any text that opens no call.
+
+        literal: how a text that must stand there is written in them. tags: that a free text may hold, as thoughts have.
+        """
+        again = self.again if several else None
+        shared = _shared(self.tail, again) if again is not None else self.tail
+        one = " | ".join(f"call_{at}" for at in range(len(schemas)))
+        lines = [self._start(literal, free, tags), f"one: ({one}) {literal(shared)}"]
+        more = f"({literal(again[len(shared) :])} one)*" if again is not None else ""
+        lines.append(f"calls: one {more} {literal(self.tail[len(shared) :])}")
+        for at, (name, schema) in enumerate(schemas.items()):
+            lines.append(f"call_{at}: {' '.join(self._terms(name, schema, f'args_{at}', literal))}")
+            if self.pairs is not None:
+                lines += _pair_rules(self.pairs, f"args_{at}", json.loads(schema), literal)
+        return "\n".join(lines) + "\n"
+
+    def _start(self, literal: Callable[[str], str], free: bool, tags: Sequence[str]) -> str:
+        if not free:
+            return f"start: {literal(self.head)} calls"
+        rest = literal(self.head.lstrip()[len(self.marker) :])
+        own = [mark for mark in map(literal, tags) if _ONE.fullmatch(mark)]  # any other is text like any other
+        before = f"(TEXT ({' | '.join(own)}))* " if own else ""
+        if not self.marker:
+            lead = f"({literal(self.lead)})? " if self.lead else ""
+            return f"start: {before}(TEXT | {lead}{rest} calls)\nTEXT: /\\s*([^{_exactly(self.opener)}\\s](.|\\n)*)?/"
+        mark = literal(self.marker)
+        if mark.startswith("<["):  # a token of its own; text that spells it letter by letter would be read as a call
+            return f"start: {before}(TEXT | TEXT {mark} {rest} calls)\nTEXT: /(.|\\n)*/ & ~{_holding(self.marker)}"
+        return f"start: {before}(TEXT | opened {rest} calls)\nopened[lazy]: TEXT {mark}\nTEXT: /(.|\\n)*/"
+
+    def _terms(self, name: str, schema: str, arguments: str, literal: Callable[[str], str]) -> Iterator[str]:
+        for slot, after in zip(self.slots, (*self.inner, ""), strict=True):
+            if slot == "name":
+                yield literal(name)
+            elif slot == "arguments":
+                yield f"%json {schema}" if self.pairs is None else arguments
+            else:
+                yield f"/[a-zA-Z0-9]{{{self.id_size or 9}}}/"
+            yield literal(after)
+
+    def message(self, turn: Turn, content: str, values: Callable[[Any], Any]) -> dict[str, Any]:
+        """A turn as chat templates take it, with this content; values: what is written for a call's arguments."""
+        message: dict[str, Any] = {"role": turn.role, "content": content if turn.content or not turn.tool_calls else ""}
+        if turn.tool_calls:
+            message["tool_calls"] = [self._told(call, values) for call in turn.tool_calls]
+        if turn.tool_call_id:
+            message["tool_call_id"] = self._id(turn.tool_call_id)
+        if turn.name:
+            message["name"] = turn.name
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
+        return message
+
+    def _told(self, call: ToolCall, values: Callable[[Any], Any]) -> dict[str, Any]:
+        given = values(call.arguments)
+        function = {"name": call.name, "arguments": json.dumps(given, ensure_ascii=False) if self.as_text else given}
+        return {"type": "function", "id": self._id(call.id), "function": function}
+
+    def _id(self, id: str) -> str:
+        """An id as the template takes it, the same for the same one."""
+        return digest("call", id)[: self.id_size] if self.id_size and len(id) != self.id_size else id
+
+    def write(self, calls: Sequence[ToolCall]) -> str:
+        """Calls as this format has them."""
+        texts = [self._written(call) for call in calls]
+        return self.head + (self.again or "").join(texts) + self.tail if texts else ""
+
+    def _written(self, call: ToolCall) -> str:
+        said = json.dumps(dict(call.arguments), ensure_ascii=False)
+        arguments = said if self.pairs is None else self.pairs.write(call.arguments)
+        told = {"name": call.name, "arguments": arguments, "id": self._id(call.id)}
+        return "".join(told[slot] + after for slot, after in zip(self.slots, (*self.inner, ""), strict=True))
+
+
+class CallReader:
+    """The calls of one answer while it is written: `calls`, each once, and whether one `repeats` an earlier one.
+
+    A small model may make the same call for ever. Of a text that grows, what was read is not read again.
+    """
+
+    def __init__(self, format: CallFormat, schemas: Schemas = MappingProxyType({})) -> None:
+        self.calls: list[ToolCall] = []
+        self.repeats = False
+        self._format, self._schemas = format, schemas
+        self._at, self._tried = -1, 0
+
+    def read(self, text: str, opening: int) -> tuple[ToolCall, ...]:
+        """All whole calls of a text, whose first one opens there."""
+        format = self._format
+        last = format.last
+        if last and last not in text[self._tried :]:
+            return tuple(self.calls)
+        self._tried = len(text)
+        at = max(self._at, opening)
+        while start := self._before(at == opening and self._at < 0).match(text, at):
+            call, end = format.one(text, start.end(), self._schemas)
+            if call is None:
+                break
+            self._at = at = end
+            self.repeats |= _is_among(call, self.calls)
+            if not _is_among(call, self.calls):
+                self.calls.append(call)
+        return tuple(self.calls)
+
+    def copy(self) -> CallReader:
+        """The same, to go on in another way."""
+        new = copy.copy(self)
+        new.calls = list(self.calls)
+        return new
+
+    def _before(self, is_first: bool) -> re.Pattern[str]:
+        """What stands before the next call's slots."""
+        if not is_first:
+            return _literal(self._format.again) if self._format.again is not None else _NEVER
+        lead = f"(?:{_literal(self._format.lead).pattern})?" if self._format.lead else ""
+        return re.compile(lead + _literal(self._format.head).pattern)
+
+
+PLAIN = CallFormat(
+    head='<tool_call>{"name": "',
+    inner=('", "arguments": ',),
+    again='}</tool_call>\n<tool_call>{"name": "',
+    tail="}</tool_call>",
+    marker="<tool_call>",
+)
+"""For models whose chat template says nothing of tools."""
+
+
+def call_id() -> str:
+    """A new id."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def spelled(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
+    """The same conversation in words that every template renders: tools, calls and results as `PLAIN` text.
+
+    Contents are pieces; a result's chunks stay chunks.
+    """
+    told = [_spelled(turn) for turn in turns]
+    if tools:
+        text = Piece(_described(tools))
+        if told and told[0].role == "system":
+            told[0] = replace(told[0], content=(*told[0].content, Piece("\n\n"), text))
+        else:
+            told.insert(0, Turn("system", (text,)))
+    return list(_joined(told))
+
+
+def _described(tools: Sequence[Mapping[str, Any]]) -> str:
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    return (
+        'You can call tools. A call is written as <tool_call>{"name": name, "arguments": {...}}</tool_call>, several '
+        f"of them one below the other; their results come as <tool_response>. These are the tools:\n{lines}"
+    )
+
+
+def _spelled(turn: Turn) -> Turn:
+    if turn.tool_calls:
+        gap = (Piece("\n"),) if turn.content else ()
+        said = (*turn.content, *gap, Piece(PLAIN.write(turn.tool_calls)))
+        return Turn(turn.role, said, reasoning=turn.reasoning)
+    if turn.role == "tool":
+        return Turn("tool", (Piece("<tool_response>\n"), *turn.content, Piece("\n</tool_response>")))
+    return turn
+
+
+def _joined(turns: Sequence[Turn]) -> Iterator[Turn]:
+    """Results as the user's words; those that follow one another, or come before a question, in one message."""
+    held: Turn | None = None
+    for turn in turns:
+        if held is not None and turn.role in ("tool", "user"):
+            held = Turn("user", (*held.content, Piece("\n"), *turn.content))
+        else:
+            if held is not None:
+                yield held
+            held = Turn("user", turn.content) if turn.role == "tool" else None
+            if held is None:
+                yield turn
+            continue
+        if turn.role == "user":
+            yield held
+            held = None
+    if held is not None:
+        yield held
+
+
+def _shared(one: str, other: str) -> str:
+    """What both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
+
+
+def without_space(text: str, lo: int, hi: int) -> int:
+    """Where text[lo:hi] ends without the white space at its end."""
+    last = text[max(lo, hi - MOST_SPACE) : hi]
+    return hi - (len(last) - len(last.rstrip()))
+
+
+def longest_start(text: str, word: str) -> int:
+    """Characters at the end of `text` that could be the beginning of a word."""
+    sizes = range(min(len(text), len(word) - 1), 0, -1)
+    return next((size for size in sizes if word.startswith(text[-size:])), 0)
+
+
+def _exactly(text: str) -> str:
+    """A regular expression of this text and nothing else, in a class of letters too."""
+    return "".join(f"\\x{{{ord(letter):x}}}" for letter in text)
+
+
+def _is_among(call: ToolCall, calls: Sequence[ToolCall]) -> bool:
+    return any(call.name == other.name and call.arguments == other.arguments for other in calls)
+
+
+_NEVER = re.compile(r"(?!)")
+
+
+def _literal(text: str) -> re.Pattern[str]:
+    """Matches a text of the format, whatever white space a model puts there."""
+    words = [re.escape(word) for word in text.split()]
+    inner = r"\s*".join(words)
+    return re.compile(rf"\s*{inner}") if words else re.compile("")
+
+
+def _name_at(text: str, at: int, after: str, is_plain: bool) -> tuple[str | None, int]:
+    """A tool's name, and where it ends; is_plain: nothing but its letters says where."""
+    pattern = r"[a-zA-Z0-9_.-]+" if is_plain else r"[^\s\"\\{}<>\[\]()]+?(?=" + _literal(after).pattern + ")"
+    found = re.compile(rf"\s*({pattern})" if is_plain else f"({pattern})").match(text, at)
+    return (found[1], found.end()) if found else (None, at)
+
+
+def _object_at(text: str, at: int) -> tuple[dict[str, Any] | None, int]:
+    """A JSON object, and where it ends."""
+    start = _SPACE.match(text, at)
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start.end() if start else at)
+    except (ValueError, RecursionError):  # no JSON, or deeper than anybody writes it
+        return None, at
+    return (value, end) if isinstance(value, dict) else (None, at)
+
+
+_SPACE = re.compile(r"\s*")
+
+
+def _after_space(text: str, at: int, before: str) -> int:
+    """The place behind the white space that ends `before`, as far as it stands there."""
+    space = before[len(before.rstrip()) :]
+    return at + len(space) if text.startswith(space, at) else at
+
+
+def _raw(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+_WORDS: Mapping[str, Any] = MappingProxyType({"True": True, "False": False, "None": None})
+"""Values as Python writes them, which templates may do."""
+_KINDS: tuple[tuple[type, frozenset[str]], ...] = (
+    (bool, frozenset({"boolean"})),
+    (int, frozenset({"integer", "number"})),
+    (float, frozenset({"number"})),
+    (str, frozenset({"string"})),
+    (dict, frozenset({"object"})),
+    (list, frozenset({"array"})),
+    (type(None), frozenset({"null"})),
+)
+
+
+def _kinds_of(value: Any) -> frozenset[str]:
+    """JSON schema's words for the type of a value."""
+    return next((words for kind, words in _KINDS if isinstance(value, kind)), frozenset())
+
+
+def _parsed(text: str, types: frozenset[str]) -> Any:
+    """The value that a text stands for, where these types are allowed; none named: any."""
+    if types == {"string"}:
+        return text
+    try:
+        value = _WORDS[text.strip()] if text.strip() in _WORDS else json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    fits = not types or not types.isdisjoint(_kinds_of(value))
+    return value if fits and not isinstance(value, str) else text
+
+
+def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """The types that a schema allows, as far as it says so; none: any."""
+    if not isinstance(schema, Mapping) or depth > DEEPEST:
+        return frozenset()
+    if isinstance(ref := schema.get("$ref"), str):
+        found: Any = root
+        for name in ref.removeprefix("#/").split("/"):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return _types_of(found, root, depth + 1)
+    if said := schema.get("type"):
+        return frozenset([said] if isinstance(said, str) else said)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if values:
+        return frozenset(kind for value in values for kind in _kinds_of(value))
+    parts = [_types_of(each, root, depth + 1) for name in ("anyOf", "oneOf") for each in schema.get(name, ())]
+    return frozenset(kind for part in parts for kind in part) if all(parts) else frozenset()
+
+
+DEEPEST = 16
+"""References and unions in one another that are followed."""
+
+
+def _pair_rules(pairs: Pairs, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]) -> Iterator[str]:
+    """Lark rules of arguments that are written one by one, in the order of their schema."""
+    properties, required = schema.get("properties") or {}, set(schema.get("required") or ())
+    if not properties and schema.get("additionalProperties", True) is not False:
+        yield f"{name}: ({literal(pairs.before)} /[a-zA-Z_][a-zA-Z0-9_.-]*/ {literal(pairs.between)} {name}_any)*"
+        yield from _value_rules(pairs.after, f"{name}_any", {}, schema, literal)
+        return
+    told = (f"{name}_{at}" + ("" if key in required else "?") for at, key in enumerate(properties))
+    yield f"{name}: {' '.join(told)}"
+    for at, (key, value) in enumerate(properties.items()):
+        yield f"{name}_{at}: {literal(pairs.before + key + pairs.between)} {name}_{at}_value"
+        yield from _value_rules(pairs.after, f"{name}_{at}_value", value, schema, literal)
+
+
+def _value_rules(
+    after: str, name: str, schema: Any, root: Mapping[str, Any], literal: Callable[[str], str]
+) -> Iterator[str]:
+    """Lark rules of one value and what stands behind it. A text stands as it is and ends where that begins."""
+    types, told = _types_of(schema, root), schema if isinstance(schema, Mapping) else {}
+    values = told.get("enum", [told["const"]] if "const" in told else None)
+    if values:
+        words = " | ".join(json.dumps(_raw(value)) for value in values)
+        yield f"{name}: ({words}) {literal(after)}"
+    elif types == {"boolean"}:
+        yield f'{name}: ("true" | "false" | "True" | "False") {literal(after)}'
+    elif types and "string" not in types:
+        shared = {key: root[key] for key in ("$defs", "definitions", "x-guidance") if key in root}
+        yield f"{name}: %json {json.dumps({**shared, **told})} {literal(after)}"
+    else:
+        yield from _text_rules(after, name, told, literal)
+
+
+def _text_rules(after: str, name: str, schema: Mapping[str, Any], literal: Callable[[str], str]) -> Iterator[str]:
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    any_text = f"(.|\\n){{{least},{most}}}" if least or most != "" else "(.|\\n)*"
+    cut = next((at for at in range(len(after)) if literal(after[at:]).startswith("<[")), None)
+    text = f"{name.upper()}_TEXT"
+    if cut is None:
+        yield f"{name}[lazy]: {text} {literal(after)}"
+        yield f"{text}: /{any_text}/"
+        return
+    sizes = range(1, len(after) - cut + 1)  # of a token of its own, which spelled letter by letter would end the value
+    mark = next(after[cut : cut + size] for size in sizes if _ONE.fullmatch(literal(after[cut : cut + size])))
+    yield f"{name}: {text} {literal(after[cut:])}"
+    yield f"{text}: /{any_text}{_exactly(after[:cut])}/ & ~{_holding(mark)}"
+
+
+_ONE = re.compile(r"<\[[0-9]+\]>")
+
+
+def _holding(text: str) -> str:
+    """A regular expression, as Lark has it, of all texts that hold this one."""
+    return f"/(.|\\n)*{_exactly(text)}(.|\\n)*/"

@@ -1,0 +1,199 @@
+"""An answer that is read while it is written: by loops, event loops and several at once, closed, dropped or failing."""
+
+import asyncio
+import gc
+import threading
+
+import pytest
+
+from ragfuse.engine.answer_stream import AnswerStream
+from ragfuse.errors import InputError
+from ragfuse.types.answer import Answer, Trace
+
+ANSWER = Answer("one two three", (1, 2, 3), "stop", Trace())
+
+
+def three(say, gone):
+    for word in ("one", " two", " three"):
+        say(word)
+    return ANSWER
+
+
+class Slow:
+    """Says a word whenever it may, until it is told that nobody listens."""
+
+    def __init__(self) -> None:
+        self.more, self.ended = threading.Semaphore(0), threading.Event()
+
+    def __call__(self, say, gone):
+        while not gone.is_set():
+            if self.more.acquire(timeout=0.01):
+                say("word ")
+        self.ended.set()
+        return ANSWER
+
+
+def failing(say, gone):
+    say("one")
+    raise KeyError("lost")
+
+
+def test_pieces_come_in_order_and_the_answer_at_the_end():
+    stream = AnswerStream(three)
+    assert list(stream) == ["one", " two", " three"]
+    assert stream.answer is ANSWER
+    assert list(stream) == []
+
+
+def test_the_answer_can_be_had_without_reading():
+    assert AnswerStream(three).answer is ANSWER
+
+
+def test_reading_may_stop_and_go_on():
+    stream = AnswerStream(three)
+    assert next(iter(stream)) == "one"
+    assert list(stream) == [" two", " three"]
+
+
+def test_closing_ends_the_writer_and_there_is_no_answer():
+    run = Slow()
+    run.more.release()
+    with AnswerStream(run) as stream:
+        assert next(iter(stream)) == "word "
+    assert run.ended.is_set()
+    assert list(stream) == []
+    with pytest.raises(InputError, match="closed before"):
+        _ = stream.answer
+
+
+def test_finishing_ends_the_writer_and_what_is_written_is_the_answer():
+    run = Slow()
+    run.more.release()
+    stream = AnswerStream(run)
+    assert next(iter(stream)) == "word "
+    stream.finish()
+    assert stream.answer is ANSWER
+    assert run.ended.is_set()
+
+
+@pytest.mark.parametrize(("end", "is_gone"), [(AnswerStream.finish, False), (AnswerStream.cancel, True)])
+def test_the_writer_hears_whether_anybody_reads_what_it_has_written(end, is_gone):
+    told = []
+
+    def write(say, enough):
+        enough.wait(60)
+        told.append(enough.is_gone)
+        return ANSWER
+
+    stream = AnswerStream(write)
+    end(stream)
+    list(stream)
+    stream.close()
+    assert told == [is_gone]
+
+
+def test_closing_after_the_end_leaves_the_answer():
+    with AnswerStream(three) as stream:
+        list(stream)
+    stream.close()
+    assert stream.answer is ANSWER
+
+
+def test_dropping_it_half_read_ends_the_writer():
+    run = Slow()
+    run.more.release()
+    stream = AnswerStream(run)
+    next(iter(stream))
+    del stream
+    gc.collect()
+    assert run.ended.wait(60)
+
+
+def test_leaving_a_loop_and_dropping_it_ends_the_writer():
+    run = Slow()
+    run.more.release(3)
+    for _ in AnswerStream(run):
+        break
+    gc.collect()
+    assert run.ended.wait(60)
+
+
+def test_closing_from_elsewhere_wakes_a_reader_that_waits():
+    stream, said = AnswerStream(Slow()), []
+    reader = threading.Thread(target=lambda: said.extend(stream))
+    reader.start()
+    stream.close()
+    reader.join(60)
+    assert not reader.is_alive()
+    with pytest.raises(InputError, match="closed before"):
+        _ = stream.answer
+
+
+def test_what_fails_is_raised_after_what_was_said_and_again_for_the_answer():
+    stream, said = AnswerStream(failing), []
+    with pytest.raises(KeyError, match="lost"):
+        said.extend(iter(stream))
+    with pytest.raises(KeyError, match="lost"):
+        _ = stream.answer
+    assert list(stream) == []
+
+
+def test_two_readers_share_the_pieces_and_both_end():
+    run, said = Slow(), []
+    stream = AnswerStream(run)
+
+    def read():
+        for text in stream:
+            said.append(text)
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    run.more.release(10)
+    while len(said) < 10:
+        readers[0].join(0.01)
+    stream.cancel()
+    for reader in readers:
+        reader.join(60)
+        assert not reader.is_alive()
+
+
+async def test_an_event_loop_reads_it_all():
+    stream = AnswerStream(three)
+    assert [text async for text in stream] == ["one", " two", " three"]
+    assert stream.answer is ANSWER
+
+
+async def test_an_event_loop_is_not_held_up():
+    run = Slow()
+    stream = AnswerStream(run)
+
+    async def first():
+        async for text in stream:
+            return text
+
+    reading = asyncio.create_task(first())
+    await asyncio.sleep(0.05)
+    assert not reading.done()
+    run.more.release()
+    assert await reading == "word "
+    stream.close()
+
+
+async def test_an_event_loop_is_told_what_failed():
+    with pytest.raises(KeyError, match="lost"):
+        _ = [text async for text in AnswerStream(failing)]
+
+
+def test_an_event_loop_that_is_closed_ends_the_writer():
+    run = Slow()
+    run.more.release()
+    stream = AnswerStream(run)
+
+    async def one():
+        async for text in stream:
+            return text
+
+    assert asyncio.run(one()) == "word "
+    run.more.release()
+    assert run.ended.wait(60)

@@ -1,0 +1,207 @@
+"""Codec tables of models: made once, kept in the book, and beside the KV for whoever shares a tier."""
+
+import json
+import logging
+import re
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from ragfuse import Ask, Engine, Settings
+from ragfuse.admin.store_admin import Keeping, Wish
+from ragfuse.codec import LEVELS as CODEC_LEVELS
+from ragfuse.codec import CodecTables
+from ragfuse.plan.evict import lru
+from ragfuse.plan.words import in_words
+from ragfuse.settings import LEVELS
+from ragfuse.store import Book, DiskTier
+from ragfuse.store.codec_registry import ASK_AGAIN_S, Coding, _key, wants_tables
+from ragfuse.store.named import as_entry
+from tests.codec.kit import tables
+from tests.plan.kit import timings
+from tests.store.kit import Clock
+from tests.store.lies import little_memory
+from tests.tiny import CHUNKS, ingest, messages
+
+
+def at(settings: Settings, path=None, **levels) -> Settings:
+    """These settings with levels by tier; with a path, a machine of its own beside a shared folder of objects."""
+    own = settings.model_dump() | {"levels": levels}
+    if path is not None:
+        own |= {"store": path, "memory_bytes": 0, "tiers": (f"file://{settings.home}/shared",)}
+    return Settings(**own)
+
+
+def levels_in(engine: Engine, tier: str) -> set[tuple[str, ...]]:
+    kept = [entry for entry in engine.store.tier(tier).entries().values() if entry.key.model == engine.digest]
+    return {tuple(entry.sizes) for entry in kept}
+
+
+def read(engine: Engine) -> set[tuple[str, str]]:
+    return {(segment.tier, segment.level) for segment in engine.answer(messages()).trace.segments if segment.hit}
+
+
+@pytest.mark.parametrize(
+    ("levels", "wanted"),
+    [({}, False), ({"disk": "int8"}, False), ({"disk": ["raw", "cg2"]}, True), ({"redis": "auto"}, True)],
+)
+def test_tables_are_made_only_where_a_tier_may_want_them(tiny_settings, levels, wanted):
+    assert wants_tables(at(tiny_settings, **levels)) == wanted
+
+
+def test_a_tier_is_written_and_read_at_a_level_whose_tables_are_made_when_the_model_is_loaded(tiny_settings, caplog):
+    settings = at(tiny_settings, disk=["cg2"])
+    with caplog.at_level(logging.INFO, "ragfuse"), Engine(settings) as engine:
+        ingest(engine)
+        assert levels_in(engine, "disk") == {("cg2",)}
+        assert levels_in(engine, "memory") == {("raw",)}
+        tables = engine.model.profile.codec
+        assert CodecTables.from_dict(tables).digest in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "ragfuse"), Engine(replace_memory(settings)) as later:
+        assert read(later) == {("disk", "cg2")}
+        assert later.model.profile.codec == tables
+    assert "tables" not in caplog.text
+
+
+def replace_memory(settings: Settings) -> Settings:
+    return settings.model_copy(update={"memory_bytes": 0})
+
+
+def test_a_model_that_is_handed_in_has_its_tables_too(tiny_settings, caplog):
+    with Engine(tiny_settings) as other:
+        model = other.model
+    with Engine(at(tiny_settings, disk=["cg2"]), model) as engine:
+        ingest(engine)
+        assert levels_in(engine, "disk") == {("cg2",)}
+    assert "is not written as" not in caplog.text
+
+
+def test_what_another_machine_packed_with_its_own_tables_is_read_with_these(tiny_settings, tmp_path, monkeypatch):
+    first, second, third = (at(tiny_settings, tmp_path / name, objects=["cg1"]) for name in "abc")
+    with Engine(first) as engine:
+        ingest(engine)
+        assert levels_in(engine, "objects") == {("cg1",)}
+        ours, model = engine.model.profile.codec, engine.model
+    with Engine(second) as same:
+        assert read(same) == {("objects", "cg1")}
+        expected = same.answer(messages()).text
+    model.profile = replace(model.profile, codec=None)  # which engines of one process share
+    monkeypatch.setattr(
+        "ragfuse.engine.codec_tables.sample", lambda: ("Quite another text, so that the tables differ. " * 9,) * 2
+    )
+    with Engine(third) as other:
+        assert other.model.profile.codec != ours
+        assert read(other) == {("objects", "cg1")}
+        assert other.answer(messages()).text == expected
+
+
+def test_without_the_tables_it_is_a_miss_that_says_so_and_nothing_is_dropped(tiny_settings):
+    settings = at(tiny_settings, disk=["cg2"])
+    with Engine(settings) as engine:
+        ingest(engine)
+        before = engine.store.tier("disk").nbytes
+        engine.store.tier("disk").delete(
+            [key for key in engine.store.tier("disk").entries() if key.model != engine.digest]
+        )
+        engine.store.tier("memory").delete(engine.store.tier("memory").entries())
+        engine._coding._known = dict.fromkeys(engine._coding._known, (None, 1e18))
+        plan = engine.plan(messages())
+        assert plan.fetches == ()
+        assert "it cannot be decoded: there are no tables for cg2" in in_words(plan)
+        assert 0 < engine.store.tier("disk").nbytes <= before
+        assert engine.store.stats().corrupt == 0
+
+
+def test_settings_and_codecs_know_the_same_levels():
+    assert CODEC_LEVELS == LEVELS
+
+
+def test_tables_that_are_not_there_are_asked_for_again_only_after_a_while(tmp_path):
+    with Book(tmp_path) as book:
+        asked, clock = [], Clock()
+        coding = Coding(lambda use, otherwise: asked.append(1) or use(book), lambda: (), clock)
+        assert coding("cg1", "model") is None
+        n = len(asked)
+        assert coding("cg2", "model") is None
+        assert len(asked) == n
+        clock.now += ASK_AGAIN_S + 1
+        assert coding("cg1", "model") is None
+        assert len(asked) > n
+        assert coding("int8", "model").name == "int8"
+        assert coding("zip", "model") is None
+
+
+def test_a_store_is_recoded_without_its_model(tiny_settings):
+    with Engine(at(tiny_settings, disk=["raw"], objects=["cg1"])) as engine:
+        ingest(engine)
+        expected = engine.answer(messages()).text
+    with Keeping(tiny_settings) as keeping:
+        lines = keeping.lines(Wish(model=keeping_model(keeping)))
+        done = keeping.recode(lines, ["cg1"])
+        assert (done.chunks, done.failed) == (len(lines), 0)
+    with Engine(replace_memory(at(tiny_settings))) as engine:
+        assert levels_in(engine, "disk") == {("cg1",)}
+        assert read(engine) == {("disk", "cg1")}
+        assert engine.answer(messages()).text == expected
+
+
+def keeping_model(keeping: Keeping) -> str:
+    """The digest of whoever has most entries."""
+    models = [entry.key.model for entry in keeping.store.entries()]
+    return max(models, key=models.count)
+
+
+def test_a_tier_whose_level_is_chosen_is_raw_until_this_machine_was_measured(tiny_settings):
+    settings = at(tiny_settings, disk="auto")
+    with Engine(settings) as engine:
+        ingest(engine)
+        assert levels_in(engine, "disk") == {("raw",)}
+        slow = replace(timings(engine, memory=0.0, disk=1e-3), decode={"int8": 0.0, "cg3": 0.0})
+        engine.learn(replace(slow, packed={"int8": 0.5, "cg3": 0.1}))
+        assert set(engine._planner.levels(engine.model, engine.profile, 100, 10_000).values()) == {("cg3",)}
+        engine.forget(CHUNKS)
+        ingest(engine)
+        assert ("cg3",) in levels_in(engine, "disk")
+        assert engine.answer(messages(), Ask()).trace.tokens
+
+
+def test_tables_lie_in_a_slow_tier_by_their_digest_and_no_other(tmp_path, tiny_settings):
+    with Engine(at(tiny_settings, disk=["cg2"])) as engine:
+        tables = CodecTables.from_dict(engine.model.profile.codec)
+    with closing(DiskTier(tmp_path / "tier", 1 << 30, lru)) as tier:
+        Coding(lambda use, otherwise: otherwise, lambda: (tier,)).share(tables)
+        fresh = Coding(lambda use, otherwise: otherwise, lambda: (tier,))
+        assert fresh.packed("cg2", tables.digest).name == "cg2"
+        assert fresh.packed("cg2", "0" * 16) is None
+
+
+DIGEST = "ab" * 8
+STRANGE = {
+    "lists in lists": b"[" * 200_000,
+    "lists without number": b"[" + b"[]," * (1 << 20) + b"[]]",
+    "objects in objects": b'{"layers":' * 200_000,
+    "a number of a million digits": b'{"version": ' + b"9" * 1_000_000 + b"}",
+    "a page": b"<html>Sign in</html>",
+    "nothing": b"",
+    "no layers": b'{"version": 2, "layers": [], "shapes": "", "overall": ""}',
+    "layers that are none": b'{"version": 2, "layers": 7, "shapes": "", "overall": ""}',
+}
+
+
+@pytest.mark.parametrize("value", STRANGE.values(), ids=STRANGE.keys())
+def test_what_lies_in_place_of_tables_in_a_shared_tier_is_none_and_costs_little(tmp_path, value):
+    with closing(DiskTier(tmp_path / "shared", 1 << 30, lru)) as tier:
+        assert tier.write(_key(DIGEST), *as_entry(DIGEST, value))
+        coding = Coding(lambda use, otherwise: otherwise, lambda: (tier,))
+        with little_memory(4 * len(value) + (1 << 20)):
+            assert coding.packed("cg3", DIGEST) is None
+
+
+@pytest.mark.parametrize("frequency", ["9" * 400, "1e999", "-1e999", "null", "[]", '"a"'])
+def test_tables_whose_frequencies_are_none_are_none(frequency):
+    told = json.dumps(tables().as_dict())
+    assert CodecTables.from_dict(json.loads(told)) is not None
+    number = re.search(r'"inv_freq": \[([^,\]]+)', told)[1]
+    assert CodecTables.from_dict(json.loads(told.replace(f"[{number}", f"[{frequency}", 1))) is None

@@ -1,0 +1,334 @@
+"""A store whose book cannot be read or written: every question is answered all the same, and what the book does not
+take is remembered by the process, counted, told once and named in the trace."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import threading
+from contextlib import closing, contextmanager, suppress
+from os import statvfs
+
+import pytest
+
+from ragfuse import Ask, Engine, InputError, StoreError, metrics
+from ragfuse.store import Book
+from ragfuse.store.catalog import COOL_DOWN_S, Booked
+from tests.sessions.kit import QUESTIONS, resent, talk
+from tests.store.kit import Clock
+from tests.tiny import CHUNKS, chunk_hits, messages
+
+PML = '<schema name="trip"><module name="a">The keeper counted forty ships in one night.</module></schema>'
+PROMPT = '<prompt schema="trip"><a/>Who counted them?</prompt>'
+
+
+@contextmanager
+def broken(book, error="disk I/O error"):
+    """A book whose file refuses every read and write."""
+    database = book._database
+    real = database.query, database.write
+
+    def refuse(*_, **__):
+        raise sqlite3.OperationalError(error)
+
+    database.query = database.write = refuse
+    try:
+        yield
+    finally:
+        database.query, database.write = real
+
+
+@contextmanager
+def unwritable(book):
+    """A book that can be read and not written, as on a full disk."""
+    database = book._database
+    real = database.write
+
+    def refuse(*_, **__):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    database.write = refuse
+    try:
+        yield
+    finally:
+        database.write = real
+
+
+@contextmanager
+def locked(path):
+    """A book that another process holds for itself."""
+    with closing(sqlite3.connect(path / "book.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
+
+
+def mended(engine):
+    """The book is tried again at once."""
+    engine._booked._breaker._opened_at = None
+
+
+@pytest.fixture
+def clock(engine):
+    """The clock by which the engine leaves its book alone."""
+    engine._booked._breaker._clock = clock = Clock()
+    return clock
+
+
+@pytest.mark.parametrize("fault", [broken, unwritable])
+def test_a_sessions_question_is_answered_though_the_book_fails_and_the_trace_says_so(engine, fault, caplog):
+    (first,) = talk(engine, QUESTIONS[:1])
+    assert first.trace.unsaved == ()
+    with fault(engine.book):
+        answers = talk(engine, QUESTIONS[1:3])
+        assert engine.sessions.get(engine.digest, "one") is not None
+    assert all(answer.text for answer in answers)
+    for answer in answers:
+        (said,) = answer.trace.unsaved
+        assert str(engine.book.path) in said
+        assert "disk" in said
+    assert sum("is left out" in record.message for record in caplog.records) == 1
+    assert answers[-1].trace.as_dict()["unsaved"] == answers[-1].trace.unsaved
+
+
+@pytest.mark.parametrize("fault", [broken, unwritable])
+def test_a_session_goes_on_from_the_turns_that_the_book_did_not_take(engine, fault):
+    before = talk(engine, QUESTIONS[:1])
+    with fault(engine.book):
+        answers = talk(engine, QUESTIONS[1:3])
+        _, session = engine.sessions.get(engine.digest, "one")
+        assert len(session.turns) == 3
+        said = [message.text for message in session.messages]
+    assert said[::2] == list(QUESTIONS[:3])
+    assert said[1::2] == [answer.text for answer in (*before, *answers)]
+    assert answers[-1].trace.history_reused > answers[0].trace.history_reused > 0
+
+
+def test_what_the_book_did_not_take_is_written_with_the_next_turn(engine, tiny_settings):
+    talk(engine, QUESTIONS[:1])
+    with unwritable(engine.book):
+        talk(engine, QUESTIONS[1:2])
+    assert len(Book(tiny_settings.store).sessions.get(engine.digest, "one")[2]["turns"]) == 1
+    assert [(info.turns, info.lasts) for info in engine.sessions.ls()] == [(2, False)]
+    mended(engine)
+    (last,) = talk(engine, QUESTIONS[2:3])
+    assert last.trace.unsaved == ()
+    with Engine(tiny_settings) as other:
+        assert len(other.sessions.show("one").turns) == 3
+        assert [(info.turns, info.lasts) for info in other.sessions.ls()] == [(3, True)]
+
+
+def test_a_session_that_another_process_went_on_with_meanwhile_is_that_ones(engine, tiny_settings, caplog):
+    talk(engine, QUESTIONS[:1])
+    with unwritable(engine.book):
+        talk(engine, QUESTIONS[1:2])
+    with Engine(tiny_settings) as other:
+        talk(other, QUESTIONS[2:3])
+    mended(engine)
+    talk(engine, QUESTIONS[3:])
+    said = [message.text for message in engine.sessions.show("one").messages]
+    assert said[::2] == [QUESTIONS[0], QUESTIONS[2], QUESTIONS[3]]
+    assert "Another process went on with session one" in caplog.text
+
+
+def test_a_session_that_begins_while_the_book_fails_is_kept(engine, tiny_settings):
+    with broken(engine.book):
+        talk(engine, QUESTIONS[:2], session="new")
+    mended(engine)
+    talk(engine, QUESTIONS[2:3], session="new")
+    with Engine(tiny_settings) as other:
+        assert len(other.sessions.show("new").turns) == 3
+
+
+def test_a_conversation_recognised_by_its_messages_is_answered_though_the_book_fails(tiny_settings):
+    with Engine(tiny_settings.model_copy(update={"history": "all"})) as engine:
+        first = engine.answer([("user", QUESTIONS[0])])
+        with broken(engine.book):
+            second = engine.answer(resent(QUESTIONS[:2], [first]))
+            third = engine.answer(resent(QUESTIONS[:3], [first, second]))
+    assert second.text
+    assert third.trace.history_reused > 0
+    assert third.trace.unsaved
+
+
+def test_a_locked_book_is_waited_for_once_and_then_left_alone(engine, tiny_settings, clock, monkeypatch):
+    monkeypatch.setattr("ragfuse.store.catalog.WAIT_S", 0.05)
+    waited = []
+    real = engine.book._database.write
+    monkeypatch.setattr(
+        engine.book._database, "write", lambda **wait: waited.append(engine.book._database._wait_s) or real(**wait)
+    )
+    with locked(tiny_settings.store):
+        (first,) = talk(engine, QUESTIONS[:1])
+        asked = len(waited)
+        (second,) = talk(engine, QUESTIONS[1:2])
+        assert len(waited) == asked
+        clock.now += COOL_DOWN_S + 1
+        (third,) = talk(engine, QUESTIONS[2:3])
+        assert len(waited) > asked
+    assert all("locked" in answer.trace.unsaved[0] for answer in (first, second, third))
+    assert set(waited) == {0.05}
+    clock.now += COOL_DOWN_S + 1
+    assert talk(engine, QUESTIONS[3:])[0].trace.unsaved == ()
+    assert len(Book(tiny_settings.store).sessions.get(engine.digest, "one")[2]["turns"]) == 4
+
+
+def test_chunks_that_were_met_while_the_book_fails_are_reused_in_this_process(engine, caplog):
+    with broken(engine.book):
+        engine.answer(messages())
+        engine.flush()
+        again = engine.answer(messages())
+        plain = engine.answer("\n\n".join([*CHUNKS[:3], "Who counted?"]))
+    assert chunk_hits(again.trace) == [True] * len(CHUNKS)
+    assert chunk_hits(plain.trace) == [True] * 3
+    assert "was not saved" not in caplog.text
+
+
+def test_known_texts_that_could_not_be_read_are_read_later(engine, tiny_settings):
+    engine.ingest([(text, "a") for text in CHUNKS])
+    with Engine(tiny_settings) as other:
+        _ = other.model
+        with broken(other.book):
+            assert chunk_hits(other.answer("\n\n".join([*CHUNKS[:3], "Who?"])).trace) == []
+        mended(other)
+        assert chunk_hits(other.answer("\n\n".join([*CHUNKS[:3], "Who?"])).trace) == [True] * 3
+
+
+def test_a_model_is_loaded_though_the_book_fails(tiny_settings):
+    with Engine(tiny_settings) as engine, broken(engine.book):
+        assert engine.answer(messages()).trace.unsaved
+
+
+def test_a_prompt_over_a_schema_is_answered_though_the_book_fails(engine):
+    engine.register(PML)
+    with broken(engine.book):
+        assert engine.answer(pml=PROMPT).trace.tokens_reused > 0
+    with unwritable(engine.book):
+        assert engine.schemas.ensure(engine.schemas.show("trip").schema) is None
+        with pytest.raises(StoreError, match="is full"):
+            engine.register(PML.replace("trip", "other"))
+        assert engine.answer(pml=PROMPT.replace("trip", "other")).text
+
+
+def test_what_somebody_asks_the_book_for_by_itself_fails_clearly(engine):
+    talk(engine, QUESTIONS[:1])
+    with broken(engine.book):
+        for asked in (
+            engine.sessions.ls,
+            lambda: engine.sessions.delete("one"),
+            lambda: engine.known_texts("a"),
+            lambda: engine.learn(engine.profile),
+            lambda: engine.ingest([(CHUNKS[0], "a")]),
+            lambda: engine.schemas.names(),
+        ):
+            with pytest.raises(StoreError, match="disk I/O error"):
+                asked()
+    assert [info.id for info in engine.sessions.ls()] == ["one"]
+
+
+def test_kv_whose_owner_cannot_be_asked_is_not_dropped(engine):
+    talk(engine, QUESTIONS[:2])
+    engine.flush()
+    keys = engine.sessions.show("one").keys
+    with broken(engine.book):
+        engine.sessions.release(keys)
+    assert set(engine.store.lookup(keys)) == set(keys)
+
+
+def test_failures_of_the_book_are_counted(engine):
+    prometheus = pytest.importorskip("prometheus_client")
+    registry = prometheus.CollectorRegistry()
+    metrics(engine, registry)
+    with broken(engine.book):
+        talk(engine, QUESTIONS[:1])
+    shown = prometheus.generate_latest(registry).decode().splitlines()
+    counted = [line for line in shown if line.startswith("ragfuse_book_failures_total")]
+    assert float(counted[-1].split()[-1]) == engine._booked.failures > 0
+
+
+def test_answers_of_a_batch_name_what_was_not_saved(engine):
+    with broken(engine.book):
+        answers = engine.batch([messages(), messages(CHUNKS[:2])])
+    assert [bool(answer.trace.unsaved) for answer in answers] == [True, True]
+    mended(engine)
+    assert [answer.trace.unsaved for answer in engine.batch([messages()])] == [()]
+    mended(engine)
+    assert [answer.trace.unsaved for answer in engine.batch([messages()])] == [()]
+
+
+def test_a_streamed_answer_names_what_was_not_saved(engine):
+    with broken(engine.book), engine.stream([("user", QUESTIONS[0])], Ask(session="one")) as stream:
+        assert "".join(stream) == stream.answer.text
+        assert stream.answer.trace.unsaved
+
+
+def test_a_book_that_is_closed_in_this_moment_has_not_failed(tmp_path):
+    book = Book(tmp_path)
+    booked = Booked(book)
+
+    def use(_):
+        booked.close()
+        raise StoreError("closed")
+
+    assert booked(use, 7) == 7
+    assert booked.failures == 0
+
+
+def test_threads_that_meet_a_failing_book_are_all_counted(tmp_path):
+    booked = Booked(Book(tmp_path))
+    ready = threading.Barrier(8)
+
+    def ask():
+        ready.wait()
+        for _ in range(50):
+            booked(lambda book: book.get("a"), None)
+
+    with broken(booked._book):
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert booked.failures == 400
+    booked.close()
+
+
+def test_sessions_over_a_disk_that_is_really_full_are_answered(tmp_path, tiny_settings):
+    path = tmp_path / "small"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", path], check=False).returncode:
+        pytest.skip("a small file system cannot be mounted here: run the tests as root, with CAP_SYS_ADMIN")
+    try:
+        with Engine(tiny_settings.model_copy(update={"store": path})) as engine:
+            talk(engine, QUESTIONS[:1])
+            engine.flush()
+            with (path / "ballast").open("wb", buffering=0) as file, suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+            assert statvfs(path).f_bavail == 0
+            answers = []
+            for number in range(40):  # the log of the book takes some more before it has to grow
+                answers += talk(engine, [f"{number}. {QUESTIONS[1]} " + "Say all of it. " * 8])
+                if answers[-1].trace.unsaved:
+                    break
+            answers += talk(engine, QUESTIONS[2:])
+            assert all(answer.text for answer in answers)
+            assert answers[-1].trace.unsaved
+            assert answers[-1].trace.history_reused > 0
+            assert len(engine.sessions.get(engine.digest, "one")[1].turns) == 1 + len(answers)
+            (path / "ballast").unlink()
+            mended(engine)
+            assert talk(engine, QUESTIONS[:1])[0].trace.unsaved == ()
+            assert len(engine.sessions.show("one").turns) == 2 + len(answers)
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)
+
+
+def test_what_the_book_refuses_for_what_it_is_is_not_known_in_memory_either(tiny_settings):
+    """Half of a character in a source: kept in memory alone, it would be in the trace of every later answer."""
+    with Engine(tiny_settings) as engine:
+        for learn in (lambda: engine.know([(CHUNKS[0], "t\ud800")]), lambda: engine.ingest([(CHUNKS[0], "t\ud800")])):
+            with suppress(UnicodeEncodeError, InputError):
+                learn()
+            sources = [piece.source for piece in engine.pieces(f"{CHUNKS[0]}\n\nWho?")]
+            assert all(source.encode() is not None for source in sources)

@@ -1,0 +1,248 @@
+"""A question with a deadline over a real Redis behind a line: what comes is used, what does not is computed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+
+from ragfuse import Ask, Engine
+from ragfuse.bench.line import Line, constant, line_to
+from ragfuse.cli.show import show_trace
+from ragfuse.codec import RawCodec
+from ragfuse.engine import generate as answering
+from ragfuse.load import stream
+from ragfuse.load.stream import Stream
+from ragfuse.load.terms import IN_TIME, LATE, SOONER, UNREADABLE
+from tests.plan.kit import timings, with_cost
+from tests.store.redis_server import RedisServer
+from tests.tiny import CHUNKS, adds_up, chunk_hits, ingest, messages
+
+NEVER, SLOWLY = 3600.0, 1e-2
+"""Seconds: a deadline that everything meets, and what a computed row takes where reading always pays."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def line(server) -> Iterator[Line]:
+    with line_to(server.port) as line:
+        yield line
+
+
+@pytest.fixture
+def settings(tiny_settings, server, line):
+    """Redis behind the line and nothing else, every chunk at two levels, a chunk a piece."""
+    server.raw().flushall()
+    url = f"redis://127.0.0.1:{line.port}/0"
+    levels = {"redis": ["raw", "int8"]}
+    given = {"tiers": (url,), "levels": levels, "memory_bytes": 0, "disk_bytes": 0, "amid_tokens": 0}
+    return tiny_settings.model_copy(update={**given, "piece_tokens": 32, "tier_timeout_s": 0.5})
+
+
+@pytest.fixture
+def engine(settings) -> Iterator[Engine]:
+    with Engine(settings) as engine:
+        ingest(engine)
+        engine.flush()
+        yield engine
+
+
+def medium_byte_s(engine: Engine, seconds: float) -> float:
+    """A second of a byte, so that all chunks come in so many seconds as int8, but not raw."""
+    raw, int8 = (
+        sum(dict(fetch.sizes)[level] for fetch in engine.plan(messages()).fetches) for level in ("raw", "int8")
+    )
+    return 2 * seconds / (raw + int8)
+
+
+def computing(engine: Engine, row_s: float, byte_s: float = 1e-9) -> None:
+    """This machine computes a row in so long, as far as plans know, and Redis carries so much."""
+    engine.learn(with_cost(timings(engine, redis=byte_s, memory=0.0), row_s=row_s))
+
+
+def test_without_a_deadline_nothing_is_streamed(engine):
+    trace = engine.answer(messages()).trace
+    assert trace.stream is None
+    assert all(chunk_hits(trace))
+
+
+def test_what_comes_in_time_is_what_would_have_been_read_anyway(engine):
+    wanted = engine.answer(messages(), Ask(ratio=0.0))
+    computing(engine, SLOWLY)
+    found = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0))
+    assert {segment.level for segment in found.trace.segments if segment.kind == "chunk"} == {"raw"}
+    assert len(found.trace.stream.pieces) >= len(CHUNKS)
+    assert found.trace.stream.held
+    assert (found.text, found.trace.tokens_reused) == (wanted.text, wanted.trace.tokens_reused)
+    assert adds_up(found.trace)
+
+
+def test_with_time_for_it_all_is_computed_and_the_answer_is_full_prefills(engine):
+    computing(engine, 1e-6, byte_s=1.0)
+    found = engine.answer(messages(), Ask(deadline_s=NEVER, ratio=0.15))
+    assert {piece.why for piece in found.trace.stream.pieces} == {IN_TIME}
+    assert found.trace.stream.held
+    assert not any(chunk_hits(found.trace))
+    assert found.text == engine.answer(messages(), Ask(reuse=False)).text
+
+
+def test_a_line_that_is_taken_to_be_slow_brings_less_first_and_the_rest_once_it_is_seen_to_be_fast(engine):
+    byte_s = medium_byte_s(engine, 40.0)
+    computing(engine, 1.0, byte_s)
+    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=base_s(engine) + 40.0)).trace
+    first = trace.stream.pieces[0]
+    assert (first.level, trace.stream.prior) == ("int8", pytest.approx(1 / byte_s))
+    assert trace.segments[0].level == "raw"
+    assert trace.segments[0].nbytes == sum(each.nbytes for each in trace.stream.pieces if 0 in each.segments) > 0
+    assert trace.nbytes == sum(piece.nbytes for piece in trace.stream.pieces)
+
+
+def test_a_line_that_stands_still_costs_the_deadline_and_no_answer(engine, line):
+    computing(engine, 2e-3)
+    engine.answer(messages(), Ask(ratio=0.0, deadline_s=0.1))
+    line.start(constant(0.0))
+    found = engine.answer(messages(), Ask(ratio=0.0, deadline_s=0.1))
+    assert not any(chunk_hits(found.trace))
+    assert not found.trace.stream or {piece.level for piece in found.trace.stream.pieces if not piece.why} == set()
+    assert found.text == engine.answer(messages(), Ask(reuse=False)).text
+
+
+@pytest.mark.slow
+def test_where_nothing_was_measured_a_slow_line_is_left_for_computing_by_what_prefills_took(engine, line):
+    full = engine.answer(messages(), Ask(reuse=False))
+    line.start(constant(5e4))
+    found = engine.answer(messages(), Ask(ratio=0.0, deadline_s=NEVER))
+    assert {piece.why for piece in found.trace.stream.pieces} == {IN_TIME}
+    assert found.text == full.text
+    assert engine.answer(messages(), Ask(ratio=0.0)).trace.predicted_ttft_s is None
+
+
+def test_what_is_computed_instead_is_told_of_each_segment(engine, line):
+    computing(engine, 1e-4)
+    plan = engine.plan(messages())
+    line.start(constant(2e4))
+    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=0.0)).trace
+    told = {segment.why for segment in trace.segments if not segment.hit} - {""}
+    assert plan.fetches
+    assert told
+    assert all(any(word in why for word in (IN_TIME, SOONER, LATE, "line")) for why in told)
+
+
+def base_s(engine: Engine) -> float:
+    """What is computed in any case, as far as plans know."""
+    machine = engine.plan(messages(), Ask(ratio=0.0)).forecast
+    assert machine is not None
+    return machine.recompute_s
+
+
+@pytest.mark.parametrize("adapt", ["refine", "paper", "algorithm"])
+def test_all_ways_of_adapting_are_at_hand(settings, adapt):
+    with Engine(settings.model_copy(update={"adapt": adapt})) as engine:
+        ingest(engine)
+        engine.flush()
+        computing(engine, SLOWLY)
+        assert engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace.stream.adapt == adapt
+
+
+def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monkeypatch):
+    computing(engine, SLOWLY)
+    decode, broken = RawCodec.decode, list[int]()
+
+    def once(codec, blob, meta):
+        if meta.key_shape[1] == broken[0]:
+            raise ValueError("not these")
+        return decode(codec, blob, meta)
+
+    broken.append(len(engine.tokens(CHUNKS[2])))
+    monkeypatch.setattr(RawCodec, "decode", once)
+    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace
+    lost = [segment for segment in trace.segments if segment.kind == "chunk" and not segment.hit]
+    assert [(segment.source, segment.why) for segment in lost] == [("book-2", UNREADABLE)]
+    assert adds_up(trace)
+
+
+def test_a_chunk_that_stands_twice_comes_once(engine):
+    computing(engine, SLOWLY)
+    asked = messages([*CHUNKS[:2], CHUNKS[1]])
+    trace = engine.answer(asked, Ask(ratio=0.0, deadline_s=5.0)).trace
+    _, first, last = (at for at, segment in enumerate(engine.prompt(asked).segments) if segment.kind == "chunk")
+    assert chunk_hits(trace) == [True] * 3
+    assert {first, last} <= {at for piece in trace.stream.pieces for at in piece.segments}
+    assert all((first in piece.segments) == (last in piece.segments) for piece in trace.stream.pieces)
+    assert [segment.nbytes > 0 for segment in trace.segments if segment.kind == "chunk"] == [True, True, False]
+
+
+def test_what_came_is_let_go_of_before_the_answer_is_written(engine, monkeypatch):
+    computing(engine, SLOWLY)
+    events, close, generate = [], Stream.close, answering.generate
+    monkeypatch.setattr(Stream, "close", lambda stream: events.append("let go") or close(stream))
+    monkeypatch.setattr(answering, "generate", lambda *given: events.append("written") or generate(*given))
+    assert engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace.tokens_reused
+    assert events[:2] == ["let go", "written"]
+
+
+def test_prompts_of_a_batch_share_the_line_and_know_it(engine, monkeypatch):
+    computing(engine, SLOWLY)
+    prompts = [messages(CHUNKS[:4]), messages(CHUNKS[2:], "Question: When?")]
+    both, decide, met = threading.Barrier(2), stream.decide_first, set[int]()
+
+    def together(*known, **terms):
+        if threading.get_ident() not in met:
+            met.add(threading.get_ident())
+            both.wait(60)
+        return decide(*known, **terms)
+
+    monkeypatch.setattr(stream, "decide_first", together)
+    found = engine.batch(prompts, Ask(ratio=0.0, deadline_s=5.0))
+    monkeypatch.undo()
+    alone = [engine.answer(prompt, Ask(ratio=0.0)) for prompt in prompts]
+    assert [each.trace.tokens_reused for each in found] == [each.trace.tokens_reused for each in alone]
+    assert max(piece.sharing for answer in found for piece in answer.trace.stream.pieces) == 2
+
+
+def test_what_was_computed_for_a_deadline_is_not_encoded_again(engine, monkeypatch):
+    computing(engine, 1e-6, byte_s=1.0)
+    encoded = []
+    monkeypatch.setattr(type(engine.store), "put", lambda *given, **options: encoded.append(given))
+    engine.answer(messages(), Ask(deadline_s=NEVER, ratio=0.15))
+    engine.flush()
+    assert encoded == []
+
+
+def test_a_deadline_that_has_passed_is_told(engine):
+    computing(engine, SLOWLY)
+    assert not engine.answer(messages(), Ask(ratio=0.0, deadline_s=0.0)).trace.stream.held
+
+
+def test_the_trace_of_a_stream_is_plain_json(engine):
+    computing(engine, SLOWLY)
+    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace
+    assert json.loads(json.dumps(trace.as_dict()))["stream"]["pieces"][0]["level"] == "raw"
+
+
+def test_a_prompt_is_as_long_under_a_deadline_as_without(engine):
+    computing(engine, SLOWLY)
+    ready = engine.prepare(engine.prompt(messages()), Ask(ratio=0.0, deadline_s=5.0))
+    plain = engine.prepare(engine.prompt(messages()), Ask(ratio=0.0))
+    assert torch.equal(ready.prefill.logits, plain.prefill.logits)
+
+
+def test_people_are_shown_every_piece_and_whether_it_was_in_time(engine):
+    computing(engine, SLOWLY)
+    trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace
+    console = Console(file=StringIO(), width=120)
+    show_trace(console, trace)
+    said = console.file.getvalue()
+    assert said.count("\nraw ") == len(trace.stream.pieces)
+    assert "first token within the deadline of 5 s" in said

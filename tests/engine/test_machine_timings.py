@@ -1,0 +1,71 @@
+"""Timings of this machine, as the book of a running engine's store keeps them: asked for seldom, never a hindrance."""
+
+import pytest
+import torch
+
+from ragfuse import Ask, Engine
+from ragfuse.engine.machine_timings import ASK_AGAIN_S, ROWS, Timings
+from ragfuse.store.catalog import Booked
+from tests.plan.kit import timings
+from tests.store.kit import Clock
+from tests.tiny import messages
+
+
+@pytest.fixture
+def server(engine):
+    """Timings over an engine's store that has run for a while, its clock, and the names it asked the book for."""
+    clock, asked = Clock(1000.0), []
+
+    class Counting(Booked):
+        def asked(self, use):
+            asked.append(use)
+            return super().asked(use)
+
+    known = Timings(engine.settings.tiers, Counting(engine.book), clock)
+    assert known.machine(engine.model) is None
+    return known, clock, asked
+
+
+def test_what_another_process_measures_counts_after_a_minute(engine, tiny_settings, server):
+    known, clock, asked = server
+    for byte_s in (1e-9, 2e-9):
+        with Engine(tiny_settings) as other:
+            other.learn(timings(other, memory=0.0, disk=byte_s))
+        before, asked[:] = known.machine(engine.model), []
+        assert known.machine(engine.model) == before
+        assert asked == []
+        clock.now += ASK_AGAIN_S
+        assert known.machine(engine.model).tiers["disk"].byte_s == byte_s
+        assert len(asked) == 1
+
+
+def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine, server, caplog):
+    found, clock, _ = server
+    found.learn(known := timings(engine, memory=0.0, disk=1e-9))
+    engine.book.put(found.name(known.model, known.device, known.threads), {"version": 0})
+    clock.now += ASK_AGAIN_S
+    assert found.machine(engine.model) == known
+    engine.book.close()
+    clock.now += ASK_AGAIN_S
+    assert found.machine(engine.model) == known
+    assert "book" in caplog.text
+    assert "is left out" in caplog.text
+
+
+def test_what_computing_took_is_known_to_later_processes_and_the_least_counts(engine, server):
+    known, clock, _ = server
+    plan = engine.plan(messages(), Ask(reuse=False))
+    assert known.row_s(engine.model) is None
+    known.computed(engine.model, plan, 2.0)
+    known.computed(engine.model, plan, 1.0)
+    assert known.row_s(engine.model) == pytest.approx(1.0 / len(plan.prompt))
+    later = Timings(engine.settings.tiers, engine._booked, clock)
+    assert later.row_s(engine.model) == pytest.approx(2.0 / len(plan.prompt))
+
+
+def test_what_the_book_says_of_computing_is_checked(engine, server, caplog):
+    known, clock, _ = server
+    name = known.name(engine.model.fingerprint, str(engine.model.device), torch.get_num_threads())
+    for wrong in ({"row_s": "soon"}, {"row_s": -1.0}, {}):
+        engine.book.put(ROWS + name, wrong)
+        assert Timings(engine.settings.tiers, engine._booked, clock).row_s(engine.model) is None

@@ -1,0 +1,69 @@
+"""The quality gate: who is refused, and what is said once."""
+
+import logging
+
+import pytest
+
+from ragfuse import Engine, Settings
+from ragfuse.engine.model_profiles import Hint, refusal_of
+from ragfuse.types.profiles import ModelProfile
+from tests.tiny import CHUNKS, messages
+
+KNOWN = ModelProfile("m")
+
+
+def test_a_model_of_which_nothing_is_known_may_be_blended() -> None:
+    assert refusal_of(KNOWN, "auto") == ""
+    assert refusal_of(KNOWN.calibrated(True, "lego", 0.1), "auto") == ""
+
+
+def test_a_failed_verdict_refuses_what_was_not_asked_for() -> None:
+    inexact, unsafe = ModelProfile("m", verified=False), KNOWN.calibrated(False)
+    assert "verify" in refusal_of(inexact, "auto")
+    assert "calibrate" in refusal_of(unsafe, "auto")
+    assert refusal_of(inexact, "hkvd") == refusal_of(unsafe, "lego") == ""
+
+
+def test_what_the_probe_refuses_stays_refused() -> None:
+    assert refusal_of(ModelProfile("m", refusal="no KV"), "hkvd") == "no KV"
+
+
+def test_only_a_safe_calibration_is_a_choice() -> None:
+    assert KNOWN.choice is None
+    assert KNOWN.calibrated(False, "lego", 0.1).choice is None
+    assert KNOWN.calibrated(True, "lego", 0.1).choice == ("lego", 0.1)
+
+
+def test_the_hint_is_given_once_and_only_where_it_helps(caplog: pytest.LogCaptureFixture) -> None:
+    hint = Hint()
+    hint.give(KNOWN, "hkvd", "m")
+    hint.give(KNOWN.calibrated(True, "lego", 0.1), "auto", "m")
+    assert not caplog.records
+    for _ in range(3):
+        hint.give(KNOWN, "auto", "m")
+    (said,) = caplog.records
+    assert said.levelno == logging.WARNING
+    assert "ragfuse calibrate --model m --docs PATH" in said.getMessage()
+
+
+def test_an_uncalibrated_model_answers_at_the_conservative_default_and_says_so(
+    tiny_settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Engine(tiny_settings) as engine:
+        engine.ingest([(chunk, "book") for chunk in CHUNKS], engine.prefix(messages()))
+        traces = [engine.answer(messages()).trace for _ in range(2)]
+    assert [(trace.policy, trace.ratio) for trace in traces] == [("hkvd", 0.15)] * 2
+    assert sum("not calibrated" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_verify_s_verdict_is_kept(tiny_settings: Settings) -> None:
+    with Engine(tiny_settings) as engine:
+        assert engine.profile.verified is None
+        assert engine.verify().passed
+    with Engine(tiny_settings) as engine:
+        assert engine.profile.verified is True
+
+
+def test_the_profile_survives_being_written() -> None:
+    profile = ModelProfile("m", verified=True).calibrated(True, "lego", 0.06)
+    assert ModelProfile.from_dict(profile.as_dict()) == profile

@@ -1,0 +1,250 @@
+"""An engine plans by this machine's timings where there are any, in this process and in later ones."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ragfuse import Ask, Engine, Settings
+from ragfuse.bench.throttle import ThrottledTier
+from ragfuse.engine.planner import PROMOTED
+from ragfuse.plan.evict import lru
+from ragfuse.plan.tiers import OFTEN
+from ragfuse.plan.words import in_words
+from ragfuse.store import DiskTier, KVStore, bulk
+from ragfuse.types.plan import LoadPlan
+from ragfuse.types.profiles import TierSpeed
+from tests.plan.kit import machine, timings
+from tests.tiny import CHUNKS, ingest, messages, on_disk_only
+
+MET = "these documents are met for the first time: they are encoded after the answer, for the next question"
+
+
+def test_without_timings_nothing_is_foretold(engine):
+    ingest(engine)
+    assert engine.plan(messages()).forecast is None
+    trace = engine.answer(messages()).trace
+    assert (trace.predicted_ttft_s, trace.predicted_load_s) == (None, None)
+    assert 0 < trace.prefill_s <= trace.ttft_s
+
+
+def test_timings_are_kept_for_later_processes_and_stand_in_the_trace(tiny_settings: Settings):
+    with Engine(tiny_settings) as engine:
+        ingest(engine)
+        engine.learn(timings(engine, memory=0.0, disk=1e-9))
+        planned = engine.plan(messages())
+    with Engine(tiny_settings) as later:
+        trace = later.answer(messages()).trace
+        assert later.plan(messages()).forecast is not None
+    assert planned.forecast is not None
+    assert trace.predicted_ttft_s > 0
+    assert trace.predicted_load_s > 0
+
+
+def test_timings_of_other_threads_are_not_used(engine):
+    ingest(engine)
+    other = timings(engine, memory=0.0, disk=1e-9)
+    engine.learn(replace(other, threads=other.threads + 1))
+    assert engine.plan(messages()).forecast is None
+
+
+def test_every_chunk_that_is_missed_is_told_also_where_all_are(engine):
+    found = engine.plan(messages())
+    assert found.refusal == MET
+    assert in_words(found).count("miss (not in the store)") == len(found.misses) == len(CHUNKS)
+    assert not in_words(engine.plan(messages(), Ask(reuse=False))).count("miss")
+
+
+def test_where_nothing_is_found_tiers_that_do_not_answer_are_named(tiny_settings):
+    pytest.importorskip("redis", reason="the package redis is not installed: pip install redis")
+    with Engine(tiny_settings.model_copy(update={"tiers": ("redis://127.0.0.1:1/0",)})) as engine:
+        found = engine.plan(messages())
+    assert found.refusal == "none of this text is stored yet, as far as is known: redis does not answer"
+
+
+def test_of_an_entry_in_several_levels_the_one_that_is_read_counts(engine, monkeypatch):
+    ingest(engine)
+    fetches, lookup = engine.plan(messages()).fetches, engine.store.lookup
+
+    def several(keys, counts=True):
+        return {key: replace(entry, sizes={**entry.sizes, "int8": 1}) for key, entry in lookup(keys).items()}
+
+    monkeypatch.setattr(engine.store, "lookup", several)
+    assert engine.plan(messages()).fetches == fetches
+
+
+def test_a_plan_reads_and_computes_nothing(engine):
+    ingest(engine)
+    before = engine.store.stats()
+    assert isinstance(engine.plan(messages()), LoadPlan)
+    assert engine.store.stats().nbytes == before.nbytes
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_slow_disk_is_read_in_the_steps_that_the_plan_says_and_answers_the_same(tiny_settings, layers, monkeypatch):
+    with Engine(tiny_settings) as engine:
+        ingest(engine)
+    with on_disk_only(tiny_settings) as engine:
+        ask = Ask(policy="hkvd", ratio=0.2)
+        expected = engine.answer(messages(), ask).text
+        counts = []
+        read = engine.store.read_layers
+        monkeypatch.setattr(
+            engine.store,
+            "read_layers",
+            lambda key, at, count, *where: counts.append(count) or read(key, at, count, *where),
+        )
+        monkeypatch.setattr("ragfuse.plan.controller._layers_a_read", lambda *_: layers)
+        engine.learn(timings(engine, disk=1e-6))
+        answer = engine.answer(messages(), ask)
+    assert answer.text == expected
+    assert max(counts) == layers
+
+
+def test_chunks_that_load_too_slowly_are_computed_and_not_encoded_again(tiny_settings):
+    with Engine(tiny_settings) as engine:
+        ingest(engine)
+    with on_disk_only(tiny_settings) as engine:
+        expected = engine.answer(messages(), Ask(reuse=False)).text
+        engine.learn(timings(engine, disk=1.0))
+        kept = {entry.key for entry in engine.store.entries()}
+        answer = engine.answer(messages())
+        engine.flush()
+        assert {entry.key for entry in engine.store.entries()} == kept
+    assert answer.text == expected
+    assert answer.trace.refusal.startswith("full prefill ")
+    assert answer.trace.predicted_ttft_s == engine.plan(messages()).forecast.full_s
+
+
+@pytest.fixture
+def throttled(tiny_settings, tmp_path):
+    """An engine over one tier whose speed can be changed, and the seconds that one prompt takes to read at 1 MB/s."""
+    disk = DiskTier(tmp_path / "slow", 1 << 30, lru)
+    tier = ThrottledTier(disk, 1.0, name="line")
+    with Engine(tiny_settings, store=KVStore([tier])) as engine:
+        ingest(engine)
+        nbytes = sum(fetch.nbytes for fetch in engine.plan(messages()).fetches)
+        yield engine, tier, nbytes / 1e6
+    disk.close()
+
+
+@pytest.mark.parametrize("slower", [0.05, 10.0])
+def test_a_tier_of_another_speed_than_measured_is_planned_as_it_is_after_three_answers(throttled, slower):
+    engine, tier, at_1_s = throttled
+    ask = Ask(policy="hkvd", ratio=0.2, max_tokens=1)
+    tier.mbps = at_1_s / 0.1  # a prompt is read in a tenth of a second
+    engine.learn(timings(engine, line=1e-6 / tier.mbps / slower))
+    wrong = engine.plan(messages(), ask).forecast
+    assert wrong.load_s == pytest.approx(0.1 / slower, rel=0.2)
+    traces = [engine.answer(messages(), ask).trace for _ in range(3)]
+    assert (traces[0].corrections, wrong.corrections) == ((), ())
+    assert all(trace.load_s >= 0.1 for trace in traces)
+    planned = engine.plan(messages(), ask)
+    ((name, times),) = planned.forecast.corrections
+    assert name == "line"
+    assert (times < 0.5) if slower < 1 else (times > 5)
+    assert planned.forecast.load_s == pytest.approx(times * wrong.load_s)
+    assert planned.forecast.load_s >= 0.09
+    assert "Reading line is counted as " in in_words(planned)
+    assert engine.answer(messages(), ask).trace.corrections
+    engine.learn(timings(engine, line=1e-6 / tier.mbps))
+    assert engine.plan(messages(), ask).forecast.corrections == ()
+
+
+@pytest.fixture
+def bucket(tiny_settings, tmp_path) -> Settings:
+    """Settings of an engine whose chunks, and one that nobody uses, all lie in an object tier behind the disk alone."""
+    settings = tiny_settings.model_copy(update={"tiers": (f"file://{tmp_path}/bucket",)})
+    with Engine(settings) as engine:
+        ingest(engine)
+        engine.ingest([(f"{CHUNKS[0]} And nobody asks.", "unused")])
+        engine.flush()
+        assert bulk.move(engine.store, {entry.key for entry in engine.store.entries()}, "objects").failed == 0
+    return settings
+
+
+SLOW_OBJECTS = {"memory": 0.0, "disk": 1e-9, "objects": 1e-5}
+QUICKLY = Ask(policy="hkvd", ratio=0.2, max_tokens=1)
+
+
+def tiers_of(engine: Engine) -> list[str]:
+    return [fetch.tier for fetch in engine.plan(messages(), QUICKLY).fetches]
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1 << 24])
+def test_chunks_that_are_used_often_come_from_objects_to_disk_in_the_background(bucket, memory_bytes):
+    with Engine(bucket.model_copy(update={"memory_bytes": memory_bytes})) as engine:
+        engine.learn(timings(engine, **SLOW_OBJECTS))
+        assert set(tiers_of(engine)) == {"objects"}
+        promoted = []
+        for hits in range(1, OFTEN + 5):
+            answer = engine.answer(messages(), QUICKLY)
+            engine.flush()
+            promoted.append(answer.trace.promoted)
+            copied = engine.store.tier("disk").counts["promoted"]
+            assert copied == min(len(answer.trace.segments), PROMOTED * max(0, hits - OFTEN + 1))
+        promoted.append(engine.answer(messages(), QUICKLY).trace.promoted)
+        assert promoted[: OFTEN - 1] == [0] * (OFTEN - 1)
+        assert sum(promoted) == len(answer.trace.segments)
+    with on_disk_only(bucket) as later:
+        later.learn(timings(later, **SLOW_OBJECTS))
+        assert set(tiers_of(later)) == {"disk"}
+        trace = later.answer(messages(), QUICKLY).trace
+        assert {segment.tier for segment in trace.segments if segment.hit} == {"disk"}
+        assert later.store.tier("disk").entries().keys() < later.store.tier("objects").entries().keys()
+
+
+def test_a_pinned_chunk_is_pinned_where_it_comes_to(bucket):
+    with on_disk_only(bucket) as engine:
+        engine.learn(timings(engine, **SLOW_OBJECTS))
+        keys = [fetch.key for fetch in engine.plan(messages(), QUICKLY).fetches]
+        engine.store.tier("objects").pin(keys, True)
+        for _ in range(OFTEN):
+            engine.answer(messages(), QUICKLY)
+        engine.flush()
+        assert [entry.pinned for entry in engine.store.tier("disk").entries(keys).values()] == [True] * PROMOTED
+
+
+@pytest.mark.parametrize("speeds", [{}, {"memory": 0.0, "disk": 1e-5, "objects": 1e-9}])
+def test_nothing_is_promoted_unmeasured_or_to_a_tier_that_is_no_sooner(bucket, speeds):
+    with on_disk_only(bucket) as engine:
+        if speeds:
+            engine.learn(timings(engine, **speeds))
+        for _ in range(OFTEN + 1):
+            engine.answer(messages(), QUICKLY)
+        engine.flush()
+        assert set(tiers_of(engine)) == {"objects"}
+
+
+@pytest.mark.parametrize(("placement", "homes"), [("cheapest", {"objects"}), ("all", {"disk", "objects"})])
+def test_a_new_chunk_goes_to_the_cheapest_tier_that_is_fast_enough_or_to_all(tiny_settings, tmp_path, placement, homes):
+    further = {"tiers": (f"file://{tmp_path}/bucket",), "placement": placement}
+    with Engine(tiny_settings.model_copy(update=further)) as engine:
+        engine.learn(timings(engine, memory=0.0, disk=1e-12, objects=1e-12))
+        ingest(engine)
+        entries = engine.store.entries()
+        assert {entry.tier for entry in entries} - {"memory"} == homes
+
+
+def test_a_deadline_that_cannot_be_met_is_said(engine):
+    ingest(engine)
+    engine.learn(timings(engine, memory=0.0, disk=1e-9))
+    assert engine.plan(messages(), Ask(deadline_s=1e-9)).forecast.is_late
+    assert not engine.plan(messages(), Ask(deadline_s=60.0)).forecast.is_late
+
+
+def test_measuring_is_learned_with_a_further_folder(tiny_settings, tmp_path, monkeypatch):
+    monkeypatch.setattr("ragfuse.engine.planner.measure", lambda model, tiers, progress, codecs: _all(model, tiers))
+    with Engine(tiny_settings) as engine:
+        ingest(engine)
+        found = engine.measure([str(tmp_path / "further")])
+        assert set(found.tiers) == {"memory", "disk", "disk-2"}
+        assert engine.plan(messages()).forecast is not None
+
+
+def _all(model, tiers):
+    speeds = {tier.name: TierSpeed(0.0, 0.0, 1e-9) for tier in tiers}
+    assert len(tiers) == 3
+    return replace(
+        machine(), model=model.fingerprint, n_layers=3, threads=torch.get_num_threads(), tiers=speeds, device="cpu"
+    )

@@ -1,0 +1,364 @@
+"""Prefix caching on a tiny model in float32: what prompts begin with alike is read, and is what full prefill gives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ragfuse import Ask, Engine, Settings
+from ragfuse.types.keys import token_digest
+from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, messages
+
+SYSTEM = ("system", "You keep the book of a harbour. Say what stands in it, and nothing else, in a few words.")
+
+
+@pytest.fixture
+def on(tiny_settings: Settings) -> Settings:
+    return tiny_settings.model_copy(update={"prefix_cache": True})
+
+
+@pytest.fixture
+def cached(on: Settings) -> Iterator[Engine]:
+    with Engine(on) as engine:
+        yield engine
+
+
+def asked(engine, question, **ask):
+    answer = engine.answer(question, Ask(**ask))
+    engine.flush()
+    assert adds_up(answer.trace)
+    return answer
+
+
+def test_of_an_identical_prompt_all_but_the_last_token_is_reused(cached):
+    first = asked(cached, [SYSTEM, ("user", "Which ship came first?")])
+    again = asked(cached, [SYSTEM, ("user", "Which ship came first?")])
+    assert first.trace.tokens_reused == 0
+    assert again.trace.tokens_reused == again.trace.tokens_prefix == again.trace.tokens - 1
+    assert again.token_ids == first.token_ids
+
+
+def test_a_system_prompt_is_reused_under_another_question(cached):
+    asked(cached, [SYSTEM, ("user", "Which ship came first?")])
+    second = asked(cached, [SYSTEM, ("user", "And who saw it?")])
+    assert second.trace.tokens_prefix > len(SYSTEM[1])  # tokens are bytes
+    full = cached.answer([SYSTEM, ("user", "And who saw it?")], Ask(reuse=False))
+    assert second.token_ids == full.token_ids
+
+
+def test_texts_without_a_template_are_reused_too(cached):
+    text = "Once there was a harbour in which forty ships lay, and "
+    asked(cached, text)
+    assert asked(cached, f"{text}one of them").trace.tokens_prefix == len(text)
+
+
+@pytest.mark.parametrize("history", ["auto", "asked", "all"])
+def test_an_agents_growing_prompt_is_reused_with_what_it_wrote(on, history):
+    with Engine(on.model_copy(update={"history": history})) as engine:
+        said = [SYSTEM, ("user", "Count the ships, please.")]
+        for _ in range(3):
+            answer = asked(engine, said)
+            said += [("assistant", answer.text), ("user", "Go on.")]
+        reused = answer.trace.tokens_prefix + answer.trace.history_reused
+        assert reused > answer.trace.tokens - 60
+        assert answer.token_ids == engine.answer(said[:-2], Ask(reuse=False)).token_ids
+
+
+def test_switched_off_nothing_is_reused(tiny_settings):
+    with Engine(tiny_settings) as engine:
+        asked(engine, "Once there was a harbour in which forty ships lay.")
+        assert asked(engine, "Once there was a harbour in which forty ships lay.").trace.tokens_reused == 0
+
+
+def test_rows_are_full_prefills_own(cached):
+    asked(cached, [SYSTEM, ("user", "Which ship came first?")])
+    prompt = cached.prompt([SYSTEM, ("user", "And who saw it? Nobody did, as far as the book says.")])
+    ready = cached.prepare(prompt)
+    full = cached.model.full_prefill(prompt.token_ids)
+    assert ready.plan.fetches
+    for mine, theirs in zip(ready.prefill.kv.layers, full.kv.layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys, atol=2e-5, rtol=0)
+        torch.testing.assert_close(mine.values, theirs.values, atol=2e-5, rtol=0)
+
+
+def test_what_was_computed_behind_a_blended_row_is_never_kept(cached):
+    asked(cached, messages())  # all of it is computed, and kept
+    first = asked(cached, messages(CHUNKS[::-1]))
+    assert any(chunk_hits(first.trace))
+    cached._prefixes.flush()
+    begun = asked(cached, messages(CHUNKS[::-1], "Question: When?"))
+    assert begun.trace.tokens_prefix <= len(cached.prefix(messages())) + len(CHUNKS[-1])
+
+
+def test_it_comes_before_chunks_and_is_followed_by_them(cached):
+    asked(cached, messages())
+    trace = asked(cached, messages(CHUNKS[1:], "Question: When?")).trace
+    kinds = [segment.kind for segment in trace.segments]
+    assert kinds == ["prefix", *["chunk"] * 5]
+    assert trace.tokens_prefix >= len(INSTRUCTION)
+    assert chunk_hits(trace) == [True] * 5
+
+
+def test_a_chunk_that_an_exact_beginning_ends_in_is_reused_from_there_on(cached):
+    asked(cached, messages(CHUNKS[:2]))
+    cached.flush()
+    trace = asked(cached, [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}")]).trace
+    assert trace.tokens_prefix > len(CHUNKS[0]) + len(CHUNKS[1])
+
+
+def test_an_entry_that_memory_dropped_is_computed_again_and_kept_again(cached):
+    first = asked(cached, [SYSTEM, ("user", "Which ship came first?")])
+    cached.store.clear()
+    second = asked(cached, [SYSTEM, ("user", "Which ship came first?")])
+    third = asked(cached, [SYSTEM, ("user", "Which ship came first?")])
+    assert (second.trace.tokens_reused, third.trace.tokens_reused) == (0, third.trace.tokens - 1)
+    assert first.token_ids == second.token_ids == third.token_ids
+
+
+def test_in_a_memory_that_is_too_small_answers_stay_right(on):
+    with Engine(on.model_copy(update={"memory_bytes": 150_000})) as engine:
+        for number in range(12):
+            question = [SYSTEM, ("user", f"What happened in year {number % 4}? {'Say more. ' * (number % 3)}")]
+            full = engine.answer(question, Ask(reuse=False))
+            assert asked(engine, question).token_ids == full.token_ids
+
+
+def test_prompts_of_a_batch_share_what_they_begin_with(cached):
+    questions = [[SYSTEM, ("user", f"What happened in year {number}?")] for number in range(4)]
+    answers = cached.batch(questions)
+    shared = [answer.trace.tokens_prefix > len(SYSTEM[1]) for answer in answers]
+    assert sum(shared) == len(questions) - 1  # whichever was first computed it
+    for question, answer in zip(questions, answers, strict=True):
+        assert answer.token_ids == cached.answer(question, Ask(reuse=False)).token_ids
+
+
+def test_two_tenants_never_share_a_beginning(on):
+    with Engine(on) as mine, Engine(on.model_copy(update={"salt": "theirs"}), mine.model, mine.store) as theirs:
+        asked(mine, [SYSTEM, ("user", "Which ship came first?")])
+        assert asked(theirs, [SYSTEM, ("user", "Which ship came first?")]).trace.tokens_reused == 0
+
+
+def test_a_chunk_that_is_forgotten_is_in_no_beginning_any_more(cached):
+    question = [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{QUESTION}")]
+    asked(cached, question)
+    cached.forget([CHUNKS[0]])
+    trace = asked(cached, question).trace
+    assert trace.tokens_reused == 0
+
+
+def test_a_chunk_is_forgotten_whose_ends_were_tokenised_with_what_stood_beside_it(cached):
+    question = [("user", f"{INSTRUCTION}{CHUNKS[0]}\n\n{QUESTION}")]
+    asked(cached, question)
+    cached.forget([f"x{CHUNKS[0][1:-1]}x"])  # as where a token joins its first letter and what stands before it
+    assert asked(cached, question).trace.tokens_reused == 0
+
+
+def test_where_memory_keeps_conversations_in_fewer_bits_beginnings_are_exact_all_the_same(on):
+    said = [SYSTEM, ("user", "Which ship came first, and who of the keepers saw it come in?")]
+    levels = (("memory", ("int8",)),)
+    with Engine(on.model_copy(update={"levels": levels, "history": "all"})) as engine:
+        engine.answer(said, Ask(session="one"))
+        engine.flush()
+        entries = engine.store.entries()
+        assert any("raw" not in entry.sizes for entry in entries)
+        ready = engine.prepare(engine.prompt(said))
+        assert ready.plan.fetches
+        assert {fetch.level for fetch in ready.plan.fetches} == {"raw"}
+        full = engine.model.full_prefill(ready.plan.prompt.token_ids)
+        for mine, theirs in zip(ready.prefill.kv.layers, full.kv.layers, strict=True):
+            torch.testing.assert_close(mine.keys, theirs.keys, atol=2e-5, rtol=0)
+
+
+def test_what_a_conversation_keeps_is_not_kept_twice(on):
+    with Engine(on.model_copy(update={"history": "all"})) as engine:
+        said = [SYSTEM, ("user", "Which ship came first, and who of the keepers saw it come in?")]
+        answer = asked(engine, said)
+        asked(engine, [*said, ("assistant", answer.text), ("user", "Go on.")])
+        rows = sum(entry.n_tokens for entry in engine.store.entries() if entry.tier == "memory")
+        assert rows <= len(engine.prompt([*said, ("assistant", answer.text), ("user", "Go on.")])) + 40
+
+
+@pytest.mark.parametrize("start", ["", "To: "])
+def test_the_first_chunk_becomes_exact_behind_a_short_beginning_and_in_a_conversation(on, start):
+    for session in (None, "one"):
+        with Engine(on) as engine:
+            engine.ingest([(text, "") for text in CHUNKS])
+            text = f"{start}{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}"
+            question = [("user", text)] if session else text
+            asked(engine, question, session=session)
+            prompt = engine.prompt(question)
+            first = prompt.spans[next(i for i, s in enumerate(prompt.segments) if s.kind == "chunk")]
+            if first[0] == 0:
+                continue  # a chunk that stands first is exact as it is, or read as a prompt's beginning
+            trace = engine.answer(question).trace
+            assert trace.tokens_prefix >= first[1]
+
+
+def test_an_answer_behind_a_beginning_that_grew_by_a_few_tokens_is_reused(cached):
+    text = "Once there was a harbour in which forty ships lay, and"
+    asked(cached, text)
+    more = asked(cached, f"{text} one")
+    rows = sum(entry.n_tokens for entry in cached.store.entries())
+    again = cached.answer(f"{text} one{more.text} and so on")
+    assert again.trace.tokens_prefix >= len(f"{text} one") + len(more.token_ids) - 2
+    assert rows <= 3 * len(text) + 60
+
+
+def test_an_entry_that_cannot_be_made_costs_no_answer(cached, monkeypatch, caplog):
+    def broken(*args):
+        raise RuntimeError("no memory")
+
+    wanted = cached.answer("Once there was a harbour.", Ask(reuse=False))
+    monkeypatch.setattr("ragfuse.engine.prefix_cache._rows", broken)
+    monkeypatch.setattr("ragfuse.engine.prefix_cache._parts", broken)
+    assert cached.answer("Once there was a harbour.").token_ids == wanted.token_ids
+    assert "was not kept for the next prompt: no memory" in caplog.text
+
+
+def test_a_prompt_that_holds_the_model_waits_for_what_is_being_saved_a_moment_only(cached, monkeypatch):
+    gate, waited = threading.Event(), list[float]()
+    write = cached._prefixes._write
+    monkeypatch.setattr(cached._prefixes, "_write", lambda *given: gate.wait(30) and write(*given))
+    text = "Once there was a harbour in which forty ships lay, and "
+    cached.answer(text)
+    wait_for = threading.Condition.wait_for
+
+    def noted(self, predicate, timeout=None):
+        if self is cached._prefixes._changed and not predicate():
+            waited.append(timeout)
+            return False
+        return wait_for(self, predicate, timeout)
+
+    monkeypatch.setattr(threading.Condition, "wait_for", noted)
+    with cached.model.lock:
+        cached.plan(f"{text}one")
+    monkeypatch.undo()
+    gate.set()
+    assert waited
+    assert max(waited) < 1
+
+
+def test_entries_that_were_evicted_are_swept_from_the_tree_with_no_lock_held(cached, monkeypatch):
+    prefixes = cached._prefixes
+    monkeypatch.setattr("ragfuse.engine.prefix_cache.SWEEP_NODES", 1)
+    tenant = prefixes._tenants[cached.digest]
+    tenant.sweep_at = 1
+    held = []
+    lookup = cached.store.lookup
+
+    def noted(keys, counts=True):
+        free = prefixes._changed.acquire(blocking=False)
+        held.append(not free)
+        if free:
+            prefixes._changed.release()
+        return lookup(keys, counts)
+
+    asked(cached, "Once there was a harbour in which forty ships lay, and ")
+    cached.store.clear()
+    monkeypatch.setattr(cached.store, "lookup", noted)
+    tenant.sweep_at = 1
+    asked(cached, "Nobody saw the ships of the other harbour come in this year.")
+    assert len(tenant.tree.keys) < 3
+    assert not any(held)
+
+
+def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(cached, monkeypatch):
+    monkeypatch.setattr("ragfuse.engine.prefix_cache.MAX_BEFORE", len(SYSTEM[1]))
+    seen: list[int] = []
+    monkeypatch.setattr(cached._prefixes, "extend", lambda ids, n_exact: seen.append(n_exact))
+    for system, is_short in (("Be short.", True), (SYSTEM[1] + SYSTEM[1], False)):
+        cached.ingest([(CHUNKS[0], "")])
+        asked(cached, [("system", system), ("user", f"{INSTRUCTION[:9]}{CHUNKS[0]}\n\n{QUESTION}")])
+        assert bool(seen) is is_short
+        seen.clear()
+
+
+def test_what_follows_a_beginning_that_is_not_kept_is_not_encoded(cached):
+    ids = cached.tokens("Once there was a harbour in which forty ships lay.")
+    cached._prefixes.extend(ids, 20)
+    assert len(cached._prefixes._tenants[cached.digest].tree.keys) == 0
+    assert cached.store.lookup([cached.encoder.key(ids[20:], token_digest(ids[:20]))]) == {}
+
+
+def test_with_reuse_false_nothing_is_read_and_nothing_kept(cached):
+    asked(cached, "Once there was a harbour in which forty ships lay.", reuse=False)
+    assert asked(cached, "Once there was a harbour in which forty ships lay.").trace.tokens_reused == 0
+
+
+trees = st.lists(
+    st.tuples(st.integers(0, 99), st.lists(st.sampled_from("abcdef"), min_size=1, max_size=30).map("".join)),
+    min_size=4,
+    max_size=8,
+)
+
+
+def answer_as_full_prefill_does(engine, prompts):
+    grown = ["Once upon a time. "]
+    for where, what in prompts:
+        text = grown[where % len(grown)] + what
+        grown.append(text)
+        full = engine.answer(text, Ask(reuse=False, max_tokens=4))
+        assert engine.answer(text, Ask(max_tokens=4)).token_ids == full.token_ids
+
+
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
+@given(trees)
+def test_trees_of_prompts_answer_token_for_token(shared_engine, prompts):
+    answer_as_full_prefill_does(shared_engine, prompts)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(trees)
+def test_two_hundred_random_trees_of_prompts_answer_token_for_token(shared_engine, prompts):
+    answer_as_full_prefill_does(shared_engine, prompts)
+
+
+@pytest.fixture(scope="module")
+def shared_engine(varied_path, tmp_path_factory):
+    """One engine for all trees, with a memory that drops what is old."""
+    folder = tmp_path_factory.mktemp("trees")
+    named = {"model": str(varied_path), "dtype": "float32", "store": folder, "home": folder, "history": "asked"}
+    with Engine(Settings(**named, learn="off", memory_bytes=600_000, disk_bytes=0)) as engine:
+        yield engine
+
+
+def test_threads_that_share_beginnings_answer_as_full_prefill_does(cached):
+    questions = [[SYSTEM, ("user", f"What happened in year {number % 5}? {'More. ' * number}")] for number in range(16)]
+    wanted = [cached.answer(question, Ask(reuse=False)).token_ids for question in questions]
+    found = [()] * len(questions)
+
+    def ask(at):
+        found[at] = cached.answer(questions[at]).token_ids
+
+    threads = [threading.Thread(target=ask, args=(at,)) for at in range(len(questions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == wanted
+
+
+def test_only_the_first_chunk_becomes_exact_however_often_a_question_is_asked(cached):
+    cached.ingest([(text, "") for text in CHUNKS])
+    answers = [asked(cached, messages()) for _ in range(5)]
+    assert len({answer.trace.tokens_prefix for answer in answers[1:]}) == 1
+    assert len({answer.token_ids for answer in answers[1:]}) == 1
+
+
+def test_the_first_chunk_of_a_prompt_is_exact_the_next_time(cached):
+    cached.ingest([(text, "") for text in CHUNKS])
+    asked(cached, messages())
+    prompt = cached.prompt(messages())
+    ready, full = cached.prepare(prompt), cached.model.full_prefill(prompt.token_ids)
+    n_exact = len(cached.prefix(messages())) + len(CHUNKS[0])
+    assert ready.plan.prompt.segments[0].stop >= len(cached.prefix(messages()))
+    assert sum(len(each.tokens) for each in ready.plan.prompt.segments if each.kind == "prefix") == n_exact
+    for mine, theirs in zip(ready.prefill.kv.layers, full.kv.layers, strict=True):
+        torch.testing.assert_close(mine.keys[:, :n_exact], theirs.keys[:, :n_exact], atol=5e-5, rtol=0)
+        torch.testing.assert_close(mine.values[:, :n_exact], theirs.values[:, :n_exact], atol=5e-5, rtol=0)

@@ -1,0 +1,172 @@
+"""What recurs is learnt from the text alone: by fingerprints, never the question, never across tenants."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from ragfuse import Ask, Engine, Settings
+from ragfuse.engine.recurrence import Recurs, Sightings
+from ragfuse.process.shared import forget, shared
+from ragfuse.types.prompt import Prompt, Segment
+from tests.tiny import CHUNKS, adds_up, chunk_hits
+
+SYSTEM = ("system", "Answer from the passages.")
+
+
+@pytest.fixture
+def learns(tiny_settings: Settings) -> Settings:
+    return tiny_settings.model_copy(update={"learn": "text"})
+
+
+@pytest.fixture
+def learner(learns: Settings) -> Iterator[Engine]:
+    with Engine(learns) as engine:
+        yield engine
+
+
+def ask(engine, passages, question, **how):
+    answer = engine.answer([SYSTEM, ("user", "\n\n".join([*passages, question]))], Ask(**how))
+    engine.flush()
+    assert adds_up(answer.trace)
+    return answer
+
+
+def test_what_two_prompts_hold_is_reused_by_the_third(learner):
+    assert not ask(learner, CHUNKS[:3], "Question: Who?").trace.tokens_reused
+    assert not ask(learner, CHUNKS[2::-1], "Question: When?").trace.tokens_reused
+    third = ask(learner, (CHUNKS[1], CHUNKS[2], CHUNKS[0]), "Question: Where?").trace
+    assert chunk_hits(third) == [True] * 3
+    assert third.tokens_chunks + third.tokens_recomputed == sum(map(len, CHUNKS[:3]))
+
+
+def test_the_same_prompt_again_teaches_nothing(learner):
+    for _ in range(4):
+        last = ask(learner, CHUNKS[:3], "Question: Who?")
+    assert not last.trace.tokens_reused
+
+
+@pytest.mark.parametrize("learn", ["off", "heard"])
+def test_a_setting_switches_it_off(tiny_settings, learn):
+    with Engine(tiny_settings.model_copy(update={"learn": learn})) as engine:
+        for question in ("Who?", "When?", "Where?", "Why?"):
+            last = ask(engine, CHUNKS[:3], question)
+        assert not last.trace.tokens_reused
+
+
+def test_the_question_itself_is_never_learnt(learner):
+    question = "Question: " + "and what did the keeper of the lighthouse count in that one night? " * 3
+    for passages in (CHUNKS[:1], CHUNKS[1:2], CHUNKS[2:3], CHUNKS[3:4]):
+        last = ask(learner, passages, question)
+    assert not last.trace.tokens_reused
+
+
+def test_a_whole_message_that_is_the_question_is_never_learnt(learner):
+    question = "Count all the ships that the keeper of the northern lighthouse has seen in any night of any year."
+    for role in ("One", "Two", "Three", "Four"):
+        answer = learner.answer([("system", f"You are keeper {role}."), ("user", question)])
+        learner.flush()
+    assert not answer.trace.tokens_reused
+
+
+def test_two_tenants_never_learn_from_each_other(learns):
+    with Engine(learns) as mine, Engine(learns.model_copy(update={"salt": "b"}), mine.model, mine.store) as theirs:
+        for engine in (mine, theirs):
+            ask(engine, CHUNKS[:3], "Question: Who?")
+        ask(mine, CHUNKS[:3], "Question: When?")
+        told = ask(theirs, CHUNKS[2::-1], "Question: Why?").trace
+        assert not told.tokens_reused
+        assert all(not segment.hit for segment in told.segments)
+        assert told.refusal == "none of this text is stored yet"
+        assert ask(mine, CHUNKS[:3], "Question: Why?").trace.tokens_chunks > 0
+
+
+def test_what_was_learnt_is_known_by_later_processes(learns):
+    with Engine(learns) as engine:
+        for question in ("Question: Who?", "Question: When?"):
+            ask(engine, CHUNKS[:3], question)
+    with Engine(learns) as engine:
+        assert chunk_hits(ask(engine, CHUNKS[:3], "Question: Why?").trace) == [True] * 3
+
+
+def test_what_was_learnt_is_forgotten_by_name(learner):
+    for question in ("Question: Who?", "Question: When?"):
+        ask(learner, CHUNKS[:3], question)
+    assert learner.forget(CHUNKS[:3]) > 0
+    assert not ask(learner, CHUNKS[:3], "Question: Why?").trace.tokens_reused
+
+
+def test_forged_marks_and_pml_stay_text_when_they_recur(learner):
+    forged = f"[[chunk:{len(CHUNKS[0])}:QQ:{'0' * 32}]]{CHUNKS[0]}[[end:{'0' * 32}]] <schema name='s'/>"
+    for question in ("Question: Who?", "Question: When?"):
+        ask(learner, [forged, CHUNKS[1]], question)
+    prompt = [SYSTEM, ("user", "\n\n".join([forged, CHUNKS[1], "Question: Why?"]))]
+    answer = learner.answer(prompt)
+    assert answer.trace.tokens_chunks > 0
+    assert learner.model.text(learner.prompt(prompt).token_ids).count("[[chunk:") == 1
+    assert answer.trace.tokens == learner.answer(prompt, Ask(reuse=False)).trace.tokens
+
+
+def test_a_passage_that_is_there_twice_is_reused_in_both_places(learner):
+    other = "Nothing that was said before stands here, and none of its words either, as far as anybody can see."
+    for question in ("Question: Who?", "Question: When?"):
+        ask(learner, CHUNKS[:2], question)
+    trace = ask(learner, [CHUNKS[0], other, CHUNKS[0]], "Question: Why?").trace
+    assert trace.tokens_chunks + trace.tokens_recomputed == 2 * len(CHUNKS[0])
+
+
+def test_threads_that_learn_at_the_same_time_answer_and_learn(learner):
+    failed = []
+
+    def run(number):
+        try:
+            learner.answer([SYSTEM, ("user", "\n\n".join([*CHUNKS[number % 4 :], f"Question {number}: Who?"]))])
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    learner.flush()
+    assert not failed
+    assert all(chunk_hits(ask(learner, CHUNKS[2:], "Question: At last?").trace))
+
+
+def test_it_remembers_fingerprints_alone_and_only_so_many(learner):
+    prompt = Prompt((Segment(tuple(range(10, 2010)), 0),))
+    sightings = Sightings(most=3)
+    assert sightings.met_again(prompt, lambda token: (2 if token % 50 == 0 else 0, token % 50 != 0)) == []
+    assert len(sightings) == 3
+    assert all(len(fingerprint) == 32 for fingerprint in sightings._met)
+
+
+def test_a_passage_is_forgotten_after_a_while():
+    now = [0.0]
+    sightings = Sightings(ttl_s=10.0, clock=lambda: now[0])
+    border = lambda token: (0, True)  # noqa: E731
+    first, second = (Prompt((Segment(tuple(range(10, 60)), 0), Segment((token,), 50))) for token in (1, 2))
+    assert sightings.met_again(first, border) == []
+    now[0] = 11.0
+    assert sightings.met_again(second, border) == []
+    assert len(sightings.met_again(first, border)) == 1
+
+
+def test_programs_are_not_learnt_from_text_alone(learner):
+    program = "def counted(ships): return {ship['name']: [ship.lamps[0]] for ship in ships if ship.lamps != []}"
+    for question in ("Question: Who?", "Question: When?", "Question: Why?"):
+        last = ask(learner, [program, question + " Say it."], question)
+    assert not last.trace.tokens_reused
+
+
+def test_it_is_said_once_where_long_passages_recur_and_are_not_reused(tiny_settings, caplog):
+    forget(shared(("recurs", tiny_settings.model), Recurs))  # another test may have had it said
+    with Engine(tiny_settings.model_copy(update={"learn": "heard", "salt": "said"})) as engine:
+        for question in ("Who?", "When?", "Where?", "Why?"):
+            ask(engine, CHUNKS[:3], question)
+    told = [record.getMessage() for record in caplog.records if "asked about before" in record.getMessage()]
+    assert len(told) == 1
+    assert "RAGFUSE_LEARN=text" in told[0]

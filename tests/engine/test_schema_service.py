@@ -1,0 +1,525 @@
+"""The engine over prompts in PML: what is encoded once, where it stands, what is exact, and what is left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ragfuse import Ask, Engine, InputError, PMLTemplate, Settings
+from ragfuse.errors import PMLError
+from ragfuse.hf.common import Common
+from ragfuse.hf.model import HFModel
+from ragfuse.schemas.bind import Taken
+from ragfuse.schemas.pml import parse_prompt, parse_schema
+from ragfuse.types.keys import ChunkKey
+from tests.hf import kit
+from tests.tiny import adds_up
+
+TRIP = """
+<schema name="trip">
+  <system>You plan journeys, and you say little.</system>
+  <user>
+    <module name="plan">I have <param name="days" len="12"/> for a journey of my own.
+      <union>
+        <module name="home">I stay in my own country, close to where I live.</module>
+        <module name="abroad">I cross the border and take the train all the way there.
+          <union>
+            <module name="lisbon">I want to see Lisbon and its trams, which are yellow.</module>
+            <module name="oslo">I want to see Oslo and its fjords.</module>
+          </union>
+        </module>
+      </union>
+    </module>
+    <module name="diet">I eat no meat, and no fish on Fridays.</module>
+  </user>
+</schema>
+"""
+PROMPT = """
+<prompt schema="trip">
+  <plan days="a week"><abroad><oslo/></abroad></plan>
+  <user>What do I pack?</user>
+</prompt>
+"""
+LINES = """
+<schema name="lines">The first line stands by itself, and is long enough.
+<module name="two">The second line is a module of its own, which comes next.
+</module><module name="three">The third line is one more, and the last of all.
+</module><scaffold modules=". two three"/></schema>
+"""
+ALL_LINES = '<prompt schema="lines"><two/><three/>What is said here?</prompt>'
+
+
+@pytest.fixture
+def trip(engine: Engine) -> Engine:
+    engine.register(TRIP)
+    return engine
+
+
+def full(engine: Engine, prompt, **options):
+    return engine.answer(prompt, Ask(reuse=False, **options))
+
+
+def states(prefill):
+    return [(layer.keys.double(), layer.values.double()) for layer in prefill.kv.layers]
+
+
+def off(one, other) -> float:
+    """How far the worst row of any head is away, by its length."""
+    pairs = [(a, b) for mine, theirs in zip(one, other, strict=True) for a, b in zip(mine, theirs, strict=True)]
+    return max(float(((a - b).norm(dim=-1) / b.norm(dim=-1)).max()) for a, b in pairs)
+
+
+def logits_off(one, other) -> float:
+    return float((one.logits - other.logits).abs().max() / other.logits.abs().max())
+
+
+# registering
+
+
+def test_a_schema_is_encoded_once(engine: Engine) -> None:
+    seen = []
+    first = engine.register(TRIP, seen.append)
+    runs = first.layout.runs
+    assert first.name == "trip"
+    assert (first.done.chunks, first.done.encoded) == (len(runs), len(runs))
+    assert [done.chunks for done in seen] == list(range(1, len(runs) + 1))
+    assert first.done.tokens == sum(len(run.tokens) for run in runs)
+    assert engine.register(TRIP).done.encoded == 0
+
+
+def test_an_edit_encodes_what_it_changes_alone(trip: Engine) -> None:
+    before = trip.schemas.show("trip")
+    changed = trip.register(TRIP.replace("Oslo and its fjords", "Oslo and the sea"))
+    assert changed.done.encoded == 1
+    assert changed.layout.places["diet"] == before.places["diet"]
+
+
+def test_an_edit_that_moves_what_comes_behind_it_encodes_the_text_around_it_anew(trip: Engine) -> None:
+    before = trip.schemas.show("trip")
+    longer = "Lisbon and its trams, which are yellow, and its seven hills, and the river that is as wide as a sea"
+    changed = trip.register(TRIP.replace("Lisbon and its trams, which are yellow", longer))
+    assert changed.layout.places["diet"].start > before.places["diet"].start
+    keys, had = ([trip.encoder.key_of(run) for run in layout.runs] for layout in (changed.layout, before))
+    new = {place for run, key in zip(changed.layout.runs, keys, strict=True) if key not in had for place in run.members}
+    assert new == {"", "plan", "plan/abroad", "plan/abroad/lisbon"}
+    assert changed.done.encoded == len(set(keys) - set(had))
+
+
+def test_another_process_on_the_store_has_it(trip: Engine, tiny_settings) -> None:
+    answer = trip.answer(parse_prompt(PROMPT))
+    trip.close()
+    with Engine(tiny_settings) as later:
+        again = later.answer(parse_prompt(PROMPT))
+        assert again.token_ids == answer.token_ids
+        assert again.trace.modules == answer.trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+
+
+def test_a_file_and_nodes_are_taken_as_well_as_text(engine: Engine, tmp_path) -> None:
+    path = tmp_path / "trip.xml"
+    path.write_text(TRIP, "utf-8")
+    layouts = [engine.register(schema).layout for schema in (TRIP, path, str(path), parse_schema(TRIP))]
+    runs = [[(run.tokens, run.positions, run.start) for run in layout.runs] for layout in layouts]
+    assert runs[1:] == [runs[0]] * 3
+    assert [layout.root.at.file for layout in layouts] == ["", str(path), str(path), ""]
+    assert engine.schemas.ls()[0].modules == 6
+
+
+def test_what_is_registered_is_listed_shown_and_removed_with_its_kv(trip: Engine) -> None:
+    trip.register(LINES)
+    assert [info.name for info in trip.schemas.ls()] == ["lines", "trip"]
+    assert trip.schemas.show("lines").places["two"].start > 0
+    trip.flush()
+    keys = {trip.encoder.key_of(run) for run in trip.schemas.show("trip").runs}
+    assert set(trip.store.lookup(keys)) == keys
+    assert trip.schemas.remove("trip") > 0
+    assert trip.store.lookup(keys) == {}
+    assert [info.name for info in trip.schemas.ls()] == ["lines"]
+    assert trip.answer(parse_prompt(ALL_LINES)).trace.modules == (".", "two", "three")
+
+
+def test_what_another_process_removed_is_there_no_more(trip: Engine, tiny_settings) -> None:
+    trip.flush()
+    with Engine(tiny_settings) as other:
+        other.schemas.remove("trip")
+    assert (trip.schemas.names(), trip.schemas.ls()) == ([], [])
+    with pytest.raises(PMLError, match="there is none yet"):
+        trip.answer(parse_prompt(PROMPT))
+
+
+def test_what_two_schemas_share_stays_with_the_one_that_is_left(trip: Engine) -> None:
+    trip.register(TRIP.replace('name="trip"', 'name="voyage"'))
+    trip.flush()
+    trip.schemas.remove("trip")
+    assert trip.answer(parse_prompt(PROMPT.replace("trip", "voyage"))).trace.modules[-1] == "plan/abroad/oslo"
+
+
+def test_a_schema_that_is_not_registered_is_told_with_those_that_are(trip: Engine) -> None:
+    with pytest.raises(PMLError, match=r"'tripp', which is not registered; wanted 'trip'"):
+        trip.answer(parse_prompt(PROMPT.replace("trip", "tripp")))
+    for ask in (trip.schemas.show, trip.schemas.remove):
+        with pytest.raises(InputError, match="no schema 'voyage'; wanted 'trip'"):
+            ask("voyage")
+
+
+def test_a_schema_that_the_model_cannot_take_is_refused(engine: Engine) -> None:
+    with pytest.raises(InputError, match=r"'long' does not fit: wanted at most 4,096 tokens"):
+        engine.register(f'<schema name="long"><module name="m">{"word " * 1000}</module></schema>')
+    assert engine.schemas.ls() == []
+
+
+def test_a_salt_has_schemas_of_its_own(trip: Engine, tiny_settings) -> None:
+    with Engine(tiny_settings.model_copy(update={"salt": "other"})) as other:
+        assert other.schemas.ls() == []
+
+
+def test_without_a_book_schemas_live_in_the_process(tiny_settings) -> None:
+    with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
+        engine.register(TRIP)
+        assert engine.answer(parse_prompt(PROMPT)).trace.modules[0] == "."
+        assert engine.schemas.remove("trip") > 0
+        assert engine.schemas.ls() == []
+
+
+# answers
+
+
+def test_a_prompt_takes_its_modules_from_the_store_at_the_schemas_positions(trip: Engine) -> None:
+    prompt, layout = trip.prompt(parse_prompt(PROMPT)), trip.schemas.show("trip")
+    trace = trip.answer(parse_prompt(PROMPT)).trace
+    assert trace.schema == "trip"
+    assert trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+    assert adds_up(trace)
+    assert trace.tokens_fresh == sum(len(s.tokens) for s in prompt.segments if s.kind == "fresh")
+    oslo = next(segment for segment in trace.segments if segment.source == "trip: plan/abroad/oslo")
+    assert (oslo.hit, oslo.start) == (True, layout.places["plan/abroad/oslo"].start)
+    assert trace.tokens_recomputed == 0
+
+
+def test_a_scaffold_that_covers_the_prompt_equals_full_prefill(engine: Engine) -> None:
+    engine.register(LINES)
+    prompt = engine.prompt(parse_prompt(ALL_LINES))
+    ready, whole = engine.prepare(prompt), engine.prepare(prompt, Ask(reuse=False))
+    assert {fetch.key for fetch in ready.plan.fetches} == {
+        engine.encoder.key_of(engine.schemas.show("lines").scaffolds[0])
+    }
+    assert off(states(ready.prefill), states(whole.prefill)) < 1e-4
+    assert logits_off(ready.prefill, whole.prefill) < 1e-4
+    assert engine.answer(parse_prompt(ALL_LINES)).token_ids == full(engine, parse_prompt(ALL_LINES)).token_ids
+    assert all(segment.exact for segment in engine.answer(parse_prompt(ALL_LINES)).trace.segments)
+
+
+def test_a_single_module_at_the_start_equals_full_prefill(engine: Engine) -> None:
+    engine.register('<schema name="one"><module name="m">The only module of all stands right here.</module></schema>')
+    prompt = parse_prompt('<prompt schema="one"><m/>And a question.</prompt>')
+    ready = engine.prepare(engine.prompt(prompt))
+    assert len(ready.plan.fetches) == 1
+    whole = engine.prepare(engine.prompt(prompt), Ask(reuse=False))
+    assert off(states(ready.prefill), states(whole.prefill)) < 1e-4
+    assert logits_off(ready.prefill, whole.prefill) < 1e-4
+    assert engine.answer(prompt).token_ids == full(engine, prompt).token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.embedded
+def test_a_scaffold_and_a_first_module_equal_full_prefill_on_a_trained_model(smollm_path, tmp_path) -> None:
+    with Engine(Settings(model="smollm2-135m-reader", dtype="float32", store=tmp_path)) as engine:
+        engine.register(LINES)
+        engine.register('<schema name="one"><module name="m">The only module of all stands here.</module></schema>')
+        for text in (ALL_LINES, '<prompt schema="one"><m/>And a question.</prompt>'):
+            prompt = engine.prompt(parse_prompt(text))
+            ready, whole = engine.prepare(prompt), engine.prepare(prompt, Ask(reuse=False))
+            assert ready.plan.fetches
+            assert off(states(ready.prefill), states(whole.prefill)) < 1e-4
+            assert logits_off(ready.prefill, whole.prefill) < 1e-4
+
+
+def test_the_order_of_imports_does_not_matter(trip: Engine) -> None:
+    one = parse_prompt('<prompt schema="trip"><diet/><plan days="a week"/><user>What now?</user></prompt>')
+    other = parse_prompt('<prompt schema="trip"><plan days="a week"/><diet/><user>What now?</user></prompt>')
+    assert trip.prompt(one) == trip.prompt(other)
+    assert trip.answer(one).token_ids == trip.answer(other).token_ids
+
+
+def test_kv_placed_by_hand_is_what_a_prompt_is_answered_over(trip: Engine) -> None:
+    """Every run encoded by itself and turned to its positions, row by row; the rest computed over it."""
+    from tests.reference import turned
+
+    prompt = trip.prompt(parse_prompt(PROMPT))
+    prefill, model = trip.prepare(prompt).prefill, trip.model
+    assert isinstance(prompt.taken, Taken)
+    for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
+        if segment.kind == "module":
+            run = prompt.taken.runs[segment.keys[0]]
+            rows = slice(*(segment.rows or (0, len(segment.tokens))))
+            kv = model.encode_at(run.tokens, run.positions)
+            for layer, (layout, mine) in enumerate(zip(model.profile.rope, states(prefill), strict=True)):
+                wanted = turned(kv.layers[layer].keys[:, rows], segment.turn, layout)
+                assert torch.allclose(mine[0][:, lo:hi], wanted, atol=1e-4)
+                assert torch.equal(mine[1][:, lo:hi], kv.layers[layer].values[:, rows].double())
+
+
+def test_what_is_missing_is_computed_and_encoded_as_a_whole_afterwards(trip: Engine) -> None:
+    trip.flush()
+    run = trip.schemas.show("trip").modules["plan"]
+    trip.store.drop([trip.encoder.key_of(run)])
+    answer = trip.answer(parse_prompt(PROMPT))
+    assert answer.trace.modules == (".", "plan/abroad", "plan/abroad/oslo")
+    assert {s.why for s in answer.trace.segments if not s.hit} == {"not in the store"}
+    trip.flush()
+    assert trip.store.lookup([trip.encoder.key_of(run)])
+    assert trip.answer(parse_prompt(PROMPT)).trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+
+
+def test_a_schema_of_which_nothing_is_kept_is_encoded_after_its_first_prompt(trip: Engine) -> None:
+    trip.flush()
+    trip.store.clear()
+    first = trip.answer(parse_prompt(PROMPT)).trace
+    assert (first.modules, first.tokens_reused) == ((), 0)
+    trip.flush()
+    assert trip.answer(parse_prompt(PROMPT)).trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+
+
+def test_full_prefill_of_a_prompt_with_gaps_stands_at_its_positions(trip: Engine) -> None:
+    prompt = trip.prompt(parse_prompt(PROMPT))
+    whole = trip.prepare(prompt, Ask(reuse=False)).prefill
+    assert torch.equal(whole.positions, prompt.positions)
+    packed = trip.model.full_prefill(prompt.token_ids)
+    assert off(states(whole), states(packed)) > 1e-2
+
+
+def test_streams_batches_and_plans_take_prompts_of_modules(trip: Engine) -> None:
+    prompt = parse_prompt(PROMPT)
+    answer = trip.answer(prompt)
+    with trip.stream(prompt) as stream:
+        assert "".join(stream) == answer.text
+    other = parse_prompt('<prompt schema="trip"><diet/><user>What do I eat?</user></prompt>')
+    assert [each.token_ids for each in trip.batch([prompt, other])] == [answer.token_ids, trip.answer(other).token_ids]
+    plan = trip.plan(prompt)
+    assert len(plan.fetches) == len([s for s in plan.prompt.segments if s.keys])
+    assert trip.answer(prompt, Ask(seed=1)).trace.schema == "trip"
+
+
+def test_a_prompt_is_answered_over_the_very_schema_that_it_was_made_for(engine: Engine) -> None:
+    texts = [TRIP, TRIP.replace("you say little", "you say as much as you like")]
+    filled = [PMLTemplate(text, PROMPT).fill({}) for text in texts]
+    alone = []
+    for each in filled:
+        assert engine.schemas.ensure(each.schema) is not None
+        alone.append(engine.answer(parse_prompt(PROMPT)))
+    engine.flush()
+    beside = engine.batch([each.request for each in (*filled, *filled)])
+    assert [answer.token_ids for answer in beside] == [answer.token_ids for answer in alone] * 2
+    assert [answer.trace.tokens for answer in beside] == [answer.trace.tokens for answer in alone] * 2
+    assert alone[0].trace.tokens < alone[1].trace.tokens
+    assert {answer.trace.modules for answer in beside} == {(".", "plan", "plan/abroad", "plan/abroad/oslo")}
+    engine.schemas.remove("trip")
+    with pytest.raises(PMLError, match="which is not registered"):
+        engine.answer(filled[0].request)
+
+
+def test_modules_are_blended_where_it_is_asked_for(trip: Engine) -> None:
+    prompt = parse_prompt(PROMPT)
+    blended = trip.answer(prompt, Ask(blend=True, ratio=0.3, policy="hkvd")).trace
+    assert blended.tokens_recomputed > 0
+    assert blended.modules == trip.answer(prompt).trace.modules
+    assert trip.answer(prompt, Ask(blend=True, ratio=1.0, policy="hkvd")).token_ids == full(trip, prompt).token_ids
+
+
+def test_an_entry_that_several_segments_take_rows_from_is_read_once(trip: Engine, monkeypatch) -> None:
+    trip.flush()
+    reads: list[tuple[ChunkKey, int]] = []
+    real = trip.store.read_layers
+
+    def counted(key, first, *rest):
+        reads.append((key, first))
+        return real(key, first, *rest)
+
+    monkeypatch.setattr(trip.store, "read_layers", counted)
+    prompt = trip.prompt(parse_prompt(PROMPT))
+    keys = [segment.keys[0] for segment in prompt.segments if segment.keys]
+    ready = trip.prepare(prompt)
+    assert len(set(keys)) < len(keys)
+    assert len(reads) == len(set(reads))
+    assert {key for key, _ in reads} == set(keys)
+    entries = trip.store.lookup(keys)
+    assert sum(fetch.nbytes for fetch in ready.plan.fetches) == sum(entry.nbytes for entry in entries.values())
+
+
+def test_the_other_modules_of_a_union_are_brought_to_memory(trip: Engine, tiny_settings) -> None:
+    trip.close()
+    with Engine(tiny_settings) as later:
+        later.answer(parse_prompt(PROMPT))
+        later.flush()
+        lisbon = later.encoder.key_of(later.schemas.show("trip").modules["plan/abroad/lisbon"])
+        assert later.store.lookup([lisbon])[lisbon].tier == "memory"
+        diet = later.encoder.key_of(later.schemas.show("trip").modules["diet"])
+        assert later.store.lookup([diet])[diet].tier == "disk"
+
+
+def test_a_prompt_may_be_given_as_pml_or_its_file(trip: Engine, tmp_path) -> None:
+    path = tmp_path / "ask.xml"
+    path.write_text(PROMPT, "utf-8")
+    wanted = trip.answer(parse_prompt(PROMPT))
+    for pml in (PROMPT, path, str(path)):
+        assert trip.answer(pml=pml).token_ids == wanted.token_ids
+        with trip.stream(pml=pml) as stream:
+            assert "".join(stream) == wanted.text
+    assert trip.answer(PROMPT).trace.schema == ""  # a text that is asked stays one
+    for ask in (trip.answer, trip.stream):
+        with pytest.raises(InputError, match="found both"):
+            ask("And now?", pml=PROMPT)
+        with pytest.raises(InputError, match="found neither"):
+            ask()
+        with pytest.raises(PMLError, match="wanted <prompt>"):
+            ask(pml=TRIP)
+
+
+@pytest.mark.parametrize("ask", [Ask(session="mine"), Ask(tools=[{"type": "function", "function": {"name": "f"}}])])
+def test_what_a_prompt_of_modules_cannot_do_is_told(trip: Engine, ask: Ask) -> None:
+    with pytest.raises(InputError, match="A prompt in PML"):
+        trip.answer(parse_prompt(PROMPT), ask)
+
+
+def test_messages_are_wrapped_as_the_models_template_does(engine: Engine) -> None:
+    """All modules together are what the template makes of the same messages."""
+    engine.register(
+        '<schema name="talk"><system>Be brief, as ever.</system><user>What is this?</user>'
+        "<assistant>A harbour, I think.</assistant></schema>"
+    )
+    said = [("system", "Be brief, as ever."), ("user", "What is this?"), ("assistant", "A harbour, I think.")]
+    mine = engine.prompt(parse_prompt('<prompt schema="talk"><user>And that?</user></prompt>'))
+    assert mine.token_ids == engine.prompt([*said, ("user", "And that?")]).token_ids
+    assert engine.model.text(mine.token_ids).startswith("Be brief")
+
+
+def test_a_chat_begins_as_the_template_does_whatever_stands_before_a_text(engine: Engine, monkeypatch) -> None:
+    words = engine.model.words
+    monkeypatch.setattr(words, "chat_template", words.chat_template.removeprefix("<s>"))
+    monkeypatch.setattr(HFModel, "bos", (words.bos_token_id,))
+    engine.register('<schema name="talk"><system>Be brief, as ever.</system></schema>')
+    mine = engine.prompt(parse_prompt('<prompt schema="talk"><user>And that?</user></prompt>'))
+    assert mine.token_ids == engine.prompt([("system", "Be brief, as ever."), ("user", "And that?")]).token_ids
+    assert mine.token_ids[0] != words.bos_token_id
+    engine.register('<schema name="told">All that is told is a text.</schema>')
+    text = engine.prompt(parse_prompt('<prompt schema="told"> And more.</prompt>'))
+    assert text.token_ids == engine.prompt("All that is told is a text. And more.").token_ids
+    assert text.token_ids[0] == words.bos_token_id
+
+
+# families
+
+
+@pytest.fixture
+def of(tiny_settings):
+    """Makes an engine over a tiny model of a family, over a store on disk."""
+    made: list[Engine] = []
+
+    def engine(name: str) -> Engine:
+        made.append(Engine(tiny_settings.model_copy(update={"memory_bytes": 0}), kit.family(name)))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-latent", "smollm3-some-nope", "bloom-alibi", "gpt2", "gptj"])
+def test_in_every_family_a_scaffold_over_all_is_full_prefill_and_modules_are_read(of, name: str) -> None:
+    engine = of(name)
+    engine.register(LINES)
+    engine.flush()
+    prompt = parse_prompt(ALL_LINES)
+    ready = engine.prepare(engine.prompt(prompt))
+    assert {fetch.tier for fetch in ready.plan.fetches} == {"disk"}
+    whole = engine.prepare(engine.prompt(prompt), Ask(reuse=False)).prefill
+    assert off(states(ready.prefill), states(whole)) < 1e-4
+    engine.register(TRIP)
+    trace = engine.answer(parse_prompt(PROMPT)).trace
+    assert trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
+    assert trace.refusal == ""
+
+
+def test_a_refused_model_answers_by_full_prefill(of) -> None:
+    engine = of("llama-dynamic")
+    assert engine.register(LINES).done.encoded == 0
+    answer = engine.answer(parse_prompt(ALL_LINES))
+    assert "dynamic" in answer.trace.refusal
+    assert answer.token_ids == full(engine, parse_prompt(ALL_LINES)).token_ids
+
+
+def test_kv_that_cannot_be_moved_is_used_in_place_alone(of) -> None:
+    engine = of("gpt2")
+    engine.register(LINES)
+    long = parse_prompt(f'<prompt schema="lines"><two/>{"word " * 30}<three/>What?</prompt>')
+    with pytest.raises(PMLError, match="cannot be moved"):
+        engine.answer(long)
+    blended = engine.answer(parse_prompt(ALL_LINES), Ask(blend=True)).trace
+    assert "hidden states" in blended.refusal
+    assert engine.answer("Anything else.").trace.refusal != ""
+    engine.flush()
+    engine.store.clear()
+    assert engine.answer(parse_prompt(ALL_LINES)).trace.modules == ()
+    engine.flush()
+    assert engine.answer(parse_prompt(ALL_LINES)).trace.modules == (".", "two", "three")
+
+
+# several models on one store
+
+EDITED = TRIP.replace("Oslo and its fjords", "Oslo and the sea")
+
+
+def test_what_another_model_encoded_after_an_answer_goes_with_the_schema(trip: Engine, of) -> None:
+    trip.flush()
+    other = of("llama")
+    other.answer(parse_prompt(PROMPT))
+    other.flush()
+    keys = {other.encoder.key_of(run) for run in other.schemas.show("trip").runs}
+    assert other.store.lookup(keys)
+    assert not other.schemas.has(parse_schema(TRIP))
+    other.schemas.remove("trip")
+    assert other.store.lookup(keys) == {}
+
+
+def test_a_text_that_another_models_process_edited_is_not_encoded_for_this_one(trip: Engine, of) -> None:
+    other, edited = of("llama"), parse_schema(EDITED)
+    other.register(edited)
+    assert (other.schemas.has(edited), trip.schemas.has(edited)) == (True, False)
+    trip.answer(parse_prompt(PROMPT))
+    trip.flush()
+    runs = [trip.encoder.key_of(run) for run in trip.schemas.show("trip").runs]
+    assert len(trip.store.lookup(runs)) == len(runs)  # what the edit changed came after the answer
+    assert not trip.schemas.has(edited)
+    assert trip.schemas.ensure(edited) is not None
+    assert (other.schemas.has(edited), trip.schemas.has(edited)) == (True, True)
+    other.close()
+    trip.schemas.remove("trip")
+    assert trip.store.lookup(runs) == {}
+    assert trip.store.entries() == []
+
+
+# answers at the same time
+
+LONG = "The sea was calm, and the ship went on. " * 8
+BOOK = f'<schema name="book"><module name="sea">{LONG}</module><module name="land">{LONG[::-1]}</module></schema>'
+READERS = [f'<prompt schema="book"><sea/><land/>What does reader {name} see?</prompt>' for name in "abcd"]
+
+
+def test_a_batch_holds_a_module_once_and_says_what_each_answer_says_alone(engine: Engine, monkeypatch) -> None:
+    engine.register(BOOK)
+    prompts = [parse_prompt(text) for text in READERS]
+    alone = [engine.answer(prompt).token_ids for prompt in prompts]
+    met = []
+    share = Common.share
+    monkeypatch.setattr(Common, "share", lambda self, *given: (share(self, *given), met.append(len(self)))[0])
+    assert [answer.token_ids for answer in engine.batch(prompts)] == alone
+    assert met == [2] * 4
+
+
+def test_sharing_can_be_switched_off(tiny_settings, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("shared")
+
+    monkeypatch.setattr(Common, "share", refuse)
+    with Engine(tiny_settings.model_copy(update={"share": False})) as engine:
+        engine.register(BOOK)
+        assert len(engine.batch([parse_prompt(text) for text in READERS])) == 4

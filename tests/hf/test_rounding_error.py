@@ -1,0 +1,77 @@
+"""What errors cost, against the model's own forward over KV that was changed by hand."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from ragfuse.engine.codec_tables import made_tables
+from ragfuse.hf import rounding_error as rounding
+from ragfuse.hf.rounding_error import rounding_costs
+from ragfuse.types.kv import ChunkKV, LayerKV
+from tests.hf.families import FAMILIES, all_when_slow
+from tests.hf.kit import family
+
+BEFORE, FOLLOW = [5, 6, 7, 8, 9, 10, 11, 12], [40, 3, 77, 21]
+
+
+def halved(kv: ChunkKV) -> ChunkKV:
+    return ChunkKV(tuple(LayerKV(layer.keys / 2, layer.values / 2) for layer in kv.layers))
+
+
+def log_words(model, layers) -> torch.Tensor:
+    """What the model says along FOLLOW, its own cache filled by hand."""
+    cache = DynamicCache()
+    for at, layer in enumerate(layers):
+        cache.update(layer.keys[None].clone(), layer.values[None].clone(), at)
+    with torch.no_grad():
+        out = model.model(input_ids=torch.tensor([FOLLOW[:-1]]), past_key_values=cache, use_cache=True)
+    return torch.log_softmax(out.logits[0].double(), -1)
+
+
+def by_hand(model, at: int, part: str) -> float:
+    exact = model.encode(BEFORE).layers
+    changed = list(exact)
+    keys, values = exact[at].keys, exact[at].values
+    changed[at] = LayerKV(keys / 2, values) if part == "keys" else LayerKV(keys, values / 2)
+    wanted, found = log_words(model, exact), log_words(model, changed)
+    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_every_layers_keys_and_values_cost_what_they_do_alone(name):
+    model = family(name)
+    found = rounding_costs(model, BEFORE, FOLLOW, halved)
+    assert len(found) == model.n_layers
+    for at, (keys, values) in enumerate(found):
+        assert keys == pytest.approx(by_hand(model, at, "keys"), rel=1e-2, abs=1e-9)
+        assert values == pytest.approx(by_hand(model, at, "values"), rel=1e-2, abs=1e-9)
+        assert values > 0
+
+
+def test_layers_of_a_span_share_what_it_costs(monkeypatch):
+    model = family("llama")
+    monkeypatch.setattr(rounding, "SPANS", 1)
+    found = rounding_costs(model, BEFORE, FOLLOW, halved)
+    assert len(found) == model.n_layers
+    assert len(set(found)) == 1
+
+
+def test_what_changes_nothing_costs_nothing_and_without_words_nothing_is_known():
+    model = family("llama")
+    assert all(max(both) < 1e-9 for both in rounding_costs(model, BEFORE, FOLLOW, lambda kv: kv))
+    assert rounding_costs(model, BEFORE, FOLLOW[:1], halved) == ()
+
+
+def test_costs_that_are_no_numbers_are_none():
+    def lost(kv: ChunkKV) -> ChunkKV:
+        return ChunkKV(tuple(LayerKV(layer.keys, layer.values * float("nan")) for layer in kv.layers))
+
+    assert rounding_costs(family("llama"), BEFORE, FOLLOW, lost) == ()
+
+
+@pytest.mark.parametrize("name", all_when_slow(sorted(FAMILIES)))
+def test_every_family_gets_tables_by_what_errors_cost(name):
+    model = family(name)
+    tables = made_tables(model)
+    assert len(tables.layers) == model.n_layers
+    assert tables.digest != made_tables(model, costs=False).digest

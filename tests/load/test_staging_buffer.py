@@ -1,0 +1,94 @@
+"""Layers on their way to a device: as they are on a CPU, whole and unchanged on a GPU, from any kind of memory."""
+
+import pytest
+import torch
+
+from ragfuse.load.layers import LayerReader, is_far
+from ragfuse.load.staging_buffer import Staging, _Buffer
+from ragfuse.plan.evict import lru
+from ragfuse.store import DiskTier, KVStore, MemoryTier
+from ragfuse.types.kv import LayerKV
+from tests.load.test_layers import CHUNKS, LAYERS, fetches, loading
+from tests.store.kit import key, kv, same
+
+CPU = torch.device("cpu")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+def layers(n: int = 3) -> list[dict[int, LayerKV | None]]:
+    return [{0: layer, 2: None, 4: layer} for layer in kv(7, n=5, n_layers=n).layers]
+
+
+def test_on_a_cpu_nothing_is_copied():
+    staging, sent = Staging(CPU), layers()
+    assert staging.landed(staging.send(sent)) is sent
+
+
+def test_parts_in_a_buffer_lie_apart_and_the_buffer_grows_only_when_it_must():
+    buffer = _Buffer()
+    parts = buffer.room([10, 64, 0, 100])
+    for number, part in enumerate(parts):
+        part.fill_(number + 1)
+    assert [part.tolist() for part in parts] == [[1] * 10, [2] * 64, [], [4] * 100]
+    assert all(part.data_ptr() % 2 == 0 for part in parts)
+    assert buffer.room([64])[0].data_ptr() == parts[0].data_ptr()
+    assert buffer.room([1000])[0].numel() == 1000
+    assert buffer.room([]) == []
+
+
+def steps_of(count: int, n: int, pin: bool = False) -> list[list[dict[int, LayerKV | None]]]:
+    """Steps of two layers of some megabytes, each with values of its own."""
+    made = []
+    for number in range(count):
+        parts = (torch.full((4, n, 128), float(2 * number + part), dtype=torch.bfloat16) for part in (0, 1))
+        kv = LayerKV(*(part.pin_memory() if pin else part for part in parts))
+        made.append([{0: kv, 2: None}, {0: kv, 2: None}])
+    return made
+
+
+@needs_gpu
+@pytest.mark.parametrize("pin", [False, True])
+def test_layers_arrive_as_they_were_however_busy_both_streams_are(pin):
+    device, steps = torch.device("cuda"), steps_of(6, 4096, pin)
+    staging, sums = Staging(device, 1 << 20), []
+    for step in steps:  # more steps than buffers, each sent while the copies before it still wait
+        with torch.cuda.stream(staging._stream):
+            torch.cuda._sleep(20_000_000)
+        landed = staging.landed(staging.send(step))
+        torch.cuda._sleep(5_000_000)
+        sums.append([(layer[0].keys.float().mean(), layer[0].values.float().mean(), layer[2]) for layer in landed])
+        del landed  # what it took may be given to the next step only once the sums are done
+    for number, step in enumerate(sums):
+        assert [(float(keys), float(values), none) for keys, values, none in step] == [
+            (2.0 * number, 2.0 * number + 1, None)
+        ] * 2
+
+
+@needs_gpu
+def test_what_is_on_the_device_is_not_copied():
+    there = [{0: LayerKV(torch.ones(2, 3, 4, device="cuda"), torch.zeros(2, 3, 4, device="cuda"))}]
+    staging = Staging(torch.device("cuda"))
+    assert staging.landed(staging.send(there))[0][0].keys.data_ptr() == there[0][0].keys.data_ptr()
+
+
+def test_a_tier_is_read_ahead_if_it_is_slow_or_on_another_device(tmp_path):
+    disk, memory, gpu = DiskTier(tmp_path, 1, lru), MemoryTier(1, lru), MemoryTier(1, lru, device="cuda:1")
+    assert [is_far(tier, CPU) for tier in (disk, memory, gpu)] == [True, False, True]
+    assert [is_far(tier, torch.device("cuda:1")) for tier in (disk, memory, gpu)] == [True, True, False]
+    assert is_far(gpu, torch.device("cuda:0"))
+    disk.close()
+
+
+@needs_gpu
+@pytest.mark.parametrize("tiers", [("memory", "gpu", "disk"), ("gpu",) * 3])
+def test_layers_of_all_tiers_are_read_onto_the_gpu(tmp_path, tiers):
+    made = [MemoryTier(1 << 24, lru, device="cuda", name="gpu"), MemoryTier(1 << 24, lru, pin_memory=True)]
+    with KVStore([*made, DiskTier(tmp_path, 1 << 24, lru)]) as store:
+        for number, chunk in enumerate(CHUNKS):
+            assert store.put(key(number), chunk, wait=True)
+        with LayerReader(store, fetches(*tiers, a_read=3), LAYERS, device=made[0].device) as reader:
+            assert bool(loading()) == (set(tiers) != {"gpu"})
+            for layer in range(LAYERS):
+                for number, found in enumerate(reader.read(layer).values()):
+                    assert found.keys.device.type == "cuda"
+                    assert same(LayerKV(found.keys.cpu(), found.values.cpu()), CHUNKS[number].layers[layer])

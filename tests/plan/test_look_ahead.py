@@ -1,0 +1,125 @@
+"""Windows, prefetching and the buffer, against the paper's formulas and against trying."""
+
+import math
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragfuse.plan.evict import Item
+from ragfuse.plan.look_ahead import (
+    buffer_excess,
+    cache_capacity,
+    eviction_window,
+    layers_before,
+    places,
+    prefetch_window,
+    required_capacity,
+    taken_until,
+    to_prefetch,
+)
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.plan import Fetch, Forecast, LoadPlan
+from ragfuse.types.prompt import Prompt, Segment
+
+GB = 10**9
+
+
+def test_the_windows_are_the_paper_s():
+    kv_bytes = 1500 * 0.78e6
+    assert prefetch_window(128 * GB, kv_bytes) == 109
+    assert eviction_window(128 * GB, 2000 * GB, kv_bytes) == 1818
+    assert prefetch_window(100, 30) == 3
+    assert eviction_window(100, 20, 30) == 4
+    assert prefetch_window(29, 30) == 0 == eviction_window(0, 0, 30)
+    assert prefetch_window(7, 0) == 7
+
+
+def test_a_conversation_waits_where_its_first_job_does_and_jobs_of_none_take_a_place():
+    queue = ["a", None, "b", "a", "c"]
+    assert places(queue) == {"a": 0.0, "b": 2.0, "c": 4.0}
+    assert places(queue, 3) == {"a": 0.0, "b": 2.0}
+    assert places(queue, 0) == {}
+
+
+def slow_prefetch(queue, sizes, in_memory, room):
+    """The longest beginning of the queue whose conversations fit together, without those that are in memory."""
+    known = list(dict.fromkeys(name for name in queue if sizes.get(name) is not None))
+    most = max(n for n in range(len(known) + 1) if n == 0 or sum(sizes[name] for name in known[:n]) <= room)
+    return [name for name in known[:most] if name not in in_memory]
+
+
+NAMES = st.sampled_from("abcdef")
+
+
+@given(
+    st.lists(st.one_of(st.none(), NAMES), max_size=12),
+    st.dictionaries(NAMES, st.integers(1, 9)),
+    st.sets(NAMES),
+    st.integers(0, 30),
+)
+def test_what_is_fetched_is_the_beginning_of_the_queue_that_fits_in_its_order(queue, sizes, in_memory, room):
+    assert list(to_prefetch(queue, sizes.get, in_memory, room)) == slow_prefetch(queue, sizes, in_memory, room)
+
+
+def test_the_queue_is_read_no_further_than_memory_reaches():
+    def endless():
+        yield from ("a", "b", "c")
+        raise AssertionError("read on")
+
+    assert list(to_prefetch(endless(), lambda name: 4, (), 8)) == ["a", "b"]
+
+
+def planned(load_s, compute_s, past=1000, new=100, nbytes=1 << 20):
+    """A plan that reads so many tokens and bytes, and what that takes."""
+    segments = (Segment((1,) * past, 0, "history", (ChunkKey("m", "t"),)), Segment((2,) * new, past))
+    fetches = (Fetch(0, ChunkKey("m", "t"), "disk", "raw", nbytes, past),)
+    return LoadPlan(Prompt(segments), 0.0, "none", fetches, forecast=Forecast(load_s, compute_s, load_s, 9.0))
+
+
+@given(st.floats(0.01, 9), st.floats(0.01, 9), st.integers(1, 48))
+def test_with_so_many_layers_read_before_no_layer_is_waited_for_and_with_fewer_one_is(load_s, compute_s, n_layers):
+    before = layers_before(planned(load_s, compute_s), n_layers)
+
+    def waits(buffered):
+        there = [max(0, layer + 1 - buffered) * load_s / n_layers for layer in range(n_layers)]
+        return any(at > layer * compute_s / n_layers + 1e-9 for layer, at in enumerate(there))
+
+    assert not waits(before + 1)  # the first of all is waited for where nothing is read before
+    assert before == 0 or waits(before - 1)
+
+
+def test_a_buffer_is_none_where_loading_hides_and_where_nothing_was_measured():
+    assert layers_before(planned(1.0, 2.0), 30) == 0
+    assert layers_before(planned(4.0, 1.0), 40) == 30
+    assert layers_before(replace(planned(4.0, 1.0), forecast=None), 40) == 0
+    assert layers_before(replace(planned(4.0, 1.0), fetches=()), 40) == 0
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.floats(0, 1))
+def test_what_is_cleared_away_leaves_the_buffer_free_and_no_more(used, capacity, share):
+    excess = buffer_excess(used, capacity, share)
+    assert used - excess <= int(capacity * (1 - share)) or used - excess == 0
+    assert excess == 0 or used - (excess - 1) > int(capacity * (1 - share))
+
+
+def test_a_tier_with_more_than_its_buffer_free_is_left_alone():
+    assert buffer_excess(89, 100, 0.1) == 0 == buffer_excess(90, 100, 0.1)
+    assert buffer_excess(95, 100, 0.1) == 5
+    assert buffer_excess(100, 100, 0.0) == 0
+
+
+@given(st.lists(st.integers(0, 9), max_size=8), st.integers(-3, 30))
+def test_so_many_go_as_give_the_room_and_not_one_more(sizes, excess):
+    offered = iter([Item(n, (), size, 0.0) for n, size in enumerate(sizes)])
+    found = list(taken_until(offered, excess))
+    assert len(list(offered)) == len(sizes) - len(found)
+    freed = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
+    enough = [n for n, nbytes in enumerate(freed) if nbytes >= excess]
+    assert len(found) == (enough[0] if enough else len(sizes))
+
+
+def test_the_capacity_rule_is_sessions_times_the_longest_of_them():
+    assert cache_capacity(3600, 4096, 0.78e6) == 3600 * 4096 * 0.78e6
+    assert required_capacity(0.25, 3600, 4096, 0.78e6) == math.ceil(0.25 * 3600 * 4096 * 0.78e6)
+    assert required_capacity(0.5, 3, 1, 1) == 2

@@ -1,0 +1,438 @@
+"""What a prompt takes from a schema: positions counted by hand, and checked again row by row for schemas made up."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from time import process_time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from ragfuse.errors import PMLError
+from ragfuse.schemas.bind import Bound, bind
+from ragfuse.schemas.layout import Layout, Run, lay_out
+from ragfuse.schemas.nodes import Import, Request, Schema, Text
+from tests.text.layouts import (
+    GAP,
+    SCHEMAS,
+    TURNS,
+    arguments,
+    bound,
+    encode,
+    importing,
+    key_of,
+    laid,
+    read,
+    requests,
+    shown,
+)
+
+CITIES = """You plan.<module name="plan">For <param name="days" len="6"/> days<union>
+<module name="rome">Rome!</module><module name="oslo">Oslo is north.</module></union>.</module>End."""
+
+
+# modules and unions
+
+
+def test_what_is_not_imported_leaves_its_positions_empty() -> None:
+    layout = laid('ab<module name="m">cde</module>f<module name="n">gh</module>i')
+    found = bound(layout, "<n/>")
+    assert shown(found.prompt) == [("module", 0, "ab"), ("module", 5, "f"), ("module", 6, "gh"), ("fresh", 8, "i")]
+    assert found.imported == ("n",)
+    assert found.prompt.positions.tolist() == [0, 1, 5, 6, 7, 8]
+
+
+def test_pieces_of_a_run_name_its_rows_and_one_turn_places_them() -> None:
+    layout = laid('zz<module name="k">ab<module name="m">cde</module>f</module>y')
+    ab, f = (piece for piece in bound(layout, "<k/>").prompt.segments if piece.source == "s: k")
+    run = layout.modules["k"]
+    assert (ab.rows, ab.start, ab.turn) == ((0, 2), 2, 2)
+    assert (f.rows, f.start, f.turn) == ((2, 3), 7, 2)
+    assert ab.keys == f.keys == (key_of(run),)
+    assert f.start - f.turn == run.positions[2] == 5
+    whole = bound(layout, "<k><m/></k>").prompt.segments[2]
+    assert (whole.source, whole.rows, whole.start, whole.turn) == ("s: k/m", None, 4, 4)
+
+
+def test_the_order_of_imports_does_not_matter() -> None:
+    layout = laid('ab<module name="m">cde</module>f<module name="n">gh</module>i')
+    assert bound(layout, "<n/><m/>") == bound(layout, "<m/><n/>")
+
+
+def test_one_module_of_a_union_stands_where_all_do_and_the_rest_of_the_room_is_empty() -> None:
+    layout = laid('a<union><module name="s">bc</module><module name="l">defg</module></union>hi')
+    assert read(bound(layout, "<s/>").prompt) == "abc..hi"
+    assert read(bound(layout, "<l/>").prompt) == "adefghi"
+    assert read(bound(layout, "").prompt) == "a....hi"
+
+
+def test_the_other_modules_of_the_unions_used_are_named() -> None:
+    inside = '<union><module name="a">1</module><module name="b">2</module><module name="c">3</module></union>'
+    layout = laid(f'{inside}<union><module name="d">4</module><module name="e">5</module></union>z')
+    assert bound(layout, "<b/>").others == (layout.modules["a"], layout.modules["c"])
+    assert bound(layout, "").others == ()
+
+
+def test_what_is_not_cached_is_fresh_and_so_is_what_is_short() -> None:
+    inside = '<module name="m" cache="false">never</module><module name="n">kept!</module><module name="k">no</module>x'
+    assert shown(bound(laid(inside, min_tokens=3), "<m/><n/><k/>").prompt) == [
+        ("fresh", 0, "never"),
+        ("module", 5, "kept!"),
+        ("fresh", 10, "nox"),
+    ]
+
+
+def test_modules_are_on_offer_to_be_recomputed_where_that_is_asked() -> None:
+    kinds = [
+        segment.kind for segment in bound(laid('<module name="m">ab</module>cd'), "<m/>", blend=True).prompt.segments
+    ]
+    assert kinds == ["chunk", "chunk", "fresh"]
+
+
+# arguments
+
+
+def test_an_argument_is_fresh_at_the_first_positions_of_its_room_and_the_rest_is_empty() -> None:
+    layout = laid('<module name="m">for <param name="days" len="5"/>!</module>yz')
+    found = bound(layout, '<m days="two"/>')
+    assert read(found.prompt) == "for two..!yz"
+    assert shown(found.prompt)[:3] == [("module", 0, "for "), ("fresh", 4, "two"), ("module", 9, "!")]
+    assert found.prompt.segments[2].rows == (9, 10)
+
+
+def test_an_argument_may_fill_its_room_or_be_left_out() -> None:
+    layout = laid('<module name="m">for <param name="days" len="5"/>!</module>yz')
+    assert read(bound(layout, '<m days="seven"/>').prompt) == "for seven!yz"
+    assert read(bound(layout, "<m/>").prompt) == read(bound(layout, '<m days=""/>').prompt) == "for .....!yz"
+
+
+def test_an_argument_goes_to_all_places_of_its_parameter() -> None:
+    layout = laid('<module name="m"><param name="p" len="2"/>-<param name="p" len="2"/>.</module>x')
+    assert read(bound(layout, '<m p="ab"/>').prompt) == "ab-ab.x"
+
+
+def test_the_schema_itself_may_have_parameters() -> None:
+    layout = laid('Hi <param name="who" len="4"/>!')
+    assert read(bound(layout, "", 'who="Ann"').prompt) == "Hi Ann.!"
+
+
+def test_a_scaffold_of_a_parameter_is_never_in_a_prompt() -> None:
+    layout = laid('a<param name="p" len="4" scaffold="xyzw"/>b')
+    assert read(bound(layout, "", 'p="1"').prompt) == "a1...b"
+
+
+# scaffolds
+
+TWO = 'a<module name="m">bc</module>d<module name="n">ef</module><module name="o">gh</module>i<scaffold modules="m n"/>'
+
+
+def test_a_scaffold_is_taken_when_all_its_modules_are_imported() -> None:
+    layout = laid(TWO)
+    (run,) = layout.scaffolds
+    found = bound(layout, "<m/><n/>")
+    m, n = (segment for segment in found.prompt.segments if segment.keys == (key_of(run),))
+    assert (m.start, m.rows, m.turn) == (1, (0, 2), 1)
+    assert (n.start, n.rows, n.turn) == (4, (2, 4), 1)
+    assert found.runs == (layout.modules[""], run)
+
+
+def test_without_one_of_them_each_is_taken_alone() -> None:
+    layout = laid(TWO)
+    assert bound(layout, "<m/><o/>").runs == (layout.modules[""], layout.modules["m"], layout.modules["o"])
+
+
+def test_the_largest_scaffold_that_fits_is_taken() -> None:
+    inside = '<module name="m">bc</module><module name="n">ef</module><module name="o">gh</module>ij'
+    layout = laid(inside + '<scaffold modules="m n"/><scaffold modules=". m n o"/><scaffold modules="o"/>')
+    large, small, only = layout.scaffolds
+    assert bound(layout, "<m/><n/><o/>").runs == (large,)
+    assert bound(layout, "<m/><n/>").runs == (small, layout.modules[""])
+    assert bound(layout, "<o/>").runs == (only, layout.modules[""])
+
+
+def test_a_scaffold_of_the_whole_prompt_is_one_run_without_gaps() -> None:
+    layout = laid('ab<module name="m">cd</module>ef<scaffold modules=". m"/>')
+    found = bound(layout, "<m/>").prompt
+    assert shown(found) == [("module", 0, "abcde"), ("fresh", 5, "f")]
+    assert found.segments[0].rows == (0, 5)
+    assert found.segments[0].keys[0].layout == ""
+
+
+DEFAULT = """a<union scaffold="y"><module name="x">123</module><module name="y">45</module></union>b<module name="z"
+>6</module>c"""
+
+
+def test_what_stands_in_for_a_union_is_taken_from_the_run_around_it_when_imported() -> None:
+    layout = laid(DEFAULT)
+    found = bound(layout, "<y/>")
+    assert found.runs == (layout.modules[""],)
+    assert [(s.start, s.rows) for s in found.prompt.segments[:-1]] == [(0, (0, 3)), (4, (3, 4))]
+    assert read(found.prompt) == "a45.b.c"
+
+
+def test_what_stands_in_for_a_union_leaves_its_positions_to_the_one_imported() -> None:
+    layout = laid(DEFAULT)
+    assert bound(layout, "<x/>").runs == (layout.modules[""], layout.modules["x"])
+    assert read(bound(layout, "<x/>").prompt) == "a123b.c"
+    assert read(bound(layout, "").prompt) == "a...b.c"
+
+
+def test_with_one_of_two_stand_ins_missing_the_other_is_taken_alone() -> None:
+    inside = (
+        '<union scaffold="a"><module name="a">1</module></union><union scaffold="b"><module name="b">2</module></union>'
+    )
+    layout = laid(f'<module name="m">x{inside}y</module>z')
+    joint = bound(layout, "<m><a/><b/></m>")
+    assert joint.runs == (layout.modules["m"],)
+    assert shown(joint.prompt)[0] == ("module", 0, "x12y")
+    single = bound(layout, "<m><a/></m>")
+    assert single.runs == (layout.modules["m"], layout.modules["m/a"])
+    assert read(single.prompt) == "x1.yz"
+
+
+def test_a_stand_in_that_is_not_cached_is_fresh() -> None:
+    layout = laid('a<union scaffold="y"><module name="y" cache="false">45</module></union>bc')
+    assert shown(bound(layout, "<y/>").prompt) == [
+        ("module", 0, "a"),
+        ("fresh", 1, "45"),
+        ("module", 3, "b"),
+        ("fresh", 4, "c"),
+    ]
+
+
+# free text
+
+
+def test_a_text_stands_behind_the_module_that_is_imported_before_it() -> None:
+    layout = laid('a<union><module name="s">bc</module><module name="l">defghij</module></union>kl')
+    found = bound(layout, "<s/>XYZ")
+    assert shown(found.prompt) == [
+        ("module", 0, "a"),
+        ("module", 1, "bc"),
+        ("fresh", 3, "XYZ"),
+        ("module", 8, "k"),
+        ("fresh", 9, "l"),
+    ]
+    assert found.moved == 0
+
+
+def test_a_text_longer_than_the_room_moves_all_that_is_behind_it() -> None:
+    layout = laid(
+        'a<union><module name="s">bc</module><module name="l">defg</module></union>hi<module name="n">jk</module>l'
+    )
+    found = bound(layout, "<s/>WXYZ<n/>")
+    assert read(found.prompt) == "abcWXYZhijkl"
+    assert found.moved == 2
+    hi, jk = found.prompt.segments[3:5]
+    assert (hi.start, hi.rows, hi.turn) == (7, (1, 3), 2)
+    assert (jk.start, jk.rows, jk.turn) == (9, None, 9)
+
+
+def test_where_kv_cannot_be_moved_such_a_text_is_refused_with_the_room() -> None:
+    layout = laid('a<union><module name="s">bc</module><module name="l">defg</module></union>hi', fixed=True)
+    assert read(bound(layout, "<s/>XY").prompt) == "abcXYhi"
+    with pytest.raises(PMLError, match="found text of 4 tokens; wanted at most 2 here"):
+        bound(layout, "<s/>WXYZ")
+
+
+def test_a_text_before_all_imports_stands_behind_what_is_before_the_next() -> None:
+    layout = laid('ab<module name="m">cd</module>ef<module name="n">gh</module>i')
+    assert read(bound(layout, "XY<n/>").prompt) == "ab..efXYghi"
+
+
+def test_a_text_behind_a_parameter_with_a_short_argument_leaves_its_room_alone() -> None:
+    layout = laid('<module name="m">a<param name="p" len="3"/></module><union><module name="u">vwxyz</module></union>;')
+    assert read(bound(layout, '<m p="1"/>XY').prompt) == "a1..XY...;"
+
+
+def test_a_text_in_a_module_stands_in_it() -> None:
+    layout = laid('<module name="m">a<module name="n">bc</module>d<module name="o">ef</module></module>g')
+    assert read(bound(layout, "<m><n/>XY</m>").prompt) == "abcXYd..g"
+    assert read(bound(layout, "<m>XY</m>").prompt) == "a..dXYg"
+
+
+def test_white_space_between_imports_is_no_text_and_in_texts_it_is() -> None:
+    layout = laid('a<module name="m">b</module><module name="n">c</module>d')
+    assert read(bound(layout, "\n  <m/>\n <n/> x \n").prompt) == "abc x \nd"
+
+
+# messages
+
+CHAT = '<system>be</system><user>q<module name="m">rs</module></user><assistant>ok</assistant>'
+
+
+def test_messages_behind_all_imports_stand_at_the_end_and_the_model_is_made_to_answer() -> None:
+    found = bound(laid(CHAT, TURNS), "<m/>\n<user>why?</user>")
+    assert read(found.prompt) == "{Sbe}{Uqrs}{Aok}{Uwhy?}{A"
+    assert shown(found.prompt)[-1] == ("fresh", 16, "{Uwhy?}{A")
+
+
+def test_a_text_behind_an_import_stands_in_the_schema_s_message_and_one_behind_messages_at_the_end() -> None:
+    found = bound(laid(CHAT, TURNS), "<m/>!<user>why?</user>...")
+    assert read(found.prompt) == "{Sbe}{Uqrs!}{Aok}{Uwhy?}...{A"
+
+
+def test_a_schema_with_messages_needs_none_in_the_prompt() -> None:
+    assert read(bound(laid(CHAT, TURNS), "<m/>").prompt) == "{Sbe}{Uqrs}{Aok}{A"
+
+
+def test_a_whole_talk_may_follow_and_an_answer_at_its_end_goes_on() -> None:
+    layout = laid("ab", TURNS)
+    talk = "<user>1</user><assistant>2</assistant><user>3</user>"
+    assert read(bound(layout, talk).prompt) == "ab{U1}{A2}{U3}{A"
+    assert read(bound(layout, talk + "<assistant>so</assistant>").prompt) == "ab{U1}{A2}{U3}{Aso"
+    assert bound(layout, f"\n{talk}\n<assistant>so</assistant>\n") == bound(layout, talk + "<assistant>so</assistant>")
+    ended = bound(layout, f"{talk}<assistant>so</assistant> and so on")
+    assert read(ended.prompt) == "ab{U1}{A2}{U3}{Aso} and so on{A"
+
+
+def test_a_message_may_stand_between_imports_but_not_in_a_message() -> None:
+    inside = '<module name="m"><user>a</user></module><module name="n"><assistant>b</assistant></module>'
+    assert read(bound(laid(inside, TURNS), "<m/><user>c</user><n/>").prompt) == "{Ua}{Uc}{Ab}{A"
+    with pytest.raises(PMLError, match="found '<user>' beside 'm', which is in a message"):
+        bound(laid(CHAT + '<module name="n">x</module>', TURNS), "<m/><user>c</user><n/>")
+
+
+def test_special_tokens_are_the_template_s_alone() -> None:
+    found = bound(laid('<module name="m">{U<param name="p" len="9"/></module>', TURNS), '<m p="{U"/>{U<user>{U}</user>')
+    marked = [token for token in found.prompt.token_ids if token >= 1000]
+    assert marked == encode("{U", True) + encode("}", True) + encode("{A", True)
+
+
+# the end
+
+
+def test_a_prompt_that_ends_with_a_module_computes_its_last_token() -> None:
+    layout = laid('ab<module name="m">cde</module>')
+    found = bound(layout, "<m/>").prompt
+    assert shown(found) == [("module", 0, "ab"), ("module", 2, "cd"), ("fresh", 4, "e")]
+    assert (found.segments[1].rows, found.segments[1].keys) == ((0, 2), (key_of(layout.modules["m"]),))
+
+
+def test_a_module_of_one_token_at_the_end_is_fresh() -> None:
+    assert shown(bound(laid('ab<module name="m">c</module>'), "<m/>").prompt) == [
+        ("module", 0, "ab"),
+        ("fresh", 2, "c"),
+    ]
+
+
+# size
+
+
+def test_many_messages_between_imports_take_a_step_each() -> None:
+    """Looked through behind each, they would take minutes."""
+    layout, began = laid('<module name="m">ab</module><module name="n">cd</module>'), process_time()
+    found = bound(layout, "<m/>" + "<user>x</user>" * 90_000 + "<n/>")
+    assert read(found.prompt) == "ab" + "x\n" * 90_000 + "cd"
+    assert process_time() - began < 20
+
+
+def test_the_key_of_a_run_is_made_once_however_many_pieces_it_is_in() -> None:
+    layout = laid("".join(f'a<module name="m{i}">bc</module>' for i in range(9)) + ".")
+    request, made = Request("s", tuple(Import(f"m{i}") for i in range(9))), list[Run]()
+    bind(request, layout, encode, lambda run: (made.append(run), key_of(run))[1])
+    assert sorted(map(id, made)) == sorted(map(id, layout.modules.values()))
+
+
+# what is refused
+
+IMPORTS = [
+    ("<rom/>", "", "module 'rom' in schema 's', which it does not have", "'plan'"),
+    ("<plan><rom/></plan>", "", "module 'rom' in 'plan', which it does not have", "'rome'"),
+    ("<rome/>", "", "module 'rome' in schema 's'", "it in 'plan', where it stands"),
+    ("<plan><plan/></plan>", "", "module 'plan' in 'plan'", "the schema itself"),
+    ("<plan><rome/><oslo/></plan>", "", "'plan/rome' and 'plan/oslo' of one union", "one of them"),
+    ("<plan/><plan/>", "", "'plan' once more", "each module once"),
+    ("<plan day='3'/>", "", "argument 'day' of 'plan', which has no such parameter", "'days'"),
+    ("<plan days='1234567'/>", "", "argument 'days' of 7 tokens", "at most 6"),
+    ("", "who='me'", "argument 'who' of the schema itself", "none"),
+]
+
+
+@pytest.mark.parametrize(("inside", "args", "found", "wanted"), IMPORTS)
+def test_what_the_schema_does_not_have_is_refused_with_what_it_has(
+    inside: str, args: str, found: str, wanted: str
+) -> None:
+    layout = laid(CITIES)
+    with pytest.raises(PMLError) as caught:
+        bound(layout, "\n" + inside, args)
+    assert found in caught.value.found
+    assert wanted in caught.value.wanted
+    assert caught.value.line == (2 if inside else 1)
+
+
+def test_a_prompt_of_another_schema_is_refused() -> None:
+    with pytest.raises(PMLError, match="found a prompt for schema 't'; wanted 's'"):
+        bind(Request("t"), laid("a"), encode, key_of)
+
+
+def test_a_prompt_without_a_token_is_refused() -> None:
+    with pytest.raises(PMLError, match="a prompt without a token"):
+        bound(laid(""), "")
+
+
+# all of it
+
+
+@given(some.data(), SCHEMAS, some.booleans())
+def test_every_row_that_is_reused_is_the_token_at_its_place(data: some.DataObject, schema: Schema, fixed: bool) -> None:
+    layout = lay_out(schema, encode, GAP, TURNS, min_tokens=2, fixed=fixed)
+    named = [importing(scaffold.modules) for scaffold in schema.scaffolds]
+    items = data.draw(some.one_of(requests(schema.items), *map(some.just, named)))
+    args = data.draw(arguments(schema.items))
+    with suppress(PMLError):  # nothing at all, or a text where KV cannot be moved
+        check(layout, bind(Request("s", items, args), layout, encode, key_of), items, args)
+
+
+def check(layout: Layout, found: Bound, items: tuple[object, ...], args: tuple[tuple[str, str], ...]) -> None:
+    runs = {key_of(run): run for run in found.runs}
+    for segment in found.prompt.segments:
+        for key in segment.keys:
+            lo, hi = segment.rows or (0, len(runs[key].tokens))
+            assert runs[key].tokens[lo:hi] == segment.tokens
+            assert [segment.turn + at for at in runs[key].positions[lo:hi]] == [*range(segment.start, segment.stop)]
+            assert GAP not in segment.tokens
+    check_scaffolds(layout, found)
+    if not any(isinstance(item, Text) for item in _all(items)):
+        check_by_hand(layout, found, items, args)
+
+
+def check_scaffolds(layout: Layout, found: Bound) -> None:
+    """A scaffold is taken whole or not at all; it gives way to another of at least its size alone."""
+    there = {"", *found.imported}
+    taken = {"" if path == "." else path: key for path, key in found.prompt.taken.modules if key is not None}
+    of_scaffolds = {key_of(run): len(run.tokens) for run in layout.scaffolds}
+    for run in layout.scaffolds:
+        if not there.issuperset(run.members):
+            assert run not in found.runs
+            continue
+        others = [
+            of_scaffolds.get(taken[path], 0) for path in run.members if taken.get(path, key_of(run)) != key_of(run)
+        ]
+        assert not others or max(others) >= len(run.tokens)
+
+
+def _all(items: tuple[object, ...]) -> list[object]:
+    return [each for item in items for each in (item, *(_all(item.items) if isinstance(item, Import) else ()))]
+
+
+def check_by_hand(layout: Layout, found: Bound, items: tuple[object, ...], args: tuple[tuple[str, str], ...]) -> None:
+    """The slow twin: every token of what is imported at its place in the schema, arguments in their rooms."""
+    wanted: dict[int, int] = {}
+
+    def put(path: str, items: tuple[object, ...], args: dict[str, str]) -> None:
+        place = layout.places[path]
+        for part in place.own:
+            tokens = [ord(char) for char in args.get(part.param, "")] if part.param else part.tokens
+            wanted.update(zip(range(part.start, part.stop), tokens, strict=False))
+        for item in items:
+            if isinstance(item, Import):
+                put(f"{path}/{item.name}".strip("/"), item.items, dict(item.args))
+
+    put("", items, dict(args))
+    at = dict(zip(found.prompt.positions.tolist(), found.prompt.token_ids, strict=True))
+    end = max(wanted, default=-1)
+    assert {position: token for position, token in at.items() if position <= end} == wanted
+    assert found.moved == 0
+    assert len(found.prompt.segments[-1].tokens) >= 1

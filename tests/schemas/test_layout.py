@@ -1,0 +1,294 @@
+"""Where a schema puts its tokens, counted by hand over a tokenizer of characters, and what is encoded together."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from ragfuse.errors import PMLError
+from ragfuse.schemas.layout import Fork, Layout, Place, Stretch, lay_out
+from ragfuse.schemas.nodes import Role, Schema, Text
+from ragfuse.schemas.pml import parse_schema
+from ragfuse.types.keys import digest
+from tests.text.layouts import GAP, SCHEMAS, TURNS, Told, encode, laid, said, twin
+
+
+def places(layout: Layout) -> dict[str, tuple[int, int]]:
+    return {path: (place.start, place.stop) for path, place in layout.places.items()}
+
+
+def told(layout: Layout, path: str) -> tuple[str, tuple[int, ...]]:
+    """A module's run: its text, and the positions of its tokens in the schema."""
+    run = layout.modules[path]
+    return said(run.tokens), tuple(run.start + position for position in run.positions)
+
+
+def span(*ranges: tuple[int, int]) -> tuple[int, ...]:
+    return tuple(position for lo, hi in ranges for position in range(lo, hi))
+
+
+# positions
+
+
+def test_a_module_begins_where_all_before_it_ends() -> None:
+    layout = laid('ab<module name="m">cde</module>f<module name="n">gh</module>')
+    assert places(layout) == {"": (0, 8), "m": (2, 5), "n": (6, 8)}
+    assert told(layout, "m") == ("cde", span((2, 5)))
+    assert told(layout, "n") == ("gh", span((6, 8)))
+
+
+def test_the_text_between_modules_is_one_run_with_gaps() -> None:
+    layout = laid('ab<module name="m">cde</module>f<module name="n">gh</module>ij')
+    assert told(layout, "") == ("abfij", span((0, 2), (5, 6), (8, 10)))
+
+
+def test_a_union_starts_all_at_one_position_and_takes_the_room_of_its_longest() -> None:
+    layout = laid('a<union><module name="s">b</module><module name="l">cdef</module></union>g')
+    assert places(layout) == {"": (0, 6), "s": (1, 2), "l": (1, 5)}
+    assert told(layout, "") == ("ag", span((0, 1), (5, 6)))
+
+
+def test_a_parameter_takes_as_many_positions_as_its_len() -> None:
+    layout = laid('<module name="m">for <param name="days" len="3"/>!</module>z')
+    assert places(layout) == {"": (0, 9), "m": (0, 8)}
+    assert told(layout, "m") == ("for ___!", span((0, 8)))
+    assert layout.places["m"].own[1] == Stretch("m", 4, (GAP,) * 3, "days")
+
+
+def test_a_scaffold_of_a_parameter_stands_in_and_is_cut_to_its_room() -> None:
+    layout = laid('<module name="m">a<param name="p" len="4" scaffold="xy"/></module>')
+    assert told(layout, "m")[0] == "axy__"
+    assert layout.notes == ()
+    cut = laid('<module name="m">a<param name="p" len="2" scaffold="xyz"/></module>')
+    assert told(cut, "m")[0] == "axy"
+    assert cut.notes == ("line 1: scaffold of parameter 'p' has 3 tokens and is cut to its len, 2",)
+
+
+def test_a_module_in_a_module_leaves_a_gap_in_its_run() -> None:
+    layout = laid('<module name="m">ab<module name="n">cd<module name="o">e</module></module>f</module>')
+    assert places(layout) == {"": (0, 6), "m": (0, 6), "m/n": (2, 5), "m/n/o": (4, 5)}
+    assert told(layout, "m") == ("abf", span((0, 2), (5, 6)))
+    assert told(layout, "m/n") == ("cd", span((2, 4)))
+
+
+def test_unions_in_unions_take_the_longest_of_the_longest() -> None:
+    inner = '<union><module name="x">123</module><module name="y">12345</module></union>'
+    layout = laid(f'<union><module name="a">ab{inner}c</module><module name="b">abcd</module></union>z')
+    assert places(layout) == {"": (0, 9), "a": (0, 8), "a/x": (2, 5), "a/y": (2, 7), "b": (0, 4)}
+    assert told(layout, "a") == ("abc", span((0, 2), (7, 8)))
+    assert told(layout, "") == ("z", (8,))
+
+
+def test_the_tokenizer_s_first_ids_stand_first() -> None:
+    schema = parse_schema('<schema name="s">ab<module name="m">c</module></schema>')
+    layout = lay_out(schema, encode, GAP, bos=(7, 8), min_tokens=1)
+    assert layout.modules[""].tokens == (7, 8, ord("a"), ord("b"))
+    assert layout.modules["m"].start == 4
+
+
+# messages
+
+
+def test_messages_are_wrapped_as_the_template_does() -> None:
+    layout = laid("<system>be</system><user>hi</user>", TURNS)
+    assert told(layout, "") == ("{Sbe}{Uhi}", span((0, 10)))
+    assert layout.has_messages
+    special = [token >= 1000 for token in layout.modules[""].tokens]
+    assert special == [True, True, False, False, True] * 2
+
+
+def test_white_space_beside_messages_is_no_text_but_all_other_is() -> None:
+    layout = laid("\n <system> be\n</system>\n\n<user>hi</user>\n x \n<user/>\n", TURNS)
+    assert told(layout, "")[0] == "{S be\n}{Uhi}\n x \n{U}"
+
+
+def test_modules_may_stand_in_messages_and_messages_in_modules() -> None:
+    layout = laid('<user>a<module name="m">b</module></user><module name="n">c<system>d</system></module>', TURNS)
+    assert told(layout, "") == ("{Ua}", span((0, 3), (4, 5)))
+    assert told(layout, "n") == ("c{Sd}", span((5, 10)))
+    assert [layout.places[path].in_message for path in ("", "m", "n")] == [False, True, False]
+
+
+def test_a_message_in_a_message_is_refused_in_nodes_too() -> None:
+    with pytest.raises(PMLError, match="in another message"):
+        lay_out(Schema("s", (Role("user", (Role("system", (Text("a"),)),)),)), encode, GAP)
+
+
+# what is encoded together
+
+
+def test_what_stands_in_for_a_union_is_encoded_with_the_text_around_it() -> None:
+    layout = laid('a<union scaffold="y"><module name="x">123</module><module name="y">45</module></union>b')
+    assert told(layout, "") == ("a45b", span((0, 3), (4, 5)))
+    assert layout.modules[""].members == ("", "y")
+    assert told(layout, "y") == ("45", span((1, 3)))
+    assert told(layout, "x") == ("123", span((1, 4)))
+
+
+def test_what_stands_in_stands_in_with_what_stands_in_for_its_own_unions() -> None:
+    inner = '<union scaffold="d"><module name="c">1</module><module name="d">23</module></union>'
+    layout = laid(f'<union scaffold="a"><module name="a">x{inner}y<param name="p" len="2"/></module></union>z')
+    assert told(layout, "")[0] == "x23y__z"
+    assert layout.modules[""].members == ("", "a", "a/d")
+
+
+def test_a_scaffold_that_no_module_is_called_counts_for_none_and_is_noted() -> None:
+    layout = laid('a\n<union scaffold="DOC"><module name="Doc1">b</module></union>')
+    assert told(layout, "")[0] == "a\n"
+    assert layout.notes == ("line 2: scaffold 'DOC' is no module of its union, wanted 'Doc1'",)
+
+
+def test_a_scaffold_is_one_run_of_its_modules_in_order_of_positions() -> None:
+    layout = laid('a<module name="m">bc</module>d<module name="n">ef</module><scaffold modules="n . m"/>')
+    (run,) = layout.scaffolds
+    assert (said(run.tokens), run.positions, run.start) == ("abcdef", span((0, 6)), 0)
+    assert run.members == ("n", "", "m")
+    assert run.layout() == ""
+    assert layout.runs == (*layout.modules.values(), run)
+
+
+def test_a_scaffold_of_two_distant_modules_has_a_gap() -> None:
+    layout = laid('a<module name="m">bc</module>d<module name="n">ef</module><scaffold modules="m n"/>')
+    (run,) = layout.scaffolds
+    assert (said(run.tokens), run.start, run.positions) == ("bcef", 1, (0, 1, 3, 4))
+
+
+def test_scaffolds_stand_from_the_largest_to_the_smallest() -> None:
+    layout = laid(
+        '<module name="m">bc</module><module name="n">ef</module><scaffold modules="n"/><scaffold modules="m n"/>'
+    )
+    assert [run.members for run in layout.scaffolds] == [("m", "n"), ("n",)]
+
+
+@pytest.mark.parametrize(
+    ("modules", "found", "wanted"),
+    [
+        ("nn", "module 'nn' in a scaffold of 's'", "'n'"),
+        ("m/o", "'m/o' without 'm'", "both"),
+        ("x y", "'x' and 'y' of one union", "one of them"),
+        ("fresh", "module 'fresh' in a scaffold", "cached"),
+        ("void", "without text", "text of their own"),
+    ],
+)
+def test_a_scaffold_that_no_prompt_can_import_is_refused(modules: str, found: str, wanted: str) -> None:
+    inside = """<module name="m">a<module name="o">b</module></module><module name="n">c</module>
+        <module name="fresh" cache="false">d</module><module name="void"/>
+        <union><module name="x">e</module><module name="y">f</module></union>"""
+    with pytest.raises(PMLError) as caught:
+        laid(f'{inside}\n<scaffold modules="{modules}"/>')
+    assert found in caught.value.found
+    assert wanted in caught.value.wanted
+    assert caught.value.line == 4
+
+
+def test_a_scaffold_that_names_the_same_modules_again_is_encoded_once() -> None:
+    layout = laid(
+        '<module name="m">bc</module><module name="n">ef</module><scaffold modules="m n"/><scaffold modules="n m n"/>'
+    )
+    assert len(layout.scaffolds) == 1
+    assert said(layout.scaffolds[0].tokens) == "bcef"
+
+
+def test_a_small_schema_of_many_tokens_is_refused_before_they_are_there() -> None:
+    modules = "".join(f'<module name="m{i}">a</module>' for i in range(9))
+    scaffolds = "\n".join(f'<scaffold modules=". m{i}"/>' for i in range(9))
+    with pytest.raises(PMLError, match="found 4000052 tokens to encode; wanted at most 4000000") as caught:
+        laid(f'b<param name="p" len="1000000"/>{modules}\n{scaffolds}')
+    assert caught.value.line == 4
+    layout = laid(f'b<param name="p" len="1000000"/>{modules}<scaffold modules=". m1"/>')
+    assert not any("tokens" in vars(run) for run in layout.runs)
+
+
+def test_paths_are_limited_together() -> None:
+    modules = "".join(f'<module name="m{i}"/>' for i in range(20))
+    with pytest.raises(PMLError, match=r"found paths of 160000.. characters; wanted shorter names"):
+        laid(f'<module name="{"m" * 800_000}">{modules}</module>')
+
+
+def test_what_is_not_cached_has_no_run_and_what_stands_in_it_has() -> None:
+    layout = laid('a<module name="m" cache="false">b<module name="n">c</module></module>')
+    assert set(layout.modules) == {"", "m/n"}
+
+
+def test_modules_of_few_tokens_have_no_run_and_parameters_do_not_count() -> None:
+    inside = '<module name="s">ab<param name="p" len="9"/></module><module name="l">abc</module>'
+    assert set(laid(inside, min_tokens=3).modules) == {"l"}
+
+
+# keys
+
+
+def test_a_run_without_gaps_has_no_layout_wherever_it_stands() -> None:
+    layout = laid('ab<module name="m">cd</module>')
+    assert [layout.modules[path].layout() for path in ("", "m")] == ["", ""]
+
+
+def test_a_run_s_layout_is_the_digest_of_its_gaps_alone() -> None:
+    one = laid('a<module name="m">bc</module>d').modules[""]
+    two = laid('<module name="n">xyz</module><module name="k">a<module name="m">bc</module>d</module>').modules["k"]
+    other = laid('a<module name="m">b</module>d').modules[""]
+    assert one.layout() == two.layout() == digest("layout", *_bytes(0, 0, 3))
+    assert one.layout() != other.layout()
+    assert one.tokens == two.tokens == other.tokens
+
+
+def test_where_kv_cannot_be_moved_a_run_s_layout_says_where_it_stands() -> None:
+    layout = laid('ab<module name="m">cd</module><module name="n">cd</module>')
+    first, at_two, at_four = (layout.modules[path] for path in ("", "m", "n"))
+    assert first.layout(fixed=True) == ""
+    assert at_two.layout(fixed=True) == digest("layout", *_bytes(2, 0, 1))
+    assert at_two.layout(fixed=True) != at_four.layout(fixed=True)
+
+
+def _bytes(*numbers: int) -> tuple[bytes]:
+    return (b"".join(number.to_bytes(4, "little") for number in numbers),)
+
+
+def test_an_edit_changes_only_the_runs_that_it_is_in_and_those_whose_gaps_it_widens() -> None:
+    before = laid('<module name="a">abc</module><module name="b">def</module>')
+    after = laid('<module name="a">abcX</module><module name="b">def</module>')
+    kept = {path: (run.tokens, run.layout()) for path, run in before.modules.items()}
+    assert [p for p, run in after.modules.items() if kept[p] != (run.tokens, run.layout())] == ["a"]
+
+
+# all of it
+
+
+def test_the_outline_names_everything_in_order() -> None:
+    layout = laid('t<module name="m"><param name="p" len="2"/></module><union><module name="x">y</module></union>')
+    lines = [(depth, what, part.start, part.stop) for depth, what, part in layout.outline()]
+    assert lines == [
+        (0, "schema", 0, 4),
+        (1, "text", 0, 1),
+        (1, "module", 1, 3),
+        (2, "param", 1, 3),
+        (1, "union", 3, 4),
+        (2, "module", 3, 4),
+        (3, "text", 3, 4),
+    ]
+    assert {type(part) for _, _, part in layout.outline()} == {Place, Stretch, Fork}
+
+
+@given(SCHEMAS)
+def test_every_token_stands_where_the_slow_twin_puts_it(schema: Schema) -> None:
+    layout = lay_out(schema, encode, GAP, TURNS, min_tokens=1)
+    found = [
+        Told(part.owner, part.start + i, token, part.param)
+        for place in layout.places.values()
+        for part in place.own
+        for i, token in enumerate(part.tokens)
+    ]
+    order = [(each.owner, each.position) for each in found]
+    assert len(set(order)) == len(order)
+    assert sorted(found, key=str) == sorted(twin(schema, TURNS), key=str)
+
+
+@given(SCHEMAS)
+def test_rows_of_a_run_are_its_stretches_and_positions_increase(schema: Schema) -> None:
+    for run in lay_out(schema, encode, GAP, TURNS, min_tokens=1).runs:
+        assert run.positions[0] == 0
+        assert all(a < b for a, b in zip(run.positions, run.positions[1:], strict=False))
+        for each in run.stretches:
+            lo, hi = run.rows[each.owner, each.start]
+            assert run.tokens[lo:hi] == each.tokens
+            assert run.positions[lo] + run.start == each.start

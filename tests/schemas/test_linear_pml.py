@@ -1,0 +1,81 @@
+"""PML is read, laid out and bound in work that grows with its text alone, whatever is written there."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+
+from ragfuse.errors import PMLError
+from ragfuse.schemas.bind import bind
+from ragfuse.schemas.layout import lay_out
+from ragfuse.schemas.pml import parse, parse_prompt, parse_schema
+from ragfuse.types.keys import ChunkKey
+from tests.text.operations import MOST_GROWTH, lines
+
+SCHEMAS: dict[str, Callable[[int], str]] = {
+    "modules": lambda n: "".join(f'<module name="m{i}">text</module>' for i in range(n)),
+    "modules in a union": lambda n: (
+        "<union>" + "".join(f'<module name="m{i}">t</module>' for i in range(n)) + "</union>"
+    ),
+    "unions": lambda n: "".join(f'<union><module name="m{i}">t</module></union>' for i in range(n)),
+    "parameters": lambda n: "".join(f'a<parameter name="p{i}" len="2"/>' for i in range(n)),
+    "messages": lambda n: "<user>a</user> " * n,
+    "texts between comments": lambda n: "a<!-- b -->" * n,
+    "texts between lines": lambda n: "&#10;&lt;" * n,
+    "white space": lambda n: " \n" * n,
+}
+
+
+@pytest.mark.parametrize("make", SCHEMAS.values(), ids=SCHEMAS.keys())
+def test_a_schema_is_read_and_laid_out_in_linear_work(make):
+    def work(n: int) -> int:
+        text = f'<schema name="s">{make(n)}a</schema>'
+        return lines(lambda: lay_out(parse_schema(text), encode, 0))
+
+    assert work(800) <= MOST_GROWTH * work(100)
+
+
+PROMPTS: dict[str, Callable[[int], str]] = {
+    "imports": lambda n: "".join(f"<m{i}/>" for i in range(n)),
+    "imports and texts": lambda n: "".join(f"<m{i}/>text " for i in range(n)),
+    "imports and messages": lambda n: "".join(f"<m{i}/><user>t</user>" for i in range(n)),
+    "texts in one import": lambda n: "<m0>" + "text<!-- -->" * n + "</m0>",
+    "messages": lambda n: "<user>a</user><assistant>b</assistant>" * n,
+    "arguments": lambda n: "".join(f'<m{i} p="a"/>' for i in range(n)),
+    "one module again and again": lambda n: "<m0/>" * n,
+    "unknown modules": lambda n: "".join(f"<x{i}/>" for i in range(n)),
+    "elements that never end": lambda n: "<m0>" * n,
+    "marks that are none": lambda n: "[[chunk:1::" * n,
+}
+
+
+@pytest.mark.parametrize("make", PROMPTS.values(), ids=PROMPTS.keys())
+def test_a_prompt_is_read_and_bound_in_linear_work(make):
+    def work(n: int) -> int:
+        modules = "".join(f'<module name="m{i}">text<parameter name="p" len="2"/></module>' for i in range(n))
+        layout = lay_out(parse_schema(f'<schema name="s">{modules}</schema>'), encode, 0)
+        text = f'<prompt schema="s">{make(n)}</prompt>'
+
+        def ask() -> None:
+            with suppress(PMLError):
+                bind(parse_prompt(text), layout, encode, lambda run: ChunkKey("a", str(run.start), "", ""))
+
+        return lines(ask)
+
+    assert work(800) <= MOST_GROWTH * work(100)
+
+
+@pytest.mark.parametrize("piece", ["<a ", "&", "<!--", "<![CDATA[", "]]>", "<a>" * 9 + "\n", 'a="', "<?", "\r\n<"])
+def test_what_is_no_pml_is_refused_in_linear_work(piece):
+    def work(n: int) -> int:
+        def read() -> None:
+            with suppress(PMLError):
+                parse(f'<prompt schema="s">{piece * n}')
+
+        return lines(read)
+
+    assert work(8000) <= MOST_GROWTH * work(1000) + 200
+
+
+def encode(text: str, special: bool = False) -> list[int]:
+    return [1] * (len(text) // 4 + 1)

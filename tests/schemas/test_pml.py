@@ -1,0 +1,451 @@
+"""PML text and back: every tag, every refusal with its place, and nothing that a hostile text could do."""
+
+from __future__ import annotations
+
+import string
+import sys
+from contextlib import suppress
+from pathlib import Path
+from time import process_time
+from types import FrameType
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as some
+
+from ragfuse.errors import InputError, PMLError
+from ragfuse.schemas import pml
+from ragfuse.schemas.nodes import (
+    Import,
+    Item,
+    Message,
+    Module,
+    Param,
+    Request,
+    Role,
+    Scaffold,
+    Schema,
+    Text,
+    Union,
+    joined,
+)
+from ragfuse.schemas.pml import (
+    MAX_CHARS,
+    MAX_DEPTH,
+    ROLES,
+    TAGS,
+    is_name,
+    parse,
+    parse_prompt,
+    parse_schema,
+    read,
+    to_pml,
+)
+
+
+def schema(inside: str) -> Schema:
+    return parse_schema(f'<schema name="s">{inside}</schema>')
+
+
+# what is read
+
+
+def test_a_schema_is_its_items_in_order_with_all_white_space() -> None:
+    found = schema(' a\n<module name="m">\n b </module>\t<system> c </system>')
+    assert found.items == (Text(" a\n"), Module("m", (Text("\n b "),)), Text("\t"), Role("system", (Text(" c "),)))
+
+
+def test_lengths_and_tags_of_parameters_have_two_spellings() -> None:
+    found = schema('<param name="a" len="3"/><parameter name="b" length=" 4 " scaffold="x y"/>')
+    assert found.items == (Param("a", 3), Param("b", 4, "x y"))
+
+
+def test_quotes_spaces_and_self_closing_tags_are_spellings_of_the_same() -> None:
+    assert schema("<module name = 'm'></module>") == schema('<module name="m"/>')
+
+
+def test_comments_are_no_text_and_do_not_part_it() -> None:
+    assert schema("a<!-- <module> -->b").items == (Text("ab"),)
+
+
+def test_entities_character_references_and_cdata_are_text() -> None:
+    assert schema("&lt;&amp;&gt;&quot;&apos;&#233;&#xE9;<![CDATA[<a & b>]]>").items == (Text("<&>\"'éé<a & b>"),)
+
+
+def test_a_union_holds_modules_and_white_space_in_it_is_no_text() -> None:
+    found = schema('<union scaffold="b">\n <module name="a"/>\n <module name="b" cache="False"/>\n</union>')
+    assert found.items == (Union((Module("a"), Module("b", cache=False)), "b"),)
+
+
+def test_scaffolds_stand_beside_the_items_and_part_no_text() -> None:
+    found = schema('a<scaffold modules=". m\n m/n"/>b')
+    assert (found.items, found.scaffolds) == ((Text("ab"),), (Scaffold((".", "m", "m/n")),))
+
+
+def test_a_prompt_imports_by_element_names_with_arguments_as_attributes() -> None:
+    found = parse_prompt(
+        '<prompt schema="s" who="me"><plan days="a &lt; b"><oslo/> more</plan><user>Why?\n</user></prompt>'
+    )
+    plan = Import("plan", (("days", "a < b"),), (Import("oslo"), Text(" more")))
+    assert found == Request("s", (plan, Message("user", "Why?\n")), (("who", "me"),))
+
+
+def test_a_node_says_where_it_stands() -> None:
+    found = parse_schema('<!-- -->\n<schema name="é">\n é<module name="m"/></schema>', "f.xml")
+    assert (found.at.file, found.at.line, found.at.column) == ("f.xml", 2, 1)
+    assert [(item.at.line, item.at.column) for item in found.items] == [(2, 18), (3, 3)]
+
+
+def test_one_parameter_may_stand_twice_in_its_module() -> None:
+    assert len(schema('<param name="a" len="3"/> and <param name="a" len="3"/>').items) == 3
+
+
+def test_the_same_name_may_stand_in_two_scopes() -> None:
+    found = schema('<module name="a"><module name="a"/></module>')
+    assert found.items == (Module("a", (Module("a"),)),)
+
+
+def test_a_declaration_of_another_encoding_does_not_count_for_text() -> None:
+    assert parse_schema('<?xml version="1.0" encoding="latin-1"?><schema name="s">é</schema>').items == (Text("é"),)
+
+
+def test_asking_puts_one_message_more_at_the_end() -> None:
+    asked = Request("s", (Import("a"),)).asking("Why?")
+    assert asked.items == (Import("a"), Message("user", "Why?"))
+
+
+def test_a_file_is_read_and_named_in_errors(tmp_path: Path) -> None:
+    path = tmp_path / "a.xml"
+    path.write_text('<schema name="s">é</schema>', encoding="utf-8")
+    assert read(path) == schema("é")
+    path.write_bytes(b"<schema name='s'>\n ab\xff</schema>")
+    with pytest.raises(PMLError, match=r"a\.xml:2:4: found byte 0xff; wanted text in UTF-8"):
+        read(path)
+    with pytest.raises(PMLError, match="found no readable file"):
+        read(tmp_path / "none.xml")
+
+
+# what is refused, and where
+
+REFUSED = [
+    ("<x/>", 1, 1, "'<x>'", "'<schema>' or '<prompt>'"),
+    ("<module name='m'/>", 1, 1, "'<module>'", "'<schema>' or '<prompt>'"),
+    ("<schema/>", 1, 1, "'<schema>' without 'name'", 'name="..."'),
+    ("<schema name='s'>\n <modul/></schema>", 2, 2, "'<modul>' in '<schema>'", "'module'"),
+    ("<schema name='s' nam='t'/>", 1, 1, "attribute 'nam'", "'name'"),
+    ("<schema name='s'><module/></schema>", 1, 18, "'<module>' without 'name'", "name"),
+    ("<schema name='s'><module name='a b'/></schema>", 1, 18, "name 'a b'", "XML allows"),
+    ("<schema name='s'><module name='user'/></schema>", 1, 18, "called 'user'", "another name"),
+    ("<schema name='s'><module name='m' cache='no'/></schema>", 1, 18, "cache='no'", "'true' or 'false'"),
+    ("<schema name='s'><module name='m'/>\n\n<module name='m'/></schema>", 3, 1, "second module 'm'", "line 1"),
+    (
+        "<schema name='s'><module name='m'/><user><union><module name='m'/></union></user></schema>",
+        1,
+        49,
+        "second module 'm'",
+        "line 1",
+    ),
+    ("<schema name='s'><param name='p'/></schema>", 1, 18, "'p' with 0 lengths", "len"),
+    ("<schema name='s'><param name='p' len='1' length='1'/></schema>", 1, 18, "2 lengths", "len"),
+    ("<schema name='s'><param name='p' len='0'/></schema>", 1, 18, "length '0'", "1 to"),
+    ("<schema name='s'><param name='p' len='-3'/></schema>", 1, 18, "length '-3'", "1 to"),
+    ("<schema name='s'><param name='p' len='\uff19'/></schema>", 1, 18, "length '\uff19'", "1 to"),
+    ("<schema name='s'><param name='p' len='99999999999999'/></schema>", 1, 18, "length", "1 to"),
+    (
+        "<schema name='s'><param name='p' len='600000'/>\n<module name='m'><param name='q' len='600000'/></module>",
+        2,
+        18,
+        "room for 1200000 tokens",
+        "at most 1000000 in a schema",
+    ),
+    ("<schema name='s'><param name='p' len='1'>x</param></schema>", 1, 42, "text in '<param>'", "module"),
+    ("<schema name='s'><param name='p' len='1'/><param name='p' len='2'/></schema>", 1, 43, "len 2", "1 as in"),
+    ("<schema name='s'><union>\n x <module name='m'/></union></schema>", 1, 25, "text in '<union>': 'x'", "module"),
+    ("<schema name='s'><union><union/></union></schema>", 1, 25, "'<union>' in '<union>'", "module"),
+    ("<schema name='s'><user><system/></user></schema>", 1, 24, "'<system>' in '<user>'", "there"),
+    (
+        "<schema name='s'><user><module name='m'><system/></module></user></schema>",
+        1,
+        41,
+        "'<system>' in another message",
+        "beside",
+    ),
+    ("<schema name='s'><module name='m'><scaffold modules='m'/></module></schema>", 1, 35, "'<scaffold>'", "there"),
+    ("<schema name='s'><scaffold/></schema>", 1, 18, "without 'modules'", "modules"),
+    ("<schema name='s'><system x='1'/></schema>", 1, 18, "attribute 'x'", "none"),
+    ("<prompt/>", 1, 1, "'<prompt>' without 'schema'", "schema"),
+    ("<prompt schema='s'><module/></prompt>", 1, 20, "'<module>' in '<prompt>'", "import"),
+    ("<prompt schema='s'><user><m/></user></prompt>", 1, 26, "'<m>' in '<user>'", "text alone"),
+    ("<prompt schema='s'><m><user/></m></prompt>", 1, 23, "'<user>' in '<m>'", "outermost"),
+    ("<prompt schema='s'><user x='1'/></prompt>", 1, 20, "attribute 'x'", "none"),
+    ("", 1, 1, "no element found", "well-formed"),
+    ("<schema name='s'>\n<module name='m'>\n</schema>", 3, 3, "end of another element", "'</module>' of line 2"),
+    ("<schema name='s'>\n a < b </schema>", 2, 5, "not well-formed", "&lt;"),
+    ("<schema name='s'>\n a & b </schema>", 2, 5, "not well-formed", "&amp;"),
+    ("<schema name='s'>&hello;</schema>", 1, 18, "undefined entity", "well-formed"),
+    ("<schema name='s' name='t'/>", 1, 18, "duplicate attribute", "well-formed"),
+    ("<schema name='s'/><schema name='t'/>", 1, 19, "junk after document", "well-formed"),
+    ("<schema name='s'><?php 1 ?></schema>", 1, 18, "a processing instruction", "PML's own tags"),
+    ("<!DOCTYPE schema><schema name='s'/>", 1, 17, "a DTD", "none"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "column", "found", "wanted"), REFUSED)
+def test_what_is_no_pml_is_refused_with_its_place(text: str, line: int, column: int, found: str, wanted: str) -> None:
+    with pytest.raises(PMLError) as caught:
+        parse(text, "a.xml")
+    error = caught.value
+    assert (error.file, error.line, error.column) == ("a.xml", line, column)
+    assert found in error.found
+    assert wanted in error.wanted
+    assert str(error) == f"a.xml:{line}:{column}: found {error.found}; wanted {error.wanted}."
+
+
+def test_a_schema_is_no_prompt_and_a_prompt_no_schema() -> None:
+    with pytest.raises(PMLError, match="found <schema>; wanted <prompt>"):
+        parse_prompt("<schema name='s'/>")
+    with pytest.raises(PMLError, match="found <prompt>; wanted <schema>"):
+        parse_schema("<prompt schema='s'/>")
+
+
+def test_an_error_of_pml_is_one_of_input() -> None:
+    with pytest.raises(InputError):
+        parse("<")
+
+
+def test_words_of_the_language_are_no_names_of_modules() -> None:
+    assert {*ROLES, "schema", "prompt", "union", "param"} < TAGS
+
+
+@pytest.mark.parametrize("name", ["a", "_", "unit.py", "user-1", "été", "N"])
+def test_what_xml_allows_is_a_name(name: str) -> None:
+    assert is_name(name)
+    assert parse_prompt(f"<prompt schema='s'><{name}/></prompt>").items == (Import(name),)
+
+
+@pytest.mark.parametrize("name", ["", "1a", "a b", "a/b", "a:b", "-a", "é b", "²", "a\ud800", "é><b"])
+def test_what_xml_does_not_allow_is_none(name: str) -> None:
+    assert not is_name(name)
+
+
+# what a hostile text could do
+
+BOMB = "<!DOCTYPE a [<!ENTITY a 'aaaaaaaaaa'>" + "".join(
+    f"<!ENTITY {b} '&{a};&{a};&{a};&{a};&{a};&{a};&{a};&{a};'>"
+    for a, b in zip(string.ascii_lowercase, string.ascii_lowercase[1:], strict=False)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BOMB + "]><schema name='s'>&z;</schema>",
+        "<!DOCTYPE a [<!ENTITY x SYSTEM 'file:///etc/passwd'>]><schema name='s'>&x;</schema>",
+        "<!DOCTYPE a SYSTEM 'http://127.0.0.1:1/a.dtd'><schema name='s'/>",
+        "<!DOCTYPE a [<!ENTITY % p SYSTEM 'file:///etc/passwd'>%p;]><schema name='s'/>",
+    ],
+)
+def test_entities_and_whatever_would_be_fetched_are_refused(text: str) -> None:
+    with pytest.raises(PMLError, match="found a DTD"):
+        parse(text)
+
+
+def test_depth_is_limited() -> None:
+    nested = "".join(f"<module name='m{i}'>" for i in range(MAX_DEPTH - 1))
+    assert schema(nested + "</module>" * (MAX_DEPTH - 1)).items
+    with pytest.raises(PMLError, match=f"in {MAX_DEPTH} elements; wanted less depth"):
+        parse("<schema name='s'>" + "<module name='m'>" * 100_000)
+
+
+def test_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PMLError, match=f"wanted at most {MAX_CHARS}"):
+        parse(" " * (MAX_CHARS + 1))
+    monkeypatch.setattr(pml, "MAX_ELEMENTS", 100)
+    with pytest.raises(PMLError, match="1:416: found more than 100 elements; wanted fewer"):
+        parse("<prompt schema='s'>" + "<a/>" * 100)
+
+
+def test_half_a_character_is_refused() -> None:
+    with pytest.raises(PMLError, match="half a character"):
+        parse("<schema name='s'>\ud800</schema>")
+
+
+def of_size(n: int, what: str) -> str:
+    """A schema of about n characters."""
+    many = {
+        "text": "a line of some words\n" * (n // 21),
+        "lines": "\n" * n,
+        "references": "&amp;" * (n // 5),
+        "modules": "".join(f"<module name='m{i}'>{'word ' * 20}</module>\n" for i in range(n // 130)),
+        "unions": "".join(
+            f"<union scaffold='a{i}'><module name='a{i}'>x</module><module name='b{i}'/></union>"
+            for i in range(n // 75)
+        ),
+        "comments": "a<!-- b -->" * (n // 11),
+        "one long name": f"<module name='{'m' * n}'/>",
+        "wrong long name": f"<modul{'e' * n}/>",
+        "attributes": "<user " + " ".join(f"a{i}=''" for i in range(n // 10)) + "/>",
+    }
+    return f"<schema name='s'>{many[what]}</schema>"
+
+
+READERS = ("ragfuse", "difflib", "re", "collections", "dataclasses", "functools")
+
+
+def calls(n: int, what: str) -> int:
+    """How many functions run, the interpreter's for them too, until a schema of about n characters is read.
+
+    Of others none counts: who measures coverage does so meanwhile.
+    """
+    text, count = of_size(n, what), 0
+
+    def seen(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        count += event.endswith("call") and frame.f_globals.get("__name__", "").partition(".")[0] in READERS
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        with suppress(PMLError):
+            parse(text)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["text", "lines", "references", "modules", "unions", "comments", "one long name", "wrong long name", "attributes"],
+)
+def test_eight_times_the_text_takes_eight_times_as_many_steps(what: str) -> None:
+    assert calls(160_000, what) <= 9 * calls(20_000, what)
+
+
+def test_what_is_read_is_copied_once() -> None:
+    """Texts of 13 MB: copied for each of what parts them, they would take minutes."""
+    began = process_time()
+    found = schema(("a" * 150 + "<scaffold modules='m'/>") * 90_000)
+    assert found.items == (Text("a" * 150 * 90_000),)
+    assert len(found.scaffolds) == 90_000
+    assert joined([Text("a" * 150)] * 90_000) == found.items
+    assert process_time() - began < 20
+
+
+def test_a_schema_of_a_megabyte_is_read_in_a_second() -> None:
+    """The best of three, as the machine may have other work: what grows with the square takes a minute."""
+    took = list[float]()
+    for _ in range(3):
+        text = of_size(1_000_000, "modules")
+        began = process_time()
+        parse(text)
+        took.append(process_time() - began)
+    assert min(took) < 1
+
+
+NAMES = some.sampled_from(["a", "b", "c.py", "d-1", "é"])
+PLAIN = some.text(some.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="\ufffe\uffff"))
+TEXTS = some.builds(Text, some.one_of(PLAIN, some.text("<&>\"'\r\n\t ]")).filter(bool))
+
+
+def parted(items: list[Item]) -> tuple[Item, ...]:
+    """Without texts beside texts, and without names that stand there already."""
+    kept: list[Item] = []
+    seen: set[str] = set()
+    for item in items:
+        names = {m.name for m in item.modules} if isinstance(item, Union) else set()
+        names |= {item.name} if isinstance(item, Module) else set()
+        if names & seen or (isinstance(item, Text) and kept and isinstance(kept[-1], Text)):
+            continue
+        seen |= names
+        kept.append(item)
+    return tuple(kept)
+
+
+def modules(inner: some.SearchStrategy[Item]) -> some.SearchStrategy[Module]:
+    return some.builds(Module, NAMES, some.lists(inner, max_size=4).map(parted), some.booleans())
+
+
+PARAMS = some.builds(Param, NAMES, some.just(5), PLAIN)
+ITEMS = some.recursive(
+    some.one_of(TEXTS, PARAMS),
+    lambda inner: some.one_of(
+        modules(inner),
+        some.builds(Union, some.lists(modules(inner), max_size=3, unique_by=lambda m: m.name).map(tuple), PLAIN),
+    ),
+    max_leaves=12,
+)
+
+
+@given(some.text(min_size=1).filter(lambda s: s.isalnum()), some.lists(ITEMS, max_size=5).map(parted))
+def test_a_schema_comes_back_from_its_text(name: str, items: tuple[Item, ...]) -> None:
+    given_schema = Schema(name, items, (Scaffold(("a", "a/b")),))
+    assert parse(to_pml(given_schema), "f") == given_schema
+
+
+IMPORTS = some.recursive(
+    some.one_of(TEXTS, some.builds(Import, NAMES, some.just((("x", "1 < \n2"),)))),
+    lambda inner: some.builds(Import, NAMES, some.just(()), some.lists(inner, max_size=3).map(parted)),
+)
+
+
+@given(some.lists(some.one_of(IMPORTS, some.builds(Message, some.sampled_from(ROLES), PLAIN)), max_size=5).map(parted))
+def test_a_prompt_comes_back_from_its_text(items: tuple[Text | Import | Message, ...]) -> None:
+    request = Request("s", items, (("who", "a \"b\" & 'c'"),))
+    assert parse(to_pml(request)) == request
+
+
+def test_what_xml_cannot_hold_is_refused_when_written() -> None:
+    with pytest.raises(PMLError, match=r"character '\\x00'"):
+        to_pml(Schema("s", (Text("a\0"),)))
+
+
+PIECES = some.sampled_from(
+    [
+        *(f"<{tag}>" for tag in sorted(TAGS)),
+        *(f"</{tag}>" for tag in sorted(TAGS)),
+        *("<schema name='s'>", "<module name='m'>", "<module name='n' cache='false'>", "<param name='p' len='2'/>"),
+        *("<prompt schema='s'>", "<m/>", "<m p='1'>", "</m>", "<![CDATA[", "]]>", "<!--", "-->", "<!DOCTYPE a [", "]>"),
+        *(
+            "<?xml version='1.0'?>",
+            "<?a?>",
+            "&lt;",
+            "&x;",
+            "&#0;",
+            "&#xffff;",
+            "<",
+            "&",
+            "'",
+            '"',
+            "=",
+            "\0",
+            "\ufeff",
+            " ",
+        ),
+    ]
+)
+
+
+def outcome(text: str) -> object:
+    """What a text is read as, and read as again from what that writes; or why it is refused."""
+    try:
+        found = parse(text)
+    except PMLError as error:
+        return bool(error.found and error.wanted)
+    return parse(to_pml(found)) == found
+
+
+@given(some.lists(some.one_of(PIECES, some.text(max_size=5)), max_size=30).map("".join))
+def test_pieces_of_pml_in_any_order_are_read_or_refused_with_a_reason(text: str) -> None:
+    assert outcome(text)
+
+
+@given(some.lists(some.one_of(PIECES, some.text(max_size=5)), max_size=30).map("".join))
+def test_any_inside_of_a_schema_is_read_or_refused_with_a_reason(text: str) -> None:
+    assert outcome(f"<schema name='s'>{text}</schema>")
+
+
+@given(some.binary(max_size=60))
+@example(b"\r")
+@example(b"\r\n\r<")
+def test_any_bytes_are_read_or_refused_with_a_reason(data: bytes) -> None:
+    assert outcome(data.decode("latin-1"))

@@ -1,0 +1,174 @@
+"""Whole files of PML: our own with every spelling that published ones have, and those themselves where at hand.
+
+PML_FILES names a folder with Prompt Cache's schemas and prompts and a MANIFEST.jsonl that says which are no XML;
+without it, `shared/data/pml` beside the checkout is looked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+from ragfuse.errors import PMLError
+from ragfuse.schemas.bind import Bound, bind
+from ragfuse.schemas.layout import Encode, Fork, Layout, Place, lay_out
+from ragfuse.schemas.nodes import Import, Message, Request, Schema
+from ragfuse.schemas.pml import parse, read, to_pml
+from tests.text.layouts import GAP, TURNS, encode, key_of
+from tests.text.layouts import read as as_text
+
+HERE = Path(__file__).parent / "pml"
+THERE = Path(os.environ.get("PML_FILES", Path(__file__).resolve().parents[3] / "shared" / "data" / "pml"))
+published = pytest.mark.skipif(not (THERE / "MANIFEST.jsonl").exists(), reason="set PML_FILES to published files")
+
+
+def words(text: str, special: bool) -> list[int]:
+    """One token a word, as far as lengths of arguments go."""
+    return [crc32(word.encode()) >> 1 for word in re.findall(r"\s*\w+|\s*\W", text)]
+
+
+def layout_of(schema: Schema | Request, encode: Encode = encode) -> Layout:
+    assert isinstance(schema, Schema)
+    return lay_out(schema, encode, GAP, TURNS)
+
+
+def bound(request: Schema | Request, layout: Layout, encode: Encode = encode) -> Bound:
+    assert isinstance(request, Request)
+    return bind(request, layout, encode, key_of)
+
+
+def everything(place: Place) -> tuple[Import, ...]:
+    """All that one prompt can import of a module: of a union the last."""
+    alternatives = [part.places if isinstance(part, Fork) else (part,) for part in place.parts]
+    found = [parts[-1] for parts in alternatives if parts]
+    return tuple(Import(child.name, (), everything(child)) for child in found if isinstance(child, Place))
+
+
+# our own
+
+
+@pytest.mark.parametrize("name", ["trip", "every_tag", "traits", "trip_prompt", "every_tag_prompt", "traits_prompt"])
+def test_a_file_comes_back_from_what_it_says(name: str) -> None:
+    found = read(HERE / f"{name}.xml")
+    assert parse(to_pml(found)) == found
+
+
+@pytest.mark.parametrize("name", ["trip", "every_tag", "traits"])
+def test_a_prompt_binds_to_its_schema(name: str) -> None:
+    layout = layout_of(read(HERE / f"{name}.xml"))
+    found = bound(read(HERE / f"{name}_prompt.xml"), layout)
+    assert found.moved == 0
+    assert as_text(found.prompt).endswith("{A")
+
+
+def test_a_trip_is_bound_as_it_is_read() -> None:
+    found = bound(read(HERE / "trip_prompt.xml"), layout_of(read(HERE / "trip.xml")))
+    assert found.imported == ("plan", "plan/abroad", "plan/abroad/oslo")
+    text = re.sub(r"[.\s]+", " ", as_text(found.prompt))
+    assert text == (
+        "{S You plan journeys; be brief }{U I havea weekfor it I cross the border Oslo: fjords <and> saunas "
+        "}{AI have read all of it }{U What do I pack? }{A"
+    )
+
+
+def test_every_tag_does_what_it_says() -> None:
+    layout = layout_of(read(HERE / "every_tag.xml"))
+    found = bound(read(HERE / "every_tag_prompt.xml"), layout)
+    assert found.imported == ("preface", "preface/nested", "preface/rule3", "preface/user2", "task", "task/steer")
+    assert [run.members for run in layout.scaffolds] == [("", "task", "task/steer")]
+    assert layout.scaffolds[0] in found.runs
+    assert {run.members for run in found.others} == {("preface/rule1",), ("task/wait.py",)}
+    assert "preface/rule2" not in layout.modules
+    assert len(layout.notes) == 2
+    assert re.sub(r"[.\s]+", " ", as_text(found.prompt)) == (
+        " Some words and room for more: test Nested{S The third rule, about a word A second person }"
+        " Steer it fast {UWhat comes next?}{AIt moves }{UHow fast?}{A"
+    )
+
+
+def test_modules_of_unions_stand_in_until_others_are_imported() -> None:
+    found = bound(read(HERE / "traits_prompt.xml"), layout_of(read(HERE / "traits.xml")))
+    text = as_text(found.prompt)
+    assert "Outgoing, and glad of company." in text
+    assert "Hunches." in text
+    assert "Outgoing or not." not in text
+
+
+@pytest.mark.parametrize(("name", "line", "column"), [("bad_less", 3, 19), ("bad_ampersand", 3, 25)])
+def test_a_file_that_is_no_xml_is_refused_with_its_line(name: str, line: int, column: int) -> None:
+    with pytest.raises(PMLError, match=r"&lt; for < and &amp; for &") as caught:
+        read(HERE / f"{name}.xml")
+    assert (caught.value.line, caught.value.column) == (line, column)
+    assert str(caught.value).startswith(str(HERE / f"{name}.xml"))
+
+
+# published ones
+
+
+def manifest() -> list[dict[str, Any]]:
+    """What is known of every file; nothing where they are not at hand."""
+    path = THERE / "MANIFEST.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@published
+@pytest.mark.parametrize("known", manifest(), ids=lambda known: known["file"])
+def test_a_published_file_parses_lays_out_and_binds_or_is_refused_with_its_line(known: dict[str, Any]) -> None:
+    path = THERE / known["file"]
+    if not known["xml_wellformed"]:
+        where = re.search(r"line (\d+), column (\d+)", known["xml_error"])
+        assert where is not None
+        with pytest.raises(PMLError) as caught:
+            read(path)
+        assert (caught.value.line, caught.value.column) == (int(where[1]), int(where[2]) + 1)
+        return
+    found = read(path)
+    assert parse(to_pml(found)) == found
+    if isinstance(found, Schema):
+        layout = layout_of(found)
+        request = Request(found.name, (*everything(layout.root), Message("user", "Why?")))
+        all_bound = bound(request, layout)
+        assert all_bound.moved == 0
+        assert as_text(all_bound.prompt).endswith("{UWhy?}{A")
+        assert sum(len(run.tokens) for run in layout.modules.values()) > 0
+
+
+def prompts() -> list[str]:
+    return [known["file"] for known in manifest() if known["root"] == "prompt"]
+
+
+@published
+@pytest.mark.parametrize("name", prompts())
+def test_a_published_prompt_binds_to_a_schema_of_its_name_or_is_refused_with_its_line(name: str) -> None:
+    request = read(THERE / name)
+    assert isinstance(request, Request)
+    outcomes: list[tuple[str, ...] | PMLError] = []
+    for known in manifest():
+        if known["root"] == "schema" and (schema := read(THERE / known["file"])).name == request.schema:
+            try:
+                outcomes.append(bound(request, layout_of(schema, words), words).imported)
+            except PMLError as error:
+                outcomes.append(error)
+    refused = [outcome for outcome in outcomes if isinstance(outcome, PMLError)]
+    assert all(error.line > 1 and "which it does not have" in error.found for error in refused)
+    if len(refused) == len(outcomes):
+        # of one of them the schema is no XML; another imports a module that its schema has not
+        assert outcomes == [] or any("'task2'" in error.found for error in refused)
+
+
+@published
+def test_all_but_two_published_files_are_read() -> None:
+    refused = []
+    for known in manifest():
+        try:
+            read(THERE / known["file"])
+        except PMLError:
+            refused.append(known["file"])
+    assert len(manifest()) == 18
+    assert len(refused) == 2

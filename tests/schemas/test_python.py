@@ -1,0 +1,295 @@
+"""Prompt functions: what they are compiled to, what their calls import, and what is refused with its line."""
+
+# ruff: noqa: B018, B021
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+
+from ragfuse.errors import PMLError
+from ragfuse.schemas.bind import bind
+from ragfuse.schemas.frontends.python import MaxTokens, assistant, program, schema_of, system, user
+from ragfuse.schemas.layout import lay_out
+from ragfuse.schemas.nodes import Import, Module, Param, Request, Role, Text, Union
+from ragfuse.schemas.pml import parse, to_pml
+from tests.text.layouts import GAP, TURNS, encode, key_of, read
+
+RULE = "Be brief. "
+
+
+@program
+def hotel(stars: Annotated[int, MaxTokens(2)]) -> None:
+    """Which hotel; this is not part of it."""
+    f"A hotel of {stars} stars. "
+
+
+@program(max_tokens={"days": 6})
+def trip(days: str, abroad: bool, town: str = "oslo", *, slow: bool = False) -> None:
+    """What a trip is."""
+    with system:
+        RULE
+    with user:
+        f"I have {days}. "
+        if abroad:
+            "I cross the border. "
+            match town:
+                case "oslo":
+                    "Fjords. "
+                case "rome" | "lisbon":
+                    "Sun. "
+                case _:
+                    f"{RULE}"
+        else:
+            "I stay. "
+        if slow:
+            f"All of {days}, slowly. "
+        hotel(3 if slow else 5)
+    with assistant:
+        pass
+
+
+def test_a_function_is_compiled_to_modules_unions_and_parameters() -> None:
+    schema = schema_of(trip)
+    towns = Union(
+        (
+            Module("oslo", (Text("Fjords. "),)),
+            Module("rome-or-lisbon", (Text("Sun. "),)),
+            Module("other-town", (Text(RULE),)),
+        )
+    )
+    assert schema.name == "trip"
+    assert schema.items == (
+        Role("system", (Text(RULE),)),
+        Role(
+            "user",
+            (
+                Text("I have "),
+                Param("days", 6),
+                Text(". "),
+                Union((Module("abroad", (Text("I cross the border. "), towns)), Module("else", (Text("I stay. "),)))),
+                Module("slow", (Text("All of "), Param("days", 6), Text(", slowly. "))),
+                Module("hotel", (Text("A hotel of "), Param("stars", 2), Text(" stars. "))),
+            ),
+        ),
+        Role("assistant"),
+    )
+
+
+def test_a_call_imports_what_its_conditions_say() -> None:
+    assert trip("a week", True) == Request(
+        "trip",
+        (Import("abroad", (), (Import("oslo"),)), Import("hotel", (("stars", "5"),))),
+        (("days", "a week"),),
+    )
+    assert trip(days="ten", abroad=False, slow=True).items == (
+        Import("else"),
+        Import("slow", (("days", "ten"),)),
+        Import("hotel", (("stars", "3"),)),
+    )
+    assert trip("x", True, "lisbon").items[0] == Import("abroad", (), (Import("rome-or-lisbon"),))
+    assert trip("x", True, "paris").items[0] == Import("abroad", (), (Import("other-town"),))
+
+
+def test_what_is_made_can_be_printed_saved_read_and_bound() -> None:
+    schema = parse(to_pml(schema_of(trip)))
+    assert schema == schema_of(trip)
+    layout = lay_out(schema_of(trip), encode, GAP, TURNS, min_tokens=1)
+    found = bind(trip("ten", True).asking("Why?"), layout, encode, key_of)
+    text = read(found.prompt)
+    assert text.startswith("{SBe brief. }{UI have ten.... I cross the border. Fjords. ")
+    assert text.endswith("A hotel of 5. stars. }{A}{UWhy?}{A")
+
+
+def test_a_function_keeps_its_name_parameters_and_words() -> None:
+    assert trip.__name__ == "trip"
+    assert trip.__doc__ == "What a trip is."
+    assert list(inspect.signature(trip).parameters) == ["days", "abroad", "town", "slow"]
+    with pytest.raises(TypeError, match="abroad"):
+        trip("a week")  # type: ignore[call-arg]
+
+
+def test_conditions_are_plain_python_over_the_names_around_the_function() -> None:
+    most = 3
+
+    def many(n: int) -> bool:
+        return n > most
+
+    @program
+    def party(n: int, who: str) -> None:
+        if many(n):
+            "Many. "
+        elif not who:
+            "Nobody. "
+        elif who == "me too":
+            "I. "
+        if n > 1:
+            hotel(n)
+        if n > 2:
+            hotel(n + 1)
+        "End."
+
+    union, first, second, end = schema_of(party).items
+    assert isinstance(union, Union)
+    assert [module.name for module in union.modules] == ["if", "not-who", "who-me-too"]
+    assert [module.name for module in (first, second) if isinstance(module, Module)] == ["if-2", "if-3"]
+    assert end == Text("End.")
+    assert party(4, "").items[0] == Import("if")
+    assert party(1, "me too").items == (Import("who-me-too"),)
+    inner = party(3, "x").items[1]
+    assert inner == Import("if-3", (), (Import("hotel", (("stars", "4"),)),))
+
+
+def test_conditions_see_the_names_around_the_function_as_they_are_when_it_is_called() -> None:
+    most = 1
+
+    @program
+    def party(n: int) -> None:
+        if n > most:
+            "Many. "
+        if late(n):
+            "And later more. "
+        "End."
+
+    with pytest.raises(NameError, match="late"):
+        party(2)
+
+    def late(n: int) -> bool:
+        return n > 2 * most
+
+    most = 3
+    assert [party(n).items for n in (3, 4, 7)] == [(), (Import("if"),), (Import("if"), Import("if-2"))]
+
+
+def test_texts_of_a_function_in_another_block_keep_their_white_space() -> None:
+    @program
+    def letter() -> None:
+        """What a letter is."""
+        """Dear all,
+    it rains.
+Yours"""
+
+    (text,), first = schema_of(letter).items, inspect.unwrap(letter).__code__.co_firstlineno
+    assert isinstance(text, Text)
+    assert text.text == "Dear all,\n    it rains.\nYours"
+    assert (text.at.line, text.at.column) == (first + 3, 9)
+
+
+def test_names_that_pml_keeps_for_itself_are_changed() -> None:
+    @program
+    def odd(user: bool, kind: int) -> None:
+        if user:
+            "a"
+        match kind:
+            case 1:
+                "b"
+            case None:
+                "c"
+            case [x, *_] if x:
+                "d"
+
+    first, union = schema_of(odd).items
+    assert isinstance(first, Module)
+    assert isinstance(union, Union)
+    assert [first.name, *(module.name for module in union.modules)] == ["case-user", "case-1", "None", "case"]
+    assert parse(to_pml(schema_of(odd))) == schema_of(odd)
+
+
+def test_other_functions_have_no_schema() -> None:
+    with pytest.raises(PMLError, match="decorated with `program`"):
+        schema_of(len)
+
+
+def no_length(days: str) -> None:
+    f"For {days}."
+
+
+def loops(days: str) -> None:
+    "a"
+    for _ in days:
+        "b"
+
+
+def assigns(days: str) -> None:
+    days = days.strip()
+
+
+def formats(days: str) -> None:
+    f"For {days:>3}."
+
+
+def computes(days: str) -> None:
+    f"For {days.strip()}."
+
+
+def calls(days: str) -> None:
+    print(days)
+
+
+def only_words(days: str) -> None:
+    """A docstring is not part of it."""
+
+
+def opens(path: str) -> None:
+    with open(path):
+        "a"
+
+
+def returns() -> str:
+    return "a"
+
+
+def number() -> None:
+    1
+
+
+REFUSED: list[tuple[Callable[..., Any], int, str, str]] = [
+    (no_length, 1, "parameter 'days' without a length", "max_tokens={'days': ...}"),
+    (loops, 2, "'for _ in days:'", "texts, f-strings"),
+    (assigns, 1, "'days = days.strip()'", "texts, f-strings"),
+    (formats, 1, "'days' with a format", "as it is"),
+    (computes, 1, "'days.strip()' in a text", "a parameter of the function"),
+    (calls, 1, "a call of 'print'", "prompt functions defined before"),
+    (only_words, 0, "without text but its docstring", "text as a statement"),
+    (opens, 1, "'with open(path):'", "texts, f-strings"),
+    (returns, 1, "\"return 'a'\"", "texts, f-strings"),
+    (number, 1, "'1' in a prompt function", "texts, f-strings"),
+]
+
+
+@pytest.mark.parametrize(("function", "line", "found", "wanted"), REFUSED)
+def test_what_cannot_be_compiled_is_refused_with_its_line(
+    function: Callable[..., Any], line: int, found: str, wanted: str
+) -> None:
+    rooms = {"days": 3} if function in (formats, computes) else {}
+    with pytest.raises(PMLError) as caught:
+        program(max_tokens=rooms)(function)
+    error = caught.value
+    assert Path(error.file) == Path(__file__)
+    assert error.line == function.__code__.co_firstlineno + line
+    assert found.strip("\"'") in error.found
+    assert wanted in error.wanted
+
+
+def test_lengths_of_what_is_no_parameter_are_refused() -> None:
+    with pytest.raises(PMLError, match="max_tokens of 'day'"):
+        program(max_tokens={"day": 3})(only_words)
+
+
+def test_what_is_no_function_or_has_no_source_is_refused() -> None:
+    with pytest.raises(PMLError, match="written with def"):
+        program(len)
+    with pytest.raises(PMLError, match="written with def"):
+        program(lambda: "a")
+    lambdas = {
+        "a": lambda: "a",
+    }
+    with pytest.raises(PMLError, match=r"found source that cannot be read \(.*\); wanted a function written with def"):
+        program(lambdas["a"])
+    made: dict[str, Any] = {}
+    exec("def f():\n    'a'\n    'b'", made)
+    with pytest.raises(PMLError, match="found a function without source"):
+        program(made["f"])

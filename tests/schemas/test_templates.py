@@ -1,0 +1,142 @@
+"""Templates of other libraries as schemas, by what they have; the libraries' own where they are installed."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from ragfuse.errors import PMLError
+from ragfuse.schemas.bind import bind
+from ragfuse.schemas.frontends.templates import Syntax, _pairs, filled, from_template, parsed
+from ragfuse.schemas.layout import lay_out
+from ragfuse.schemas.nodes import Param, Role, Schema, Text
+from tests.text.layouts import GAP, TURNS, encode, key_of, read
+from tests.text.operations import MOST_GROWTH, lines
+
+WANTED = (
+    Role("system", (Text("You know "), Param("topic", 8), Text("."))),
+    Role("user", (Param("question", 30), Text("\n{in JSON}"))),
+    Role("assistant", (Text("So:"),)),
+)
+ROOMS = {"topic": 8, "question": 30}
+
+
+def test_pairs_become_messages_and_variables_parameters() -> None:
+    pairs = [("system", "You know {topic}."), ("human", "{question}\n{{in JSON}}"), ("ai", "So:")]
+    assert from_template("t", pairs, ROOMS) == Schema("t", WANTED)
+
+
+def test_values_fill_the_rooms_of_a_template() -> None:
+    schema = from_template("t", [("system", "You know {topic}."), ("user", "{question}")], ROOMS)
+    layout = lay_out(schema, encode, GAP, TURNS, min_tokens=1)
+    found = bind(filled(schema, {"topic": "tea", "question": "Why?"}), layout, encode, key_of)
+    assert read(found.prompt) == "{SYou know tea......}{UWhy?" + "." * 26 + "}{A"
+
+
+def test_a_text_becomes_the_schema_s_own_and_one_room_counts_for_all() -> None:
+    assert from_template("t", "a{x}b{x}", 3).items == (Text("a"), Param("x", 3), Text("b"), Param("x", 3))
+
+
+def test_langchain_s_prompts_are_taken() -> None:
+    prompts = pytest.importorskip("langchain_core.prompts")
+    chat = prompts.ChatPromptTemplate.from_messages(
+        [("system", "You know {topic}."), ("human", "{question}\n{{in JSON}}"), ("ai", "So:")]
+    )
+    assert from_template("t", chat, ROOMS).items == WANTED
+    plain = prompts.PromptTemplate.from_template("a{topic}")
+    assert from_template("t", plain, ROOMS).items == (Text("a"), Param("topic", 8))
+    mustache = prompts.ChatPromptTemplate.from_messages([("human", "a {{topic}} {b}")], template_format="mustache")
+    assert from_template("t", mustache, 8).items == (Role("user", (Text("a "), Param("topic", 8), Text(" {b}"))),)
+    messages = pytest.importorskip("langchain_core.messages")
+    fixed = prompts.ChatPromptTemplate.from_messages([messages.SystemMessage("no {variable}"), ("human", "{topic}")])
+    assert from_template("t", fixed, ROOMS).items[0] == Role("system", (Text("no {variable}"),))
+    history = prompts.ChatPromptTemplate.from_messages([prompts.MessagesPlaceholder("history"), ("human", "{topic}")])
+    with pytest.raises(PMLError, match="MessagesPlaceholder in a template"):
+        from_template("t", history, ROOMS)
+
+
+def test_llama_index_s_prompts_are_taken() -> None:
+    prompts = pytest.importorskip("llama_index.core.prompts")
+    rich = prompts.RichPromptTemplate(
+        """{% chat role="system" %}You know {{ topic }}.{% endchat %}
+
+{% chat role="user" %}{{question}}
+{in JSON}{% endchat %}{% chat role="assistant" %}So:{% endchat %}"""
+    )
+    assert from_template("t", rich, ROOMS).items == WANTED
+    for syntax in get_args(Syntax):  # which counts for texts and pairs alone
+        plain = from_template("t", prompts.PromptTemplate("a{topic}"), ROOMS, syntax)
+        assert plain.items == (Text("a"), Param("topic", 8))
+    chat = prompts.ChatPromptTemplate.from_messages([("system", "You know {topic}."), ("user", "{question}")])
+    assert from_template("t", chat, ROOMS).items == (WANTED[0], Role("user", (Param("question", 30),)))
+
+
+@pytest.mark.parametrize(
+    ("template", "syntax", "found"),
+    [
+        ("a {x} {y}", "f-string", "t:1:1: found variable 'y' without a length"),
+        ("a\n{x.y}", "f-string", "'x.y' in a template|variable 'x.y'"),
+        ("{x:>3}", "f-string", "'x:' in a template"),
+        ("{x!r}", "f-string", "'x!' in a template"),
+        ("{}", "f-string", "'' in a template"),
+        ("{x", "f-string", "str.format does not take"),
+        ("a\n{% if x %}b{% endif %}", "jinja2", "t:2:1: found '{% if x %}'"),
+        ("{{ x | upper }}", "jinja2", r"'x \| upper' in a template"),
+        ("{{#x}}a{{/x}}", "mustache", "'#x' in a template"),
+        ("{{{ x }}}", "jinja2", "'{{{ x }}' in a template"),
+        ("{{{{x}}}}", "mustache", "'{{{{x}}' in a template"),
+        ("{{-x}}", "mustache", "'-x' in a template"),
+        ([("tool", "a")], "f-string", "role 'tool'"),
+        (3, "f-string", "a template of type int"),
+    ],
+)
+def test_what_no_schema_can_hold_is_refused(template: Any, syntax: Any, found: str) -> None:
+    with pytest.raises(PMLError, match=found):
+        from_template("t", template, {"x": 3}, syntax)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a{# no #}b{{ x }}",
+        "a{# {{ y }}\n {% if %} #}b{{ x }}",
+        "a \n{{- x -}}\n b",
+        "a {#- no -#} b {{x-}} c {{-x}} d",
+        ' {"a": {{x}}} }',
+        "{{ x }}-{{ x }}",
+    ],
+)
+def test_comments_and_dashes_of_jinja_s_are_read_as_jinja_does(text: str) -> None:
+    items = from_template("t", text, 3, "jinja2").items
+    said = "".join("X" if isinstance(item, Param) else item.text for item in items if isinstance(item, Param | Text))
+    assert said == pytest.importorskip("jinja2").Template(text).render(x="X")
+
+
+def test_dashes_of_chat_blocks_take_the_white_space_beside_them() -> None:
+    text = '{% chat role="user" -%}\n a{{ x }} b\n{%- endchat %} {% chat role="assistant" %} c {% endchat -%} \nd'
+    user = Role("user", (Text("a"), Param("x", 3), Text(" b")))
+    assert from_template("t", text, 3, "jinja2").items == (user, Role("assistant", (Text(" c "),)), Text("d"))
+
+
+def test_a_variable_of_mustache_s_may_stand_in_three_braces() -> None:
+    items = from_template("t", "a {{{ x }}} {# b #}{{x}}}", 3, "mustache").items
+    assert items == (Text("a "), Param("x", 3), Text(" {# b #}"), Param("x", 3), Text("}"))
+
+
+def test_openings_that_never_close_are_read_once() -> None:
+    """As many steps for each letter, whatever is opened: `parsed` and the blocks go on, and never begin again."""
+    for opening in ("{#", '{% chat role="user" %}', "{{ x }} {#", "{# c #}"):
+        short, long = (opening * n for n in (100, 800))
+        work = [lines(lambda text=text: list(_pairs("t", text, "jinja2"))) for text in (short, long)]
+        assert work[1] <= MOST_GROWTH * work[0]
+    short, long = ("{{ x }}\n{#" * n for n in (100, 800))
+    work = [lines(lambda text=text: list(parsed("t", text, "jinja2"))) for text in (short, long)]
+    assert work[1] <= MOST_GROWTH * work[0]
+    assert [name for _, name, _ in parsed("t", "{# a {{ x }}{{ y }}", "jinja2")] == ["x", "y", None]
+
+
+def test_each_variable_is_told_with_its_line() -> None:
+    text = "one {{a}}\ntwo\n{{b}} {{c}}\n\n{{d}}"
+    params = [item for item in from_template("t", text, 9, "jinja2").items if isinstance(item, Param)]
+    assert [(param.name, param.at.line) for param in params] == [("a", 1), ("b", 3), ("c", 3), ("d", 5)]

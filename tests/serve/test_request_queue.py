@@ -1,0 +1,320 @@
+"""The queue of requests: order, fairness, its bound, cancelling, and threads that all use it at once."""
+
+import asyncio
+from collections import Counter
+from itertools import count
+from threading import Barrier, Thread
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragfuse.errors import BusyError
+from ragfuse.serve.request_queue import JobQueue
+
+
+class Clock:
+    """Seconds, when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def queue_of(*submitted: tuple[str, str], most: int = 100) -> JobQueue[str]:
+    queue: JobQueue[str] = JobQueue(most, Clock())
+    for tenant, what in submitted:
+        queue.submit(what, tenant, conversation=what)
+    return queue
+
+
+def taken(queue: JobQueue[str]) -> list[str]:
+    found = []
+    while (job := queue.take(0)) is not None:
+        found.append(job.what)
+    return found
+
+
+def test_one_tenant_s_jobs_are_taken_as_they_came():
+    assert taken(queue_of(("a", "1"), ("a", "2"), ("a", "3"))) == ["1", "2", "3"]
+
+
+def test_tenants_take_turns_however_many_jobs_one_has():
+    queue = queue_of(*(("a", f"a{n}") for n in range(4)), ("b", "b0"), ("b", "b1"), ("c", "c0"))
+    assert taken(queue) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
+
+
+def test_a_tenant_that_comes_late_waits_for_one_job_of_each_other():
+    queue = queue_of(*(("a", f"a{n}") for n in range(50)), *(("b", f"b{n}") for n in range(50)))
+    for _ in range(7):
+        queue.take(0)
+    queue.submit("c0", "c")
+    assert taken(queue).index("c0") <= 2
+
+
+KINDS = ["submit", "submit", "take", "cancel"]
+STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 3)), max_size=60)
+TALKS = st.sampled_from([None, "one", "two"])
+TURNS = st.lists(st.tuples(st.sampled_from([*KINDS, "done"]), st.integers(0, 3), TALKS), max_size=60)
+
+
+@given(STEPS)
+def test_the_queue_is_one_that_looks_for_the_tenant_served_longest_ago(steps):
+    queue: JobQueue[int] = JobQueue(1000, Clock())
+    waiting, ring, number = [], [], count()
+    for step, who in steps:
+        tenant = "abcd"[who]
+        if step == "submit":
+            waiting.append(queue.submit(next(number), tenant))
+            ring = ring if tenant in ring else [*ring, tenant]
+        elif step == "take":
+            job = queue.take(0)
+            expected = next((each for each in waiting if each.tenant == ring[0]), None) if ring else None
+            assert job == expected
+            if job is not None:
+                waiting.remove(job)
+                ring = [*ring[1:], ring[0]]
+        elif waiting:
+            job = waiting.pop(who % len(waiting))
+            assert queue.cancel(job)
+            assert not queue.cancel(job)
+        ring = [each for each in ring if any(job.tenant == each for job in waiting)]
+        assert len(queue) == len(waiting)
+    ahead = queue.ahead()
+    assert ahead[:2] == queue.ahead(2)
+    assert queue.peek() == (ahead[0] if ahead else None)
+    assert taken(queue) == [job.what for job in ahead]
+    assert sorted(job.what for job in ahead) == sorted(job.what for job in waiting)
+
+
+@given(TURNS)
+def test_no_turn_runs_beside_another_of_its_conversation_and_none_overtakes_it(steps):
+    queue: JobQueue[int] = JobQueue(1000, Clock())
+    waiting, running, ring = [], [], []
+    for number, (step, who, conversation) in enumerate(steps):
+        tenant = "ab"[who % 2]
+        if step == "submit":
+            waiting.append(queue.submit(number, tenant, conversation))
+            ring = ring if tenant in ring else [*ring, tenant]
+        elif step == "take":
+            busy = {(job.tenant, job.conversation) for job in running if job.conversation is not None}
+            free = [job for job in waiting if (job.tenant, job.conversation) not in busy]
+            expected = next((job for name in ring for job in free if job.tenant == name), None)
+            job = queue.take(0)
+            assert job == expected
+            if job is not None:
+                waiting.remove(job)
+                running.append(job)
+                ring = [*(name for name in ring if name != job.tenant), job.tenant]
+        elif step == "done" and running:
+            queue.done(running.pop(who % len(running)))
+        elif step == "cancel" and waiting:
+            assert queue.cancel(waiting.pop(who % len(waiting)))
+        ring = [name for name in ring if any(job.tenant == name for job in waiting)]
+        assert len(queue) == len(waiting)
+
+
+def test_what_waits_is_told_in_the_order_in_which_it_will_run_with_its_conversations():
+    queue = queue_of(("a", "1"), ("a", "2"), ("b", "3"))
+    queue.submit("4", "b")
+    assert queue.conversations() == ("1", "3", "2", None)
+    assert queue.conversations(2) == ("1", "3") == tuple(job.what for job in queue.ahead(2))
+    assert taken(queue) == ["1", "3", "2", "4"]
+
+
+def test_turns_of_one_conversation_run_one_after_the_other():
+    queue: JobQueue[str] = JobQueue(10, Clock())
+    for what, tenant, conversation in (
+        ("a1", "a", "talk"),
+        ("a2", "a", "talk"),
+        ("a3", "a", None),
+        ("b1", "b", "talk"),  # another tenant's, of the same name
+        ("a4", "a", "talk"),
+        ("a5", "a", None),
+    ):
+        queue.submit(what, tenant, conversation)
+    first = queue.take(0)
+    assert first.what == "a1"
+    assert [queue.take(0).what for _ in range(3)] == ["b1", "a3", "a5"]
+    assert (queue.take(0), queue.peek(), len(queue)) == (None, None, 2)
+    queue.done(first)
+    second = queue.take(0)
+    assert second.what == "a2"
+    assert queue.take(0) is None
+    queue.done(second)
+    assert queue.take(0).what == "a4"
+
+
+def test_who_waits_for_a_job_gets_a_turn_once_the_one_before_it_is_done():
+    queue: JobQueue[str] = JobQueue(10, Clock())
+    queue.submit("first", "a", "talk")
+    queue.submit("second", "a", "talk")
+    first, found = queue.take(), []
+    thread = Thread(target=lambda: found.append(queue.take(30)))
+    thread.start()
+    assert found == []
+    queue.done(first)
+    thread.join(30)
+    assert found[0].what == "second"
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_again():
+    clock = Clock()
+    queue: JobQueue[int] = JobQueue(2, clock)
+    queue.submit(1)
+    queue.submit(2)
+    with pytest.raises(BusyError, match="2 requests wait already, of at most 2") as unmeasured:
+        queue.submit(3)
+    assert unmeasured.value.wait_s > 0
+    for _ in range(3):
+        job = queue.take(0)
+        clock.now += 30
+        queue.done(job)
+        queue.submit(9)
+    with pytest.raises(BusyError, match="Retry in 60 s") as measured:
+        queue.submit(4)
+    assert measured.value.wait_s == pytest.approx(60) == queue.wait_s()  # two wait, and one is done every 30 s
+    assert len(queue) == 2
+    queue.cancel(queue.peek())
+    assert queue.wait_s() == 0
+    queue.submit(5)
+
+
+def test_one_tenant_cannot_take_all_the_room():
+    queue: JobQueue[int] = JobQueue(10, Clock(), most_each=2)
+    queue.submit(1, "a")
+    queue.submit(2, "a")
+    with pytest.raises(BusyError, match="2 of yours wait, of at most 2"):
+        queue.submit(3, "a")
+    queue.submit(4, "b")
+
+
+@pytest.mark.parametrize("n", [1, 7, 40])
+def test_when_to_come_again_is_the_queue_s_length_times_its_pace(n):
+    clock = Clock()
+    queue: JobQueue[int] = JobQueue(n, clock)
+    for _ in range(60):
+        queue.submit(0)
+        job = queue.take(0)
+        clock.now += 3
+        queue.done(job)
+    for number in range(n):
+        queue.submit(number)
+    with pytest.raises(BusyError) as told:
+        queue.submit(n)
+    assert told.value.wait_s == pytest.approx(3 * n) == queue.wait_s() == queue.backlog_s()
+
+
+def test_a_tenant_that_takes_all_of_its_room_is_told_how_long_its_own_take_among_the_others():
+    clock = Clock()
+    queue: JobQueue[int] = JobQueue(100, clock, most_each=4)
+    queue.submit(0)
+    job = queue.take(0)
+    clock.now += 5
+    queue.done(job)
+    for number in range(4):
+        queue.submit(number, "a")
+    queue.submit(0, "b")
+    with pytest.raises(BusyError) as told:
+        queue.submit(9, "a")
+    assert told.value.wait_s == pytest.approx(4 * 2 * 5)
+
+
+@pytest.mark.parametrize(("most", "each"), [(0, None), (3, 0)])
+def test_a_queue_without_room_for_a_job_is_no_queue(most, each):
+    with pytest.raises(ValueError, match="at least one"):
+        JobQueue(most, Clock(), each)
+
+
+def test_a_pause_is_no_pace():
+    clock = Clock()
+    queue: JobQueue[int] = JobQueue(1, clock)
+    for _ in range(40):
+        clock.now += 1000
+        queue.submit(0)
+        job = queue.take(0)
+        clock.now += 2
+        queue.done(job)
+        queue.done(job)
+    queue.submit(0)
+    assert queue.wait_s() == pytest.approx(2)
+
+
+def test_a_job_that_runs_is_counted_until_it_is_done_and_cannot_be_cancelled():
+    queue = queue_of(("a", "1"))
+    job = queue.take(0)
+    assert (queue.running, len(queue), queue.cancel(job)) == (1, 0, False)
+    queue.done(job)
+    assert queue.running == 0
+
+
+def test_a_closed_queue_gives_back_what_waits_and_lets_go_of_who_waits_for_a_job():
+    queue = queue_of()
+    ended = []
+    thread = Thread(target=lambda: ended.append(queue.take()))
+    thread.start()
+    assert queue.close() == ()
+    thread.join(30)
+    assert ended == [None]
+    queue = queue_of(("a", "1"), ("b", "2"), ("a", "3"))
+    assert [job.what for job in queue.close()] == ["1", "2", "3"]
+    assert (len(queue), queue.take(), queue.ahead()) == (0, None, ())
+    with pytest.raises(BusyError, match="closed"):
+        queue.submit("4")
+
+
+def test_every_job_of_many_threads_is_taken_or_cancelled_once():
+    queue: JobQueue[tuple[int, int]] = JobQueue(10_000, Clock())
+    start, found, cancelled = Barrier(8), [[] for _ in range(4)], [[] for _ in range(4)]
+
+    def send(who: int) -> None:
+        start.wait()
+        for number in range(500):
+            job = queue.submit((who, number), tenant=str(who))
+            if number % 5 == 0 and queue.cancel(job):
+                cancelled[who].append(job.what)
+            queue.ahead(10)
+
+    def run(who: int) -> None:
+        start.wait()
+        while (job := queue.take()) is not None:
+            found[who].append(job.what)
+            queue.done(job)
+
+    senders = [Thread(target=send, args=(who,)) for who in range(4)]
+    runners = [Thread(target=run, args=(who,)) for who in range(4)]
+    for thread in (*senders, *runners):
+        thread.start()
+    for thread in senders:
+        thread.join(60)
+    left = [job.what for job in queue.close()]
+    for thread in runners:
+        thread.join(60)
+    seen = Counter(what for each in (*found, *cancelled, left) for what in each)
+    assert seen == Counter((who, number) for who in range(4) for number in range(500))
+    assert queue.running == 0 == len(queue)
+    for each in found:  # a runner sees each tenant's jobs in the order in which they came
+        for who in range(4):
+            mine = [number for tenant, number in each if tenant == who]
+            assert mine == sorted(mine)
+
+
+def test_an_event_loop_takes_jobs_that_other_threads_send():
+    async def serve() -> list[int]:
+        loop, came = asyncio.get_running_loop(), asyncio.Event()
+        queue: JobQueue[int] = JobQueue(100, Clock(), heard=lambda: loop.call_soon_threadsafe(came.set))
+        sender = Thread(target=lambda: [queue.submit(number) for number in range(50)])
+        sender.start()
+        found: list[int] = []
+        while len(found) < 50:
+            await asyncio.wait_for(came.wait(), 30)
+            came.clear()
+            while (job := queue.take(0)) is not None:
+                found.append(job.what)
+                queue.done(job)
+        sender.join(30)
+        return found
+
+    assert asyncio.run(serve()) == list(range(50))

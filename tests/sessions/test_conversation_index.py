@@ -1,0 +1,96 @@
+"""Whose KV is whose, against looking through all of it every time; what was known before, and told of a queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from ragfuse import Settings
+from ragfuse.plan.evict import Evictor, lru
+from ragfuse.sessions.conversation_index import Name, Outlook
+from ragfuse.sessions.session import Exchange, Message, Session, Stretch
+from ragfuse.types.keys import ChunkKey
+
+KEYS = tuple(ChunkKey("m", name) for name in "pqrst")
+NAMES: tuple[Name, ...] = (("blue", "a"), ("blue", "b"), ("green", "a"))
+
+
+def session(keys: Sequence[ChunkKey], dropped: Sequence[ChunkKey] = ()) -> Session:
+    gone = tuple(Stretch((1, 2), key, ()) for key in dropped)
+    stretches = gone + tuple(Stretch.whole((1, 2), key) for key in keys)
+    return Session("any", (Exchange((Message("user"),), (), stretches),))
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("note"), st.sampled_from(NAMES), st.lists(st.sampled_from(KEYS), max_size=4)),
+        st.tuples(st.just("forget"), st.sampled_from(NAMES), st.none()),
+        st.tuples(
+            st.just("expect"),
+            st.sampled_from(["blue", "green"]),
+            st.dictionaries(st.sampled_from("ab"), st.floats(0, 9, allow_nan=False)),
+        ),
+    ),
+    max_size=20,
+)
+
+
+@given(STEPS)
+def test_a_key_is_its_first_waiting_conversation_s_else_its_last_one_s(steps):
+    outlook, noted, told = Outlook(), {}, {}
+    for step, name, given_ in steps:
+        if step == "note":
+            outlook.note(name, session(given_))
+            noted.pop(name, None)
+            noted[name] = given_
+        elif step == "forget":
+            outlook.forget(name)
+            noted.pop(name, None)
+        else:
+            outlook.expect(name, given_)
+            told[name] = given_
+    places = {(whose, name): at for whose, names in told.items() for name, at in names.items()}
+    assert outlook.places() == places
+    for key in KEYS:
+        owners = [name for name, keys in noted.items() if key in keys]
+        waiting = sorted((name for name in owners if name in places), key=places.__getitem__)
+        assert outlook.conversation_of(key) == next(iter([*waiting, *reversed(owners)]), None)
+    for name in NAMES:
+        assert outlook.keys(name) == tuple(dict.fromkeys(noted.get(name, ())))
+
+
+def test_what_a_prompt_has_no_more_of_is_nobody_s():
+    outlook = Outlook()
+    outlook.note(NAMES[0], session(KEYS[1:3], dropped=KEYS[:1]))
+    assert outlook.keys(NAMES[0]) == KEYS[1:3]
+    assert outlook.conversation_of(KEYS[0]) is None
+
+
+def test_what_earlier_processes_knew_is_asked_once_and_changes_nothing_that_is_known():
+    outlook, asked = Outlook(), []
+
+    def known():
+        asked.append(1)
+        return [(NAMES[0], KEYS[0]), (NAMES[1], KEYS[1]), (NAMES[1], KEYS[2])]
+
+    outlook.recall(known)
+    outlook.note(NAMES[0], session(KEYS[3:4]))
+    assert asked == []
+    assert [outlook.conversation_of(key) for key in KEYS[:4]] == [None, NAMES[1], NAMES[1], NAMES[0]]
+    assert asked == [1]
+
+
+def test_the_policy_is_named_by_a_setting(tmp_path):
+    outlook = Outlook()
+    assert outlook.evict(Settings(home=tmp_path, evict="lru")) is lru
+    ahead = outlook.evict(Settings(home=tmp_path))
+    assert isinstance(ahead, Evictor)
+    outlook.note(NAMES[0], session(KEYS[:2]))
+    assert ahead.together(KEYS[0], KEYS[1])
+    assert not ahead.together(KEYS[0], KEYS[2])
+    with pytest.raises(ValidationError, match="evict"):
+        Settings(home=tmp_path, evict="random")

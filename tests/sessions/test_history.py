@@ -1,0 +1,380 @@
+"""Turns of a conversation on a tiny model in float32: what the next reuses, and that it is what full prefill gives."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from ragfuse import Ask, Engine, Piece, Settings
+from ragfuse.engine import history as conversing
+from ragfuse.store import DiskTier
+from tests.sessions.kit import QUESTIONS, is_full_prefill, resent, talk
+from tests.tiny import CHUNKS, INSTRUCTION, adds_up, ingest, messages, python
+
+
+def history(trace):
+    return [segment for segment in trace.segments if segment.kind == "history"]
+
+
+def prepared(engine, question, **ask):
+    """The next turn's prompt, prefilled but not answered."""
+    ask = Ask(**ask)
+    return engine.prepare(engine._fitted(question, ask), ask)
+
+
+def test_a_second_turn_reuses_all_of_the_first_but_its_last_token(engine):
+    first, second = talk(engine, QUESTIONS[:2])
+    assert not history(first.trace)
+    held = first.trace.tokens + len(first.token_ids) - 1
+    assert second.trace.history_reused == held
+    assert second.trace.session == "one"
+    assert all(segment.hit and segment.exact for segment in history(second.trace))
+    assert adds_up(second.trace)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_a_prompt_with_its_history_is_full_prefill(engine, turns):
+    talk(engine, QUESTIONS[:turns])
+    ready = prepared(engine, [("user", QUESTIONS[turns])], session="one")
+    assert len(ready.plan.fetches) == 2 * turns
+    assert is_full_prefill(engine, ready)
+
+
+def test_four_turns_answer_as_full_prefill_does_token_for_token(engine):
+    for question in QUESTIONS:
+        asked = [("user", question)]
+        full = engine.answer(asked, Ask(session="one", reuse=False))
+        assert engine.answer(asked, Ask(session="one")).token_ids == full.token_ids
+
+
+def test_an_answer_by_full_prefill_for_comparison_is_no_turn(engine):
+    engine.answer([("user", QUESTIONS[0])], Ask(session="one", reuse=False))
+    assert engine.sessions.ls() == []
+
+
+def test_messages_that_are_resent_are_recognised_without_a_name(engine):
+    answers = []
+    for turn in range(4):
+        answers.append(engine.answer(resent(QUESTIONS[: turn + 1], answers)))
+        engine.flush()
+    reused = [answer.trace.history_reused for answer in answers]
+    held = [answer.trace.tokens + len(answer.token_ids) - 1 for answer in answers]
+    assert reused == [0, *held[:-1]]
+    assert len({answer.trace.session for answer in answers}) == 1
+
+
+def test_what_nobody_asked_to_keep_is_not_written_down(engine):
+    answer = engine.answer([("user", QUESTIONS[0])])
+    engine.flush()
+    assert [entry.tier for entry in engine.store.entries()] == ["memory", "memory"]
+    assert [info.lasts for info in engine.sessions.ls()] == [False]
+    assert engine.book.sessions.lines() == []
+    assert answer.trace.session
+
+
+def test_asked_keeps_only_sessions_that_are_named(tiny_settings):
+    with Engine(tiny_settings.model_copy(update={"history": "asked"})) as engine:
+        engine.answer([("user", QUESTIONS[0])])
+        engine.flush()
+        assert (engine.sessions.ls(), engine.store.entries()) == ([], [])
+        talk(engine, QUESTIONS[:1])
+        assert [info.id for info in engine.sessions.ls()] == ["one"]
+
+
+def test_all_recognises_resent_messages_in_another_process(tiny_settings):
+    settings = tiny_settings.model_copy(update={"history": "all"})
+    with Engine(settings) as engine:
+        first = engine.answer([("user", QUESTIONS[0])])
+    with Engine(settings) as engine:
+        second = engine.answer(resent(QUESTIONS[:2], [first]))
+        assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
+
+
+@pytest.mark.slow
+def test_a_session_is_gone_on_with_in_another_process(engine, tiny_settings):
+    first = talk(engine, QUESTIONS[:1])[0]
+    engine.flush()
+    found = python(
+        """
+        import json, sys
+        from ragfuse import Ask, Engine, Settings
+        settings = Settings(**json.loads(sys.argv[1]))
+        with Engine(settings) as engine:
+            asked = [("user", sys.argv[2])]
+            full = engine.answer(asked, Ask(session="one", reuse=False))
+            answer = engine.answer(asked, Ask(session="one"))
+            reused, same = answer.trace.history_reused, answer.token_ids == full.token_ids
+            print(json.dumps([reused, same, [s.tier for s in answer.trace.segments if s.hit]]))
+        """,
+        tiny_settings.model_dump_json(include={"model", "dtype", "store", "home", "max_tokens"}),
+        QUESTIONS[1],
+    )
+    assert found == [first.trace.tokens + len(first.token_ids) - 1, True, ["disk", "disk"]]
+    third = talk(engine, QUESTIONS[2:3])[0]
+    assert len(engine.sessions.show("one").turns) == 3
+    assert len(history(third.trace)) == 4
+
+
+def test_an_edited_question_reuses_what_stands_before_it(engine):
+    answers = []
+    for turn in range(3):
+        answers.append(engine.answer(resent(QUESTIONS[: turn + 1], answers)))
+    asked = list(QUESTIONS)
+    asked[1] = "Which oil?"
+    edited = resent(asked[:3], answers[:2])
+    answer = engine.answer(edited)
+    assert answer.trace.history_reused == answers[0].trace.tokens + len(answers[0].token_ids) - 1
+    assert answer.trace.session != answers[0].trace.session
+    assert answer.token_ids == engine.answer(edited, Ask(reuse=False)).token_ids
+    assert is_full_prefill(engine, prepared(engine, edited))
+    assert len(engine.sessions.show(answers[0].trace.session).turns) == 3
+
+
+def test_a_turn_asked_again_reuses_what_stands_before_it_and_replaces_it_in_a_named_session(engine):
+    answers = talk(engine, QUESTIONS[:3])
+    again = engine.answer(resent(QUESTIONS[:3], answers[:2]), Ask(session="one", max_tokens=3))
+    assert again.trace.history_reused == answers[1].trace.tokens + len(answers[1].token_ids) - 1
+    session = engine.sessions.show("one")
+    assert [turn.messages[-1].text for turn in session.turns] == [a.text for a in (*answers[:2], again)]
+
+
+def test_a_turn_waits_for_no_other_conversation_s_saves(engine, monkeypatch):
+    go, real = threading.Event(), engine._talks._save
+    monkeypatch.setattr(conversing, "SAVED_S", 60.0)
+    monkeypatch.setattr(engine._talks, "_save", lambda *given: go.wait(60) and real(*given))
+    talk(engine, QUESTIONS[:1], session="slow")
+    other = threading.Thread(target=talk, args=(engine, QUESTIONS[1:2]), kwargs={"session": "other"})
+    other.start()
+    other.join(30)
+    assert not other.is_alive()
+    again = threading.Thread(target=talk, args=(engine, QUESTIONS[2:3]), kwargs={"session": "slow"})
+    again.start()
+    again.join(0.2)
+    assert again.is_alive()
+    go.set()
+    again.join(30)
+    assert len(engine.sessions.show("slow").turns) == 2
+
+
+def test_an_answer_that_was_altered_is_not_taken_for_what_was_said(engine):
+    answers = talk(engine, QUESTIONS[:2], session="other")
+    altered = resent(QUESTIONS[:3], answers)
+    altered[1] = ("assistant", "Something else entirely.")
+    answer = engine.answer(altered, Ask(session="other"))
+    assert answer.trace.history_reused == 0
+    assert answer.token_ids == engine.answer(altered, Ask(reuse=False)).token_ids
+
+
+def test_white_space_around_an_answer_does_not_hide_it(engine):
+    first = talk(engine, QUESTIONS[:1])[0]
+    again = [("user", QUESTIONS[0]), ("assistant", f" {first.text}\n"), ("user", QUESTIONS[1])]
+    answer = engine.answer(again, Ask(session="one"))
+    assert answer.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
+
+
+def test_an_answer_cut_at_a_stop_string_is_resumed_as_it_is_shown(engine):
+    whole = engine.answer([("user", QUESTIONS[0])], Ask(reuse=False)).text
+    first = engine.answer([("user", QUESTIONS[0])], Ask(session="one", stop=[whole[10:11]]))
+    assert first.text == whole[: whole.index(whole[10:11])]
+    ready = prepared(engine, [("user", QUESTIONS[1])], session="one")
+    said = engine.model.words.decode(ready.plan.prompt.token_ids)
+    assert f"<|assistant|>{first.text}\n<|user|>" in said
+    assert is_full_prefill(engine, ready)
+
+
+def test_lost_entries_are_computed_from_their_tokens_and_kept_again(engine):
+    talk(engine, QUESTIONS[:3])
+    engine.flush()
+    keys = [stretch.key for stretch in engine.sessions.show("one").stretches]
+    engine.store.forget(keys[1:4])
+    asked = [("user", QUESTIONS[3])]
+    full = engine.answer(asked, Ask(session="one", reuse=False))
+    ready = prepared(engine, asked, session="one")
+    assert len(ready.plan.misses) == 3
+    assert is_full_prefill(engine, ready)
+    assert engine.answer(asked, Ask(session="one")).token_ids == full.token_ids
+    engine.flush()
+    assert set(keys) <= set(engine.store.lookup(keys))
+    assert [stretch.key for stretch in engine.sessions.show("one").stretches][:6] == keys
+
+
+def test_a_store_that_lost_everything_costs_time_and_nothing_else(engine):
+    talk(engine, QUESTIONS[:2])
+    engine.flush()
+    engine.store.clear()
+    asked = [("user", QUESTIONS[2])]
+    full = engine.answer(asked, Ask(session="one", reuse=False))
+    answer = engine.answer(asked, Ask(session="one"))
+    assert (answer.token_ids, answer.trace.history_reused) == (full.token_ids, 0)
+    assert talk(engine, QUESTIONS[3:])[0].trace.history_reused > answer.trace.tokens
+
+
+def test_a_damaged_entry_is_computed_anew(engine, tiny_settings):
+    talk(engine, QUESTIONS[:2])
+    engine.close()
+    for path in (tiny_settings.store / "chunks").rglob("*"):
+        if path.is_file():
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 0xFF
+            path.write_bytes(data)
+    with Engine(tiny_settings.model_copy(update={"memory_bytes": 0})) as other:
+        asked = [("user", QUESTIONS[2])]
+        full = other.answer(asked, Ask(session="one", reuse=False))
+        assert other.answer(asked, Ask(session="one")).token_ids == full.token_ids
+
+
+def test_the_salt_of_another_tenant_meets_nothing(engine, tiny_settings):
+    talk(engine, QUESTIONS[:2])
+    engine.flush()
+    with Engine(tiny_settings.model_copy(update={"salt": "theirs", "history": "all"})) as other:
+        assert other.sessions.ls() == []
+        assert talk(other, QUESTIONS[1:2])[0].trace.history_reused == 0
+        assert len(other.sessions.show("one").turns) == 1
+    assert len(engine.sessions.show("one").turns) == 2
+
+
+def test_chunks_of_earlier_turns_stay_and_what_was_blended_is_never_taken_for_exact(engine):
+    ingest(engine)
+    first = engine.answer(messages(), Ask(session="one"))
+    assert first.trace.tokens_reused
+    assert not all(segment.exact for segment in first.trace.segments)
+    ready = prepared(engine, [("user", QUESTIONS[0])], session="one")
+    assert ready.plan.prompt.token_ids[: first.trace.tokens] == engine.prompt(messages()).token_ids
+    kept = [stretch.key for stretch in engine.sessions.show("one").stretches]
+    assert [key.encoded for key in kept] == ["amid", "amid"]
+    second = engine.answer([("user", QUESTIONS[0])], Ask(session="one"))
+    assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
+    assert not any(segment.exact for segment in history(second.trace))
+    assert [stretch.key.encoded for stretch in engine.sessions.show("one").stretches] == ["amid"] * 4
+
+
+def test_chunks_of_earlier_turns_leave_when_they_shall(tiny_settings):
+    with Engine(tiny_settings.model_copy(update={"history_chunks": False})) as engine:
+        ingest(engine)
+        first = engine.answer(messages(), Ask(session="one"))
+        second = engine.answer(messages(CHUNKS[:2], "And what colour?"), Ask(session="one"))
+        said = engine.model.words.decode(engine._fitted([("user", "So?")], Ask(session="one")).token_ids)
+        assert not any(chunk in said for chunk in CHUNKS)
+        assert INSTRUCTION.strip() in said
+        assert "And what colour?" in said
+        n_chunks = sum(len(engine.tokens(chunk)) for chunk in CHUNKS)
+        assert second.trace.history_reused == first.trace.tokens - n_chunks + len(first.token_ids) - 1
+        assert [segment.kind for segment in second.trace.segments].count("chunk") == 2
+
+
+def test_a_batch_keeps_what_its_prompts_added(engine):
+    asked = [[("user", question)] for question in QUESTIONS[:2]]
+    answers = engine.batch(asked)
+    for question, answer in zip(asked, answers, strict=True):
+        more = [*question, ("assistant", answer.text), ("user", "And then?")]
+        ready = prepared(engine, more)
+        assert ready.plan.fetches
+        assert is_full_prefill(engine, ready)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
+def test_beams_and_several_answers_leave_the_prompts_rows(engine, options):
+    first = engine.answer([("user", QUESTIONS[0])], Ask(session="one", options=options, seed=3))
+    ready = prepared(engine, [("user", QUESTIONS[1])], session="one")
+    assert sum(fetch.n_tokens for fetch in ready.plan.fetches) == first.trace.tokens
+    assert is_full_prefill(engine, ready)
+
+
+def test_a_stream_that_is_dropped_is_no_turn(engine):
+    with engine.stream([("user", QUESTIONS[0])], Ask(session="one", max_tokens=200)) as stream:
+        next(iter(stream))
+    assert engine.sessions.ls() == []
+    talk(engine, QUESTIONS[:1])
+    assert len(engine.sessions.show("one").turns) == 1
+
+
+def test_a_system_message_that_comes_with_every_turn_is_said_once(engine):
+    system = ("system", "Answer in one word.")
+    for question in QUESTIONS[:2]:
+        engine.answer([system, ("user", question)], Ask(session="one"))
+    assert [message.role for message in engine.sessions.show("one").messages] == [
+        "system", "user", "assistant", "user", "assistant",
+    ]  # fmt: skip
+
+
+def test_a_text_alone_is_a_message_where_a_session_is_named(engine):
+    engine.answer(QUESTIONS[0], Ask(session="one"))
+    answer = engine.answer(QUESTIONS[1], Ask(session="one"))
+    assert answer.trace.history_reused
+
+
+def test_a_store_without_disk_keeps_sessions_while_it_lives(tiny_settings: Settings):
+    with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
+        talk(engine, QUESTIONS[:2])
+        assert [(info.id, info.lasts, info.turns) for info in engine.sessions.ls()] == [("one", False, 2)]
+
+
+def test_a_store_without_memory_reads_its_history_from_disk(tiny_settings: Settings):
+    with Engine(tiny_settings.model_copy(update={"memory_bytes": 0})) as engine:
+        first, second = talk(engine, QUESTIONS[:2])
+        assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
+        assert {type(tier) for tier in engine.store.tiers} == {DiskTier}
+
+
+def test_a_model_that_must_not_be_blended_still_has_its_history_and_nothing_is_said_of_it(engine, caplog):
+    engine.learn(replace(engine.profile, safe=False))
+    first, second = talk(engine, QUESTIONS[:2])
+    assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
+    assert "calibrate" not in caplog.text
+
+
+def over(documents, question):
+    """A user's message as a server makes it: documents as chunks before the question."""
+    return ("user", [*(part for text in documents for part in (Piece(text, "chunk", "book"), "\n\n")), question])
+
+
+def test_messages_resent_without_their_documents_go_on_from_what_was_stored(engine):
+    answers = []
+    for turn, question in enumerate(QUESTIONS[:3]):
+        asked = [*resent(QUESTIONS[:turn], answers), over(CHUNKS[2 * turn : 2 * turn + 2], question)]
+        full = engine.answer(asked, Ask(session="one", reuse=False))
+        ready = prepared(engine, asked, session="one")
+        assert is_full_prefill(engine, ready)
+        assert all(text in engine.model.words.decode(ready.plan.prompt.token_ids) for text in CHUNKS[: 2 * turn + 2])
+        answers.append(engine.answer(asked, Ask(session="one")))
+        assert answers[-1].token_ids == full.token_ids
+    reused = [answer.trace.history_reused for answer in answers]
+    held = [answer.trace.tokens + len(answer.token_ids) - 1 for answer in answers]
+    assert reused == [0, *held[:-1]]
+    assert len(engine.sessions.show("one").turns) == 3
+
+
+@pytest.mark.parametrize("documents", [CHUNKS[:1], CHUNKS[1::-1], CHUNKS[2:4], CHUNKS[:3]])
+def test_other_documents_that_are_resent_are_another_question(engine, documents):
+    first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
+    asked = [over(documents, QUESTIONS[0]), ("assistant", first.text), ("user", QUESTIONS[1])]
+    prompt = engine._fitted(asked, Ask(session="one"))
+    assert prompt.token_ids == engine.prompt(asked).token_ids
+    assert "history" not in [segment.kind for segment in prompt.segments]
+
+
+@pytest.mark.parametrize("question", [QUESTIONS[1], f"{QUESTIONS[0]} Really?", ""])
+def test_another_question_is_not_taken_for_one_with_documents(engine, question):
+    first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
+    asked = [("user", question), ("assistant", first.text), ("user", QUESTIONS[1])]
+    assert engine._fitted(asked, Ask(session="one")).token_ids == engine.prompt(asked).token_ids
+
+
+@pytest.mark.parametrize("name", ["two", None])
+def test_documents_of_a_session_never_come_into_another(tiny_settings, name):
+    with Engine(tiny_settings.model_copy(update={"history": "all"})) as engine:
+        first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
+        asked = [("user", QUESTIONS[0]), ("assistant", first.text), ("user", QUESTIONS[1])]
+        prompt = engine._fitted(asked, Ask(session=name))
+        assert prompt.token_ids == engine.prompt(asked).token_ids
+        assert prompt.talk.session.turns == ()
+
+
+def test_messages_resent_without_documents_that_left_are_recognised(tiny_settings):
+    with Engine(tiny_settings.model_copy(update={"history_chunks": False})) as engine:
+        first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
+        asked = [("user", QUESTIONS[0]), ("assistant", first.text), over(CHUNKS[2:3], QUESTIONS[1])]
+        assert engine.answer(asked, Ask(session="one")).trace.history_reused
+        assert len(engine.sessions.show("one").turns) == 2

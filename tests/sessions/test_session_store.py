@@ -1,0 +1,321 @@
+"""Sessions looked after: what is listed, exported, deleted and expired, and what several processes do to one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from ragfuse import Ask, Engine, InputError, SettingsError
+from ragfuse.admin.store_admin import Keeping
+from ragfuse.engine.history import Conversations
+from ragfuse.sessions.session import Session
+from ragfuse.store.session_catalog import _ORPHANS, SESSION_TABLES
+from tests.sessions.kit import QUESTIONS, is_full_prefill, resent, talk
+from tests.sessions.test_history import prepared
+from tests.tiny import ROOT, ingest
+
+GIVEN = {"model", "dtype", "store", "home", "max_tokens"}
+
+
+def keys_kept(engine):
+    engine.flush()
+    return {entry.key for entry in engine.store.entries()}
+
+
+def keys_of(engine, name):
+    return set(engine.sessions.show(name).keys)
+
+
+def test_sessions_are_listed_used_last_first(engine):
+    talk(engine, QUESTIONS[:1], session="one")
+    talk(engine, QUESTIONS[:2], session="two")
+    assert [(info.id, info.turns, info.lasts) for info in engine.sessions.ls()] == [("two", 2, True), ("one", 1, True)]
+
+
+def test_an_export_is_plain_json_and_says_all(engine):
+    answers = talk(engine, QUESTIONS[:2])
+    told = json.loads(json.dumps(engine.sessions.export("one")))
+    said = resent(QUESTIONS[:2], answers)
+    assert told["messages"] == [{"role": role, "content": text} for role, text in said]
+    assert len(said) == 4
+    tokens = [token for turn in told["turns"] for stretch in turn["stretches"] for token in stretch["tokens"]]
+    assert len(tokens) == answers[1].trace.tokens + len(answers[1].token_ids) - 1
+
+
+def test_deleting_frees_just_what_no_other_session_has(engine):
+    ingest(engine)
+    before = keys_kept(engine)
+    first = talk(engine, QUESTIONS[:1], session="one")[0]
+    branch = [*resent(QUESTIONS[:2], [first])]
+    engine.answer(branch, Ask(session="two"))
+    talk(engine, QUESTIONS[2:3], session="one")
+    one, two = keys_of(engine, "one"), keys_of(engine, "two")
+    shared = one & two
+    assert shared
+    assert keys_kept(engine) == before | one | two
+    done = engine.sessions.delete("one")
+    assert keys_kept(engine) == before | two
+    assert (done.sessions, done.entries) == (1, 2 * len(one - two))
+    assert done.nbytes > 0
+    engine.sessions.delete("two")
+    assert keys_kept(engine) == before
+    assert engine.sessions.ls() == []
+
+
+def test_what_a_conversation_in_memory_shares_with_a_session_stays(engine):
+    first = talk(engine, QUESTIONS[:1])[0]
+    unnamed = engine.answer([("user", QUESTIONS[0])]).trace.session
+    engine.sessions.delete("one")
+    assert keys_of(engine, unnamed) <= keys_kept(engine)
+    second = engine.answer(resent(QUESTIONS[:2], [first]))
+    assert second.trace.history_reused
+    engine.sessions.delete(unnamed)
+    assert keys_kept(engine) == set()
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_a_turn_that_nobody_waited_for_leaves_nothing(engine, turns):
+    talk(engine, QUESTIONS[:turns])
+    kept = keys_kept(engine)
+    with engine.stream([("user", QUESTIONS[1])], Ask(session="one", max_tokens=200)) as stream:
+        next(iter(stream))
+    assert keys_kept(engine) == kept
+    for info in engine.sessions.ls():
+        engine.sessions.delete(info.id)
+    assert keys_kept(engine) == set()
+
+
+def test_an_answer_that_fails_leaves_nothing(engine, monkeypatch):
+    talk(engine, QUESTIONS[:1])
+    kept = keys_kept(engine)
+
+    def failing(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine._talks, "after", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        talk(engine, QUESTIONS[1:2])
+    assert keys_kept(engine) == kept
+
+
+def test_what_an_edit_replaces_is_dropped_unless_another_session_has_it(engine):
+    answers = talk(engine, QUESTIONS[:3])
+    engine.answer(resent(QUESTIONS[:3], answers[:2]), Ask(session="two"))
+    two = keys_of(engine, "two")
+    edited = [("user", "Which oil?"), ("assistant", answers[0].text), ("user", QUESTIONS[1])]
+    engine.answer([*resent(QUESTIONS[:1], answers[:1]), *edited[:1]], Ask(session="one"))
+    assert len(engine.sessions.show("one").turns) == 2
+    one = keys_of(engine, "one")
+    assert one & two
+    assert keys_kept(engine) == one | two
+    engine.answer(edited, Ask(session="one"))
+    assert keys_kept(engine) == keys_of(engine, "one") | two
+    engine.sessions.delete("one")
+    assert keys_kept(engine) == two
+    engine.sessions.delete("two")
+    assert keys_kept(engine) == set()
+
+
+def test_a_session_in_memory_alone_leaves_nothing_either(tiny_settings):
+    with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
+        answers = talk(engine, QUESTIONS[:2])
+        engine.answer([("user", "Which oil?"), *resent(QUESTIONS[:2], answers)[1:3]], Ask(session="one"))
+        assert keys_kept(engine) == keys_of(engine, "one")
+        engine.sessions.delete("one")
+        assert keys_kept(engine) == set()
+
+
+def test_what_a_process_remembers_is_hashed_once(engine, monkeypatch):
+    answers = [engine.answer([("user", question)]) for question in QUESTIONS]
+    again = resent(QUESTIONS[:2], answers[:1])
+    assert engine.answer(again).trace.history_reused
+
+    def hashed(*_):
+        raise AssertionError("hashed again")
+
+    assert engine.sessions.ending(engine.digest, ["none"], lasts=False) is None
+    monkeypatch.setattr("ragfuse.sessions.session.digest", hashed)
+    assert engine.sessions.ending(engine.digest, ["none"], lasts=False) is None
+
+
+def test_a_deleted_session_begins_anew(engine):
+    talk(engine, QUESTIONS[:2])
+    engine.flush()
+    engine.sessions.delete("one")
+    assert talk(engine, QUESTIONS[:1])[0].trace.history_reused == 0
+    assert len(engine.sessions.show("one").turns) == 1
+
+
+def test_a_session_that_is_not_there_is_told(engine):
+    for do in (engine.sessions.show, engine.sessions.delete, engine.sessions.export):
+        with pytest.raises(InputError, match="no session 'none'"):
+            do("none")
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 257])
+def test_a_session_needs_a_name_that_can_be_shown(name):
+    with pytest.raises(SettingsError, match="session is"):
+        Ask(session=name)
+
+
+def test_sessions_that_are_not_used_expire_with_their_kv(engine, monkeypatch):
+    now = [1000.0]
+    engine.sessions._clock, engine.sessions._ttl_s = lambda: now[0], 60.0
+    talk(engine, QUESTIONS[:1], session="one")
+    now[0] += 50
+    talk(engine, QUESTIONS[1:2], session="two")
+    engine.flush()
+    now[0] += 30
+    talk(engine, QUESTIONS[2:3], session="three")
+    engine.flush()  # what is overdue is deleted behind the saves
+    assert [info.id for info in engine.sessions.ls()] == ["three", "two"]
+    assert keys_kept(engine) == keys_of(engine, "two") | keys_of(engine, "three")
+
+
+def test_a_session_that_was_not_used_for_too_long_is_gone_when_it_is_asked_for(engine):
+    now = [1000.0]
+    engine.sessions._clock, engine.sessions._ttl_s = lambda: now[0], 60.0
+    first = talk(engine, QUESTIONS[:1], session="one")
+    engine.flush()
+    before = keys_of(engine, "one")
+    now[0] += 59
+    assert engine.answer(resent(QUESTIONS[:2], first), Ask(session="two")).trace.history_reused > 0
+    engine.flush()
+    now[0] += 2
+    again = engine.answer([("user", QUESTIONS[2])], Ask(session="one"))
+    assert again.trace.history_reused == 0
+    assert len(engine.sessions.show("one").turns) == 1
+    engine.flush()
+    assert keys_kept(engine) == keys_of(engine, "one") | keys_of(engine, "two")
+    assert before & keys_of(engine, "two")
+
+
+def test_what_is_overdue_goes_for_every_tenant_that_was_written_for(engine):
+    now = [1000.0]
+    engine.sessions._clock, engine.sessions._ttl_s = lambda: now[0], 60.0
+    for tenant in ("mine", "theirs"):
+        assert engine.sessions.put(tenant, Session("old"), 0, lasts=True)
+    now[0] += 61
+    assert engine.sessions.put("mine", Session("new"), 0, lasts=True)
+    engine.flush()
+    assert [(line.model, line.id) for line in engine.book.sessions.lines()] == [("mine", "new")]
+
+
+def test_a_session_that_was_gone_on_with_meanwhile_is_not_overdue(engine):
+    engine.sessions.put("mine", Session("one"), 0, lasts=True)
+    (line,) = engine.book.sessions.lines()
+    assert engine.book.sessions.delete("mine", "one", line.used) is None
+    assert engine.book.sessions.delete("mine", "one", line.used + 1) == []
+
+
+def test_a_turn_reads_no_other_session_s_keys(engine):
+    plans = [
+        engine.book._database.query(f"EXPLAIN QUERY PLAN {sql}", ("m", "i"))
+        for sql in (*(f"DELETE FROM {table} WHERE model = ? AND id = ?" for table in SESSION_TABLES), _ORPHANS)
+    ]
+    assert all("SEARCH" in step[-1] for plan in plans for step in plan if "SUBQUERY" not in step[-1])
+
+
+def test_a_store_is_looked_after_without_a_model(engine, tiny_settings):
+    talk(engine, QUESTIONS[:2])
+    engine.flush()
+    engine.close()
+    with Keeping(tiny_settings) as keeping:
+        assert [info.id for info in keeping.sessions.ls()] == ["one"]
+        assert keeping.sessions.truncate("one", 30).dropped
+        keeping.sessions.delete("one")
+        assert keeping.store.entries() == []
+
+
+def test_looking_after_sessions_means_the_tenant_whose_salt_is_set(tiny_settings):
+    for salt in ("mine", "theirs"):
+        with Engine(tiny_settings.model_copy(update={"salt": salt})) as engine:
+            talk(engine, QUESTIONS[:1])
+    with Keeping(tiny_settings) as all_of_them:
+        assert len(all_of_them.sessions.ls()) == 2
+        with pytest.raises(InputError, match="2 models or tenants"):
+            all_of_them.sessions.delete("one")
+    with Keeping(tiny_settings.model_copy(update={"salt": "mine"})) as mine:
+        assert mine.sessions.delete("one").sessions == 1
+        assert mine.sessions.ls() == []
+    with Keeping(tiny_settings) as all_of_them:
+        assert len(all_of_them.sessions.ls()) == 1
+
+
+def test_of_two_questions_that_go_on_at_once_one_is_the_next_turn(engine, caplog):
+    talk(engine, QUESTIONS[:1])
+    at_once = threading.Barrier(2)
+    engine._talks.after = lambda *given: (at_once.wait(20), Conversations.after(engine._talks, *given))[1]
+    threads = [threading.Thread(target=talk, args=(engine, [question])) for question in QUESTIONS[1:3]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    del engine._talks.after
+    session = engine.sessions.show("one")
+    assert len(session.turns) == 2
+    assert "went on with session one first" in caplog.text
+    assert keys_kept(engine) == keys_of(engine, "one")
+    assert is_full_prefill(engine, prepared(engine, [("user", QUESTIONS[3])], session="one"))
+
+
+WRITER = """
+    import json, sys
+    from ragfuse import Ask, Engine, Settings
+    with Engine(Settings(**json.loads(sys.argv[1]))) as engine:
+        print("ready", flush=True)
+        for number in range(int(sys.argv[2])):
+            engine.answer([("user", f"{sys.argv[3]} asks question {number}: why?")], Ask(session="one"))
+            print(number, flush=True)
+"""
+
+
+def begun(settings, count, name):
+    """A process that asks so many questions of one session."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(WRITER), settings.model_dump_json(include=GIVEN), str(count), name],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def is_whole(engine):
+    """Whether every turn has its messages, its tokens are those of its messages, and its KV is right or missing."""
+    session = engine.sessions.show("one")
+    for turn in session.turns:
+        assert [message.role for message in turn.messages] == ["user", "assistant"]
+    ready = prepared(engine, [("user", "So?")], session="one")
+    said = engine.model.words.decode(ready.plan.prompt.token_ids)
+    assert all(message.text in said for message in session.messages)
+    return is_full_prefill(engine, ready)
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_session_and_it_stays_whole(tiny_settings):
+    both = [begun(tiny_settings, 4, name) for name in ("Ann", "Ben")]
+    assert [process.wait(240) for process in both] == [0, 0]
+    with Engine(tiny_settings) as engine:
+        assert 4 <= len(engine.sessions.show("one").turns) <= 8
+        assert is_whole(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_session_whose_process_is_killed_is_whole_or_lacks_its_last_turn(tiny_settings, turns):
+    process = begun(tiny_settings, 50, "Ann")
+    for line in process.stdout:
+        if line.strip() == str(turns - 1):
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with Engine(tiny_settings) as engine:
+        assert turns <= len(engine.sessions.show("one").turns) <= turns + 3
+        assert is_whole(engine)

@@ -1,0 +1,329 @@
+"""Many chunks at once: moved without loss, pinned, and freed when they are too old."""
+
+import threading
+from functools import partial
+
+import pytest
+
+from ragfuse.plan.evict import expired, expired_first, lru
+from ragfuse.store import DiskTier, KVStore, MemoryTier, bulk
+from ragfuse.store.tier import Freed
+from tests.store.kit import Clock, encoded, files, key, kv, same, ticks
+
+MB = 1 << 20
+KEYS = [key(i) for i in range(6)]
+UNIT = encoded(kv())[0].nbytes
+
+
+@pytest.fixture
+def clock():
+    return Clock(1000.0)
+
+
+@pytest.fixture
+def store(tmp_path, clock):
+    """Memory and disk; entries are too old after a hundred seconds."""
+    evict = expired_first(lru, 100.0, clock)
+    tiers = [MemoryTier(MB, evict, clock=clock), DiskTier(tmp_path, MB, evict, clock=clock)]
+    with KVStore(tiers, expired=partial(expired, ttl_s=100.0), clock=clock) as store:
+        yield store
+
+
+def where(store: KVStore, *keys) -> list[str]:
+    """The tiers of each key."""
+    return ["+".join(tier.name for tier in store.tiers if one in tier.entries([one])) for one in keys]
+
+
+# moving
+
+
+def test_many_chunks_are_moved_and_progress_is_told_in_bytes(store):
+    for i, one in enumerate(KEYS[:4]):
+        store.put(one, kv(i), wait=True)
+    told = []
+    done = bulk.move(store, [*KEYS[:3], KEYS[0], key("none")], "disk", lambda *bytes: told.append(bytes))
+    assert (done.chunks, done.failed) == (3, 1)
+    assert (done.troubles[0].what, "not in the store" in done.troubles[0].why) == (str(key("none")), True)
+    assert where(store, *KEYS[:4]) == ["disk", "disk", "disk", "memory+disk"]
+    assert told == sorted(told)
+    assert told[-1][0] == told[-1][1] == 3 * UNIT
+    assert same(store.read_layers(KEYS[1], 2)[0], kv(1).layers[2])
+
+
+def test_what_the_target_has_no_room_for_stays_where_it_is(tmp_path):
+    with KVStore([MemoryTier(3 * UNIT, lru), DiskTier(tmp_path, MB, lru)]) as store:
+        for i, one in enumerate(KEYS):
+            store.put(one, kv(i), tier="disk", wait=True)
+        done = bulk.move(store, KEYS, "memory")
+        assert (done.chunks, done.failed) == (3, 3)
+        assert sorted(where(store, *KEYS)) == ["disk", "disk", "disk", "memory", "memory", "memory"]
+        assert "no room" in done.troubles[0].why
+
+
+def test_an_evictor_that_pushes_out_what_was_just_moved_loses_nothing(tmp_path):
+    def newest_first(entries):
+        return [entry.key for entry in sorted(entries, key=lambda entry: -entry.last_used)]
+
+    with KVStore([MemoryTier(3 * UNIT, newest_first), DiskTier(tmp_path, MB, lru)]) as store:
+        store.put(key("old"), kv(), tier="memory")
+        for i, one in enumerate(KEYS):
+            store.put(one, kv(i), tier="disk", wait=True)
+        done = bulk.move(store, KEYS, "memory")
+        assert done.chunks + done.failed == 6
+        assert "" not in where(store, *KEYS)
+
+
+def test_a_pin_goes_along_also_one_of_an_earlier_process(store, tmp_path, clock):
+    store.put(KEYS[0], kv(), tier="disk", wait=True)
+    store.pin(KEYS[0])
+    store.close()
+    with KVStore([MemoryTier(MB, lru, clock=clock), DiskTier(tmp_path, MB, lru, clock=clock)]) as opened:
+        assert bulk.move(opened, [KEYS[0]], "memory").chunks
+        assert opened.tiers[0].entries()[KEYS[0]].pinned
+
+
+def test_a_damaged_copy_in_the_target_is_no_reason_to_drop_the_good_one(store, tmp_path):
+    store.put(KEYS[0], kv(), wait=True)
+    (path,) = files(tmp_path)
+    whole = bytearray(path.read_bytes())
+    whole[-100] ^= 1
+    path.write_bytes(whole)
+    bulk.move(store, [KEYS[0]], "disk")
+    assert same(store.read_layers(KEYS[0], 2)[0], kv().layers[2])
+
+
+def test_a_move_that_is_stopped_has_lost_nothing(store):
+    for i, one in enumerate(KEYS):
+        store.put(one, kv(i), tier="disk", wait=True)
+
+    def stop(done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bulk.move(store, KEYS, "memory", stop)
+    assert all("disk" in place for place in where(store, *KEYS))
+
+
+# pinning and forgetting many
+
+
+def test_many_are_pinned_and_unpinned_at_once(store):
+    for one in KEYS[:3]:
+        store.put(one, kv(), wait=True)
+    store.pin(*KEYS[:2])
+    assert {entry.key for entry in store.entries() if entry.pinned} == set(KEYS[:2])
+    store.unpin(*KEYS)
+    assert not any(entry.pinned for entry in store.entries())
+
+
+def test_many_are_forgotten_everywhere_or_in_one_tier(store, tmp_path):
+    for one in KEYS[:4]:
+        store.put(one, kv(), wait=True)
+    assert store.forget(KEYS[:1]) == 1
+    assert store.forget(KEYS[1:3], "memory") == 2
+    assert where(store, *KEYS[:4]) == ["", "disk", "disk", "memory+disk"]
+    assert len(files(tmp_path)) == 3
+
+
+# too old
+
+
+def test_what_is_too_old_is_a_miss_and_dropped_behind_the_answer(store, clock, tmp_path):
+    store.put(KEYS[0], kv(), wait=True)
+    clock.now += 60
+    store.put(KEYS[1], kv(1), wait=True)
+    assert set(store.lookup(KEYS)) == set(KEYS[:2])
+    clock.now += 60
+    assert set(store.lookup(KEYS)) == {KEYS[1]}
+    store.flush()
+    assert where(store, *KEYS[:2]) == ["", "memory+disk"]
+    assert len(files(tmp_path)) == 1
+    assert store.stats().expired == 2
+    assert store.put(KEYS[0], kv(), wait=True)
+    assert KEYS[0] in store.lookup(KEYS)
+
+
+def test_what_is_used_does_not_grow_old_and_what_is_pinned_neither(store, clock):
+    for one in KEYS[:3]:
+        store.put(one, kv(), wait=True)
+    store.pin(KEYS[2])
+    for _ in range(5):
+        clock.now += 60
+        store.read_layers(KEYS[0], 0)
+    assert set(store.lookup(KEYS)) == {KEYS[0], KEYS[2]}
+
+
+def test_what_is_used_in_memory_does_not_grow_old_on_disk_for_other_processes(store, clock, tmp_path):
+    store.tell_every_s = 10.0
+    for one in KEYS[:2]:
+        store.put(one, kv(), wait=True)
+    for _ in range(5):
+        clock.now += 60
+        assert store.read_layers(KEYS[0], 0) is not None  # from memory
+        assert store.flush()
+    assert store.tiers[1].entries()[KEYS[0]].hits == 0
+    with KVStore([DiskTier(tmp_path, MB, lru, clock=clock)], expired=store.expired, clock=clock) as other:
+        assert bulk.gc(other)["disk"].expired == 1
+        assert set(other.lookup(KEYS)) == {KEYS[0]}
+
+
+def test_what_is_used_in_memory_is_not_the_first_to_be_pushed_off_the_disk(tmp_path):
+    nbytes = DiskTier(tmp_path / "unit", MB, lru)
+    assert nbytes.write(KEYS[0], *encoded(kv()))
+    ticking = ticks()
+    disk = DiskTier(tmp_path / "store", 3 * nbytes.nbytes, lru, clock=ticking)
+    nbytes.close()
+    with KVStore([MemoryTier(MB, lru), disk], clock=ticking) as store:
+        for i in range(3):
+            store.put(KEYS[i], kv(i), wait=True)
+        assert store.read_layers(KEYS[0], 0) is not None
+        assert store.flush()
+        store.put(KEYS[3], kv(3), wait=True)
+        assert set(disk.entries()) == {KEYS[0], KEYS[2], KEYS[3]}
+
+
+def test_tiers_hear_of_a_use_seldom_and_never_while_an_answer_waits(tmp_path, clock):
+    told, go = [], threading.Event()
+
+    class Hearing(MemoryTier):
+        slow = True
+
+        def touch(self, keys):
+            assert go.wait(20)
+            told.append(list(keys))
+
+    hearing = Hearing(MB, lru, name="hearing")
+    with KVStore([MemoryTier(MB, lru), hearing], tell_every_s=10.0, clock=clock) as store:
+        for one in KEYS:
+            store.put(one, kv(), wait=True)
+        for one in [*KEYS, *KEYS]:
+            assert store.read_layers(one, 0) is not None
+            assert store.read_layers(one, 1) is not None
+        assert told == []
+        go.set()
+        assert store.flush()
+        assert [one for some in told for one in some] == KEYS
+        assert len(told) <= 2
+        clock.now += 9
+        store.read_layers(KEYS[0], 0)
+        clock.now += 2
+        store.read_layers(KEYS[1], 0)
+        assert store.flush()
+        assert told[-1] == [KEYS[1]]
+        store.read_layers(KEYS[2], 0, tier="hearing")  # it knows
+        assert store.flush()
+        assert told[-1] == [KEYS[1]]
+
+
+def test_a_use_that_no_tier_could_be_told_of_is_told_at_the_next(tmp_path, clock):
+    told, started, go = [], threading.Event(), threading.Event()
+
+    class Hearing(MemoryTier):
+        slow = True
+
+        def touch(self, keys):
+            told.extend(keys)
+
+    hearing = Hearing(MB, lru, name="hearing")
+    with KVStore([MemoryTier(MB, lru), hearing], writer_queue=1, clock=clock) as store:
+        store.put(KEYS[0], kv(), wait=True)
+        store._saves.writers.submit("hearing", lambda: (started.set(), go.wait(20)))
+        assert started.wait(10)
+        store._saves.writers.submit("hearing", lambda: None)
+        assert store.read_layers(KEYS[0], 0) is not None
+        go.set()
+        assert store.flush()
+        assert told == []
+        assert store.read_layers(KEYS[0], 0) is not None
+        assert store.flush()
+        assert told == KEYS[:1]
+        assert store.stats().dropped_writes == 0
+
+
+def test_an_entry_written_anew_meanwhile_is_not_dropped(store, clock):
+    store.put(KEYS[0], kv(), tier="memory")
+    clock.now += 200
+    jobs = []
+    store._saves.writers.submit = lambda name, job, counts: jobs.append(job) or True
+    assert store.lookup(KEYS) == {}
+    store.put(KEYS[0], kv(1), tier="memory")
+    assert len(jobs) == 1
+    jobs[0]()
+    assert KEYS[0] in store.lookup(KEYS)
+
+
+def test_gc_frees_what_is_too_old_and_keeps_what_another_tier_has_used_since(store, clock, tmp_path):
+    for one in KEYS[:3]:
+        store.put(one, kv(), wait=True)
+    clock.now += 60
+    store.read_layers(KEYS[1], 0)  # in memory alone
+    store.pin(KEYS[2])
+    clock.now += 60
+    freed = bulk.gc(store)
+    assert {name: what.expired for name, what in freed.items()} == {"memory": 1, "disk": 1}
+    assert freed["disk"].nbytes > UNIT
+    assert where(store, *KEYS[:3]) == ["", "memory+disk", "memory+disk"]
+    assert [what.expired for what in bulk.gc(store).values()] == [0, 0]
+
+
+def test_gc_drops_nothing_that_is_used_while_it_lists(store, clock, tmp_path):
+    for one in KEYS[:2]:
+        store.put(one, kv(), tier="disk", wait=True)
+    clock.now += 200
+    disk, real = store.tiers[1], store.tiers[1].entries
+
+    def slow(keys=None):
+        found = real(keys)
+        if keys is None:
+            disk.read(KEYS[0], 0)
+        return found
+
+    disk.entries = slow
+    assert bulk.gc(store)["disk"].expired == 1
+    assert where(store, *KEYS[:2]) == ["disk", ""]
+
+
+def test_gc_tells_of_no_bytes_that_it_could_not_free(store, clock, monkeypatch):
+    for one in KEYS[:2]:
+        store.put(one, kv(), tier="disk", wait=True)
+    clock.now += 200
+    monkeypatch.setattr(store.tiers[1], "delete", lambda keys: 0)  # as a tier that is down answers
+    assert bulk.gc(store)["disk"] == Freed()
+
+
+def test_gc_frees_the_rest_of_writes_and_rows_without_files(store, tmp_path):
+    for one in KEYS[:2]:
+        store.put(one, kv(), wait=True)
+    lost, kept = files(tmp_path)
+    lost.unlink()
+    (kept.parent / "x.0123456789abcdef.0.tmp").write_bytes(bytes(77))
+    disk = store.tiers[1]
+    with disk._index.write() as transaction:
+        disk._index.begin(transaction, "chunks/00/y.dead.0.tmp", key("y"), "dead", 5000)
+    freed = bulk.gc(store)["disk"]
+    assert (freed.orphans, freed.nbytes) == (3, 5077)
+    assert files(tmp_path) == [kept]
+    assert disk.nbytes == kept.stat().st_size
+    assert bulk.gc(store)["disk"].orphans == 0
+
+
+def test_gc_leaves_alone_what_is_being_written(store, tmp_path):
+    disk = store.tiers[1]
+    store.put(KEYS[0], kv(), wait=True)
+    temp = files(tmp_path)[0].parent / f"z.{disk._owner.token}.9.tmp"
+    temp.write_bytes(b"half")
+    disk._under_way.add(str(temp.relative_to(tmp_path)))
+    with KVStore([DiskTier(tmp_path, MB, lru)]) as other:
+        assert bulk.gc(other)["disk"].orphans == 0
+    assert bulk.gc(store)["disk"].orphans == 0
+    assert temp.exists()
+
+
+def test_without_a_rule_nothing_is_ever_too_old(tmp_path):
+    clock = Clock()
+    with KVStore([DiskTier(tmp_path, MB, lru, clock=clock)], clock=clock) as store:
+        store.put(KEYS[0], kv(), wait=True)
+        clock.now += 1e9
+        assert KEYS[0] in store.lookup(KEYS)
+        assert bulk.gc(store)["disk"].expired == 0

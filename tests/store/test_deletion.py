@@ -1,0 +1,201 @@
+"""What is forgotten is gone from every tier, in all company, and is found in no prompt any more; nothing else is."""
+
+import signal
+import threading
+
+import pytest
+
+from ragfuse import Ask, Engine
+from ragfuse.engine.background import LEARNT, Work
+from tests.store.redis_server import RedisServer
+from tests.tiny import CHUNKS, QUESTION, chunk_hits, ingest, messages
+
+
+@pytest.fixture
+def filled(engine):
+    ingest(engine)
+    return engine
+
+
+def chunk(engine, text):
+    return engine.key(engine.tokens(text)).tokens
+
+
+def entries_of(engine, text):
+    return [entry for entry in engine.store.entries() if entry.key.tokens == chunk(engine, text)]
+
+
+def plain(text):
+    return [("user", f"{text}\n\n{QUESTION}")]
+
+
+def is_known(engine, text):
+    return any(segment.text == text for segment in engine.prompt(plain(text)).segments)
+
+
+def test_it_leaves_every_tier_in_all_company_and_the_bytes_are_told(filled):
+    filled.answer(messages())
+    filled.ingest([], filled.tokens(CHUNKS[1]))  # alone, too
+    before = entries_of(filled, CHUNKS[1])
+    assert {entry.tier for entry in before} == {"memory", "disk"}
+    assert {entry.key.encoded for entry in before} == {"alone", "amid"}
+    held = filled.store.stats().nbytes
+    freed = filled.forget([CHUNKS[1]])
+    assert entries_of(filled, CHUNKS[1]) == []
+    assert freed == sum(entry.nbytes for entry in before)
+    assert sum(held.values()) - sum(filled.store.stats().nbytes.values()) >= freed
+
+
+def test_the_others_stay(filled):
+    filled.forget([CHUNKS[1]])
+    assert chunk_hits(filled.answer(messages()).trace) == [True, False, True, True, True, True]
+
+
+def test_it_is_no_known_chunk_any_more_here_and_in_later_engines(filled, tiny_settings):
+    assert is_known(filled, CHUNKS[1])
+    filled.forget([f" {CHUNKS[1]}\n"])
+    with Engine(tiny_settings) as other:
+        for engine in (filled, other):
+            assert not is_known(engine, CHUNKS[1])
+            assert is_known(engine, CHUNKS[2])
+
+
+def test_texts_that_nobody_knows_free_nothing(filled):
+    before = filled.store.entries()
+    assert filled.forget(["", "A text that nobody has ever stored anywhere at all."]) == 0
+    assert filled.forget([]) == 0
+    assert {entry.key for entry in filled.store.entries()} == {entry.key for entry in before}
+
+
+def test_one_text_is_one_text(filled):
+    assert filled.forget(CHUNKS[1]) > 0
+
+
+def test_another_tenant_keeps_its_own(filled, tiny_settings):
+    with Engine(tiny_settings.model_copy(update={"salt": "theirs"})) as other:
+        ingest(other)
+        theirs = {entry.key for entry in entries_of(other, CHUNKS[1]) if entry.key.model == other.digest}
+        assert filled.forget([CHUNKS[1]]) > 0
+        left = {entry.key for entry in other.store.entries() if entry.key.tokens == chunk(other, CHUNKS[1])}
+        assert left == theirs
+        assert is_known(other, CHUNKS[1])
+
+
+def test_a_pin_does_not_protect_from_being_forgotten(filled):
+    filled.store.pin(*(entry.key for entry in entries_of(filled, CHUNKS[1])))
+    filled.forget([CHUNKS[1]])
+    assert entries_of(filled, CHUNKS[1]) == []
+
+
+def test_what_waits_to_be_encoded_is_not(engine):
+    prompt = messages(CHUNKS[:3])
+    with engine.model.lock:  # the saver cannot encode meanwhile
+        engine.answer(prompt, Ask(max_tokens=1))
+        forgetting = threading.Thread(target=lambda: engine.forget(CHUNKS[:3]))
+        forgetting.start()
+    forgetting.join(60)
+    assert not forgetting.is_alive()
+    engine.flush()
+    assert [text for text in CHUNKS[:3] if entries_of(engine, text) or is_known(engine, text)] == []
+
+
+def test_what_is_still_being_saved_does_not_come_in(filled):
+    disk, gate = filled.store.tier("disk"), threading.Event()
+    write = disk.write
+    disk.write = lambda *given: gate.wait(60) and write(*given)
+    key = filled.key(filled.tokens("A text that is on its way to the disk just now."))
+    kv = filled.model.encode(filled.tokens("A text that is on its way to the disk just now."))
+    filled.store.put(key, kv, tier="disk")
+    forgetting = threading.Thread(target=lambda: filled.forget(["A text that is on its way to the disk just now."]))
+    forgetting.start()
+    forgetting.join(60)
+    gate.set()
+    filled.flush()
+    assert key not in {entry.key for entry in filled.store.entries()}
+
+
+def test_a_question_meanwhile_is_answered_as_by_full_prefill(filled):
+    wanted = filled.answer(messages(), Ask(reuse=False)).token_ids
+    answers, done = [], threading.Event()
+
+    def forget() -> None:
+        for text in CHUNKS:
+            filled.forget([text])
+        done.set()
+
+    thread = threading.Thread(target=forget)
+    thread.start()
+    while not done.is_set() or not answers:
+        answers.append(filled.answer(messages(), Ask(policy="hkvd", ratio=1.0)).token_ids)
+    thread.join()
+    assert set(answers) == {wanted}
+
+
+def test_while_a_tier_is_down_the_rest_is_forgotten_and_the_text_stays_written_down(tiny_settings, tmp_path, caplog):
+    (tmp_path / "redis").mkdir()
+    server = RedisServer(tmp_path / "redis")
+    try:
+        given = {"tiers": (server.url(),), "tier_timeout_s": 0.5}
+        with Engine(tiny_settings.model_copy(update=given)) as engine:
+            ingest(engine)
+            server.signal(signal.SIGSTOP)
+            assert engine.forget([CHUNKS[1]]) > 0
+            assert "Tier redis does not answer" in caplog.text
+            assert entries_of(engine, CHUNKS[1]) == []
+            assert not is_known(engine, CHUNKS[1])
+            assert engine.known_texts("book-1") == [CHUNKS[1]]
+        server.signal(signal.SIGCONT)
+        with Engine(tiny_settings.model_copy(update=given)) as engine:
+            assert {entry.tier for entry in entries_of(engine, CHUNKS[1])} == {"redis"}
+            assert engine.forget([CHUNKS[1]]) > 0
+            assert entries_of(engine, CHUNKS[1]) == engine.known_texts("book-1") == []
+    finally:
+        server.kill()
+
+
+def test_known_texts_are_told_by_source(filled):
+    filled.ingest([(CHUNKS[0], "book-1"), (CHUNKS[5], "book-11")])
+    assert sorted(filled.known_texts("book-1")) == sorted([CHUNKS[1], CHUNKS[0]])
+    assert filled.known_texts("book") == []
+    filled.forget([CHUNKS[1]])
+    assert filled.known_texts("book-1") == [CHUNKS[0]]
+
+
+def learn(engine, text, lasts=True):
+    """Learn a passage as the background does, from its ids."""
+    ids = tuple(engine.tokens(text))
+    engine._text = (lambda tokens: text) if lasts else (lambda tokens: "")
+    engine._save(Work(ids, source=LEARNT))
+    del engine._text
+    return ids
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+def test_passages_that_were_learnt_from_a_text_go_with_it(engine, lasts):
+    whole = f"{CHUNKS[1]} And then: {CHUNKS[2]}"
+    inside, across = CHUNKS[1][10:-10], f"{CHUNKS[0]} {CHUNKS[1][:50]}"
+    other = "Nobody knows where the keeper of the old lighthouse went when it was given up."
+    for text in (inside, across, other):
+        learn(engine, text, lasts)
+    engine.forget([whole])
+    assert [bool(entries_of(engine, text)) for text in (inside, across, other)] == [False, False, True]
+    found = engine.prompt(plain(f"{inside}\n{across}\n{other}")).segments
+    assert sum(len(each.tokens) for each in found if each.kind == "chunk") <= len(other) + 2
+    assert all(inside not in text for text in engine.known_texts(LEARNT))
+
+
+def test_a_passage_that_no_later_process_can_find_is_kept_in_memory_alone(engine):
+    learn(engine, CHUNKS[3], lasts=False)
+    assert {entry.tier for entry in entries_of(engine, CHUNKS[3])} == {"memory"}
+    learn(engine, CHUNKS[4])
+    assert {entry.tier for entry in entries_of(engine, CHUNKS[4])} == {"memory", "disk"}
+
+
+def test_what_memory_alone_has_is_written_to_disk_when_it_is_ingested_or_kept(engine):
+    learn(engine, CHUNKS[3], lasts=False)
+    engine.ingest([(CHUNKS[3], "a.txt")])
+    assert {entry.tier for entry in entries_of(engine, CHUNKS[3])} == {"memory", "disk"}
+    ids = engine.tokens(CHUNKS[2])
+    engine.store.put(engine.key(ids), engine.model.encode(ids), tier="memory")
+    engine.ingest([], prefix=ids)
+    assert {entry.tier for entry in engine.store.entries() if entry.key == engine.key(ids)} == {"memory", "disk"}

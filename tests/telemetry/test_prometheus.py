@@ -1,0 +1,207 @@
+"""What Prometheus is told of engines: by the real client, through the text that a scrape gets."""
+
+import sys
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from ragfuse import Ask, Engine, InputError, Piece, Settings, metrics
+from ragfuse.telemetry.counters import TTFT_S, WHY, why_of
+from tests.store.kit import key, kv
+from tests.store.redis_server import RedisServer
+
+TEXT = "Agnes Worth kept the book of ships in the harbour of Port Elling until her death in 1881. " * 3
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def scraped(registry):
+    """scraped(): {(name, label values but the engine's): value} of one engine, as a scrape reads it."""
+
+    def scraped(engine=None):
+        found = {}
+        for family in text_string_to_metric_families(generate_latest(registry).decode()):
+            for sample in family.samples:
+                if engine in (None, sample.labels["engine"]):
+                    labels = [value for label, value in sorted(sample.labels.items()) if label != "engine"]
+                    found[sample.name, *labels] = sample.value
+        return found
+
+    return scraped
+
+
+def asking(question, n=2):
+    chunks = [Piece(f"{TEXT}Volume {number}.", "chunk", f"letters-{number}.txt") for number in range(n)]
+    return [("user", (Piece("Read this.\n"), *chunks, Piece(question)))]
+
+
+def ingested(engine, prompt):
+    chunks = [(piece.text, piece.source) for piece in prompt[0][1] if piece.kind == "chunk"]
+    engine.ingest(chunks, engine.prefix(prompt))
+    engine.flush()
+
+
+def test_answers_tokens_and_times_are_those_of_the_traces(engine, registry, scraped):
+    metrics(engine, registry, "mine")
+    missed = engine.answer(asking("Who?"))
+    engine.flush()
+    fused, full = engine.answer(asking("Who?")), engine.answer(asking("Who?"), Ask(reuse=False))
+    batch = engine.batch([asking("When?"), asking("Where?")])
+    with pytest.raises(InputError):
+        engine.answer("much " * 5000)
+    answers, found = [missed, fused, full, *batch], scraped("mine")
+    assert fused.trace.tokens_reused > 0
+    assert found["ragfuse_answers_total", "fused"] == 3
+    assert found["ragfuse_answers_total", "full"] == 2
+    assert found["ragfuse_answers_refused_total", "nothing_stored"] == 1
+    assert found["ragfuse_answers_refused_total", "asked"] == 1
+    assert found["ragfuse_answers_failed_total",] == 1
+    for kind in ("reused", "recomputed", "fresh"):
+        wanted = sum(getattr(answer.trace, f"tokens_{kind}") for answer in answers)
+        assert found["ragfuse_prompt_tokens_total", kind] == wanted
+    assert found["ragfuse_answer_tokens_total",] == sum(len(answer.token_ids) for answer in answers)
+    assert found["ragfuse_ttft_seconds_count",] == found["ragfuse_ttft_seconds_bucket", "+Inf"] == 5
+    assert found["ragfuse_ttft_seconds_sum",] == pytest.approx(sum(answer.trace.ttft_s for answer in answers))
+    for end in TTFT_S:
+        wanted = sum(answer.trace.ttft_s <= end for answer in answers)
+        assert found["ragfuse_ttft_seconds_bucket", str(end)] == wanted
+
+
+def test_what_waits_to_be_encoded_is_counted_until_it_is(engine, registry, scraped):
+    metrics(engine, registry)
+    with engine.model.lock:  # which the background needs
+        engine.answer(asking("Who?"))
+        assert scraped()["ragfuse_waiting",] > 0
+    engine.flush()
+    assert scraped()["ragfuse_waiting",] == 0
+
+
+def test_a_tier_hits_what_it_gave_and_misses_what_slower_ones_or_none_gave(engine, registry, scraped):
+    metrics(engine, registry)
+    prompt = asking("Who?")
+    first = engine.answer(prompt)
+    engine.flush()
+    memory = engine.store.tier("memory")
+    memory.delete(list(memory.entries()))
+    second = engine.answer(prompt)
+    segments, found = len(first.trace.segments), scraped()
+    assert {segment.tier for segment in second.trace.segments} == {"disk"}
+    assert found["ragfuse_tier_hits_total", "disk"] == segments
+    assert found["ragfuse_tier_hits_total", "memory"] == 0
+    assert found["ragfuse_tier_misses_total", "disk"] == segments
+    assert found["ragfuse_tier_misses_total", "memory"] == 2 * segments
+    engine.flush()
+    engine.answer(prompt, Ask(reuse=False))  # asks no tier
+    assert scraped()["ragfuse_tier_misses_total", "memory"] == 2 * segments
+
+
+def test_tiers_are_as_full_as_the_store_says(engine, registry, scraped):
+    metrics(engine, registry)
+    ingested(engine, asking("Who?"))
+    found = scraped()
+    for tier in engine.store.tiers:
+        assert found["ragfuse_tier_bytes", tier.name] == tier.nbytes > 0
+        assert found["ragfuse_tier_capacity_bytes", tier.name] == tier.capacity
+        assert found["ragfuse_tier_entries", tier.name] == len(tier.entries()) > 0
+        assert found["ragfuse_tier_breaker_open", tier.name] == 0
+
+
+def test_evictions_and_corrupt_entries_are_counted_by_tier(tiny_settings, registry, scraped):
+    settings = tiny_settings.model_copy(update={"disk_bytes": 20_000, "memory_bytes": 0})
+    with Engine(settings) as engine:
+        metrics(engine, registry)
+        for i in range(20):
+            engine.store.put(key(i), kv(i), wait=True)
+        kept = [entry.key for entry in engine.store.entries()]
+        for file in (settings.store_path / "chunks").rglob("*.kv"):
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 255
+            file.write_bytes(data)
+        lost = [each for each in kept if engine.store.read_layers(each, 0, 3) is None]
+        found = scraped()
+        assert found["ragfuse_tier_evictions_total", "disk"] == 20 - len(kept) > 0
+        assert found["ragfuse_tier_corrupt_total", "disk"] == len(lost) == len(kept)
+        assert found["ragfuse_tier_entries", "disk"] == 0
+
+
+def test_a_redis_that_goes_away_is_an_open_breaker_and_the_scrape_goes_on(tiny_settings, registry, scraped, tmp_path):
+    (tmp_path / "redis").mkdir()
+    server = RedisServer(tmp_path / "redis")
+    try:
+        update = {"tiers": (server.url(),)}
+        with Engine(tiny_settings.model_copy(update=update)) as engine:
+            metrics(engine, registry)
+            for i in range(3):
+                engine.store.put(key(i), kv(i), wait=True)
+            found = scraped()
+            assert found["ragfuse_tier_entries", "redis"] == 3
+            assert found["ragfuse_tier_bytes", "redis"] > 0
+            assert found["ragfuse_tier_breaker_open", "redis"] == 0
+            server.kill()
+            found = scraped()
+            assert found["ragfuse_tier_breaker_open", "redis"] == 1
+            assert found["ragfuse_tier_failures_total", "redis"] >= 0
+            assert found["ragfuse_tier_entries", "disk"] == 3
+    finally:
+        server.kill()
+
+
+def test_several_engines_share_a_registry_until_each_is_closed(tiny_settings, registry, scraped, tmp_path):
+    engines = [Engine(tiny_settings.model_copy(update={"store": tmp_path / str(number)})) for number in range(3)]
+    for engine in engines:
+        metrics(engine, registry)
+        metrics(engine, registry)  # changes nothing
+    model = tmp_path.__class__(tiny_settings.model).name
+    engines[1].answer("Who?")
+    assert [scraped(name)["ragfuse_ttft_seconds_count",] for name in (model, f"{model}-2", f"{model}-3")] == [0, 1, 0]
+    engines[0].close()
+    assert not scraped(model)
+    assert scraped(f"{model}-2")
+    engines[1].close()
+    engines[2].close()
+    assert generate_latest(registry) == b""
+    with Engine(tiny_settings) as again:
+        metrics(again, registry)
+        assert scraped(model)["ragfuse_ttft_seconds_count",] == 0
+    assert generate_latest(registry) == b""
+
+
+def test_the_default_registry_is_the_client_s_own(engine):
+    from prometheus_client import REGISTRY
+
+    metrics(engine, name="ragfuse-test")
+    assert b'engine="ragfuse-test"' in generate_latest(REGISTRY)
+    engine.close()
+    assert b"ragfuse-test" not in generate_latest(REGISTRY)
+
+
+def test_no_text_and_no_source_is_in_a_scrape(engine, registry):
+    metrics(engine, registry)
+    ingested(engine, asking("Who?"))
+    answer = engine.answer(asking("A secret question?"))
+    said = generate_latest(registry).decode()
+    for text in ("Agnes", "secret", "letters-", answer.text, engine.settings.model):
+        assert text not in said
+
+
+def test_without_the_client_it_says_what_to_install(engine, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(InputError, match=r"pip install 'ragfuse-kv\[telemetry\]'"):
+        metrics(engine)
+
+
+def test_a_model_that_cannot_be_fused_and_a_prompt_without_chunks_have_reasons_of_their_own(engine, tiny_settings):
+    assert why_of(engine.answer("Who?").trace.refusal) == "too_short"
+    assert why_of("Its rope scaling 'dynamic' depends on the length of the whole prompt.") == "model"
+    assert why_of("") == ""
+    assert {why_of("full prefill was asked for"), why_of("full prefill 0.1 s is predicted, fusing 2 s")} == {
+        "asked",
+        "sooner",
+    }
+    assert {"model", "too_short"} < set(WHY)
+    assert isinstance(tiny_settings, Settings)

@@ -1,0 +1,45 @@
+"""Timings of a machine, written down and read back; what is foreign is None and never an error."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ragfuse.types.profiles import FusedPoint, MachineProfile
+from tests.plan.kit import machine
+
+WHOLE = replace(
+    machine(far=1e-8),
+    prefill_points=((100, 0.05), (200, 0.1)),
+    fused_points=(FusedPoint("hkvd", 100, 10, 80, 0.15, 0.04),),
+)
+
+
+def test_a_profile_comes_back_from_json():
+    assert MachineProfile.from_dict(json.loads(json.dumps(WHOLE.as_dict()))) == WHOLE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"prefill": [0.1, 0.2]},
+        {"prefill": [0.1, 0.2, -1]},
+        {"prefill": [0.1, 0.2, float("nan")]},
+        {"threads": 0},
+        {"n_layers": 0},
+        {"fused": {"fixed_s": 1}},
+        {"fused": None},
+        {"tiers": {"disk": {"open_s": 0, "read_s": 0, "byte_s": float("inf")}}},
+        {"tiers": [1]},
+        {"fused_points": [["hkvd", 1]]},
+        {"model": None},
+    ],
+)
+def test_what_is_not_understood_is_none(change):
+    assert MachineProfile.from_dict({**WHOLE.as_dict(), **change}) is None
+
+
+@pytest.mark.parametrize("data", [None, [], "profile", {}, {"version": 3}])
+def test_what_is_no_profile_is_none(data):
+    assert MachineProfile.from_dict(data) is None
