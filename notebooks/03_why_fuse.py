@@ -133,7 +133,7 @@ plt.show()
 #
 # The distance of the next-token distributions to full prefill's (KL along its own answer, plain reuse = 1), and how
 # much sooner the first token comes. `hkvd@alone` is the paper's own method. `lexical` is what the embedded model
-# comes with: its chunks were encoded amid other text, and the rows are those that share words with the question.
+# comes with: its chunks were encoded behind filler text, and the rows are those that share words with the question.
 
 # %%
 N = 2

@@ -75,7 +75,7 @@ for ratio in (0.1, 0.3, 1.0):
 
 # %%
 text = (corpus_path() / "1973-oil-crisis.md").read_text(encoding="utf-8")
-splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(model.words, chunk_size=SIZE, chunk_overlap=0)
+splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(model.tokenizer, chunk_size=SIZE, chunk_overlap=0)
 texts = [split.strip() for split in splitter.split_text(text)][:12]
 before, after = "Use the following passages to answer the question at the end.\n\n", "\n\nQuestion: {}\nAnswer:"
 groups = dict(zip(("memory", "disk", "objects"), (texts[:4], texts[4:8], texts[8:]), strict=True))

@@ -59,7 +59,7 @@ engine.learn(measure(model, [], longest=768, rounds=1))  # how long computing ta
 
 # %%
 text = (corpus_path() / "1973-oil-crisis.md").read_text(encoding="utf-8")
-splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(model.words, chunk_size=SIZE, chunk_overlap=0)
+splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(model.tokenizer, chunk_size=SIZE, chunk_overlap=0)
 texts = [split.strip() for split in splitter.split_text(text)][:6]
 before, after = "Use the following passages to answer the question at the end.\n\n", "\n\nQuestion: {}\nAnswer:"
 
@@ -131,7 +131,7 @@ print(f"Computing the whole prompt takes {text_s:.2f} s; the answer: {full.text.
 
 # %%
 deadline = Ask(max_tokens=24, deadline_s=0.6 * text_s)
-raw_mb = kilobytes["raw"] * tokens / 2 / 1e3  # of the six chunks; half of the entries are theirs amid other text
+raw_mb = kilobytes["raw"] * tokens / 2 / 1e3  # of the six chunks; half of the entries are theirs behind filler text
 speeds = [raw_mb / text_s * times for times in (8.0, 2.0, 0.7, 0.3, 0.02)]
 for mbps in speeds:
     line.set((0, mbps))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ragfuse.settings import Settings
     from ragfuse.telemetry.prometheus import metrics
     from ragfuse.text import Piece, RetrievalRuns
-    from ragfuse.text.chat_messages import Turn
+    from ragfuse.text.chat_messages import ChatMessage
     from ragfuse.types.answer import Answer, ToolCall, Trace
     from ragfuse.types.grammar import Grammar
     from ragfuse.types.prompt import Prompt
@@ -24,6 +24,7 @@ __all__ = [
     "AnswerStream",
     "Ask",
     "ByteStore",
+    "ChatMessage",
     "Engine",
     "Grammar",
     "Ingested",
@@ -39,7 +40,6 @@ __all__ = [
     "StoreError",
     "ToolCall",
     "Trace",
-    "Turn",
     "metrics",
 ]
 
@@ -56,7 +56,7 @@ _HOMES = MappingProxyType(
         "Settings": "settings",
         "Prompt": "types.prompt",
         "PMLTemplate": "schemas.pml_template",
-        "Turn": "text.chat_messages",
+        "ChatMessage": "text.chat_messages",
         "metrics": "telemetry.prometheus",
     }
 )

@@ -191,7 +191,7 @@ class Settings(BaseSettings):
     streams: int = Field(default=4, ge=1, description="Questions that read over one line at the same time, at most.")
     chunk_tokens: int = Field(default=160, ge=16, description="Size of a chunk when documents are cut here.")
     chunk_overlap: int = Field(default=0, ge=0, description="Tokens shared by neighbouring chunks.")
-    amid_tokens: int = Field(
+    filler_tokens: int = Field(
         default=256,
         ge=0,
         description="Tokens of other text that a chunk is encoded behind, so that it does not stand for a beginning; "

@@ -48,7 +48,7 @@ def attention(
     return out
 
 
-def turned(keys: Tensor, delta: int, layout: RopeLayout) -> Tensor:
+def shifted(keys: Tensor, delta: int, layout: RopeLayout) -> Tensor:
     """float64 copy of keys [H, n, D], every pair of dims turned by hand."""
     half = len(layout.inv_freq)
     turns = [(math.cos(frequency * delta), math.sin(frequency * delta)) for frequency in layout.inv_freq]
@@ -99,11 +99,11 @@ def shares(ratio: float, first: int, n_layers: int, gradual: bool) -> list[float
     return [ratio + spread * (1 - 2 * step / (n - 1)) for step in range(n)]
 
 
-def budget(share: float, offered: int, forced: int) -> int:
+def budget(share: float, candidate_rows: int, forced: int) -> int:
     """Rows that a share of the offer allows; from 32 on, all computed rows fill whole tiles of 16."""
-    rows = round(share * offered)
-    if 32 <= rows < offered:
-        return max(0, min(offered, round((rows + forced) / 16) * 16 - forced))
+    rows = round(share * candidate_rows)
+    if 32 <= rows < candidate_rows:
+        return max(0, min(candidate_rows, round((rows + forced) / 16) * 16 - forced))
     return rows
 
 
@@ -157,25 +157,32 @@ class LlamaTwin:
         n_tokens, n_layers = len(ids), self.config.num_hidden_layers
         cached = {row: run for run in runs for row in range(run.lo, run.hi)}
         cached.pop(n_tokens - 1, None)
-        offered = sorted(row for row, run in cached.items() if run.blend)
+        candidate_rows = sorted(row for row, run in cached.items() if run.blend)
         forced = [row for row in range(n_tokens) if row not in cached]
         offer = Offer(
-            offered, [row - cached[row].lo for row in offered], len(forced), ratio, n_layers, [0.0] * len(offered)
+            candidate_rows,
+            [row - cached[row].lo for row in candidate_rows],
+            len(forced),
+            ratio,
+            n_layers,
+            [0.0] * len(candidate_rows),
         )
         if policy.startswith("query"):
             looked = self._look(ids, positions, runs, forced)
-            offer.score = [looked[row] for row in offered]
+            offer.score = [looked[row] for row in candidate_rows]
         if policy == "lexical":
             said = [self.says(id).lower() for id in ids]
             words = [said.index(one) if one.isalnum() else -1 for one in said]
-            near = nearness(words, [row for row in forced if row >= max((run.hi for run in runs), default=0)], offered)
-            near = near if any(near) else nearness(words, forced, offered)
-            offer.score = [near[row] for row in offered]
+            near = nearness(
+                words, [row for row in forced if row >= max((run.hi for run in runs), default=0)], candidate_rows
+            )
+            near = near if any(near) else nearness(words, forced, candidate_rows)
+            offer.score = [near[row] for row in candidate_rows]
         name, _, compare = policy.partition(":")
         choose = POLICIES[name](offer)
         placed = self._place(n_tokens, runs)
         hidden = self.weights["model.embed_tokens.weight"][list(ids)]
-        alive, left = offered, Fused(torch.empty(0), [], [], [])
+        alive, left = candidate_rows, Fused(torch.empty(0), [], [], [])
         measured: list[float] | None = None
         for layer in range(n_layers):
             new_keys, new_values = self._project(layer, hidden, positions)
@@ -228,7 +235,7 @@ class LlamaTwin:
             keys, values = torch.zeros(2, heads, n_tokens, dim, dtype=torch.float64)
             for run in runs:
                 kv = run.kv.layers[layer]
-                keys[:, run.lo : run.hi] = turned(kv.keys, run.start, self.layout)
+                keys[:, run.lo : run.hi] = shifted(kv.keys, run.start, self.layout)
                 values[:, run.lo : run.hi] = kv.values.double()
             placed.append((keys, values))
         return placed
@@ -263,7 +270,7 @@ class LlamaTwin:
         normed = self._norm(hidden, f"model.layers.{layer}.input_layernorm.weight")
         flat = normed @ self.weights[f"model.layers.{layer}.self_attn.{part}.weight"].T
         states = flat.view(len(hidden), -1, self.config.head_dim).transpose(0, 1)
-        rows = [turned(states[:, [row]], position, self.layout) for row, position in enumerate(positions)]
+        rows = [shifted(states[:, [row]], position, self.layout) for row, position in enumerate(positions)]
         return torch.cat(rows, 1)
 
     def _norm(self, hidden: Tensor, name: str) -> Tensor:

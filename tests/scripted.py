@@ -37,7 +37,7 @@ def spelled(engine: Engine, *parts: str | int) -> list[int]:
 
 def saying(engine: Engine, *parts: str | int, ends: bool = True, **fields: Any) -> Ask:
     """An ask whose answer is this, and ends there."""
-    end = engine.model.words.eos_token_id
+    end = engine.model.tokenizer.eos_token_id
     script = Script([*spelled(engine, *parts), *([end] if ends else [])])
     options = {**fields.pop("options", {}), "logits_processor": [script]}
     return Ask(**{"max_tokens": len(script.ids) + 4, **fields}, options=options)

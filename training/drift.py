@@ -1,4 +1,4 @@
-"""Measure a model's drift: what a prompt adds, on average, to chunks that were encoded amid other text.
+"""Measure a model's drift: what a prompt adds, on average, to chunks that were encoded behind filler text.
 
 Prompts are six passages of SQuAD's training articles and a question, as in the benchmarks; held-out articles are left
 out. The drift goes into the folder of a model of one's own, or into the adapter's for the one that comes along.
@@ -28,7 +28,7 @@ from ragfuse.types.kv import ChunkKV
 from training.data import Source, split, squad
 
 PASSAGES = 6
-AMID = 256
+FILLER = 256
 """Tokens of other text that chunks are encoded behind by default."""
 
 
@@ -45,8 +45,8 @@ def drawn(sources: Sequence[Source], count: int, seed: int = 0) -> Iterator[Case
 
 
 def pairs(model: HFModel, cases: Iterable[Case]) -> Iterator[tuple[ChunkKV, ChunkKV, Tensor]]:
-    """Of every case: KV of plain reuse amid other text, of full prefill, and the rows of chunks but the first."""
-    lab, method = Lab(model, Settings(amid_tokens=AMID)), Method("none", 0.0, "amid")
+    """Of every case: KV of plain reuse behind filler text, of full prefill, and the rows of chunks but the first."""
+    lab, method = Lab(model, Settings(filler_tokens=FILLER)), Method("none", 0.0, "filler")
     for case in cases:
         lab.hold(case, [method])
         prompt = lab.prompt(case)

@@ -282,7 +282,7 @@ def boundaries() -> Picture:
 def entries() -> Picture:
     """The one entry of a chunk, and what of a prompt it serves."""
     p = Picture(860, 348)
-    p.words(24, 34, "A chunk is encoded once, amid other text", 15, bold=True)
+    p.words(24, 34, "A chunk is encoded once, behind filler text", 15, bold=True)
     p.words(24, 76, "encoded", 13, bold=True)
     p.label(190, 56, 214, 34, "256 tokens of other text", "hint", 11.5)
     p.label(408, 56, 160, 34, "chunk", "reused")

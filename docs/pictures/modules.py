@@ -9,7 +9,7 @@ from zlib import crc32
 from kit import HERE, Picture
 
 from ragfuse.schemas.bind import Bound, bind
-from ragfuse.schemas.layout import Layout, Place, Wrapping, lay_out
+from ragfuse.schemas.layout import ModulePosition, SchemaLayout, Wrapping, lay_out
 from ragfuse.schemas.pml import parse_prompt, parse_schema
 from ragfuse.types.keys import ChunkKey, token_digest
 
@@ -77,7 +77,7 @@ def positions() -> Picture:
     return p
 
 
-def _example() -> tuple[Layout, Bound]:
+def _example() -> tuple[SchemaLayout, Bound]:
     page = GUIDE.read_text(encoding="utf-8")
     schema, prompt = (re.search(rf"<{tag} .*?</{tag}>", page, re.DOTALL) for tag in ("schema", "prompt"))
     if schema is None or prompt is None:
@@ -92,7 +92,7 @@ def _words(text: str, special: bool) -> list[int]:
     return [crc32(word.encode()) >> 1 for word in re.findall(r"\s*\w+|\s*<.*?>|\s*\W", text)]
 
 
-def _walk(place: Place) -> Iterator[Place]:
+def _walk(place: ModulePosition) -> Iterator[ModulePosition]:
     yield place
     for inner in place.places():
         yield from _walk(inner)

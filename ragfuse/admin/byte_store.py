@@ -13,7 +13,7 @@ from ragfuse.admin.store_admin import unanswered
 from ragfuse.engine.store_opener import open_kept
 from ragfuse.errors import StoreError
 from ragfuse.settings import Settings
-from ragfuse.store import Book, KVStore
+from ragfuse.store import CatalogFile, KVStore
 from ragfuse.store.named import as_entry, value_of
 from ragfuse.store.tenants import hidden
 from ragfuse.types.keys import ChunkKey, digest
@@ -90,9 +90,9 @@ class ByteStore:
             if not settings.disk_bytes:
                 raise StoreError("disk_bytes is 0: the settings describe no disk tier. Name a folder or a URL instead.")
             # So that people are told whose entries these are.
-            with Book(settings.store_path, settings.shared_with) as book:
+            with CatalogFile(settings.store_path, settings.shared_with) as file:
                 said = {"model": f"bytes of '{self._namespace}'", "dtype": "", "tenant": hidden(settings.salt)}
-                book.settle(f"tenant-{self._digest}", said)
+                file.settle(f"tenant-{self._digest}", said)
             return open_kept(settings.model_copy(update={"gpu_bytes": 0, "memory_bytes": 0, "tiers": ()}))
         alone = {"gpu_bytes": 0, "memory_bytes": 0, "disk_bytes": 0, "tiers": (str(where),)}
         return open_kept(settings.model_copy(update=alone).placed())

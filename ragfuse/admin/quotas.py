@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ragfuse.errors import StoreError
-from ragfuse.sessions.session_store import Sessions
-from ragfuse.store import Book, KVStore
+from ragfuse.sessions.session_store import SessionStore
+from ragfuse.store import KVStore
+from ragfuse.store.catalog import Catalog, CatalogQueries
 from ragfuse.types.kv import Entry
 
-SPARE = 0.05
+QUOTA_MARGIN = 0.05
 """Share of a quota that is freed beyond what is needed, so that not every new text looks for an oldest one."""
-COUNT_S = 30.0
+RECOUNT_S = 30.0
 """Seconds for which a tier's entries are not counted again while nothing can be over its quota."""
 
 
@@ -53,12 +54,16 @@ class TenantUse:
         return {"nbytes": dict(self.nbytes), "texts": self.texts, "sessions": self.sessions}
 
 
-class Holder(Protocol):
+class QuotaOwner(Protocol):
     """Whoever keeps things for one tenant: an engine."""
 
     store: KVStore
-    book: Book | None
-    sessions: Sessions
+    catalog: Catalog
+
+    @property
+    def sessions(self) -> SessionStore:
+        """The sessions that it keeps."""
+        ...
 
     @property
     def digest(self) -> str:
@@ -70,9 +75,9 @@ class Holder(Protocol):
         ...
 
 
-def written_use(book: Book | None, digest: str) -> tuple[int, int]:
-    """Texts and sessions of a tenant that are written down; StoreError where the book cannot be read."""
-    return (book.count_texts(digest), book.sessions.count(digest)) if book is not None else (0, 0)
+def written_use(catalog: CatalogQueries, digest: str) -> tuple[int, int]:
+    """Texts and sessions of a tenant that are written down; StoreError where the catalog cannot be read."""
+    return catalog.count_texts(digest), catalog.sessions.count(digest)
 
 
 class QuotaKeeper:
@@ -82,7 +87,7 @@ class QuotaKeeper:
     backwards.
     """
 
-    def __init__(self, holder: Holder, quota: Quota, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, holder: QuotaOwner, quota: Quota, clock: Callable[[], float] = time.monotonic) -> None:
         self.quota, self.use, self.evicted = quota, TenantUse(), Counter[str]()
         self._holder, self._clock, self._lock = holder, clock, threading.Lock()
         self._counted: dict[str, tuple[int, float, int]] = {}  # by tier: its bytes and the time then, and the tenant's
@@ -90,7 +95,7 @@ class QuotaKeeper:
     def keep(self) -> TenantUse:
         """Count what the tenant has, drop the oldest of what is too much, and return what is left.
 
-        A book or tier that does not answer now is looked at the next time.
+        A catalog or tier that does not answer now is looked at the next time.
         """
         with self._lock:
             try:
@@ -108,23 +113,23 @@ class QuotaKeeper:
         return {kind: most for kind, most in told.items() if most is not None}
 
     def _texts(self) -> int:
-        book, most = self._holder.book, self.quota.texts
-        n = written_use(book, self._holder.digest)[0]
-        if book is None or most is None or n <= most:
+        catalog, most = self._holder.catalog.strict, self.quota.texts
+        n = written_use(catalog, self._holder.digest)[0]
+        if most is None or n <= most:
             return n
-        oldest = book.oldest_texts(self._holder.digest, n - _low(most))
+        oldest = catalog.oldest_texts(self._holder.digest, n - _low(most))
         self._holder.forget({known.text for known in oldest})
-        left = book.count_texts(self._holder.digest)
+        left = catalog.count_texts(self._holder.digest)
         self.evicted["texts"] += n - left
         return left
 
     def _sessions(self) -> int:
-        book, most = self._holder.book, self.quota.sessions
-        n = written_use(book, self._holder.digest)[1]
-        if book is None or most is None or n <= most:
+        catalog, most = self._holder.catalog.strict, self.quota.sessions
+        n = written_use(catalog, self._holder.digest)[1]
+        if most is None or n <= most:
             return n
         self._holder.sessions.keep_latest(_low(most))
-        left = book.sessions.count(self._holder.digest)
+        left = catalog.sessions.count(self._holder.digest)
         self.evicted["sessions"] += n - left
         return left
 
@@ -148,7 +153,7 @@ class QuotaKeeper:
         """Whether the tenant may have too much since it was counted, or that was long ago."""
         before, when_s, mine = counted
         grown = most is not None and mine + max(0, all_bytes - before) > most
-        return grown or self._clock() - when_s >= COUNT_S
+        return grown or self._clock() - when_s >= RECOUNT_S
 
     def _shrunk(self, tier: str, mine: list[Entry], most: int | None) -> int:
         """Bytes of a tenant's entries in a tier after the oldest have gone that are too much; pinned ones stay."""
@@ -168,4 +173,4 @@ class QuotaKeeper:
 
 def _low(most: int) -> int:
     """What is left of so many when some have to go."""
-    return most - int(SPARE * most)
+    return most - int(QUOTA_MARGIN * most)

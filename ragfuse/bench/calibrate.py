@@ -32,7 +32,7 @@ from ragfuse.types.keys import digest
 
 REUSE = Method("none", 0.0, "alone")
 LADDER = (
-    Method("none", 0.0, "amid"),
+    Method("none", 0.0, "filler"),
     Method("lego", 0.06),
     *(Method("lexical", ratio) for ratio in (0.03, 0.06, 0.10, 0.20)),
     *(Method("hkvd", ratio) for ratio in (0.05, 0.15, 0.30)),
@@ -121,9 +121,9 @@ def calibrate(
     began, lab, runner = time.perf_counter(), Lab(model), Runner(1, model.device, console)
     if model.profile.refusal:
         raise ModelError(f"{name} cannot be fused, so there is nothing to calibrate: {model.profile.refusal}")
-    if not lab.settings.amid_tokens:
+    if not lab.settings.filler_tokens:
         raise SettingsError(
-            "Calibration is of chunks that are encoded amid other text, and amid_tokens is 0. Take it out of the "
+            "Calibration is of chunks that are encoded behind filler text, and amid_tokens is 0. Take it out of the "
             "environment or ragfuse.toml; without such entries hkvd at 15% is used."
         )
     methods, rows = (REUSE, *LADDER), list[Row]()
@@ -205,7 +205,7 @@ def nats_per_token(model: HFModel, cases: Sequence[Case], most: int = 4) -> floa
     found = []
     for case in cases[:most]:
         ids = [*model.bos, *model.tokens(case.chunks[0])]
-        logits = model.along(model.full_prefill(ids[:1]), ids[1:])
+        logits = model.score_continuation(model.full_prefill(ids[:1]), ids[1:])
         found.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:], device=logits.device))))
     return mean(found)
 

@@ -124,7 +124,7 @@ class _Bench:
             "asked": ask.policy,
             "ratio": ready.plan.ratio,
             "bound": forecast.bound,
-            "refusal": ready.plan.refusal,
+            "refusal": ready.plan.fallback_reason,
             "unread": len(ready.plan.unread),
             "predicted_s": forecast.ttft_s,
             "measured_s": measured_s,
@@ -146,13 +146,13 @@ class _Bench:
             points.append((ratio, self.rig.slower(engine, prompt, *asks)))
             late = late + 1 if points[-1][1] > BEYOND else 0
         best = best_ratio(points)
-        alike = not chosen.refusal and not chosen.unread  # else it did other things than what is swept
+        alike = not chosen.fallback_reason and not chosen.unread  # else it did other things than what is swept
         return {
             "mbps": mbps,
             "policy": policy,
             "least": least,
             "chosen": chosen.ratio,
-            "refusal": chosen.refusal,
+            "refusal": chosen.fallback_reason,
             "unread": len(chosen.unread),
             "best": best,
             "gap": abs(chosen.ratio - best) if alike else None,

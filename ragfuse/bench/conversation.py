@@ -127,8 +127,8 @@ def _agreement(engine: Engine, said: Dialogue, n_tokens: int, console: Console) 
             engine.flush()
             if any(segment.kind == "history" for segment in prompt.segments) and answer:
                 model = engine.model
-                wanted = model.along(model.full_prefill(prompt.token_ids), answer).argmax(-1)
-                found = model.along(kept, answer).argmax(-1)
+                wanted = model.score_continuation(model.full_prefill(prompt.token_ids), answer).argmax(-1)
+                found = model.score_continuation(kept, answer).argmax(-1)
                 same, total = same + int((wanted == found).sum()), total + len(answer)
             bar.advance(task)
     return same / total if total else 1.0

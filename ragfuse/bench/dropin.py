@@ -190,7 +190,7 @@ def _material(options: DropinOptions, engine: Engine) -> tuple[list[dict[str, An
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
     splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
-        engine.model.words, chunk_size=options.chunk_tokens, chunk_overlap=0
+        engine.model.tokenizer, chunk_size=options.chunk_tokens, chunk_overlap=0
     )
     own = json.loads((files("ragfuse.bench") / "sets" / "demo_questions.json").read_text("utf-8"))
     mine = [each for each in own["questions"] if each["support"][0]["article"] == options.article]

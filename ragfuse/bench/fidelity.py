@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ragfuse.engine.engine import Ask, Engine
-from ragfuse.fuse.fusor import Run
+from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.rounding_error import kl
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -24,9 +24,9 @@ class Fidelity:
 def fidelity(engine: Engine, prompt: Prompt, answer: Sequence[int], ask: Ask | None = None) -> Fidelity:
     """Teacher-forced along the ids of `answer`, which is full prefill's."""
     model = engine.model
-    full = model.along(model.full_prefill(prompt.token_ids), answer)
-    fused = model.along(engine.prepare(prompt, ask).prefill, answer)
-    reuse = model.along(plain_reuse(model, prompt), answer)
+    full = model.score_continuation(model.full_prefill(prompt.token_ids), answer)
+    fused = model.score_continuation(engine.prepare(prompt, ask).prefill, answer)
+    reuse = model.score_continuation(plain_reuse(model, prompt), answer)
     return Fidelity(kl(full, fused), kl(full, reuse))
 
 
@@ -34,7 +34,7 @@ def plain_reuse(model: HFModel, prompt: Prompt) -> Prefill:
     """Full KV reuse: every module and chunk encoded alone, placed, and nothing recomputed (ratio 0)."""
     cached = [index for index, segment in enumerate(prompt.segments) if segment.kind != "fresh"]
     source = _Encoded({index: model.encode(prompt.segments[index].tokens) for index in cached})
-    runs = [Run(index, *prompt.spans[index], prompt.segments[index].start, blend=True) for index in cached]
+    runs = [CachedRun(index, *prompt.spans[index], prompt.segments[index].start, blend=True) for index in cached]
     return model.fuse(prompt.token_ids, prompt.positions, runs, source, "none", 0.0)
 
 

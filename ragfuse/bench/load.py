@@ -110,7 +110,7 @@ def _case(engine: Engine, work: Workload, options: LoadOptions) -> Callable[[], 
 
     def case() -> object:
         ready = engine.prepare(prompt, ask)
-        if ready.plan.refusal or ready.plan.misses:
+        if ready.plan.fallback_reason or ready.plan.misses:
             raise ModelError(f"The prompt was not fused: {ready.plan.explain()}.")
         return ready
 

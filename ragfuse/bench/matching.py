@@ -112,7 +112,7 @@ class _Words:
         """Ids of the whole, and which of them are text of a passage: those whose last character is."""
         text = "".join(part for part, _ in parts)
         owned = [mine for part, mine in parts for _ in part]
-        encoded = self.model.words(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = self.model.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids: list[int] = encoded["input_ids"]
         return ids, [hi > lo and owned[hi - 1] for lo, hi in encoded["offset_mapping"]]
 

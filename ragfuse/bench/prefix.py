@@ -22,7 +22,7 @@ from ragfuse.engine.engine import Engine
 from ragfuse.engine.options import Ask
 from ragfuse.errors import SettingsError
 from ragfuse.settings import Settings
-from ragfuse.text.stand_in import sample
+from ragfuse.text.filler import sample
 
 QUESTIONS = (
     "Which of these rules matters most?",

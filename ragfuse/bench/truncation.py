@@ -16,7 +16,7 @@ from rich.console import Console
 
 from ragfuse.bench.runner import progress
 from ragfuse.errors import InputError
-from ragfuse.fuse.fusor import Run
+from ragfuse.fuse.fusor import CachedRun
 from ragfuse.fuse.gather import gathered
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.settings import SINKS
@@ -80,7 +80,7 @@ def shortened(model: HFModel, ids: Sequence[int], cut: int, sinks: int = 0) -> t
     rows = [(lo, hi) for lo, hi in ((0, sinks), (sinks + cut, n)) if lo < hi]
     as_it_was = ChunkKV(tuple(_kept(kv, rows) for kv in whole.layers))
     kept, naive, bare = (
-        model.fuse(said, torch.arange(n - cut + 1), [Run(0, 0, n - cut, 0, False)], KVSource([kv]), "none", 0.0)
+        model.fuse(said, torch.arange(n - cut + 1), [CachedRun(0, 0, n - cut, 0, False)], KVSource([kv]), "none", 0.0)
         for said, kv in (
             (left, gathered(whole, rows, model.profile.rope)),
             (left, as_it_was),
@@ -96,5 +96,5 @@ def _kept(kv: LayerKV, rows: Sequence[tuple[int, int]]) -> LayerKV:
 
 def _loss(model: HFModel, prefill: Prefill, following: Sequence[int]) -> float:
     """Nats of the ids that follow, in all."""
-    logits = torch.log_softmax(model.along(prefill, following), -1)
+    logits = torch.log_softmax(model.score_continuation(prefill, following), -1)
     return -float(logits[torch.arange(len(following)), torch.tensor(list(following))].sum())

@@ -23,7 +23,7 @@ from ragfuse.bench.runner import Runner, Times, circumstances, speedup, thread_c
 from ragfuse.bench.workload import Workload
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import ModelError, SettingsError
-from ragfuse.fuse.fusor import Run
+from ragfuse.fuse.fusor import CachedRun
 from ragfuse.fuse.select import Policy, policy_named
 from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.measure.tiers import UNLIMITED
@@ -116,7 +116,7 @@ def _check(model: HFModel, options: TtftOptions) -> None:
     if model.profile.refusal:
         raise ModelError(f"{options.model} cannot be fused: {model.profile.refusal} Measure another model.")
     tokens = max(options.chunks) * options.chunk_tokens + options.question_tokens
-    room = model.longest
+    room = model.max_context
     if room is not None and tokens > room:
         raise SettingsError(
             f"Wanted a prompt of {tokens} tokens, found room for {room} in {options.model}. "
@@ -152,7 +152,7 @@ class _Bench:
         prompt, options = self.work.prompt(self.engine, count), self.options
         fused = Ask(policy=options.policy_name, ratio=options.ratio)
         ready = self.engine.prepare(prompt, fused)
-        if ready.plan.refusal or ready.plan.misses:
+        if ready.plan.fallback_reason or ready.plan.misses:
             raise ModelError(f"The prompt was not fused: {ready.plan.explain()}.")
         cases: dict[str, Callable[[], object]] = {
             "full": lambda: self.engine.prepare(prompt, Ask(reuse=False)),
@@ -166,7 +166,7 @@ class _Bench:
 
     def _prefix(self, prompt: Prompt) -> object:
         """Prefix caching: the first chunk from memory at no cost, everything after it computed."""
-        runs = [Run(0, 0, self.options.chunk_tokens, 0, blend=False)]
+        runs = [CachedRun(0, 0, self.options.chunk_tokens, 0, blend=False)]
         source = KVSource([self.first])
         return self.engine.model.fuse(prompt.token_ids, prompt.positions, runs, source, "none", 0.0)
 

@@ -99,7 +99,7 @@ def ask(
         from ragfuse.types.keys import digest
 
         if pml is not None:
-            asked = Asking(console, explain, compare, Ask(deadline_s=deadline, blend=blend))
+            asked = QuestionOptions(console, explain, compare, Ask(deadline_s=deadline, blend=blend))
             with Engine(settings) as engine:
                 write_json(_result(question, *_answers(engine, prompt_in(pml, question), asked)), json)
             return
@@ -115,21 +115,21 @@ def ask(
             if not no_kv:
                 encode(engine, chunks, console)
         prompt = prompt_for(engine, library, question, console)
-        asked = Asking(console, explain, compare, Ask(deadline_s=deadline, session=session))
+        asked = QuestionOptions(console, explain, compare, Ask(deadline_s=deadline, session=session))
         answer, full = _answers(engine, prompt, asked)
     write_json(_result(question, answer, full), json)
 
 
 def prompt_in(pml: Path, question: str) -> Any:
     """The prompt in PML that a file holds, and a question behind it, if there is one."""
-    from ragfuse.engine.schema_service import read_prompt
+    from ragfuse.engine.question import read_prompt
 
     found = read_prompt(pml)
     return found.asking(question) if question.strip() else found
 
 
 @dataclass(frozen=True)
-class Asking:
+class QuestionOptions:
     """How a question is asked here, and what is shown of it."""
 
     console: Console
@@ -138,7 +138,7 @@ class Asking:
     ask: Ask
 
 
-def _answers(engine: Engine, prompt: Any, asked: Asking) -> tuple[Answer, Answer | None]:
+def _answers(engine: Engine, prompt: Any, asked: QuestionOptions) -> tuple[Answer, Answer | None]:
     """The answer, printed as it is written, and full prefill's where both are wanted."""
     console = asked.console
     full = _full(engine, prompt, console, asked.ask.session) if asked.compare else None
@@ -176,11 +176,11 @@ def _full(engine: Engine, prompt: Any, console: Console, session: str | None) ->
 
 
 def _stream(engine: Engine, prompt: Any, console: Console, heading: bool, ask: Ask) -> Answer:
-    from ragfuse.cli.show import Flow
+    from ragfuse.cli.show import WrappedOutput
 
     if heading:
         console.print("[bold]ragfuse:[/] ", end="")
-    flow = Flow(console, len("ragfuse: ") if heading else 0)
+    flow = WrappedOutput(console, len("ragfuse: ") if heading else 0)
     with engine.stream(prompt, ask) as stream:
         for text in stream:
             flow.say(text)
@@ -196,7 +196,7 @@ def _after(answer: Answer) -> str:
 
 def _tell_which_was_sooner(console: Console, full: Answer, answer: Answer) -> None:
     times = full.trace.ttft_s / answer.trace.ttft_s
-    if answer.trace.refusal:
+    if answer.trace.fallback_reason:
         console.print("Nothing was reused, so both did the same work.")
     elif times >= 1:
         console.print(f"First token [bold]{times:.1f} times sooner[/] than full prefill.", highlight=False)

@@ -242,7 +242,7 @@ def quality(
         str,
         typer.Option(
             help="full; prefix (caching); none (plain reuse); auto (the default); mapreduce, maprerank (LangChain's); "
-            "wrongmask (an ablation); oracle (knows full prefill); a policy. @alone, @amid: what chunks saw."
+            "wrongmask (an ablation); oracle (knows full prefill); a policy. @alone, @filler: what chunks saw."
         ),
     ] = BY_DEFAULT,
     ratios: Annotated[str, typer.Option(help="Ratios of the policies among the methods.")] = "0.15",

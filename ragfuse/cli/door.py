@@ -37,7 +37,7 @@ from ragfuse.errors import RagFuseError
 GOES_ON = "The same command goes on from there."
 
 
-class Door(TyperGroup):
+class CommandGroup(TyperGroup):
     """Turns what ragfuse raises on purpose into a line on standard error, and Ctrl-C into exit status 130.
 
     A KeyboardInterrupt may say what became of what was stopped.
@@ -81,7 +81,7 @@ class _OneLine(logging.Formatter):
 
 
 app = typer.Typer(
-    cls=Door,
+    cls=CommandGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

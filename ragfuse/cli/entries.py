@@ -19,12 +19,12 @@ from ragfuse.settings import LEVELS
 
 if TYPE_CHECKING:
     from ragfuse.admin.quotas import TenantUse
-    from ragfuse.admin.store_admin import Cleared, Line, Outcome
+    from ragfuse.admin.store_admin import Cleared, EntryRow, Outcome
     from ragfuse.store.tenants import Tenant
     from ragfuse.types.kv import Entry
 
 
-def show_lines(console: Console, lines: Sequence[Line]) -> None:
+def show_lines(console: Console, lines: Sequence[EntryRow]) -> None:
     """A table whose keys, tiers and numbers are whole; texts shrink to the console, wider ones have the chunks' too."""
     has_text, has_levels = console.width >= 100, any(list(line.entry.sizes) != [LEVELS[0]] for line in lines)
     rows = [_row(line, has_text, has_levels) for line in lines]
@@ -64,7 +64,7 @@ _WHOLE = 1 << 20
 _LEAST = 6
 
 
-def _row(line: Line, has_text: bool, has_levels: bool) -> tuple[str, ...]:
+def _row(line: EntryRow, has_text: bool, has_levels: bool) -> tuple[str, ...]:
     entry = line.entry
     whose = line.short + ("*" if entry.pinned else ""), plain(line.tenant.name)
     place = *whose, entry.tier, *(("+".join(entry.sizes),) if has_levels else ()), entry.key.encoded
@@ -103,7 +103,7 @@ def _ago(when: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def described(lines: Sequence[Line]) -> str:
+def described(lines: Sequence[EntryRow]) -> str:
     """How many entries, how large, and whose, in a few words."""
     tenants = dict.fromkeys(line.tenant.name for line in lines)
     whose = ", ".join(list(tenants)[:4]) + (", ..." if len(tenants) > 4 else "")
@@ -159,7 +159,7 @@ def outcome_dict(done: Outcome) -> dict[str, Any]:
     return {**counts, "failed": done.failed, "troubles": troubles}
 
 
-def tier_row(name: str, capacity: int, lines: Sequence[Line]) -> dict[str, Any]:
+def tier_row(name: str, capacity: int, lines: Sequence[EntryRow]) -> dict[str, Any]:
     """What a tier holds, as plain JSON types."""
     here = [line.entry for line in lines if line.entry.tier == name]
     sums: dict[str, Any] = {"entries": len(here), "nbytes": sum(entry.nbytes for entry in here), "capacity": capacity}
@@ -180,7 +180,7 @@ def told_use(use: TenantUse) -> str:
     return f"{sizes}, {counted(use.texts, 'text', 'texts')}, {counted(use.sessions, 'session', 'sessions')}"
 
 
-def by_tenant(lines: Sequence[Line]) -> list[tuple[Tenant, int, int]]:
+def by_tenant(lines: Sequence[EntryRow]) -> list[tuple[Tenant, int, int]]:
     """(tenant, entries, bytes) of each, the largest first."""
     found: dict[Tenant, tuple[int, int]] = {}
     for line in lines:

@@ -19,16 +19,16 @@ from ragfuse.errors import InputError
 
 log = logging.getLogger("ragfuse.cli")
 
-TEXT, HTML, PDF = (".txt", ".md", ".rst", ".text", ".markdown"), (".html", ".htm"), (".pdf",)
+TEXT_TYPES, HTML_TYPES, PDF_TYPES = (".txt", ".md", ".rst", ".text", ".markdown"), (".html", ".htm"), (".pdf",)
 _CODE = (
     "py pyi js mjs ts jsx tsx java kt scala groovy c h cc cpp hpp cs go rs rb php swift m r jl lua pl sh bash",
     "zsh ps1 sql css scss toml yaml yml ini cfg conf properties xml xsd tex bib adoc org log tsv proto graphql cmake",
 )
-CODE = tuple(f".{name}" for names in _CODE for name in names.split(" "))
+CODE_TYPES = tuple(f".{name}" for names in _CODE for name in names.split(" "))
 """Kinds that are read as the text that they are."""
-WORD, NOTEBOOK, JSON, LINES, TABLE = ".docx", ".ipynb", ".json", (".jsonl", ".ndjson"), ".csv"
-KINDS = (*TEXT, *HTML, *PDF, *CODE, WORD, NOTEBOOK, JSON, *LINES, TABLE)
-TOLD = "txt, md, rst, html, pdf, docx, ipynb, json, jsonl, csv, source code"
+WORD, NOTEBOOK, JSON, JSON_LINES_TYPES, TABLE = ".docx", ".ipynb", ".json", (".jsonl", ".ndjson"), ".csv"
+FILE_TYPES = (*TEXT_TYPES, *HTML_TYPES, *PDF_TYPES, *CODE_TYPES, WORD, NOTEBOOK, JSON, *JSON_LINES_TYPES, TABLE)
+READABLE_TYPES = "txt, md, rst, html, pdf, docx, ipynb, json, jsonl, csv, source code"
 BOMS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -41,14 +41,14 @@ WORD_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Found:
+class FilesToIngest:
     """Files to ingest, and those passed over with the reason."""
 
     files: tuple[Path, ...]
     skipped: tuple[tuple[Path, str], ...]
 
 
-def find_files(paths: Sequence[Path]) -> Found:
+def find_files(paths: Sequence[Path]) -> FilesToIngest:
     """All documents at `paths`, folders searched through; InputError when there is none."""
     files: list[Path] = []
     skipped: list[tuple[Path, str]] = []
@@ -65,10 +65,10 @@ def find_files(paths: Sequence[Path]) -> Found:
     if not files:
         why = f"{len(skipped)} passed over ({skipped[0][0].name}: {skipped[0][1]})" if skipped else "no file"
         raise InputError(
-            f"Wanted documents ({TOLD}) in '{', '.join(map(str, paths))}', found none: {why}. "
+            f"Wanted documents ({READABLE_TYPES}) in '{', '.join(map(str, paths))}', found none: {why}. "
             "Name a file or folder that holds some."
         )
-    return Found(tuple(dict.fromkeys(files)), tuple(skipped))
+    return FilesToIngest(tuple(dict.fromkeys(files)), tuple(skipped))
 
 
 def _hidden(path: Path, root: Path) -> bool:
@@ -79,7 +79,7 @@ def _unreadable(file: Path) -> str:
     """Why a file cannot be ingested, "" if it can."""
     if not file.is_file():
         return "not a plain file"
-    if file.suffix.lower() not in KINDS:
+    if file.suffix.lower() not in FILE_TYPES:
         return f"not a kind of document that is read here ('{file.suffix}')"
     try:
         with file.open("rb") as handle:
@@ -88,7 +88,7 @@ def _unreadable(file: Path) -> str:
         return f"cannot be read ({error.strerror})"
     if not head.strip():
         return "empty"
-    if file.suffix.lower() not in (*PDF, WORD) and b"\0" in head and not _marked(head):
+    if file.suffix.lower() not in (*PDF_TYPES, WORD) and b"\0" in head and not _marked(head):
         return "binary, not text"
     return ""
 
@@ -132,7 +132,7 @@ def texts_of(file: Path) -> Iterable[str]:
         raise InputError(f"'{file}' cannot be read as {suffix[1:]} ({why}). Mend it or leave it out.") from error
     texts = [whole_text(text) for text in found]
     if not any(text.strip() for text in texts):
-        told = "; scanned pages, for one, hold pictures of text" if suffix in PDF else ""
+        told = "; scanned pages, for one, hold pictures of text" if suffix in PDF_TYPES else ""
         raise InputError(f"'{file}' holds no text{told}.")
     if texts != found:
         log.warning("'%s' holds halves of characters (lone surrogates); U+FFFD stands for each.", whole_text(str(file)))
@@ -141,7 +141,7 @@ def texts_of(file: Path) -> Iterable[str]:
 
 def _read(file: Path, suffix: str) -> Iterator[str]:
     readers: dict[str, Callable[[str], Iterator[str]]] = {JSON: _json, NOTEBOOK: _notebook, TABLE: _table}
-    readers |= dict.fromkeys(LINES, _lines)
+    readers |= dict.fromkeys(JSON_LINES_TYPES, _lines)
     if suffix == WORD:
         yield from _word(file)
     elif suffix in readers:
@@ -231,11 +231,11 @@ def _paragraphs(root: ElementTree.Element) -> Iterator[str]:
 def _loader(file: Path, suffix: str) -> Any:
     from langchain_community.document_loaders import BSHTMLLoader, PyPDFLoader, TextLoader
 
-    if suffix in PDF:
+    if suffix in PDF_TYPES:
         logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # what is wrong is told once, by us
         return PyPDFLoader(str(file))
     encoding = encoding_of(file.read_bytes())
-    if suffix in HTML:
+    if suffix in HTML_TYPES:
         parser = {"features": "html.parser"}
         return BSHTMLLoader(str(file), open_encoding=encoding, bs_kwargs=parser, get_text_separator="\n")
     return TextLoader(str(file), encoding=encoding)

@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ragfuse.cli.files import TOLD, Found, find_files
+from ragfuse.cli.files import READABLE_TYPES, FilesToIngest, find_files
 from ragfuse.cli.options import (
     Device,
     Dtype,
@@ -42,7 +42,9 @@ if TYPE_CHECKING:
     from ragfuse.cli.library import Library
     from ragfuse.engine.engine import Engine, Ingested
 
-OWN = MappingProxyType({"disk": "RAGFUSE_DISK_BYTES", "memory": "RAGFUSE_MEMORY_BYTES", "gpu": "RAGFUSE_GPU_BYTES"})
+TIER_SIZE_VARIABLES = MappingProxyType(
+    {"disk": "RAGFUSE_DISK_BYTES", "memory": "RAGFUSE_MEMORY_BYTES", "gpu": "RAGFUSE_GPU_BYTES"}
+)
 """What gives a tier more room, where it is no further one."""
 
 Chunks = Sequence[tuple[str, str]]
@@ -50,7 +52,7 @@ Chunks = Sequence[tuple[str, str]]
 
 
 def ingest(
-    paths: Annotated[list[Path], typer.Argument(help=f"Files or folders: {TOLD}.")],
+    paths: Annotated[list[Path], typer.Argument(help=f"Files or folders: {READABLE_TYPES}.")],
     index: Index = "default",
     model: Model = None,
     dtype: Dtype = None,
@@ -100,7 +102,7 @@ def add_files(
 
     chunks, left = list[tuple[str, str]](), list[tuple[Path, str]]()
     with console.status("loading the model"):
-        tokenizer = engine.model.words
+        tokenizer = engine.model.tokenizer
     columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn()
     with progress(console, *columns) as bar:
         task = bar.add_task("indexing", total=sum(file.stat().st_size for file in files))
@@ -156,7 +158,7 @@ def progress(console: Console, *columns: ProgressColumn) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def tell_skipped(console: Console, found: Found) -> None:
+def tell_skipped(console: Console, found: FilesToIngest) -> None:
     """Name the files that are passed over, and why."""
     for path, why in found.skipped[:5]:
         line = f"[yellow]passed over[/] {escape(str(path))}: {escape(why)}"
@@ -217,7 +219,7 @@ def _what_fits(engine: Engine, chunks: Chunks, console: Console) -> Chunks:
     if not widest or wanted <= rooms[widest]:
         return chunks
     fitting = int(rooms[widest] / wanted * len(chunks) * 0.95)
-    setting = OWN.get(widest, "RAGFUSE_TIER_BYTES")
+    setting = TIER_SIZE_VARIABLES.get(widest, "RAGFUSE_TIER_BYTES")
     console.print(
         f"[yellow]The KV of all {len(chunks):,} chunks takes about {_size(wanted)}, {widest} has room "
         f"for {_size(rooms[widest])}[/]: the first {fitting:,} {'is' if fitting == 1 else 'are'} encoded now, the "

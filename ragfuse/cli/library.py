@@ -32,7 +32,7 @@ log = logging.getLogger("ragfuse.cli")
 PART = 128
 """Chunks that are embedded and kept together: what an interrupted ingest loses at most."""
 
-BLOCK = 1 << 17
+SPLIT_BLOCK_CHARS = 1 << 17
 """Characters of a long text that are cut into chunks at once."""
 CUTTING = 0.1
 """Share of a file's work that cutting is, embedding being the rest: for progress bars."""
@@ -42,7 +42,7 @@ Progress = Callable[[float], object]
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """Some chunks of one file, in order: where they are kept, the file's digest, its path, texts, recipe."""
 
     path: Path
@@ -54,7 +54,7 @@ class Part:
     texts: tuple[str, ...]
 
     @classmethod
-    def read(cls, path: Path) -> Part | None:
+    def read(cls, path: Path) -> FilePart | None:
         """What is kept at `path`; None, and it is dropped, if that is no part."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -148,7 +148,7 @@ class Library:
         s = self.settings
         return (s.embedder, s.model, s.chunk_tokens, s.chunk_overlap)
 
-    def _kept(self, kept: dict[int, Part]) -> list[str]:
+    def _kept(self, kept: dict[int, FilePart]) -> list[str]:
         """The texts of a file whose parts are all there, [] if one is missing."""
         whole = bool(kept) and len(kept) == next(iter(kept.values())).of
         return [text for number in sorted(kept) for text in kept[number].texts] if whole else []
@@ -168,13 +168,13 @@ class Library:
                 "that can be written."
             ) from error
 
-    def _parts(self, file: str = "") -> Iterator[Part]:
+    def _parts(self, file: str = "") -> Iterator[FilePart]:
         for path in sorted(self.folder.glob(f"{file}*.json")):
-            part = Part.read(path)
+            part = FilePart.read(path)
             if part is not None:
                 yield part
 
-    def _drop(self, parts: Iterator[Part]) -> None:
+    def _drop(self, parts: Iterator[FilePart]) -> None:
         for part in list(parts):
             forget(part.path)
 
@@ -205,9 +205,12 @@ def _measure(tokenizer: Any) -> Callable[[str], int]:
 def _blocks(text: str) -> Iterator[str]:
     """A long text in blocks that end with a paragraph, or at least with a word, where there is one."""
     lo = 0
-    while len(text) - lo > BLOCK:
-        ends = (text.rfind(mark, lo + BLOCK // 2, lo + BLOCK) + len(mark) for mark in ("\n\n", "\n", " "))
-        hi = next((end for end in ends if end > lo + BLOCK // 2), lo + BLOCK)
+    while len(text) - lo > SPLIT_BLOCK_CHARS:
+        ends = (
+            text.rfind(mark, lo + SPLIT_BLOCK_CHARS // 2, lo + SPLIT_BLOCK_CHARS) + len(mark)
+            for mark in ("\n\n", "\n", " ")
+        )
+        hi = next((end for end in ends if end > lo + SPLIT_BLOCK_CHARS // 2), lo + SPLIT_BLOCK_CHARS)
         yield text[lo:hi]
         lo = hi
     yield text[lo:]

@@ -77,7 +77,7 @@ def measure(
         with progress(console, *columns) as bar:
             task = bar.add_task("measuring", total=1.0)
             machine = engine.measure(others, lambda what, done: bar.update(task, description=what, completed=done))
-        is_kept, placed, leveled = engine.book is not None, _placed(engine), list(_leveled(engine))
+        is_kept, placed, leveled = engine.catalog.file is not None, _placed(engine), list(_leveled(engine))
     _show(machine, name, console)
     if is_kept:
         console.print(f"Kept in {settings.store_path}; prompts are planned by it from now on.", highlight=False)

@@ -18,11 +18,11 @@ from ragfuse.cli.options import settings_of
 from ragfuse.errors import InputError, StoreError
 
 if TYPE_CHECKING:
-    from ragfuse.admin.store_admin import Keeping, Line, Wish
+    from ragfuse.admin.store_admin import EntryFilter, EntryRow, StoreAdmin
 
 
 @contextmanager
-def opened(folder: Path | None, console: Console, is_new: bool = False) -> Iterator[Keeping]:
+def opened(folder: Path | None, console: Console, is_new: bool = False) -> Iterator[StoreAdmin]:
     """The store of the settings. Unless it may be new, one that is not there is told and not made."""
     settings = settings_of(store=folder)
     if not is_new and not settings.tiers and settings.disk_bytes and not _is_there(settings.store_path):
@@ -30,9 +30,9 @@ def opened(folder: Path | None, console: Console, is_new: bool = False) -> Itera
             f"There is no store at '{settings.store_path}' yet. Fill it: ragfuse ingest PATH; or name another: --store."
         )
     with console.status("opening the store"):
-        from ragfuse.admin.store_admin import Keeping
+        from ragfuse.admin.store_admin import StoreAdmin
 
-        keeping = Keeping(settings)
+        keeping = StoreAdmin(settings)
     with keeping:
         yield keeping
 
@@ -52,11 +52,11 @@ def wish_of(
     tenant: str | None,
     all_: bool = False,
     must: str = "",
-) -> Wish:
+) -> EntryFilter:
     """Which entries are meant by what was given; InputError where it `must` be said and is not."""
-    from ragfuse.admin.store_admin import Wish
+    from ragfuse.admin.store_admin import EntryFilter
 
-    wish = Wish(tuple(keys or ()), tier, model, tenant, source)
+    wish = EntryFilter(tuple(keys or ()), tier, model, tenant, source)
     if must and wish.is_anything != all_:
         found = "--all beside others" if all_ else "nothing"
         raise InputError(
@@ -66,13 +66,13 @@ def wish_of(
     return wish
 
 
-def lines_of(keeping: Keeping, console: Console, wish: Wish | None, done: str = "") -> list[Line]:
+def lines_of(keeping: StoreAdmin, console: Console, wish: EntryFilter | None, done: str = "") -> list[EntryRow]:
     """Those that are meant. Silent tiers are told; they end what is to be `done` where nothing else is found."""
-    from ragfuse.admin.store_admin import Wish
+    from ragfuse.admin.store_admin import EntryFilter
 
     with console.status("reading the store"):
-        lines = keeping.lines(wish or Wish())
-        silent, meant = keeping.silent(), keeping.silent(wish or Wish())
+        lines = keeping.lines(wish or EntryFilter())
+        silent, meant = keeping.silent(), keeping.silent(wish or EntryFilter())
     if done and meant and not lines:
         refuse(meant, f"what it holds is not known, and nothing was {done}")
     for name in silent:

@@ -13,7 +13,7 @@ FILLER = "A passage long enough to be reused, whatever the model. " * 8
 
 def rag_prompt(engine: Engine, question: str, chunks: Sequence[tuple[str, str]]) -> str | list[tuple[str, Content]]:
     """One user message with (text, source) chunks as exact pieces; marked text for a model without chat template."""
-    if not getattr(engine.model.words, "chat_template", None):
+    if not getattr(engine.model.tokenizer, "chat_template", None):
         marked = [f"{engine.marker.mark(text, source)}\n\n" for text, source in chunks]
         return f"{INSTRUCTION}{''.join(marked)}Question: {question}\nAnswer:"
     parts = [Piece(INSTRUCTION)]

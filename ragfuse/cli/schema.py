@@ -39,7 +39,7 @@ schema = typer.Typer(
     "(RAGFUSE_SALT), or of none.",
 )
 
-COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:olive")
+MODULE_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:olive")
 
 
 @schema.command("add")
@@ -182,7 +182,7 @@ def _draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     with saved(path, (9, max(2.0, 0.32 * len(places)))) as figure:
         axes = figure.add_subplot()
         for line, row in enumerate(places):
-            colour = "lightgrey" if row["what"] == "schema" else COLOURS[row["depth"] % len(COLOURS)]
+            colour = "lightgrey" if row["what"] == "schema" else MODULE_COLOURS[row["depth"] % len(MODULE_COLOURS)]
             axes.barh(line, row["stop"] - row["start"], left=row["start"], color=colour, height=0.7)
         for row in rows:
             if row["what"] == "param":

@@ -37,8 +37,8 @@ def show_trace(console: Console, trace: Trace) -> None:
     if trace.stream is not None:
         _show_stream(console, trace.stream)
     console.print(strip(trace, min(console.width, 100)))
-    if trace.refusal:
-        said = f"{trace.tokens} tokens, all [{FRESH}]computed[/]: {escape(trace.refusal)}"
+    if trace.fallback_reason:
+        said = f"{trace.tokens} tokens, all [{FRESH}]computed[/]: {escape(trace.fallback_reason)}"
     else:
         said = (
             f"{trace.tokens} tokens: [{REUSED}]{trace.tokens_reused} reused[/], [{RECOMPUTED}]"
@@ -68,7 +68,7 @@ def short(name: str) -> str:
     return name if len(name) <= 22 else f"{name[:9]}...{name[-10:]}"
 
 
-class Flow:
+class WrappedOutput:
     """Text that is printed as it comes, broken between words at the console's width; `column` is where it stands."""
 
     def __init__(self, console: Console, column: int = 0) -> None:

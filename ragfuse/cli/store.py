@@ -28,7 +28,7 @@ from ragfuse.errors import InputError
 from ragfuse.settings import LEVELS
 
 if TYPE_CHECKING:
-    from ragfuse.admin.store_admin import Wish
+    from ragfuse.admin.store_admin import EntryFilter
 
 store = typer.Typer(
     no_args_is_help=True,
@@ -321,7 +321,7 @@ def gc(store: Store = None, json: Json = None) -> None:
     raise typer.Exit(1 if silent else 0)
 
 
-def _pin(pinned: bool, wish: Wish, store: Path | None, json: Path | None) -> None:
+def _pin(pinned: bool, wish: EntryFilter, store: Path | None, json: Path | None) -> None:
     console, word = console_for(json), "pinned" if pinned else "unpinned"
     with opened(store, console) as keeping:
         wish = keeping.mine(wish)

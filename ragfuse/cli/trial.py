@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ragfuse.admin.store_admin import Book
-from ragfuse.cli.check import Row, guarded
+from ragfuse.cli.check import CheckResult, guarded
 from ragfuse.cli.options import prepared
 from ragfuse.cli.prompts import prefix_of, rag_prompt
 from ragfuse.engine.engine import Ask, Engine
-from ragfuse.engine.machine_timings import Timings
-from ragfuse.engine.model_profiles import Profiles
+from ragfuse.engine.machine_timings import MachineTimings
+from ragfuse.engine.model_profiles import ProfileStore
 from ragfuse.errors import StoreError
 from ragfuse.settings import Settings
-from ragfuse.store.catalog import Booked
+from ragfuse.store import CatalogFile
+from ragfuse.store.catalog import Catalog
 from ragfuse.types.profiles import ModelProfile
 
 if TYPE_CHECKING:
@@ -43,25 +43,25 @@ PASSAGES = (
     "old mill. The workshop has never sold more than ten instruments in one year, and most of them went abroad.",
 )
 QUESTION = "What colour is the lighthouse of Port Elling?"
-TOKENS = 16
+TRIAL_ANSWER_TOKENS = 16
 """Most tokens of an answer."""
 ELSEWHERE = "name an embedded model (ragfuse models ls), a local folder or a Hugging Face id: RAGFUSE_MODEL"
 
 
 @dataclass(frozen=True)
-class Answers:
-    """One question as it is answered by full prefill and by default; then `TOKENS` tokens, whatever they say, by full
-    prefill and with all rows computed again (None where a model cannot be fused)."""
+class PairedAnswers:
+    """One question as it is answered by full prefill and by default; then `TRIAL_ANSWER_TOKENS` tokens, whatever they
+    say, by full prefill and with all rows computed again (None where a model cannot be fused)."""
 
     full: Answer
     default: Answer
     long: tuple[Answer, Answer] | None
 
 
-def tried(settings: Settings, console: Console, said: dict[str, Any]) -> Iterator[Row]:
+def tried(settings: Settings, console: Console, said: dict[str, Any]) -> Iterator[CheckResult]:
     """Rows about the model, what is known of it, and the question; `said` takes the answers as plain JSON types."""
     with ExitStack() as stack:
-        rows: list[Row] = []
+        rows: list[CheckResult] = []
         engine = _loaded(settings, console, stack, rows)
         yield from rows
         if engine is None:
@@ -71,10 +71,10 @@ def tried(settings: Settings, console: Console, said: dict[str, Any]) -> Iterato
         yield from guarded("question", lambda: _question(engine, console, said))
 
 
-def _loaded(settings: Settings, console: Console, stack: ExitStack, rows: list[Row]) -> Engine | None:
+def _loaded(settings: Settings, console: Console, stack: ExitStack, rows: list[CheckResult]) -> Engine | None:
     """An engine over a store that is thrown away, its model loaded; None, and the reason in `rows`, if it cannot be."""
 
-    def load() -> Iterator[Row]:
+    def load() -> Iterator[CheckResult]:
         prepared(settings)
         folder = stack.enter_context(TemporaryDirectory(prefix="ragfuse-doctor-"))
         alone = {"store": Path(folder) / "store", "tiers": (), "memory_bytes": 0, "gpu_bytes": 0, "disk_bytes": 2 << 30}
@@ -83,7 +83,9 @@ def _loaded(settings: Settings, console: Console, stack: ExitStack, rows: list[R
         with console.status("loading the model"):
             model = engine.model
         took = f"{time.perf_counter() - began:.1f} s"
-        yield Row("model", "ok", f"{settings.model}, {engine.settings.dtype} on {model.device}, loaded in {took}")
+        yield CheckResult(
+            "model", "ok", f"{settings.model}, {engine.settings.dtype} on {model.device}, loaded in {took}"
+        )
         yield _probed(model.profile)
         engines.append(engine)
 
@@ -92,14 +94,14 @@ def _loaded(settings: Settings, console: Console, stack: ExitStack, rows: list[R
     return engines[0] if engines else None
 
 
-def _probed(profile: ModelProfile) -> Row:
+def _probed(profile: ModelProfile) -> CheckResult:
     if profile.refusal:
         remedy = "nothing is reused with it; name another: RAGFUSE_MODEL"
-        return Row("probe", "bad", f"cannot be fused: {profile.refusal}", remedy)
+        return CheckResult("probe", "bad", f"cannot be fused: {profile.refusal}", remedy)
     kinds = dict.fromkeys(_in_words(layout) for layout in profile.rope)
     layers = [f"{sum(_in_words(layout) == kind for layout in profile.rope)} layers {kind}" for kind in kinds]
     how = "rows alone" if profile.mode == "rows" else "the model's own attention with a mask"
-    return Row("probe", "ok", f"can be fused: {', '.join(layers)}; attention by {how}")
+    return CheckResult("probe", "ok", f"can be fused: {', '.join(layers)}; attention by {how}")
 
 
 def _in_words(layout: RopeLayout | None) -> str:
@@ -109,46 +111,48 @@ def _in_words(layout: RopeLayout | None) -> str:
     return f"with rope over {2 * len(layout.inv_freq)} dims in {pairs}"
 
 
-def _known(settings: Settings, engine: Engine) -> Iterator[Row]:
-    """What the store's book says of the model and of this machine."""
+def _known(settings: Settings, engine: Engine) -> Iterator[CheckResult]:
+    """What the store's catalog says of the model and of this machine."""
     model = engine.model
-    with closing(Booked(_book(settings))) as booked:
-        profile = Profiles(booked).joined(model.profile)
-        machine = Timings(settings.tiers, booked).machine(model)
+    with closing(Catalog(_catalog_file(settings))) as catalog:
+        profile = ProfileStore(catalog).joined(model.profile)
+        machine = MachineTimings(settings.tiers, catalog).machine(model)
     if profile.verified is None:
-        yield Row("verified", "note", "not looked at", f"ragfuse verify {settings.model}")
+        yield CheckResult("verified", "note", "not looked at", f"ragfuse verify {settings.model}")
     elif profile.verified:
-        yield Row("verified", "ok", "fusing is exact where it must be")
+        yield CheckResult("verified", "ok", "fusing is exact where it must be")
     else:
         remedy = "prompts are answered by full prefill; take another model or dtype"
-        yield Row("verified", "bad", "fusing is not exact where it must be", remedy)
+        yield CheckResult("verified", "bad", "fusing is not exact where it must be", remedy)
     calibrate = f"ragfuse calibrate --model {settings.model} --docs PATH"
     if profile.choice is not None:
-        yield Row("calibrated", "ok", "{} at {:.0%} keeps answers close".format(*profile.choice))
+        yield CheckResult("calibrated", "ok", "{} at {:.0%} keeps answers close".format(*profile.choice))
     elif profile.safe is False:
         remedy = "prompts are answered by full prefill; name a policy to fuse all the same"
-        yield Row("calibrated", "bad", "no policy kept answers close to full prefill's", remedy)
+        yield CheckResult("calibrated", "bad", "no policy kept answers close to full prefill's", remedy)
     else:
-        yield Row("calibrated", "note", "not calibrated: the default policy is used", calibrate)
+        yield CheckResult("calibrated", "note", "not calibrated: the default policy is used", calibrate)
     if machine is None:
-        yield Row("measured", "note", "this machine was not timed with it", f"ragfuse measure --model {settings.model}")
+        yield CheckResult(
+            "measured", "note", "this machine was not timed with it", f"ragfuse measure --model {settings.model}"
+        )
     else:
         threads = f"{machine.threads} thread{'s' if machine.threads > 1 else ''}"
-        yield Row("measured", "ok", f"on {threads}, tiers {', '.join(machine.tiers)}")
+        yield CheckResult("measured", "ok", f"on {threads}, tiers {', '.join(machine.tiers)}")
 
 
-def _book(settings: Settings) -> Book | None:
-    """The book of the store as it is; none is made."""
+def _catalog_file(settings: Settings) -> CatalogFile | None:
+    """The catalog of the store as it is; none is made."""
     folder = settings.store_path
-    if not settings.disk_bytes or not (folder / "book.sqlite").is_file():
+    if not settings.disk_bytes or not (folder / "catalog.sqlite").is_file():
         return None
     try:
-        return Book(folder)
+        return CatalogFile(folder)
     except StoreError:  # which the row of the store's own tier tells
         return None
 
 
-def _question(engine: Engine, console: Console, said: dict[str, Any]) -> Iterator[Row]:
+def _question(engine: Engine, console: Console, said: dict[str, Any]) -> Iterator[CheckResult]:
     with console.status("asking a question, with and without reuse"):
         found = _asked(engine, [(text, SOURCE) for text in PASSAGES])
     full, default = found.full, found.default
@@ -162,20 +166,20 @@ def _question(engine: Engine, console: Console, said: dict[str, Any]) -> Iterato
         "tokens_reused": default.trace.tokens_reused,
         "exact": found.long is not None and found.long[0].token_ids == found.long[1].token_ids,
     }
-    yield Row("question", "ok", QUESTION)
-    yield Row("full prefill", "ok", f"{_line(full)} (first token after {full.trace.ttft_s:.3f} s)")
-    if default.trace.refusal:
+    yield CheckResult("question", "ok", QUESTION)
+    yield CheckResult("full prefill", "ok", f"{_line(full)} (first token after {full.trace.ttft_s:.3f} s)")
+    if default.trace.fallback_reason:
         remedy = "see above; RAGFUSE_POLICY=hkvd fuses all the same"
-        yield Row("reuse", "bad", f"nothing was reused: {default.trace.refusal}", remedy)
+        yield CheckResult("reuse", "bad", f"nothing was reused: {default.trace.fallback_reason}", remedy)
     else:
         trace = default.trace
         share = f"{trace.tokens_reused} of {trace.tokens} tokens reused, {trace.tokens_recomputed} recomputed"
-        yield Row("reuse", "ok", f"{_line(default)} (first token after {trace.ttft_s:.3f} s; {share})")
+        yield CheckResult("reuse", "ok", f"{_line(default)} (first token after {trace.ttft_s:.3f} s; {share})")
     if found.long is not None:
         yield _exact(engine, *found.long)
 
 
-def _asked(engine: Engine, chunks: Sequence[tuple[str, str]]) -> Answers:
+def _asked(engine: Engine, chunks: Sequence[tuple[str, str]]) -> PairedAnswers:
     """Each way once unmeasured, as the first call of a process is slower, and then measured."""
     prompt, can_fuse = rag_prompt(engine, QUESTION, chunks), not engine.model.profile.refusal
     if can_fuse:
@@ -183,29 +187,29 @@ def _asked(engine: Engine, chunks: Sequence[tuple[str, str]]) -> Answers:
         engine.flush()
     for reuse in (False, True):
         engine.answer(prompt, Ask(reuse=reuse, max_tokens=1))
-    full = engine.answer(prompt, Ask(reuse=False, max_tokens=TOKENS))
-    default = engine.answer(prompt, Ask(max_tokens=TOKENS))
+    full = engine.answer(prompt, Ask(reuse=False, max_tokens=TRIAL_ANSWER_TOKENS))
+    default = engine.answer(prompt, Ask(max_tokens=TRIAL_ANSWER_TOKENS))
     if not can_fuse:
-        return Answers(full, default, None)
-    long: dict[str, Any] = {"max_tokens": TOKENS, "options": {"min_new_tokens": TOKENS}}
+        return PairedAnswers(full, default, None)
+    long: dict[str, Any] = {"max_tokens": TRIAL_ANSWER_TOKENS, "options": {"min_new_tokens": TRIAL_ANSWER_TOKENS}}
     ids = engine.prompt(prompt).token_ids  # of marked chunks, which the model's own prompt does not have
     wanted, whole = (
         engine.answer(ids, Ask(reuse=False, **long)),
         engine.answer(prompt, Ask(policy="hkvd", ratio=1.0, **long)),
     )
-    return Answers(full, default, (wanted, whole))
+    return PairedAnswers(full, default, (wanted, whole))
 
 
-def _exact(engine: Engine, full: Answer, whole: Answer) -> Row:
+def _exact(engine: Engine, full: Answer, whole: Answer) -> CheckResult:
     """Whether all rows computed again give full prefill's tokens; else whether rounding explains that."""
     if whole.token_ids == full.token_ids:
-        return Row("exact", "ok", f"all rows computed again give full prefill's {len(full.token_ids)} tokens")
+        return CheckResult("exact", "ok", f"all rows computed again give full prefill's {len(full.token_ids)} tokens")
     pairs = zip(whole.token_ids, full.token_ids, strict=False)
     at = next((at for at, (ours, theirs) in enumerate(pairs) if ours != theirs), len(full.token_ids))
     found = f"with all rows computed again, token {at + 1} is not full prefill's"
     if engine.settings.dtype != "float32" and engine.verify().passed:
-        return Row("exact", "ok", f"{found}, by no more than rounding explains")
-    return Row("exact", "bad", found, f"ragfuse verify {engine.settings.model} says which promise is broken")
+        return CheckResult("exact", "ok", f"{found}, by no more than rounding explains")
+    return CheckResult("exact", "bad", found, f"ragfuse verify {engine.settings.model} says which promise is broken")
 
 
 def _line(answer: Answer) -> str:

@@ -22,13 +22,13 @@ from ragfuse.codec import coders
 from ragfuse.codec.codec import DTYPES, LayerMeta
 from ragfuse.codec.coders import Coder, Order, Section, Shape
 from ragfuse.codec.container import OtherTables, narrowed, one_dtype, pack, unpack
-from ragfuse.codec.quantise import SCALE, Split, from_eight, from_numbers, odd_ones, to_eight, to_numbers
-from ragfuse.codec.rotation import turned
-from ragfuse.codec.tables import GROUPINGS, MIDDLE, STEPS, CodecTables, Grouping, Ints, LayerTables, What
+from ragfuse.codec.quantise import BIN_SCALE_DTYPE, Split, from_eight, from_numbers, odd_ones, to_eight, to_numbers
+from ragfuse.codec.tables import GROUPINGS, MIDDLE, STEPS_PER_OCTAVE, CodecTables, Grouping, Ints, LayerTables, What
+from ragfuse.fuse.rope import rotate_in_place
 from ragfuse.types.kv import LayerKV
 
-KIND: Final = 2
-OWN: Final = struct.Struct("<fBBB9x")
+CACHEGEN_KIND: Final = 2
+LEVEL_FIELDS: Final = struct.Struct("<fBBB9x")
 CODERS: Final[tuple[Coder, ...]] = ("zstd", "ans")
 WIDTHS: Final = ((256, 4), (64, 8), (0, 16))
 """Tokens from which on rows are classed so finely for zstd: each class takes some bytes for its Huffman table."""
@@ -76,7 +76,7 @@ class CacheGenCodec:
         one_dtype(layer)
         own = self._fitting(at, layer.keys.shape, layer.values.shape)
         tensors = [
-            turned(tensor.to("cpu", torch.float32, copy=True), own.rope_of(name), -1)
+            rotate_in_place(tensor.to("cpu", torch.float32, copy=True), own.rope_of(name), -1)
             for tensor, name in ((layer.keys, "keys"), (layer.values, "values"))
         ]
         if not all(tensor.isfinite().all() for tensor in tensors):
@@ -96,12 +96,12 @@ class CacheGenCodec:
         ]
         packed = [torch.from_numpy(np.frombuffer(part, dtype=np.uint8).copy()) for part in parts]
         meta = LayerMeta.of(layer, torch.ones(1))
-        blob = pack(KIND, at, self.tables.digest, meta, self._own(at, self.level.coder), packed)
+        blob = pack(CACHEGEN_KIND, at, self.tables.digest, meta, self._own(at, self.level.coder), packed)
         return blob.to(layer.keys.device)
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
         """The bins' middles; ValueError for what another level, other tables or other shapes gave."""
-        packed = unpack(blob.cpu(), KIND, self.tables.digest, meta)
+        packed = unpack(blob.cpu(), CACHEGEN_KIND, self.tables.digest, meta)
         if packed.at >= len(self.tables.layers) or len(packed.parts) != PARTS:
             raise ValueError(f"One of {len(self.tables.layers)} layers in {PARTS} parts wanted, another found.")
         coder = next((each for each in CODERS if packed.own == self._own(packed.at, each)), None)
@@ -110,7 +110,7 @@ class CacheGenCodec:
         own = self._fitting(packed.at, meta.key_shape, meta.value_shape)
         keys, values = self._restored(packed.parts, own, packed.at, meta, coder)
         dtype = DTYPES[meta.dtype]
-        keys, values = turned(keys, own.rope_of("keys"), 1), turned(values, own.rope_of("values"), 1)
+        keys, values = rotate_in_place(keys, own.rope_of("keys"), 1), rotate_in_place(values, own.rope_of("values"), 1)
         return LayerKV(narrowed(keys, dtype).to(blob.device), narrowed(values, dtype).to(blob.device))
 
     def _restored(
@@ -182,14 +182,14 @@ class CacheGenCodec:
         grouping = self.level.grouping
         what: What = "change" if self.level.deltas else "spread"
         spreads = np.concatenate([part.codes(what, grouping, self.tables.overall) for part in (own.keys, own.values)])
-        bins = round(STEPS * log2(self.level.width(at, len(self.tables.layers))))
+        bins = round(STEPS_PER_OCTAVE * log2(self.level.width(at, len(self.tables.layers))))
         width = ANS_WIDTH if coder == "ans" else next(width for least, width in WIDTHS if n >= least)
         return (*coders.in_sections(spreads - MIDDLE - bins, width), self.tables.below(grouping, self.level.deltas))
 
     def _own(self, at: int, coder: Coder) -> bytes:
         """What a blob says of its level."""
         flags = (self.level.deltas, GROUPINGS.index(self.level.grouping), CODERS.index(coder))
-        return OWN.pack(self.level.width(at, len(self.tables.layers)), *flags)
+        return LEVEL_FIELDS.pack(self.level.width(at, len(self.tables.layers)), *flags)
 
     def _fitting(self, at: int, key_shape: Sequence[int], value_shape: Sequence[int]) -> LayerTables:
         """The tables of layer `at`; ValueError where they are of other shapes."""
@@ -215,6 +215,6 @@ def _rows(odd: Tensor, n: int) -> Tensor:
 
 def _scales(scales: Tensor, shape: Sequence[int]) -> Tensor:
     """bfloat16 [H, count, 1]."""
-    if scales.numel() != SCALE.itemsize * shape[0] * shape[1]:
+    if scales.numel() != BIN_SCALE_DTYPE.itemsize * shape[0] * shape[1]:
         raise ValueError(f"Scales of {shape[0]} x {shape[1]} wanted, {scales.numel()} bytes found.")
-    return scales.clone().view(SCALE).view(shape[0], shape[1], 1)
+    return scales.clone().view(BIN_SCALE_DTYPE).view(shape[0], shape[1], 1)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from ragfuse.codec.tables import GRID, REACH, STEPS, Floats, Ints
+from ragfuse.codec.tables import GRID, SHAPE_REACH, STEPS_PER_OCTAVE, Floats, Ints
 
 Coder = Literal["zstd", "ans"]
 Order = npt.NDArray[np.intp]
@@ -31,7 +31,7 @@ TRIPLE: Final = 2
 PAIR_SPREAD: Final = 5
 TRIPLE_SPREAD: Final = -6
 """Up to these codes of a spread (1.5 and .6 bins) numbers stand in pairs and triples."""
-TOGETHER: Final[Mapping[int, int]] = MappingProxyType({SINGLE: 1, PAIR: 2, TRIPLE: 3})
+VALUES_PER_SYMBOL: Final[Mapping[int, int]] = MappingProxyType({SINGLE: 1, PAIR: 2, TRIPLE: 3})
 COARSEST: Final = -24
 FINEST: Final = 64
 """Codes of spreads are held between these: 256 bins, and an eighth of one, where nearly all are 0."""
@@ -42,7 +42,7 @@ MAX_NUMBER: Final = 1 << 30
 def _unpacking(most: int) -> Floats:
     """float32 [256, together]: the numbers up to `most` that stand in every byte."""
     base, byte = 2 * most + 2, np.arange(256)
-    found = np.stack([byte // base**at % base for at in reversed(range(TOGETHER[most]))], axis=1)
+    found = np.stack([byte // base**at % base for at in reversed(range(VALUES_PER_SYMBOL[most]))], axis=1)
     table = (found - most).astype(np.float32)
     table.setflags(write=False)
     return table
@@ -144,7 +144,7 @@ def _apart(apart: memoryview, count: int, most: int) -> Ints:
 
 
 def _squeezed(flat: Ints, section: Section) -> bytes:
-    together, base = TOGETHER[section.most], 2 * section.most + 2
+    together, base = VALUES_PER_SYMBOL[section.most], 2 * section.most + 2
     codes = np.append(flat, [0] * (-len(flat) % together)).reshape(-1, together) + section.most
     return _frame((codes @ base ** np.arange(together)[::-1]).astype(np.uint8).tobytes(), 1)
 
@@ -174,7 +174,7 @@ def _unframed(body: memoryview, lengths: Sequence[int], sections: Sequence[Secti
     decompressor, begin = zstandard.ZstdDecompressor(), 0
     for section, length in zip(sections, lengths, strict=True):
         flat = out[section.first : section.last].reshape(-1)
-        nbytes = -(-len(flat) // TOGETHER[section.most])
+        nbytes = -(-len(flat) // VALUES_PER_SYMBOL[section.most])
         data = np.frombuffer(_unsqueezed(decompressor, body[begin : begin + length], nbytes), dtype=np.uint8)
         if section.most == SINGLE:
             np.subtract(data, np.float32(SINGLE), out=flat)
@@ -186,8 +186,8 @@ def _unframed(body: memoryview, lengths: Sequence[int], sections: Sequence[Secti
 
 def _model(section: Section, below: Shape) -> constriction.stream.model.Categorical:
     """How likely every number of a section is, and that it is larger than all: by the shape, never quite 0."""
-    edges = (np.arange(-section.most, section.most + 2) - 0.5) / 2.0 ** (section.code / STEPS)
-    points = np.arange(-REACH * GRID, REACH * GRID + 1) / GRID
+    edges = (np.arange(-section.most, section.most + 2) - 0.5) / 2.0 ** (section.code / STEPS_PER_OCTAVE)
+    points = np.arange(-SHAPE_REACH * GRID, SHAPE_REACH * GRID + 1) / GRID
     shares = np.diff(np.interp(edges, points, below, left=0.0, right=1.0))
     likely = np.append(shares, max(0.0, 1.0 - shares.sum())) + 1e-5
     return constriction.stream.model.Categorical((likely / likely.sum()).astype(np.float32), perfect=False)

@@ -21,16 +21,16 @@ from torch import Tensor
 from ragfuse.codec.codec import LayerMeta
 from ragfuse.types.kv import LayerKV
 
-MAGIC: Final = b"RFKV"
+LAYER_MAGIC: Final = b"RFKV"
 CONTAINER_VERSION: Final = 1
-HEADER: Final = struct.Struct("<4sBBH8sHIHHIH16sB")
+LAYER_HEADER: Final = struct.Struct("<4sBBH8sHIHHIH16sB")
 TABLES: Final = slice(8, 16)
 SUM_NBYTES: Final = 8
 MAX_PARTS: Final = 16
 MAX_LAYER: Final = 65_535
 MAX_VALUES: Final = 1 << 28
 """Keys or values of one layer hold no more numbers than this."""
-PER_BYTE: Final = 64
+MAX_EXPANSION: Final = 64
 FEW_VALUES: Final = 1 << 20
 """And no more than so many for each byte that they are packed into, unless they are few: none that a model computes
 pack as well, and what does only asks for memory."""
@@ -59,8 +59,8 @@ def pack(kind: int, at: int, digest: str, meta: LayerMeta, own: bytes, parts: Se
         raise ValueError(f"A layer from 0 to {MAX_LAYER} wanted, {at} found.")
     shapes = (*meta.key_shape, *meta.value_shape)
     try:
-        head = HEADER.pack(
-            *(MAGIC, CONTAINER_VERSION, kind, at, bytes.fromhex(digest or "00" * 8), *shapes, own, len(parts))
+        head = LAYER_HEADER.pack(
+            *(LAYER_MAGIC, CONTAINER_VERSION, kind, at, bytes.fromhex(digest or "00" * 8), *shapes, own, len(parts))
         )
     except struct.error as error:
         raise ValueError(f"Shapes {meta.key_shape} and {meta.value_shape} do not fit into a header.") from error
@@ -73,14 +73,14 @@ def pack(kind: int, at: int, digest: str, meta: LayerMeta, own: bytes, parts: Se
 
 def unpack(blob: Tensor, kind: int, digest: str, meta: LayerMeta) -> Packed:
     """The parts of a packed layer; ValueError if it is another codec's, has other tables or shapes, or is damaged."""
-    if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() < HEADER.size + SUM_NBYTES:
+    if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() < LAYER_HEADER.size + SUM_NBYTES:
         raise ValueError(f"A packed layer wanted, {tuple(blob.shape)} {blob.dtype} found.")
     check_size(meta)
     _check_spread(meta, blob.numel())
-    front = blob[: HEADER.size + 4 * MAX_PARTS + SUM_NBYTES].cpu().numpy().tobytes()
-    magic, version, found_kind, at, tables, *shapes, own, n_parts = HEADER.unpack_from(front)
-    if magic != MAGIC:
-        raise ValueError(f"{MAGIC!r} wanted, {magic!r} found.")
+    front = blob[: LAYER_HEADER.size + 4 * MAX_PARTS + SUM_NBYTES].cpu().numpy().tobytes()
+    magic, version, found_kind, at, tables, *shapes, own, n_parts = LAYER_HEADER.unpack_from(front)
+    if magic != LAYER_MAGIC:
+        raise ValueError(f"{LAYER_MAGIC!r} wanted, {magic!r} found.")
     if version != CONTAINER_VERSION:
         raise OtherTables(f"A layer of version {CONTAINER_VERSION} wanted, one of version {version} found.")
     if found_kind != kind:
@@ -96,14 +96,14 @@ def unpack(blob: Tensor, kind: int, digest: str, meta: LayerMeta) -> Packed:
 def tables_of(blob: Tensor) -> str:
     """The digest of the tables that a packed layer names; "" for none, and for what is no packed layer."""
     front = blob[: TABLES.stop].cpu().numpy().tobytes()
-    return front[TABLES].hex() if front.startswith(MAGIC) and any(front[TABLES]) else ""
+    return front[TABLES].hex() if front.startswith(LAYER_MAGIC) and any(front[TABLES]) else ""
 
 
 def _parts(blob: Tensor, front: bytes, n_parts: int) -> tuple[Tensor, ...]:
-    begins = HEADER.size + 4 * n_parts + SUM_NBYTES
+    begins = LAYER_HEADER.size + 4 * n_parts + SUM_NBYTES
     if not 0 < n_parts <= MAX_PARTS or blob.numel() < begins:
         raise ValueError(f"{n_parts} parts do not fit into {blob.numel()} bytes.")
-    lengths = struct.unpack_from(f"<{n_parts}I", front, HEADER.size)
+    lengths = struct.unpack_from(f"<{n_parts}I", front, LAYER_HEADER.size)
     body = blob[begins:]
     if sum(lengths) != body.numel():
         raise ValueError(f"{sum(lengths)} bytes of parts wanted, {body.numel()} found.")
@@ -121,7 +121,7 @@ def check_size(meta: LayerMeta) -> None:
 
 def _check_spread(meta: LayerMeta, nbytes: int) -> None:
     """ValueError for more numbers than so many bytes may stand for."""
-    most, found = max(FEW_VALUES, PER_BYTE * nbytes), max(prod(meta.key_shape), prod(meta.value_shape))
+    most, found = max(FEW_VALUES, MAX_EXPANSION * nbytes), max(prod(meta.key_shape), prod(meta.value_shape))
     if found > most:
         raise ValueError(f"At most {most:,} keys or values in {nbytes:,} bytes wanted, {found:,} found.")
 

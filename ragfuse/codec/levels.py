@@ -19,7 +19,7 @@ PACKED: Final = (
 """CacheGen's codec at four widths of bins, the finest first."""
 PAPER: Final = Level("paper", deltas=True, odd=0)
 """CacheGen as its paper has it: bins of 0.5, 1 and 1.5 (its C.2), anchors and changes to them."""
-LEVELS: Final = (RAW.name, INT8.name, *(level.name for level in PACKED))
+LEVEL_NAMES: Final = (RAW.name, INT8.name, *(level.name for level in PACKED))
 """Every level by its name, in order of what it loses: the first loses nothing."""
 
 
@@ -33,7 +33,7 @@ def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
         return plain
     packed = next((each for each in PACKED if each.name == level), None)
     if packed is None:
-        raise ValueError(f"A level ({', '.join(LEVELS)}) wanted, {level!r} found.")
+        raise ValueError(f"A level ({', '.join(LEVEL_NAMES)}) wanted, {level!r} found.")
     if tables is None:
         raise ValueError(
             f"Level {level!r} wants its model's codec tables, and there are none: profile the model first."

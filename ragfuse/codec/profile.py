@@ -11,13 +11,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ragfuse.codec.quantise import GROUP, MOST
-from ragfuse.codec.rotation import halves, turned
+from ragfuse.codec.quantise import GROUP, MAX_CODE
 from ragfuse.codec.tables import (
     GRID,
     GROUPINGS,
     POINTS,
-    REACH,
+    SHAPE_REACH,
     Channels,
     CodecTables,
     Grouping,
@@ -25,6 +24,7 @@ from ragfuse.codec.tables import (
     from_codes,
     to_codes,
 )
+from ragfuse.fuse.rope import rotate_in_place, rotated_pairs
 from ragfuse.types.kv import ChunkKV, RopeLayout
 
 Below = npt.NDArray[np.uint16]
@@ -36,7 +36,7 @@ MOST_WEIGHT = 16.0
 """No channel's error counts for more than this, nor for less than its inverse."""
 WIDEST = 4.0
 """No layer's bins are that many times as wide as usual for what errors cost there, nor as narrow."""
-LEAST = 1e-4
+MIN_SPREAD_SHARE = 1e-4
 """No channel's spread is taken for less than this share of its head's."""
 
 
@@ -103,7 +103,7 @@ class _Part:
         self.mean = every.mean(1, keepdim=True).clamp(-6e4, 6e4).half().float()
         spread = (every - self.mean).square().mean(1).sqrt()
         whole = spread.square().mean(-1, keepdim=True).sqrt()
-        spread = torch.maximum(spread, LEAST * whole)
+        spread = torch.maximum(spread, MIN_SPREAD_SHARE * whole)
         step = self.width * _middle(spread).expand_as(spread)
         self.step = _coded(step if self.weights is None else step / self.weights)
         self.above = ((every - self.mean) / self.step[:, None]).transpose(1, 2).reshape(spread.numel(), -1)
@@ -121,7 +121,7 @@ class _Part:
             anchors, rest = groups[:, :, :1], groups[:, :, 1:]
             is_kept = kept[:whole].view(-1, GROUP)[:, 1:].reshape(-1)
             changes.append((rest - anchors).flatten(1, 2)[:, is_kept] / self.step[:, None])
-            eights.append(MOST * anchors[:, :, 0] / anchors[:, :, 0].abs().amax(-1, keepdim=True).clamp_min(1e-30))
+            eights.append(MAX_CODE * anchors[:, :, 0] / anchors[:, :, 0].abs().amax(-1, keepdim=True).clamp_min(1e-30))
         change, eight = (torch.cat(each, 1).mT.reshape(self.step.numel(), -1) for each in (changes, eights))
         return change, eight
 
@@ -136,7 +136,7 @@ class _Part:
 def _values(chunks: Sequence[ChunkKV], at: int, name: str, layout: RopeLayout | None) -> list[Tensor]:
     own = layout if layout is not None and layout.part == name else None
     found = (getattr(chunk.layers[at], name) for chunk in chunks)
-    return [turned(tensor.to("cpu", torch.float32, copy=True), own, -1) for tensor in found]
+    return [rotate_in_place(tensor.to("cpu", torch.float32, copy=True), own, -1) for tensor in found]
 
 
 def _dim(chunk: ChunkKV, at: int, layout: RopeLayout) -> int:
@@ -148,7 +148,7 @@ def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
     """[H, D] around 1: a rotated pair's channels count alike, as a key meets queries from all distances."""
     power = queries.float().square().cpu()
     if layout is not None and layout.part == "keys":
-        first, second = halves(power, layout)
+        first, second = rotated_pairs(power, layout)
         both = (first + second) / 2
         first.copy_(both)
         second.copy_(both)
@@ -191,7 +191,7 @@ def _shape(parts: Sequence[_Part], grouping: Grouping, which: int, overall: byte
             "layer": torch.full((len(rows),), part.pooled[which]),
             "global": torch.full((len(rows),), float(from_codes(overall)[which])),
         }[grouping]
-        at = (rows / by.clamp_min(1e-30)[:, None]).add_(REACH).mul_(GRID).ceil_().clamp_(0, POINTS).int()
+        at = (rows / by.clamp_min(1e-30)[:, None]).add_(SHAPE_REACH).mul_(GRID).ceil_().clamp_(0, POINTS).int()
         counts += np.bincount(at.numpy().ravel(), minlength=POINTS + 1)
     below: Below = np.rint(np.cumsum(counts)[:POINTS] / counts.sum() * 65_535).astype(np.uint16)
     return below

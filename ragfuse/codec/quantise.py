@@ -14,8 +14,8 @@ from ragfuse.codec.tables import Channels, Floats, Ints
 
 GROUP: Final = 10
 """Tokens that share an anchor (CacheGen 5.2)."""
-MOST: Final = 127
-SCALE: Final = torch.bfloat16
+MAX_CODE: Final = 127
+BIN_SCALE_DTYPE: Final = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ def odd_ones(tensor: Tensor, part: Channels, factor: float) -> Tensor:
 
 def to_eight(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """int8 codes of [H, e, D], and the scale of every head's token, bfloat16 [H, e, 1]."""
-    scales = (tensor.abs().amax(-1, keepdim=True) / MOST).to(SCALE)
+    scales = (tensor.abs().amax(-1, keepdim=True) / MAX_CODE).to(BIN_SCALE_DTYPE)
     by = scales.float()
-    codes = (tensor / torch.where(by > 0, by, 1.0)).round().clamp(-MOST, MOST)
+    codes = (tensor / torch.where(by > 0, by, 1.0)).round().clamp(-MAX_CODE, MAX_CODE)
     return codes.to(torch.int8), scales
 
 

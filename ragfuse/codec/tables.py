@@ -20,13 +20,13 @@ from blake3 import blake3
 from ragfuse.types.kv import RopeLayout
 
 TABLES_VERSION: Final = 2
-STEPS: Final = 8
+STEPS_PER_OCTAVE: Final = 8
 """Steps to an octave of a number that is kept as one byte."""
 MIDDLE: Final = 128
 GRID: Final = 16
-REACH: Final = 12
+SHAPE_REACH: Final = 12
 """A shape is known from -REACH to REACH spreads, GRID points a spread."""
-POINTS: Final = 2 * GRID * REACH + 1
+POINTS: Final = 2 * GRID * SHAPE_REACH + 1
 
 Grouping = Literal["channel-layer", "layer", "global"]
 GROUPINGS: Final[tuple[Grouping, ...]] = ("channel-layer", "layer", "global")
@@ -39,14 +39,14 @@ def to_codes(numbers: npt.ArrayLike) -> bytes:
     """Positive numbers as one byte each, an eighth of an octave apart."""
     with np.errstate(divide="ignore"):
         logs = np.log2(np.asarray(numbers, dtype=np.float64))
-    codes: npt.NDArray[np.uint8] = np.clip(np.rint(logs * STEPS) + MIDDLE, 1, 255).astype(np.uint8)
+    codes: npt.NDArray[np.uint8] = np.clip(np.rint(logs * STEPS_PER_OCTAVE) + MIDDLE, 1, 255).astype(np.uint8)
     return codes.tobytes()
 
 
 def from_codes(codes: bytes | Ints) -> Floats:
     """The numbers that `to_codes` wrote."""
     whole = np.frombuffer(codes, dtype=np.uint8) if isinstance(codes, bytes) else codes
-    return np.exp2((whole.astype(np.float64) - MIDDLE) / STEPS).astype(np.float32)
+    return np.exp2((whole.astype(np.float64) - MIDDLE) / STEPS_PER_OCTAVE).astype(np.float32)
 
 
 @dataclass(frozen=True)

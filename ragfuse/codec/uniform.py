@@ -17,10 +17,10 @@ from ragfuse.codec.codec import DTYPES, LayerMeta
 from ragfuse.codec.container import narrowed, one_dtype, pack, unpack
 from ragfuse.types.kv import LayerKV
 
-KIND: Final = 1
-SCALE: Final = torch.bfloat16
+UNIFORM_KIND: Final = 1
+SCALE_DTYPE: Final = torch.bfloat16
 """What a scale is kept in: two bytes that reach as far as float32, so that no value is too large for one."""
-TOGETHER: Final = 8
+CODES_PER_GROUP: Final = 8
 """Codes that are packed together: of any width, they fill whole bytes."""
 
 
@@ -40,11 +40,11 @@ class UniformCodec:
         one_dtype(layer)
         parts = [part for tensor in (layer.keys, layer.values) for part in self._coded(tensor)]
         meta = LayerMeta.of(layer, parts[0])
-        return pack(KIND, at, "", meta, self.bits.to_bytes(16, "little"), parts)
+        return pack(UNIFORM_KIND, at, "", meta, self.bits.to_bytes(16, "little"), parts)
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
         """Code times scale, in the dtype that `meta` says."""
-        packed = unpack(blob, KIND, "", meta)
+        packed = unpack(blob, UNIFORM_KIND, "", meta)
         if packed.own != self.bits.to_bytes(16, "little") or len(packed.parts) != 4:
             raise ValueError(f"A layer in {self.bits} bits wanted, another found.")
         dtype = DTYPES[meta.dtype]
@@ -57,7 +57,7 @@ class UniformCodec:
 
     def _coded(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         exact = tensor.float()
-        scales = (exact.abs().amax(-1, keepdim=True) / self._most).to(SCALE)
+        scales = (exact.abs().amax(-1, keepdim=True) / self._most).to(SCALE_DTYPE)
         if not scales.isfinite().all():
             raise ValueError("The layer holds NaN or infinities: keep it as raw.")
         by = scales.float()
@@ -66,21 +66,23 @@ class UniformCodec:
 
     def _decoded(self, codes: Tensor, scales: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
         heads, n, _ = shape
-        if codes.numel() != self._nbytes(prod(shape)) or scales.numel() != heads * n * SCALE.itemsize:
+        if codes.numel() != self._nbytes(prod(shape)) or scales.numel() != heads * n * SCALE_DTYPE.itemsize:
             raise ValueError(f"{self.bits}-bit codes and scales of {shape} wanted, others found.")
-        by = scales.clone().view(SCALE).view(heads, n, 1).float()
+        by = scales.clone().view(SCALE_DTYPE).view(heads, n, 1).float()
         return narrowed(self._widened(codes, prod(shape)).view(shape) * by, dtype)
 
     def _nbytes(self, count: int) -> int:
-        return count if self.bits == 8 else -(-count // TOGETHER) * self.bits
+        return count if self.bits == 8 else -(-count // CODES_PER_GROUP) * self.bits
 
     def _squeezed(self, codes: Tensor) -> Tensor:
         """int8 codes as bytes: as they are, or eight at a time in as many bytes as a code has bits."""
         flat = codes.reshape(-1)
         if self.bits == 8:
             return flat.view(torch.uint8)
-        padded = torch.nn.functional.pad(flat.int() + self._most, (0, -len(flat) % TOGETHER)).view(-1, TOGETHER)
-        at = torch.arange(TOGETHER, device=codes.device)
+        padded = torch.nn.functional.pad(flat.int() + self._most, (0, -len(flat) % CODES_PER_GROUP)).view(
+            -1, CODES_PER_GROUP
+        )
+        at = torch.arange(CODES_PER_GROUP, device=codes.device)
         words = (padded.long() << self.bits * at).sum(-1, keepdim=True)
         return (words >> 8 * at[: self.bits] & 255).to(torch.uint8).reshape(-1)
 
@@ -88,7 +90,7 @@ class UniformCodec:
         """float32 [count]: the codes again."""
         if self.bits == 8:
             return stored.view(torch.int8).float()
-        at = torch.arange(TOGETHER, device=stored.device)
+        at = torch.arange(CODES_PER_GROUP, device=stored.device)
         words = (stored.view(-1, self.bits).long() << 8 * at[: self.bits]).sum(-1, keepdim=True)
         codes: Tensor = words >> self.bits * at & (1 << self.bits) - 1
         return (codes.reshape(-1)[:count] - self._most).float()

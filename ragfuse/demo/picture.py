@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-COLOURS = ("#4c78a8", "#f58518", "#bab0ac")
-NAMES = ("reused", "recomputed", "fresh")
+TOKEN_COLOURS = ("#4c78a8", "#f58518", "#bab0ac")
+TOKEN_KINDS = ("reused", "recomputed", "fresh")
 FULL, FUSED = "#bab0ac", "#4c78a8"
 
 
@@ -49,14 +49,14 @@ def _strips(axes: Any, asked: Sequence[Mapping[str, Any]], labels: Sequence[str]
 
     width = 600
     rows = np.stack([_strip(a["trace"], width) for a in asked])
-    axes.imshow(rows, aspect="auto", cmap=ListedColormap(COLOURS), vmin=0, vmax=2, interpolation="nearest")
+    axes.imshow(rows, aspect="auto", cmap=ListedColormap(TOKEN_COLOURS), vmin=0, vmax=2, interpolation="nearest")
     axes.set_yticks(range(len(asked)), labels)
     axes.set_xticks([0, width - 1], ["first token", "last token"])
     axes.set_title("every prompt, token by token")
     axes.set_ylabel("question")
     for line in range(1, len(asked)):
         axes.axhline(line - 0.5, color="white", linewidth=2)
-    patches = [Patch(color=colour, label=name) for colour, name in zip(COLOURS, NAMES, strict=True)]
+    patches = [Patch(color=colour, label=name) for colour, name in zip(TOKEN_COLOURS, TOKEN_KINDS, strict=True)]
     axes.legend(handles=patches, ncols=3, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08))
 
 

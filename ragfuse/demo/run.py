@@ -19,7 +19,7 @@ from ragfuse.demo import corpus_path, questions
 from ragfuse.engine.engine import Content, Engine, Ingested
 from ragfuse.models import quietly, resolve_embedder
 
-MAX_TOKENS = 24
+DEMO_ANSWER_TOKENS = 24
 CHUNK_TOKENS = 230
 """Most tokens of a chunk; the splitter fills them to 160 on average."""
 
@@ -28,7 +28,7 @@ WARM_UP = "What is told here?"
 
 
 @dataclass(frozen=True)
-class Asked:
+class DemoAnswer:
     """One question asked twice. Times in seconds to the first token; kl_* to full prefill, in nats per token."""
 
     question: str
@@ -70,7 +70,7 @@ def run(engine: Engine, console: Console) -> dict[str, Any]:
     return report(asked, longest, engine)
 
 
-def report(asked: Sequence[Asked], longest: Asked, engine: Engine) -> dict[str, Any]:
+def report(asked: Sequence[DemoAnswer], longest: DemoAnswer, engine: Engine) -> dict[str, Any]:
     """Means and all questions, plain JSON types."""
     return {
         "mean_speedup": mean(a.ttft_full_s for a in asked) / mean(a.ttft_fused_s for a in asked),
@@ -96,7 +96,7 @@ class Demo:
         self.engine = engine
         roles = [(role, template[role]) for role in ("system", "human") if template.get(role)]
         self.prompt = ChatPromptTemplate.from_messages(roles)
-        self.llm = ChatRagFuse(engine=engine, max_tokens=MAX_TOKENS)
+        self.llm = ChatRagFuse(engine=engine, max_tokens=DEMO_ANSWER_TOKENS)
         self.texts = _cut(engine, chunk_tokens)
         self.parser = StrOutputParser()
         self.retriever: Any = None
@@ -132,7 +132,7 @@ class Demo:
         engine, entries = self.engine, self.engine.store.entries()
         there = {entry.key for entry in entries if entry.tier != "disk"}
         for entry in entries:
-            if entry.key not in there and entry.key.encoded == "amid" and entry.key.model == engine.digest:
+            if entry.key not in there and entry.key.encoded == "filler" and entry.key.model == engine.digest:
                 engine.store.read_layers(entry.key, 0, entry.n_layers, entry.tier)
 
     def ingest_only_for(self, question: str, console: Console) -> None:
@@ -147,12 +147,12 @@ class Demo:
         for reuse in (False, True):
             self._invoke(question, reuse)
 
-    def ask(self, question: str, golds: Sequence[str]) -> Asked:
+    def ask(self, question: str, golds: Sequence[str]) -> DemoAnswer:
         """Both ways, one after the other, then how far fused and reused KV are from full prefill's distribution."""
         full, fused = self._invoke(question, reuse=False), self._invoke(question, reuse=True)
         ours, theirs = fused.response_metadata["ragfuse"], full.response_metadata["ragfuse"]
         close = self._fidelity(question, full.content)
-        return Asked(
+        return DemoAnswer(
             question=question,
             gold=golds[0],
             answer_full=_line(full.content),
@@ -214,7 +214,7 @@ def _cut(engine: Engine, chunk_tokens: int) -> list[tuple[str, str]]:
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
     splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
-        engine.model.words, chunk_size=chunk_tokens, chunk_overlap=0
+        engine.model.tokenizer, chunk_size=chunk_tokens, chunk_overlap=0
     )
     files = sorted(corpus_path().glob("*.md"))
     return [(text.strip(), file.name) for file in files for text in splitter.split_text(file.read_text("utf-8"))]
@@ -228,7 +228,7 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _show(console: Console, asked: Asked) -> None:
+def _show(console: Console, asked: DemoAnswer) -> None:
     mark = {True: "[green]right[/]", False: "[red]wrong[/]"}
     console.print(f"[bold]{asked.question}[/]  known answer: {asked.gold}", highlight=False)
     for name, text, right, seconds in (

@@ -17,7 +17,7 @@ Run = Callable[[Callable[[Piece], None], threading.Event], Answer]
 """Writes an answer: says its thoughts and its text piece by piece, and ends early once the event is set."""
 
 
-class Enough(threading.Event):
+class StopSignal(threading.Event):
     """Set: an answer ends at the next token. is_gone: as nobody reads it any more, so that it is none."""
 
     is_gone = False
@@ -41,7 +41,7 @@ class AnswerStream:
     def renew(self) -> None:
         """Say in a forked process that the rest is written in the other one; what was whole before stays."""
         before = list(self._line.items.queue)
-        self._line.items, self._line.enough, self._line.wake = queue.Queue(), Enough(), lambda: None
+        self._line.items, self._line.enough, self._line.wake = queue.Queue(), StopSignal(), lambda: None
         for item in before:
             self._line.items.put(item)
         if not any(isinstance(item, Answer | BaseException) for item in before):
@@ -133,7 +133,7 @@ class _Line:
 
     def __init__(self) -> None:
         self.items: queue.Queue[Piece | Answer | BaseException] = queue.Queue()
-        self.enough = Enough()
+        self.enough = StopSignal()
         self.left = False
         self.wake: Callable[[], object] = lambda: None
 

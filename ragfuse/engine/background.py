@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from ragfuse.process.fork import at_fork
-from ragfuse.schemas.bind import Taken
-from ragfuse.schemas.layout import Run
+from ragfuse.schemas.bind import SchemaUse
+from ragfuse.schemas.layout import SchemaRun
 from ragfuse.store.radix import holds
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import LoadPlan
@@ -26,16 +26,16 @@ log = logging.getLogger("ragfuse.engine")
 LEARNT = "seen again"
 """Source of passages that several prompts held."""
 
-WAITING = 256
+MAX_WAITING_JOBS = 256
 """Runs that may wait to be encoded; more are left for their next question."""
 EXIT_S = 5.0
 """Seconds that a process which ends without closing its engine spends on what still waits."""
-WAIT_S = 2.0
+IDLE_WAIT_S = 2.0
 """Seconds that a run waits for a moment in which no answer is written: encoding one takes as long as many tokens."""
 
 
 @dataclass(frozen=True)
-class Work:
+class EncodeJob:
     """A chunk to encode, the text it was made from ("": only its ids are known), and its source.
 
     far: the run is in the store under this key and was computed all the same, as it loads too slowly from where it is.
@@ -50,36 +50,36 @@ class Work:
     source: str = ""
     far: ChunkKey | None = None
     used: tuple[ChunkKey, ...] = ()
-    run: Run | None = None
+    run: SchemaRun | None = None
     prompt: Prompt | None = None
     bare: bool = False
     begins: int = 0
 
 
-def work_after(plan: LoadPlan) -> Iterator[Work]:
+def jobs_after(plan: LoadPlan) -> Iterator[EncodeJob]:
     """What a prompt lacked, each once, and what was too far away."""
     segments = plan.prompt.segments
     for fetch in plan.unread:
-        yield Work(segments[fetch.segment].tokens, far=fetch.key)
+        yield EncodeJob(segments[fetch.segment].tokens, far=fetch.key)
     hits = {fetch.key for fetch in (*plan.fetches, *plan.unread)}
     taken = plan.prompt.taken
-    if isinstance(taken, Taken):
+    if isinstance(taken, SchemaUse):
         lacking = {segments[at].keys[0] for at, _ in plan.misses} - hits
-        yield from (Work(run.tokens, run=run) for key, run in taken.runs.items() if key in lacking)
+        yield from (EncodeJob(run.tokens, run=run) for key, run in taken.runs.items() if key in lacking)
         return
     for segment in segments:  # beginnings are kept by `prefix_cache.py`, what is said by `history.py`
         if segment.kind == "chunk" and segment.keys[0] not in hits:
             hits.add(segment.keys[0])
-            yield Work(segment.stored or segment.tokens, segment.text, segment.source)
+            yield EncodeJob(segment.stored or segment.tokens, segment.text, segment.source)
 
 
-class Saver:
+class BackgroundEncoder:
     """Encodes and saves one run at a time in a thread, so that a question waits for one run at most.
 
     The thread lives while something waits: a saver that nobody uses holds nothing.
     """
 
-    def __init__(self, save: Callable[[Work], None]) -> None:
+    def __init__(self, save: Callable[[EncodeJob], None]) -> None:
         self.dropped = 0
         self._save = save
         self._closed = False
@@ -90,16 +90,16 @@ class Saver:
     def renew(self) -> None:
         """Nothing waits: what was met in a process that was forked is encoded by it."""
         self._changed = threading.Condition()
-        self._waiting: deque[Work] = deque()
-        self._at_hand: Work | None = None
+        self._waiting: deque[EncodeJob] = deque()
+        self._at_hand: EncodeJob | None = None
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: EncodeJob) -> None:
         """Encode it some time; the same run waits only once, and what does not fit is dropped and counted."""
         with self._changed:
             if work in self._waiting or work == self._at_hand:
                 return
-            if self._closed or len(self._waiting) >= WAITING:
+            if self._closed or len(self._waiting) >= MAX_WAITING_JOBS:
                 self.dropped += 1
                 return
             self._waiting.append(work)
@@ -109,7 +109,7 @@ class Saver:
     def forget(self, runs: Collection[tuple[int, ...]]) -> None:
         """Encode none of these runs, nor learn from a prompt that holds one; wait for what is at hand."""
 
-        def is_left(work: Work) -> bool:
+        def is_left(work: EncodeJob) -> bool:
             ids = work.tokens if work.prompt is None else work.prompt.token_ids
             return not any(holds(ids, run) for run in runs)
 
@@ -163,7 +163,7 @@ class Saver:
                 log.warning("A chunk of %d tokens was not saved for next time: %s", len(work.tokens), error)
                 log.debug("Where it failed", exc_info=True)
 
-    def _next(self) -> Work | None:
+    def _next(self) -> EncodeJob | None:
         with self._changed:
             self._at_hand = self._waiting.popleft() if self._waiting else None
             if self._at_hand is None:
@@ -172,7 +172,7 @@ class Saver:
             return self._at_hand
 
 
-def _at_exit(reference: weakref.ref[Saver]) -> None:
+def _at_exit(reference: weakref.ref[BackgroundEncoder]) -> None:
     saver = reference()
     if saver is not None:
         saver.close(EXIT_S)

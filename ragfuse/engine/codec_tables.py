@@ -14,7 +14,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.hf.queries import query_sizes
 from ragfuse.hf.rounding_error import rounding_costs
 from ragfuse.settings import Settings
-from ragfuse.store.codec_registry import Coding, wants_tables
+from ragfuse.store.codec_registry import CodecRegistry, wants_tables
 from ragfuse.text import sample
 from ragfuse.types.kv import ChunkKV, LayerKV
 
@@ -36,7 +36,7 @@ CONTINUATION_TOKENS = 256
 """Tokens of the text that follows, whose loss says what those errors cost."""
 
 
-def ensure_tables(registry: Coding, digest: str, model: HFModel, settings: Settings) -> None:
+def ensure_tables(registry: CodecRegistry, digest: str, model: HFModel, settings: Settings) -> None:
     """Give a model's KV its tables where a tier needs any: those that are known, or ones that are measured now.
 
     Args:
@@ -85,7 +85,7 @@ def _parted(model: HFModel) -> tuple[list[int], list[int]]:
     """Two thirds of the texts as one run, and of the rest what follows: so much as a model takes."""
     runs = _runs(model)
     before, follow = ([token for run in some for token in run] for some in (runs[::3] + runs[1::3], runs[2::3]))
-    most = model.longest or 2 * SAMPLE_TOKENS
+    most = model.max_context or 2 * SAMPLE_TOKENS
     behind = min(CONTINUATION_TOKENS, most // 4)
     return before[: min(CONTEXT_TOKENS, most - behind)], follow[:behind]
 
@@ -94,7 +94,7 @@ def _chunks(model: HFModel) -> Iterator[ChunkKV]:
     """KV of every text, as it is kept: behind another text."""
     before: Sequence[int] = ()
     for ids in _runs(model):
-        yield model.encode_amid(ids, before)
+        yield model.encode_with_filler(ids, before)
         before = ids
 
 

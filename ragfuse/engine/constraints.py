@@ -12,7 +12,7 @@ from typing import Any
 from ragfuse.engine.draft import Draft
 from ragfuse.engine.options import Ask, ends_of, is_sampled, is_single
 from ragfuse.errors import InputError
-from ragfuse.hf.grammar import LAYOUT, Grammars, check
+from ragfuse.hf.grammar import LAYOUT, GrammarCompiler, check
 from ragfuse.hf.handover import stop_strings_of, told
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.penalties import Penalties
@@ -27,9 +27,9 @@ from ragfuse.types.grammar import Grammar, json_text
 Tool = Mapping[str, Any]
 """A tool as OpenAI has it: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
-FREE, NEVER, ALWAYS = "auto", "none", "required"
+TOOLS_AUTO, TOOLS_NONE, TOOLS_REQUIRED = "auto", "none", "required"
 PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
-OURS = (*PENALTIES, "stop_token_ids")
+RAGFUSE_OPTIONS = (*PENALTIES, "stop_token_ids")
 """Options beside those of transformers' `generate`."""
 TAIL, LONG_TAIL = 32, 4096
 """How many of a prompt's last tokens are searched for a tag that opens a thought: usually, and where the answer
@@ -42,23 +42,23 @@ class Tools:
     """The tools of one question, all of them usable. choice: "auto", "none", "required" or a tool's name."""
 
     given: tuple[Tool, ...] = ()
-    choice: str = FREE
+    choice: str = TOOLS_AUTO
 
     @property
-    def offered(self) -> tuple[Tool, ...]:
+    def offered_tools(self) -> tuple[Tool, ...]:
         """Those that the prompt tells of."""
-        return () if self.choice == NEVER else self.given
+        return () if self.choice == TOOLS_NONE else self.given
 
     @property
     def schemas(self) -> dict[str, str]:
         """Of the arguments of all that may be called, as JSON text by name."""
-        named = {tool["function"]["name"]: _schema(tool) for tool in self.offered}
+        named = {tool["function"]["name"]: _schema(tool) for tool in self.offered_tools}
         return {self.choice: named[self.choice]} if self.choice in named else named
 
     @property
     def must(self) -> bool:
         """Whether the answer is a call."""
-        return bool(self.offered) and self.choice != FREE
+        return bool(self.offered_tools) and self.choice != TOOLS_AUTO
 
 
 def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tools:
@@ -67,7 +67,7 @@ def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tool
     twice = next((name for at, name in enumerate(names) if name in names[:at]), None)
     if twice is not None:
         raise InputError(f"Two tools are called '{twice}'; give each a name of its own.")
-    if choice not in (FREE, NEVER, *names) and not (choice == ALWAYS and names):
+    if choice not in (TOOLS_AUTO, TOOLS_NONE, *names) and not (choice == TOOLS_REQUIRED and names):
         raise InputError(
             f"tool_choice is '{choice}', the tools are {names}; wanted 'auto', 'none', 'required' (with tools), or the "
             "name of one of them."
@@ -77,7 +77,7 @@ def checked(tools: Sequence[Tool], choice: str, grammar: Grammar | None) -> Tool
         if found.must:
             raise InputError("A grammar and a tool that must be called were both asked for; leave one of them out.")
         check(grammar, _named(grammar))
-    for tool in found.offered:
+    for tool in found.offered_tools:
         name = tool["function"]["name"]
         check(Grammar("json", _schema(tool)), f"The parameters of the tool '{name}'")
     return found
@@ -91,9 +91,9 @@ def _named(grammar: Grammar) -> str:
     return f"The schema '{title}'" if title else "The schema"
 
 
-def offered(ask: Ask) -> tuple[Tool, ...]:
+def offered_tools(ask: Ask) -> tuple[Tool, ...]:
     """The tools that a prompt tells of; InputError, before anything is loaded, for what cannot be used."""
-    return checked(ask.tools, ask.tool_choice, ask.grammar).offered
+    return checked(ask.tools, ask.tool_choice, ask.grammar).offered_tools
 
 
 def _name(tool: Tool) -> str:
@@ -118,15 +118,15 @@ def _schema(tool: Tool) -> str:
     return text
 
 
-class Caller:
+class ConstraintCompiler:
     """What the answers of one engine follow, compiled once for its model. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = ForkLock()
-        self._grammars: dict[tuple[int, ...], Grammars] = {}
+        self._grammars: dict[tuple[int, ...], GrammarCompiler] = {}
         self._templates: list[ChatTemplate] = []
 
-    def reply(self, ask: Ask, model: HFModel, calls: CallFormat) -> Reply:
+    def reply(self, ask: Ask, model: HFModel, calls: CallFormat) -> OutputConstraints:
         """How the answers to a question are held and read; InputError if its grammar cannot be compiled, or its chat
         template does not read what it is told."""
         tools = checked(ask.tools, ask.tool_choice, ask.grammar)
@@ -135,8 +135,8 @@ class Caller:
                 f"chat_template_kwargs has '{name:.40}', which the chat template of {model.name} does not read: it "
                 f"would change nothing. Wanted some of {sorted(self.template(model).names)}; leave others out."
             )
-        if ask.grammar is None and not tools.offered:
-            return Reply(ask, model, thoughts=self.template(model).thoughts)
+        if ask.grammar is None and not tools.offered_tools:
+            return OutputConstraints(ask, model, thoughts=self.template(model).thoughts)
         ends = ends_of(model, ask.options)
         grammars = self._over(model, ends)
         thoughts = None if tools.must else self.template(model).thoughts
@@ -144,28 +144,28 @@ class Caller:
         grammar = ask.grammar or _rules(tools, calls, grammars, ask.parallel_tool_calls, tags)
         grammars.matcher(grammar)
         if ask.grammar is not None:  # which calls nothing and thinks nothing, whatever its texts look like
-            return Reply(ask, model, None, grammars, grammar)
-        return Reply(ask, model, calls, grammars, grammar, tools.must, tools.schemas, thoughts)
+            return OutputConstraints(ask, model, None, grammars, grammar)
+        return OutputConstraints(ask, model, calls, grammars, grammar, tools.must, tools.schemas, thoughts)
 
     def template(self, model: HFModel) -> ChatTemplate:
         """What is known of the model's chat template."""
         with self._lock:
             if not self._templates:
-                words = model.tokenizer
-                added = () if words is None else words.added_tokens_decoder.values()
-                source = getattr(words, "chat_template", None)
+                tokenizer = model.tokenizer if model.has_tokenizer else None
+                added = () if tokenizer is None else tokenizer.added_tokens_decoder.values()
+                source = getattr(tokenizer, "chat_template", None)
                 self._templates.append(ChatTemplate.of(source, {str(token) for token in added}))
             return self._templates[0]
 
-    def _over(self, model: HFModel, ends: tuple[int, ...]) -> Grammars:
+    def _over(self, model: HFModel, ends: tuple[int, ...]) -> GrammarCompiler:
         with self._lock:
             if ends not in self._grammars:
                 self._grammars.clear()  # whoever names other end tokens goes on with them
-                self._grammars[ends] = Grammars(model.words, _columns(model), ends)
+                self._grammars[ends] = GrammarCompiler(model.tokenizer, _columns(model), ends)
             return self._grammars[ends]
 
 
-def _rules(tools: Tools, calls: CallFormat, grammars: Grammars, parallel: bool, tags: Sequence[str]) -> Grammar:
+def _rules(tools: Tools, calls: CallFormat, grammars: GrammarCompiler, parallel: bool, tags: Sequence[str]) -> Grammar:
     schemas = {name: _laid_out(schema) for name, schema in tools.schemas.items()}
     several = parallel and tools.choice not in schemas
     return Grammar.lark(calls.rules(schemas, grammars.literal, not tools.must, several, tags))
@@ -177,7 +177,7 @@ def _laid_out(schema: str) -> str:
 
 
 @dataclass(frozen=True)
-class Reply:
+class OutputConstraints:
     """How the answers to one question are held to what was asked, and read.
 
     calls: None where there are no tools. must: the answer is calls and nothing else. schemas: of the tools' arguments.
@@ -188,20 +188,20 @@ class Reply:
     ask: Ask
     model: HFModel
     calls: CallFormat | None = None
-    grammars: Grammars | None = None
+    grammars: GrammarCompiler | None = None
     grammar: Grammar | None = None
     must: bool = False
     schemas: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     thoughts: Thoughts | None = None
     is_thinking: bool = False
 
-    def behind(self, token_ids: Sequence[int], is_chat: bool) -> Reply:
+    def behind(self, token_ids: Sequence[int], is_chat: bool) -> OutputConstraints:
         """The same behind a prompt; is_chat: its chat template wrote it. What follows any other is text alone."""
         if self.thoughts is None or not is_chat:
             return replace(self, thoughts=None)
         within = self.ask.continue_final_message
         last = list(token_ids[-(LONG_TAIL if within else TAIL) :])
-        prompt = str(self.model.words.decode(last, skip_special_tokens=False))
+        prompt = str(self.model.tokenizer.decode(last, skip_special_tokens=False))
         return replace(self, is_thinking=self.thoughts.is_open(prompt, within))
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class Reply:
             exits = self.calls.exits if self.calls is not None else ()
             limit, is_drawn = options.get("max_new_tokens"), is_sampled(options, self.model)
             processors.append(self.grammars.processor(self.grammar, limit, is_drawn, exits))
-        full = {name: value for name, value in options.items() if name not in OURS}
+        full = {name: value for name, value in options.items() if name not in RAGFUSE_OPTIONS}
         if stops := options.get("stop_token_ids"):
             _check_ids("stop_token_ids", stops, self.model)
             full["eos_token_id"] = list(ends_of(self.model, options))
@@ -234,7 +234,7 @@ class Reply:
         stops, tags = self.stops(options), self.thoughts
         shown = (*stops, *(self.calls.texts if self.calls is not None else ()))
         return Draft(
-            Spelling.over(self.model.words, (*shown, tags.open, tags.close) if tags is not None else shown),
+            Spelling.over(self.model.tokenizer, (*shown, tags.open, tags.close) if tags is not None else shown),
             ends_of(self.model, options),
             stops,
             self.calls,
@@ -293,4 +293,4 @@ def _check_ids(name: str, ids: Iterable[Any], model: HFModel) -> None:
 def _columns(model: HFModel) -> int:
     """How many tokens a model's logits are of."""
     head = model.model.get_output_embeddings()
-    return int(head.weight.shape[0]) if head is not None else len(model.words)
+    return int(head.weight.shape[0]) if head is not None else len(model.tokenizer)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ragfuse.errors import OverlongError
 from ragfuse.hf.token_length import TokenLength
-from ragfuse.schemas.nodes import Import, Item, Message, Module, Param, Request, Role, Schema, Text, Union
-from ragfuse.text.chat_messages import LaterTurns, Turn
+from ragfuse.schemas.nodes import Import, Item, MessageNode, Module, Param, PMLPrompt, Role, Schema, TextNode, Union
+from ragfuse.text.chat_messages import ChatMessage, LaterMessages
 from ragfuse.text.chunks import Marker, Piece
 
 USUAL_CHARS = 8
@@ -36,7 +36,7 @@ MOST_NBYTES = 1 << 24
 _THOUGHT = re.compile(r"(?i)think|reason|analysis")
 
 
-class Reader(Protocol):
+class WindowedModel(Protocol):
     """The model that a text is for, as far as its length goes."""
 
     @property
@@ -45,7 +45,7 @@ class Reader(Protocol):
         ...
 
     @property
-    def longest(self) -> int | None:
+    def max_context(self) -> int | None:
         """Tokens of prompt and answer that it takes together; None without a limit."""
         ...
 
@@ -60,8 +60,8 @@ class Reader(Protocol):
 
 
 def check_turns(
-    turns: Sequence[Turn],
-    model: Reader,
+    turns: Sequence[ChatMessage],
+    model: WindowedModel,
     tools: Sequence[Mapping[str, Any]] = (),
     may_shorten: bool = False,
     what: str = "The prompt",
@@ -80,9 +80,9 @@ def check_turns(
             begin than the model takes tokens is refused, signed or not.
         is_text: The only turn is a text that no template writes, so that white space at its ends counts.
     """
-    if model.longest is None:
+    if model.max_context is None:
         return
-    later = LaterTurns(turns) if may_shorten else ()
+    later = LaterMessages(turns) if may_shorten else ()
     kept = later[len(later) - 1] if later else turns
     said = [_text_of(turn) if is_text else _said(turn) for turn in kept]
     beside = [text for turn in kept for text in _called(turn)]
@@ -93,14 +93,14 @@ def check_turns(
     check_texts([*said, *beside, *_strings(tools)], model, what, n_least=n_said)
 
 
-def check_request(request: Request, model: Reader) -> None:
+def check_request(request: PMLPrompt, model: WindowedModel) -> None:
     """Refuse a prompt in PML whose own texts and arguments can never fit what a model takes: OverlongError."""
     check_texts(_asked(request), model, so="Make its texts and arguments shorter.")
 
 
 def check_texts(
     texts: Iterable[str],
-    model: Reader,
+    model: WindowedModel,
     what: str = "The prompt",
     so: str = "Take fewer or shorter chunks.",
     n_least: int = 0,
@@ -114,23 +114,23 @@ def check_texts(
         so: What to do about it.
         n_least: Tokens that there are at least, whatever the texts say.
     """
-    if model.longest is None:
+    if model.max_context is None:
         return
     whole = "".join(texts)
-    least = max(n_least, least_tokens(whole, model, model.longest))
-    if least > model.longest:
+    least = max(n_least, least_tokens(whole, model, model.max_context))
+    if least > model.max_context:
         raise OverlongError(
-            f"{what} does not fit: wanted at most {model.longest:,} tokens, which is what {model.name} was made for, "
-            f"found at least {least:,}{f' in {len(whole):,} characters' if whole else ''}. {so}"
+            f"{what} does not fit: wanted at most {model.max_context:,} tokens, which is what {model.name} was made "
+            f"for, found at least {least:,}{f' in {len(whole):,} characters' if whole else ''}. {so}"
         )
 
 
-def may_fit(text: str, model: Reader) -> bool:
+def may_fit(text: str, model: WindowedModel) -> bool:
     """Tell whether a text may have as few tokens as a model takes. Whether it has is known when it is tokenised."""
-    return model.longest is None or least_tokens(text, model, model.longest) <= model.longest
+    return model.max_context is None or least_tokens(text, model, model.max_context) <= model.max_context
 
 
-def least_tokens(text: str, model: Reader, most: int, usual: int | None = None) -> int:
+def least_tokens(text: str, model: WindowedModel, most: int, usual: int | None = None) -> int:
     """Return a number of tokens that a text has at least, found without reading on once it is above `most`.
 
     usual: Characters up to which nothing is tokenised for that; `USUAL_CHARS` for each of `most` by default.
@@ -146,20 +146,20 @@ def least_tokens(text: str, model: Reader, most: int, usual: int | None = None) 
     return max(least, found)
 
 
-def largest_body(model: Reader) -> int:
+def largest_body(model: WindowedModel) -> int:
     """Return the bytes that a request to a server may have: as many as JSON of the longest prompt that can fit."""
-    tokens, length = model.longest or UNKNOWN_TOKENS, model.token_length
+    tokens, length = model.max_context or UNKNOWN_TOKENS, model.token_length
     chars = UNKNOWN_CHARS if length is None else length.chars
     return min(MOST_NBYTES, BODY_NBYTES + ESCAPED_NBYTES * chars * tokens)
 
 
-def check_schema(schema: Schema, model: Reader) -> None:
+def check_schema(schema: Schema, model: WindowedModel) -> None:
     """Refuse a schema whose modules can never stand in what a model takes: OverlongError.
 
     The modules of a union stand in the same place, so that the longest of them counts.
     """
-    if model.longest is not None:
-        _Extent(model, model.longest, f"Schema '{schema.name}'").behind(schema.items, _Place())
+    if model.max_context is not None:
+        _Extent(model, model.max_context, f"Schema '{schema.name}'").behind(schema.items, _Place())
 
 
 class _Place(NamedTuple):
@@ -172,7 +172,7 @@ class _Place(NamedTuple):
 class _Extent:
     """Finds positions that items of a schema take at least, until they are too many."""
 
-    def __init__(self, model: Reader, most: int, what: str) -> None:
+    def __init__(self, model: WindowedModel, most: int, what: str) -> None:
         self._model, self._most, self._what = model, most, what
 
     def behind(self, items: Iterable[Item], at: _Place) -> _Place:
@@ -188,7 +188,7 @@ class _Extent:
 
     def _behind(self, item: Item, at: _Place) -> _Place:
         match item:
-            case Text():
+            case TextNode():
                 return self._text(item.text, at)
             case Param():
                 return at._replace(position=at.position + item.length)
@@ -214,12 +214,12 @@ def _cut(text: str, lo: int) -> int:
     return space if space > lo else hi
 
 
-def _text_of(turn: Turn) -> str:
+def _text_of(turn: ChatMessage) -> str:
     parts = [turn.content] if isinstance(turn.content, str) else turn.content
     return "".join(part.text if isinstance(part, Piece) else part for part in parts)
 
 
-def _said(turn: Turn) -> str:
+def _said(turn: ChatMessage) -> str:
     """What a turn says in a prompt at least: templates take off white space, and what was thought before an answer."""
     said = _text_of(turn).strip()
     if turn.role == "assistant" and (thoughts := list(_THOUGHT.finditer(said))):
@@ -227,7 +227,7 @@ def _said(turn: Turn) -> str:
     return said
 
 
-def _called(turn: Turn) -> Iterator[str]:
+def _called(turn: ChatMessage) -> Iterator[str]:
     """Texts in the calls of tools that a turn makes."""
     for call in turn.tool_calls:
         yield from _strings(call.arguments)
@@ -246,16 +246,16 @@ def _strings(value: object) -> Iterator[str]:
             yield from _strings(each)
 
 
-def _asked(item: Request | Import | Message | Text) -> Iterator[str]:
+def _asked(item: PMLPrompt | Import | MessageNode | TextNode) -> Iterator[str]:
     """Texts of a prompt in PML, and the values of its arguments."""
     match item:
-        case Text(text):
+        case TextNode(text):
             yield text.strip()
-        case Message():
+        case MessageNode():
             yield item.text.strip()
-        case Request() | Import():
+        case PMLPrompt() | Import():
             yield from (value for _, value in item.args)
             for each in item.items:
                 yield from _asked(each)
-            if isinstance(item, Request):
+            if isinstance(item, PMLPrompt):
                 yield item.ending

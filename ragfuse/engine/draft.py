@@ -21,7 +21,7 @@ class Draft:
     """The ids of one answer, read as they come; none counts once it is `over`.
 
     ids: those before its end token. ends: end tokens. calls: None where there are no tools; most: how many calls, None
-    for any number; must: it is calls and nothing else. tags: around thoughts; is_thinking: it begins amid one.
+    for any number; must: it is calls and nothing else. tags: around thoughts; is_thinking: it begins inside one.
     """
 
     def __init__(

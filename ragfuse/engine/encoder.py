@@ -1,4 +1,4 @@
-"""Runs into the store: a chunk amid other text, a prompt's beginning alone, a schema's run at its positions.
+"""Runs into the store: a chunk behind filler text, a prompt's beginning alone, a schema's run at its positions.
 
 A chunk that was encoded as if it stood first brings along what a model computes only once, at the beginning of a text;
 one that saw other text before itself comes several times closer to full prefill wherever it is placed. So there is one
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ragfuse.engine.options import room_behind
+from ragfuse.engine.options import remaining_context
 from ragfuse.hf.model import HFModel
-from ragfuse.schemas.layout import Run
+from ragfuse.schemas.layout import SchemaRun
 from ragfuse.store import KVStore
-from ragfuse.text import stand_in
-from ragfuse.types.keys import ChunkKey, amid, token_digest
+from ragfuse.text import filler_text
+from ragfuse.types.keys import ChunkKey, filler_context, token_digest
 from ragfuse.types.kv import ChunkKV
 
 GAP = "\n\n"
@@ -58,7 +58,7 @@ class Encoder:
     store: KVStore
     digest: str
     shortest: int
-    other_tokens: int
+    filler_tokens: int
     home: Callable[[int, int], str | None] = lambda n_tokens, nbytes: None
     levels: Callable[[int, int], Mapping[str, Sequence[str]]] = lambda n_tokens, nbytes: {}
     pace_s: float | None = None
@@ -71,7 +71,7 @@ class Encoder:
         """The key of a run of tokens with this context."""
         return ChunkKey(self.digest, token_digest(tokens), context)
 
-    def key_of(self, run: Run) -> ChunkKey:
+    def key_of(self, run: SchemaRun) -> ChunkKey:
         """The key of a schema's run, which is encoded alone, with the gaps between its positions."""
         return ChunkKey(self.digest, token_digest(run.tokens), "", run.layout(self.model.profile.fixed))
 
@@ -84,24 +84,24 @@ class Encoder:
     @property
     def context(self) -> str:
         """The context of chunks: other text, or nothing where there are to be no such entries."""
-        return amid("") if self.other_tokens else ""
+        return filler_context("") if self.filler_tokens else ""
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
         """Encode and keep what prompts begin with; bytes of new KV."""
         return self._put(tokens, self.key(tokens), lambda: self.model.encode(tokens))
 
-    def keep_chunk(self, tokens: Sequence[int], lasts: bool = True) -> int:
+    def keep_chunk(self, tokens: Sequence[int], persistent: bool = True) -> int:
         """Encode and keep a chunk; bytes of new KV, 0 where it was there.
 
-        lasts: in slow tiers, too; unless a later process can find it, memory alone is the place for it.
+        persistent: in slow tiers, too; unless a later process can find it, memory alone is the place for it.
         """
-        room = room_behind(len(tokens), self.model)
-        other = self.other_tokens if room is None else min(self.other_tokens, room - 1)
-        before = self.model.tokens(stand_in() + GAP)[-other:] if other else []
-        encode = self.model.encode_amid if self.other_tokens else self.model.encode
-        return self._put(tokens, self.key(tokens, self.context), lambda: encode(tokens, before), lasts=lasts)
+        room = remaining_context(len(tokens), self.model)
+        other = self.filler_tokens if room is None else min(self.filler_tokens, room - 1)
+        before = self.model.tokens(filler_text() + GAP)[-other:] if other else []
+        encode = self.model.encode_with_filler if self.filler_tokens else self.model.encode
+        return self._put(tokens, self.key(tokens, self.context), lambda: encode(tokens, before), persistent=persistent)
 
-    def keep_run(self, run: Run) -> int:
+    def keep_run(self, run: SchemaRun) -> int:
         """Encode and keep a schema's run (Prompt Cache 3.3); bytes of new KV.
 
         Its own positions begin at 0, but where KV cannot be moved: there it is encoded where it stands.
@@ -109,28 +109,29 @@ class Encoder:
         start = run.start if self.model.profile.fixed else 0
         positions = [start + position for position in run.positions]
         encoded = lambda: self.model.encode_at(run.tokens, positions)  # noqa: E731
-        return self._put(run.tokens, self.key_of(run), encoded, stays=True)
+        return self._put(run.tokens, self.key_of(run), encoded, at_encoded_position=True)
 
     def _put(
         self,
         tokens: Sequence[int],
         key: ChunkKey,
         encoded: Callable[[], ChunkKV],
-        stays: bool = False,
-        lasts: bool = True,
+        at_encoded_position: bool = False,
+        persistent: bool = True,
     ) -> int:
-        """stays: it is used where it was encoded, if the model's KV cannot be moved. lasts: slow tiers get it, too."""
+        """at_encoded_position: it is used where it was encoded, if the model's KV cannot be moved. persistent: slow
+        tiers get it, too."""
         profile = self.model.profile
-        refused = profile.refusal and not (stays and profile.fixed)
+        refused = profile.refusal and not (at_encoded_position and profile.fixed)
         if len(tokens) < self.shortest or refused:
             return 0
-        if self.store.lookup([key]) and (not lasts or self.store.lasts(key)):
+        if self.store.lookup([key]) and (not persistent or self.store.is_persistent(key)):
             return 0
         fast = [tier.name for tier in self.store.tiers if not tier.slow]
-        if not lasts and not fast:
+        if not persistent and not fast:
             return 0
         kv = encoded()
-        if not lasts:
+        if not persistent:
             return kv.nbytes if self.store.put(key, kv, tier=fast[-1]) else 0
         home, levels = self.home(len(tokens), kv.nbytes), self.levels(len(tokens), kv.nbytes)
         wait, pace_s = self.pace_s is None, self.pace_s or 0.0

@@ -1,5 +1,4 @@
-"""Wires the floors: ingest, answer, stream. It decides nothing: what is a chunk, what is read and what is recomputed
-is told by `text`, `plan` and `fuse`."""
+"""The engine: what users meet. `_run` shows the six stages from a question to its answer, one file each."""
 
 from __future__ import annotations
 
@@ -7,78 +6,63 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ragfuse.engine.answer_stream import AnswerStream
-from ragfuse.engine.background import EXIT_S, LEARNT, WAIT_S, Saver, Work
-from ragfuse.engine.codec_tables import ensure_tables
-from ragfuse.engine.constraints import Caller, Tool, offered
-from ragfuse.engine.context_window import check_request, check_texts, check_turns, may_fit
+from ragfuse.engine.background import EXIT_S, BackgroundEncoder
+from ragfuse.engine.constraints import Tool, offered_tools
 from ragfuse.engine.encoder import Encoder, Ingested
-from ragfuse.engine.generate import Answerer, Asked, Say
-from ragfuse.engine.history import Conversations
-from ragfuse.engine.kv_streamer import Bringer
-from ragfuse.engine.machine_timings import Timings
-from ragfuse.engine.model_profiles import Profiles, refusal_of
-from ragfuse.engine.options import Ask, known_policy, room_behind
-from ragfuse.engine.overflow import drops, limit_of
-from ragfuse.engine.planner import Planner
+from ragfuse.engine.history import ConversationHistory
+from ragfuse.engine.ingest import Documents
+from ragfuse.engine.machine_timings import MachineTimings
+from ragfuse.engine.options import Ask, known_policy, remaining_context
+from ragfuse.engine.placement import Placement
 from ragfuse.engine.prefetch import Prefetcher
-from ragfuse.engine.prefill import Prefiller
 from ragfuse.engine.prefix_cache import PrefixCache
-from ragfuse.engine.prompt_builder import (
-    Content,
-    Ids,
-    Inquiry,
-    Prompter,
-    Question,
-    is_bare_text,
-    is_ids,
-    mended_content,
-    mended_documents,
-    mended_question,
-    turns_of,
-)
-from ragfuse.engine.recurrence import Recurs, Sightings
-from ragfuse.engine.runtime import handed_over, loaded
-from ragfuse.engine.schema_service import Registered, Schemas, inquiry_of
-from ragfuse.engine.store_opener import open_kept
-from ragfuse.engine.trace_builder import Ready
-from ragfuse.errors import SettingsError
+from ragfuse.engine.question import ChatInput, Ids, Question, is_ids, mended_content, mended_question, question_of
+from ragfuse.engine.request import Request, Say
+from ragfuse.engine.runtime import Runtime, handed_over
+from ragfuse.engine.schema_service import RegisteredSchema, SchemaService
+from ragfuse.engine.stages import Stages
+from ragfuse.engine.store_opener import open_catalog, opened
+from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.scores import Score, scored
-from ragfuse.hf.verify import Verdict, verify
+from ragfuse.hf.verify import Verdict
 from ragfuse.load.link import Links
 from ragfuse.measure import Progress
 from ragfuse.models.dtypes import settled
 from ragfuse.models.loader import Given, Tokens
-from ragfuse.plan.controller import settle
-from ragfuse.process.fork import ForkLock
 from ragfuse.process.shared import forget, noting, shared
-from ragfuse.schemas.bind import Taken
-from ragfuse.schemas.nodes import Request, Schema
-from ragfuse.schemas.registry import Registry
-from ragfuse.sessions.conversation_index import Outlook
+from ragfuse.schemas.nodes import PMLPrompt, Schema
+from ragfuse.sessions.conversation_index import ConversationIndex
+from ragfuse.sessions.session_store import SessionStore
 from ragfuse.settings import Settings
-from ragfuse.store import Book, KVStore, countdown
-from ragfuse.store.catalog import Booked
-from ragfuse.store.codec_registry import Coding
-from ragfuse.store.deletion import chunk_of, forget_chunks
-from ragfuse.store.tenants import remember_tenant
-from ragfuse.telemetry.counters import Tally
+from ragfuse.store import KVStore, countdown
+from ragfuse.store.codec_registry import CodecRegistry
+from ragfuse.telemetry.counters import AnswerCounters
 from ragfuse.telemetry.otel import answered, batched
+from ragfuse.text.chat_messages import Content
 from ragfuse.text.chat_template import ChatTemplate
-from ragfuse.text.chunks import KnownChunks, Piece
-from ragfuse.text.passages import is_prose
+from ragfuse.text.chunks import KnownChunks, Marker, Piece
 from ragfuse.types.answer import Answer
-from ragfuse.types.keys import ChunkKey, digest, whole_text
+from ragfuse.types.keys import ChunkKey, whole_text
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.profiles import MachineProfile, ModelProfile
 from ragfuse.types.prompt import Prompt
 
-__all__ = ["Ask", "Content", "Engine", "Ingested", "Ready", "Registered"]
+__all__ = ["Ask", "Content", "Engine", "Ingested", "PreparedPrompt", "RegisteredSchema"]
+
+MAX_BATCH_ANSWERS = 32
+"""Answers of one batch that are written at the same time: each holds its prompt's KV; the next begins as one ends."""
+
+
+def _unheard(*what: object) -> None:
+    """Hear of progress that nobody wants to hear of."""
 
 
 class Engine:
@@ -86,8 +70,13 @@ class Engine:
 
     The model is loaded on first use and shared by all engines of the process that name the same one.
 
-    model: a name, a folder, a GGUF file, or what is loaded already: a `PreTrainedModel` with its `tokenizer`, a
-    `pipeline`, a PEFT model; None: the one that settings name.
+    Args:
+        settings: Everything that may be set; None: as the environment says.
+        model: A name, a folder, a GGUF file, or what is loaded already: a `PreTrainedModel` with its `tokenizer`, a
+            `pipeline`, a PEFT model. None: the one that the settings name.
+        store: An open store; None: the one that the settings describe.
+        conversations: Whose KV is whose, where several engines share a queue of requests; None: its own.
+        tokenizer: Of a model that is loaded already.
     """
 
     def __init__(
@@ -95,82 +84,281 @@ class Engine:
         settings: Settings | None = None,
         model: Given = None,
         store: KVStore | None = None,
-        outlook: Outlook | None = None,
+        conversations: ConversationIndex | None = None,
         *,
         tokenizer: Tokens = None,
     ) -> None:
-        self._given, told = handed_over(model, tokenizer, settings or Settings())
-        self.settings = settled(told)
+        given, chosen = handed_over(model, tokenizer, settings or Settings())
+        self.settings = settled(chosen)
         known_policy(self.settings.policy)
-        if not isinstance(store, KVStore | None):
-            raise SettingsError(f"Wanted an open KVStore, found {store!r:.60}. Name a folder by Settings(store=...).")
-        place, shared_with = self.settings.store_path, self.settings.shared_with
-        self.book = Book(place, shared_with) if store is None and self.settings.disk_bytes else None
-        self._booked = Booked(self.book)
-        self._coding = Coding(self._booked, lambda: self.store.tiers)
-        self.outlook = outlook if outlook is not None else Outlook()
-        evict = self.outlook.evict(self.settings)
-        self.store = store if store is not None else open_kept(self.settings, codecs=self._coding, evict=evict)
-        self._model, self._lock = model if isinstance(model, HFModel) else None, ForkLock()
-        self._sightings = Sightings()
-        self._profiles, self._timings = Profiles(self._booked), Timings(self.settings.tiers, self._booked)
-        self._prefixes = PrefixCache(self.settings, lambda: self.encoder, self.store)
-        self._saver = Saver(self._save)
-        waits = self._saver.is_waiting
-        self._planner = Planner(self.settings, self.store, self._timings, self._prefixes, waits)
-        self._learned: ModelProfile | None = None
-        self.tally = Tally(lambda: self._saver.waiting, lambda: self._booked.failures)
-        self._prompter = Prompter(self.settings, self._booked, lambda: self.model, self.key)
-        keys_of, free_share = lambda name: self._talks.keys_of(name), self.settings.memory_free
-        self._prefetcher = Prefetcher(self.store, lambda: self.encoder, keys_of, free_share)
-        self._prefiller = Prefiller(self.settings, self.store, self._planner, self._prefetcher.leave)
-        self.links = Links(self.settings.streams)
-        self._bringer = Bringer(self.settings, self.store, self._planner, self.links, self._prefetcher.leave)
-        known = self._booked, self._prompter, lambda: self.encoder, self.store, self.outlook, self._prefixes
-        self._talks: Conversations = Conversations(self.settings, *known)
-        registry = Registry(self.store, self._booked, self.settings.salt)
-        self.schemas = Schemas(self.settings, registry, self._prompter, lambda: self.encoder)
-        own = self._planner, self._prefiller, self._bringer, self._talks, self._prefixes
-        self._answerer = Answerer(self.settings, *own, self._save_later)
-        self.marker, self._caller, self.sessions = self._prompter.marker, Caller(), self._talks.sessions
-        if self._model is not None:
-            ensure_tables(self._coding, self.digest, self._model, self.settings)
+        self.catalog = open_catalog(self.settings, store)
+        self.conversations = conversations if conversations is not None else ConversationIndex()
+        codecs = CodecRegistry(self.catalog)
+        self.store = opened(self.settings, store, codecs, self.conversations.evict(self.settings))
+        codecs.tiers = self.store.tiers
+        self._timings = MachineTimings(self.settings.tiers, self.catalog)
+        placement = Placement(self.settings, self.store, self._timings)
+        self.runtime = Runtime(self.settings, given, self.catalog, self.store, codecs, placement)
+        known = self.runtime, self._timings, placement, self.conversations
+        self._stages = Stages.of(self.settings, self.catalog, self.store, *known)
+        self._documents = Documents(self.settings, self.runtime, self.store, self.catalog, self._stages)
+        self.counters = AnswerCounters(self._stages.remember.jobs, self.catalog)
 
     @staticmethod
     def shared(settings: Settings | None = None, model: Given = None, *, tokenizer: Tokens = None) -> Engine:
-        """The engine of all who name the same settings, or hand over the same loaded model with them.
+        """Return the engine of all who name the same settings, or hand over the same loaded model with them.
 
         It is closed when the process ends, not before; `close` lets go of it, and of the model.
         """
         given, settings = handed_over(model, tokenizer, settings or Settings())
         settings = settled(settings)
         if given is None:
-            return shared(("engine", settings), lambda: _closed_at_exit(Engine(settings)))
-        whose = "engine", settings, id(given.model), id(given.tokenizer)
-        make = partial(Engine, settings, given.model, tokenizer=given.tokenizer)
-        return shared(whose, lambda: _closed_at_exit(make()))
+            return shared(("engine", settings), partial(_closed_at_exit, settings))
+        if isinstance(given, HFModel):
+            return shared(("engine", settings, id(given)), partial(_closed_at_exit, settings, given))
+        name = "engine", settings, id(given.model), id(given.tokenizer)
+        return shared(name, partial(_closed_at_exit, settings, given.model, given.tokenizer))
+
+    # the road of one question
+
+    def answer(
+        self, prompt: Question | None = None, ask: Ask | None = None, *, pml: Path | str | None = None
+    ) -> Answer:
+        """Return the answer to a prompt, with the trace of what was reused.
+
+        Args:
+            prompt: A text, messages, token ids, or a prompt in PML.
+            ask: How it is to be answered; None: as the settings say.
+            pml: In place of `prompt`, PML or a file of it.
+        """
+        return self._answer(self._request(question_of(prompt, pml), ask or Ask(), began_s=time.perf_counter()))
+
+    def stream(
+        self, prompt: Question | None = None, ask: Ask | None = None, *, pml: Path | str | None = None
+    ) -> AnswerStream:
+        """Return the answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
+        ask, question = ask or Ask(), question_of(prompt, pml)
+        offered_tools(ask)  # what cannot be used is told here, not while reading
+        return AnswerStream(partial(self._say, question, ask))
+
+    def batch(
+        self, prompts: Sequence[Question], ask: Ask | None = None, gone: threading.Event | None = None
+    ) -> list[Answer]:
+        """Return answers to several prompts: each fused by itself, all decoded together.
+
+        Each is what it would be alone, from the same seed too. Once `gone` is set, they are written no further.
+        """
+        return self._batch(prompts, ask or Ask(), gone or threading.Event())
+
+    @answered
+    def _answer(self, request: Request) -> Answer:
+        with noting() as unsaved:
+            prompt = self._stages.build.build(request)
+            return _with_unsaved(self._run(prompt, self._constrained(request)), unsaved)
+
+    def _run(self, prompt: Prompt, request: Request) -> Answer:
+        """Take a prompt through its stages; a question is built into one before (`BuildStage`)."""
+        stages = self._stages
+        plan = stages.planner.begin(prompt, request)
+        with stages.fetch.fetch(plan) as fetched:
+            prepared = stages.prefill.prefill(fetched)
+            stages.remember.begin(prepared, request)
+            stages.generate.share(prepared, request)
+        with stages.remember.begun(prepared, request):
+            generated = stages.generate.generate(prepared, request)
+            stages.remember.remember(prepared, generated, request)
+        return generated.answer
+
+    @batched
+    def _batch(self, prompts: Sequence[Question], ask: Ask, gone: threading.Event) -> list[Answer]:
+        began_s, stages = time.perf_counter(), self._stages
+        with noting() as unsaved:
+            requests = [self._request(prompt, ask, ends=(gone,), began_s=began_s) for prompt in prompts]
+            built = [stages.build.build(request) for request in requests]
+            requests = [self._constrained(request) for request in requests]
+            if len(built) < 2 or requests[0].model.lock.is_mine:
+                answers = [self._run(prompt, request) for prompt, request in zip(built, requests, strict=True)]
+            else:
+                answers = self._together(built, requests, gone)
+        return [_with_unsaved(answer, unsaved) for answer in answers]
+
+    def _together(self, built: Sequence[Prompt], requests: Sequence[Request], gone: threading.Event) -> list[Answer]:
+        """Run prompts side by side; what fails for one ends the others, and is raised."""
+        failed = threading.Event()
+        with ThreadPoolExecutor(min(len(built), MAX_BATCH_ANSWERS), "ragfuse-batch") as pool:
+            futures = [
+                pool.submit(copy_context().run, self._run, prompt, replace(each, ends=(gone, failed), has_company=True))
+                for prompt, each in zip(built, requests, strict=True)
+            ]
+            return _results(futures, failed)
+
+    def _request(
+        self,
+        question: Question,
+        ask: Ask,
+        say: Say = None,
+        ends: tuple[threading.Event, ...] = (),
+        began_s: float = 0.0,
+    ) -> Request:
+        return Request(question, ask, self.runtime, began_s, say=say, ends=ends)
+
+    def _constrained(self, request: Request) -> Request:
+        """The request with what its answer must follow."""
+        calls = self._stages.prompts.calls
+        return replace(request, constraints=self._stages.constraints.reply(request.ask, request.model, calls))
+
+    def _say(self, question: Question, ask: Ask, say: Say, gone: threading.Event) -> Answer:
+        return self._answer(self._request(question, ask, say, (gone,), time.perf_counter()))
+
+    def check_length(self, prompt: Question, ask: Ask | None = None) -> None:
+        """Raise OverlongError for a prompt that can never fit what the model takes, before it is tokenised."""
+        self._stages.build.check_length(prompt, ask or Ask())
+
+    def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
+        """Return what would be read and computed for a prompt now, and how long that would take; nothing is."""
+        request = self._request(prompt, ask or Ask())
+        return self._stages.planner.plan(self._stages.build.build(request), request, request.ask)
+
+    def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
+        """Plan, load and prefill a prompt; OverlongError if it is longer than the model takes."""
+        request = self._request((), ask or Ask())
+        with self._stages.fetch.begun(self._stages.planner.begin(prompt, request)) as fetched:
+            return self._stages.prefill.prefill(fetched)
+
+    def prompt(self, prompt: Question, tools: Sequence[Tool] = (), ask: Ask | None = None) -> Prompt:
+        """Return tokens, chunks and positions of a prompt, without what is known of its conversation.
+
+        Chunks are what carries this engine's marks, and every known chunk that stands in the text. A prompt in PML has
+        its modules where its schema has them.
+
+        Args:
+            prompt: One text, token ids, messages by the chat template, or a prompt in PML.
+            tools: What the template tells of.
+            ask: What the template is told beside them, and whether anything is reused.
+        """
+        if isinstance(prompt, PMLPrompt):
+            return self._stages.schemas.prompt(prompt, ask or Ask())
+        return self._stages.prompts.prompt(mended_question(prompt), self.digest, tools, ask=ask)
+
+    def pieces(self, content: Content) -> Sequence[Piece]:
+        """Return a text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
+        return self._stages.prompts.pieces(mended_content(content), self.digest)
+
+    def prefix(self, prompt: Question) -> tuple[int, ...]:
+        """The ids before the first chunk of a prompt, () if there is none: what `ingest` may keep beside chunks."""
+        first = self.prompt(prompt).segments[0]
+        return first.tokens if first.kind == "prefix" else ()
+
+    # documents, schemas, conversations
+
+    def ingest(
+        self,
+        texts: Iterable[tuple[str, str]],
+        prefix: Sequence[int] = (),
+        progress: Callable[[Ingested], None] | None = None,
+    ) -> Ingested:
+        """Encode and keep the KV of chunks that are not kept yet.
+
+        Interrupted, it loses at most the chunk at hand; called again, it goes on where it stopped.
+
+        Args:
+            texts: (text, source) of each chunk.
+            prefix: Ids that prompts begin with, whose KV is kept beside.
+            progress: Hears after each chunk what is done.
+        """
+        return self._documents.ingest(texts, prefix, progress)
+
+    def register(
+        self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None
+    ) -> RegisteredSchema:
+        """Take prompts in PML for this schema from now on, also in later processes; its modules are encoded now.
+
+        `schemas` lists, shows and removes them.
+
+        Args:
+            schema: As it was read, its PML, or its file.
+            progress: Hears after each module what is done.
+        """
+        return self.schemas.register(schema, progress)
+
+    @property
+    def schemas(self) -> SchemaService:
+        """The schemas that prompts in PML take modules from."""
+        return self._stages.schemas
+
+    @property
+    def sessions(self) -> SessionStore:
+        """The conversations that are kept."""
+        return self._stages.history.sessions
+
+    @property
+    def marker(self) -> Marker:
+        """Marks chunks in texts, so that this engine knows them again."""
+        return self._stages.prompts.marker
+
+    @property
+    def links(self) -> Links:
+        """The lines to tiers that are streamed from."""
+        return self._stages.links
+
+    def know(self, texts: Iterable[tuple[str, str]]) -> None:
+        """Find (text, source) of chunks in prompts from now on, without an ingest.
+
+        What a prompt then holds of them is encoded after its answer. For retrievers, which know it first.
+        """
+        self._documents.know(texts)
+
+    def prefetch(self, texts: Iterable[str]) -> None:
+        """Begin to bring what the store holds of these chunks to memory, for the next prompt. Returns at once, encodes
+        nothing, may load the model."""
+        self._stages.prefetcher.submit(texts)
+
+    def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
+        """These conversations are gone on with soon, the first one first (or the one with the least number): what was
+        kept of them comes to memory, as much as it has room for, and is dropped last. In place of what was said
+        before. Returns at once, may load the model."""
+        told = sessions if isinstance(sessions, Mapping) else {name: at for at, name in enumerate(sessions)}
+        whose = self.digest
+        self.conversations.expect(whose, told)
+        self._stages.prefetcher.look_ahead([(whose, name) for name in sorted(told, key=told.__getitem__)])
+
+    def session_of(self, prompt: ChatInput | Ids, ask: Ask | None = None) -> str | None:
+        """The name of the kept conversation that a prompt goes on with; None where there is none."""
+        return self._stages.history.name_of(mended_question(prompt), ask or Ask())
+
+    def forget(self, texts: Iterable[str]) -> int:
+        """Drop the KV of these chunks of this tenant from every tier, pinned or not, and return the bytes freed.
+
+        They are no known chunks any more, nor are passages that were learnt from them. What other processes hold in
+        memory stays there.
+        """
+        return self._documents.forget(texts)
+
+    def known_texts(self, source: str) -> list[str]:
+        """Texts of known chunks that came from this source."""
+        return self._stages.prompts.known_from(self.digest, whole_text(source))
+
+    # the model, this machine, the store
 
     @property
     def model(self) -> HFModel:
         """The model, loaded now if it was not."""
-        with self._lock:
-            if self._model is None:
-                self._model = loaded(self.settings, self._profiles, self._given)
-                self._profiles.remember(self._model.profile)
-                tenant = digest(self._model.fingerprint, self.settings.salt)
-                self._booked(lambda book: remember_tenant(book, tenant, self.settings), None)
-                ensure_tables(self._coding, tenant, self._model, self.settings)
-            return self._model
+        return self.runtime.model
 
     @property
     def digest(self) -> str:
         """What stands for model and tenant in every key."""
-        return digest(self.model.fingerprint, self.settings.salt)
+        return self.runtime.digest
+
+    @property
+    def encoder(self) -> Encoder:
+        """How runs of tokens come into the store."""
+        return self.runtime.encoder
 
     @property
     def known(self) -> KnownChunks:
         """The texts of chunks that a prompt is searched for."""
-        return self._prompter.known(self.digest)
+        return self._stages.prompts.known(self.digest)
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
         """The key of a run of tokens with this context ("": alone)."""
@@ -181,171 +369,14 @@ class Engine:
         stays text."""
         return self.model.tokens(text, special)
 
-    def prompt(self, prompt: Inquiry, tools: Sequence[Tool] = (), ask: Ask | None = None) -> Prompt:
-        """Tokens, chunks and positions of a prompt: one text, token ids, or messages by the chat template, which tells
-        of tools. ask: what the template is told beside them, and whether anything is reused.
-
-        Chunks are what carries this engine's marks, and every known chunk that stands in the text. A prompt in PML has
-        its modules where its schema has them.
-        """
-        if isinstance(prompt, Request):
-            return self.schemas.prompt(prompt, ask or Ask())
-        return self._prompter.prompt(mended_question(prompt), self.digest, tools, ask=ask)
-
-    def pieces(self, content: Content) -> Sequence[Piece]:
-        """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
-        return self._prompter.pieces(mended_content(content), self.digest)
-
-    def prefix(self, prompt: Inquiry) -> tuple[int, ...]:
-        """The ids before the first chunk of a prompt, () if there is none: what `ingest` may keep beside chunks."""
-        first = self.prompt(prompt).segments[0]
-        return first.tokens if first.kind == "prefix" else ()
-
-    def ingest(
-        self,
-        texts: Iterable[tuple[str, str]],
-        prefix: Sequence[int] = (),
-        progress: Callable[[Ingested], None] | None = None,
-    ) -> Ingested:
-        """Encode and keep the KV of (text, source) chunks that are not kept yet, and of a `prefix` of prompts.
-
-        Interrupted, it loses at most the chunk at hand; called again, it goes on where it stopped.
-        """
-        began, done, encoder = time.perf_counter(), Ingested(), self.encoder
-        room_behind(len(prefix), self.model, "What stands before the first chunk")
-        encoder.keep_prefix(prefix)
-        for text, source in mended_documents(texts):
-            text = text.strip()
-            check_texts([text], self.model, f"A chunk of '{source}'")
-            ids = self.tokens(text)
-            room_behind(len(ids), self.model, f"A chunk of '{source}'")
-            nbytes = encoder.keep_chunk(ids)
-            if len(ids) >= self.settings.min_chunk_tokens:
-                self._prompter.note(self.digest, text, source, ids, must=True)
-            done = done.plus(len(ids), nbytes, time.perf_counter() - began)
-            if progress is not None:
-                progress(done)
-        return done
-
-    def register(self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None) -> Registered:
-        """Take prompts in PML for this schema from now on, also in later processes; its modules are encoded now.
-
-        schema: as read, its PML, or its file. See `Schemas.register`; `schemas` lists, shows and removes them.
-        """
-        return self.schemas.register(schema, progress)
-
-    def know(self, texts: Iterable[tuple[str, str]]) -> None:
-        """(text, source) of chunks that are found in prompts from now on, without an ingest.
-
-        What a prompt then holds of them is encoded after its answer. For retrievers, which know it first.
-        """
-        for text, source in mended_documents(texts):
-            text = text.strip()
-            if text in self.known or not may_fit(text, self.model):
-                continue
-            ids = self.tokens(text)
-            if len(ids) >= self.settings.min_chunk_tokens:
-                self._prompter.note(self.digest, text, source, ids)
-
-    def prefetch(self, texts: Iterable[str]) -> None:
-        """Begin to bring what the store holds of these chunks to memory, for the next prompt. Returns at once, encodes
-        nothing, may load the model."""
-        self._prefetcher.submit(texts)
-
-    def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
-        """These conversations are gone on with soon, the first one first (or the one with the least number): what was
-        kept of them comes to memory, as much as it has room for, and is dropped last. In place of what was said
-        before. Returns at once, may load the model."""
-        told = sessions if isinstance(sessions, Mapping) else {name: at for at, name in enumerate(sessions)}
-        whose = self.digest
-        self.outlook.expect(whose, told)
-        self._prefetcher.look_ahead([(whose, name) for name in sorted(told, key=told.__getitem__)])
-
-    def session_of(self, prompt: Question | Ids, ask: Ask | None = None) -> str | None:
-        """The name of the kept conversation that a prompt goes on with; None where there is none."""
-        return self._talks.name_of(mended_question(prompt), ask or Ask())
-
-    def forget(self, texts: Iterable[str]) -> int:
-        """Drop the KV of these chunks of this tenant, in any company and pinned or not, from every tier; bytes freed.
-        They are no known chunks any more, nor are passages that were learnt from them. What other processes hold in
-        memory stays there."""
-        texts = [whole_text(text).strip() for text in ((texts,) if isinstance(texts, str) else texts)]
-        runs = {tuple(self.tokens(text)) for text in texts}
-        self._saver.forget(runs)
-        self._prefixes.forget(runs)
-        runs |= self._prompter.forget(self.digest, texts)
-        return forget_chunks(self.store, self.book, {chunk_of(self.key(run)) for run in runs})
-
-    def known_texts(self, source: str) -> list[str]:
-        """Texts of known chunks that came from this source."""
-        return self._prompter.known_from(self.digest, whole_text(source))
-
-    def check_length(self, prompt: Inquiry, ask: Ask | None = None) -> None:
-        """OverlongError for a prompt that can never fit what the model takes, told before it is searched or tokenised.
-
-        One that passes may still be too long: that is known when it is tokenised. Where chunks may be left out, or
-        earlier turns of a conversation, what has to stay counts.
-        """
-        ask = ask or Ask()
-        if isinstance(prompt, Request):
-            check_request(prompt, self.model)
-        elif is_ids(prompt):
-            room_behind(len(prompt), self.model)
-        elif not drops(ask, self.settings):
-            tools, may_shorten = offered(ask), self._talks.may_shorten(prompt, ask)
-            is_text = is_bare_text(prompt, ask, tools) and ask.session is None
-            check_turns(turns_of(prompt), self.model, tools, may_shorten, marker=self.marker, is_text=is_text)
-
-    def plan(self, prompt: Inquiry, ask: Ask | None = None) -> LoadPlan:
-        """What would be read and computed for a prompt now, and how long that would take; nothing is."""
-        ask = ask or Ask()
-        return self._planner.plan(self._fitted(prompt, ask), ask, self.model, self.profile)
-
-    def prepare(self, prompt: Prompt, ask: Ask | None = None) -> Ready:
-        """Plan, load and prefill a prompt; InputError if it is longer than the model can take."""
-        ask = ask or Ask()
-        with self._bringer.all([prompt], ask, self.model, self.profile) as (brought,):
-            return self._prefiller.prepare(prompt, ask, self.model, self.profile, brought)
-
-    def answer(self, prompt: Inquiry | None = None, ask: Ask | None = None, *, pml: Path | str | None = None) -> Answer:
-        """The answer to a prompt, or to the one that is PML or a file of it, with the trace of what was reused."""
-        return self._answer(inquiry_of(prompt, pml), ask or Ask(), None, threading.Event())
-
-    def stream(
-        self, prompt: Inquiry | None = None, ask: Ask | None = None, *, pml: Path | str | None = None
-    ) -> AnswerStream:
-        """The answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
-        ask, asked = ask or Ask(), inquiry_of(prompt, pml)
-        offered(ask)  # what cannot be used is told here, not while reading
-        return AnswerStream(lambda say, gone: self._answer(asked, ask, say, gone))
-
-    def batch(
-        self, prompts: Sequence[Inquiry], ask: Ask | None = None, gone: threading.Event | None = None
-    ) -> list[Answer]:
-        """Answers to several prompts: each fused by itself, all decoded together; once `gone` is set, no further.
-
-        Each is what it would be alone, from the same seed too.
-        """
-        return self._batch(prompts, ask or Ask(), gone or threading.Event())
-
-    @batched
-    def _batch(self, prompts: Sequence[Inquiry], ask: Ask, gone: threading.Event) -> list[Answer]:
-        began = time.perf_counter()
-        with noting() as unsaved:
-            assembled = [self._fitted(prompt, ask) for prompt in prompts]
-            asked = self._asked(ask, self.model, began)
-            each = [replace(asked, is_chat=_is_chat(prompt, ask)) for prompt in prompts]
-            answers = self._answerer.all(assembled, each, gone) if assembled else []
-        return [_told(answer, unsaved) for answer in answers]
-
-    def ids(self, prompt: Inquiry) -> list[int]:
+    def ids(self, prompt: Question) -> list[int]:
         """All ids of a prompt; InputError if it is longer than the model can take."""
         ids = [*prompt] if is_ids(prompt) else [*self.prompt(prompt).token_ids]
-        room_behind(len(ids), self.model)
+        remaining_context(len(ids), self.model)
         return ids
 
     def score(
-        self, prompt: Inquiry | Sequence[int], n_top: int = 0, check: Callable[[], object] = lambda: None
+        self, prompt: Question | Sequence[int], n_top: int = 0, check: Callable[[], object] = _unheard
     ) -> list[tuple[int, Score | None]]:
         """The ids of a prompt, each with how likely it is behind those before it; None for the first.
 
@@ -358,55 +389,49 @@ class Engine:
     @property
     def template(self) -> ChatTemplate:
         """What the model's chat template takes besides messages, and whether it knows of thoughts."""
-        return self._caller.template(self.model)
+        return self._stages.constraints.template(self.model)
 
-    def verify(self, progress: Callable[[str], object] = lambda check: None) -> Verdict:
+    def verify(self, progress: Callable[[str], object] = _unheard) -> Verdict:
         """Measure on the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
-        how = settle(self.settings.policy, self.settings.ratio, self.profile.choice)
-        verdict = verify(self.model, *how, progress)
-        self._profiles.judge(self.model.profile, verdict.passed)
-        self._learned = replace(self.profile, verified=verdict.passed)
-        return verdict
+        return self.runtime.verify(progress)
 
     @property
     def profile(self) -> ModelProfile:
         """What is known of the model: what came with it, or was learned on this store."""
-        if self._learned is None:
-            self._learned = self._profiles.joined(self.model.profile)
-        return self._learned
+        return self.runtime.profile
 
     def learn(self, profile: ModelProfile | MachineProfile) -> None:
-        """Go on with what was found out about the model or this machine, here and in later processes on this store."""
+        """Go by what was found out about the model or this machine, here and in later processes on this store."""
         if isinstance(profile, MachineProfile):
             self._timings.learn(profile)
-            return
-        self._learned = profile
-        self._profiles.put(profile)
+        else:
+            self.runtime.learn(profile)
 
-    def measure(self, stores: Sequence[str] = (), progress: Progress = lambda what, done: None) -> MachineProfile:
+    def measure(self, stores: Sequence[str] = (), progress: Progress = _unheard) -> MachineProfile:
         """Time the model and the tiers, the store's own and those at `stores`, on this machine; plans go by it then."""
-        return self._planner.measure(self.model, stores, progress)
+        return self._timings.measure(self.model, self.store, self.settings, stores, progress)
 
     def flush(self) -> None:
         """Wait until every chunk met so far is encoded and written, and all that is prefetched is there."""
-        self._prefetcher.flush()
-        self._saver.flush()
-        self._talks.flush()
-        self._prefixes.flush()
+        for part in self._background:
+            part.flush()
         self.store.flush()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Finish saving, or as much of it as `timeout_s` allows, and let go of the store."""
         forget(self)
-        self.tally.close()
+        self.counters.close()
         left = countdown(timeout_s)
-        self._prefetcher.close(left())
-        self._saver.close(left())
-        self._talks.close(left())
-        self._prefixes.close(left())
+        for part in self._background:
+            part.close(left())
         self.store.close(left())
-        self.book = None
-        self._booked.close()
+        self.catalog.close()
+
+    @property
+    def _background(self) -> tuple[Prefetcher | BackgroundEncoder | ConversationHistory | PrefixCache, ...]:
+        """What works beside the answers, in the order in which one hands on to the next."""
+        stages = self._stages
+        return stages.prefetcher, stages.remember.jobs, stages.history, stages.prefixes
 
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:
         """Itself: what holds an engine and is copied shares it."""
@@ -421,112 +446,25 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(None if kind is None else 0.0)
 
-    # inside
 
-    @property
-    def encoder(self) -> Encoder:
-        """How runs of tokens come into the store."""
-        settings = self.settings
-        shortest, other, model = settings.min_chunk_tokens, settings.amid_tokens, self.model
-        home = partial(self._planner.home, model, self.profile)
-        levels = partial(self._planner.levels, model, self.profile)
-        return Encoder(model, self.store, self.digest, shortest, other, home, levels)
-
-    def _fitted(self, question: Inquiry, ask: Ask) -> Prompt:
-        """The prompt of a question; without its last chunks where it is too long and they may be left out."""
-        if isinstance(question, Request):
-            return self.schemas.prompt(question, ask)
-        tools, question = offered(ask), mended_question(question)
-        self.check_length(question, ask)
-        limit = limit_of(ask, self.settings, self.model)
-        check = not self._talks.may_shorten(question, ask)
-        documents = list(mended_documents(ask.documents))
-        if self.settings.learn != "off":
-            self._prompter.hear(self.digest, documents, question)
-        make = partial(self._prompter.prompt, digest=self.digest, tools=tools, ask=ask, check=check)
-        prompt = self._talks.fitted(question, ask, lambda q, n: make(q, leave_out=n), limit)
-        if documents and all(segment.kind != "chunk" for segment in prompt.segments):
-            return replace(prompt, altered=self._prompter.altered(question, documents))
-        return prompt
-
-    @answered
-    def _answer(
-        self,
-        prompt: Inquiry,
-        ask: Ask,
-        say: Say,
-        gone: threading.Event,
-    ) -> Answer:
-        began = time.perf_counter()
-        with noting() as unsaved:
-            assembled, model = self._fitted(prompt, ask), self.model
-            asked = replace(self._asked(ask, model, began), is_chat=_is_chat(prompt, ask))
-            answer = self._answerer.one(assembled, asked, say, gone)
-        return _told(answer, unsaved)
-
-    def _asked(self, ask: Ask, model: HFModel, began_s: float) -> Asked:
-        return Asked(ask, self._caller.reply(ask, model, self._prompter.calls), self.profile, began_s)
-
-    def _save_later(self, ready: Ready, ask: Ask) -> None:
-        taken, profile = ready.plan.prompt.taken, self.model.profile
-        if ask.reuse and (not profile.refusal or (profile.fixed and taken is not None)):
-            for work in self._planner.work_after(ready.plan):
-                self._saver.submit(work)
-        if ask.reuse and not profile.refusal:
-            begins, n_exact = self._prefixes.lacks(ready)
-            if begins:
-                self._saver.submit(Work(tuple(begins), begins=n_exact))
-        if ask.reuse and self.settings.learn != "off" and taken is None:
-            self._saver.submit(Work((), prompt=ready.plan.prompt, bare=not ready.plan.fetches))
-        if ask.reuse and isinstance(taken, Taken):
-            self._prefetcher.submit_keys(taken.others)  # of the unions used: the next prompt may want another one
-
-    def _save(self, work: Work) -> None:
-        if work.used:
-            return self._planner.promote(self.model, work.used)
-        if work.far is not None:
-            self.store.promote(work.far)
-            return
-        if work.prompt is not None:
-            runs = self._sightings.met_again(work.prompt, self.model.border)
-            why = refusal_of(self.profile, self.settings.policy)
-            if self.settings.learn == "text" and not why:
-                for run in runs:
-                    if is_prose(self.model.text(run)):
-                        self._saver.submit(Work(run, source=LEARNT))
-            elif runs and work.bare:
-                shared(("recurs", self.settings.model), Recurs).tell(len(runs), self.settings, why)
-            return
-        self.model.batcher.wait_idle(WAIT_S)
-        if work.begins:
-            self._prefixes.extend(work.tokens, work.begins)
-            return
-        encoder = self.encoder.in_background()
-        if work.run is not None:
-            encoder.keep_run(work.run)
-            return
-        text = work.text or self._text(work.tokens)
-        encoder.keep_chunk(work.tokens, lasts=bool(text))
-        self._prompter.note(self.digest, text, work.source, work.tokens)
-
-    def _text(self, tokens: tuple[int, ...]) -> str:
-        """The text of ids, where it is tokenised as these; else "": then later processes do not know it."""
-        text = self.model.text(tokens).strip()
-        return text if tuple(self.model.tokens(text)) == tokens else ""
-
-
-def _told(answer: Answer, unsaved: Sequence[str]) -> Answer:
+def _with_unsaved(answer: Answer, unsaved: Sequence[str]) -> Answer:
     """The answer, whose trace says what could not be read or written beside it."""
     return replace(answer, trace=replace(answer.trace, unsaved=tuple(unsaved))) if unsaved else answer
 
 
-def _is_chat(question: Inquiry, ask: Ask) -> bool:
-    """Whether the model answers messages in its chat template, rather than continuing a text or token ids."""
-    if isinstance(question, Request):
-        return not question.ending
-    return bool(ask.tools) if isinstance(question, str) else not is_ids(question)
+def _results(futures: Sequence[Future[Answer]], failed: threading.Event) -> list[Answer]:
+    """Of all; where one fails, or the wait is broken off, the others end too."""
+    try:
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        return [future.result() for future in futures]
+    except BaseException:
+        failed.set()
+        raise
 
 
-def _closed_at_exit(engine: Engine) -> Engine:
+def _closed_at_exit(settings: Settings, model: Given = None, tokenizer: Tokens = None) -> Engine:
+    engine = Engine(settings, model, tokenizer=tokenizer)
     atexit.register(engine.close, EXIT_S)
     return engine

@@ -1,45 +1,40 @@
-"""What lies behind a line is brought before the model is needed, where a question has a deadline (CacheGen 5.3).
+"""What lies behind a line is streamed before the model is needed, where a question has a deadline (CacheGen 5.3).
 
-What is brought and how is told by `plan` and `load.stream`; what that makes of a prompt's plan, here.
+What is streamed and how is told by `plan` and `load.stream`; what that makes of a prompt's plan, here.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import cast
 
+from ragfuse.engine.machine_timings import MachineTimings
 from ragfuse.engine.options import Ask
 from ragfuse.engine.overflow import drops, room_of
-from ragfuse.engine.planner import Planner
+from ragfuse.engine.planner import RevisablePlan
+from ragfuse.engine.prefetch import Prefetcher
 from ragfuse.hf.model import HFModel
 from ragfuse.load.layers import LayerReader
 from ragfuse.load.link import Links
 from ragfuse.load.stream import Stream
-from ragfuse.load.terms import UNREADABLE, Terms
+from ragfuse.load.terms import BYTES_UNREADABLE, Terms
 from ragfuse.plan.adapt import Adapt
 from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.pieces import base_s, parts_of, prior
 from ragfuse.settings import LEVELS, Settings
 from ragfuse.store import KVStore
 from ragfuse.store.tier import Breaks
-from ragfuse.telemetry.otel import planned
 from ragfuse.types.answer import StreamTrace
-from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import LayerKV
 from ragfuse.types.plan import Fetch, LoadPlan
-from ragfuse.types.profiles import ModelProfile
-from ragfuse.types.prompt import Prompt
 
 NOTHING_CAME = "nothing of it came in time over the line"
 
 
 @dataclass
-class Brought:
+class StreamedPlan:
     """A prompt's plan, and what came over a line for it, if anything was to. A context manager: it ends in `close`.
 
     began_s: `time.perf_counter()` when its deadline began to run.
@@ -65,11 +60,11 @@ class Brought:
     def lose(self, segment: int) -> None:
         """It came, or was there, and cannot be used: it is computed."""
         self.lost.add(segment)
-        self.plan = _without(self.plan, {segment: UNREADABLE})
+        self.plan = _without(self.plan, {segment: BYTES_UNREADABLE})
 
-    def over(self, reader: LayerReader) -> Source:
+    def over(self, reader: LayerReader) -> StreamedSource:
         """All layers: what came, and what is read beside it."""
-        return Source(reader, self.stream, self.streamed)
+        return StreamedSource(reader, self.stream, self.streamed)
 
     def trace(self) -> StreamTrace | None:
         """What happened on the line; `held` is not known yet."""
@@ -83,7 +78,7 @@ class Brought:
         if self.stream is not None:
             self.stream.close()
 
-    def __enter__(self) -> Brought:
+    def __enter__(self) -> StreamedPlan:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,7 +86,7 @@ class Brought:
 
 
 @dataclass(frozen=True)
-class Source:
+class StreamedSource:
     """Layers by segment, from a reader and from what came over a line."""
 
     reader: LayerReader
@@ -107,57 +102,47 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Bringer:
-    """Brings what prompts need over the lines of a store. `reads` hears of the keys that a prompt reads for itself."""
+class KVStreamer:
+    """Brings what prompts need over the lines of a store.
+
+    prefetcher: leaves alone what a prompt reads for itself.
+    """
 
     settings: Settings
     store: KVStore
-    planner: Planner
+    timings: MachineTimings
     links: Links
-    reads: Callable[[Iterable[ChunkKey]], None]
+    prefetcher: Prefetcher
 
-    @contextmanager
-    def all(
-        self, prompts: Sequence[Prompt], ask: Ask, model: HFModel, profile: ModelProfile
-    ) -> Iterator[list[Brought | None]]:
-        """What came for each of these prompts, all at the same time; let go of in the end."""
-        with ExitStack() as held:
-            bring = partial(self.bring, ask=ask, model=model, profile=profile)
-            if len(prompts) > 1 and self._lines(ask):
-                with ThreadPoolExecutor(len(prompts), "ragfuse-bring") as pool:
-                    found = list(pool.map(bring, prompts))
-            else:
-                found = [bring(prompt) for prompt in prompts]
-            for brought in found:
-                if brought is not None:
-                    held.enter_context(brought)
-            yield found
+    def stream(self, plan: RevisablePlan) -> StreamedPlan | None:
+        """Return the plan of a prompt with all that came in time.
 
-    def bring(self, prompt: Prompt, ask: Ask, model: HFModel, profile: ModelProfile) -> Brought | None:
-        """The plan, with all that came in time; None where nothing is in a hurry, or no tier is behind a line."""
-        began, lines = time.perf_counter(), self._lines(ask)
+        None where no deadline is set, or no tier is behind a line.
+        """
+        request, began = plan.request, time.perf_counter()
+        ask, lines = request.ask, self._lines(request.ask)
         if ask.deadline_s is None or not lines:
             return None
-        room_of(prompt, model, drops(ask, self.settings))
-        chosen = _revived(planned(self.planner.plan)(prompt, ask, model, profile), ask.deadline_s, lines)
-        brought = Brought(began, chosen, ask.deadline_s)
+        room_of(plan.prompt, request.model, drops(ask, self.settings))
+        chosen = _revived(plan.make(), ask.deadline_s, lines)
+        streamed = StreamedPlan(began, chosen, ask.deadline_s)
         far = [fetch for fetch in chosen.fetches if fetch.tier in lines]
         if far:
-            self.reads(fetch.key for fetch in chosen.fetches)
-            self._run(brought, far, model)
-        return brought
+            self.prefetcher.leave(fetch.key for fetch in chosen.fetches)
+            self._run(streamed, far, request.model)
+        return streamed
 
     def _lines(self, ask: Ask) -> set[str]:
         """Tiers behind lines, where a question hurries that may use them."""
         hurries = ask.deadline_s is not None and ask.reuse
         return {tier.name for tier in self.store.tiers if hurries and isinstance(tier, Breaks)}
 
-    def _run(self, brought: Brought, far: Sequence[Fetch], model: HFModel) -> None:
-        machine, plan, settings = self.planner.timings.corrected(model), brought.plan, self.settings
-        times, row_s = Estimate(machine) if machine is not None else None, self.planner.timings.row_s(model)
-        brought.terms = terms = Terms(
-            brought.began_s,
-            brought.deadline_s,
+    def _run(self, streamed: StreamedPlan, far: Sequence[Fetch], model: HFModel) -> None:
+        machine, plan, settings = self.timings.corrected(model), streamed.plan, self.settings
+        times, row_s = Estimate(machine) if machine is not None else None, self.timings.row_s(model)
+        streamed.terms = terms = Terms(
+            streamed.began_s,
+            streamed.deadline_s,
             base_s(plan, times, row_s),
             cast(Adapt, "paper" if settings.adapt in LEVELS else settings.adapt),
             settings.piece_tokens,
@@ -165,13 +150,13 @@ class Bringer:
             settings.adapt if settings.adapt in LEVELS else None,
         )
         parts, link = parts_of(plan, far, times, row_s), self.links.of(far[0].tier)
-        brought.stream = stream = Stream(self.store, far, parts, model.n_layers, link, terms, model.device)
+        streamed.stream = stream = Stream(self.store, far, parts, model.n_layers, link, terms, model.device)
         try:
             stream.run()
         except BaseException:
             stream.close()
             raise
-        brought.plan = _after(plan, stream)
+        streamed.plan = _after(plan, stream)
 
 
 def _revived(plan: LoadPlan, deadline_s: float, lines: set[str]) -> LoadPlan:
@@ -181,13 +166,13 @@ def _revived(plan: LoadPlan, deadline_s: float, lines: set[str]) -> LoadPlan:
     """
     back = [fetch for fetch in plan.unread if fetch.tier in lines]
     late = plan.forecast is None or plan.forecast.full_s > deadline_s
-    if not back or (plan.refusal and not late):
+    if not back or (plan.fallback_reason and not late):
         return plan
     fetches = sorted((*plan.fetches, *back), key=lambda fetch: fetch.segment)
     there = {fetch.segment for fetch in back}
     misses = tuple((at, why) for at, why in plan.misses if at not in there)
     unread = tuple(fetch for fetch in plan.unread if fetch.segment not in there)
-    return replace(plan, refusal="", fetches=tuple(fetches), misses=misses, unread=unread)
+    return replace(plan, fallback_reason="", fetches=tuple(fetches), misses=misses, unread=unread)
 
 
 def _after(plan: LoadPlan, stream: Stream) -> LoadPlan:
@@ -204,9 +189,9 @@ def _after(plan: LoadPlan, stream: Stream) -> LoadPlan:
 def _without(plan: LoadPlan, why: Mapping[int, str]) -> LoadPlan:
     """The plan with these segments computed, and why; they are there all the same, but for what cannot be read."""
     kept = tuple(fetch for fetch in plan.fetches if fetch.segment not in why)
-    gone = [f for f in plan.fetches if why.get(f.segment, UNREADABLE) != UNREADABLE]
+    gone = [f for f in plan.fetches if why.get(f.segment, BYTES_UNREADABLE) != BYTES_UNREADABLE]
     unread = tuple(sorted((*plan.unread, *gone), key=lambda fetch: fetch.segment))
     misses = tuple(sorted({**dict(plan.misses), **why}.items()))
     if kept:
         return replace(plan, fetches=kept, misses=misses, unread=unread)
-    return replace(plan.refused(NOTHING_CAME), misses=misses, unread=unread)
+    return replace(plan.with_full_prefill(NOTHING_CAME), misses=misses, unread=unread)

@@ -1,4 +1,4 @@
-"""This machine's timings with a model: as the store's book keeps them, and corrected by what answers took.
+"""This machine's timings with a model: as the store's catalog keeps them, and corrected by what answers took.
 
 Nothing here measures or plans; how readings correct what was measured is told in `plan/observed.py`.
 """
@@ -9,16 +9,23 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 
 import torch
 
 from ragfuse.hf.model import HFModel
+from ragfuse.measure import Progress, measure
 from ragfuse.plan.controller import blend_of
+from ragfuse.plan.evict import lru
 from ragfuse.plan.observed import LEAST_ROWS, Seen, corrected, factors, forgotten_after, row_s, rows_after, seen_after
 from ragfuse.process.fork import ForkLock
-from ragfuse.store.catalog import Booked
+from ragfuse.settings import Settings
+from ragfuse.store import KVStore, Tier
+from ragfuse.store.catalog import Catalog
+from ragfuse.store.factory import open_tier
 from ragfuse.types.keys import digest
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.profiles import MACHINE_VERSION, MachineProfile
@@ -26,14 +33,14 @@ from ragfuse.types.profiles import MACHINE_VERSION, MachineProfile
 log = logging.getLogger("ragfuse.engine")
 
 ROWS = "rows-"
-"""Begins the name, in a book, of what computing a row takes."""
-ASK_AGAIN_S = 60.0
-"""Seconds after which the book is asked again for timings: another process may have measured meanwhile."""
+"""Begins the name, in a catalog, of what computing a row takes."""
+TIMINGS_RECHECK_S = 60.0
+"""Seconds after which the catalog is asked again for timings: another process may have measured meanwhile."""
 
 
 @dataclass
 class _Known:
-    """Timings under one name, None if there are none, when the book was last asked for them, what was seen since.
+    """Timings under one name, None if there are none, when the catalog was last asked for them, what was seen since.
 
     rows: seconds of a computed row in the last prefills, oldest first, also where nothing was measured.
     """
@@ -44,21 +51,21 @@ class _Known:
     rows: tuple[float, ...] = ()
 
 
-class Timings:
-    """Timings by model, device and threads. `booked` asks the store's book, `clock` gives seconds.
+class MachineTimings:
+    """Timings by model, device and threads. `catalog` is the store's, `clock` gives seconds.
 
     tiers: the URLs of further tiers, which timings belong to. Threads may share it.
     """
 
-    def __init__(self, tiers: Sequence[str], booked: Booked, clock: Callable[[], float] = time.monotonic) -> None:
-        self._booked, self._clock, self._lock = booked, clock, ForkLock()
+    def __init__(self, tiers: Sequence[str], catalog: Catalog, clock: Callable[[], float] = time.monotonic) -> None:
+        self._catalog, self._clock, self._lock = catalog, clock, ForkLock()
         self._known: dict[str, _Known] = {}
         self._around = version("torch"), version("transformers"), *tiers
 
     def machine(self, model: HFModel) -> MachineProfile | None:
         """As measured, on as many threads as torch has now; None where nothing was.
 
-        The book is asked once a minute at most, so that what another process measures counts here too.
+        The catalog is asked once a minute at most, so that what another process measures counts here too.
         """
         with self._lock:
             return self._of(model).machine
@@ -79,7 +86,21 @@ class Timings:
         name = self.name(machine.model, machine.device, machine.threads)
         with self._lock:
             self._known[name] = _Known(machine, self._clock(), rows=self._rows(name))
-        self._booked.strictly(lambda book: book.put(name, machine.as_dict()), None)
+        self._catalog.strict.put(name, machine.as_dict())
+
+    def measure(
+        self, model: HFModel, store: KVStore, settings: Settings, urls: Sequence[str], progress: Progress
+    ) -> MachineProfile:
+        """Time a model, the tiers of a store and those at `urls` on this machine, and go by that from now on."""
+        with ExitStack() as held:
+            tiers: list[Tier] = list(store.tiers)
+            for url in urls:
+                tiers.append(open_tier(url, settings, lru, [tier.name for tier in tiers]))
+                held.callback(getattr(tiers[-1], "close", tuple))
+            codecs = partial(store.levels.codecs, model=digest(model.fingerprint, settings.salt))
+            machine = measure(model, tiers, progress, codecs=codecs)
+        self.learn(machine)
+        return machine
 
     def saw(self, model: HFModel, plan: LoadPlan, load_s: float) -> None:
         """Go on from what reading took, in seconds, for a plan that was carried out."""
@@ -115,7 +136,7 @@ class Timings:
         """What is known of a model on this machine; the lock is held."""
         name = self._name_of(model)
         known, now = self._known.get(name), self._clock()
-        if known is None or now - known.asked_s >= ASK_AGAIN_S:
+        if known is None or now - known.asked_s >= TIMINGS_RECHECK_S:
             found = self._asked(name)
             if known is None or found not in (None, known.machine):
                 known = self._known[name] = _Known(found, now, rows=known.rows if known else self._rows(name))
@@ -127,21 +148,21 @@ class Timings:
 
     def _keep(self, name: str, row_s: float) -> None:
         """For later processes."""
-        self._booked(lambda book: book.put(ROWS + name, {"row_s": row_s}), None)
+        self._catalog.put(ROWS + name, {"row_s": row_s})
 
     def _rows(self, name: str) -> tuple[float, ...]:
         """What a process before this one saw."""
         try:
-            found = self._booked(lambda book: book.get(ROWS + name), None) or {}
+            found = self._catalog.get(ROWS + name) or {}
             return rows_after((), LEAST_ROWS, LEAST_ROWS * float(found.get("row_s", 0.0)))
         except (TypeError, ValueError) as error:
             log.warning("What computing takes on this machine could not be read: %s", error)
             return ()
 
     def _asked(self, name: str) -> MachineProfile | None:
-        """What the book says, None where it says nothing."""
+        """What the catalog says, None where it says nothing."""
         try:
-            return MachineProfile.from_dict(self._booked(lambda book: book.get(name), None))
+            return MachineProfile.from_dict(self._catalog.get(name))
         except ValueError as error:
             log.warning("The timings of this machine could not be read: %s", error)
             return None

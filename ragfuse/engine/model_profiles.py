@@ -15,7 +15,7 @@ from typing import TypeVar
 from ragfuse.models import embedded
 from ragfuse.plan.controller import AUTO, MEASURED
 from ragfuse.process.fork import ForkLock
-from ragfuse.store.catalog import Booked
+from ragfuse.store.catalog import Catalog
 from ragfuse.types.profiles import PROFILE_VERSION, ModelProfile
 from ragfuse.types.reasons import NOT_EXACT, NOT_SAFE
 
@@ -36,15 +36,15 @@ def as_shipped(profile: ModelProfile, name: str) -> ModelProfile:
     return profile.calibrated(True, *ours.choice) if ours is not None and ours.choice else profile
 
 
-class Profiles:
-    """Model profiles as one store's book keeps them."""
+class ProfileStore:
+    """Model profiles as one store's catalog keeps them."""
 
-    def __init__(self, booked: Booked) -> None:
-        self._booked = booked
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
 
     def get(self, fingerprint: str) -> ModelProfile | None:
         """What was kept of a model; None where nothing was."""
-        found = self._booked(lambda book: book.get(_name(fingerprint)), None)
+        found = self._catalog.get(_name(fingerprint))
         return ModelProfile.from_dict(found) if found else None
 
     def probed(self, fingerprint: str) -> ModelProfile | None:
@@ -61,18 +61,18 @@ class Profiles:
 
     def judge(self, own: ModelProfile, verified: bool) -> None:
         """Keep what verify says of a model, and nothing else of what came with it."""
-        found = self._booked.strictly(lambda book: book.get(_name(own.model)), None)
+        found = self._catalog.strict.get(_name(own.model))
         kept = ModelProfile.from_dict(found) if found else None
         self.put(replace(kept or own.probed, verified=verified))
 
     def remember(self, profile: ModelProfile) -> None:
         """Keep what the probe found, unless something is kept."""
         found = profile.probed.as_dict()
-        self._booked(lambda book: book.settle(_name(profile.model), found), found)
+        self._catalog.settle(_name(profile.model), found)
 
     def put(self, profile: ModelProfile) -> None:
-        """Keep a profile in place of an earlier one; StoreError where the book cannot be written."""
-        self._booked.strictly(lambda book: book.put(_name(profile.model), profile.as_dict()), None)
+        """Keep a profile in place of an earlier one; StoreError where the catalog cannot be written."""
+        self._catalog.strict.put(_name(profile.model), profile.as_dict())
 
 
 def _name(fingerprint: str) -> str:
@@ -80,7 +80,7 @@ def _name(fingerprint: str) -> str:
     return f"model-{fingerprint}-{PROFILE_VERSION}-torch-{version('torch')}-transformers-{version('transformers')}"
 
 
-class Hint:
+class CalibrationHint:
     """Says once, in the log, that a model is not calibrated, and what to do."""
 
     def __init__(self) -> None:

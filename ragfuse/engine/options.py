@@ -154,11 +154,11 @@ def known_policy(name: str) -> None:
         policy_named(name)
 
 
-def room_behind(
+def remaining_context(
     n_tokens: int, model: HFModel, what: str = "The prompt", so: str = "Take fewer or shorter chunks."
 ) -> int | None:
     """New tokens that fit behind so many, None without a limit; OverlongError when these do not fit themselves."""
-    longest = model.longest
+    longest = model.max_context
     if longest is None:
         return None
     if n_tokens > longest:
@@ -218,6 +218,6 @@ def ends_of(model: HFModel, options: Mapping[str, Any] = MappingProxyType({})) -
     return tuple(dict.fromkeys((*own, *(options.get("stop_token_ids") or ()))))
 
 
-def hurried(ask: Ask, spent_s: float) -> Ask:
+def with_remaining_deadline(ask: Ask, spent_s: float) -> Ask:
     """The wish with what is left of its deadline, of which so much is spent."""
     return ask if ask.deadline_s is None else replace(ask, deadline_s=max(0.0, ask.deadline_s - spent_s))

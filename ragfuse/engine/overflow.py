@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 
-from ragfuse.engine.options import Ask, options_of, room_behind
+from ragfuse.engine.options import Ask, options_of, remaining_context
 from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
 from ragfuse.settings import Settings
@@ -42,13 +42,13 @@ def _fits(make: Callable[[int], Prompt], n: int, limit: int) -> bool:
 
 
 def room_of(prompt: Prompt, model: HFModel, drops: bool) -> int | None:
-    """`room_behind` a prompt; drops: its chunks might have been left out."""
+    """`remaining_context` a prompt; drops: its chunks might have been left out."""
     n_tokens, n_gone = prompt.segments[-1].stop, len(prompt.dropped)
     if n_gone:
         what = f"The prompt without the {n_gone} chunks that could be left out"
-        return room_behind(n_tokens, model, what, "Shorten the question, or what is said before.")
+        return remaining_context(n_tokens, model, what, "Shorten the question, or what is said before.")
     so = "Take fewer or shorter chunks" + ("." if drops else ", or let the last ones be left out: overflow='drop'.")
-    return room_behind(n_tokens, model, so=so)
+    return remaining_context(n_tokens, model, so=so)
 
 
 def drops(ask: Ask, settings: Settings) -> bool:
@@ -61,7 +61,7 @@ def limit_of(ask: Ask, settings: Settings, model: HFModel) -> int | None:
 
     Behind it is room for an answer as long as asked for, or of a quarter of what the model takes.
     """
-    longest = model.longest if drops(ask, settings) else None
+    longest = model.max_context if drops(ask, settings) else None
     if longest is None:
         return None
     wanted = options_of(ask, settings).get("max_new_tokens") or settings.max_tokens

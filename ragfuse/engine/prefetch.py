@@ -16,7 +16,7 @@ from typing import Any
 
 from ragfuse.engine.background import EXIT_S
 from ragfuse.engine.context_window import may_fit
-from ragfuse.engine.encoder import Encoder
+from ragfuse.engine.runtime import Runtime
 from ragfuse.plan.look_ahead import to_prefetch
 from ragfuse.process.fork import at_fork
 from ragfuse.sessions.conversation_index import Name
@@ -27,10 +27,10 @@ from ragfuse.types.kv import Entry
 
 log = logging.getLogger("ragfuse.engine")
 
-WAITING = 8
+MAX_WAITING_REQUESTS = 8
 """Wishes that may wait; of more, the oldest is dropped."""
 KeysOf = Callable[[Name], Sequence[ChunkKey]]
-SHARE = 0.5
+MAX_TIER_SHARE = 0.5
 """Share of a fast tier, without what is pinned there, that one wish may fill."""
 
 
@@ -50,8 +50,8 @@ class Prefetcher:
     The thread lives while something waits. No lock is held while a tier is asked or read.
     """
 
-    def __init__(self, store: KVStore, encoder: Callable[[], Encoder], keys_of: KeysOf, free_share: float) -> None:
-        self._store, self._encoder = store, encoder
+    def __init__(self, store: KVStore, runtime: Runtime, keys_of: KeysOf, free_share: float) -> None:
+        self._store, self._runtime = store, runtime
         self._keys_of, self._free_share = keys_of, free_share
         self._closed = False
         self.renew()
@@ -62,7 +62,7 @@ class Prefetcher:
         """Nothing is wished for."""
         self._ahead: _Wish | None = None
         self._changed = threading.Condition()
-        self._wishes: deque[_Wish] = deque(maxlen=WAITING)
+        self._wishes: deque[_Wish] = deque(maxlen=MAX_WAITING_REQUESTS)
         self._thread: threading.Thread | None = None
 
     def submit(self, texts: Iterable[str]) -> None:
@@ -179,7 +179,7 @@ class Prefetcher:
 
     def _wanted(self, texts: Sequence[str]) -> Iterator[tuple[ChunkKey, ...]]:
         """For each run that a prompt may hold, its key."""
-        encoder = self._encoder()
+        encoder = self._runtime.encoder
         runs = (encoder.model.tokens(text.strip()) for text in texts if may_fit(text, encoder.model))
         yield from ((encoder.key(ids, encoder.context),) for ids in runs if len(ids) >= encoder.shortest)
 
@@ -190,7 +190,7 @@ class Prefetcher:
         for tier in fast.values():
             if isinstance(tier, Touches):
                 tier.touch([entry.key for entry in there])
-        room = min((SHARE * _free(tier) for tier in fast.values()), default=0.0) - sum(e.nbytes for e in there)
+        room = min((MAX_TIER_SHARE * _free(tier) for tier in fast.values()), default=0.0) - sum(e.nbytes for e in there)
         taken = []
         for entry in entries:
             if entry.tier not in fast and entry.nbytes <= room:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
-from ragfuse.engine.encoder import Encoder
-from ragfuse.engine.trace_builder import Ready
+from ragfuse.engine.runtime import Runtime
+from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.hf.states import States, TenantStates
 from ragfuse.plan.controller import is_exact
 from ragfuse.process.fork import at_fork, is_torn
@@ -33,7 +33,7 @@ from ragfuse.types.prompt import Prompt, Segment
 
 log = logging.getLogger("ragfuse.engine")
 
-SAVED_S = 5.0
+PREFIX_SAVE_WAIT_S = 5.0
 """Seconds that a prompt waits, at most, for a beginning that it shares and that is being saved, while it waits for the
 model anyway."""
 HELD_S = 0.25
@@ -64,8 +64,8 @@ class _Tenant:
 class PrefixCache:
     """The beginnings of one engine's prompts. Thread-safe."""
 
-    def __init__(self, settings: Settings, encoder: Callable[[], Encoder], store: KVStore) -> None:
-        self._settings, self._encoder, self._store = settings, encoder, store
+    def __init__(self, settings: Settings, runtime: Runtime, store: KVStore) -> None:
+        self._settings, self._runtime, self._store = settings, runtime, store
         self._fast = [tier.name for tier in store.tiers if not tier.slow]
         self._changed = threading.Condition()
         self._tenants = defaultdict[str, _Tenant](_Tenant)
@@ -100,7 +100,7 @@ class PrefixCache:
             return prompt
         n_past = _n_history(prompt)
         with self._changed:
-            tree = self._tenants[self._encoder().digest].tree
+            tree = self._tenants[self._runtime.encoder.digest].tree
             found = [each.cut(n_past, len(prompt) - 1) for each in tree.match(prompt.token_ids) if each.hi > n_past]
             found = [each for each in found if each.hi - each.lo > 0]
             keys = {each.key for each in found}
@@ -117,16 +117,16 @@ class PrefixCache:
         """What is kept of prompts of a model with a state that is no KV per token; None where nothing is to be."""
         if not self.is_on:
             return None
-        return TenantStates(self._states, self._encoder().digest, self._settings.min_chunk_tokens)
+        return TenantStates(self._states, self._runtime.encoder.digest, self._settings.min_chunk_tokens)
 
     def settle(self, prompt: Prompt) -> None:
-        """Wait for what is being saved of the prompt's beginning, `SAVED_S` at most."""
+        """Wait for what is being saved of the prompt's beginning, `PREFIX_SAVE_WAIT_S` at most."""
         if self.is_on and _is_plain(prompt):
             with self._changed:
-                keys = {each.key for each in self._tenants[self._encoder().digest].tree.match(prompt.token_ids)}
-                self._changed.wait_for(lambda: not keys & self._waiting, SAVED_S)
+                keys = {each.key for each in self._tenants[self._runtime.encoder.digest].tree.match(prompt.token_ids)}
+                self._changed.wait_for(lambda: not keys & self._waiting, PREFIX_SAVE_WAIT_S)
 
-    def begin(self, ready: Ready) -> None:
+    def begin(self, ready: PreparedPrompt) -> None:
         """Save what is exact of a prompt that is prefilled and not known yet, while its answer is written.
 
         What its conversation saves of it is known by then (`expect`) and not saved twice. A failure is logged, and
@@ -140,7 +140,8 @@ class PrefixCache:
             parts = list(_parts(ready, n_exact))
             n_known = self._n_known(ids[:n_exact])
             runs = ((max(lo, n_known), hi) for lo, hi in _computed(parts, n_exact))
-            # A short end waits for what follows it, unless that is the first chunk: `lacks` wants all before it.
+            # A short end waits for what follows it, unless that is the first chunk: `missing_beginning` wants all
+            # before it.
             ends = {n_exact} - {prompt.first_chunk}
             runs = ((lo, hi) for lo, hi in runs if hi - lo >= (least if hi in ends else 1))
             made = [self._entry(ids, lo, hi) for lo, hi in runs]
@@ -148,7 +149,7 @@ class PrefixCache:
                 kv = ready.prefill.kv
                 self._save(ids, [*parts, *made], made, lambda lo, hi: _rows(kv, lo, hi), kv.nbytes if made else 0)
 
-    def after(self, ready: Ready, written: Sequence[int]) -> None:
+    def after(self, ready: PreparedPrompt, written: Sequence[int]) -> None:
         """Save the KV of an answer, too, written as these ids behind a prompt that is exact.
 
         A failure is logged, and costs nothing but the reuse.
@@ -164,7 +165,7 @@ class PrefixCache:
                 kv = _rows(ready.prefill.rows(lo, n_rows), 0, n_rows - lo)
                 self._save(ids, [made], [made], lambda lo, hi: kv, kv.nbytes)
 
-    def lacks(self, ready: Ready) -> tuple[Sequence[int], int]:
+    def missing_beginning(self, ready: PreparedPrompt) -> tuple[Sequence[int], int]:
         """What an answered prompt begins with, to the end of its first chunk, where that was blended: its ids, and how
         many of them are exact. No ids where nothing is lacking.
 
@@ -180,7 +181,7 @@ class PrefixCache:
 
     def extend(self, token_ids: Sequence[int], n_exact: int) -> None:
         """Encode what follows a beginning that is known, and know it too."""
-        encoder, tier = self._encoder(), self._fast[-1]
+        encoder, tier = self._runtime.encoder, self._fast[-1]
         before, run = token_ids[:n_exact], token_ids[n_exact:]
         with self._changed:
             known = self._tenants[encoder.digest].tree.match(before)
@@ -217,12 +218,12 @@ class PrefixCache:
 
     def forget(self, runs: Collection[Sequence[int]]) -> None:
         """Drop all beginnings that hold one of these runs of tokens, from there on."""
-        self._states.forget(self._encoder().digest, runs)
+        self._states.forget(self._runtime.encoder.digest, runs)
         with self._changed:
-            tree = self._tenants[self._encoder().digest].tree
+            tree = self._tenants[self._runtime.encoder.digest].tree
             keys = set().union(*map(tree.holding, runs)) if runs else set()
             tree.discard(keys)
-            self._changed.wait_for(lambda: not keys & self._waiting, SAVED_S)
+            self._changed.wait_for(lambda: not keys & self._waiting, PREFIX_SAVE_WAIT_S)
         self._store.forget(keys)
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -234,8 +235,8 @@ class PrefixCache:
         self._states.clear()
         self._writer.close(timeout_s)
 
-    def _can_save(self, ready: Ready) -> bool:
-        profile = self._encoder().model.profile
+    def _can_save(self, ready: PreparedPrompt) -> bool:
+        profile = self._runtime.encoder.model.profile
         movable = not profile.refusal or profile.fixed
         return self.is_on and movable and ready.prefill.cache is not None and _is_plain(ready.plan.prompt)
 
@@ -246,26 +247,26 @@ class PrefixCache:
         """
         context = token_digest(token_ids[:lo]) if lo else ""
         layout = "" if not lo and self._is_lossless else f"at{lo}"
-        key = replace(self._encoder().key(token_ids[lo:hi], context), layout=layout)
+        key = replace(self._runtime.encoder.key(token_ids[lo:hi], context), layout=layout)
         return Rows(lo, hi, key)
 
     def _n_known(self, token_ids: Sequence[int]) -> int:
         with self._changed:
-            return self._tenants[self._encoder().digest].n_known(token_ids)
+            return self._tenants[self._runtime.encoder.digest].n_known(token_ids)
 
     def _insert(self, token_ids: Sequence[int], parts: Sequence[Rows]) -> set[ChunkKey]:
         """Take the parts into the tree, under the lock; the keys that a node has from now on.
 
         Parts that do not follow what is known are left out: their beginning is not kept.
         """
-        tree = self._tenants[self._encoder().digest].tree
+        tree = self._tenants[self._runtime.encoder.digest].tree
         known = [each for each in tree.match(token_ids) if each.hi <= min(part.lo for part in parts)]
         return tree.insert(token_ids, _chained([*known, *parts]))
 
     def _sweep_later(self) -> None:
         """Look in the background for entries that were evicted, where the tree has doubled since the last time."""
         with self._changed:
-            tenant = self._tenants[self._encoder().digest]
+            tenant = self._tenants[self._runtime.encoder.digest]
             if tenant.tree.n_nodes < tenant.sweep_at:
                 return
             tenant.sweep_at = 2 * tenant.tree.n_nodes
@@ -311,7 +312,7 @@ class PrefixCache:
             self._changed.notify_all()
 
 
-def exact_rows(ready: Ready) -> int:
+def exact_rows(ready: PreparedPrompt) -> int:
     """How many rows a prompt begins with that are full prefill's own: up to the first that is blended or lossy."""
     plan = ready.plan
     lossy = (f.segment for f in plan.fetches if f.level != LEVELS[0] or not is_exact(plan.prompt, f))
@@ -319,13 +320,13 @@ def exact_rows(ready: Ready) -> int:
     return len(plan.prompt) if first is None else plan.prompt.spans[first][0]
 
 
-def _parts(ready: Ready, n_exact: int) -> Iterator[Rows]:
+def _parts(ready: PreparedPrompt, n_exact: int) -> Iterator[Rows]:
     """What a prompt read of its exact beginning."""
     prompt = ready.plan.prompt
     for fetch in sorted(ready.plan.fetches, key=lambda fetch: fetch.segment):
         segment, (lo, hi) = prompt.segments[fetch.segment], prompt.spans[fetch.segment]
         if hi <= n_exact:
-            yield Rows(lo, hi, fetch.key, (segment.rows or (0, 0))[0], segment.turn)
+            yield Rows(lo, hi, fetch.key, (segment.rows or (0, 0))[0], segment.shift)
 
 
 def _computed(parts: Sequence[Rows], n_exact: int) -> Iterator[tuple[int, int]]:

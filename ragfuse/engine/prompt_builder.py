@@ -1,7 +1,7 @@
 """One engine's prompts: which texts are known as chunks, and messages or a text as tokens with chunks and positions.
 
 What is a chunk is told in `text.chunks`, where it is placed in `text.assemble`; this brings them the model's tokenizer
-and template, the tenant's keys, and the texts that the store's book keeps.
+and template, the tenant's keys, and the texts that the store's catalog keeps.
 """
 
 from __future__ import annotations
@@ -9,68 +9,60 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from numbers import Integral
 from types import MappingProxyType
-from typing import Any, TypeGuard, cast
+from typing import Any
 
 from cachetools import LRUCache
 
 from ragfuse.engine.background import LEARNT
 from ragfuse.engine.context_window import check_texts, check_turns, may_fit
 from ragfuse.engine.options import Ask, ends_of
+from ragfuse.engine.question import ChatInput, Ids, is_bare_text, is_ids, turns_of
+from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, StoreError
-from ragfuse.hf.model import HFModel
 from ragfuse.process.fork import ForkLock, at_fork
-from ragfuse.schemas.nodes import Request
 from ragfuse.settings import Settings
 from ragfuse.store import KnownText
-from ragfuse.store.catalog import Booked
+from ragfuse.store.catalog import Catalog
 from ragfuse.text.altered import altered
 from ragfuse.text.assemble import Assembler
 from ragfuse.text.call_probe import call_format
-from ragfuse.text.chat_messages import Content, Turn
+from ragfuse.text.chat_messages import ChatMessage, Content
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
-from ragfuse.text.fit import Lean, lean
-from ragfuse.text.heard import HeardDocuments
-from ragfuse.text.known_spans import ALTERED, MOST, KnownSpans, Match
+from ragfuse.text.fit import ShortenedContents, lean
+from ragfuse.text.heard import RetrievedDocuments
+from ragfuse.text.known_spans import MAX_SPANS, MIN_ALTERED_TOKENS, KnownSpans, Match
 from ragfuse.text.tool_calls import CallFormat
-from ragfuse.types.keys import ChunkKey, amid, whole_text
+from ragfuse.types.keys import filler_context
 from ragfuse.types.prompt import Prompt
 
-__all__ = ["Content", "Ids", "Inquiry", "Prompter", "Question", "Turn", "is_ids"]
+__all__ = ["PromptBuilder"]
 
 log = logging.getLogger("ragfuse.engine")
 
 MOST_HEARD = 256
 """Documents of one question that are looked for in it; the best come first."""
-Question = str | Sequence[tuple[str, Content] | Turn]
-"""What is asked: one text, or messages for the chat template, each a (role, content) or a turn."""
-Ids = Sequence[int]
-"""A prompt as token ids, which the model reads as they are."""
-Inquiry = Question | Ids | Request
-"""What an engine answers: a question, token ids, or a prompt in PML, which it binds to the modules of its schema."""
-PROBED = "probed-words"
+PARTS_PROBE = "probed-words"
 NO_MORE: Mapping[str, Any] = MappingProxyType({})
 
 
-class Prompter:
+class PromptBuilder:
     """Makes prompts for one model and tenant. Thread-safe; `model` may load it when it is first called."""
 
-    def __init__(
-        self, settings: Settings, booked: Booked, model: Callable[[], HFModel], key: Callable[..., ChunkKey]
-    ) -> None:
-        self._settings, self._booked, self._model, self._key = settings, booked, model, key
+    def __init__(self, settings: Settings, catalog: Catalog, runtime: Runtime) -> None:
+        self._settings, self._catalog, self._runtime = settings, catalog, runtime
         self._lock = ForkLock()
         self._known: KnownChunks | None = None
         self._is_read = False
         shortest = max(6, settings.min_chunk_tokens)
-        self._spans = KnownSpans(shortest, max(ALTERED, shortest))
-        self._heard = HeardDocuments(settings.min_chunk_tokens, lambda text: self._model().tokens(text))
-        self._read_texts: LRUCache[str, bool] = LRUCache(MOST)
+        self._spans = KnownSpans(shortest, max(MIN_ALTERED_TOKENS, shortest))
+        self._heard = RetrievedDocuments(settings.min_chunk_tokens, lambda text: self._runtime.model.tokens(text))
+        self._read_texts: LRUCache[str, bool] = LRUCache(MAX_SPANS)
         self._calls: CallFormat | None = None
         self._in_parts: dict[str, bool] = {}  # by role, whether the template takes contents as lists of parts
         self._reading: threading.Thread | None = None
@@ -78,18 +70,19 @@ class Prompter:
         at_fork(self)
 
     def renew(self) -> None:
-        """Read the book's texts again, where a thread that is not here was still at it, or what is known was torn."""
+        """Read the catalog's texts again, where a thread that is not here was still at it, or what is known was
+        torn."""
         torn = self._known is not None and not len(self._known)
         if torn or self._reading is not None or not len(self._spans):
             self._is_read, self._reading = False, None
             self._read_texts.clear()
 
     def known(self, digest: str) -> KnownChunks:
-        """The texts of a tenant's chunks that a prompt is searched for; read from the book once."""
+        """The texts of a tenant's chunks that a prompt is searched for; read from the catalog once."""
         with self._lock:
             self._known = known = self._known or KnownChunks()
             if not self._is_read:
-                self._is_read, texts = self._booked.asked(lambda book: list(book.texts(digest)))
+                self._is_read, texts = self._catalog.try_texts(digest)
                 for text in texts or ():
                     known.add([text.text], text.source)
                 if texts:
@@ -101,13 +94,13 @@ class Prompter:
     def note(self, digest: str, text: str, source: str, tokens: Sequence[int], must: bool = False) -> None:
         """From now on this is a known chunk, here and, unless it has no text, in later processes.
 
-        The book takes it first, so that nothing is known here that it refuses for what it is. Where it cannot be
+        The catalog takes it first, so that nothing is known here that it refuses for what it is. Where it cannot be
         written, this process alone knows the chunk; that is a StoreError if it `must` be.
         """
         if text:
-            ask = self._booked.strictly if must else self._booked
+            catalog = self._catalog.strict if must else self._catalog
             try:
-                ask(lambda book: book.add_texts(digest, [(str(self._key(tokens)), text, source)]), None)
+                catalog.add_texts(digest, [(str(self._runtime.encoder.key(tokens)), text, source)])
             except StoreError:
                 self._remember(digest, text, source, tokens)
                 raise
@@ -120,7 +113,7 @@ class Prompter:
         if text and text not in (known := self.known(digest)):
             known.add([text], source)
 
-    def hear(self, digest: str, texts: Iterable[tuple[str, str]], question: Question | Ids) -> None:
+    def hear(self, digest: str, texts: Iterable[tuple[str, str]], question: ChatInput | Ids) -> None:
         """Look for these (text, source) in prompts from now on, in this process. Whoever encodes one notes it.
 
         One that does not stand in the question as it is is looked for by its ids alone. Each takes as long as reading
@@ -129,7 +122,7 @@ class Prompter:
         known, contents = self.known(digest), _contents(question)
         for text, source in islice(texts, MOST_HEARD):
             text = text.strip()
-            if text in known or not may_fit(text, self._model()):
+            if text in known or not may_fit(text, self._runtime.model):
                 continue
             if self._heard.add(text, source, self._spans) and text in contents:
                 known.add([text], source)
@@ -137,11 +130,10 @@ class Prompter:
 
     def forget(self, digest: str, texts: Iterable[str]) -> set[tuple[int, ...]]:
         """Know these texts no more, nor passages that were learnt from them, in this process; the passages' ids."""
-        nothing: list[KnownText] = []
-        self._read(self._booked(lambda book: [each for each in book.texts(digest) if each.source == LEARNT], nothing))
+        self._read([each for each in self._catalog.texts(digest) if each.source == LEARNT])
         passages = dict[tuple[int, ...], str]()
         for text in texts:
-            ids = self._model().tokens(text.strip())
+            ids = self._runtime.model.tokens(text.strip())
             passages |= {span.tokens: span.text for span in self._spans.sharing(ids, LEARNT)}
             self._drop(ids, text.strip())
         for run, said in passages.items():
@@ -156,25 +148,22 @@ class Prompter:
             self._read_texts.pop(text, None)
 
     def known_from(self, digest: str, source: str) -> list[str]:
-        """Known texts of this source, also those that another process has noted since; StoreError where the book cannot
-        be read."""
-        found: list[str] = self._booked.strictly(
-            lambda book: [each.text for each in book.texts(digest) if each.source == source], []
-        )
-        return found
+        """Known texts of this source, also those that another process has noted since; StoreError where the catalog
+        cannot be read."""
+        return [each.text for each in self._catalog.strict.texts(digest) if each.source == source]
 
     @property
     def calls(self) -> CallFormat:
         """How the model writes calls of tools, found once."""
         if self._calls is None:
-            model, words = self._model(), self._model().words
+            model, words = self._runtime.model, self._runtime.model.tokenizer
             own = [str(token) for token in words.added_tokens_decoder.values()]
             self._calls = call_format(self.render, own, [words.decode([end]) for end in ends_of(model)])
         return self._calls
 
     def prompt(
         self,
-        question: Question | Ids,
+        question: ChatInput | Ids,
         digest: str,
         tools: Sequence[Mapping[str, Any]] = (),
         leave_out: int = 0,
@@ -186,14 +175,14 @@ class Prompter:
         The last `leave_out` chunks are left out, see `text.fit`. What is asked without reuse is the model's own prompt,
         which no mark changes. check: OverlongError, before it is tokenised, for one that can never fit.
         """
-        ask, model, settings = ask or Ask(), self._model(), self._settings
-        shortest, context = settings.min_chunk_tokens, amid("") if settings.amid_tokens else ""
+        ask, model, settings = ask or Ask(), self._runtime.model, self._settings
+        shortest, context = settings.min_chunk_tokens, filler_context("") if settings.filler_tokens else ""
         render: Callable[..., str] | None = None
-        if getattr(model.words, "chat_template", None):
+        if getattr(model.tokenizer, "chat_template", None):
             render = partial(self.render, goes_on=ask.continue_final_message, more=ask.chat_template_kwargs)
         own = Assembler(
             words=model.encoder,
-            key_of=self._key,
+            key_of=self._runtime.encoder.key,
             render=render,
             min_tokens=shortest,
             min_chunk_tokens=shortest,
@@ -204,11 +193,11 @@ class Prompter:
             check=self._check_text if check else lambda text: None,
         )
         if is_ids(question) and not tools and not ask.continue_final_message:
-            return own.ids(_checked(question, len(model.words)))
+            return own.ids(_checked(question, len(model.tokenizer)))
         if isinstance(question, str) and is_bare_text(question, ask, tools):
             left = lean([self.pieces(question, digest)], leave_out)
             if check:
-                self._check([Turn("user", left.contents[0])], left, (), is_text=True)
+                self._check([ChatMessage("user", left.contents[0])], left, (), is_text=True)
             return replace(own.text(left.contents[0], model.bos), dropped=left.sources)
         turns = turns_of(question)
         asked = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
@@ -226,14 +215,18 @@ class Prompter:
     def _check_text(self, text: str) -> None:
         """Refuse a prompt's text as its template wrote it, which can never fit by itself: OverlongError. Some templates
         keep white space that others take off."""
-        check_texts([text], self._model())
+        check_texts([text], self._runtime.model)
 
     def _check(
-        self, turns: Sequence[Turn], left: Lean, tools: Sequence[Mapping[str, Any]], is_text: bool = False
+        self,
+        turns: Sequence[ChatMessage],
+        left: ShortenedContents,
+        tools: Sequence[Mapping[str, Any]],
+        is_text: bool = False,
     ) -> None:
         n_gone = len(left.sources)
         what = f"The prompt without the {n_gone} chunks that could be left out" if n_gone else "The prompt"
-        check_turns(turns, self._model(), tools, what=what, is_text=is_text)
+        check_turns(turns, self._runtime.model, tools, what=what, is_text=is_text)
 
     def pieces(self, content: Content, digest: str) -> Sequence[Piece]:
         """A text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
@@ -246,7 +239,7 @@ class Prompter:
         parts = ((part,) if isinstance(part, Piece) else self.pieces(part, digest) for part in content)
         return [piece for part in parts for piece in part]
 
-    def altered(self, question: Question | Ids, documents: Sequence[tuple[str, str]]) -> str:
+    def altered(self, question: ChatInput | Ids, documents: Sequence[tuple[str, str]]) -> str:
         """How a question holds documents that were retrieved for it, where none of them is found in it; "": not so."""
         return altered(_contents(question), [text for text, _ in documents])
 
@@ -262,7 +255,7 @@ class Prompter:
         """Look for the ids of these texts, too: they are found where a prompt holds them altered, or in part."""
         for text in texts:
             if not self._note_read(text.text):
-                self._spans.add(self._model().tokens(text.text), text.text, text.source)
+                self._spans.add(self._runtime.model.tokens(text.text), text.text, text.source)
 
     def _note_read(self, text: str) -> bool:
         """Whether the text was read already; it is from now on."""
@@ -288,7 +281,7 @@ class Prompter:
     def _written(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], more: Mapping[str, Any]
     ) -> str:
-        words, given = self._model().words, [dict(tool) for tool in tools] or None
+        words, given = self._runtime.model.tokenizer, [dict(tool) for tool in tools] or None
         return str(words.apply_chat_template(messages, tools=given, tokenize=False, **more))
 
     def _told(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,20 +297,20 @@ class Prompter:
     def _takes_parts(self, role: str) -> bool:
         """Whether the template leaves out a text in messages of this role, and writes it as a part of a list."""
         beside = [] if role == "user" else [self._told({"role": "user", "content": "Why?"})]
-        for content, is_list in ((PROBED, False), ([{"type": "text", "text": PROBED}], True)):
+        for content, is_list in ((PARTS_PROBE, False), ([{"type": "text", "text": PARTS_PROBE}], True)):
             message = {"role": role, "content": content}
             try:
                 written = self._written([message, *beside] if role == "system" else [*beside, message], (), {})
             except Exception:  # a template may raise anything
                 continue
-            if PROBED in written:
+            if PARTS_PROBE in written:
                 return is_list
         return False
 
     def _secret(self) -> bytes:
         """What signs marks: the same in every process on one store."""
         new = {"secret": secrets.token_hex(32)}
-        return bytes.fromhex(self._booked(lambda book: book.settle("marker", new), new)["secret"])
+        return bytes.fromhex(self._catalog.settle("marker", new)["secret"])
 
 
 def _checked(ids: Ids, n_words: int) -> list[int]:
@@ -331,7 +324,7 @@ def _checked(ids: Ids, n_words: int) -> list[int]:
     return [int(id) for id in ids]
 
 
-def _contents(question: Question | Ids) -> str:
+def _contents(question: ChatInput | Ids) -> str:
     """All that a question says, as one text; of ids nothing."""
     if is_ids(question):
         return ""
@@ -340,99 +333,3 @@ def _contents(question: Question | Ids) -> str:
 
 def _texts(content: Content) -> list[str]:
     return [content] if isinstance(content, str) else [each if isinstance(each, str) else each.text for each in content]
-
-
-def is_ids(question: object) -> TypeGuard[Ids]:
-    """Whether a prompt is token ids."""
-    if isinstance(question, str | Request) or not isinstance(question, Sequence) or not question:
-        return False
-    return isinstance(question[0], Integral) and not isinstance(question[0], bool)
-
-
-def mended(text: str, what: str) -> str:
-    """A text without halves of characters; that there were some is told, with `what` names the text."""
-    whole = whole_text(text)
-    if whole is not text:
-        log.warning("%s holds halves of characters (lone surrogates); U+FFFD stands for each.", whole_text(what))
-    return whole
-
-
-def mended_content(content: Content) -> Content:
-    """The same of a message's content, and of where its chunks came from."""
-    if isinstance(content, str):
-        return mended(content, "The prompt")
-    return [each if isinstance(each, str) and whole_text(each) is each else _mended_part(each) for each in content]
-
-
-def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """(text, source) of documents without halves of characters; InputError for what is no document."""
-    if isinstance(texts, str):
-        raise InputError(f"Wanted a list of (text, source), found the text {texts!r:.80}. Write [(text, source)].")
-    for each in texts:
-        is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
-        if not is_pair or not all(isinstance(part, str) for part in each):
-            raise InputError(f"Wanted a document as (text, source), two texts; found {each!r:.80}.")
-        source = whole_text(each[1])
-        yield mended(each[0], f"'{source}'"), source
-
-
-def _mended_part(part: str | Piece) -> str | Piece:
-    if isinstance(part, str):
-        return mended(part, "The prompt")
-    source = whole_text(part.source)
-    text = mended(part.text, f"'{source}'" if source else "The prompt")
-    return part if text is part.text and source is part.source else replace(part, text=text, source=source)
-
-
-def mended_question(question: Question | Ids) -> Question | Ids:
-    """The same of a whole question; ids stay as they are."""
-    if is_ids(question):
-        return question
-    question = cast(Question, question)
-    if isinstance(question, str):
-        return mended(question, "The prompt")
-    return [
-        replace(
-            turn,
-            content=mended_content(turn.content),
-            name=whole_text(turn.name),
-            reasoning=mended(turn.reasoning, "The prompt"),
-        )
-        for turn in turns_of(question)
-    ]
-
-
-def is_bare_text(question: Any, ask: Ask, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a question is a text that the model is given as it is, without its chat template."""
-    return isinstance(question, str) and not tools and not ask.continue_final_message
-
-
-def turns_of(question: Question | Ids) -> list[Turn]:
-    """The messages; InputError if there are none."""
-    if is_ids(question):
-        raise InputError("A prompt of token ids has no messages: leave out tools and session, or ask by messages.")
-    question = cast(Question, question)
-    if not isinstance(question, str | Sequence):
-        raise InputError(f"Wanted a text, messages or token ids, found {question!r:.80}.")
-    messages = [Turn("user", question)] if isinstance(question, str) else list(question)
-    if not messages:
-        raise InputError("There are no messages; wanted at least one, such as ('user', 'a question').")
-    return [_turn(each) for each in messages]
-
-
-def _turn(message: object) -> Turn:
-    """A message; InputError for what is none."""
-    is_pair = isinstance(message, Sequence) and not isinstance(message, str) and len(message) == 2
-    turn = message if isinstance(message, Turn) else Turn(*message) if is_pair else None  # type: ignore[misc]
-    if turn is None or not isinstance(turn.role, str) or not _is_content(turn.content):
-        raise InputError(
-            f"Wanted a message such as ('user', 'a question') or a Turn, of a text or a list of texts and pieces; "
-            f"found {message!r:.80}."
-        )
-    return turn
-
-
-def _is_content(content: object) -> bool:
-    if isinstance(content, str):
-        return True
-    return isinstance(content, Sequence) and all(isinstance(each, str | Piece) for each in content)

@@ -20,16 +20,18 @@ from ragfuse.types.prompt import Prompt
 
 log = logging.getLogger("ragfuse")
 
-MOST = 65_536
+MAX_FINGERPRINTS = 65_536
 """Fingerprints that are remembered, about 20 MB of them; the one met longest ago goes first."""
 TTL_S = 24 * 3600.0
 """Seconds that one is remembered."""
 
 
-class Sightings:
+class RecurringPassages:
     """The passages of one tenant's prompts. Thread-safe."""
 
-    def __init__(self, most: int = MOST, ttl_s: float = TTL_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, most: int = MAX_FINGERPRINTS, ttl_s: float = TTL_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._lock = ForkLock(self._start_over)
         self._limits = most, ttl_s, clock
         self._start_over()
@@ -58,7 +60,7 @@ class Sightings:
         return found
 
 
-class Recurs:
+class RecurrenceHint:
     """Says once, in the log, that long passages recur and nothing is reused, and what to do."""
 
     def __init__(self) -> None:

@@ -1,21 +1,131 @@
-"""The model that settings name, or that somebody loaded, from its weights to its profile."""
+"""The model behind an engine with its tenant, profile and encoder: loaded once, when it is first needed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from ragfuse.engine.model_profiles import Profiles, as_shipped
+from ragfuse.engine.codec_tables import ensure_tables
+from ragfuse.engine.encoder import Encoder
+from ragfuse.engine.model_profiles import ProfileStore, as_shipped
+from ragfuse.engine.placement import Placement
 from ragfuse.errors import ModelError
 from ragfuse.hf.fingerprint import weights_digest
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.probe import device_of
+from ragfuse.hf.verify import Verdict, verify
 from ragfuse.models import quietly, resolve_llm
 from ragfuse.models.loader import Given, LoadedModel, Tokens, load_model
+from ragfuse.plan.controller import settle
+from ragfuse.process.fork import ForkLock
 from ragfuse.process.shared import shared, shared_while_used
 from ragfuse.settings import Settings
+from ragfuse.store import KVStore
+from ragfuse.store.catalog import Catalog
+from ragfuse.store.codec_registry import CodecRegistry
+from ragfuse.store.tenants import remember_tenant
+from ragfuse.types.keys import digest
+from ragfuse.types.profiles import ModelProfile
 
 
-def loaded(settings: Settings, profiles: Profiles, given: LoadedModel | None = None) -> HFModel:
+class Runtime:
+    """A model with the tenant, the profile and the encoder that belong to it. Threads may share it.
+
+    Nothing is loaded before `model` is first asked for, by whoever comes first.
+
+    Args:
+        settings: Which model, and whose: the salt names the tenant.
+        given: A model that somebody loaded; None: the one that the settings name.
+        catalog: Where profiles are kept.
+        store: Where encoded KV is kept.
+        codecs: Gets the model's codec tables, where a tier needs them.
+        placement: Chooses tiers and levels of new chunks.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        given: LoadedModel | HFModel | None,
+        catalog: Catalog,
+        store: KVStore,
+        codecs: CodecRegistry,
+        placement: Placement,
+    ) -> None:
+        self._settings, self._given, self._catalog = settings, given, catalog
+        self._store, self._codecs, self._placement = store, codecs, placement
+        self._profiles, self._lock = ProfileStore(catalog), ForkLock()
+        self._model: HFModel | None = None
+        self._profile: ModelProfile | None = None
+        self._encoder: Encoder | None = None
+
+    @property
+    def model(self) -> HFModel:
+        """The model, loaded now if it was not."""
+        with self._lock:
+            if self._model is None:
+                given = self._given
+                model = given if isinstance(given, HFModel) else loaded(self._settings, self._profiles, given)
+                tenant = digest(model.fingerprint, self._settings.salt)
+                if model is not given:
+                    self._profiles.remember(model.profile)
+                    remember_tenant(self._catalog, tenant, self._settings)
+                ensure_tables(self._codecs, tenant, model, self._settings)
+                self._model = model
+            return self._model
+
+    @property
+    def digest(self) -> str:
+        """What stands for model and tenant in every key."""
+        return self.encoder.digest
+
+    @property
+    def encoder(self) -> Encoder:
+        """How runs of tokens come into the store."""
+        model = self.model
+        with self._lock:
+            if self._encoder is None:
+                self._encoder = Encoder(
+                    model,
+                    self._store,
+                    digest(model.fingerprint, self._settings.salt),
+                    self._settings.min_chunk_tokens,
+                    self._settings.filler_tokens,
+                    self._home,
+                    self._levels,
+                )
+            return self._encoder
+
+    @property
+    def profile(self) -> ModelProfile:
+        """What is known of the model: what came with it, or was learned on this store."""
+        model = self.model
+        with self._lock:
+            if self._profile is None:
+                self._profile = self._profiles.joined(model.profile)
+            return self._profile
+
+    def learn(self, profile: ModelProfile) -> None:
+        """Go by this profile from now on, here and in later processes on this store."""
+        self._profile = profile
+        self._profiles.put(profile)
+
+    def verify(self, progress: Callable[[str], object]) -> Verdict:
+        """Measure on the model's weights that fusing is exact where it must be; the profile keeps the verdict."""
+        how = settle(self._settings.policy, self._settings.ratio, self.profile.choice)
+        verdict = verify(self.model, *how, progress)
+        self._profiles.judge(self.model.profile, verdict.passed)
+        self._profile = replace(self.profile, verified=verdict.passed)
+        return verdict
+
+    def _home(self, n_tokens: int, nbytes: int) -> str | None:
+        return self._placement.home(self.model, self.profile, n_tokens, nbytes)
+
+    def _levels(self, n_tokens: int, nbytes: int) -> dict[str, tuple[str, ...]]:
+        return self._placement.levels(self.model, self.profile, n_tokens, nbytes)
+
+
+def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None = None) -> HFModel:
     """The model that settings name, or the one that was handed over; probed, unless it is known what it allows.
 
     One for all of the process that name it with the same options, or hand over the same one with the same weights.
@@ -28,8 +138,8 @@ def loaded(settings: Settings, profiles: Profiles, given: LoadedModel | None = N
     return shared(("model", *named), lambda: _load(settings, profiles))
 
 
-def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[LoadedModel | None, Settings]:
-    """A model that somebody loaded, None where it is only named, and the settings as they are with it."""
+def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[LoadedModel | HFModel | None, Settings]:
+    """Return the model that somebody loaded, None where it is only named, and the settings as they are with it."""
     if not isinstance(settings, Settings):
         raise ModelError(
             f"Wanted Settings first, found {settings!r:.60}. Name a model as Engine(model=...), and where KV lies as "
@@ -40,7 +150,9 @@ def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[Lo
             raise ModelError(
                 "Wanted a loaded model beside tokenizer=..., found none: what is named brings its own. Leave it out."
             )
-        return None, settings.model_copy(update={"model": str(given)}) if isinstance(given, str | Path) else settings
+        if isinstance(given, HFModel):
+            return given, settings
+        return None, settings.model_copy(update={"model": str(given)}) if given is not None else settings
     if settings.model_kwargs:
         raise ModelError(
             "model_kwargs say how a model is loaded, and this one is loaded already. Leave them out, or name the model."
@@ -50,7 +162,7 @@ def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[Lo
     return found, settings.model_copy(update={"model": found.name, "device": device, "dtype": dtype})
 
 
-def _load(settings: Settings, profiles: Profiles) -> HFModel:
+def _load(settings: Settings, profiles: ProfileStore) -> HFModel:
     """The model that settings name, with the choice that an embedded one comes with."""
     source = resolve_llm(settings.model, settings.home)
     options = dict(settings.model_kwargs)

@@ -1,4 +1,4 @@
-"""Schemas that an engine answers prompts over: registered, written down in the store's book, laid out for its model.
+"""Schemas that an engine answers prompts over: registered, written down in the store's catalog, laid out for its model.
 
 What a schema says is told by `text.pml`, where its tokens stand by `text.schema`, what a prompt takes by `text.bind`. A
 schema belongs to a tenant; what is encoded of it, to a model. Schemas without a model: `schemas/registry.py`.
@@ -15,38 +15,37 @@ from typing import Any
 
 from ragfuse.engine.context_window import check_request, check_schema
 from ragfuse.engine.encoder import Encoder, Ingested
-from ragfuse.engine.options import Ask, room_behind
-from ragfuse.engine.prompt_builder import Inquiry, Prompter
+from ragfuse.engine.options import Ask, remaining_context
+from ragfuse.engine.prompt_builder import PromptBuilder
+from ragfuse.engine.runtime import Runtime
 from ragfuse.errors import InputError, PMLError
 from ragfuse.process.fork import ForkLock
 from ragfuse.schemas.bind import bind
-from ragfuse.schemas.layout import PLAIN, Layout, Place, Wrapping, lay_out
-from ragfuse.schemas.nodes import Item, Module, Request, Role, Schema, Text, inner
+from ragfuse.schemas.layout import NO_WRAPPING, ModulePosition, SchemaLayout, Wrapping, lay_out
+from ragfuse.schemas.nodes import Item, Module, PMLPrompt, Role, Schema, TextNode, inner
 from ragfuse.schemas.pml import parse_prompt, parse_schema, read, to_pml
-from ragfuse.schemas.registry import Kept, Registry, SchemaInfo
+from ragfuse.schemas.registry import SchemaInfo, SchemaRegistry, StoredSchema
 from ragfuse.schemas.wrap_probe import wrapping_of
 from ragfuse.settings import Settings
 from ragfuse.types.prompt import Prompt
 
 __all__ = [
-    "Kept",
-    "Registered",
-    "Request",
+    "PMLPrompt",
+    "RegisteredSchema",
     "SchemaInfo",
-    "Schemas",
-    "inquiry_of",
+    "SchemaService",
+    "StoredSchema",
     "outline",
     "parse_prompt",
     "parse_schema",
-    "read_prompt",
 ]
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredSchema:
     """A schema as it is laid out for the model, and what encoding it did: its runs are the chunks of `done`."""
 
-    layout: Layout
+    layout: SchemaLayout
     done: Ingested
 
     @property
@@ -55,38 +54,19 @@ class Registered:
         return self.layout.schema.name
 
 
-def inquiry_of(prompt: Inquiry | None, pml: Path | str | None) -> Inquiry:
-    """What is asked: a prompt as it is, or the one that `pml` says. InputError for both, or neither."""
-    if prompt is not None and pml is None:
-        return prompt
-    if pml is not None and prompt is None:
-        return read_prompt(pml)
-    raise InputError(f"Wanted a prompt, or one in PML as `pml`; found {'both' if pml is not None else 'neither'}.")
-
-
-def read_prompt(pml: Path | str) -> Request:
-    """The prompt that is PML, where a text begins with `<`, or that a file of that name holds; PMLError for none."""
-    if isinstance(pml, str) and pml.lstrip().startswith("<"):
-        return parse_prompt(pml)
-    found = read(Path(pml).expanduser())
-    if not isinstance(found, Request):
-        raise found.at.error("<schema>", "<prompt>")
-    return found
-
-
-class Schemas:
+class SchemaService:
     """The schemas of one engine's tenant. Threads may share it, and processes what it writes down."""
 
-    def __init__(
-        self, settings: Settings, registry: Registry, prompter: Prompter, encoder: Callable[[], Encoder]
-    ) -> None:
-        self._settings, self._registry, self._prompter, self._encoder = settings, registry, prompter, encoder
+    def __init__(self, settings: Settings, registry: SchemaRegistry, prompts: PromptBuilder, runtime: Runtime) -> None:
+        self._settings, self._registry, self._prompts, self._runtime = settings, registry, prompts, runtime
         self._lock, self._ensuring = ForkLock(), ForkLock()
-        self._laid: dict[str, tuple[str, Layout]] = {}
-        self._keys: dict[str, tuple[Layout, list[str]]] = {}
+        self._laid: dict[str, tuple[str, SchemaLayout]] = {}
+        self._keys: dict[str, tuple[SchemaLayout, list[str]]] = {}
         self._template: tuple[str, Wrapping] | None = None
 
-    def register(self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None) -> Registered:
+    def register(
+        self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None
+    ) -> RegisteredSchema:
         """Lay a schema out, encode what is not kept yet of its runs, and know it from now on, also in later processes.
 
         A text that begins with `<` is PML, any other one names a file. A schema of that name makes way; of what both
@@ -97,10 +77,10 @@ class Schemas:
 
     def _register(
         self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None, must: bool
-    ) -> Registered:
+    ) -> RegisteredSchema:
         kept = _kept(schema)
-        layout, encoder, began = self._lay_out(kept), self._encoder(), time.perf_counter()
-        room_behind(layout.n_positions, encoder.model, f"Schema '{kept.name}'", "Make its modules shorter.")
+        layout, encoder, began = self._lay_out(kept), self._runtime.encoder, time.perf_counter()
+        remaining_context(layout.n_positions, encoder.model, f"Schema '{kept.name}'", "Make its modules shorter.")
         done = Ingested(of=len(layout.runs))
         for run in layout.runs:
             done = done.plus(len(run.tokens), encoder.keep_run(run), time.perf_counter() - began)
@@ -110,16 +90,16 @@ class Schemas:
         self._registry.put(kept, encoder.digest, keys, must)
         with self._lock:
             self._laid[kept.name] = kept.pml, layout
-        return Registered(layout, done)
+        return RegisteredSchema(layout, done)
 
     def has(self, schema: Schema) -> bool:
         """Whether this very schema is registered, and was encoded for the model."""
         kept = self._registry.get(schema.name)
-        if kept is None or not kept.is_encoded(self._encoder().digest):
+        if kept is None or not kept.is_encoded(self._runtime.encoder.digest):
             return False
         return self._as_kept(kept, schema) is not None
 
-    def ensure(self, schema: Schema, progress: Callable[[Ingested], None] | None = None) -> Registered | None:
+    def ensure(self, schema: Schema, progress: Callable[[Ingested], None] | None = None) -> RegisteredSchema | None:
         """`register`, unless that was done; then None, and another thread that does it is waited for."""
         with self._ensuring:
             return None if self.has(schema) else self._register(schema, progress, must=False)
@@ -128,7 +108,7 @@ class Schemas:
         """All that are registered, by name."""
         return self._registry.ls()
 
-    def show(self, name: str | Path) -> Layout:
+    def show(self, name: str | Path) -> SchemaLayout:
         """How a schema is laid out for this engine's model: a registered one, or one in a file, which is not read on.
 
         InputError where there is neither.
@@ -140,11 +120,11 @@ class Schemas:
             raise InputError(f"There is no schema '{name}'; wanted {self.names_told()}.")
         return self.laid_out(kept)
 
-    def get(self, name: str) -> Kept | None:
+    def get(self, name: str) -> StoredSchema | None:
         """A registered schema as it is written down, None where there is none."""
         return self._registry.get(name)
 
-    def laid_out(self, kept: Kept) -> Layout:
+    def laid_out(self, kept: StoredSchema) -> SchemaLayout:
         """How a schema that is written down so is laid out for the model; made once, and anew where it changed."""
         with self._lock:
             pml, layout = self._laid.get(kept.name, ("", None))
@@ -169,13 +149,13 @@ class Schemas:
             self._keys.pop(name, None)
         return self._registry.remove(name)
 
-    def prompt(self, request: Request, ask: Ask) -> Prompt:
+    def prompt(self, request: PMLPrompt, ask: Ask) -> Prompt:
         """The prompt of a request: modules at the schema's positions, and new text; see `text.bind`."""
         if ask.session is not None:
             raise InputError("A prompt in PML goes on with no session: leave out `session`, or ask by messages.")
         if ask.tools:
             raise InputError("A prompt in PML tells of no tools: leave out `tools`, or ask by messages.")
-        kept, encoder = self._registry.get(request.schema), self._encoder()
+        kept, encoder = self._registry.get(request.schema), self._runtime.encoder
         if kept is None:
             wanted = self._registry.names_told()
             raise request.at.error(
@@ -188,11 +168,11 @@ class Schemas:
 
     # inside
 
-    def _meant(self, kept: Kept, schema: Schema | None) -> Layout:
+    def _meant(self, kept: StoredSchema, schema: Schema | None) -> SchemaLayout:
         """The layout of this very schema, though another one of its name be written down; None: of that one."""
         return self.laid_out(kept) if schema is None else self._as_kept(kept, schema) or self._lay_out(_kept(schema))
 
-    def _note(self, kept: Kept, layout: Layout, encoder: Encoder) -> None:
+    def _note(self, kept: StoredSchema, layout: SchemaLayout, encoder: Encoder) -> None:
         """Have it written down what answers over a layout may leave in the store, so that it goes with the schema."""
         with self._lock:
             noted = self._keys.get(kept.name)
@@ -203,7 +183,7 @@ class Schemas:
         if not {*noted[1]} <= {*kept.keys.get(encoder.digest, ())}:
             self._registry.note(kept.name, encoder.digest, noted[1])
 
-    def _as_kept(self, kept: Kept, schema: Schema) -> Layout | None:
+    def _as_kept(self, kept: StoredSchema, schema: Schema) -> SchemaLayout | None:
         """The layout of what is written down, if that is this very schema."""
         try:
             layout = self.laid_out(kept)
@@ -211,15 +191,15 @@ class Schemas:
             return None
         return layout if layout.schema == schema else None
 
-    def _lay_out(self, kept: Kept) -> Layout:
-        model, schema = self._encoder().model, parse_schema(kept.pml, kept.file)
+    def _lay_out(self, kept: StoredSchema) -> SchemaLayout:
+        model, schema = self._runtime.encoder.model, parse_schema(kept.pml, kept.file)
         check_schema(schema, model)
         begins, wrapping = self._wrapping()
-        is_chat = wrapping is not PLAIN and _has_messages(schema.items)
+        is_chat = wrapping is not NO_WRAPPING and _has_messages(schema.items)
         bos = model.tokens(begins, True) if is_chat else model.bos
-        first = _first_text(schema.items, wrapping if is_chat else PLAIN)
+        first = _first_text(schema.items, wrapping if is_chat else NO_WRAPPING)
         bos = (*bos, *model.encoder.beginning(first, is_chat and bool(begins)))
-        unknown = model.words.unk_token_id
+        unknown = model.tokenizer.unk_token_id
         placeholder = unknown if isinstance(unknown, int) else model.tokens(" ")[0]
         shortest, fixed = self._settings.min_chunk_tokens, model.profile.fixed
         return lay_out(schema, model.tokens, placeholder, wrapping, bos, shortest, fixed)
@@ -227,21 +207,21 @@ class Schemas:
     def _wrapping(self) -> tuple[str, Wrapping]:
         """What the model's template writes, found once."""
         if self._template is None:
-            words = self._encoder().model.words
+            words = self._runtime.encoder.model.tokenizer
             has_template = getattr(words, "chat_template", None)
-            render: Any = lambda messages, ask: self._prompter.render(messages, (), ask)  # noqa: E731
-            self._template = wrapping_of(render, str(words.bos_token or "")) if has_template else ("", PLAIN)
+            render: Any = lambda messages, ask: self._prompts.render(messages, (), ask)  # noqa: E731
+            self._template = wrapping_of(render, str(words.bos_token or "")) if has_template else ("", NO_WRAPPING)
         return self._template
 
 
-def outline(layout: Layout, nbytes_per_token: int) -> Iterator[dict[str, Any]]:
+def outline(layout: SchemaLayout, nbytes_per_token: int) -> Iterator[dict[str, Any]]:
     """Everything with a place, in order, as plain JSON types: what it is, where, and what is kept of it.
 
     tokens: its own text and room for arguments; nbytes: of the KV of its run.
     """
     for depth, what, part in layout.outline():
         row: dict[str, Any] = {"depth": depth, "what": what, "start": part.start, "stop": part.stop}
-        if isinstance(part, Place):
+        if isinstance(part, ModulePosition):
             run = layout.modules.get(part.path)
             n_kept = len(run.tokens) if run is not None else 0
             own = sum(len(each.tokens) for each in part.own)
@@ -260,7 +240,7 @@ def _has_messages(items: tuple[Item, ...]) -> bool:
 def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
     """What a prompt over a schema begins with."""
     for item in inner(items):
-        if isinstance(item, Text) and (item.text.strip() or not _has_messages(items)):
+        if isinstance(item, TextNode) and (item.text.strip() or not _has_messages(items)):
             return item.text
         if isinstance(item, Role):
             return wrapping.around(item.role)[0] or _first_text(item.items, wrapping)
@@ -269,14 +249,14 @@ def _first_text(items: tuple[Item, ...], wrapping: Wrapping) -> str:
     return ""
 
 
-def _kept(schema: Schema | Path | str) -> Kept:
+def _kept(schema: Schema | Path | str) -> StoredSchema:
     """A schema as it is written down; it can be read back."""
     if isinstance(schema, Schema):
-        return Kept(schema.name, to_pml(schema), os.path.abspath(schema.at.file) if schema.at.file else "")
+        return StoredSchema(schema.name, to_pml(schema), os.path.abspath(schema.at.file) if schema.at.file else "")
     if isinstance(schema, str) and schema.lstrip().startswith("<"):
-        return Kept(parse_schema(schema).name, schema)
+        return StoredSchema(parse_schema(schema).name, schema)
     file = Path(schema).expanduser()
     found = read(file)
     if not isinstance(found, Schema):
         raise found.at.error("<prompt>", "<schema>")
-    return Kept(found.name, file.read_text("utf-8"), os.path.abspath(file))
+    return StoredSchema(found.name, file.read_text("utf-8"), os.path.abspath(file))

@@ -6,10 +6,26 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from ragfuse.errors import SettingsError
 from ragfuse.plan.evict import Evict, expired, expired_first, lru
 from ragfuse.settings import Settings
-from ragfuse.store import KVStore, open_store
+from ragfuse.store import CatalogFile, KVStore, open_store
+from ragfuse.store.catalog import Catalog
 from ragfuse.store.levels import TABLELESS, Codecs
+
+
+def open_catalog(settings: Settings, store: KVStore | None) -> Catalog:
+    """Return the catalog beside the store that settings describe; beside one that is open already, nothing is kept."""
+    if store is not None or not settings.disk_bytes:
+        return Catalog()
+    return Catalog(CatalogFile(settings.store_path, settings.shared_with))
+
+
+def opened(settings: Settings, store: KVStore | None, codecs: Codecs, evict: Evict) -> KVStore:
+    """Return an open store, or the one that settings describe; SettingsError for what is no store."""
+    if not isinstance(store, KVStore | None):
+        raise SettingsError(f"Wanted an open KVStore, found {store!r:.60}. Name a folder by Settings(store=...).")
+    return store if store is not None else open_kept(settings, codecs=codecs, evict=evict)
 
 
 def open_kept(

@@ -1,6 +1,6 @@
 """What an answer says of itself: the trace, made from the plan, the prefill and the clock readings.
 
-`Ready` is what it is made of, before there is an answer.
+`PreparedPrompt` is what it is made of, before there is an answer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ragfuse.hf.model import Prefill
 from ragfuse.plan.controller import is_exact
-from ragfuse.schemas.bind import Taken
+from ragfuse.schemas.bind import SchemaUse
 from ragfuse.settings import LEVELS
 from ragfuse.types.answer import SegmentTrace, StreamTrace, Trace
 from ragfuse.types.plan import LoadPlan
@@ -32,7 +32,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedPrompt:
     """A prefilled prompt on its way to an answer; room: new tokens that fit behind it, None without a limit.
 
     stream: what came over a line for it.
@@ -55,7 +55,7 @@ class Ready:
         return cache.length
 
 
-def trace_of(ready: Ready, timing: Timing, first_s: float | None, now_s: float, model: str) -> Trace:
+def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s: float, model: str) -> Trace:
     """The trace of one answer; first_s, now_s: `time.perf_counter()` at its first token and at its end."""
     plan, prefill = ready.plan, ready.prefill
     rows = tuple(prefill.chosen.tolist())
@@ -67,8 +67,8 @@ def trace_of(ready: Ready, timing: Timing, first_s: float | None, now_s: float, 
         known = SegmentTrace("", "prefix", prefill.n_before, 0, True, "memory", LEVELS[0], exact=True, encoded="alone")
         segments = (known, *(each for each in segments if each.start + each.n_tokens > prefill.n_before))
     cached = sum(s.n_tokens for s in segments if s.hit)
-    offered = sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact)
-    recomputed = round(prefill.mean_ratio * offered)
+    blendable_tokens = sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact)
+    recomputed = round(prefill.mean_ratio * blendable_tokens)
     foreseen = plan.forecast
     return Trace(
         model=model,
@@ -85,7 +85,7 @@ def trace_of(ready: Ready, timing: Timing, first_s: float | None, now_s: float, 
         prefill_s=timing.wait_s + timing.compute_s,
         ttft_s=(first_s or now_s) - timing.began_s,
         total_s=now_s - timing.began_s,
-        refusal=plan.refusal,
+        fallback_reason=plan.fallback_reason,
         segments=segments,
         recomputed_rows=rows,
         predicted_ttft_s=foreseen.ttft_s if foreseen is not None else None,
@@ -95,7 +95,7 @@ def trace_of(ready: Ready, timing: Timing, first_s: float | None, now_s: float, 
         stream=_judged(ready.stream, timing, first_s or now_s),
         session=plan.prompt.talk.id if plan.prompt.talk is not None else "",
         truncated=plan.prompt.truncated,
-        schema=plan.prompt.taken.schema if isinstance(plan.prompt.taken, Taken) else "",
+        schema=plan.prompt.taken.schema if isinstance(plan.prompt.taken, SchemaUse) else "",
         modules=_modules(plan),
         tokens_prefix=sum(s.n_tokens for s in segments if s.hit and s.kind == "prefix"),
         tokens_chunks=sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk") - recomputed,
@@ -105,7 +105,7 @@ def trace_of(ready: Ready, timing: Timing, first_s: float | None, now_s: float, 
 def _modules(plan: LoadPlan) -> tuple[str, ...]:
     """Paths of a schema's modules whose text was reused."""
     taken, keys = plan.prompt.taken, {fetch.key for fetch in plan.fetches}
-    return tuple(path for path, key in taken.modules if key in keys) if isinstance(taken, Taken) else ()
+    return tuple(path for path, key in taken.modules if key in keys) if isinstance(taken, SchemaUse) else ()
 
 
 def _judged(stream: StreamTrace | None, timing: Timing, first_s: float) -> StreamTrace | None:
@@ -117,8 +117,8 @@ def _segment(plan: LoadPlan, index: int, segment: Segment, rows: tuple[int, ...]
     fetch = next((fetch for fetch in plan.fetches if fetch.segment == index), None)
     common = {"source": segment.source, "kind": segment.kind, "n_tokens": len(segment.tokens), "start": segment.start}
     common["goes_on"] = _goes_on(plan.prompt.segments, index)
-    if fetch is None or plan.refusal:
-        why = plan.refusal or dict(plan.misses).get(index, "")
+    if fetch is None or plan.fallback_reason:
+        why = plan.fallback_reason or dict(plan.misses).get(index, "")
         return SegmentTrace(**common, hit=False, why=why)  # type: ignore[arg-type]
     lo, hi = plan.prompt.spans[index]
     recomputed, exact = sum(lo <= row < hi for row in rows), is_exact(plan.prompt, fetch)

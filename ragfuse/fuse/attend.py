@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-BLOCK = 64
+QUERY_BLOCK = 64
 """Queries per block on a CPU; an accelerator takes all rows at once."""
 
 FEW_SCORES = 2_000_000
@@ -87,8 +87,8 @@ class RowMask:
             yield Block(0, len(self.rows), 0, 0, total, self._additive(slice(None), slice(0, total), dtype, window))
             return
         rows = self.rows.tolist()
-        for lo in range(0, len(rows), BLOCK):
-            hi = min(lo + BLOCK, len(rows))
+        for lo in range(0, len(rows), QUERY_BLOCK):
+            hi = min(lo + QUERY_BLOCK, len(rows))
             key_lo, seen = self._oldest(rows[lo], window), rows[lo] + 1
             if hi - lo == 1:
                 yield Block(lo, hi, key_lo, seen, seen, None)

@@ -1,6 +1,6 @@
 """What a prompt does to all its chunks alike.
 
-A chunk that was encoded amid other text is close to what it becomes in a prompt, and off to one side: part of the
+A chunk that was encoded behind filler text is close to what it becomes in a prompt, and off to one side: part of the
 difference is the same for every token of every chunk. That part, the drift, is the mean difference per layer, head and
 dim before rotation. It is measured once per model on prompts of any kind, and added where a chunk is encoded, so that
 it costs nothing when a question comes.
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.rope import angles, place
+from ragfuse.fuse.rope import shifted_rows
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 Rope = Sequence[RopeLayout | None]
@@ -25,7 +25,7 @@ def added(kv: ChunkKV, drift: ChunkKV, rope: Rope) -> ChunkKV:
     layers = []
     for layer, one, layout in zip(kv.layers, drift.layers, rope, strict=True):
         keys, values = (
-            turned(part.expand(-1, kv.n_tokens, -1), positions, _of(layout, name))
+            shifted_rows(part.expand(-1, kv.n_tokens, -1), positions, _of(layout, name))
             for name, part in (("keys", one.keys), ("values", one.values))
         )
         keys, values = (layer.keys.float() + keys).to(layer.keys), (layer.values.float() + values).to(layer.values)
@@ -33,19 +33,11 @@ def added(kv: ChunkKV, drift: ChunkKV, rope: Rope) -> ChunkKV:
     return ChunkKV(tuple(layers))
 
 
-def turned(states: Tensor, positions: Tensor, layout: RopeLayout | None) -> Tensor:
-    """Row i of states [H, n, D] moved by positions[i], float64 [n]: a float32 copy; None: it carries no position."""
-    out = states.to(torch.float32, copy=True).contiguous()
-    if layout is not None:
-        place(out, out, angles(layout, positions[:, None], out.device), layout)
-    return out
-
-
 def measured(pairs: Iterable[tuple[ChunkKV, ChunkKV, Tensor]], rope: Rope) -> ChunkKV:
     """The drift: mean of wanted - found, before rotation, over the rows of all pairs, float32, one row at position 0.
 
-    pairs: (found, wanted, rows) of whole prompts at positions 0..T-1: with chunks amid other text, by full prefill, and
-    int64 [n], the rows of those chunks. ValueError if there is no row.
+    pairs: (found, wanted, rows) of whole prompts at positions 0..T-1: with chunks behind filler text, by full prefill,
+    and int64 [n], the rows of those chunks. ValueError if there is no row.
     """
     total: list[LayerKV] | None = None
     count = 0
@@ -54,7 +46,7 @@ def measured(pairs: Iterable[tuple[ChunkKV, ChunkKV, Tensor]], rope: Rope) -> Ch
         here = []
         for mine, theirs, layout in zip(found.layers, wanted.layers, rope, strict=True):
             keys, values = (
-                turned((b[:, rows].float() - a[:, rows].float()), back, _of(layout, name)).sum(1, keepdim=True)
+                shifted_rows((b[:, rows].float() - a[:, rows].float()), back, _of(layout, name)).sum(1, keepdim=True)
                 for name, a, b in (("keys", mine.keys, theirs.keys), ("values", mine.values, theirs.values))
             )
             here.append(LayerKV(keys, values))

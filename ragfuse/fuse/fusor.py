@@ -17,12 +17,12 @@ from torch.linalg import vector_norm
 
 from ragfuse.fuse.attend import RowMask
 from ragfuse.fuse.rope import angles, place
-from ragfuse.fuse.select import Policy, View
+from ragfuse.fuse.select import Candidates, Policy
 from ragfuse.types.kv import LayerKV, RopeLayout
 
 
 @dataclass(frozen=True)
-class Run:
+class CachedRun:
     """A cached run in a prompt: rows lo:hi, first token at position `start`; `blend` offers it for recomputing."""
 
     segment: int
@@ -32,7 +32,7 @@ class Run:
     blend: bool
 
 
-class Source(Protocol):
+class LayerSource(Protocol):
     """Gives the cached layers, in order."""
 
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
@@ -54,8 +54,8 @@ class Buffers:
     def __init__(
         self,
         n_tokens: int,
-        runs: Sequence[Run],
-        source: Source,
+        runs: Sequence[CachedRun],
+        source: LayerSource,
         rope: Sequence[RopeLayout | None],
         device: torch.device,
         room: int = 0,
@@ -105,7 +105,9 @@ class Buffers:
         all_keys[0].index_copy_(1, rows, keys[0])
         all_values[0].index_copy_(1, rows, values[0])
 
-    def _allocated(self, layer: int, like_keys: Tensor, like_values: Tensor, run: Run | None) -> tuple[Tensor, Tensor]:
+    def _allocated(
+        self, layer: int, like_keys: Tensor, like_values: Tensor, run: CachedRun | None
+    ) -> tuple[Tensor, Tensor]:
         """The layer's whole buffers [1, H, T + room, D], made on first use to hold what is like [H, n, D].
 
         LostRun of `run` where they hold what is of another shape: one of the two is no KV of this model.
@@ -125,13 +127,13 @@ class Buffers:
     def _turn(self, layer: int) -> None:
         """Rotate what was copied to where it stands, all runs at once; rows that do not move turn by zero: exactly."""
         layout = self._rope[layer]
-        moved = [run for run in self._runs if run.start]
-        if layout is None or not moved:
+        shifted = [run for run in self._runs if run.start]
+        if layout is None or not shifted:
             return
-        lo, hi = min(run.lo for run in moved), max(run.hi for run in moved)
+        lo, hi = min(run.lo for run in shifted), max(run.hi for run in shifted)
         if layout not in self._angles:
             deltas = torch.zeros(hi - lo, dtype=torch.float64)
-            for run in moved:
+            for run in shifted:
                 deltas[run.lo - lo : run.hi - lo] = run.start
             self._angles[layout] = angles(layout, deltas[:, None], self._device)
         part = self.get(layer)[0 if layout.part == "keys" else 1][0, :, lo:hi]
@@ -143,7 +145,7 @@ def _alike(buffer: Tensor, part: Tensor) -> bool:
     return buffer.shape[1] == part.shape[0] and buffer.shape[-1] == part.shape[-1]
 
 
-def offered(runs: Sequence[Run], n_tokens: int) -> Tensor:
+def candidate_rows(runs: Sequence[CachedRun], n_tokens: int) -> Tensor:
     """Rows int64 [C], sorted, that a policy may choose: those of blended runs, without the prompt's last."""
     chosen = torch.zeros(n_tokens, dtype=torch.bool)
     for run in runs:
@@ -155,15 +157,15 @@ def offered(runs: Sequence[Run], n_tokens: int) -> Tensor:
 class Fusion:
     """Which rows flow through which layer of one prefill, and what they leave behind.
 
-    offer: int64 [C], sorted, rows of chunks that a policy may choose. rows: int64 [R], sorted, those computed in the
-    current layer. counts: how many of the offer, per layer.
+    candidates: int64 [C], sorted, rows of chunks that a policy may choose. rows: int64 [R], sorted, those computed in
+    the current layer. counts: how many of the candidates, per layer.
     """
 
     def __init__(
         self,
         buffers: Buffers,
         positions: Tensor,
-        runs: Sequence[Run],
+        runs: Sequence[CachedRun],
         policy: Policy,
         ratio: float,
         score: Tensor | None = None,
@@ -174,9 +176,9 @@ class Fusion:
             cached[run.lo : run.hi] = True
         cached[-1] = False
         self._forced = (~cached).nonzero()[:, 0].to(positions.device)
-        self.offer = offered(runs, len(positions)).to(positions.device)
-        self.view = _view(len(buffers), ratio, len(self._forced), runs, self.offer, score)
-        self._alive = torch.arange(len(self.offer), device=positions.device)
+        self.candidates = candidate_rows(runs, len(positions)).to(positions.device)
+        self.view = _view(len(buffers), ratio, len(self._forced), runs, self.candidates, score)
+        self._active = torch.arange(len(self.candidates), device=positions.device)
         self._deviation: Tensor | None = None
         self.rows = self._merge()
         self.chosen = self.rows[:0]
@@ -185,7 +187,7 @@ class Fusion:
 
     def needs_check(self, layer: int) -> bool:
         """Whether `check` must see this layer's K and V of all current rows before `choose`."""
-        return layer > 0 and layer == self.policy.check_layer and len(self._alive) > 0
+        return layer > 0 and layer == self.policy.check_layer and len(self._active) > 0
 
     def check(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Measure the deviation of the current rows from the cached KV: keys, values [1, H, R, D] of `rows`."""
@@ -195,12 +197,12 @@ class Fusion:
         """Settle the rows of `layer`; gives the kept rows' indices into the rows before, None if all stay."""
         before = self.rows
         if layer >= self.policy.check_layer:
-            self._alive = self.policy.choose(self.view, layer, self._alive, self._deviation)
+            self._active = self.policy.choose(self.view, layer, self._active, self._deviation)
             self._deviation = None
             if layer == self.policy.check_layer:
-                self.chosen = self.offer[self._alive]
-        rows = self._merge() if len(self._alive) + len(self._forced) < len(before) else before
-        self.counts.append(len(self._alive))
+                self.chosen = self.candidates[self._active]
+        rows = self._merge() if len(self._active) + len(self._forced) < len(before) else before
+        self.counts.append(len(self._active))
         if rows is before:
             return None
         self.rows, self._mask = rows, None
@@ -229,18 +231,18 @@ class Fusion:
     def mean_ratio(self) -> float:
         """Share of the offered rows computed per layer, over the layers from the check layer on."""
         counts = self.counts[self.policy.check_layer :]
-        return sum(counts) / (len(counts) * len(self.offer)) if counts and len(self.offer) else 0.0
+        return sum(counts) / (len(counts) * len(self.candidates)) if counts and len(self.candidates) else 0.0
 
     def _is_thinned(self, layer: int) -> bool:
         """Whether the policy will want to leave rows out in `layer`, by what the layer before it computed."""
-        alive, follows = len(self._alive), self.policy.check_layer < layer < len(self.buffers)
+        alive, follows = len(self._active), self.policy.check_layer < layer < len(self.buffers)
         return follows and alive > 0 and self.policy.thins(self.view, layer, alive)
 
     def _merge(self) -> Tensor:
-        return torch.cat([self._forced, self.offer[self._alive]]).sort().values
+        return torch.cat([self._forced, self.candidates[self._active]]).sort().values
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
-        """Squared L2 distance per offered row over heads and dims, float32 [m], in the order of `_alive`."""
+        """Squared L2 distance per offered row over heads and dims, float32 [m], in the order of `_active`."""
         old_keys, old_values = self.buffers.get(layer)
         pairs = {"k": [(keys, old_keys)], "v": [(values, old_values)]}
         pairs["kv"] = pairs["k"] + pairs["v"]
@@ -248,12 +250,14 @@ class Fusion:
         for new, old in pairs[self.policy.compare]:
             change = new[0] - old[0].index_select(1, self.rows)
             total += vector_norm(change, dim=(0, 2), dtype=torch.float32).square_()
-        return total[torch.searchsorted(self.rows, self.offer[self._alive])]
+        return total[torch.searchsorted(self.rows, self.candidates[self._active])]
 
 
-def _view(n_layers: int, ratio: float, forced: int, runs: Sequence[Run], offer: Tensor, score: Tensor | None) -> View:
-    chunk, offset = torch.zeros_like(offer), torch.zeros_like(offer)
+def _view(
+    n_layers: int, ratio: float, forced: int, runs: Sequence[CachedRun], candidates: Tensor, score: Tensor | None
+) -> Candidates:
+    chunk, offset = torch.zeros_like(candidates), torch.zeros_like(candidates)
     for run in runs:
-        mine = (offer >= run.lo) & (offer < run.hi)
-        chunk[mine], offset[mine] = run.segment, offer[mine] - run.lo
-    return View(n_layers, ratio, forced, chunk, offset, score)
+        mine = (candidates >= run.lo) & (candidates < run.hi)
+        chunk[mine], offset[mine] = run.segment, candidates[mine] - run.lo
+    return Candidates(n_layers, ratio, forced, chunk, offset, score)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.rope import moved
+from ragfuse.fuse.rope import shifted
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 
@@ -34,6 +34,6 @@ def _rows(states: Tensor, spans: Sequence[tuple[int, int]], layout: RopeLayout |
     """States [H, n, D] of the rows of `spans`, each turned back by as much as it moves."""
     parts, at = list[Tensor](), 0
     for lo, hi in spans:
-        parts.append(moved(states[:, lo:hi], at - lo, layout))
+        parts.append(shifted(states[:, lo:hi], at - lo, layout))
         at += hi - lo
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,8 +1,8 @@
-"""Moving keys to another position by one rotation.
+"""Rotary position embedding (RoPE): the only place where keys are rotated.
 
 A cached key was rotated for its place inside the chunk; placing the chunk at `start` rotates it once more by `start`.
 The rotation runs in float32 from the stored original, once, and never touches it (CacheBlend 4.3, footnote 3, and
-appendix A). Which dims are rotated, and how they are paired, is found per layer on the real weights by the probe.
+appendix A). Which dims are rotated, and how they are paired, the probe finds per layer on the real weights.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 from ragfuse.types.kv import RopeLayout
 
 
-def halves(keys: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:
-    """Both members of every rotated pair, as views [..., len(inv_freq)] of keys [..., D]."""
+def rotated_pairs(keys: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:
+    """Return both members of every rotated pair, as views [..., len(inv_freq)] of keys [..., D]."""
     width = 2 * len(layout.inv_freq)
     part = keys[..., layout.lo : layout.lo + width]
     if layout.pairing == "interleaved":
@@ -23,28 +23,68 @@ def halves(keys: Tensor, layout: RopeLayout) -> tuple[Tensor, Tensor]:
 
 
 def angles(layout: RopeLayout, delta: int | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of a move by `delta` positions, float32 [len(inv_freq)], from angles in float64.
+    """Return cos and sin of a shift by `delta` positions, float32 [len(inv_freq)], from angles in float64.
 
-    delta: one for all rows, or float64 [n, 1]; then both are [n, len(inv_freq)].
+    Args:
+        delta: One shift for all rows, or float64 [n, 1]; then both results are [n, len(inv_freq)].
+        layout: Frequencies of the rotated pairs, radians per position.
+        device: Where the results lie.
     """
     angle = torch.tensor(layout.inv_freq, dtype=torch.float64) * delta
     return angle.cos().float().to(device), angle.sin().float().to(device)
 
 
-def place(out: Tensor, keys: Tensor, turn: tuple[Tensor, Tensor], layout: RopeLayout) -> None:
-    """Write `keys`, turned by ready `angles`, into `out`, which may be `keys` itself; both [..., n, D], one dtype."""
+def place(out: Tensor, keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> None:
+    """Write `keys`, rotated by ready `angles`, into `out`, which may be `keys` itself.
+
+    Args:
+        out: [..., n, D], the same dtype as `keys`.
+        keys: [..., n, D].
+        shift: cos and sin, as `angles` returns them.
+        layout: Which dims are rotated, and how they are paired.
+    """
     if out is not keys and 2 * len(layout.inv_freq) < keys.shape[-1]:
         out.copy_(keys)
-    cos, sin = turn
-    first, second = (half.to(torch.float32, copy=True) for half in halves(keys, layout))
-    to_first, to_second = halves(out, layout)
+    cos, sin = shift
+    first, second = (half.to(torch.float32, copy=True) for half in rotated_pairs(keys, layout))
+    to_first, to_second = rotated_pairs(out, layout)
     to_first.copy_(torch.addcmul(first * cos, second, sin, value=-1))
     to_second.copy_(torch.addcmul(second * cos, first, sin))
 
 
-def moved(keys: Tensor, delta: int, layout: RopeLayout | None) -> Tensor:
-    """A copy of keys [..., n, D] moved by `delta` positions; None: they carry no position."""
+def shifted(keys: Tensor, delta: int, layout: RopeLayout | None) -> Tensor:
+    """Return a copy of keys [..., n, D] shifted by `delta` positions; with layout None they carry no position."""
     out = keys.clone()
     if layout is not None and delta != 0:
         place(out, keys, angles(layout, delta, keys.device), layout)
     return out
+
+
+def shifted_rows(states: Tensor, positions: Tensor, layout: RopeLayout | None) -> Tensor:
+    """Return a float32 copy of states [H, n, D] whose row i is shifted by positions[i], float64 [n]."""
+    out = states.to(torch.float32, copy=True).contiguous()
+    if layout is not None:
+        place(out, out, angles(layout, positions[:, None], out.device), layout)
+    return out
+
+
+def rotate_in_place(tensor: Tensor, layout: RopeLayout | None, sign: int) -> Tensor:
+    """Shift token i of a run by `sign * i` positions and return the tensor.
+
+    With -1 all keys stand at position 0, where channels are steadier, so that codecs pack them better; 1 undoes it.
+    The rotation is an isometry: it adds no loss of its own.
+
+    Args:
+        tensor: float32 [H, n, D], overwritten.
+        layout: Which dims are rotated; None: nothing changes.
+        sign: 1 or -1.
+    """
+    if layout is None:
+        return tensor
+    positions = torch.arange(tensor.shape[1], dtype=torch.float64)[:, None] * sign
+    cos, sin = angles(layout, positions, torch.device("cpu"))
+    first, second = rotated_pairs(tensor, layout)
+    kept = first.clone()
+    first.mul_(cos).addcmul_(second, sin, value=-1)
+    second.mul_(cos).addcmul_(kept, sin)
+    return tensor

@@ -17,7 +17,7 @@ from ragfuse.errors import InputError, ModelError
 from ragfuse.hf.cache import RowCache
 
 MASK = "attention_mask"
-STEP = 1024
+POSITION_STEP = 1024
 """Positions that are asked for at once."""
 
 
@@ -36,7 +36,7 @@ class Biases:
         """[..., 1, K] for keys at positions int64 [K], which rise; InputError beyond what the model has."""
         last = int(positions[-1] - positions[0])
         if last >= self._room:
-            room = (last // STEP + 1) * STEP
+            room = (last // POSITION_STEP + 1) * POSITION_STEP
             self._made, self._room = self._handed(room), room
         return {name: self._looked_up(made, positions[-1] - positions, last) for name, made in self._made.items()}
 

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from ragfuse.fuse.attend import KV, Ragged
 from ragfuse.fuse.fusor import Buffers
 
-ROOM = 64
+GROWTH_ROWS = 64
 """Rows that a layer grows by at least when it is full."""
 
 
@@ -29,7 +29,7 @@ class Taker(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
+class FrozenRows:
     """KV [1, H, n, D] of a prompt's rows from `lo` on, written by nobody any more. owner: what is there as long."""
 
     lo: int
@@ -54,7 +54,7 @@ class RowLayer(CacheLayerMixin):
     def __init__(self, layer: int, taker: Taker | None = None) -> None:
         super().__init__()
         self.layer, self.taker, self.length = layer, taker, 0
-        self.common: tuple[Stretch, ...] = ()
+        self.common: tuple[FrozenRows, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Empty buffers like the given states."""
@@ -66,7 +66,7 @@ class RowLayer(CacheLayerMixin):
         self.keys, self.values, self.length, self.is_initialized = keys, values, length, True
         self.common = ()
 
-    def share(self, stretches: Sequence[Stretch]) -> None:
+    def share(self, stretches: Sequence[FrozenRows]) -> None:
         """Let go of rows that stand outside from now on: one stretch after the other, none up to the last row."""
         keys, values = self.whole()
         self.common = tuple(stretches)
@@ -119,7 +119,7 @@ class RowLayer(CacheLayerMixin):
     def _with_room(self, parts: Sequence[Tensor]) -> Tensor:
         """Buffers that begin with the parts."""
         size = sum(part.shape[2] for part in parts)
-        made = parts[0].new_empty(*parts[0].shape[:2], size + ROOM, parts[0].shape[3])
+        made = parts[0].new_empty(*parts[0].shape[:2], size + GROWTH_ROWS, parts[0].shape[3])
         torch.cat(list(parts), 2, out=made[:, :, :size])
         return made
 
@@ -143,7 +143,7 @@ class RowLayer(CacheLayerMixin):
         self.length += count
 
     def _grow(self, own: int, needed: int) -> None:
-        size = max(needed + ROOM, needed * 5 // 4)
+        size = max(needed + GROWTH_ROWS, needed * 5 // 4)
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old.new_empty(*old.shape[:2], size, old.shape[3])
@@ -263,7 +263,7 @@ def _stacked(states: Sequence[Tensor], longest: int) -> Tensor:
     return torch.cat([torch.nn.functional.pad(each, (0, 0, longest - each.shape[2], 0)) for each in states])
 
 
-def _between(states: Tensor, stretches: Sequence[Stretch]) -> list[Tensor]:
+def _between(states: Tensor, stretches: Sequence[FrozenRows]) -> list[Tensor]:
     """The rows of [B, H, T, D] that no stretch covers."""
     stops, starts = [*(stretch.lo for stretch in stretches), states.shape[2]], [0, *(each.hi for each in stretches)]
     return [states[:, :, start:stop] for start, stop in zip(starts, stops, strict=True)]

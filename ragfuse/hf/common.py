@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from ragfuse.fuse.attend import KV
-from ragfuse.hf.cache import RowCache, RowLayer, Stretch
+from ragfuse.hf.cache import FrozenRows, RowCache, RowLayer
 from ragfuse.process.fork import ForkLock
 
-LEAST = 64
+MIN_SHARED_ROWS = 64
 """Rows of a stretch that is worth standing apart: a layer attends over each for itself."""
 
 
 @dataclass(frozen=True)
-class Span:
+class SharedSpan:
     """Rows lo:hi of a prompt; prompts with the same `name` hold the same KV there, bit by bit."""
 
     lo: int
@@ -35,7 +35,7 @@ class _Rows:
         self.layers: dict[int, KV] = {}
 
 
-class Common:
+class SharedKV:
     """What prompts that are being answered hold alike. Thread-safe."""
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ class Common:
         """Stretches that are there now."""
         return len(self._rows)
 
-    def share(self, cache: RowCache, spans: Sequence[Span], windows: Sequence[int | None]) -> None:
+    def share(self, cache: RowCache, spans: Sequence[SharedSpan], windows: Sequence[int | None]) -> None:
         """Let a prompt's cache hold these spans, which rise, as others do; the first one's rows are taken for all.
 
         windows: by layer; where one sees only the latest rows, they stay together.
         """
         last = cache.length - 1  # it is computed anew in every prompt, and taken back before an answer begins
-        meant = [Span(each.lo, min(each.hi, last), (each.name, min(each.hi, last) - each.lo)) for each in spans]
-        meant = [span for span in meant if span.hi - span.lo >= LEAST]
+        meant = [SharedSpan(each.lo, min(each.hi, last), (each.name, min(each.hi, last) - each.lo)) for each in spans]
+        meant = [span for span in meant if span.hi - span.lo >= MIN_SHARED_ROWS]
         if not meant:
             return
         with self._lock:
@@ -64,13 +64,13 @@ class Common:
         give_back()
 
 
-def _stretch(layer: RowLayer, span: Span, rows: _Rows) -> Stretch:
+def _stretch(layer: RowLayer, span: SharedSpan, rows: _Rows) -> FrozenRows:
     """A span of a layer as it stands outside: copied, where this is the first prompt that has it."""
     found = rows.layers.get(layer.layer)
     if found is None:
         keys, values = (states[:, :, span.lo : span.hi].clone() for states in (layer.keys, layer.values))
         found = rows.layers[layer.layer] = keys, values
-    return Stretch(span.lo, found, rows)
+    return FrozenRows(span.lo, found, rows)
 
 
 def give_back() -> None:

@@ -14,7 +14,7 @@ from ragfuse.errors import ModelError
 from ragfuse.hf import probe
 from ragfuse.types.kv import ChunkKV, LayerKV
 
-DRIFT = "drift.safetensors"
+DRIFT_FILE = "drift.safetensors"
 SAMPLE = 16
 """Values of every weight that stand in the file."""
 ROUNDING = 2.0**-7
@@ -26,7 +26,7 @@ def read_drift(folder: Path, model: PreTrainedModel) -> ChunkKV | None:
 
     ModelError if it is damaged, of another model's shape, or measured on other weights. Read it before packing.
     """
-    path = folder / DRIFT
+    path = folder / DRIFT_FILE
     if not path.is_file():
         return None
     again = "Remove it, or measure it again."
@@ -50,7 +50,9 @@ def write_drift(folder: Path, drift: ChunkKV, model: PreTrainedModel) -> None:
     """Put the drift of a model into a folder, where `load_model` finds it."""
     named = {f"keys.{i}": layer.keys for i, layer in enumerate(drift.layers)}
     named |= {f"values.{i}": layer.values for i, layer in enumerate(drift.layers)}
-    save_file({name: part.contiguous() for name, part in named.items()} | {"weights": _sample(model)}, folder / DRIFT)
+    save_file(
+        {name: part.contiguous() for name, part in named.items()} | {"weights": _sample(model)}, folder / DRIFT_FILE
+    )
 
 
 def _shapes(layer: LayerKV) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -13,20 +13,20 @@ from ragfuse.process.fork import at_fork
 
 Chars = tuple[int, int]
 """Characters lo:hi of a text."""
-LONG = 4096
+RELEASE_GIL_CHARS = 4096
 """Characters of a text, or ids, from which on other threads of Python run meanwhile."""
 
 
 def encoding_of(tokenizer: Tokenizer, text: str) -> Encoding:
     """A text's encoding. A long one is encoded as a batch, which lets other threads run: `encode` does not."""
-    if len(text) < LONG:
+    if len(text) < RELEASE_GIL_CHARS:
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The text of ids. Of many it is told as of a batch, as `encoding_of` does."""
-    if len(ids) < LONG:
+    if len(ids) < RELEASE_GIL_CHARS:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
     return str(tokenizer.decode_batch([ids], skip_special_tokens=False)[0])
 

@@ -26,7 +26,7 @@ from ragfuse.hf.probe import is_alibi
 from ragfuse.types.keys import FORMAT_VERSION, digest
 from ragfuse.types.kv import ChunkKV
 
-PIECE_NBYTES = 64 << 20
+HASH_NBYTES = 64 << 20
 """Bytes that are brought from a GPU, or copied to be contiguous, at a time."""
 UNNAMED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """What a config says of where a model comes from, and what is hashed beside it."""
@@ -155,9 +155,9 @@ def _feed_bytes(hasher: Any, tensor: Tensor) -> None:
         return
     if tensor.is_contiguous():
         flat = tensor.reshape(-1).view(torch.uint8)
-        pieces = flat.split(PIECE_NBYTES) if flat.device.type != "cpu" else (flat,)  # type: ignore[no-untyped-call]
+        pieces = flat.split(HASH_NBYTES) if flat.device.type != "cpu" else (flat,)  # type: ignore[no-untyped-call]
     else:
-        rows = max(1, PIECE_NBYTES * tensor.shape[0] // tensor.nbytes)
+        rows = max(1, HASH_NBYTES * tensor.shape[0] // tensor.nbytes)
         pieces = (part.contiguous().reshape(-1).view(torch.uint8) for part in tensor.split(rows))  # type: ignore
     for piece in pieces:
         hasher.update(piece.cpu().numpy().data)

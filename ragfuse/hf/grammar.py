@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ragfuse.errors import InputError
-from ragfuse.hf.shortest_end import OUTSIDE, Closing, allowed_by
+from ragfuse.hf.shortest_end import OUTSIDE, ShortestEnd, allowed_by
 from ragfuse.process.fork import ForkLock
 from ragfuse.types.grammar import Grammar
 
@@ -25,7 +25,7 @@ LLTokenizer = Any
 """Of llguidance, which is an extra: imported where it is used."""
 
 
-KEPT = 64
+CACHED_GRAMMARS = 64
 """Compiled grammars that are kept: who asks for a new one every time shall not fill the memory."""
 
 
@@ -42,8 +42,8 @@ def check(grammar: Grammar, what: str = "The grammar") -> None:
         raise InputError(f"{what} cannot be compiled: {found.strip()}\nSay it more simply, or leave out what is named.")
 
 
-class Grammars:
-    """Grammars over one model's tokens, the `KEPT` ones used last compiled. Thread-safe.
+class GrammarCompiler:
+    """Grammars over one model's tokens, the `CACHED_GRAMMARS` ones used last compiled. Thread-safe.
 
     n_tokens: columns of its logits, of which those beyond the tokenizer's ids are never allowed. ends: its end tokens.
     """
@@ -53,7 +53,7 @@ class Grammars:
         self.ends, self.n_tokens = tuple(ends), n_tokens
         self._lock = ForkLock()
         self._compiled: dict[Grammar, LLMatcher] = {}  # least recently used first
-        self._closing: Closing | None = None
+        self._closing: ShortestEnd | None = None
         every = tokenizer.added_tokens_decoder
         added = {str(token): id for id, token in every.items()}
         self._ids = {text: id for text, id in added.items() if self.tokens.is_special_token(id)}
@@ -69,7 +69,7 @@ class Grammars:
             if made.is_error():
                 raise InputError(f"The grammar cannot be compiled: {made.get_error().strip()}")
             self._compiled[grammar] = made  # the last one now
-            while len(self._compiled) > KEPT:
+            while len(self._compiled) > CACHED_GRAMMARS:
                 del self._compiled[next(iter(self._compiled))]
             return made.deep_copy()
 
@@ -80,18 +80,18 @@ class Grammars:
 
     def processor(
         self, grammar: Grammar, limit: int | None = None, is_sampled: bool = False, exits: Sequence[str] = ()
-    ) -> HeldTo:
+    ) -> GrammarProcessor:
         """Holds every sequence of one `generate` to a grammar; limit: new tokens it may have, None for any number.
 
         exits: texts that end what is free in it, where neither quotes nor brackets do.
         """
-        return HeldTo(self, grammar, limit, is_sampled, [self.tokens.tokenize_str(text) for text in exits])
+        return GrammarProcessor(self, grammar, limit, is_sampled, [self.tokens.tokenize_str(text) for text in exits])
 
-    def closing(self) -> Closing:
+    def closing(self) -> ShortestEnd:
         """Ways to the end of answers."""
         with self._lock:
             if self._closing is None:
-                self._closing = Closing(self.tokens, min(self.n_tokens, self.tokens.vocab_size))
+                self._closing = ShortestEnd(self.tokens, min(self.n_tokens, self.tokens.vocab_size))
             return self._closing
 
     def literal(self, text: str) -> str:
@@ -109,7 +109,7 @@ class _Row:
         self.ways: dict[int, list[int]] = {}  # behind tokens that may come now
 
 
-class HeldTo(LogitsProcessor):
+class GrammarProcessor(LogitsProcessor):
     """Leaves the tokens that a grammar allows, for each sequence by itself; an end only where it is whole.
 
     Towards the limit it leaves those alone from which an end can still be reached: of the likeliest ones, or else the
@@ -118,7 +118,7 @@ class HeldTo(LogitsProcessor):
 
     def __init__(
         self,
-        grammars: Grammars,
+        grammars: GrammarCompiler,
         grammar: Grammar,
         limit: int | None,
         is_sampled: bool,

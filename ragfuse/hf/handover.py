@@ -53,7 +53,15 @@ UNUSABLE = (
     "past_key_values",
 )
 """Options of `generate` that bring or need a cache of their own."""
-OURS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "position_ids", "streamer", "stopping_criteria")
+HANDOVER_OPTIONS = (
+    "inputs",
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "streamer",
+    "stopping_criteria",
+)
 """Options of `generate` that the hand-over sets."""
 
 
@@ -104,7 +112,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
         )
     if given.get("use_cache") is False:
         raise SettingsError("generate's option 'use_cache' is False, but the prompt lies in a cache; leave it out.")
-    for name in OURS:
+    for name in HANDOVER_OPTIONS:
         if options.get(name) is not None:
             raise SettingsError(f"generate's option '{name}' is set by the prompt that was prefilled; leave it out.")
 
@@ -171,7 +179,7 @@ def _complete(model: HFModel, options: Mapping[str, Any]) -> tuple[list[Stopping
     criteria, stops = list[StoppingCriteria](), stop_strings_of(options, model)
     if stops:
         reorders = int(told("num_beams", options, model) or 1) > 1
-        criteria.append(StopWhere(lambda: UntilStop(Spelling.over(model.words, stops), stops), reorders))
+        criteria.append(StopWhere(lambda: UntilStop(Spelling.over(model.tokenizer, stops), stops), reorders))
     if told("token_healing", options, model):
         _tell_of_healing(model.name)
     config = model.model.generation_config

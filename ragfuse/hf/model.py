@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragfuse.errors import FixedError, ModelError, RefusedError
 from ragfuse.fuse.drift import added
-from ragfuse.fuse.fusor import Buffers, Fusion, Run, Source, offered
+from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LayerSource, candidate_rows
 from ragfuse.fuse.select import nearness, policy_named
 from ragfuse.hf import probe
 from ragfuse.hf.cache import RowCache
@@ -39,17 +39,17 @@ from ragfuse.types.profiles import ModelProfile
 
 __all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint"]
 
-ROOM = 64
+SPARE_ROWS = 64
 CONTEXTS = 2
 """Contexts whose KV is kept at hand, for the many chunks that are encoded behind one prefix."""
-AT_ONCE = 128
+ENCODE_STEP_TOKENS = 128
 """Tokens of a context, or of a long run, that are encoded before a question that waits has the model."""
 
 
 class HFModel:
     """A causal LM of transformers with its tokenizer, its profile and its lock.
 
-    drift: what is added to chunks that are encoded amid other text (`fuse/drift.py`), of the model's own layers.
+    drift: what is added to chunks that are encoded behind filler text (`fuse/drift.py`), of the model's own layers.
     weights: what `weights_digest` gives for its weights, where that is known. They must not change while it is used.
     """
 
@@ -61,7 +61,7 @@ class HFModel:
         drift: ChunkKV | None = None,
         weights: str | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.drift = model.eval(), tokenizer, drift
+        self.model, self._tokenizer, self.drift = model.eval(), tokenizer, drift
         self.lock = FairLock()
         self.batcher = Batcher(self.model, self.lock)
         self._encoder: TextEncoder | None = None
@@ -114,25 +114,30 @@ class HFModel:
         return self
 
     @property
-    def words(self) -> PreTrainedTokenizerBase:
+    def has_tokenizer(self) -> bool:
+        """Whether the model came with a tokenizer."""
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer; ModelError if the model came without one."""
-        if self.tokenizer is None:
+        if self._tokenizer is None:
             raise ModelError(f"{self.name} has no tokenizer: it can take token ids only, no text.")
-        return self.tokenizer
+        return self._tokenizer
 
     @property
     def encoder(self) -> TextEncoder:
         """Encodes whole prompts and pieces of them; ModelError if the model came without a tokenizer."""
         encoder = self._encoder
-        if encoder is None or encoder.chat_template != getattr(self.words, "chat_template", None):
-            self._encoder = encoder = TextEncoder(self.words, self._encoding)
+        if encoder is None or encoder.chat_template != getattr(self.tokenizer, "chat_template", None):
+            self._encoder = encoder = TextEncoder(self.tokenizer, self._encoding)
         return encoder
 
     @property
     def bos(self) -> tuple[int, ...]:
         """What the tokenizer puts before a plain text: its first token, or nothing."""
-        first = getattr(self.words, "bos_token_id", None)
-        return (first,) if first is not None and self.words("a").input_ids[:1] == [first] else ()
+        first = getattr(self.tokenizer, "bos_token_id", None)
+        return (first,) if first is not None and self.tokenizer("a").input_ids[:1] == [first] else ()
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
         """Ids of a text as it reads in the middle of a prompt, none added; unless `special`, what looks like a special
@@ -142,12 +147,12 @@ class HFModel:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out."""
-        return str(self.words.decode(list(token_ids), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     @cached_property
     def token_length(self) -> TokenLength | None:
         """How much text one token stands for at most; None where that is not known."""
-        return token_length(self.words)
+        return token_length(self.tokenizer)
 
     @property
     def nbytes_per_token(self) -> int:
@@ -155,7 +160,7 @@ class HFModel:
         return self.encode([0]).nbytes
 
     @property
-    def longest(self) -> int | None:
+    def max_context(self) -> int | None:
         """Tokens of prompt and answer that it takes together; None without a limit."""
         config = self.model.config.get_text_config()
         found = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
@@ -168,7 +173,7 @@ class HFModel:
         """
         cut, size = len(context), len(token_ids)
         layers = self._behind(tuple(context))
-        step = AT_ONCE if size > 2 * AT_ONCE else max(1, size)
+        step = ENCODE_STEP_TOKENS if size > 2 * ENCODE_STEP_TOKENS else max(1, size)
         for lo in range(0, max(1, size), step):
             layers = self._onwards(layers, token_ids[lo : lo + step], lo)
         return ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous()) for kv in layers))
@@ -192,7 +197,7 @@ class HFModel:
         kv = self.fuse(token_ids, at, [], NoSource(), "none", 0.0).kv
         return ChunkKV(tuple(LayerKV(layer.keys.clone(), layer.values.clone()) for layer in kv.layers))
 
-    def encode_amid(self, token_ids: Sequence[int], context: Sequence[int]) -> ChunkKV:
+    def encode_with_filler(self, token_ids: Sequence[int], context: Sequence[int]) -> ChunkKV:
         """KV of a run behind a `context` that only stands in for what a prompt will hold: with the model's drift."""
         kv = self.encode(token_ids, context)
         return kv if self.drift is None else added(kv, self.drift, self.profile.rope)
@@ -210,8 +215,8 @@ class HFModel:
                 self._contexts[context] = found
                 return found
         found = ()
-        for lo in range(0, len(context), AT_ONCE):
-            found = self._onwards(found, context[lo : lo + AT_ONCE], lo - len(context))
+        for lo in range(0, len(context), ENCODE_STEP_TOKENS):
+            found = self._onwards(found, context[lo : lo + ENCODE_STEP_TOKENS], lo - len(context))
         with self.lock:
             self._contexts[context] = found
             while len(self._contexts) > CONTEXTS:
@@ -248,7 +253,7 @@ class HFModel:
         positions = positions.to(self.device)
         return None if torch.equal(positions, torch.arange(len(positions), device=self.device)) else positions
 
-    def along(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
+    def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
         """Logits float32 [n, V] that predict each of n ids after the prompt; the prefill is used up."""
         if prefill.cache is None:
             whole = torch.tensor([[*prefill.token_ids, *token_ids[:-1]]], device=self.device)
@@ -280,8 +285,8 @@ class HFModel:
         self,
         token_ids: Sequence[int],
         positions: Tensor,
-        runs: Sequence[Run],
-        source: Source,
+        runs: Sequence[CachedRun],
+        source: LayerSource,
         policy: str,
         ratio: float,
         profile: ModelProfile | None = None,
@@ -297,7 +302,7 @@ class HFModel:
             raise RefusedError(f"{self.name}: {profile.refusal}")
         ids, positions = torch.tensor([list(token_ids)], device=self.device), positions.to(self.device)
         chosen = policy_named(policy if ratio > 0 else "none")
-        buffers = Buffers(len(positions), runs, source, profile.rope, self.device, ROOM)
+        buffers = Buffers(len(positions), runs, source, profile.rope, self.device, SPARE_ROWS)
         with self.lock, torch.no_grad():
             score = None
             if chosen.wants == "words":
@@ -305,23 +310,23 @@ class HFModel:
             elif chosen.wants == "attention" and any(run.blend for run in runs):
                 bare = Fusion(buffers, positions, runs, policy_named("none"), 0.0)
                 paid = FusedPrefill(self._wiring(profile), bare).look(ids)
-                score = paid[bare.offer] if paid is not None else None
+                score = paid[bare.candidates] if paid is not None else None
             fusion = Fusion(buffers, positions, runs, chosen, ratio, score)
             run = self._run(fusion, ids, profile)
         run.cache.fill(buffers)
         at = self._gapped(positions)
         return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen.cpu(), fusion.mean_ratio)
 
-    def _nearness(self, token_ids: Sequence[int], runs: Sequence[Run], asked: Sequence[Tensor]) -> Tensor | None:
+    def _nearness(self, token_ids: Sequence[int], runs: Sequence[CachedRun], asked: Sequence[Tensor]) -> Tensor | None:
         """How near each row on offer is to words of the question: float32 [C]; None where none is on offer."""
         total, held = len(token_ids), {row for run in runs for row in range(run.lo, run.hi)}
-        offer = offered(runs, total)
-        if not len(offer):
+        candidates = candidate_rows(runs, total)
+        if not len(candidates):
             return None
         numbers = torch.tensor([self._number(token_id) for token_id in token_ids])
         outside = torch.tensor([row for row in range(total) if row not in held or row == total - 1])
         for rows in asked or (outside[outside >= max(run.hi for run in runs)], outside):
-            near = nearness(numbers, rows, offer)[offer]
+            near = nearness(numbers, rows, candidates)[candidates]
             if bool(near.any()):
                 break
         return near.to(self.device)
@@ -334,9 +339,9 @@ class HFModel:
         found = self._numbers.get(token_id)
         if found is None:
             said, special = f"token {token_id}", False
-            if self.tokenizer is not None:
-                said = str(self.tokenizer.decode([token_id])).strip().casefold()
-                special = token_id in self.tokenizer.all_special_ids
+            if self._tokenizer is not None:
+                said = str(self._tokenizer.decode([token_id])).strip().casefold()
+                special = token_id in self._tokenizer.all_special_ids
             part = "\ufffd" in said
             is_word = not special and (part or any(letter.isalnum() for letter in said))
             name = f"{said} {token_id}" if part else said
@@ -348,8 +353,8 @@ class HFModel:
         as special tokens do."""
         found = self._borders.get(token_id)
         if found is None:
-            said = "" if self.tokenizer is None else str(self.tokenizer.decode([token_id]))
-            special = self.tokenizer is not None and token_id in self.tokenizer.all_special_ids
+            said = "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+            special = self._tokenizer is not None and token_id in self._tokenizer.all_special_ids
             ends = 3 if special else min(2, said.count("\n"))
             found = self._borders[token_id] = (ends, not special and bool(said.strip()))
         return found
@@ -421,7 +426,7 @@ class HFModel:
         refused = ModelProfile(self.fingerprint, n_layers, (None,) * n_layers, windows, refusal=why)
         for mode in ("rows", "dense") if self.model._supports_attention_backend else ("dense",):
             profile = replace(refused, mode=mode, fixed=True)
-            source, runs = KVSource([self.encode(ids[:24])]), [Run(0, 0, 24, 0, blend=False)]
+            source, runs = KVSource([self.encode(ids[:24])]), [CachedRun(0, 0, 24, 0, blend=False)]
             try:
                 fused = self.fuse(ids, torch.arange(48), runs, source, "none", 0.0, profile)
                 error = probe.logits_error(fused.logits, self.full_prefill(ids).logits)
@@ -440,7 +445,7 @@ class HFModel:
         size = (total - 4) // 3
         spans = [(size * index, size * (index + 1)) for index in range(3)]
         source = KVSource([self.encode(ids[lo:hi]) for lo, hi in spans])
-        runs = [Run(index, lo, hi, lo, blend=index > 0) for index, (lo, hi) in enumerate(spans)]
+        runs = [CachedRun(index, lo, hi, lo, blend=index > 0) for index, (lo, hi) in enumerate(spans)]
         fused = self.fuse(ids, torch.arange(total), runs, source, "hkvd", 1.0, profile)
         full = self.full_prefill(ids)
         if not probe.is_routed(config, self.dtype):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from ragfuse.errors import FixedError, RefusedError
-from ragfuse.fuse.rope import moved
+from ragfuse.fuse.rope import shifted
 from ragfuse.types.kv import LayerKV, RopeLayout
 
 DELTA = 37
@@ -186,7 +186,7 @@ def _layer_rope(
         raise FixedError(f"Keys and values of layer {layer} both depend on the position: the hidden states carry it.")
     before, after = getattr(near, turned[0]), getattr(far, turned[0])
     fitting = list(_candidates(tables, before.shape[-1], turned[0]))
-    errors = [typical(moved(before, DELTA, layout), after) for layout in fitting]
+    errors = [typical(shifted(before, DELTA, layout), after) for layout in fitting]
     if not errors or min(errors) > tolerance:
         raise FixedError(f"The {turned[0]} of layer {layer} carry position in a way that one rotation does not undo.")
     return fitting[errors.index(min(errors))]

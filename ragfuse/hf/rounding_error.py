@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.fusor import Run
+from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.types.kv import ChunkKV, LayerKV
 
@@ -67,6 +67,6 @@ def _along(model: HFModel, token_ids: Sequence[int], follow: Sequence[int], kv: 
     """Logits float32 [len(follow) - 1, V] behind a run's KV and each id but the last that follows."""
     n = len(token_ids)
     positions = torch.arange(n + 1, device=model.device)
-    read = [Run(0, 0, n, 0, blend=False)]
+    read = [CachedRun(0, 0, n, 0, blend=False)]
     prefill = model.fuse([*token_ids, follow[0]], positions, read, KVSource([kv]), "none", 0.0)
-    return model.along(prefill, follow[1:])
+    return model.score_continuation(prefill, follow[1:])

@@ -50,7 +50,7 @@ class Within(tuple[bool, bool]):
 OUTSIDE = Within((False, False))
 
 
-class Closing:
+class ShortestEnd:
     """Ways to the end, over one tokenizer's tokens."""
 
     def __init__(self, tokens: LLTokenizer, n_tokens: int) -> None:
@@ -81,7 +81,9 @@ class Closing:
         """By the best token at every step."""
         way: list[int] = []
         while len(way) < longest:
-            forced = matcher.compute_ff_tokens()[: 1 if exits else None]  # an exit may begin amid what must stand there
+            forced = matcher.compute_ff_tokens()[
+                : 1 if exits else None
+            ]  # an exit may begin inside what must stand there
             steps = self._exit(matcher, exits) or forced or self._next(matcher, within, 1)
             if not steps or not matcher.consume_tokens(steps[: longest - len(way)]):
                 return None

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 UNFINISHED = "\ufffd"
 """What stands for bytes that are no character yet."""
-CONTEXT, MOST = 8, 64
-"""Tokens that are decoded again before new ones, so that these are spelled as they are amid others; and the most that
+CONTEXT_TOKENS_BEFORE, MAX_PENDING_TOKENS = 8, 64
+"""Tokens that are decoded again before new ones, so that these are spelled as they are among others; and the most that
 wait for a character to become whole: more are no character any more."""
 UNSETTLED = re.compile(r" (?:n'?|'[rv]?)?$")
 """The end of a text that a tokenizer with `clean_up_tokenization_spaces` may still take its space from."""
@@ -100,15 +100,15 @@ class Spelling:
         if sure > self._done:
             self.text += now[self._done : sure]
             self._done = sure
-        if len(self._window) >= MOST:
+        if len(self._window) >= MAX_PENDING_TOKENS:
             self.end()
-            self._window = self._window[-CONTEXT:]
+            self._window = self._window[-CONTEXT_TOKENS_BEFORE:]
             self._done = len(self._text_of(self._window))
-        elif len(self._window) >= 2 * CONTEXT and sure == len(now):
-            rest = self._text_of(self._window[-CONTEXT:])
+        elif len(self._window) >= 2 * CONTEXT_TOKENS_BEFORE and sure == len(now):
+            rest = self._text_of(self._window[-CONTEXT_TOKENS_BEFORE:])
             done = self._done - (len(now) - len(rest))
             if done > 0 and now.endswith(rest):
-                self._window, self._done = self._window[-CONTEXT:], done
+                self._window, self._done = self._window[-CONTEXT_TOKENS_BEFORE:], done
 
 
 class StopFinder:

@@ -31,15 +31,15 @@ Part = tuple[tuple[int, ...], int, Sequence[Chars]]
 Place = Literal["start", "border", "middle"]
 """Where a text stands in another: at its beginning, behind an added token, or behind other text."""
 
-PROBES = ("a", "the", "1", "A b")
+TEXT_PROBES = ("a", "the", "1", "A b")
 JOINTS = (("one.\n\n", "Two three"), ("one: ", "two three"), ("one\n", "(two) three"))
-LEADS = ("\n", "x\n", "x.")
+PREFIX_PROBES = ("\n", "x\n", "x.")
 """Texts behind which a tokenizer is called where it puts something before every text."""
 _THOUGHT = re.compile("think|thought|reasoning", re.IGNORECASE)
 """What tags around thoughts have in their names. Where such a tag is a token, a template or the model wrote it."""
-AROUND = 24
+CUT_CONTEXT_CHARS = 24
 """Characters around a cut by which it is judged alone."""
-PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+PRIVATE_USE_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 """Characters that mean nothing: what stands in a text where a control token is not to be seen."""
 
 
@@ -222,7 +222,7 @@ class TextEncoder:
     def _reads_alike(self, text: str, chars: Chars, before: str, cut: Cut) -> bool:
         """Whether a cut changes nothing of what is read, seen with a little of what stands around it."""
         lo, hi, given = cut
-        first, last = max(chars[0], lo - AROUND), min(chars[1], hi + AROUND)
+        first, last = max(chars[0], lo - CUT_CONTEXT_CHARS), min(chars[1], hi + CUT_CONTEXT_CHARS)
         before = before if first == chars[0] else ""
         apart = self._cut(text, (first, last), before, [(0, (lo, hi, given))])
         return self.said(_ids(apart)) == self.said(self._encoded(text[first:last], before)[0])
@@ -294,7 +294,7 @@ class TextEncoder:
             fits = (put for put in ("", " ") if all(self._encoded_as(put + text, ids) for text, ids in real.items()))
             return next(fits, "")
 
-        return prefix(PROBES), prefix([" " + text for text in PROBES])
+        return prefix(TEXT_PROBES), prefix([" " + text for text in TEXT_PROBES])
 
     def _encoded_as(self, text: str, ids: Sequence[int]) -> bool:
         return bool(encoding_of(self._text, text).ids == ids)
@@ -336,9 +336,9 @@ class TextEncoder:
 
     def _find_lead(self) -> str:
         """A text behind which others read as they do in the middle of one; "" where they do by themselves."""
-        for lead in ("", *LEADS):
+        for lead in ("", *PREFIX_PROBES):
             self._lead = lead
-            if all(self.said(self._called_within(probe)) == probe for probe in PROBES):
+            if all(self.said(self._called_within(probe)) == probe for probe in TEXT_PROBES):
                 return lead
         return ""
 
@@ -378,7 +378,7 @@ class TextEncoder:
     def _called_alike(self, text: str, cut: Cut) -> bool:
         """Whether a cut changes nothing of what is read, seen with a little of what stands around it."""
         lo, hi, given = cut
-        first, last = max(0, lo - AROUND), min(len(text), hi + AROUND)
+        first, last = max(0, lo - CUT_CONTEXT_CHARS), min(len(text), hi + CUT_CONTEXT_CHARS)
         apart = self._called_apart(text[first:last], (), [(0, (lo - first, hi - first, given))])
         return self.said(_ids(apart)) == self.said(self._called(text[first:last], True))
 
@@ -530,7 +530,7 @@ def _masked(text: str, bare: Sequence[Chars]) -> str:
     if not bare:
         return text
     used = set(text)
-    mask = next((chr(code) for code in chain(*PRIVATE) if chr(code) not in used), None)
+    mask = next((chr(code) for code in chain(*PRIVATE_USE_RANGES) if chr(code) not in used), None)
     if mask is None:
         raise InputError(
             "The text holds every private character of Unicode beside what looks like a control token; leave out "

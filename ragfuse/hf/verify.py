@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from ragfuse.fuse.fusor import Run
-from ragfuse.fuse.rope import moved
+from ragfuse.fuse.fusor import CachedRun
+from ragfuse.fuse.rope import shifted
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.hf.probe import (
@@ -34,7 +34,7 @@ from ragfuse.hf.probe import (
 )
 from ragfuse.types.kv import ChunkKV, LayerKV
 
-SIZES = (9, 41, 34, 47, 12)
+PART_TOKENS = (9, 41, 34, 47, 12)
 """Tokens of the prompt's parts: an exact prefix, three chunks, a question."""
 Progress = Callable[[str], object]
 """Takes the name of the check that has just been made."""
@@ -66,7 +66,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Part:
+class PromptPart:
     """Tokens of a prompt: reused (`kv`, `blend` offers it for recomputing), or computed."""
 
     ids: tuple[int, ...]
@@ -75,23 +75,23 @@ class Part:
 
 
 @dataclass(frozen=True)
-class State:
+class PrefillState:
     """What a prefill leaves: logits [V] of the last row and the KV of all rows."""
 
     logits: Tensor
     layers: tuple[LayerKV, ...]
 
-    def until(self, row: int) -> State:
+    def until(self, row: int) -> PrefillState:
         """The rows before `row`, with no logits to compare."""
         cut = (LayerKV(kv.keys[:, :row], kv.values[:, :row]) for kv in self.layers)
-        return State(torch.ones(1), tuple(cut))
+        return PrefillState(torch.ones(1), tuple(cut))
 
-    def of(self, rows: Tensor, first_layer: int) -> State:
+    def of(self, rows: Tensor, first_layer: int) -> PrefillState:
         """Some rows from a layer on, with no logits to compare."""
         cut = (LayerKV(kv.keys[:, rows], kv.values[:, rows]) for kv in self.layers[first_layer:])
-        return State(torch.ones(1), tuple(cut))
+        return PrefillState(torch.ones(1), tuple(cut))
 
-    def error(self, wanted: State, routed: bool = False) -> float:
+    def error(self, wanted: PrefillState, routed: bool = False) -> float:
         """The largest relative error among the logits and each layer's keys and values; of typical rows if `routed`."""
         pairs = [
             (getattr(a, part), getattr(b, part))
@@ -148,12 +148,12 @@ class _Checks:
         self._vocab = vocab
         self._routed = is_routed(model.model.config.get_text_config(), model.dtype)
         self._placed: dict[tuple[tuple[int, ...], int], tuple[LayerKV, ...]] = {}
-        ids = probe_tokens(vocab, sum(SIZES), model.device)[0].tolist()
-        bounds = [sum(SIZES[:index]) for index in range(len(SIZES) + 1)]
+        ids = probe_tokens(vocab, sum(PART_TOKENS), model.device)[0].tolist()
+        bounds = [sum(PART_TOKENS[:index]) for index in range(len(PART_TOKENS) + 1)]
         runs = [tuple(ids[lo:hi]) for lo, hi in pairwise(bounds)]
-        self.prefix = Part(runs[0], model.encode(runs[0]), blend=False)
-        self.chunks = [Part(run, model.encode(run)) for run in runs[1:-1]]
-        self.question = Part(runs[-1])
+        self.prefix = PromptPart(runs[0], model.encode(runs[0]), blend=False)
+        self.chunks = [PromptPart(run, model.encode(run)) for run in runs[1:-1]]
+        self.question = PromptPart(runs[-1])
         self.parts = [self.prefix, *self.chunks, self.question]
 
     def run(self) -> Iterator[Check]:
@@ -181,7 +181,7 @@ class _Checks:
         ]
         yield Check("stored tensors are never changed", float(not all(same)), 0.0, all(same))
 
-    def _check(self, name: str, error: float, n_tokens: int = sum(SIZES)) -> Check:
+    def _check(self, name: str, error: float, n_tokens: int = sum(PART_TOKENS)) -> Check:
         bound = bound_of(self.model.dtype, self.model.n_layers, n_tokens)
         return Check(name, error, bound, error <= bound)
 
@@ -192,24 +192,24 @@ class _Checks:
         for layout, kv, own in zip(self.model.profile.rope, near, far, strict=True):
             for name in ("keys", "values"):
                 turned = layout if layout is not None and layout.part == name else None
-                there = moved(getattr(kv, name), DELTA, turned)
+                there = shifted(getattr(kv, name), DELTA, turned)
                 errors.append((typical if self._routed else relative)(there, getattr(own, name)))
-                errors.append(relative(moved(there, -DELTA, turned), getattr(kv, name)))
+                errors.append(relative(shifted(there, -DELTA, turned), getattr(kv, name)))
         return _worst(errors)
 
-    def _ratio_one(self, parts: Sequence[Part]) -> float:
+    def _ratio_one(self, parts: Sequence[PromptPart]) -> float:
         ids = [token for part in parts for token in part.ids]
         policy = "full" if self.policy == "none" else self.policy
         return self._fused(parts, policy, 1.0).error(_state(self.model.full_prefill(ids)), self._routed)
 
-    def _reuse(self, parts: Sequence[Part]) -> float:
+    def _reuse(self, parts: Sequence[PromptPart]) -> float:
         return self._fused(parts, "none", 0.0).error(self._by_hand(parts), self._routed)
 
     def _misses(self) -> float:
         """Every pattern of missing parts, the prefix among them."""
         errors = []
         for here in product((True, False), repeat=len(self.parts) - 1):
-            parts = [part if has else Part(part.ids) for part, has in zip(self.parts, here, strict=False)]
+            parts = [part if has else PromptPart(part.ids) for part, has in zip(self.parts, here, strict=False)]
             errors.append(self._reuse([*parts, self.question]))
         return _worst(errors)
 
@@ -218,14 +218,14 @@ class _Checks:
         errors, last = [], self.chunks[-1]
         middle = len(last.ids) // 2
         ids = (*last.ids[:middle], last.ids[middle] ^ 1, *last.ids[middle + 1 :])
-        changed = [*self.parts[:-2], Part(ids, self.model.encode(ids)), self.question]
-        row = sum(SIZES[:-2]) + middle
+        changed = [*self.parts[:-2], PromptPart(ids, self.model.encode(ids)), self.question]
+        row = sum(PART_TOKENS[:-2]) + middle
         one, other = (self._fused(parts, self.policy, 1.0) for parts in (self.parts, changed))
         errors.append(one.until(row).error(other.until(row), self._routed))
         if policy_named(self.policy).wants == "nothing":
             ids = (*self.question.ids[:-1], self.question.ids[-1] ^ 1)
-            changed = [*self.parts[:-1], Part(ids)]
-            row = sum(SIZES) - 1
+            changed = [*self.parts[:-1], PromptPart(ids)]
+            row = sum(PART_TOKENS) - 1
             one, other = (self._fused(parts, self.policy, self.ratio) for parts in (self.parts, changed))
             errors.append(one.until(row).error(other.until(row), self._routed))
         return _worst(errors)
@@ -233,22 +233,22 @@ class _Checks:
     def _untouched(self) -> float:
         """Rows that were on offer and not chosen, from the check layer on, against the reused ones."""
         prefill = self._prefill(self.parts, self.policy, self.ratio)
-        kept = torch.ones(sum(SIZES), dtype=torch.bool)
-        kept[sum(SIZES[:-1]) :] = False
+        kept = torch.ones(sum(PART_TOKENS), dtype=torch.bool)
+        kept[sum(PART_TOKENS[:-1]) :] = False
         kept[prefill.chosen] = False
         rows = kept.nonzero()[:, 0].to(self.model.device)
         first = policy_named(self.policy).check_layer
         return _state(prefill).of(rows, first).error(self._by_hand(self.parts).of(rows, first), self._routed)
 
-    def _longer_than(self, window: int) -> list[Part]:
+    def _longer_than(self, window: int) -> list[PromptPart]:
         """Prefix, two chunks and a question that together exceed a window, and each chunk's own if it may."""
-        total = window + sum(SIZES)
+        total = window + sum(PART_TOKENS)
         ids = probe_tokens(self._vocab, total, self.model.device)[0].tolist()
-        size = (total - SIZES[0] - SIZES[-1]) // 2
-        cuts = [0, SIZES[0], SIZES[0] + size, total - SIZES[-1], total]
+        size = (total - PART_TOKENS[0] - PART_TOKENS[-1]) // 2
+        cuts = [0, PART_TOKENS[0], PART_TOKENS[0] + size, total - PART_TOKENS[-1], total]
         runs = [tuple(ids[lo:hi]) for lo, hi in pairwise(cuts)]
-        cached = [Part(run, self.model.encode(run), blend=index > 0) for index, run in enumerate(runs[:-1])]
-        return [*cached, Part(runs[-1])]
+        cached = [PromptPart(run, self.model.encode(run), blend=index > 0) for index, run in enumerate(runs[:-1])]
+        return [*cached, PromptPart(runs[-1])]
 
     def _alone(self, ids: tuple[int, ...], start: int) -> tuple[LayerKV, ...]:
         """KV of a run alone, its keys rotated by the model itself for positions from `start` on."""
@@ -258,25 +258,25 @@ class _Checks:
             self._placed[ids, start] = plain_kv(self.model.model, tokens, positions)
         return self._placed[ids, start]
 
-    def _fused(self, parts: Sequence[Part], policy: str, ratio: float) -> State:
+    def _fused(self, parts: Sequence[PromptPart], policy: str, ratio: float) -> PrefillState:
         return _state(self._prefill(parts, policy, ratio))
 
-    def _prefill(self, parts: Sequence[Part], policy: str, ratio: float) -> Prefill:
+    def _prefill(self, parts: Sequence[PromptPart], policy: str, ratio: float) -> Prefill:
         ids, lo = [token for part in parts for token in part.ids], 0
-        runs: list[Run] = []
+        runs: list[CachedRun] = []
         chunks: list[ChunkKV] = []
         for part in parts:
             if part.kv is not None:
-                runs.append(Run(len(chunks), lo, lo + len(part.ids), lo, part.blend))
+                runs.append(CachedRun(len(chunks), lo, lo + len(part.ids), lo, part.blend))
                 chunks.append(part.kv)
             lo += len(part.ids)
         return self.model.fuse(ids, torch.arange(lo), runs, KVSource(chunks), policy, ratio)
 
-    def _by_hand(self, parts: Sequence[Part]) -> State:
+    def _by_hand(self, parts: Sequence[PromptPart]) -> PrefillState:
         """Parts reused or computed in order by the model's own forward, the last row in any case."""
         last = parts[-1]
         if last.kv is not None:
-            parts = [*parts[:-1], Part(last.ids[:-1], last.kv), Part(last.ids[-1:])]
+            parts = [*parts[:-1], PromptPart(last.ids[:-1], last.kv), PromptPart(last.ids[-1:])]
         hf, cache, lo, logits = self.model.model, DynamicCache(), 0, torch.empty(0)
         for part in parts:
             ids = torch.tensor([part.ids], device=self.model.device)
@@ -290,7 +290,7 @@ class _Checks:
             with torch.no_grad():
                 out = hf(input_ids=ids, past_key_values=cache, use_cache=True, **last_logits(hf), **options)
             logits = out.logits[0, -1]
-        return State(logits, tuple(LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers))
+        return PrefillState(logits, tuple(LayerKV(layer.keys[0], layer.values[0]) for layer in cache.layers))
 
 
 def _worst(errors: Sequence[float]) -> float:
@@ -298,5 +298,5 @@ def _worst(errors: Sequence[float]) -> float:
     return max(error if math.isfinite(error) else NO_NUMBER for error in errors)
 
 
-def _state(prefill: Prefill) -> State:
-    return State(prefill.logits, prefill.kv.layers)
+def _state(prefill: Prefill) -> PrefillState:
+    return PrefillState(prefill.logits, prefill.kv.layers)

@@ -17,7 +17,7 @@ from types import TracebackType
 
 import torch
 
-from ragfuse.load.staging_buffer import Layer, Sent, Staging
+from ragfuse.load.staging_buffer import Layer, PendingCopy, StagingBuffer
 from ragfuse.plan.steps import layers_a_read, room_for, spans, steps
 from ragfuse.store import KVStore, Tier
 from ragfuse.types.keys import ChunkKey
@@ -62,12 +62,12 @@ class LayerReader:
         self._store, self._fetches = store, fetches
         most = most or layers_a_read(max((fetch.nbytes for fetch in fetches), default=0), n_layers)
         self._spans = deque(spans(steps(n_layers, most)))
-        self._ready: Queue[Sent] = Queue(room_for(before, n_layers, most))
+        self._ready: Queue[PendingCopy] = Queue(room_for(before, n_layers, most))
         self._at_hand: deque[Layer] = deque()
         self._stop = threading.Event()
         far = {tier.name for tier in store.tiers if is_far(tier, device)}
         ahead = any(fetch.tier in far for fetch in fetches)
-        self._staging = Staging(device, sum(fetch.nbytes for fetch in fetches) * most // n_layers + SPARE_NBYTES)
+        self._staging = StagingBuffer(device, sum(fetch.nbytes for fetch in fetches) * most // n_layers + SPARE_NBYTES)
         self._thread = threading.Thread(target=self._run, name="ragfuse-load", daemon=True) if ahead else None
         self._next = 0
 
@@ -96,12 +96,12 @@ class LayerReader:
         self._next += 1
         if not self._at_hand:
             began = time.perf_counter()
-            sent = Sent(self._load()) if self._thread is None else self._wait(self._thread)
+            sent = PendingCopy(self._load()) if self._thread is None else self._wait(self._thread)
             self._at_hand.extend(self._staging.landed(sent))
             self.wait_s += time.perf_counter() - began
         return self._at_hand.popleft()
 
-    def _wait(self, thread: threading.Thread) -> Sent:
+    def _wait(self, thread: threading.Thread) -> PendingCopy:
         """The next layers that were read ahead; every segment lost if the thread died without them."""
         while True:
             alive = thread.is_alive()  # asked first: what it put before it died is in the queue
@@ -109,7 +109,7 @@ class LayerReader:
                 return self._ready.get(timeout=LOOK_S if alive else 0)
             except Empty:
                 if not alive:
-                    return Sent([dict.fromkeys(fetch.segment for fetch in self._fetches)])
+                    return PendingCopy([dict.fromkeys(fetch.segment for fetch in self._fetches)])
 
     def _run(self) -> None:
         self._expect()

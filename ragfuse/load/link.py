@@ -9,7 +9,7 @@ from threading import BoundedSemaphore, Lock
 
 from ragfuse.process.fork import ForkLock, at_fork
 
-MOST = 4
+MAX_STREAMS = 4
 """Streams that read at the same time, at most (the paper's B)."""
 KNOWN_S = 10.0
 """Seconds that a line is taken to carry what it carried: one that was slow is tried again some time."""
@@ -18,7 +18,7 @@ KNOWN_S = 10.0
 class Link:
     """The line to one tier. Threads share it. most: streams that read at the same time; others take turns."""
 
-    def __init__(self, most: int = MOST, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, most: int = MAX_STREAMS, clock: Callable[[], float] = time.monotonic) -> None:
         self._most, self._clock = most, clock
         self._seen: tuple[float, float] | None = None
         self.renew()
@@ -51,7 +51,7 @@ class Link:
                 self._streams -= 1
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def slot(self) -> Iterator[None]:
         """A piece is read, together with those of at most so many others."""
         with self._turns:
             yield
@@ -67,7 +67,7 @@ class Link:
 class Links:
     """The links of a store's tiers by name, each made when it is first asked for."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MAX_STREAMS) -> None:
         self._most, self._lock, self._links = most, ForkLock(), dict[str, Link]()
 
     def of(self, tier: str) -> Link:

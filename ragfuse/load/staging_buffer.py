@@ -29,14 +29,14 @@ Layer = Mapping[int, LayerKV | None]
 
 
 @dataclass(frozen=True)
-class Sent:
+class PendingCopy:
     """Layers on their way: they are there once `event` has happened on the sending stream; None: they are there."""
 
     layers: Sequence[Layer]
     event: torch.cuda.Event | None = None
 
 
-class Staging:
+class StagingBuffer:
     """Sends layers to `device`: `send` on the thread that reads, `landed` on the one that fuses.
 
     nbytes: about what the largest step takes, which the buffers are made for when the first is sent.
@@ -47,18 +47,18 @@ class Staging:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._buffers = deque(_Buffer(nbytes) for _ in range(BUFFERS))
 
-    def send(self, layers: Sequence[Layer]) -> Sent:
+    def send(self, layers: Sequence[Layer]) -> PendingCopy:
         """Begin to send; where there is no memory for that, the layers as they are, to be copied when they are used."""
         if self._stream is None:
-            return Sent(layers)
+            return PendingCopy(layers)
         try:
             with torch.cuda.stream(self._stream):
                 return self._send(layers)
         except RuntimeError as error:
             log.warning("Layers go to %s only when they are used: %s", self._device, error)
-            return Sent(layers)
+            return PendingCopy(layers)
 
-    def landed(self, sent: Sent) -> Sequence[Layer]:
+    def landed(self, sent: PendingCopy) -> Sequence[Layer]:
         """The layers, for the current stream of the calling thread to use from now on."""
         if sent.event is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -67,7 +67,7 @@ class Staging:
                 part.record_stream(stream)
         return sent.layers
 
-    def _send(self, layers: Sequence[Layer]) -> Sent:
+    def _send(self, layers: Sequence[Layer]) -> PendingCopy:
         buffer = self._buffers[0]
         self._buffers.rotate(-1)
         parts = {id(part): part for part in _parts(layers)}
@@ -88,7 +88,7 @@ class Staging:
             for layer in layers
         ]
         buffer.sent = torch.cuda.current_stream(self._device).record_event()
-        return Sent(moved, buffer.sent)
+        return PendingCopy(moved, buffer.sent)
 
 
 class _Buffer:

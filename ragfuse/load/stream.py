@@ -21,16 +21,26 @@ from functools import lru_cache
 import torch
 
 from ragfuse.load.link import Link
-from ragfuse.load.piece import Open, Reading
+from ragfuse.load.piece import CurrentPiece, PendingRead
 from ragfuse.load.staging_buffer import Layer
-from ragfuse.load.terms import ASIDE, ENOUGH, IN_TIME, LATE, NOT_KEPT, SOONER, SPARE, UNREADABLE, Terms
+from ragfuse.load.terms import (
+    BYTES_UNREADABLE,
+    COMPUTED_IN_TIME,
+    COMPUTED_SOONER,
+    DEADLINE_MARGIN,
+    GIVEN_UP,
+    LEVEL_NOT_KEPT,
+    NOT_WAITED_FOR,
+    SET_ASIDE,
+    Terms,
+)
 from ragfuse.plan.adapt import (
     AGAIN,
-    LEAST,
+    AS_TEXT,
     LONGER,
-    TEXT,
-    Part,
-    Piece,
+    MIN_THROUGHPUT,
+    StreamPart,
+    StreamPiece,
     decide,
     decide_better,
     decide_first,
@@ -41,7 +51,7 @@ from ragfuse.plan.adapt import (
     pieces,
     spare_s,
 )
-from ragfuse.store import Encoded, KVStore
+from ragfuse.store import EncodedLayers, KVStore
 from ragfuse.store.levels import loss_of
 from ragfuse.types.answer import PieceTrace
 from ragfuse.types.kv import LayerKV
@@ -66,7 +76,7 @@ class Stream:
         self,
         store: KVStore,
         fetches: Sequence[Fetch],
-        parts: Sequence[Part],
+        parts: Sequence[StreamPart],
         n_layers: int,
         link: Link,
         terms: Terms,
@@ -80,8 +90,8 @@ class Stream:
         self._store, self._fetches = store, {fetch.segment: fetch for fetch in fetches}
         self._n_layers = n_layers
         self._pieces, self._link, self._terms = pieces(parts, terms.piece_tokens), link, terms
-        self._behind: list[Piece] = []
-        self._aside: list[Open] = []
+        self._behind: list[StreamPiece] = []
+        self._aside: list[CurrentPiece] = []
         self._also = {part.segment: part.also for part in parts}
         self._tokens = {part.segment: part.tokens for part in parts}
         self._device, self._clock = device, clock
@@ -109,7 +119,7 @@ class Stream:
         with self._link.joined():
             for number, piece in enumerate(self._pieces):
                 self._behind = [*self._pieces[number + 1 :], *self._waiting()]
-                self._bring(Open(piece, list(piece.segments)), self._refines)
+                self._bring(CurrentPiece(piece, list(piece.segments)), self._refines)
             while self._aside:
                 now = self._aside.pop(0)
                 self._behind = self._waiting()
@@ -133,16 +143,16 @@ class Stream:
 
     # deciding
 
-    def _left(self, now: Open) -> list[Piece]:
+    def _left(self, now: CurrentPiece) -> list[StreamPiece]:
         """All that is still to come, first what is left of those that lack the layers at hand."""
         lacking, behind = ((self._n_layers - at) / self._n_layers for at in (now.at, now.end))
         others = [segment for segment in now.wanted if segment not in now.lacking]
         later = [now.piece.rest(others, behind)] if others and behind else []
         return [now.piece.rest(now.lacking, lacking, now.banned), *later, *self._behind]
 
-    def _choice(self, now: Open, left: Sequence[Piece]) -> str:
+    def _choice(self, now: CurrentPiece, left: Sequence[StreamPiece]) -> str:
         if self._terms.level is not None:
-            return self._terms.level if self._terms.level in left[0].sizes else TEXT
+            return self._terms.level if self._terms.level in left[0].sizes else AS_TEXT
         known = left, self._throughput, self._left_s(), self._link.sharing
         if self._refines:
             begun = now.at > 0
@@ -154,7 +164,7 @@ class Stream:
         """Whether better levels may follow what came."""
         return self._terms.adapt == "refine" and self._terms.level is None
 
-    def _waiting(self) -> list[Piece]:
+    def _waiting(self) -> list[StreamPiece]:
         """What is still to come of pieces that were set aside."""
         n = self._n_layers
         return [each.piece.rest(each.wanted, (n - each.at) / n) for each in self._aside]
@@ -163,7 +173,7 @@ class Stream:
         """How much was lost most of what came, where its piece is kept with less: 0 for nothing."""
         return max(map(_loss, {level for piece in self._pieces for level, _, _ in self._worse(piece)}), default=0)
 
-    def _worse(self, piece: Piece) -> Iterator[tuple[str, int, int]]:
+    def _worse(self, piece: StreamPiece) -> Iterator[tuple[str, int, int]]:
         """(level, segment, layer) of what came of a piece, and is kept with less loss."""
         best = next(iter(piece.sizes), "")
         for segment in piece.segments:
@@ -172,14 +182,14 @@ class Stream:
 
     def _left_s(self) -> float:
         """Until the deadline, without what is to be computed by now."""
-        return self._terms.began_s + (1 - SPARE) * self._terms.deadline_s - self._clock() - self._promised_s
+        return self._terms.began_s + (1 - DEADLINE_MARGIN) * self._terms.deadline_s - self._clock() - self._promised_s
 
     @property
     def _throughput(self) -> float | None:
         seen = self._link.throughput
         return self._terms.prior if seen is None else seen
 
-    def _compute(self, now: Open, segments: Sequence[int], why: str) -> None:
+    def _compute(self, now: CurrentPiece, segments: Sequence[int], why: str) -> None:
         """These are computed, whatever came of them."""
         rest = now.piece.rest(segments, 1.0)
         self._promised_s += (rest.text_s or 0.0) * (LONGER if self._refines else 1.0)
@@ -188,7 +198,7 @@ class Stream:
             self._decoding.pop(segment, None)
         now.wanted = [segment for segment in now.wanted if segment not in segments]
         began_s = self._clock() - self._terms.began_s
-        self.pieces.append(PieceTrace(self._with_others(segments), rest.tokens, TEXT, began_s=began_s, why=why))
+        self.pieces.append(PieceTrace(self._with_others(segments), rest.tokens, AS_TEXT, began_s=began_s, why=why))
 
     def _with_others(self, segments: Sequence[int]) -> tuple[int, ...]:
         """These, and those that take their rows from the same entries."""
@@ -196,7 +206,7 @@ class Stream:
 
     # bringing
 
-    def _bring(self, now: Open, may_wait: bool) -> None:
+    def _bring(self, now: CurrentPiece, may_wait: bool) -> None:
         """Layer by layer, some at a time, until all are there or the piece is computed, or until it is set aside.
 
         may_wait: whether it may be set aside, which leaves it as it is then.
@@ -208,38 +218,40 @@ class Stream:
                 left = self._left(now)
                 if now.reading is None:
                     level = self._choice(now, left)
-                    if level == TEXT:
+                    if level == AS_TEXT:
                         self._as_text(now, left)
                         break
                     if now.end == now.at:
                         now.end += self._together(left[0], level, now.at)
-                    now.reading = self._started(Reading(tuple(now.lacking), (now.at, now.end), level, self._clock()))
+                    now.reading = self._started(
+                        PendingRead(tuple(now.lacking), (now.at, now.end), level, self._clock())
+                    )
                 if not self._read(now, now.reading, left, may_wait):
                     self._aside.append(now)
                     return
             now.at = now.end
 
-    def _as_text(self, now: Open, left: Sequence[Piece]) -> None:
+    def _as_text(self, now: CurrentPiece, left: Sequence[StreamPiece]) -> None:
         """What lacks the layers at hand is computed: all of the piece, or what of it could not be read."""
         self._compute(now, now.lacking, self._why_text(now, left[0]))
         now.lacking = []
 
-    def _why_text(self, now: Open, piece: Piece) -> str:
+    def _why_text(self, now: CurrentPiece, piece: StreamPiece) -> str:
         wanted = self._terms.level
         if not piece.sizes or wanted in now.banned:
-            return UNREADABLE
+            return BYTES_UNREADABLE
         if wanted is not None:
-            return NOT_KEPT
+            return LEVEL_NOT_KEPT
         in_time = piece.text_s is not None and piece.text_s <= self._left_s()
-        return IN_TIME if in_time else SOONER
+        return COMPUTED_IN_TIME if in_time else COMPUTED_SOONER
 
-    def _together(self, rest: Piece, level: str, at: int) -> int:
+    def _together(self, rest: StreamPiece, level: str, at: int) -> int:
         """How many layers to read now, from this one on."""
         left, throughput = rest.sizes[level], self._throughput
-        whole_s = None if throughput is None else self._link.sharing * left / max(throughput, LEAST)
+        whole_s = None if throughput is None else self._link.sharing * left / max(throughput, MIN_THROUGHPUT)
         return layers_together(self._n_layers, self._n_layers - at, whole_s)
 
-    def _read(self, now: Open, reading: Reading, left: Sequence[Piece], may_wait: bool) -> bool:
+    def _read(self, now: CurrentPiece, reading: PendingRead, left: Sequence[StreamPiece], may_wait: bool) -> bool:
         """These layers of all that lack them; what did not come is lacking still, or computed. False: set aside."""
         was_aside, began = now.is_aside, self._clock() if now.is_aside else reading.asked
         gave_up = not self._waited(reading, left, began, may_wait)
@@ -247,27 +259,27 @@ class Stream:
         self._stood = gave_up or (self._stood and not came)
         now.is_aside, now.stood = gave_up and may_wait, was_aside
         if now.is_aside:
-            self._note(reading, {}, (began, ended), ASIDE)
+            self._note(reading, {}, (began, ended), SET_ASIDE)
             return False
         now.reading = None
         self._take(came, reading.level)
         now.lacking = [segment for segment in now.lacking if segment not in came]
-        self._note(reading, came, (began, ended), LATE if gave_up else UNREADABLE)
+        self._note(reading, came, (began, ended), GIVEN_UP if gave_up else BYTES_UNREADABLE)
         if gave_up:
-            self._compute(now, reading.segments, LATE)
+            self._compute(now, reading.segments, GIVEN_UP)
             now.lacking = []
         elif now.lacking:
             now.banned.add(reading.level)
         return True
 
-    def _started(self, reading: Reading) -> Reading:
+    def _started(self, reading: PendingRead) -> PendingRead:
         try:
             threading.Thread(target=self._run, args=(reading,), name="ragfuse-stream", daemon=True).start()
         except RuntimeError:  # no thread to be had: read here
             self._run(reading)
         return reading
 
-    def _take(self, came: Mapping[int, Encoded], level: str) -> None:
+    def _take(self, came: Mapping[int, EncodedLayers], level: str) -> None:
         """Have it decoded, in place of what was there."""
         for segment, encoded in came.items():
             decoding = self._decoding.setdefault(segment, {})
@@ -282,7 +294,7 @@ class Stream:
         """While time is left, what lost most comes again, piece by piece, with as little loss as all of it may have."""
         while lost := self._lost():
             throughput, left_s = self._throughput, self._left_s()
-            left, steps = list[Piece](), list[tuple[tuple[int, ...], tuple[int, int]]]()
+            left, steps = list[StreamPiece](), list[tuple[tuple[int, ...], tuple[int, int]]]()
             for piece in self._pieces:
                 layers = {at for level, _, at in self._worse(piece) if _loss(level) == lost}
                 if layers:
@@ -297,20 +309,20 @@ class Stream:
                 return
             segments, (first, end) = steps[0]
             span = first, first + min(end - first, self._together(left[0], level, first))
-            if not self._again(Reading(segments, span, level, self._clock())):
+            if not self._again(PendingRead(segments, span, level, self._clock())):
                 return
 
-    def _again(self, reading: Reading) -> bool:
+    def _again(self, reading: PendingRead) -> bool:
         """Layers that are there at another level, waited for until the deadline; whether all of them came."""
         self._started(reading)
         is_done = reading.done.wait(max(0.0, self._left_s()))
         reading.stop.set()
         came = dict(reading.came)
         self._take(came, reading.level)
-        self._note(reading, came, (reading.asked, self._clock()), UNREADABLE if is_done else ENOUGH)
+        self._note(reading, came, (reading.asked, self._clock()), BYTES_UNREADABLE if is_done else NOT_WAITED_FOR)
         return len(came) == len(reading.segments)
 
-    def _waited(self, reading: Reading, left: Sequence[Piece], began: float, may_wait: bool) -> bool:
+    def _waited(self, reading: PendingRead, left: Sequence[StreamPiece], began: float, may_wait: bool) -> bool:
         """Whether it was read to its end; False: it is set aside, or given up where it may not wait."""
         first, end = reading.span
         step = left[0].rest(reading.segments, (end - first) / (self._n_layers - first))
@@ -332,11 +344,11 @@ class Stream:
             wait_s = waited_s * (AGAIN - 1)
         return True
 
-    def _run(self, reading: Reading) -> None:
+    def _run(self, reading: PendingRead) -> None:
         """On a thread of its own: read segment after segment; one that is not there keeps none behind it."""
         first, end = reading.span
         try:
-            with self._link.turn():
+            with self._link.slot():
                 reading.began = self._clock()
                 for segment in reading.segments:
                     fetch = self._fetches[segment]
@@ -351,16 +363,18 @@ class Stream:
             reading.ended = self._clock()
             reading.done.set()
 
-    def _note(self, reading: Reading, came: Mapping[int, Encoded], span_s: tuple[float, float], why: str) -> None:
+    def _note(
+        self, reading: PendingRead, came: Mapping[int, EncodedLayers], span_s: tuple[float, float], why: str
+    ) -> None:
         """How fast it came once it had its turn: for what is next, and for the trace, with the wait for the turn.
 
         why: what did not come did not; all of a step that was given up. What broke at once says nothing of the line.
         """
         began, ended = span_s
         nbytes, sharing, throughput = sum(encoded.nbytes for encoded in came.values()), self._link.sharing, None
-        if nbytes and why != LATE and reading.began is not None:
+        if nbytes and why != GIVEN_UP and reading.began is not None:
             throughput = self._link.saw(nbytes, min(ended, reading.ended or ended) - reading.began)
-        there = [segment for segment in reading.segments if segment in came and why != LATE]
+        there = [segment for segment in reading.segments if segment in came and why != GIVEN_UP]
         gone = [segment for segment in reading.segments if segment not in there]
         for segments, told, size, word in ((there, throughput, nbytes, ""), (gone, None, 0 if there else nbytes, why)):
             if segments:
@@ -371,7 +385,7 @@ class Stream:
 
     # decoding
 
-    def _decode(self, encoded: Encoded, at: int) -> LayerKV:
+    def _decode(self, encoded: EncodedLayers, at: int) -> LayerKV:
         kv = encoded.layer(at)
         if kv.keys.device == self._device:
             return kv

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from ragfuse.plan.adapt import PIECE_TOKENS, Adapt
 
-SPARE = 0.05
+DEADLINE_MARGIN = 0.05
 """Share of a deadline that is not planned away: computing takes now a little more, now a little less than foreseen."""
 
-IN_TIME = "computed, as that is in time"
-SOONER = "computed, as its bytes would come later"
-ASIDE = "set aside, as its bytes come too slowly: others first"
-LATE = "given up, as its bytes came too slowly"
-UNREADABLE = "its bytes could not be read"
-ENOUGH = "not waited for, as the deadline comes: what came before is used"
-NOT_KEPT = "computed, as it is not kept at the level that is asked for"
+COMPUTED_IN_TIME = "computed, as that is in time"
+COMPUTED_SOONER = "computed, as its bytes would come later"
+SET_ASIDE = "set aside, as its bytes come too slowly: others first"
+GIVEN_UP = "given up, as its bytes came too slowly"
+BYTES_UNREADABLE = "its bytes could not be read"
+NOT_WAITED_FOR = "not waited for, as the deadline comes: what came before is used"
+LEVEL_NOT_KEPT = "computed, as it is not kept at the level that is asked for"
 
 
 @dataclass(frozen=True)

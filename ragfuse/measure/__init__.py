@@ -21,11 +21,11 @@ from ragfuse.measure.tiers import speed_of
 from ragfuse.store import DiskTier, Tier
 from ragfuse.types.profiles import MachineProfile
 
-__all__ = ["LONGEST", "Progress", "measure"]
+__all__ = ["MAX_TIMED_TOKENS", "Progress", "measure"]
 
 log = logging.getLogger("ragfuse.measure")
 
-LONGEST = 3072
+MAX_TIMED_TOKENS = 3072
 """Tokens of the longest prompt that is timed, where the model takes so many."""
 Progress = Callable[[str, float], object]
 """Takes what is being timed and how much of all is done, 0..1."""
@@ -36,7 +36,7 @@ def measure(
     model: HFModel,
     tiers: Sequence[Tier],
     progress: Progress = lambda what, done: None,
-    longest: int = LONGEST,
+    longest: int = MAX_TIMED_TOKENS,
     rounds: int = 3,
     cool: Callable[[], object] | None = None,
     codecs: Callable[[str], Codec | None] = lambda level: None,
@@ -49,7 +49,7 @@ def measure(
     """
     if model.profile.refusal:
         raise ModelError(f"{model.name} is not fused, so there is nothing to plan: {model.profile.refusal}")
-    top = min(longest, model.longest or longest)
+    top = min(longest, model.max_context or longest)
     prefill = prefill_points(model, top, rounds, _part(progress, 0.0, _PREFILL))
     fused = fused_points(model, prefill[-1][0], rounds, _part(progress, _PREFILL, _FUSED))
     folder = next((tier.path for tier in tiers if isinstance(tier, DiskTier)), None)

@@ -14,7 +14,7 @@ from ragfuse.hf.model import HFModel
 from ragfuse.settings import LEVELS
 from ragfuse.types.kv import LayerKV
 
-TOKENS = 256
+TIMED_CHUNK_TOKENS = 256
 """Tokens of the chunk that is packed, where the model takes so many."""
 
 Progress = Callable[[str, float], object]
@@ -58,5 +58,5 @@ def _at_host(layer: LayerKV) -> LayerKV:
 def _ids(model: HFModel) -> list[int]:
     """Random ids, always the same ones."""
     config, drawn = model.model.config.get_text_config(), torch.Generator().manual_seed(1)
-    count = min(TOKENS, model.longest or TOKENS)
+    count = min(TIMED_CHUNK_TOKENS, model.max_context or TIMED_CHUNK_TOKENS)
     return [int(token) for token in torch.randint(config.vocab_size, (count,), generator=drawn)]

@@ -10,7 +10,7 @@ import torch
 from ragfuse.plan.estimate import Blend, features
 from ragfuse.types.profiles import FusedCost, FusedPoint
 
-LEAST_S = 1e-9
+MIN_TIMED_S = 1e-9
 """What takes less is taken for this: a clock that stood still is no reason to divide by zero."""
 _NOTHING = 1e-50
 
@@ -22,7 +22,7 @@ def fitted(table: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[
     is exact, and columns that say the same share one weight. A column of hardly anything gets none.
     """
     rows = torch.tensor(table, dtype=torch.float64)
-    rows = rows / torch.tensor(seconds, dtype=torch.float64).clamp_min(LEAST_S)[:, None]
+    rows = rows / torch.tensor(seconds, dtype=torch.float64).clamp_min(MIN_TIMED_S)[:, None]
     scale = rows.abs().amax(0)
     rows, scale = torch.where(scale > _NOTHING, rows, 0.0), scale.clamp_min(_NOTHING)
     wanted, n = torch.ones(len(rows), 1, dtype=torch.float64), rows.shape[1]

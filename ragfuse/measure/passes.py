@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from ragfuse.fuse.fusor import Run, Source
+from ragfuse.fuse.fusor import CachedRun, LayerSource
 from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.measure.read_cost import held_up_s
 from ragfuse.measure.tiers import UNLIMITED
@@ -18,12 +18,12 @@ from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV
 from ragfuse.types.profiles import FusedPoint
 
-SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
+LENGTH_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
 """Lengths that full prefill is timed at, of the longest."""
-ENOUGH_S, LEAST = 12.0, 4
+PASS_BUDGET_S, MIN_LENGTHS = 12.0, 4
 """Longer prompts are left out once one takes so long, but not of the first few."""
-CHUNKS = 6
-SIZES, QUESTIONS = (1 / 8, 1 / 3, 1), (16, 96)
+TIMED_CHUNKS = 6
+FUSED_LENGTH_SHARES, QUESTION_TOKENS = (1 / 8, 1 / 3, 1), (16, 96)
 """Prompts that fused prefills are timed with, of the longest, and tokens of their questions in turn."""
 HELD_UP = 96, 4
 """Tokens of the prompt that tells what reads in a thread cost, and how many times as many rounds it takes."""
@@ -44,12 +44,12 @@ Progress = Callable[[str, float], object]
 
 def prefill_points(model: HFModel, top: int, rounds: int, progress: Progress) -> tuple[tuple[int, float], ...]:
     """(tokens, seconds) of full prefills of up to `top` tokens, shortest first."""
-    lengths = sorted({max(1, round(top * share)) for share in SHARES})
+    lengths = sorted({max(1, round(top * share)) for share in LENGTH_SHARES})
     ids, cases = _ids(model, top), dict[str, Callable[[], object]]()
     for length in lengths:  # the warm-up, which tells what would take too long
         case = _prefill(model, ids[:length])
         cases[str(length)] = case
-        if _seconds(model, case) > ENOUGH_S and len(cases) >= LEAST:
+        if _seconds(model, case) > PASS_BUDGET_S and len(cases) >= MIN_LENGTHS:
             break
     found = _medians(model, cases, rounds, lambda name, done: progress(f"full prefill, {name} tokens", done))
     return tuple((int(name), seconds) for name, seconds in found.items())
@@ -58,16 +58,16 @@ def prefill_points(model: HFModel, top: int, rounds: int, progress: Progress) ->
 def fused_points(model: HFModel, top: int, rounds: int, progress: Progress) -> tuple[FusedPoint, ...]:
     """Fused prefills of each kind, size and ratio, their KV in memory: on an accelerator, it is copied there."""
     cases, points = dict[str, Callable[[], object]](), list[FusedPoint]()
-    for share in SIZES:
+    for share in FUSED_LENGTH_SHARES:
         for number, (policy, ratio) in enumerate(BLENDS):
-            tokens = max(CHUNKS + 2, round(top * share))
-            question = max(1, min(QUESTIONS[number % len(QUESTIONS)], tokens // 4))
+            tokens = max(TIMED_CHUNKS + 2, round(top * share))
+            question = max(1, min(QUESTION_TOKENS[number % len(QUESTION_TOKENS)], tokens // 4))
             case, point = _fused(model, tokens, question, policy, ratio)
             cases[f"{policy} {ratio:.0%}, {tokens} tokens"] = case
             points.append(point)
     found = _medians(model, cases, rounds, lambda name, done: progress(f"fused prefill, {name}", done))
     return tuple(
-        FusedPoint(p.policy, p.tokens, p.forced, p.offered, p.ratio, seconds)
+        FusedPoint(p.policy, p.tokens, p.forced, p.candidate_rows, p.ratio, seconds)
         for p, seconds in zip(points, found.values(), strict=True)
     )
 
@@ -76,13 +76,13 @@ def reading_s(model: HFModel, top: int, rounds: int, folder: Path | None, progre
     """Seconds by which each read of a thread holds up the model; see `read_cost.py`."""
     progress("reading while fusing", 0.0)
     tokens, more = min(HELD_UP[0], top), HELD_UP[1]
-    ids, runs, chunk = _prompt(model, max(CHUNKS + 2, tokens), 1)
+    ids, runs, chunk = _prompt(model, max(TIMED_CHUNKS + 2, tokens), 1)
     positions = torch.arange(len(ids))
 
-    def fuse(source: Source) -> float:
+    def fuse(source: LayerSource) -> float:
         return _seconds(model, lambda: model.fuse(ids, positions, runs, source, "none", 0.0))
 
-    return held_up_s(fuse, KVSource([chunk] * CHUNKS), [chunk] * CHUNKS, folder, more * rounds)
+    return held_up_s(fuse, KVSource([chunk] * TIMED_CHUNKS), [chunk] * TIMED_CHUNKS, folder, more * rounds)
 
 
 def at_hand(kv: ChunkKV) -> ChunkKV:
@@ -93,10 +93,10 @@ def at_hand(kv: ChunkKV) -> ChunkKV:
     return ChunkKV(layers) if layers is not None else kv
 
 
-def _prompt(model: HFModel, tokens: int, question: int) -> tuple[list[int], list[Run], ChunkKV]:
+def _prompt(model: HFModel, tokens: int, question: int) -> tuple[list[int], list[CachedRun], ChunkKV]:
     """Ids of a prompt of so many tokens, its chunks, of which the first is exact as in a real one, and their KV."""
-    size, ids = (tokens - question) // CHUNKS, _ids(model, tokens)
-    runs = [Run(at, at * size, (at + 1) * size, at * size, blend=at > 0) for at in range(CHUNKS)]
+    size, ids = (tokens - question) // TIMED_CHUNKS, _ids(model, tokens)
+    runs = [CachedRun(at, at * size, (at + 1) * size, at * size, blend=at > 0) for at in range(TIMED_CHUNKS)]
     return ids, runs, at_hand(model.encode(ids[:size]))
 
 
@@ -115,12 +115,14 @@ def _fused(
 ) -> tuple[Callable[[], object], FusedPoint]:
     """One fused prefill, run once now to warm up, and what it computes."""
     (ids, runs, chunk), positions = _prompt(model, tokens, question), torch.arange(tokens)
-    source, size = KVSource([chunk] * CHUNKS), chunk.n_tokens
+    source, size = KVSource([chunk] * TIMED_CHUNKS), chunk.n_tokens
 
     def case() -> float:
         return model.fuse(ids, positions, runs, source, policy, ratio).mean_ratio
 
-    return case, FusedPoint(policy, tokens, tokens - CHUNKS * size, (CHUNKS - 1) * size, min(1.0, case()), 0.0)
+    return case, FusedPoint(
+        policy, tokens, tokens - TIMED_CHUNKS * size, (TIMED_CHUNKS - 1) * size, min(1.0, case()), 0.0
+    )
 
 
 def _medians(

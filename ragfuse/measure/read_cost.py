@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from ragfuse.fuse.fusor import Source
+from ragfuse.fuse.fusor import LayerSource
 from ragfuse.load.layers import LayerReader
 from ragfuse.measure.tiers import UNLIMITED
 from ragfuse.plan.estimate import pipelined_s
@@ -22,11 +22,11 @@ from ragfuse.types.plan import Fetch
 MOST_S = 2e-3
 """No read is taken to hold up the model for longer: what is beyond is something else that ran meanwhile."""
 
-Fuse = Callable[[Source], float]
+Fuse = Callable[[LayerSource], float]
 """Fuses one prompt with the KV of a source, and gives the seconds that took."""
 
 
-def held_up_s(fuse: Fuse, at_hand: Source, chunks: list[ChunkKV], folder: Path | None, rounds: int) -> float:
+def held_up_s(fuse: Fuse, at_hand: LayerSource, chunks: list[ChunkKV], folder: Path | None, rounds: int) -> float:
     """Seconds by which each read of a thread holds up fusing: `fuse` layer by layer from files, and with all at hand.
 
     chunks: small ones, by segment, so that reading hides behind fusing. folder: where to put them for a moment; None:

@@ -22,13 +22,13 @@ from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.profiles import TierSpeed, Warmth
 
-NBYTES, TOKENS = 16 << 20, 1024
+MAX_ENTRY_NBYTES, MAX_ENTRY_TOKENS = 16 << 20, 1024
 """The largest entry that is written, whichever is smaller."""
-SHARES = (1 / 16, 1 / 4, 1)
+ENTRY_SHARES = (1 / 16, 1 / 4, 1)
 """Sizes of entries, of the largest."""
 LAYERS = (4, 1, 0)
 """Layers that are read at a time; 0: all."""
-ENOUGH_S, LEAST = 15.0, 4
+TIER_BUDGET_S, MIN_ENTRIES = 15.0, 4
 """No further entry is written after so long, unless these are too few."""
 UNLIMITED = 1 << 60
 
@@ -36,7 +36,7 @@ Progress = Callable[[str, float], object]
 
 
 @dataclass(frozen=True)
-class Point:
+class TierTiming:
     """One entry: reads it took, its bytes, seconds to write and to read it, bytes that a medium gave for that.
 
     fetched: None where the system does not say.
@@ -67,7 +67,7 @@ def speed_of(
     return TierSpeed(open_s, read_s, byte_s, write_s, write_byte_s, is_far(tier, device), kept, reads)
 
 
-def warmth(points: Sequence[Point], is_local: bool) -> Warmth:
+def warmth(points: Sequence[TierTiming], is_local: bool) -> Warmth:
     """Whether entries came from the medium: by the bytes it gave to this process, where the system counts them.
 
     Where pages cannot be dropped at all, what was just written is read from memory. Nothing is known of what another
@@ -120,24 +120,24 @@ def _scratch(tier: Tier) -> Iterator[tuple[Tier, Callable[[], object]]]:
 
 def _points(
     tier: Tier, sample: ChunkKV, rounds: int, progress: Callable[[float], object], cool: Callable[[], object]
-) -> list[Point]:
+) -> list[TierTiming]:
     """Entries of all sizes in turn, smallest first, each read in several ways: the median of each over the rounds."""
     largest, began = _largest(tier, sample), time.perf_counter()
-    sizes = [max(1, round(largest * share)) for share in SHARES]
+    sizes = [max(1, round(largest * share)) for share in ENTRY_SHARES]
     chunks = {n: _random(sample, n) for n in sizes}
     cases = [(n, count or len(sample.layers)) for n in sizes for count in LAYERS]
-    taken: dict[tuple[int, int], list[Point]] = {}
+    taken: dict[tuple[int, int], list[TierTiming]] = {}
     _timed(tier, chunks[sizes[0]], 1, cool)  # to warm up
     for turn in range(rounds):
         for index, (n, count) in enumerate(cases):
-            if len(taken) >= LEAST and time.perf_counter() - began > ENOUGH_S:
+            if len(taken) >= MIN_ENTRIES and time.perf_counter() - began > TIER_BUDGET_S:
                 break
             progress((turn + index / len(cases)) / rounds)
             taken.setdefault((n, count), []).append(_timed(tier, chunks[n], count, cool))
     return [_median(points) for points in taken.values()]
 
 
-def _median(points: list[Point]) -> Point:
+def _median(points: list[TierTiming]) -> TierTiming:
     """The same entry's points as one."""
     write_s, read_s = (median(times) for times in zip(*((p.write_s, p.read_s) for p in points), strict=True))
     counted = [point.fetched for point in points if point.fetched is not None]
@@ -147,7 +147,7 @@ def _median(points: list[Point]) -> Point:
 def _largest(tier: Tier, sample: ChunkKV) -> int:
     """Tokens of the largest entry; StoreError where there is no room for a small one without pushing others out."""
     free = tier.capacity - tier.nbytes
-    tokens = min(TOKENS, max(1, NBYTES // sample.nbytes), free // (2 * sample.nbytes))
+    tokens = min(MAX_ENTRY_TOKENS, max(1, MAX_ENTRY_NBYTES // sample.nbytes), free // (2 * sample.nbytes))
     if tokens < 1:
         raise StoreError(f"Tier {tier.name} has {free:,} bytes left, too few to measure it. Make room or give it more.")
     return tokens
@@ -163,7 +163,7 @@ def _random(sample: ChunkKV, n: int) -> ChunkKV:
     return ChunkKV(tuple(LayerKV(like(layer.keys), like(layer.values)) for layer in sample.layers))
 
 
-def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> Point:
+def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> TierTiming:
     """Write an entry, read it by `count` layers at a time, cold if that can be, and delete it, whatever happens."""
     store, key = KVStore([tier]), ChunkKey(digest("measure"), secrets.token_hex(16))
     try:
@@ -180,4 +180,4 @@ def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> P
     if not (kept and whole):
         raise StoreError(f"Tier {tier.name} did not keep {kv.nbytes:,} bytes that were written. Is it full, or down?")
     fetched = after - (before or 0) if after is not None else None
-    return Point(len(firsts), kv.nbytes, write_s, read_s, fetched)
+    return TierTiming(len(firsts), kv.nbytes, write_s, read_s, fetched)

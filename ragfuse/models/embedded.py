@@ -37,7 +37,7 @@ RECIPE = 1
 MANIFEST = "prepared.json"
 """Written last into a prepared folder: the recipe and the size in bytes of every other file."""
 
-UNREADABLE = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, NotImplementedError)
+GGUF_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, NotImplementedError)
 """What reading a GGUF file raises that is damaged or of an unknown kind."""
 
 HUB_WAIT_S = 5.0
@@ -190,7 +190,7 @@ def prepare_gguf(file: Path, home: Path, console: Console | None = None) -> Path
     folder = _folder(made, home)
     try:
         return folder if _is_intact(folder, made) else _prepare(made, file, folder, console or Console(stderr=True))
-    except UNREADABLE as error:
+    except GGUF_ERRORS as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelError(
             f"Wanted a GGUF file of a language model that transformers can read, found '{file}' ({first}). Give "
@@ -312,8 +312,8 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path, say: Say) -> N
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
                 model = PeftModel.from_pretrained(model, adapters.path(embedded.adapter)).merge_and_unload()
-            if (adapters.path(embedded.adapter) / adapters.DRIFT).exists():
-                shutil.copyfile(adapters.path(embedded.adapter) / adapters.DRIFT, target / adapters.DRIFT)
+            if (adapters.path(embedded.adapter) / adapters.DRIFT_NAME).exists():
+                shutil.copyfile(adapters.path(embedded.adapter) / adapters.DRIFT_NAME, target / adapters.DRIFT_NAME)
         say("reading the tokenizer")
         _save_tokenizer(source, target, model.config.max_position_embeddings)
         say("saving")

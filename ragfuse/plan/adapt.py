@@ -20,12 +20,12 @@ from typing import Literal
 
 Adapt = Literal["refine", "paper", "algorithm"]
 """Something of every piece first, and better levels while time is left; section 5.3 of the paper; its algorithm 1."""
-TEXT, RAW = "text", "raw"
+AS_TEXT, AS_RAW = "text", "raw"
 """What comes as text is computed. What comes raw is as it was computed."""
 PIECE_TOKENS = 1500
 """Tokens of a piece, about: small enough to answer to a line that changes, large enough to be computed at once."""
 
-STEPS = 6
+STEPS_PER_PIECE = 6
 """A piece is read in at most so many steps, some layers at a time, so that what a line does is seen within it."""
 STEP_S = 0.05
 """Seconds that a step takes at least, if more than one: each costs a round trip."""
@@ -39,14 +39,14 @@ PATIENCE = 2.0
 """A piece that takes so many times as long as was foreseen is looked at again."""
 AGAIN = 1.5
 """And then after so many times as long as it was waited for."""
-LEAST = 1e-9
+MIN_THROUGHPUT = 1e-9
 """Stands for a throughput of nothing."""
-LEAST_S = 0.02
+NEVER_LATE_S = 0.02
 """Seconds before which nothing is late: below that, waiting says more of the machine than of the line."""
 
 
 @dataclass(frozen=True)
-class Part:
+class StreamPart:
     """A segment of a prompt that is to come. sizes: bytes by level, the least lossy first. decode_s: seconds by level.
 
     text_s: seconds that computing it adds to the prompt's; None: not known, and text is no choice then. also: further
@@ -60,22 +60,22 @@ class Part:
     decode_s: Mapping[str, float] = field(default_factory=dict)
     also: tuple[int, ...] = ()
 
-    def and_for(self, other: Part) -> Part:
+    def and_for(self, other: StreamPart) -> StreamPart:
         """The same for a further segment that takes its rows from the same entry."""
         also, tokens = (*self.also, other.segment), self.tokens + other.tokens
         return replace(self, also=also, tokens=tokens, text_s=_sum((self.text_s, other.text_s)))
 
-    def rest(self, share: float, banned: Collection[str] = ()) -> Part:
+    def rest(self, share: float, banned: Collection[str] = ()) -> StreamPart:
         """The same with a share of its bytes left, and not at those levels."""
         sizes = {level: ceil(share * size) for level, size in self.sizes.items() if level not in banned}
         return replace(self, sizes=sizes, decode_s={level: share * each for level, each in self.decode_s.items()})
 
 
 @dataclass(frozen=True)
-class Piece:
+class StreamPiece:
     """Parts that come together, in the order of the prompt."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[StreamPart, ...]
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -115,33 +115,33 @@ class Piece:
         if not levels:
             return 0.0, self.text_s or 0.0
         own = level if level in levels else levels[min(rank, len(levels) - 1)]
-        return self.sizes[own] / max(throughput, LEAST), self.decode_s(own)
+        return self.sizes[own] / max(throughput, MIN_THROUGHPUT), self.decode_s(own)
 
-    def rest(self, segments: Collection[int], share: float, banned: Collection[str] = ()) -> Piece:
+    def rest(self, segments: Collection[int], share: float, banned: Collection[str] = ()) -> StreamPiece:
         """What is still to come of these: a share of all bytes, and not at those levels; computed, it takes as long."""
         parts = (part for part in self.parts if part.segment in segments)
-        return Piece(tuple(part.rest(share, banned) for part in parts))
+        return StreamPiece(tuple(part.rest(share, banned) for part in parts))
 
 
-def pieces(parts: Sequence[Part], most: int = PIECE_TOKENS) -> list[Piece]:
+def pieces(parts: Sequence[StreamPart], most: int = PIECE_TOKENS) -> list[StreamPiece]:
     """Parts in order, as many together as have at most so many tokens and the same levels; a longer one alone."""
-    cut: list[list[Part]] = []
+    cut: list[list[StreamPart]] = []
     for part in parts:
         alike = bool(cut) and list(part.sizes) == list(cut[-1][-1].sizes)
         if not alike or sum(each.tokens for each in cut[-1]) + part.tokens > most:
             cut.append([])
         cut[-1].append(part)
-    return [Piece(tuple(each)) for each in cut]
+    return [StreamPiece(tuple(each)) for each in cut]
 
 
 def decide(
-    left: Sequence[Piece],
+    left: Sequence[StreamPiece],
     throughput: float | None,
     left_s: float,
     sharing: int = 1,
     adapt: Adapt = "paper",
 ) -> str:
-    """`TEXT` or the level of the first of the pieces that are still to come.
+    """`AS_TEXT` or the level of the first of the pieces that are still to come.
 
     throughput: bytes a second of the line, as last seen; None: not known, then a medium level unless text is in time.
     left_s: until the deadline, without what must be computed in any case. sharing: streams on that line, this one too
@@ -150,15 +150,15 @@ def decide(
     text_s = _sum(piece.text_s for piece in (left if adapt == "paper" else left[:1]))
     levels, is_text_in_time = list(left[0].sizes), text_s is not None and text_s <= left_s
     if not levels or throughput is None:
-        return TEXT if is_text_in_time or not levels else levels[len(levels) // 2]
+        return AS_TEXT if is_text_in_time or not levels else levels[len(levels) // 2]
     delays, all_s = {level: delay_s(left, level, throughput, sharing) for level in levels}, _total_text_s(left)
     if is_text_in_time:
-        return RAW if delays.get(RAW, inf) < min(left_s, inf if all_s is None else all_s) else TEXT
+        return AS_RAW if delays.get(AS_RAW, inf) < min(left_s, inf if all_s is None else all_s) else AS_TEXT
     return next((level for level in levels if delays[level] <= left_s), None) or _soonest(delays, all_s)
 
 
 def decide_first(
-    left: Sequence[Piece],
+    left: Sequence[StreamPiece],
     throughput: float | None,
     left_s: float,
     sharing: int = 1,
@@ -166,7 +166,7 @@ def decide_first(
     is_whole: bool,
     has_begun: bool,
 ) -> str:
-    """`TEXT` or the level of the first of these pieces, where better ones may follow once something of all is there.
+    """`AS_TEXT` or the level of the first of these pieces, where better ones may follow once something of all is there.
 
     Text as in `decide`, as long as nothing was lost that need not be (`is_whole`). Else the level with the least loss
     that were in time on a line `SAFE` times as fast, else the one with the most: a line that falls then costs quality,
@@ -183,12 +183,12 @@ def decide_first(
     level = next(in_time, last)
     if level == last and has_begun and own_s is not None and delay_s(left, last, throughput, sharing) > left_s:
         rather = 1.0 if text_s is not None and LONGER * text_s <= left_s else PATIENCE
-        return TEXT if rather * own_s < delay_s(left[:1], last, throughput, sharing) else last
+        return AS_TEXT if rather * own_s < delay_s(left[:1], last, throughput, sharing) else last
     return level
 
 
 def decide_better(
-    left: Sequence[Piece], better: Sequence[str], throughput: float, left_s: float, sharing: int = 1
+    left: Sequence[StreamPiece], better: Sequence[str], throughput: float, left_s: float, sharing: int = 1
 ) -> str:
     """At which level what is there of these comes once more, as it lost most; "" for none.
 
@@ -200,7 +200,7 @@ def decide_better(
     return level if delay_s(left[:1], level, throughput, sharing) <= left_s else ""
 
 
-def delay_s(left: Sequence[Piece], level: str, throughput: float, sharing: int = 1) -> float:
+def delay_s(left: Sequence[StreamPiece], level: str, throughput: float, sharing: int = 1) -> float:
     """Until all of these are decoded at one level, each while the next is on its way."""
     rank = list(left[0].sizes).index(level)
     read_s = done_s = 0.0
@@ -213,12 +213,12 @@ def delay_s(left: Sequence[Piece], level: str, throughput: float, sharing: int =
 
 def layers_together(n_layers: int, left: int, whole_s: float | None) -> int:
     """How many of the layers that are left of a piece are read next; whole_s: seconds of all of it, None: not known."""
-    steps = STEPS if whole_s is None else max(1, min(STEPS, int(whole_s / STEP_S)))
+    steps = STEPS_PER_PIECE if whole_s is None else max(1, min(STEPS_PER_PIECE, int(whole_s / STEP_S)))
     return min(left, ceil(n_layers / steps))
 
 
 def first_look_s(
-    piece: Piece, level: str, throughput: float | None, sharing: int = 1, stood: bool = False
+    piece: StreamPiece, level: str, throughput: float | None, sharing: int = 1, stood: bool = False
 ) -> float | None:
     """How long to wait for a piece before looking whether it is late; None: as long as the tier itself does.
 
@@ -226,12 +226,12 @@ def first_look_s(
     asked last; then for a small part of that.
     """
     if throughput is None:
-        return None if piece.text_s is None else max(LEAST_S, piece.text_s)
-    wait_s = PATIENCE * sharing * piece.sizes[level] / max(throughput, LEAST)
-    return max(LEAST_S, min(wait_s, PROBE * piece.text_s) if stood and piece.text_s is not None else wait_s)
+        return None if piece.text_s is None else max(NEVER_LATE_S, piece.text_s)
+    wait_s = PATIENCE * sharing * piece.sizes[level] / max(throughput, MIN_THROUGHPUT)
+    return max(NEVER_LATE_S, min(wait_s, PROBE * piece.text_s) if stood and piece.text_s is not None else wait_s)
 
 
-def is_late(left: Sequence[Piece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
+def is_late(left: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
     """Whether waiting for the piece at hand would be too late for the deadline, as a step of it is late.
 
     share: of the piece, that is still to come behind the step; nbytes: of the step. It is taken to need as long again
@@ -240,7 +240,7 @@ def is_late(left: Sequence[Piece], share: float, nbytes: int, waited_s: float, l
     return _waiting_s(left, share, nbytes, waited_s) > left_s
 
 
-def is_given_up(left: Sequence[Piece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
+def is_given_up(left: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
     """Whether the piece at hand is better computed than waited for, as a step of it is late: as `is_late` has it.
 
     What can be in time is waited for.
@@ -251,7 +251,7 @@ def is_given_up(left: Sequence[Piece], share: float, nbytes: int, waited_s: floa
     return waiting_s > left_s and left[0].text_s + _soonest_s(left[1:], _slow(nbytes, waited_s)) < waiting_s
 
 
-def spare_s(left: Sequence[Piece], left_s: float) -> float:
+def spare_s(left: Sequence[StreamPiece], left_s: float) -> float:
     """How long to wait for these in any case, where nothing else is left to bring.
 
     Not at all where all of them could be computed in time, which loses nothing; else until the deadline, as only their
@@ -261,7 +261,7 @@ def spare_s(left: Sequence[Piece], left_s: float) -> float:
     return 0.0 if text_s is None or LONGER * text_s <= left_s else left_s
 
 
-def _waiting_s(left: Sequence[Piece], share: float, nbytes: int, waited_s: float) -> float:
+def _waiting_s(left: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float) -> float:
     """Until all of these are there, if the step at hand takes as long again as it was waited for."""
     behind = [left[0].rest(left[0].segments, share)] if share > 0 else []
     return waited_s + _soonest_s([*behind, *left[1:]], _slow(nbytes, waited_s))
@@ -269,10 +269,10 @@ def _waiting_s(left: Sequence[Piece], share: float, nbytes: int, waited_s: float
 
 def _slow(nbytes: int, waited_s: float) -> float:
     """Bytes a second of a line that takes so long again."""
-    return nbytes / max(2 * waited_s, LEAST)
+    return nbytes / max(2 * waited_s, MIN_THROUGHPUT)
 
 
-def _soonest_s(left: Sequence[Piece], throughput: float) -> float:
+def _soonest_s(left: Sequence[StreamPiece], throughput: float) -> float:
     """Seconds until all of these are there or computed, whatever that loses."""
     if not left:
         return 0.0
@@ -283,10 +283,10 @@ def _soonest_s(left: Sequence[Piece], throughput: float) -> float:
 
 def _soonest(delays: Mapping[str, float], text_s: float | None) -> str:
     level = min(delays, key=lambda each: delays[each])
-    return TEXT if text_s is not None and text_s < delays[level] else level
+    return AS_TEXT if text_s is not None and text_s < delays[level] else level
 
 
-def _total_text_s(left: Sequence[Piece]) -> float | None:
+def _total_text_s(left: Sequence[StreamPiece]) -> float | None:
     """Seconds to compute all of these."""
     return _sum(piece.text_s for piece in left)
 

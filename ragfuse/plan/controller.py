@@ -49,7 +49,7 @@ def plan(
     """Reads every segment that is in the store, under its best key; `lost` ones were there and could not be read.
 
     ratio: None for what was measured to be enough: 0.15, or what `choice` says. choice: policy and ratio that this
-    model's calibration chose, for `auto` over chunks that were encoded amid other text. left: segments that are not
+    model's calibration chose, for `auto` over chunks that were encoded behind filler text. left: segments that are not
     read although they are there, and why. ways: how segments are read; else from the tier that they were found in, at
     the level that loses least there.
     """
@@ -74,8 +74,8 @@ def plan(
             misses += [(index, left[index])] if index in left else []
     fetches = list(_once(fetches))
     blended = [fetch for fetch in fetches if is_blended(prompt, fetch)]
-    all_amid = bool(blended) and all(f.key.encoded == "amid" for f in blended)
-    settled = settle(policy, ratio, choice if all_amid else None)
+    all_behind_filler = bool(blended) and all(f.key.encoded == "filler" for f in blended)
+    settled = settle(policy, ratio, choice if all_behind_filler else None)
     return LoadPlan(prompt, settled[1], settled[0], tuple(fetches), tuple(misses), unread=tuple(unread))
 
 
@@ -110,10 +110,10 @@ def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
     lo, start = prompt.spans[fetch.segment][0], segment.start
     if segment.kind == "prefix":
         return True  # what is not exact does not enter the prefix cache
-    if fetch.key.encoded == "amid":
+    if fetch.key.encoded == "filler":
         return False
     if segment.rows is not None and segment.rows[0]:
-        whole = all(fetch.key in each.keys and each.turn == segment.turn for each in before)
+        whole = all(fetch.key in each.keys and each.shift == segment.shift for each in before)
         return whole and segment.rows[0] == lo and not fetch.key.context
     if not lo or not fetch.key.context:
         return not lo and not fetch.key.context
@@ -242,7 +242,7 @@ def widest(timed: Timed, deadline_s: float | None = None) -> tuple[float, Bound]
     """
     least = timed.found.ratio
     hidden_s = timed.ttft_s + TIE * min(timed.ttft_s, timed.load_s)
-    if not (0 < least < 1 and timed.blend.offered and is_adjustable(timed.found.policy)):
+    if not (0 < least < 1 and timed.blend.candidate_rows and is_adjustable(timed.found.policy)):
         return least, "floor"
     ratio = _largest(timed, hidden_s)
     if deadline_s is not None and timed.at(ratio).ttft_s > deadline_s:
@@ -261,15 +261,15 @@ def _largest(timed: Timed, within_s: float) -> float:
 
 
 def _at_levels(
-    times: Estimate, offered: Offers, again: Callable[[Mapping[int, Fetch]], LoadPlan]
+    times: Estimate, offers: Offers, again: Callable[[Mapping[int, Fetch]], LoadPlan]
 ) -> tuple[Mapping[int, Fetch], Timed]:
     """How segments are read, and the plan that does so: at what loses least, where no other way is much sooner."""
-    ways, quick = finest(offered), soonest(times, offered)
+    ways, quick = finest(offers), soonest(times, offers)
     timed = Timed.of(times, again(ways))
     if ways == quick:
         return ways, timed
     enough_s = (1 + WORTH) * Timed.of(times, again(quick)).ttft_s
-    while timed.ttft_s > enough_s and (sooner := coarser(times, offered, ways)) is not None:
+    while timed.ttft_s > enough_s and (sooner := coarser(times, offers, ways)) is not None:
         tried = Timed.of(times, again(sooner))
         if tried.ttft_s >= timed.ttft_s:
             break
@@ -315,4 +315,4 @@ def _in_full(found: LoadPlan, fused_s: float) -> LoadPlan:
     unread = tuple(sorted((*found.fetches, *found.unread), key=lambda fetch: fetch.segment))
     misses = dict(found.misses) | {fetch.segment: "full prefill is sooner" for fetch in unread}
     why = f"full prefill {full_s:.3f} s is predicted, fusing {fused_s:.3f} s"
-    return replace(found.refused(why), misses=tuple(sorted(misses.items())), unread=unread)
+    return replace(found.with_full_prefill(why), misses=tuple(sorted(misses.items())), unread=unread)

@@ -50,7 +50,8 @@ def _tokens_a_chunk(policy: str) -> int:
 
 @dataclass(frozen=True)
 class Blend:
-    """One fused prefill in numbers: of T `tokens`, `forced` rows are computed, and `ratio` of `offered` cached ones.
+    """One fused prefill in numbers: of T `tokens`, `forced` rows are computed, and `ratio` of `candidate_rows` cached
+    ones.
 
     ratio: the share that the policy really takes, see `share_of`.
     """
@@ -58,18 +59,18 @@ class Blend:
     policy: str
     tokens: int
     forced: int
-    offered: int
+    candidate_rows: int
     ratio: float
 
     @classmethod
     def of(cls, point: FusedPoint) -> Blend:
         """What a point of a profile was measured with."""
-        return cls(point.policy, point.tokens, point.forced, point.offered, point.ratio)
+        return cls(point.policy, point.tokens, point.forced, point.candidate_rows, point.ratio)
 
     @property
     def kind(self) -> Kind:
         """What must be known first; where there is nothing to choose, nothing."""
-        return kind_of(self.policy) if self.offered and self.ratio > 0 else "static"
+        return kind_of(self.policy) if self.candidate_rows and self.ratio > 0 else "static"
 
     def rows(self, n_layers: int) -> list[float]:
         """Rows computed in each layer, on average over what is thinned out; by CacheBlend 4.3 where it is gradual."""
@@ -79,14 +80,14 @@ class Blend:
         if self.policy.partition(":")[0] in _GRADUAL and steps > 0:
             start = min(1.0, 1.5 * share)
             shares = [start + 2 * (share - start) * step / steps for step in range(steps + 1)]
-        return [self.forced + each * self.offered for each in (*[1.0] * first, *shares)]
+        return [self.forced + each * self.candidate_rows for each in (*[1.0] * first, *shares)]
 
 
 def features(blend: Blend, n_layers: int) -> tuple[float, ...]:
     """What each figure of a FusedCost is multiplied by, in the order of its fields."""
     rows, kind = sum(blend.rows(n_layers)) / n_layers, blend.kind
     rows += blend.forced if kind == "looking" else 0
-    checked = blend.forced + blend.offered if kind == "checking" else 0
+    checked = blend.forced + blend.candidate_rows if kind == "checking" else 0
     looked = blend.tokens if kind == "looking" else 0
     placed = blend.tokens - blend.forced
     return 1.0, rows, rows * blend.tokens, placed, float(checked > 0), checked, float(looked > 0), looked
@@ -106,7 +107,7 @@ def layers_s(cost: FusedCost, blend: Blend, n_layers: int) -> tuple[list[float],
         look_s = row_s * blend.forced + (cost.look_s + cost.look_token_s * blend.tokens) / n_layers
         return [look_s + placed_s] * n_layers, passes
     if blend.kind == "checking":
-        passes[min(1, n_layers - 1)] += cost.check_s + cost.check_row_s * (blend.forced + blend.offered)
+        passes[min(1, n_layers - 1)] += cost.check_s + cost.check_row_s * (blend.forced + blend.candidate_rows)
     return [], [each + placed_s for each in passes]
 
 
@@ -204,7 +205,7 @@ class Estimate:
         """Whether a thread reads these while others are fused: one of them is slow to read."""
         return any(self.machine.tiers[fetch.tier].is_ahead for fetch in fetches)
 
-    def rows_s(self, blend: Blend, offered: int, forced: int) -> float:
+    def rows_s(self, blend: Blend, candidate_rows: int, forced: int) -> float:
         """What a part of a blend's rows adds to its computing: these of the offered, and these of the forced."""
-        without = replace(blend, offered=blend.offered - offered, forced=blend.forced - forced)
+        without = replace(blend, candidate_rows=blend.candidate_rows - candidate_rows, forced=blend.forced - forced)
         return max(0.0, self.fused_s(blend) - self.fused_s(without))

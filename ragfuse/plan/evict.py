@@ -2,8 +2,8 @@
 or a tensor. What time it is, and who waits in which order, is told.
 
 A policy is an order (`Rank`): of what is kept, who goes first. `Evictor` sorts what a tier shows it by that order;
-`ragfuse.plan.eviction_order.Ranking` holds the same order over what changes one by one. Windows and prefetching are
-`ragfuse.plan.look_ahead`'s.
+`EvictionOrder` in `eviction_order.py` holds the same order over what changes one by one. Windows and prefetching are in
+`look_ahead.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PolicyName = Literal["lru", "fifo", "look-ahead"]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class EvictionItem:
     """What is dropped or moved as one: all that a tier has of a conversation, or an entry that belongs to none.
 
     AttentionStore, section 3.3.2: a conversation's KV is used whole or not at all. name: the conversation's, or the
@@ -43,22 +43,22 @@ class Item:
     arrived: float = 0.0
 
 
-Rank = Callable[[Item, float | None], tuple[int, float]]
+Rank = Callable[[EvictionItem, float | None], tuple[int, float]]
 """Who goes first: the smaller. Given an item and the place of its first waiting job, a number that grows from the head
 of the queue to its tail; None where none is known to wait."""
 
 
-def by_use(item: Item, place: float | None) -> tuple[int, float]:
+def by_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
     """Least recently used first."""
     return 0, item.last_used
 
 
-def by_arrival(item: Item, place: float | None) -> tuple[int, float]:
+def by_arrival(item: EvictionItem, place: float | None) -> tuple[int, float]:
     """What came first goes first, however often it was used since."""
     return 0, item.arrived
 
 
-def by_next_use(item: Item, place: float | None) -> tuple[int, float]:
+def by_next_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
     """First what no job waits for, least recently used first; then from the tail of the queue to its head.
 
     AttentionStore, section 3.3.2: what is in the look-ahead window is exempt, and where all is, its tail goes first.
@@ -91,14 +91,14 @@ def _no_clock() -> float:
 
 def items(
     entries: Iterable[Entry], conversation_of: ConversationOf = _itself, arrived: Callable[[ChunkKey], float] = _at_once
-) -> list[Item]:
+) -> list[EvictionItem]:
     """Entries grouped into what goes as one, in the order in which each is met first; none with a pinned entry."""
     groups: dict[Hashable, list[Entry]] = {}
     for entry in entries:
         name = conversation_of(entry.key)
         groups.setdefault(entry.key if name is None else name, []).append(entry)
     return [
-        Item(
+        EvictionItem(
             name,
             tuple(entry.key for entry in found),
             sum(entry.nbytes for entry in found),
@@ -110,7 +110,7 @@ def items(
     ]
 
 
-def ranked(found: Iterable[Item], rank: Rank, places: Mapping[Hashable, float]) -> Iterator[Item]:
+def ranked(found: Iterable[EvictionItem], rank: Rank, places: Mapping[Hashable, float]) -> Iterator[EvictionItem]:
     """Items in the order in which they go, equals in the order given; sorted only as far as it is read."""
     heap = [(rank(item, places.get(item.name)), index, item) for index, item in enumerate(found)]
     heapq.heapify(heap)
@@ -144,8 +144,8 @@ class Evictor:
     def __call__(self, entries: Sequence[Entry]) -> Iterator[ChunkKey]:
         """Keys to drop, the first first; none of a conversation of which something is pinned."""
         now_s = self.now()
-        old: list[Item] = []
-        kept: list[Item] = []
+        old: list[EvictionItem] = []
+        kept: list[EvictionItem] = []
         for item in items(entries, self.conversation_of, self.arrived):
             (old if now_s - item.last_used > self.ttl_s else kept).append(item)
         for item in (*old, *ranked(kept, self.rank, self.places())):

@@ -9,17 +9,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterator
 
-from ragfuse.plan.evict import Item, Rank
+from ragfuse.plan.evict import EvictionItem, Rank
 
 _SLACK = 64
 
 
-class Ranking:
+class EvictionOrder:
     """Items by name, and who of them goes first. `nbytes`: of all together."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._items: dict[Hashable, Item] = {}
+        self._items: dict[Hashable, EvictionItem] = {}
         self._places: dict[Hashable, float] = {}
         self._stamps: dict[Hashable, int] = {}
         self._heap: list[tuple[tuple[int, float], int, Hashable]] = []
@@ -32,21 +32,21 @@ class Ranking:
     def __contains__(self, name: object) -> bool:
         return name in self._items
 
-    def __getitem__(self, name: Hashable) -> Item:
+    def __getitem__(self, name: Hashable) -> EvictionItem:
         return self._items[name]
 
-    def get(self, name: Hashable) -> Item | None:
+    def get(self, name: Hashable) -> EvictionItem | None:
         """The item of that name; None if it is not kept."""
         return self._items.get(name)
 
-    def put(self, item: Item) -> None:
+    def put(self, item: EvictionItem) -> None:
         """Keep this, in place of what had its name."""
         before = self._items.get(item.name)
         self.nbytes += item.nbytes - (before.nbytes if before is not None else 0)
         self._items[item.name] = item
         self._push(item)
 
-    def drop(self, name: Hashable) -> Item | None:
+    def drop(self, name: Hashable) -> EvictionItem | None:
         """Keep it no longer; what it was, None if it was not kept."""
         item = self._items.pop(name, None)
         if item is not None:
@@ -66,7 +66,7 @@ class Ranking:
         if name in self._items:
             self._push(self._items[name])
 
-    def first(self) -> Item | None:
+    def first(self) -> EvictionItem | None:
         """Who goes first; None where nothing is kept."""
         while self._heap:
             _, stamp, name = self._heap[0]
@@ -75,13 +75,13 @@ class Ranking:
             heapq.heappop(self._heap)
         return None
 
-    def pops(self) -> Iterator[Item]:
+    def pops(self) -> Iterator[EvictionItem]:
         """Drops one after the other, as far as it is read."""
         while (item := self.first()) is not None:
             self.drop(item.name)
             yield item
 
-    def _push(self, item: Item) -> None:
+    def _push(self, item: EvictionItem) -> None:
         self._stamp += 1
         self._stamps[item.name] = self._stamp
         heapq.heappush(self._heap, (self._rank(item, self._places.get(item.name)), self._stamp, item.name))

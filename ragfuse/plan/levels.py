@@ -18,7 +18,7 @@ Offers = Mapping[int, Sequence[Fetch]]
 """By segment: all ways to read it, what loses least first, and of these the soonest."""
 WORTH = 0.1
 """A level that loses more is worth it only where the first token comes by more than this share sooner."""
-STEPS = 8
+LEVEL_STEPS = 8
 """So many steps bring all segments from one level to the next, at least."""
 
 
@@ -45,26 +45,26 @@ def offers(
     return found
 
 
-def finest(offered: Offers) -> dict[int, Fetch]:
+def finest(offers: Offers) -> dict[int, Fetch]:
     """What loses least of every segment."""
-    return {at: ways[0] for at, ways in offered.items()}
+    return {at: ways[0] for at, ways in offers.items()}
 
 
-def soonest(times: Estimate, offered: Offers) -> dict[int, Fetch]:
+def soonest(times: Estimate, offers: Offers) -> dict[int, Fetch]:
     """What comes soonest of every segment; of those that do, what loses least."""
-    return {at: min(ways, key=lambda way: _s(times, way)) for at, ways in offered.items()}
+    return {at: min(ways, key=lambda way: _s(times, way)) for at, ways in offers.items()}
 
 
-def coarser(times: Estimate, offered: Offers, taken: Mapping[int, Fetch]) -> dict[int, Fetch] | None:
+def coarser(times: Estimate, offers: Offers, taken: Mapping[int, Fetch]) -> dict[int, Fetch] | None:
     """The same with some segments read sooner at levels that lose more; None where there are no such."""
     gains = dict[int, tuple[float, Fetch]]()
     for at, now in taken.items():
         now_s = _s(times, now)
-        behind = offered[at][offered[at].index(now) + 1 :]
+        behind = offers[at][offers[at].index(now) + 1 :]
         sooner = next((way for way in behind if _s(times, way) < now_s), None)
         if sooner is not None:
             gains[at] = now_s - _s(times, sooner), sooner
-    best = sorted(gains, key=lambda at: -gains[at][0])[: -(-len(taken) // STEPS)]
+    best = sorted(gains, key=lambda at: -gains[at][0])[: -(-len(taken) // LEVEL_STEPS)]
     return {**taken, **{at: gains[at][1] for at in best}} if best else None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from itertools import islice
 
-from ragfuse.plan.evict import Item
+from ragfuse.plan.evict import EvictionItem
 from ragfuse.types.plan import LoadPlan
 
 
@@ -35,7 +35,7 @@ def places(waiting: Iterable[Hashable], window: int | None = None) -> dict[Hasha
     return found
 
 
-def exempt(item: Item, waiting: Mapping[Hashable, float]) -> bool:
+def exempt(item: EvictionItem, waiting: Mapping[Hashable, float]) -> bool:
     """Whether one of these jobs will read it, so that it goes only where all that is kept is so (section 3.3.2)."""
     return item.name in waiting
 
@@ -93,7 +93,7 @@ def buffer_excess(used_bytes: int, capacity_bytes: int, free_share: float) -> in
     return max(0, used_bytes - int(capacity_bytes * (1 - free_share)))
 
 
-def taken_until(found: Iterable[Item], excess_bytes: int) -> Iterator[Item]:
+def taken_until(found: Iterable[EvictionItem], excess_bytes: int) -> Iterator[EvictionItem]:
     """The first of these that have as many bytes together as the excess; all of them where they have fewer.
 
     No further one is asked for: who asks may be dropping them.

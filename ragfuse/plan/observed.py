@@ -15,17 +15,17 @@ from ragfuse.plan.estimate import Estimate
 from ragfuse.types.plan import Fetch
 from ragfuse.types.profiles import MachineProfile, TierSpeed
 
-KEPT = 5
+READINGS = 5
 """Readings of a tier that count, of which the middle one is believed: one or two that are far off change nothing."""
 BEFORE = (1.0, 1.0)
 """What is believed before anything was seen: three readings that agree outvote it."""
-MOST = 20.0
+MAX_CORRECTION = 20.0
 """A tier is taken to be at most so many times slower, or faster, than measured."""
 MATTERS = 1.25
 """Less than so many times slower or faster is as good as measured."""
-SHARE = 0.2
+MIN_TIER_SHARE = 0.2
 """A tier that a prompt's loading leaves less of says nothing of its speed."""
-LEAST_S = 1e-3
+MIN_LOAD_S = 1e-3
 """Loading that is foretold and done in less says nothing either."""
 LEAST_ROWS = 64
 """A prefill of fewer rows says more of what every prefill takes than of a row."""
@@ -42,9 +42,9 @@ def seen_after(
     measured = _loads_s(machine, fetches, layers_a_read)
     foretold = {tier: believed.get(tier, 1.0) * seconds for tier, seconds in measured.items()}
     total_s = sum(foretold.values())
-    if not (isfinite(load_s) and isfinite(total_s) and total_s > 0) or max(load_s, total_s) < LEAST_S:
+    if not (isfinite(load_s) and isfinite(total_s) and total_s > 0) or max(load_s, total_s) < MIN_LOAD_S:
         return seen
-    tiers = [tier for tier, seconds in foretold.items() if seconds >= SHARE * total_s]
+    tiers = [tier for tier, seconds in foretold.items() if seconds >= MIN_TIER_SHARE * total_s]
     return _noted(seen, {tier: believed.get(tier, 1.0) * load_s / total_s for tier in tiers})
 
 
@@ -56,7 +56,7 @@ def forgotten_after(seen: Seen, tiers: Sequence[str]) -> Seen:
 def rows_after(readings: Sequence[float], rows: float, seconds: float) -> tuple[float, ...]:
     """Seconds of a row in the last prefills, with one more, which computed so many rows in so many seconds."""
     usable = isfinite(seconds) and seconds > 0 and rows >= LEAST_ROWS
-    return (*readings, seconds / rows)[-KEPT:] if usable else tuple(readings)
+    return (*readings, seconds / rows)[-READINGS:] if usable else tuple(readings)
 
 
 def row_s(readings: Sequence[float]) -> float | None:
@@ -66,7 +66,7 @@ def row_s(readings: Sequence[float]) -> float | None:
 
 
 def factor(readings: Sequence[float]) -> float:
-    """How many times as long as measured a tier takes, by its last readings; never beyond `MOST`."""
+    """How many times as long as measured a tier takes, by its last readings; never beyond `MAX_CORRECTION`."""
     return exp(median(log(reading) for reading in readings or BEFORE))
 
 
@@ -88,8 +88,8 @@ def _slowed(speed: TierSpeed, times: float) -> TierSpeed:
 
 def _noted(seen: Seen, readings: Mapping[str, float]) -> Seen:
     """With these readings, none beyond the bounds."""
-    bounded = {tier: min(MOST, max(1 / MOST, reading)) for tier, reading in readings.items()}
-    return {**seen, **{tier: (*seen.get(tier, BEFORE), reading)[-KEPT:] for tier, reading in bounded.items()}}
+    bounded = {tier: min(MAX_CORRECTION, max(1 / MAX_CORRECTION, reading)) for tier, reading in readings.items()}
+    return {**seen, **{tier: (*seen.get(tier, BEFORE), reading)[-READINGS:] for tier, reading in bounded.items()}}
 
 
 def _loads_s(machine: MachineProfile, fetches: Sequence[Fetch], layers_a_read: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ragfuse.plan.adapt import Part
+from ragfuse.plan.adapt import StreamPart
 from ragfuse.plan.controller import blend_of, is_blended
 from ragfuse.plan.estimate import Estimate
 from ragfuse.types.keys import ChunkKey
@@ -17,17 +17,20 @@ from ragfuse.types.plan import Fetch, LoadPlan
 
 def parts_of(
     found: LoadPlan, fetches: Sequence[Fetch], times: Estimate | None, row_s: float | None = None
-) -> list[Part]:
+) -> list[StreamPart]:
     """A part for each entry that these fetches of a plan read; None for `times` where nothing was measured.
 
     row_s: seconds of a computed row, as far as anything is known of it, which then stands for what was measured.
     """
-    made: dict[tuple[ChunkKey, str], Part] = {}
+    made: dict[tuple[ChunkKey, str], StreamPart] = {}
     for fetch in fetches:
         n = len(found.prompt.segments[fetch.segment].tokens)
         sizes = dict(fetch.sizes) or {fetch.level: fetch.nbytes}
         decode = {} if times is None else {level: n * times.machine.decode.get(level, 0.0) for level in sizes}
-        part, entry = Part(fetch.segment, n, sizes, text_s(found, fetch, times, row_s), decode), (fetch.key, fetch.tier)
+        part, entry = (
+            StreamPart(fetch.segment, n, sizes, text_s(found, fetch, times, row_s), decode),
+            (fetch.key, fetch.tier),
+        )
         made[entry] = made[entry].and_for(part) if entry in made else part
     return list(made.values())
 
@@ -35,10 +38,10 @@ def parts_of(
 def text_s(found: LoadPlan, fetch: Fetch, times: Estimate | None, row_s: float | None = None) -> float | None:
     """Seconds that a plan takes longer where one of its fetches is computed instead; None: not known."""
     blend, n = blend_of(found), len(found.prompt.segments[fetch.segment].tokens)
-    offered = n if is_blended(found.prompt, fetch) else 0
+    candidate_rows = n if is_blended(found.prompt, fetch) else 0
     if times is None:
-        return None if row_s is None else row_s * (n - blend.ratio * offered)
-    instead = replace(blend, forced=blend.forced + n, offered=blend.offered - offered)
+        return None if row_s is None else row_s * (n - blend.ratio * candidate_rows)
+    instead = replace(blend, forced=blend.forced + n, candidate_rows=blend.candidate_rows - candidate_rows)
     return max(0.0, times.fused_s(instead) - times.fused_s(blend))
 
 
@@ -46,7 +49,7 @@ def base_s(found: LoadPlan, times: Estimate | None, row_s: float | None = None) 
     """Seconds that a plan computes although all of its fetches are there; 0 where nothing is known."""
     blend = blend_of(found)
     if times is None:
-        return (row_s or 0.0) * (blend.forced + blend.ratio * blend.offered)
+        return (row_s or 0.0) * (blend.forced + blend.ratio * blend.candidate_rows)
     return times.fused_s(blend)
 
 

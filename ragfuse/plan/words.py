@@ -25,7 +25,7 @@ BOUNDS = MappingProxyType(
 )
 """What a ratio stopped at, in words."""
 FIXED = "what this policy always takes"
-LATE = "the least that keeps answers close, although the deadline asks for less"
+LEAST_RATIO_DESPITE_DEADLINE = "the least that keeps answers close, although the deadline asks for less"
 NEEDS: Mapping[Needs, str] = MappingProxyType(
     {
         "static": "layer after layer: each is computed once it is read, and the next are read meanwhile",
@@ -37,9 +37,13 @@ NEEDS: Mapping[Needs, str] = MappingProxyType(
 )
 """What a policy needs before it computes, by its kind."""
 ENCODED: Mapping[Encoded, str] = MappingProxyType(
-    {"alone": "encoded alone", "prefix": "encoded behind the prompt's beginning", "amid": "encoded amid other text"}
+    {
+        "alone": "encoded alone",
+        "prefix": "encoded behind the prompt's beginning",
+        "filler": "encoded behind filler text",
+    }
 )
-NAMES: Mapping[Kind, str] = MappingProxyType(
+KIND_NAMES: Mapping[Kind, str] = MappingProxyType(
     {
         "prefix": "the prompt's beginning",
         "module": "a module",
@@ -72,7 +76,7 @@ def as_dict(plan: LoadPlan) -> dict[str, Any]:
     forecast = asdict(plan.forecast) if plan.forecast is not None else None
     if forecast is not None:
         del forecast["segments"]
-    told = {"policy": plan.policy, "needs": needs(plan), "ratio": plan.ratio, "refusal": plan.refusal}
+    told = {"policy": plan.policy, "needs": needs(plan), "ratio": plan.ratio, "fallback_reason": plan.fallback_reason}
     return {**told, "tokens": len(plan.prompt), "segments": rows, "forecast": forecast}
 
 
@@ -95,13 +99,13 @@ def _segments(plan: LoadPlan) -> Iterator[str]:
             told[0] += f" in {fetch.tier}{level}, {fetch.nbytes / 1e6:.1f} MB, {ENCODED[fetch.key.encoded]}"
         if index in times:
             told.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
-        yield f"- {segment.source or NAMES[segment.kind]}, {len(segment.tokens)} tokens: {'; '.join(told)}"
+        yield f"- {segment.source or KIND_NAMES[segment.kind]}, {len(segment.tokens)} tokens: {'; '.join(told)}"
 
 
 def _left_out(plan: LoadPlan) -> Iterator[str]:
     """What the prompt lacks so that it fits."""
     if plan.prompt.dropped:
-        named = ", ".join(source or NAMES["chunk"] for source in plan.prompt.dropped)
+        named = ", ".join(source or KIND_NAMES["chunk"] for source in plan.prompt.dropped)
         yield f"Left out, so that the prompt and an answer fit: {named}."
 
 
@@ -118,7 +122,7 @@ def _seconds(plan: LoadPlan, read: Fetch | None, there: bool, load_s: float, com
 
 def _chosen(plan: LoadPlan) -> Iterator[str]:
     """The ratio and what bound it, and what the policy needs first."""
-    if plan.refusal:
+    if plan.fallback_reason:
         return
     if plan.forecast is not None:
         what = f"Ratio {plan.ratio:.2f}" if is_adjustable(plan.policy) else "Rows"
@@ -130,7 +134,7 @@ def _chosen(plan: LoadPlan) -> Iterator[str]:
 def _bound(plan: LoadPlan, found: Forecast) -> str:
     if not is_adjustable(plan.policy):
         return FIXED
-    return LATE if found.bound == "deadline" and found.is_late else BOUNDS[found.bound]
+    return LEAST_RATIO_DESPITE_DEADLINE if found.bound == "deadline" and found.is_late else BOUNDS[found.bound]
 
 
 def _expected(plan: LoadPlan) -> Iterator[str]:

@@ -104,7 +104,7 @@ def is_torn(condition: threading.Condition) -> bool:
 
 
 def _owners() -> Iterator[Renews]:
-    """All that are still there, the youngest first: an index asks the book, which is older."""
+    """All that are still there, the youngest first: an index asks the catalog, which is older."""
     for number in sorted(_OWNERS, reverse=True):
         reference = _OWNERS.get(number)
         owner = reference() if reference is not None else None

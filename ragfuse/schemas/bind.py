@@ -13,18 +13,27 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from ragfuse.schemas.layout import Encode, Fork, Layout, Place, Run, Stretch, check_together, opened
-from ragfuse.schemas.nodes import Import, Message, Request, Spot, Text
+from ragfuse.schemas.layout import (
+    Encode,
+    ModulePosition,
+    SchemaLayout,
+    SchemaRun,
+    TokenRange,
+    UnionPosition,
+    check_together,
+    opened,
+)
+from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, SourcePosition, TextNode
 from ragfuse.schemas.pml import one_of
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.prompt import Kind, Prompt, Segment
 
-KeyOf = Callable[[Run], ChunkKey]
-"""The key of a run that was encoded alone, at its own positions; its layout is `Run.layout`."""
+KeyOf = Callable[[SchemaRun], ChunkKey]
+"""The key of a run that was encoded alone, at its own positions; its layout is `SchemaRun.layout`."""
 
 
 @dataclass(frozen=True)
-class Taken:
+class SchemaUse:
     """What a prompt takes from its schema, for those who see the prompt alone: `Prompt.taken`.
 
     modules: (path, key of the run that it is taken from) in order of positions, None: it is computed; "." is the
@@ -33,7 +42,7 @@ class Taken:
 
     schema: str
     modules: tuple[tuple[str, ChunkKey | None], ...]
-    runs: Mapping[ChunkKey, Run] = field(repr=False)
+    runs: Mapping[ChunkKey, SchemaRun] = field(repr=False)
     others: tuple[ChunkKey, ...] = ()
 
 
@@ -47,12 +56,12 @@ class Bound:
 
     prompt: Prompt
     imported: tuple[str, ...]
-    runs: tuple[Run, ...]
-    others: tuple[Run, ...]
+    runs: tuple[SchemaRun, ...]
+    others: tuple[SchemaRun, ...]
     moved: int = 0
 
 
-def bind(request: Request, layout: Layout, encode: Encode, key_of: KeyOf, blend: bool = False) -> Bound:
+def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf, blend: bool = False) -> Bound:
     """The Prompt of a request over its schema's layout. PMLError for imports and arguments that the schema has not.
 
     It ends with a fresh run: the request's ending; else what makes the model answer, where there are messages; else
@@ -77,22 +86,26 @@ class _Free:
     """Fresh tokens of the prompt's own."""
 
     tokens: tuple[int, ...]
-    at: Spot
+    at: SourcePosition
 
 
 class _Wishes:
     """What a prompt asks for, checked: imports, arguments by path, and texts by what they stand beside."""
 
-    def __init__(self, layout: Layout, encode: Encode) -> None:
+    def __init__(self, layout: SchemaLayout, encode: Encode) -> None:
         self._layout, self._encode = layout, encode
-        self.imports: dict[str, Spot] = {}
+        self.imports: dict[str, SourcePosition] = {}
         self.arguments: dict[str, dict[str, tuple[int, ...]]] = {}
         self.before: dict[str, list[_Free]] = {}
         self.behind: dict[str, list[_Free]] = {}
         self.at_end: dict[str, list[_Free]] = {}
 
     def scope(
-        self, place: Place, items: tuple[Text | Import | Message, ...], args: tuple[tuple[str, str], ...], at: Spot
+        self,
+        place: ModulePosition,
+        items: tuple[TextNode | Import | MessageNode, ...],
+        args: tuple[tuple[str, str], ...],
+        at: SourcePosition,
     ) -> None:
         """What is wished inside of one module."""
         items = _stripped(items)
@@ -104,15 +117,17 @@ class _Wishes:
                 previous = self._import(item, place, children, waiting)
                 waiting = []
                 continue
-            has_ended = has_ended or (following[i] is None and isinstance(item, Message))
+            has_ended = has_ended or (following[i] is None and isinstance(item, MessageNode))
             if free := self._free(item, is_last=i == len(items) - 1):
                 nowhere = has_ended or previous is None
                 (waiting if nowhere else self.behind.setdefault(previous or "", [])).append(free)
-                if isinstance(item, Message) and not has_ended:
+                if isinstance(item, MessageNode) and not has_ended:
                     self._check_message(item, previous, following[i], children)
         self.at_end[place.path] = waiting
 
-    def _import(self, item: Import, place: Place, children: Mapping[str, Place], waiting: list[_Free]) -> str:
+    def _import(
+        self, item: Import, place: ModulePosition, children: Mapping[str, ModulePosition], waiting: list[_Free]
+    ) -> str:
         child = children.get(item.name)
         if child is None:
             raise self._unknown(item, place, children)
@@ -123,7 +138,7 @@ class _Wishes:
         self.scope(child, item.items, item.args, item.at)
         return child.path
 
-    def _unknown(self, item: Import, place: Place, children: Mapping[str, Place]) -> Exception:
+    def _unknown(self, item: Import, place: ModulePosition, children: Mapping[str, ModulePosition]) -> Exception:
         where = f"'{place.path}'" if place.path else f"schema '{self._layout.schema.name}'"
         deeper = [each.rpartition("/")[0] for each in self._layout.places if each.rpartition("/")[2] == item.name]
         if deeper:
@@ -131,7 +146,9 @@ class _Wishes:
             return item.at.error(f"module '{item.name}' in {where}", f"it in {inside}, where it stands")
         return item.at.error(f"module '{item.name}' in {where}, which it does not have", one_of(item.name, children))
 
-    def _arguments(self, place: Place, args: tuple[tuple[str, str], ...], at: Spot) -> dict[str, tuple[int, ...]]:
+    def _arguments(
+        self, place: ModulePosition, args: tuple[tuple[str, str], ...], at: SourcePosition
+    ) -> dict[str, tuple[int, ...]]:
         rooms = {part.param: len(part.tokens) for part in place.own if part.param}
         found = {}
         for name, value in args:
@@ -144,9 +161,9 @@ class _Wishes:
             found[name] = tokens
         return found
 
-    def _free(self, item: Text | Message, is_last: bool) -> _Free | None:
+    def _free(self, item: TextNode | MessageNode, is_last: bool) -> _Free | None:
         """A text's tokens; None for white space between imports. An answer at the end is for the model to go on."""
-        if isinstance(item, Text):
+        if isinstance(item, TextNode):
             return _Free(tuple(self._encode(item.text, False)), item.at) if item.text.strip() else None
         before, after = self._layout.wrapping.around(item.role)
         is_open = is_last and item.role == "assistant"
@@ -154,7 +171,7 @@ class _Wishes:
         return _Free((*opened(self._encode, before), *self._encode(item.text, False), *ends), item.at)
 
     def _check_message(
-        self, item: Message, previous: str | None, following: str | None, children: Mapping[str, Place]
+        self, item: MessageNode, previous: str | None, following: str | None, children: Mapping[str, ModulePosition]
     ) -> None:
         """PMLError for a message between imports that stand in a message of the schema."""
         beside = self._layout.places[previous] if previous is not None else children.get(following or "")
@@ -164,9 +181,9 @@ class _Wishes:
             )
 
 
-def _sources(layout: Layout, imports: Mapping[str, Spot]) -> dict[str, Run]:
+def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dict[str, SchemaRun]:
     """The run that each module is taken from: a scaffold whose members are all there comes first (3.3)."""
-    there, found = {"", *imports}, dict[str, Run]()
+    there, found = {"", *imports}, dict[str, SchemaRun]()
     for run in layout.scaffolds:
         if there.issuperset(run.members) and not any(path in found for path in run.members):
             found.update(dict.fromkeys(run.members, run))
@@ -182,24 +199,24 @@ def _sources(layout: Layout, imports: Mapping[str, Spot]) -> dict[str, Run]:
     return found
 
 
-def _others(layout: Layout, imports: Mapping[str, Spot]) -> Iterator[Run]:
+def _others(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> Iterator[SchemaRun]:
     for path in imports:
         for place in layout.forks[path].places if path in layout.forks else ():
             if place.path != path and place.path in layout.modules:
                 yield layout.modules[place.path]
 
 
-def _asking(request: Request, layout: Layout, encode: Encode) -> tuple[int, ...]:
+def _asking(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
     """What makes the model answer, unless the prompt begins its answer."""
     items = _stripped(request.items)
-    has_messages = any(isinstance(item, Message) for item in items)
-    is_open = has_messages and isinstance(items[-1], Message) and items[-1].role == "assistant"
+    has_messages = any(isinstance(item, MessageNode) for item in items)
+    is_open = has_messages and isinstance(items[-1], MessageNode) and items[-1].role == "assistant"
     if is_open or not (has_messages or layout.has_messages):
         return ()
     return tuple(encode(layout.wrapping.ask, True))
 
 
-def _following(items: tuple[Text | Import | Message, ...]) -> list[str | None]:
+def _following(items: tuple[TextNode | Import | MessageNode, ...]) -> list[str | None]:
     """The name of the import behind each item, None behind all imports."""
     found, name = list[str | None](), None
     for item in reversed(items):
@@ -208,10 +225,10 @@ def _following(items: tuple[Text | Import | Message, ...]) -> list[str | None]:
     return found[::-1]
 
 
-def _stripped(items: tuple[Text | Import | Message, ...]) -> tuple[Text | Import | Message, ...]:
+def _stripped(items: tuple[TextNode | Import | MessageNode, ...]) -> tuple[TextNode | Import | MessageNode, ...]:
     """Without white space at the end, which is none of what is said."""
     n = len(items)
-    while n and isinstance(last := items[n - 1], Text) and not last.text.strip():
+    while n and isinstance(last := items[n - 1], TextNode) and not last.text.strip():
         n -= 1
     return items[:n]
 
@@ -222,7 +239,7 @@ class _Piece:
 
     start: int
     tokens: list[int]
-    run: Run | None = None
+    run: SchemaRun | None = None
     lo: int = 0
     origin: int = 0
     owner: str = ""
@@ -241,31 +258,31 @@ class _Piece:
 class _Placing:
     """Puts stretches and texts one behind the other. cursor: the first position that is free."""
 
-    layout: Layout
+    layout: SchemaLayout
     wishes: _Wishes
-    sources: Mapping[str, Run]
+    sources: Mapping[str, SchemaRun]
     key_of: KeyOf
     kind: Kind
     pieces: list[_Piece] = field(default_factory=list)
     imported: list[str] = field(default_factory=list)
-    used: dict[Run, None] = field(default_factory=dict)
+    used: dict[SchemaRun, None] = field(default_factory=dict)
     cursor: int = 0
     moved: int = 0
     _last: _Free | None = None
 
-    def scope(self, place: Place) -> None:
+    def scope(self, place: ModulePosition) -> None:
         """All of a module that is imported, in order."""
         for part in place.parts:
-            if isinstance(part, Stretch):
+            if isinstance(part, TokenRange):
                 self._stretch(part)
                 continue
-            for child in part.places if isinstance(part, Fork) else (part,):
+            for child in part.places if isinstance(part, UnionPosition) else (part,):
                 if child.path in self.wishes.imports:
                     self._child(child)
         for text in self.wishes.at_end[place.path]:
             self.free(text)
 
-    def _child(self, place: Place) -> None:
+    def _child(self, place: ModulePosition) -> None:
         for text in self.wishes.before[place.path]:
             self.free(text)
         self.imported.append(place.path)
@@ -281,7 +298,7 @@ class _Placing:
             self._add(_Piece(self.cursor, list(text.tokens)))
             self._last = text
 
-    def _stretch(self, part: Stretch) -> None:
+    def _stretch(self, part: TokenRange) -> None:
         self._make_room(part.start)
         start, run = part.start + self.moved, self.sources.get(part.owner)
         if part.param:
@@ -316,7 +333,7 @@ class _Placing:
         else:
             self.pieces.append(piece)
 
-    def prompt(self, at: Spot) -> Prompt:
+    def prompt(self, at: SourcePosition) -> Prompt:
         """The segments. Where the last one is cached, its last token is fresh: something must be computed."""
         if not self.pieces:
             raise at.error("a prompt without a token", "text, or modules that have text")
@@ -328,13 +345,13 @@ class _Placing:
         self.used = dict.fromkeys(piece.run for piece in self.pieces if piece.run is not None)
         return Prompt(tuple(self._segment(piece) for piece in self.pieces))
 
-    def taken(self, others: tuple[ChunkKey, ...]) -> Taken:
+    def taken(self, others: tuple[ChunkKey, ...]) -> SchemaUse:
         """What of the schema is in the prompt, after `prompt`."""
         runs = {self.key_of(run): run for run in self.used}
         sources = {path: self.key_of(run) for path, run in self.sources.items() if run in self.used}
         own = [("", sources[""])] if "" in sources else []
         modules = [*own, *((path, sources.get(path)) for path in self.imported)]
-        return Taken(self.layout.schema.name, tuple((path or ".", key) for path, key in modules), runs, others)
+        return SchemaUse(self.layout.schema.name, tuple((path or ".", key) for path, key in modules), runs, others)
 
     def _segment(self, piece: _Piece) -> Segment:
         if piece.run is None:

@@ -25,17 +25,17 @@ from ragfuse.schemas.nodes import (
     RoleName,
     Scaffold,
     Schema,
-    Spot,
-    Text,
+    SourcePosition,
+    TextNode,
     Union,
     check_scope,
 )
-from ragfuse.schemas.pml import MAX_CHARS, one_of
+from ragfuse.schemas.pml import MAX_PML_CHARS, one_of
 from ragfuse.types.keys import digest
 
 Encode = Callable[[str, bool], Sequence[int]]
 """`encode(text, allow_special)` gives ids and adds none of its own."""
-MAX_TOKENS = 4_000_000
+MAX_SCHEMA_TOKENS = 4_000_000
 """Of all that is encoded of a schema, together."""
 
 
@@ -56,11 +56,11 @@ class Wrapping:
         return {"system": self.system, "user": self.user, "assistant": self.assistant}[role]
 
 
-PLAIN = Wrapping()
+NO_WRAPPING = Wrapping()
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TokenRange:
     """Tokens at consecutive positions from `start`: a module's own text, or what stands in for a parameter."""
 
     owner: str
@@ -75,7 +75,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModulePosition:
     """A module's positions, start:stop, and what stands in them in order. `path` is `a/b`; the schema's own is ""."""
 
     name: str
@@ -85,37 +85,37 @@ class Place:
     parts: tuple[Part, ...] = field(repr=False)
     is_cached: bool = True
     in_message: bool = False
-    at: Spot = NOWHERE
+    at: SourcePosition = NOWHERE
 
     @property
-    def own(self) -> tuple[Stretch, ...]:
+    def own(self) -> tuple[TokenRange, ...]:
         """Its own text and parameters, in order."""
-        return tuple(part for part in self.parts if isinstance(part, Stretch))
+        return tuple(part for part in self.parts if isinstance(part, TokenRange))
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[ModulePosition]:
         """The modules right in it."""
         for part in self.parts:
-            if isinstance(part, Place):
+            if isinstance(part, ModulePosition):
                 yield part
-            elif isinstance(part, Fork):
+            elif isinstance(part, UnionPosition):
                 yield from part.places
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
+class UnionPosition:
     """A union's positions, start:stop. `default` is the path of the one that stands in for all, "": none does."""
 
     start: int
     stop: int
-    places: tuple[Place, ...]
+    places: tuple[ModulePosition, ...]
     default: str = ""
 
 
-Part = Stretch | Place | Fork
+Part = TokenRange | ModulePosition | UnionPosition
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class SchemaRun:
     """Tokens that are encoded in one go, so that they attend to each other: one module's own, or a scaffold's.
 
     members: paths of those that may be taken from it, once all are imported; the first may always be. stretches: in
@@ -123,7 +123,7 @@ class Run:
     """
 
     members: tuple[str, ...]
-    stretches: tuple[Stretch, ...] = field(repr=False)
+    stretches: tuple[TokenRange, ...] = field(repr=False)
 
     @property
     def start(self) -> int:
@@ -157,7 +157,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SchemaLayout:
     """A schema for one tokenizer and template: places by path, the union that each stands in, and what is encoded.
 
     modules: the run of each module that has one; those not cached and those with few tokens have none. scaffolds:
@@ -165,18 +165,18 @@ class Layout:
     """
 
     schema: Schema
-    root: Place
+    root: ModulePosition
     wrapping: Wrapping
-    places: Mapping[str, Place] = field(repr=False)
-    forks: Mapping[str, Fork] = field(repr=False)
-    modules: Mapping[str, Run] = field(repr=False)
-    scaffolds: tuple[Run, ...] = ()
+    places: Mapping[str, ModulePosition] = field(repr=False)
+    forks: Mapping[str, UnionPosition] = field(repr=False)
+    modules: Mapping[str, SchemaRun] = field(repr=False)
+    scaffolds: tuple[SchemaRun, ...] = ()
     has_messages: bool = False
     notes: tuple[str, ...] = ()
     fixed: bool = False
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[SchemaRun, ...]:
         """All that is to be encoded, each once."""
         return (*self.modules.values(), *self.scaffolds)
 
@@ -185,7 +185,7 @@ class Layout:
         """Positions that the schema takes."""
         return self.root.stop
 
-    def outline(self) -> Iterator[tuple[int, str, Place | Fork | Stretch]]:
+    def outline(self) -> Iterator[tuple[int, str, ModulePosition | UnionPosition | TokenRange]]:
         """Everything with a place, for people, in order: depth, what it is (`module`, `union`, `param`, `text`), it."""
         yield from _outline(self.root, 0)
 
@@ -194,11 +194,11 @@ def lay_out(
     schema: Schema,
     encode: Encode,
     placeholder: int,
-    wrapping: Wrapping = PLAIN,
+    wrapping: Wrapping = NO_WRAPPING,
     bos: Sequence[int] = (),
     min_tokens: int = 8,
     fixed: bool = False,
-) -> Layout:
+) -> SchemaLayout:
     """The layout of a schema for one tokenizer; PMLError where it says what cannot be.
 
     placeholder: the id that stands in for arguments (unk, or a space). bos: ids at position 0. Modules with less than
@@ -216,7 +216,7 @@ def lay_out(
     named = [(_together(scaffold, places, builder.forks, schema.name), scaffold.at) for scaffold in schema.scaffolds]
     once = {frozenset(paths): (paths, at) for paths, at in named}
     scaffolds = [builder.run(paths, own, at) for paths, at in once.values()]
-    return Layout(
+    return SchemaLayout(
         schema,
         root,
         wrapping,
@@ -235,41 +235,45 @@ class _Builder:
 
     def __init__(self, encode: Encode, wrapping: Wrapping, placeholder: int) -> None:
         self._encode, self._wrapping, self._placeholder = encode, wrapping, placeholder
-        self.forks: dict[str, Fork] = {}
+        self.forks: dict[str, UnionPosition] = {}
         self.notes: list[str] = []
         self.has_messages = False
         self._n_tokens, self._n_chars = 0, 0
 
-    def place(self, module: Module, path: str, start: int, in_message: bool, head: tuple[int, ...] = ()) -> Place:
+    def place(
+        self, module: Module, path: str, start: int, in_message: bool, head: tuple[int, ...] = ()
+    ) -> ModulePosition:
         """A module from `start` on, `head` before all else."""
         self._n_chars += len(path)
-        if self._n_chars > MAX_CHARS:
+        if self._n_chars > MAX_PML_CHARS:
             raise module.at.error(f"paths of {self._n_chars} characters", "shorter names, or less depth")
         check_scope(module.items)
         parts, text, at = list[Part](), list(head), start + len(head)
         for item, inside in self._flat(module.items, in_message):
             part = self._part(item, path, at, inside)
             at = part.stop
-            if isinstance(part, Stretch) and not part.param:
+            if isinstance(part, TokenRange) and not part.param:
                 text += part.tokens
                 continue
             if text:
-                parts.append(Stretch(path, part.start - len(text), tuple(text)))
+                parts.append(TokenRange(path, part.start - len(text), tuple(text)))
                 text = []
             parts.append(part)
         if text:
-            parts.append(Stretch(path, at - len(text), tuple(text)))
-        return Place(module.name, path, start, at, tuple(parts), module.cache, in_message, module.at)
+            parts.append(TokenRange(path, at - len(text), tuple(text)))
+        return ModulePosition(module.name, path, start, at, tuple(parts), module.cache, in_message, module.at)
 
-    def run(self, paths: tuple[str, ...], own: Mapping[str, tuple[Stretch, ...]], at: Spot) -> Run:
+    def run(self, paths: tuple[str, ...], own: Mapping[str, tuple[TokenRange, ...]], at: SourcePosition) -> SchemaRun:
         """What these own, to be encoded together; PMLError where all runs together have too many tokens."""
         stretches = [each for path in paths for each in own[path]]
         if not stretches:
             raise at.error("a scaffold without text", "modules that have text of their own")
         self._n_tokens += sum(len(each.tokens) for each in stretches)
-        if self._n_tokens > MAX_TOKENS:
-            raise at.error(f"{self._n_tokens} tokens to encode", f"at most {MAX_TOKENS} in all modules and scaffolds")
-        return Run(paths, tuple(sorted(stretches, key=lambda each: each.start)))
+        if self._n_tokens > MAX_SCHEMA_TOKENS:
+            raise at.error(
+                f"{self._n_tokens} tokens to encode", f"at most {MAX_SCHEMA_TOKENS} in all modules and scaffolds"
+            )
+        return SchemaRun(paths, tuple(sorted(stretches, key=lambda each: each.start)))
 
     def _flat(self, items: Sequence[Item], in_message: bool) -> Iterator[tuple[Item | tuple[int, ...], bool]]:
         """Items without messages: what the template writes around them as ids, then whether they are in a message.
@@ -280,7 +284,9 @@ class _Builder:
             beside = items[max(0, i - 1) : i + 2]
             if isinstance(item, Role):
                 yield from self._message(item, in_message)
-            elif not (isinstance(item, Text) and not item.text.strip() and any(isinstance(b, Role) for b in beside)):
+            elif not (
+                isinstance(item, TextNode) and not item.text.strip() and any(isinstance(b, Role) for b in beside)
+            ):
                 yield item, in_message
 
     def _message(self, item: Role, in_message: bool) -> Iterator[tuple[Item | tuple[int, ...], bool]]:
@@ -294,16 +300,16 @@ class _Builder:
 
     def _part(self, item: Item | tuple[int, ...], path: str, at: int, inside: bool) -> Part:
         match item:
-            case Text(text):
-                return Stretch(path, at, tuple(self._encode(text, False)))
+            case TextNode(text):
+                return TokenRange(path, at, tuple(self._encode(text, False)))
             case Param():
-                return Stretch(path, at, self._stand_in(item), item.name)
+                return TokenRange(path, at, self._stand_in(item), item.name)
             case Module():
                 return self.place(item, _below(path, item.name), at, inside)
             case Union():
                 return self._fork(item, path, at, inside)
             case tuple():
-                return Stretch(path, at, item)
+                return TokenRange(path, at, item)
             case _:
                 raise item.at.error(f"a message in '{path}'", "text, parameters, modules and unions")
 
@@ -315,7 +321,7 @@ class _Builder:
             self.notes.append(f"line {param.at.line}: {said}, {param.length}")
         return tokens[: param.length] + (self._placeholder,) * (param.length - len(tokens))
 
-    def _fork(self, union: Union, path: str, at: int, inside: bool) -> Fork:
+    def _fork(self, union: Union, path: str, at: int, inside: bool) -> UnionPosition:
         places = tuple(self.place(each, _below(path, each.name), at, inside) for each in union.modules)
         default = next((place.path for place in places if place.name == union.scaffold), "")
         if union.scaffold and not default:
@@ -323,7 +329,7 @@ class _Builder:
             self.notes.append(
                 f"line {union.at.line}: scaffold '{union.scaffold}' is no module of its union, wanted {there}"
             )
-        fork = Fork(at, max((place.stop for place in places), default=at), places, default)
+        fork = UnionPosition(at, max((place.stop for place in places), default=at), places, default)
         self.forks.update((place.path, fork) for place in places)
         return fork
 
@@ -341,25 +347,27 @@ def _below(path: str, name: str) -> str:
     return f"{path}/{name}" if path else name
 
 
-def _walk(place: Place) -> Iterator[Place]:
+def _walk(place: ModulePosition) -> Iterator[ModulePosition]:
     yield place
     for each in place.places():
         yield from _walk(each)
 
 
-def _is_worth(place: Place, min_tokens: int) -> bool:
+def _is_worth(place: ModulePosition, min_tokens: int) -> bool:
     return place.is_cached and sum(len(each.tokens) for each in place.own if not each.param) >= max(1, min_tokens)
 
 
-def _standing_in(place: Place, places: Mapping[str, Place]) -> Iterator[str]:
+def _standing_in(place: ModulePosition, places: Mapping[str, ModulePosition]) -> Iterator[str]:
     """A module, and all that stands in for its unions."""
     yield place.path
     for part in place.parts:
-        if isinstance(part, Fork) and part.default:
+        if isinstance(part, UnionPosition) and part.default:
             yield from _standing_in(places[part.default], places)
 
 
-def _together(scaffold: Scaffold, places: Mapping[str, Place], forks: Mapping[str, Fork], name: str) -> tuple[str, ...]:
+def _together(
+    scaffold: Scaffold, places: Mapping[str, ModulePosition], forks: Mapping[str, UnionPosition], name: str
+) -> tuple[str, ...]:
     """The paths that a `<scaffold>` names; PMLError where no prompt can import all of it."""
     paths = tuple(dict.fromkeys("" if path == "." else path for path in scaffold.modules))
     for path in paths:
@@ -372,7 +380,7 @@ def _together(scaffold: Scaffold, places: Mapping[str, Place], forks: Mapping[st
     return paths
 
 
-def check_together(named: Iterable[tuple[str, Spot]], forks: Mapping[str, Fork]) -> None:
+def check_together(named: Iterable[tuple[str, SourcePosition]], forks: Mapping[str, UnionPosition]) -> None:
     """PMLError where a module is named without the one that it stands in, or beside another of its union."""
     named = tuple(named)
     paths, taken = {path for path, _ in named}, dict[int, str]()
@@ -385,12 +393,14 @@ def check_together(named: Iterable[tuple[str, Spot]], forks: Mapping[str, Fork])
             raise at.error(f"'{rival}' and '{path}' of one union", "one of them")
 
 
-def _outline(place: Place, depth: int) -> Iterator[tuple[int, str, Place | Fork | Stretch]]:
+def _outline(
+    place: ModulePosition, depth: int
+) -> Iterator[tuple[int, str, ModulePosition | UnionPosition | TokenRange]]:
     yield depth, "module" if place.path else "schema", place
     for part in place.parts:
-        if isinstance(part, Stretch):
+        if isinstance(part, TokenRange):
             yield depth + 1, "param" if part.param else "text", part
-        elif isinstance(part, Fork):
+        elif isinstance(part, UnionPosition):
             yield depth + 1, "union", part
             for each in part.places:
                 yield from _outline(each, depth + 2)

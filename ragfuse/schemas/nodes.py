@@ -17,7 +17,7 @@ RoleName = Literal["system", "user", "assistant"]
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class SourcePosition:
     """A place in a file: line and column count from 1, 0 where there is none."""
 
     file: str = ""
@@ -29,15 +29,15 @@ class Spot:
         return PMLError(found, wanted, self.file, self.line, self.column)
 
 
-NOWHERE = Spot()
+NOWHERE = SourcePosition()
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextNode:
     """Text as it is, white space included."""
 
     text: str
-    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Param:
     name: str
     length: int
     scaffold: str = ""
-    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Module:
     name: str
     items: tuple[Item, ...] = ()
     cache: bool = True
-    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Union:
 
     modules: tuple[Module, ...] = ()
     scaffold: str = ""
-    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,10 @@ class Role:
 
     role: RoleName
     items: tuple[Item, ...] = ()
-    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
-Item = Text | Param | Module | Union | Role
+Item = TextNode | Param | Module | Union | Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Scaffold:
     """Modules, by their paths (`a/b`; `.`: the schema's own text), that are encoded once more, together."""
 
     modules: tuple[str, ...]
-    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Schema:
     name: str
     items: tuple[Item, ...] = ()
     scaffolds: tuple[Scaffold, ...] = ()
-    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +105,21 @@ class Import:
 
     name: str
     args: tuple[tuple[str, str], ...] = ()
-    items: tuple[Text | Import | Message, ...] = ()
-    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+    items: tuple[TextNode | Import | MessageNode, ...] = ()
+    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class MessageNode:
     """A message of a prompt's own, behind or between what it imports."""
 
     role: RoleName
     text: str = ""
-    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PMLPrompt:
     """A prompt that is derived from a schema: what it imports and what it adds, arguments of the schema's own.
 
     ending: text behind everything, which no message holds, for the model to go on from.
@@ -127,17 +127,17 @@ class Request:
     """
 
     schema: str
-    items: tuple[Text | Import | Message, ...] = ()
+    items: tuple[TextNode | Import | MessageNode, ...] = ()
     args: tuple[tuple[str, str], ...] = ()
-    at: Spot = field(default=NOWHERE, compare=False, repr=False)
+    at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
     ending: str = ""
     over: Schema | None = field(default=None, compare=False, repr=False)
 
-    def asking(self, text: str, role: RoleName = "user") -> Request:
+    def asking(self, text: str, role: RoleName = "user") -> PMLPrompt:
         """The same with one more message at its end."""
-        return replace(self, items=(*self.items, Message(role, text)))
+        return replace(self, items=(*self.items, MessageNode(role, text)))
 
-    def going_on(self, text: str) -> Request:
+    def going_on(self, text: str) -> PMLPrompt:
         """The same with this text behind everything."""
         return replace(self, ending=self.ending + text)
 
@@ -155,10 +155,10 @@ def inner(items: tuple[Item, ...]) -> Iterator[Item]:
 def joined(items: Iterable[Item]) -> tuple[Item, ...]:
     """Neighbouring texts as one, as they are read."""
     found: list[Item] = []
-    for _, group in groupby(items, lambda item: isinstance(item, Text)):
+    for _, group in groupby(items, lambda item: isinstance(item, TextNode)):
         alike = list(group)
-        texts = [item for item in alike if isinstance(item, Text)]
-        found += [Text("".join(each.text for each in texts), texts[0].at)] if texts else alike
+        texts = [item for item in alike if isinstance(item, TextNode)]
+        found += [TextNode("".join(each.text for each in texts), texts[0].at)] if texts else alike
     return tuple(found)
 
 

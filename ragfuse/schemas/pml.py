@@ -19,42 +19,42 @@ from xml.parsers import expat
 from ragfuse.errors import PMLError
 from ragfuse.schemas.nodes import (
     Import,
-    Message,
+    MessageNode,
     Module,
     Param,
-    Request,
+    PMLPrompt,
     Role,
     RoleName,
     Scaffold,
     Schema,
-    Spot,
-    Text,
+    SourcePosition,
+    TextNode,
     Union,
     check_scope,
 )
 from ragfuse.schemas.pml_writer import to_pml
 
-__all__ = ["MAX_CHARS", "MAX_DEPTH", "MAX_ELEMENTS", "MAX_LENGTH", "MAX_ROOM", "ROLES", "TAGS"]
+__all__ = ["MAX_DEPTH", "MAX_ELEMENTS", "MAX_LENGTH", "MAX_PML_CHARS", "MAX_ROOM", "PML_ROLES", "PML_TAGS"]
 __all__ += ["is_name", "one_of", "parse", "parse_prompt", "parse_schema", "read", "to_pml"]
 
-MAX_CHARS = 16_000_000
+MAX_PML_CHARS = 16_000_000
 MAX_DEPTH = 64
 MAX_ELEMENTS = 100_000
 MAX_LENGTH = 1_000_000
 MAX_ROOM = 1_000_000
 """Of a text: characters, elements in each other, elements; of its parameters: tokens of one, and of all together."""
 
-ROLES = ("system", "user", "assistant")
-TAGS = frozenset({"schema", "prompt", "module", "union", "parameter", "param", "scaffold", *ROLES})
+PML_ROLES = ("system", "user", "assistant")
+PML_TAGS = frozenset({"schema", "prompt", "module", "union", "parameter", "param", "scaffold", *PML_ROLES})
 """Words of the language, which no module may have for a name."""
 
-_PARTS = frozenset({"module", "union", "parameter", "param", *ROLES})
+_PARTS = frozenset({"module", "union", "parameter", "param", *PML_ROLES})
 _INSIDE: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "schema": _PARTS | {"scaffold"},
         "module": _PARTS,
         "union": frozenset({"module"}),
-        **dict.fromkeys(ROLES, _PARTS - set(ROLES)),
+        **dict.fromkeys(PML_ROLES, _PARTS - set(PML_ROLES)),
         **dict.fromkeys(("parameter", "param", "scaffold"), frozenset[str]()),
     }
 )
@@ -64,7 +64,7 @@ _ATTRIBUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "module": ("name", "cache"),
         "union": ("scaffold",),
         "scaffold": ("modules",),
-        **dict.fromkeys(ROLES, ()),
+        **dict.fromkeys(PML_ROLES, ()),
         **dict.fromkeys(("parameter", "param"), ("name", "len", "length", "scaffold")),
     }
 )
@@ -73,7 +73,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _HELP = "well-formed XML: in text write &lt; for < and &amp; for &, or put it into <![CDATA[...]]>"
 
 
-def parse(text: str, file: str = "") -> Schema | Request:
+def parse(text: str, file: str = "") -> Schema | PMLPrompt:
     """What a text says: a schema, or a prompt derived from one. PMLError with the place where it cannot be read."""
     return _Reader(text, file).read()
 
@@ -86,15 +86,15 @@ def parse_schema(text: str, file: str = "") -> Schema:
     return found
 
 
-def parse_prompt(text: str, file: str = "") -> Request:
+def parse_prompt(text: str, file: str = "") -> PMLPrompt:
     """The prompt that a text holds; PMLError for a schema too."""
     found = parse(text, file)
-    if not isinstance(found, Request):
+    if not isinstance(found, PMLPrompt):
         raise found.at.error("<schema>", "<prompt>")
     return found
 
 
-def read(path: str | Path) -> Schema | Request:
+def read(path: str | Path) -> Schema | PMLPrompt:
     """What a file in UTF-8 says, see `parse`."""
     try:
         data = Path(path).read_bytes()
@@ -139,11 +139,11 @@ class _Frame:
 
     tag: str
     attributes: dict[str, str]
-    at: Spot
+    at: SourcePosition
     items: list[Any] = field(default_factory=list)
     scaffolds: list[Scaffold] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
-    text_at: Spot | None = None
+    text_at: SourcePosition | None = None
 
 
 class _Reader:
@@ -153,17 +153,17 @@ class _Reader:
         self._text, self._file = text, file
         self._open: list[_Frame] = []
         self._count, self._in_role, self._room = 0, 0, 0
-        self._found: Schema | Request | None = None
+        self._found: Schema | PMLPrompt | None = None
         self._parser = parser = expat.ParserCreate("utf-8")
         parser.StartElementHandler, parser.EndElementHandler = self._start, self._end
         parser.CharacterDataHandler = self._characters
         parser.StartDoctypeDeclHandler = lambda *_: self._refuse("a DTD", "none: PML has no entities of its own")
         parser.ProcessingInstructionHandler = lambda *_: self._refuse("a processing instruction", "PML's own tags")
 
-    def read(self) -> Schema | Request:
+    def read(self) -> Schema | PMLPrompt:
         """The root as a node."""
-        if len(self._text) > MAX_CHARS:
-            raise PMLError(f"{len(self._text)} characters", f"at most {MAX_CHARS}", self._file)
+        if len(self._text) > MAX_PML_CHARS:
+            raise PMLError(f"{len(self._text)} characters", f"at most {MAX_PML_CHARS}", self._file)
         try:
             self._parser.Parse(self._text.encode(), True)
         except UnicodeEncodeError as error:
@@ -174,7 +174,7 @@ class _Reader:
         return self._found
 
     def _malformed(self, error: expat.ExpatError) -> PMLError:
-        at = Spot(self._file, error.lineno, error.offset + 1)
+        at = SourcePosition(self._file, error.lineno, error.offset + 1)
         what = expat.ErrorString(error.code)
         if error.code == expat.errors.codes[expat.errors.XML_ERROR_TAG_MISMATCH] and self._open:
             last = self._open[-1]
@@ -182,8 +182,8 @@ class _Reader:
         line = _LINE_END.split(self._text, error.lineno)[error.lineno - 1] if error.lineno else ""
         return at.error(f"{what} in {line[max(0, error.offset - 30) : error.offset + 30].strip()!r}", _HELP)
 
-    def _here(self) -> Spot:
-        return Spot(self._file, self._parser.CurrentLineNumber, self._parser.CurrentColumnNumber + 1)
+    def _here(self) -> SourcePosition:
+        return SourcePosition(self._file, self._parser.CurrentLineNumber, self._parser.CurrentColumnNumber + 1)
 
     def _refuse(self, found: str, wanted: str) -> NoReturn:
         raise self._here().error(found, wanted)
@@ -201,21 +201,21 @@ class _Reader:
             if tag != "scaffold":  # which stands beside the items, and parts no text
                 self._take_text(self._open[-1])
             self._check(tag, attributes, at)
-        self._in_role += tag in ROLES
+        self._in_role += tag in PML_ROLES
         self._open.append(_Frame(tag, attributes, at))
 
-    def _check(self, tag: str, attributes: dict[str, str], at: Spot) -> None:
+    def _check(self, tag: str, attributes: dict[str, str], at: SourcePosition) -> None:
         """PMLError for an element that has no place here."""
         parent = self._open[-1].tag
         if self._open[0].tag == "prompt":
-            if parent in ROLES:
+            if parent in PML_ROLES:
                 raise at.error(f"'<{tag}>' in '<{parent}>'", "text alone in a message of a prompt")
-            if tag in TAGS and not (tag in ROLES and parent == "prompt"):
+            if tag in PML_TAGS and not (tag in PML_ROLES and parent == "prompt"):
                 raise at.error(f"'<{tag}>' in '<{parent}>'", "modules to import, and messages beside the outermost")
             return
         if tag not in _INSIDE[parent]:
             raise at.error(f"'<{tag}>' in '<{parent}>'", f"{one_of(tag, _INSIDE[parent])} there, or text")
-        if tag in ROLES and self._in_role:
+        if tag in PML_ROLES and self._in_role:
             raise at.error(f"'<{tag}>' in another message", "a message beside messages")
 
     def _characters(self, text: str) -> None:
@@ -228,7 +228,7 @@ class _Reader:
         """What was read since the last item, as one more."""
         if frame.text_at is None:
             return
-        text = Text("".join(frame.text), frame.text_at)
+        text = TextNode("".join(frame.text), frame.text_at)
         frame.text, frame.text_at = [], None
         if frame.tag in ("union", "parameter", "param", "scaffold"):
             if text.text.strip():
@@ -239,7 +239,7 @@ class _Reader:
     def _end(self, tag: str) -> None:
         frame = self._open[-1]
         self._take_text(frame)
-        self._in_role -= tag in ROLES
+        self._in_role -= tag in PML_ROLES
         derived = self._open[0].tag == "prompt"
         node: Any = _derived(frame) if derived else _MAKE[frame.tag](frame)
         if isinstance(node, Param):
@@ -276,7 +276,7 @@ def _name(frame: _Frame) -> str:
 
 def _module(frame: _Frame) -> Module:
     name, cache = _name(frame), frame.attributes.get("cache", "true")
-    if name in TAGS:
+    if name in PML_TAGS:
         raise frame.at.error(f"a module called '{name}'", "another name, as this is a word of PML")
     if cache.lower() not in ("true", "false"):
         raise frame.at.error(f"cache={cache!r}", "'true' or 'false'")
@@ -319,21 +319,21 @@ _MAKE: Mapping[str, Callable[[_Frame], Any]] = MappingProxyType(
         "union": _union,
         "scaffold": _scaffold,
         **dict.fromkeys(("parameter", "param"), _param),
-        **dict.fromkeys(ROLES, _role),
+        **dict.fromkeys(PML_ROLES, _role),
     }
 )
 
 
-def _derived(frame: _Frame) -> Request | Import | Message:
+def _derived(frame: _Frame) -> PMLPrompt | Import | MessageNode:
     """An element of a prompt."""
-    if frame.tag in ROLES:
+    if frame.tag in PML_ROLES:
         for name in frame.attributes:
             raise frame.at.error(f"attribute '{name}' of '<{frame.tag}>'", "none")
-        return Message(cast(RoleName, frame.tag), "".join(text.text for text in frame.items), frame.at)
+        return MessageNode(cast(RoleName, frame.tag), "".join(text.text for text in frame.items), frame.at)
     if frame.tag != "prompt":
         return Import(frame.tag, tuple(frame.attributes.items()), tuple(frame.items), frame.at)
     schema = frame.attributes.get("schema")
     if not schema:
         raise frame.at.error("'<prompt>' without 'schema'", 'schema="..."')
     args = tuple((name, value) for name, value in frame.attributes.items() if name != "schema")
-    return Request(schema, tuple(frame.items), args, frame.at)
+    return PMLPrompt(schema, tuple(frame.items), args, frame.at)

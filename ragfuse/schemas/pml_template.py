@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 from ragfuse.errors import InputError
 from ragfuse.schemas.frontends.python import schema_of
 from ragfuse.schemas.frontends.templates import Syntax, filled, from_template, parsed
-from ragfuse.schemas.nodes import Import, Message, Param, Request, Schema, Spot, Text, inner
+from ragfuse.schemas.nodes import Import, MessageNode, Param, PMLPrompt, Schema, SourcePosition, TextNode, inner
 from ragfuse.schemas.pml import is_name, parse_prompt, parse_schema, read, to_pml
 from ragfuse.schemas.pml_writer import NO_TEXT
 from ragfuse.types.keys import digest
 
-Change = Callable[[str, Spot], str]
+Change = Callable[[str, SourcePosition], str]
 """(text, where it stands) -> what stands there instead."""
 
 
@@ -30,12 +30,12 @@ class FilledTemplate(str):
     schema: that it is a prompt over, to be registered. progress: whatever whoever hands it on wants to find here.
     """
 
-    request: Request
+    request: PMLPrompt
     schema: Schema
     progress: Any
     _whose: str
 
-    def __new__(cls, request: Request, schema: Schema, progress: Any = None, whose: str = "") -> FilledTemplate:
+    def __new__(cls, request: PMLPrompt, schema: Schema, progress: Any = None, whose: str = "") -> FilledTemplate:
         """Prompts of which anything differs are different texts; whose: a digest that stands for the schema."""
         shown, whose = _each(request, lambda text, at: NO_TEXT.sub("\ufffd", text)), whose or digest(repr(schema))
         made = super().__new__(cls, f"{to_pml(shown)}<!-- {digest(whose, repr(request))} -->")
@@ -64,7 +64,7 @@ class PMLTemplate:
     def __init__(
         self,
         schema: Schema | Path | str | Callable[..., Any],
-        prompt: Request | Path | str | None = None,
+        prompt: PMLPrompt | Path | str | None = None,
         question: str = "",
         syntax: Syntax = "f-string",
     ) -> None:
@@ -76,7 +76,7 @@ class PMLTemplate:
             raise self._request.at.error(f"a prompt for schema '{self._request.schema}'", f"'{self.schema.name}'")
         self._parts: dict[str, list[tuple[str, str | None]]] = {}
         self._own = self._own_variables()
-        asked = self._variables(Request("", (Message("user", question),)))
+        asked = self._variables(PMLPrompt("", (MessageNode("user", question),)))
         self.variables = tuple(dict.fromkeys((*self._own, *asked)))
         self.optional = tuple(name for name, has_default in self._own.items() if has_default)
         self._whose = digest(repr(self.schema))
@@ -129,7 +129,7 @@ class PMLTemplate:
 
     # inside
 
-    def _made(self, values: Mapping[str, object]) -> Request:
+    def _made(self, values: Mapping[str, object]) -> PMLPrompt:
         own = {name: values[name] for name in self._own if name in values}
         if self._function is not None:
             return _prompt(self._function(**own))
@@ -146,21 +146,21 @@ class PMLTemplate:
             return dict.fromkeys(self._variables(self._request), False)
         return {item.name: False for item in inner(self.schema.items) if isinstance(item, Param)}
 
-    def _variables(self, request: Request) -> list[str]:
+    def _variables(self, request: PMLPrompt) -> list[str]:
         found: list[str] = []
 
-        def note(text: str, at: Spot) -> str:
+        def note(text: str, at: SourcePosition) -> str:
             found.extend(name for _, name in self._split(text, at) if name is not None)
             return text
 
         _each(request, note)
         return found
 
-    def _text(self, text: str, values: Mapping[str, object], at: Spot) -> str:
+    def _text(self, text: str, values: Mapping[str, object], at: SourcePosition) -> str:
         parts = self._split(text, at)
         return "".join(literal if name is None else f"{literal}{values[name]}" for literal, name in parts)
 
-    def _split(self, text: str, at: Spot) -> list[tuple[str, str | None]]:
+    def _split(self, text: str, at: SourcePosition) -> list[tuple[str, str | None]]:
         """(text, variable behind it or None), made once."""
         if text not in self._parts:
             parts = [(literal, name) for literal, name, _ in parsed(at.file or "the prompt", text, self._syntax)]
@@ -184,24 +184,26 @@ def _schema(given: Schema | Path | str | Callable[..., Any]) -> Schema:
     return found
 
 
-def _prompt(given: Any) -> Request:
-    if isinstance(given, Request):
+def _prompt(given: Any) -> PMLPrompt:
+    if isinstance(given, PMLPrompt):
         return given
     if isinstance(given, str) and given.lstrip().startswith("<"):
         return parse_prompt(given)
     found = read(given)
-    if not isinstance(found, Request):
+    if not isinstance(found, PMLPrompt):
         raise found.at.error("<schema>", "<prompt>")
     return found
 
 
-def _each(request: Request, change: Change) -> Request:
+def _each(request: PMLPrompt, change: Change) -> PMLPrompt:
     """The same with every text changed: of its own, of messages, of arguments."""
     args, items = _args(request.args, request.at, change), _items(request.items, change)
     return replace(request, args=args, items=items, ending=change(request.ending, request.at))
 
 
-def _items(items: tuple[Text | Import | Message, ...], change: Change) -> tuple[Text | Import | Message, ...]:
+def _items(
+    items: tuple[TextNode | Import | MessageNode, ...], change: Change
+) -> tuple[TextNode | Import | MessageNode, ...]:
     return tuple(
         replace(item, args=_args(item.args, item.at, change), items=_items(item.items, change))
         if isinstance(item, Import)
@@ -210,5 +212,5 @@ def _items(items: tuple[Text | Import | Message, ...], change: Change) -> tuple[
     )
 
 
-def _args(args: tuple[tuple[str, str], ...], at: Spot, change: Change) -> tuple[tuple[str, str], ...]:
+def _args(args: tuple[tuple[str, str], ...], at: SourcePosition, change: Change) -> tuple[tuple[str, str], ...]:
     return tuple((name, change(value, at)) for name, value in args)

@@ -7,13 +7,25 @@ from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from ragfuse.errors import PMLError
-from ragfuse.schemas.nodes import Import, Item, Message, Module, Param, Request, Role, Scaffold, Schema, Text, Union
+from ragfuse.schemas.nodes import (
+    Import,
+    Item,
+    MessageNode,
+    Module,
+    Param,
+    PMLPrompt,
+    Role,
+    Scaffold,
+    Schema,
+    TextNode,
+    Union,
+)
 
 NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """What XML cannot hold."""
 
 
-def to_pml(node: Schema | Request | Import | Message | Scaffold | Item) -> str:
+def to_pml(node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item) -> str:
     """The node as PML that reads back as the same; neighbouring texts become one. PMLError for what XML cannot hold."""
     parts: list[str] = []
     _write(node, parts)
@@ -23,8 +35,8 @@ def to_pml(node: Schema | Request | Import | Message | Scaffold | Item) -> str:
     return text
 
 
-def _write(node: Schema | Request | Import | Message | Scaffold | Item, parts: list[str]) -> None:
-    if isinstance(node, Text):
+def _write(node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item, parts: list[str]) -> None:
+    if isinstance(node, TextNode):
         parts.append(_escaped(node.text))
         return
     tag, attributes, items = _told(node)
@@ -38,7 +50,9 @@ def _write(node: Schema | Request | Import | Message | Scaffold | Item, parts: l
     parts.append(f"</{tag}>")
 
 
-def _told(node: Schema | Request | Import | Message | Scaffold | Item) -> tuple[str, list[tuple[str, str]], list[Any]]:
+def _told(
+    node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item,
+) -> tuple[str, list[tuple[str, str]], list[Any]]:
     """Tag, attributes and items of a node."""
     match node:
         case Schema(name, items, scaffolds):
@@ -54,12 +68,12 @@ def _told(node: Schema | Request | Import | Message | Scaffold | Item) -> tuple[
             return "scaffold", [("modules", " ".join(modules))], []
         case Role(role, items):
             return role, [], list(items)
-        case Message(role, text):
-            return role, [], [Text(text)] if text else []
+        case MessageNode(role, text):
+            return role, [], [TextNode(text)] if text else []
         case Import(name, args, items):
             return name, list(args), list(items)
-        case Request(schema, items, args, ending=ending):
-            return "prompt", [("schema", schema), *args], [*items, *([Text(ending)] if ending else [])]
+        case PMLPrompt(schema, items, args, ending=ending):
+            return "prompt", [("schema", schema), *args], [*items, *([TextNode(ending)] if ending else [])]
         case _:
             raise TypeError(f"No node of PML: {node!r}")
 

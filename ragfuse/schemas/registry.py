@@ -1,4 +1,4 @@
-"""Schemas as they are written down: by tenant, in the store's book or, without one, in this process alone.
+"""Schemas as they are written down: by tenant, in the store's catalog or, without one, in this process alone.
 
 No model is needed: what was encoded of a schema is written down beside it, by model, so that it can be deleted.
 """
@@ -15,9 +15,9 @@ from ragfuse.errors import InputError, PMLError, StoreError
 from ragfuse.process.fork import ForkLock
 from ragfuse.schemas.nodes import Item, Module, inner
 from ragfuse.schemas.pml import one_of, parse_schema
-from ragfuse.store import Book, KVStore
+from ragfuse.store import KVStore
 from ragfuse.store.bulk import unanswered
-from ragfuse.store.catalog import Booked
+from ragfuse.store.catalog import Catalog
 from ragfuse.store.deletion import dropped
 from ragfuse.types.keys import ChunkKey, digest
 
@@ -40,7 +40,7 @@ class SchemaInfo:
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredSchema:
     """A schema's text and where it came from.
 
     keys: of what was encoded of it, or may be, by digest of model and tenant. encoded: digest of the text that was
@@ -59,7 +59,7 @@ class Kept:
         return self.encoded.get(model) == digest("schema", self.pml)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Kept | None:
+    def from_dict(cls, data: Mapping[str, Any]) -> StoredSchema | None:
         """What was written down, None where that is something else."""
         try:
             keys = {str(model): [str(key) for key in keys] for model, keys in data["keys"].items()}
@@ -69,22 +69,24 @@ class Kept:
             return None
 
 
-class Registry:
+class SchemaRegistry:
     """The schemas of a tenant, by its salt. Threads and processes may share it; of two that write one name, the last.
 
     clock: seconds since 1970.
     """
 
-    def __init__(self, store: KVStore, booked: Booked, salt: str = "", clock: Callable[[], float] = time.time) -> None:
-        self._store, self._booked, self._clock = store, booked, clock
+    def __init__(
+        self, store: KVStore, catalog: Catalog, salt: str = "", clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store, self._catalog, self._clock = store, catalog, clock
         self._prefix, self._lock = f"schema-{digest('schemas', salt)}-", ForkLock()
         self._here: dict[str, dict[str, Any]] = {}
-        self._unwritten = set[str]()  # names of what the book did not take
+        self._unwritten = set[str]()  # names of what the catalog did not take
 
-    def put(self, kept: Kept, model: str, keys: Sequence[str], must: bool = True) -> None:
+    def put(self, kept: StoredSchema, model: str, keys: Sequence[str], must: bool = True) -> None:
         """Write a schema down in place of another of its name. keys: of its runs, for the digest `model`.
 
-        StoreError where the book cannot be written: then this process alone knows the schema. Unless it `must`, that
+        StoreError where the catalog cannot be written: then this process alone knows the schema. Unless it `must`, that
         is no more than counted and said in the log.
         """
         with self._lock:
@@ -100,7 +102,7 @@ class Registry:
             if kept is not None:
                 self._write(replace(kept, keys=_more(kept.keys, model, keys)))
 
-    def get(self, name: str) -> Kept | None:
+    def get(self, name: str) -> StoredSchema | None:
         """The schema of that name, None if there is none."""
         with self._lock:
             return self._get(name)
@@ -111,7 +113,7 @@ class Registry:
 
     def names(self) -> list[str]:
         """Which there are, sorted."""
-        names: list[str] = self._booked.strictly(lambda book: book.names(), [])
+        names = self._catalog.strict.names()
         kept = {name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)}
         return sorted(kept | self._unwritten)
 
@@ -133,7 +135,7 @@ class Registry:
             raise InputError(f"There is no schema '{name}'; wanted {self.names_told()}.")
         others = {key for each in self._all() if each.name != name for key in _keys(each)}
         with self._lock:
-            self._booked.strictly(lambda book: book.delete(self._prefix + name), None)
+            self._catalog.strict.delete(self._prefix + name)
             self._here.pop(name, None)
             self._unwritten.discard(name)
         gone = {key for key in _keys(kept) if key not in others}
@@ -143,25 +145,22 @@ class Registry:
             log.warning(unanswered(done.silent, f"what it holds of schema '{name}' stays"))
         return sum(nbytes for entry, nbytes in sizes if not done.has_left(entry))
 
-    def _all(self) -> list[Kept]:
+    def _all(self) -> list[StoredSchema]:
         found = map(self.get, self.names())
         return [kept for kept in found if kept is not None]
 
-    def _write(self, kept: Kept, must: bool = False) -> None:
+    def _write(self, kept: StoredSchema, must: bool = False) -> None:
         data = self._here[kept.name] = asdict(kept)
         self._unwritten.add(kept.name)
 
-        def put(book: Book) -> bool:
-            book.put(self._prefix + kept.name, data)
-            return True
-
-        if (self._booked.strictly if must else self._booked)(put, False):
+        catalog = self._catalog.strict if must else self._catalog
+        if catalog.put(self._prefix + kept.name, data):
             self._unwritten.discard(kept.name)
 
-    def _get(self, name: str) -> Kept | None:
-        answered, found = self._booked.asked(lambda book: book.get(self._prefix + name))
+    def _get(self, name: str) -> StoredSchema | None:
+        answered, found = self._catalog.try_get(self._prefix + name)
         data = found if answered and name not in self._unwritten else self._here.get(name, found)
-        return Kept.from_dict(data) if data else None
+        return StoredSchema.from_dict(data) if data else None
 
 
 def _more(before: Mapping[str, Sequence[str]], model: str, keys: Sequence[str]) -> dict[str, list[str]]:
@@ -170,7 +169,7 @@ def _more(before: Mapping[str, Sequence[str]], model: str, keys: Sequence[str]) 
     return {**others, model: list(dict.fromkeys([*keys, *others.get(model, [])]))}
 
 
-def _keys(kept: Kept) -> Iterator[ChunkKey]:
+def _keys(kept: StoredSchema) -> Iterator[ChunkKey]:
     for keys in kept.keys.values():
         for key in keys:
             try:
@@ -179,7 +178,7 @@ def _keys(kept: Kept) -> Iterator[ChunkKey]:
                 continue
 
 
-def _counts(kept: Kept) -> tuple[int, int]:
+def _counts(kept: StoredSchema) -> tuple[int, int]:
     try:
         schema = parse_schema(kept.pml, kept.file)
     except PMLError:

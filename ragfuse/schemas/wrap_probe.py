@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from ragfuse.schemas.layout import PLAIN, Wrapping
+from ragfuse.schemas.layout import NO_WRAPPING, Wrapping
 
 RenderMessages = Callable[[list[dict[str, str]], bool], str]
 """Messages, and whether what makes the model answer follows; may raise anything."""
 
-MARKS: Mapping[str, Sequence[str]] = MappingProxyType(
+PROBE_TEXTS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "system": ("probed-rule",),
         "user": ("probed-question", "probed-request"),
@@ -28,7 +28,7 @@ def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:
     try:
         return _probed(render, bos)
     except Exception:  # a template may raise anything
-        return "", PLAIN
+        return "", NO_WRAPPING
 
 
 def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
@@ -51,7 +51,7 @@ def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
 
 def _between(render: RenderMessages, roles: Sequence[str], ask: bool = False) -> list[str]:
     """What stands before, between and behind messages of these roles; ValueError where one does not stand there."""
-    marks = [MARKS[role][roles[:at].count(role)] for at, role in enumerate(roles)]
+    marks = [PROBE_TEXTS[role][roles[:at].count(role)] for at, role in enumerate(roles)]
     text = render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)], ask)
     found = []
     for mark in marks:

@@ -16,9 +16,9 @@ from starlette.exceptions import HTTPException
 
 from ragfuse.errors import RagFuseError
 from ragfuse.serve.guard import Guard
-from ragfuse.serve.refusals import Refusal, refusal_of, unreadable
+from ragfuse.serve.refusals import APIError, refusal_of, unreadable
 from ragfuse.serve.routes import router
-from ragfuse.serve.schema import Failed
+from ragfuse.serve.schema import ErrorBody
 from ragfuse.serve.schema_routes import schema_routes
 from ragfuse.serve.service import Service
 
@@ -40,7 +40,7 @@ STATUSES = (
 def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = True) -> Any:
     """An ASGI app. origins: of web pages that may ask from a browser. only_here: it answers to localhost alone."""
     instead: dict[int | str, dict[str, Any]] = {
-        status: {"description": what, "model": Failed} for status, what in STATUSES
+        status: {"description": what, "model": ErrorBody} for status, what in STATUSES
     }
     app = FastAPI(
         title="ragfuse",
@@ -53,7 +53,7 @@ def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = Tr
     app.state.threads = service.threads
     app.include_router(router(service))
     app.include_router(schema_routes(service))
-    for kind in (Refusal, RagFuseError, RequestValidationError, HTTPException, Exception):
+    for kind in (APIError, RagFuseError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
     app.openapi = lambda: _without_422(FastAPI.openapi(app))  # type: ignore[method-assign]
     settings = service.settings
@@ -93,7 +93,7 @@ async def _refused(_: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         refusal = unreadable(error.errors())
     elif isinstance(error, HTTPException):
-        refusal = Refusal(error.status_code, f"{error.detail}.", "http")
+        refusal = APIError(error.status_code, f"{error.detail}.", "http")
         return Response(refusal.body(), error.status_code, dict(error.headers or {}), "application/json")
     else:
         refusal = refusal_of(error)

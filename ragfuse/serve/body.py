@@ -19,15 +19,15 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from ragfuse.serve.guard import unless_gone
-from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.refusals import APIError
 
-DEEPEST = 64
+MAX_BODY_DEPTH = 64
 """Objects and lists within each other that a body may hold."""
 MOST_MARKS = 32_768
 """Texts, objects and lists that a body may hold: each becomes an object of Python's, a hundred times its own size."""
 MOST_COMMAS = 262_144
 """Values that a body may hold: token ids of a long prompt are this many at most."""
-STEP = 1 << 16
+SCAN_NBYTES = 1 << 16
 """Bytes that are looked at together."""
 _BOM = "\ufeff"
 
@@ -41,7 +41,7 @@ def decoded(raw: bytes | bytearray) -> str:
         return raw.decode("utf-8").removeprefix(_BOM)
     except UnicodeDecodeError as error:
         found = raw[error.start]
-        raise Refusal(
+        raise APIError(
             400,
             f"Wanted JSON in UTF-8, found the byte 0x{found:02x} at {error.start:,}, which is none there. Encode the "
             "body as UTF-8.",
@@ -53,13 +53,13 @@ def check_shape(raw: bytes) -> None:
     """Refusal for JSON whose objects and lists lie too deep in each other, or that holds too many values.
 
     Reading the first would overflow a stack; the second takes seconds in which nobody else is served. Every byte is
-    looked at a few times, `STEP` at a time, while other threads run. Behind a backslash that is in no text, where JSON
-    ends, what is counted means nothing.
+    looked at a few times, `SCAN_NBYTES` at a time, while other threads run. Behind a backslash that is in no text,
+    where JSON ends, what is counted means nothing.
     """
     signs, depth, marks, commas = np.frombuffer(raw, np.uint8), 0, 0, 0
     in_text = is_escaped = False
-    for at in range(0, len(signs), STEP):
-        step = signs[at : at + STEP]
+    for at in range(0, len(signs), SCAN_NBYTES):
+        step = signs[at : at + SCAN_NBYTES]
         quotes, is_escaped = _quotes(step, is_escaped)
         inside = (np.cumsum(quotes, dtype=np.uint8) & 1 == 1) ^ in_text  # from a text's first quote to before its last
         opened = ((step == ord("[")) | (step == ord("{"))) & ~inside
@@ -69,10 +69,12 @@ def check_shape(raw: bytes) -> None:
         marks += int(np.count_nonzero(opened)) + int(np.count_nonzero(quotes & inside))
         commas += int(np.count_nonzero((step == ord(",")) & ~inside))
         in_text = bool(inside[-1])
-        if deepest > DEEPEST:
-            raise Refusal(400, f"Wanted JSON of at most {DEEPEST} levels, found more. Make it flatter.", "too_deep")
+        if deepest > MAX_BODY_DEPTH:
+            raise APIError(
+                400, f"Wanted JSON of at most {MAX_BODY_DEPTH} levels, found more. Make it flatter.", "too_deep"
+            )
         if marks > MOST_MARKS or commas > MOST_COMMAS:
-            raise Refusal(
+            raise APIError(
                 400,
                 f"Wanted at most {MOST_MARKS:,} texts, objects and lists in a body, and {MOST_COMMAS:,} values; found "
                 "more. Send less at once.",
@@ -101,7 +103,7 @@ def parsed(raw: bytes) -> Any:
         value = json.loads(text)
     except ValueError as error:  # a number of thousands of digits is one, too
         why = error.msg.lower() if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0].lower()
-        raise Refusal(400, f"Wanted JSON, found something else: {why}. Mend the body.", "json") from None
+        raise APIError(400, f"Wanted JSON, found something else: {why}. Mend the body.", "json") from None
     if "\\ud" in text or "\\uD" in text:
         check_whole(value)
     return value
@@ -121,7 +123,7 @@ def check_whole(value: Any) -> None:
             try:
                 each.encode()
             except UnicodeEncodeError:
-                raise Refusal(
+                raise APIError(
                     400, "Wanted whole characters, found half of a pair; escape both halves.", "half"
                 ) from None
 

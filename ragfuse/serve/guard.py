@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequ
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
+from ragfuse.serve.admission import RETRY_S, STOPPING
 from ragfuse.serve.keys import LOOPBACK, Keys
-from ragfuse.serve.refusals import Refusal, refusal_of
-from ragfuse.serve.turnstile import RETRY_S, STOPPING
+from ragfuse.serve.refusals import APIError, refusal_of
 
 T = TypeVar("T")
 Scope = MutableMapping[str, Any]
@@ -28,11 +28,11 @@ DRAINED = 8
 CROWDED = "There are too many connections that all ask something; wanted fewer. Close some, or come again later."
 PUBLIC = ("/health",)
 """Paths that need no key."""
-ALWAYS = ("/health", "/metrics")
+PATHS_WHILE_STOPPING = ("/health", "/metrics")
 """Paths that are answered while the server stops."""
 
 
-class Asked(Protocol):
+class RequestObserver(Protocol):
     """What is heard of every request: the route's path and the status it was answered with."""
 
     def __call__(self, path: str, status: int) -> object:
@@ -54,7 +54,7 @@ class Guard:
         nbytes: Callable[[], int],
         seconds: float,
         stopping: Callable[[], bool],
-        asked: Asked,
+        asked: RequestObserver,
         only_here: bool,
         held: HeldBytes | None = None,
     ) -> None:
@@ -78,7 +78,7 @@ class Guard:
             try:
                 self._admit(scope)
                 body = await self._body(scope, coming, holding)
-            except Refusal as refusal:
+            except APIError as refusal:
                 holding.end()
                 await self._drain(scope, coming)
                 await say(refusal, counted)
@@ -93,25 +93,25 @@ class Guard:
 
     def _admit(self, scope: Scope) -> None:
         path, headers = scope["path"], dict(scope["headers"])
-        if self._stopping() and path not in ALWAYS:
-            raise Refusal(503, STOPPING, "stopping", None, RETRY_S)
-        if scope.get("state", {}).get("is_crowded") and path not in ALWAYS:
-            raise Refusal(503, CROWDED, "busy", None, self._held.wait_s())
+        if self._stopping() and path not in PATHS_WHILE_STOPPING:
+            raise APIError(503, STOPPING, "stopping", None, RETRY_S)
+        if scope.get("state", {}).get("is_crowded") and path not in PATHS_WHILE_STOPPING:
+            raise APIError(503, CROWDED, "busy", None, self._held.wait_s())
         if b"transfer-encoding" in headers and (b"content-length" in headers or scope.get("http_version") == "1.0"):
-            raise Refusal(400, "Wanted one length of the body, found Transfer-Encoding beside another one.", "http")
+            raise APIError(400, "Wanted one length of the body, found Transfer-Encoding beside another one.", "http")
         if self._only_here and not _is_here(headers.get(b"host", b"").decode("latin-1")):
-            raise Refusal(421, "This server answers to localhost alone; wanted that in the Host header.", "host")
+            raise APIError(421, "This server answers to localhost alone; wanted that in the Host header.", "host")
         tenant = self._keys.tenant(headers.get(b"authorization", b"").decode("latin-1"))
         if tenant is None and path not in PUBLIC:
             told = "another one" if b"authorization" in headers else "none"
-            raise Refusal(
+            raise APIError(
                 401, f"Wanted one of the server's API keys, found {told}. Send it as 'Bearer KEY'.", "api_key"
             )
         scope.setdefault("state", {})["tenant"] = tenant
         if scope["method"] == "POST":
             kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
             if kind != "application/json":
-                raise Refusal(415, f"Wanted a body of type application/json, found '{kind[:60]}'.", "content_type")
+                raise APIError(415, f"Wanted a body of type application/json, found '{kind[:60]}'.", "content_type")
             if _length(scope) > self._nbytes():
                 raise self._too_large()
 
@@ -135,11 +135,11 @@ class Guard:
                         raise self._too_large()
                     more = message.get("more_body", False)
         except TimeoutError:
-            raise Refusal(408, f"Wanted the body within {self._seconds:g} seconds. Send it faster.", "slow") from None
+            raise APIError(408, f"Wanted the body within {self._seconds:g} seconds. Send it faster.", "slow") from None
         return bytes(body)
 
-    def _too_large(self) -> Refusal:
-        return Refusal(
+    def _too_large(self) -> APIError:
+        return APIError(
             413, f"Wanted a body of at most {self._nbytes():,} bytes, found more. Send less at once.", "too_large"
         )
 
@@ -182,7 +182,7 @@ class HeldBytes:
     def take(self, tenant: str, n: int) -> None:
         """Hold so many more; Refusal (429) where there is no room for them."""
         if self.by_tenant.total() + n > self._most or self.by_tenant[tenant] + n > self._most_each:
-            raise Refusal(
+            raise APIError(
                 429,
                 f"Wanted room for a request, but those that wait or are answered hold {self.by_tenant.total():,} bytes "
                 f"already, of at most {self._most:,} ({self._most_each:,} of one tenant). Retry later, or send less.",
@@ -228,7 +228,7 @@ async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise Refusal(499, "Whoever asked went away.", "gone")
+        raise APIError(499, "Whoever asked went away.", "gone")
     finally:
         for each in (task, gone):
             if not each.done():

@@ -17,7 +17,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True)
-class Tenant:
+class APITenant:
     """Who asks. name: for counts and the queue, tells nothing of the key. salt: of the keys of all that is stored."""
 
     name: str
@@ -31,18 +31,18 @@ class Keys:
     """
 
     def __init__(self, given: Iterable[str] = (), salt: str = "") -> None:
-        self._open = Tenant("all", salt)
+        self._open = APITenant("all", salt)
         self._held = tuple(_held(text) for text in given)
 
     def __len__(self) -> int:
         return len(self._held)
 
     @property
-    def tenants(self) -> Sequence[Tenant]:
+    def tenants(self) -> Sequence[APITenant]:
         """All there are, those of several keys once."""
         return tuple(dict.fromkeys(tenant for _, tenant in self._held)) or (self._open,)
 
-    def tenant(self, authorization: str | None) -> Tenant | None:
+    def tenant(self, authorization: str | None) -> APITenant | None:
         """Whose key an `Authorization` header holds; None where it is nobody's. Takes as long for any key."""
         if not self._held:
             return self._open
@@ -73,7 +73,7 @@ def read_keys(path: Path) -> list[str]:
     return [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
 
 
-def _held(text: str) -> tuple[bytes, Tenant]:
+def _held(text: str) -> tuple[bytes, APITenant]:
     salt, colon, key = text.rpartition(":")
     if len(key) < SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
         raise SettingsError(
@@ -81,7 +81,7 @@ def _held(text: str) -> tuple[bytes, Tenant]:
             "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
     name = digest("tenant", salt if colon else key)[:8]
-    return _digest(key), Tenant(name, salt if colon else digest("key's salt", key))
+    return _digest(key), APITenant(name, salt if colon else digest("key's salt", key))
 
 
 def _digest(key: str) -> bytes:

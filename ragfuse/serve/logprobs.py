@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-LEAST = -9999.0
+ZERO_LOGPROB = -9999.0
 """What stands for a probability of zero, as OpenAI has it."""
 
 Spell = Callable[[int], str]
@@ -99,4 +99,4 @@ def _token(id: int, logprob: float | None, spell: Spell) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float:
-    return max(value, LEAST)
+    return max(value, ZERO_LOGPROB)

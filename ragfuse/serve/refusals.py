@@ -12,7 +12,7 @@ from ragfuse.errors import InputError, PMLError, RagFuseError, SettingsError, St
 
 log = logging.getLogger("ragfuse.serve")
 
-KINDS: tuple[tuple[int, str], ...] = (
+ERROR_TYPES: tuple[tuple[int, str], ...] = (
     (401, "authentication_error"),
     (404, "not_found_error"),
     (429, "rate_limit_error"),
@@ -20,7 +20,7 @@ KINDS: tuple[tuple[int, str], ...] = (
 """OpenAI's words for statuses; for others below 500 it is "invalid_request_error"."""
 
 
-class Refusal(Exception):
+class APIError(Exception):
     """A request that is not answered: the HTTP status and what is said. param: the field that is meant.
 
     retry_s: seconds after which it may be tried again.
@@ -37,7 +37,7 @@ class Refusal(Exception):
         """What OpenAI calls errors of this status."""
         if self.status >= 500:
             return "server_error"
-        return dict(KINDS).get(self.status, "invalid_request_error")
+        return dict(ERROR_TYPES).get(self.status, "invalid_request_error")
 
     def as_dict(self) -> dict[str, Any]:
         """As OpenAI's clients read it."""
@@ -53,39 +53,39 @@ class Refusal(Exception):
         return {**after, **({"www-authenticate": "Bearer"} if self.status == 401 else {})}
 
 
-def refusal_of(error: BaseException) -> Refusal:
+def refusal_of(error: BaseException) -> APIError:
     """What a client is told of an error; what it cannot help is logged here, and not told."""
-    if isinstance(error, Refusal):
+    if isinstance(error, APIError):
         return error
     if isinstance(error, PMLError):
-        return Refusal(400, _without_folder(error), "unusable", "pml")
+        return APIError(400, _without_folder(error), "unusable", "pml")
     if isinstance(error, InputError | SettingsError):
-        return Refusal(400, str(error), "unusable")
+        return APIError(400, str(error), "unusable")
     if isinstance(error, StoreError):
         log.error("The store is not usable: %s", error)
-        return Refusal(
+        return APIError(
             503, "The store is not usable now. Try again later; the server's log says more.", "store", None, 30
         )
     name = type(error).__name__
     log.error("A request ended in %s", name, exc_info=error)
     known = str(error) if isinstance(error, RagFuseError) else ""
-    return Refusal(500, known or "Something went wrong in the server; its log says what.", "internal")
+    return APIError(500, known or "Something went wrong in the server; its log says what.", "internal")
 
 
-def unreadable(errors: Sequence[Mapping[str, Any]]) -> Refusal:
+def unreadable(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """What is wrong with a request that does not have the form it should have."""
     first = errors[0]
     place = [str(part) for part in first["loc"] if part != "body"]
     name = ".".join(place)
     if first["type"] == "json_invalid":
         why = str((first.get("ctx") or {}).get("error", "")).lower()
-        return Refusal(400, f"Wanted JSON, found something else: {why or 'no value'}. Mend the body.", "json")
+        return APIError(400, f"Wanted JSON, found something else: {why or 'no value'}. Mend the body.", "json")
     if first["type"] == "extra_forbidden":
-        return Refusal(400, f"There is no field '{name}' here; leave it out.", "unknown_field", name)
+        return APIError(400, f"There is no field '{name}' here; leave it out.", "unknown_field", name)
     if first["type"] == "missing":
-        return Refusal(400, f"Wanted the field '{name or 'body'}', found none; give it.", "missing", name or None)
+        return APIError(400, f"Wanted the field '{name or 'body'}', found none; give it.", "missing", name or None)
     found = _short(first.get("input"))
-    return Refusal(400, f"{name or 'The body'}: {_lower(str(first['msg']))}; found {found}.", "unusable", name or None)
+    return APIError(400, f"{name or 'The body'}: {_lower(str(first['msg']))}; found {found}.", "unusable", name or None)
 
 
 def _without_folder(error: PMLError) -> str:

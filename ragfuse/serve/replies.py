@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from ragfuse.serve.logprobs import Likely, as_chat, as_text
 from ragfuse.serve.refusals import refusal_of
-from ragfuse.serve.run import Said, Written
+from ragfuse.serve.run import Completed, TextDelta
 from ragfuse.types.answer import Answer
 
 Json = dict[str, Any]
@@ -19,7 +19,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
-class Reply:
+class ResponseWriter:
     """How the answers to one request are written. spell: the text of one token."""
 
     model: str
@@ -31,7 +31,7 @@ class Reply:
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, written: Sequence[Written], likely: dict[int, list[Likely]]) -> Json:
+    def whole(self, written: Sequence[Completed], likely: dict[int, list[Likely]]) -> Json:
         """All answers at once; likely: of each answer, by index."""
         choices = [self._choice(each, likely.get(each.index, [])) for each in written]
         told = [self.trace(each.answer) for each in written]
@@ -39,7 +39,7 @@ class Reply:
         usage = usage_of([each.answer for each in written])
         return {**self._head(kind), "choices": choices, "usage": usage, "ragfuse": told[0] if len(told) == 1 else told}
 
-    async def events(self, items: AsyncIterator[Said | Written]) -> AsyncIterator[bytes]:
+    async def events(self, items: AsyncIterator[TextDelta | Completed]) -> AsyncIterator[bytes]:
         """The same as events, the last one [DONE]; what goes wrong on the way is an event, too, and the last one."""
         answers: list[Answer] = []
         begun: set[int] = set()
@@ -51,7 +51,7 @@ class Reply:
                     yield self._event(item.index, {"role": "assistant", "content": ""})
                 for event in self._of(item, offsets):
                     yield event
-                if isinstance(item, Written):
+                if isinstance(item, Completed):
                     answers.append(item.answer)
         except Exception as error:
             yield _data(refusal_of(error).as_dict())
@@ -68,15 +68,15 @@ class Reply:
 
     # inside
 
-    def _of(self, item: Said | Written, offsets: dict[int, int]) -> Iterator[bytes]:
-        text = item.text if isinstance(item, Said) else item.rest
-        if self.is_chat and isinstance(item, Said) and item.reasoning:
+    def _of(self, item: TextDelta | Completed, offsets: dict[int, int]) -> Iterator[bytes]:
+        text = item.text if isinstance(item, TextDelta) else item.rest
+        if self.is_chat and isinstance(item, TextDelta) and item.reasoning:
             yield self._event(item.index, {"reasoning_content": item.reasoning})
         logprobs = self._logprobs(item.likely, offsets.get(item.index, 0)) if item.likely else None
         offsets[item.index] = offsets.get(item.index, 0) + sum(len(self.spell(each.id)) for each in item.likely)
         if text or logprobs is not None:
             yield self._event(item.index, {"content": text} if self.is_chat else text, logprobs=logprobs)
-        if isinstance(item, Written):
+        if isinstance(item, Completed):
             if calls := self._calls(item.answer):
                 yield self._event(item.index, {"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]})
             delta: Json | str = {} if self.is_chat else ""
@@ -111,7 +111,7 @@ class Reply:
             told["usage"] = None
         return _data(told if trace is None else {**told, "ragfuse": trace})
 
-    def _choice(self, written: Written, likely: Sequence[Likely]) -> Json:
+    def _choice(self, written: Completed, likely: Sequence[Likely]) -> Json:
         answer = written.answer
         logprobs = self._logprobs(likely) if self.wants_logprobs else None
         common = {"index": written.index, "logprobs": logprobs, "finish_reason": _reason(written)}
@@ -150,7 +150,7 @@ def usage_of(answers: Sequence[Answer]) -> Json:
     }
 
 
-def _reason(written: Written) -> str:
+def _reason(written: Completed) -> str:
     """Why it ended; an answer whose time was over is one that was cut off."""
     reason = written.answer.finish_reason
     return "length" if written.is_late and reason == "stop" else reason

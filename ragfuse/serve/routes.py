@@ -12,16 +12,16 @@ from fastapi.responses import JSONResponse, Response
 
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.options import Ask
-from ragfuse.engine.prompt_builder import Inquiry
+from ragfuse.engine.question import Question
 from ragfuse.plan.words import as_dict, in_words
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.guard import unless_gone
-from ragfuse.serve.keys import Tenant
+from ragfuse.serve.keys import APITenant
 from ragfuse.serve.logprobs import Likely
-from ragfuse.serve.refusals import Refusal
-from ragfuse.serve.replies import Reply
-from ragfuse.serve.run import HARD_S, Run, Said, Wish, Written
-from ragfuse.serve.schema import ChatRequest, ExplainRequest, TextRequest, Wanted
+from ragfuse.serve.refusals import APIError
+from ragfuse.serve.replies import ResponseWriter
+from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun, Completed, TextDelta
+from ragfuse.serve.schema import ChatRequest, CompletionRequest, ExplainRequest, TextRequest
 from ragfuse.serve.service import Service
 from ragfuse.serve.stats import store_of
 from ragfuse.serve.wishes import (
@@ -51,7 +51,7 @@ def router(service: Service) -> APIRouter:
         """Answer messages."""
         salt = _tenant(request).salt
 
-        def make(engine: Engine) -> list[Wish]:
+        def make(engine: Engine) -> list[AnswerRequest]:
             told = body.chat_template_kwargs, body.enable_thinking, body.reasoning_effort, body.verbosity
             template = engine.template if any(each is not None for each in told) else None
             return chat_wishes(body, salt, template)
@@ -63,8 +63,8 @@ def router(service: Service) -> APIRouter:
         """Go on from a text."""
         salt = _tenant(request).salt
 
-        def make(engine: Engine) -> list[Wish]:
-            return text_wishes(body, salt, engine.marker.mark, len(engine.model.words))
+        def make(engine: Engine) -> list[AnswerRequest]:
+            return text_wishes(body, salt, engine.marker.mark, len(engine.model.tokenizer))
 
         return await _answer(service, request, body, make, False, body.logprobs is not None)
 
@@ -109,21 +109,21 @@ def router(service: Service) -> APIRouter:
 async def _answer(
     service: Service,
     request: Request,
-    body: Wanted,
-    make: Callable[[Engine], list[Wish]],
+    body: CompletionRequest,
+    make: Callable[[Engine], list[AnswerRequest]],
     is_chat: bool,
     wants_logprobs: bool,
 ) -> Response:
     """The answers to all wishes that `make` makes in the request's turn, one response."""
     _check_model(service, body.model)
     if body.stream_options is not None and not body.stream:
-        raise Refusal(400, "stream_options need stream: true; give both or neither.", "unusable", "stream_options")
+        raise APIError(400, "stream_options need stream: true; give both or neither.", "unusable", "stream_options")
     tenant = _tenant(request)
     run = await unless_gone(request.receive, service.begin(tenant, make, body.session_id))
     try:
         engine = run.engine
         usage = body.stream_options is not None and body.stream_options.include_usage
-        reply = Reply(
+        reply = ResponseWriter(
             service.model,
             is_chat,
             f"fp_{engine.digest[:10]}",
@@ -141,12 +141,12 @@ async def _answer(
         raise
 
 
-async def _whole(reply: Reply, items: AsyncIterator[Said | Written]) -> dict[str, Any]:
-    written: list[Written] = []
+async def _whole(reply: ResponseWriter, items: AsyncIterator[TextDelta | Completed]) -> dict[str, Any]:
+    written: list[Completed] = []
     likely: dict[int, list[Likely]] = {}
     async for item in items:
         likely.setdefault(item.index, []).extend(item.likely)
-        if isinstance(item, Written):
+        if isinstance(item, Completed):
             written.append(item)
     return reply.whole(written, likely)
 
@@ -166,7 +166,7 @@ class Events(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], run: Run, seconds: float) -> None:
+    def __init__(self, events: AsyncIterator[bytes], run: AnswerRun, seconds: float) -> None:
         self._events, self._run, self._seconds = events, run, seconds
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
@@ -178,7 +178,7 @@ class Events(Response):
         try:
             async with asyncio.timeout(self._seconds):
                 await unless_gone(receive, self._all(send))
-        except (TimeoutError, Refusal):
+        except (TimeoutError, APIError):
             pass
         finally:
             self._run.cancel()
@@ -205,10 +205,10 @@ def _explained(engine: Engine, body: ExplainRequest, check: Callable[[object], N
     )
     given, documents = [each for each in (body.messages, body.prompt) if each is not None], body.documents or ()
     if len(given) > 1 or not (given or body.pml):
-        raise Refusal(400, "Wanted messages or a prompt, one of them; found both or neither.", "unusable", "messages")
-    question: Inquiry
+        raise APIError(400, "Wanted messages or a prompt, one of them; found both or neither.", "unusable", "messages")
+    question: Question
     if isinstance(body.prompt, list):
-        question = ids_of(body.prompt, body.pml, documents, len(engine.model.words))
+        question = ids_of(body.prompt, body.pml, documents, len(engine.model.tokenizer))
     elif body.prompt is not None:
         question = text_of(body.pml, body.prompt, documents, engine.marker.mark)
     else:
@@ -224,14 +224,14 @@ def _also(kind: str) -> dict[int | str, dict[str, Any]]:
     return {200: {"description": "What was asked for.", "content": {kind: {"schema": {"type": "string"}}}}}
 
 
-def _tenant(request: Request) -> Tenant:
-    tenant: Tenant = request.state.tenant
+def _tenant(request: Request) -> APITenant:
+    tenant: APITenant = request.state.tenant
     return tenant
 
 
 def _check_model(service: Service, name: str) -> None:
     if name not in (service.model, service.settings.model):
-        raise Refusal(
+        raise APIError(
             404, f"Wanted the model '{service.model}', found '{name:.80}'; name that one.", "model_not_found", "model"
         )
 

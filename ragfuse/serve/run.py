@@ -14,9 +14,9 @@ from typing import Any
 from ragfuse.engine.answer_stream import AnswerStream
 from ragfuse.engine.engine import Engine
 from ragfuse.engine.options import Ask
-from ragfuse.engine.prompt_builder import Inquiry
+from ragfuse.engine.question import Question
 from ragfuse.serve.logprobs import Likely, Noted, of_prompt
-from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.refusals import APIError
 from ragfuse.types.answer import Answer, Thought, Trace
 
 HARD_S = 5.0
@@ -24,14 +24,14 @@ HARD_S = 5.0
 
 
 @dataclass(frozen=True)
-class Wish:
+class AnswerRequest:
     """One answer that is wanted; noted: where the probabilities of its tokens are, if they are wanted.
 
     echo: the prompt is said first, as this text, or as its tokens read where it is ""; None: it is not said. n_top:
     with how likely its tokens are, and so many others beside each. writes: False where nothing is wanted behind it.
     """
 
-    question: Inquiry
+    question: Question
     ask: Ask
     noted: Noted | None = None
     echo: str | None = None
@@ -46,7 +46,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Said:
+class TextDelta:
     """A piece of the text of one answer; likely: of tokens that are known by now; reasoning: a piece of thought."""
 
     index: int
@@ -56,7 +56,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Written:
+class Completed:
     """A whole answer. rest: of its text, what was not said. is_late: its time was over before it ended by itself.
 
     echo: the prompt, where it is said before the answer.
@@ -70,21 +70,23 @@ class Written:
     echo: str = ""
 
 
-class Run:
+class AnswerRun:
     """Writes the answers to some wishes, beginning at once; `done` is called when the last one is written or given up.
 
     due_s: on the event loop's clock. Then what is written so far is the answer; what has not begun is a Refusal (504).
     """
 
-    def __init__(self, wishes: Sequence[Wish], engine: Engine, due_s: float, done: Callable[[], object]) -> None:
+    def __init__(
+        self, wishes: Sequence[AnswerRequest], engine: Engine, due_s: float, done: Callable[[], object]
+    ) -> None:
         self.engine = engine
         self._wishes, self._due_s, self._done = wishes, due_s, done
-        self._items: asyncio.Queue[Said | Written | BaseException | None] = asyncio.Queue()
+        self._items: asyncio.Queue[TextDelta | Completed | BaseException | None] = asyncio.Queue()
         self._is_late = self._is_over = False
         self._stream: AnswerStream | None = None
         self._task = asyncio.get_running_loop().create_task(self._write())
 
-    async def read(self) -> AsyncIterator[Said | Written]:
+    async def read(self) -> AsyncIterator[TextDelta | Completed]:
         """Pieces and answers as they come; raises what ended them."""
         while (item := await self._items.get()) is not None:
             if isinstance(item, BaseException):
@@ -119,15 +121,15 @@ class Run:
         finally:
             self._done()
 
-    async def _one(self, index: int, wish: Wish) -> None:
+    async def _one(self, index: int, wish: AnswerRequest) -> None:
         loop, said = asyncio.get_running_loop(), 0
         before = Echo("", ())
         if wish.echo is not None or not wish.writes:
             before = await asyncio.to_thread(echoed, self.engine, wish, self._check)
             if wish.echo is not None:
-                self._items.put_nowait(Said(index, before.text, before.likely))
+                self._items.put_nowait(TextDelta(index, before.text, before.likely))
         if not wish.writes:
-            self._items.put_nowait(Written(index, before.answer(self.engine), "", echo=before.text))
+            self._items.put_nowait(Completed(index, before.answer(self.engine), "", echo=before.text))
             return
         self._stream = stream = await asyncio.to_thread(self.engine.stream, wish.question, wish.ask)
         if self._is_over:
@@ -136,13 +138,13 @@ class Run:
         try:
             async for piece in stream.apieces():
                 if isinstance(piece, Thought):
-                    self._items.put_nowait(Said(index, "", wish.likely(), piece.text))
+                    self._items.put_nowait(TextDelta(index, "", wish.likely(), piece.text))
                 else:
                     said += len(piece)
-                    self._items.put_nowait(Said(index, piece, wish.likely()))
+                    self._items.put_nowait(TextDelta(index, piece, wish.likely()))
             answer = stream.answer
             rest, likely = answer.text[said:], wish.likely(answer)
-            self._items.put_nowait(Written(index, answer, rest, likely, self._is_late, before.text))
+            self._items.put_nowait(Completed(index, answer, rest, likely, self._is_late, before.text))
         finally:
             for timer in timers:
                 timer.cancel()
@@ -174,7 +176,7 @@ class Echo:
         return Answer("", (), "length", trace)
 
 
-def echoed(engine: Engine, wish: Wish, check: Callable[[], object]) -> Echo:
+def echoed(engine: Engine, wish: AnswerRequest, check: Callable[[], object]) -> Echo:
     """A prompt's text, and how likely its tokens are where that is wanted, by a forward of its own."""
     question: Any = wish.question
     ids = engine.ids(question)
@@ -184,9 +186,9 @@ def echoed(engine: Engine, wish: Wish, check: Callable[[], object]) -> Echo:
     return Echo(wish.echo or engine.model.text(ids), likely, len(ids))
 
 
-def _late() -> Refusal:
-    return Refusal(504, "The answer did not begin in time. Ask for less, or later.", "timeout")
+def _late() -> APIError:
+    return APIError(504, "The answer did not begin in time. Ask for less, or later.", "timeout")
 
 
-def _given_up() -> Refusal:
-    return Refusal(503, "The answer was given up: the server is stopping.", "stopping")
+def _given_up() -> APIError:
+    return APIError(503, "The answer was given up: the server is stopping.", "stopping")

@@ -1,7 +1,7 @@
 """What may be sent to the server: OpenAI's fields, vLLM's, and ours beside them. Values only, checked by pydantic.
 
 A field is done as it says, or refused: unknown ones by their name, known ones that cannot be done at every value but
-those at which they change nothing (`Only`). Labels that change no answer anywhere are taken.
+those at which they change nothing (`OnlyValues`). Labels that change no answer anywhere are taken.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Several = Annotated[list[Item], Field(min_length=1, max_length=MOST_CHOICES, fai
 
 
 @dataclass(frozen=True)
-class Only:
+class OnlyValues:
     """Marks a field that is taken at these values, or null, which change nothing; do: what else is to be done."""
 
     values: tuple[Any, ...]
@@ -60,20 +60,20 @@ class Only:
         return {"enum": [*self.values, None]}
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     """Whatever is sent: no other fields, and no other types, than are named; numbers that are numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), allow_inf_nan=False)
 
 
-class Document(Body):
+class Document(RequestBody):
     """A retrieved text. title: where it is from, for people; the model reads `text` alone."""
 
     text: str = Field(min_length=1)
     title: str = Field(default="", max_length=LONGEST_TITLE)
 
 
-class How(Body):
+class AnswerOptions(RequestBody):
     """How a question is answered, beyond what OpenAI knows; None: what the server's settings say."""
 
     policy: str | None = None
@@ -85,15 +85,17 @@ class How(Body):
     """Of prompts in PML: modules are blended, as chunks are."""
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     """What a stream tells besides its text."""
 
     include_usage: bool = False
-    include_obfuscation: Annotated[Any, Only((False,), "pieces are sent as they are")] = None
-    continuous_usage_stats: Annotated[Any, Only((False,), "usage comes once, with include_usage, at the end")] = None
+    include_obfuscation: Annotated[Any, OnlyValues((False,), "pieces are sent as they are")] = None
+    continuous_usage_stats: Annotated[Any, OnlyValues((False,), "usage comes once, with include_usage, at the end")] = (
+        None
+    )
 
 
-class Call(BaseModel):
+class RequestToolCall(BaseModel):
     """A call of a tool that was made before."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -109,7 +111,7 @@ class Call(BaseModel):
     function: Function
 
 
-class Part(BaseModel):
+class ContentPart(BaseModel):
     """A part of a message's content. One of type "text-plain" is a document, as is a text that says so in `extras`."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -120,28 +122,28 @@ class Part(BaseModel):
     extras: dict[str, Any] | None = None
 
 
-class Message(BaseModel):
+class RequestMessage(BaseModel):
     """One message. What a client's own answers carry besides is left unread."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[Part], First] | None = None
+    content: str | Annotated[list[ContentPart], First] | None = None
     name: Annotated[str, Field(pattern=r"^[^\s<|\\/>\[\]]+$", max_length=64)] | None = None
     """Of a tool, or of whoever says it, for chat templates that write it."""
     reasoning_content: str | None = None
     """What an assistant thought before its answer, for chat templates that write it."""
     reasoning: str | None = None
     """The same, as some servers name it."""
-    tool_calls: Annotated[list[Call], First] | None = None
+    tool_calls: Annotated[list[RequestToolCall], First] | None = None
     tool_call_id: str | None = None
-    function_call: Call.Function | None = None
+    function_call: RequestToolCall.Function | None = None
     """A call of one tool, as clients wrote it before there were several."""
-    prefix: Annotated[Any, Only((False,), "continue_final_message goes on with a message")] = None
-    partial: Annotated[Any, Only((False,), "continue_final_message goes on with a message")] = None
+    prefix: Annotated[Any, OnlyValues((False,), "continue_final_message goes on with a message")] = None
+    partial: Annotated[Any, OnlyValues((False,), "continue_final_message goes on with a message")] = None
 
 
-class Wanted(Body):
+class CompletionRequest(RequestBody):
     """What both kinds of completion take."""
 
     model: str
@@ -176,7 +178,7 @@ class Wanted(Body):
     """Whose turn of which conversation this is."""
     pml: str | None = Field(default=None, min_length=1)
     """A prompt in PML over a schema that is registered; what else is asked stands behind it, as text alone."""
-    ragfuse: How = How()
+    ragfuse: AnswerOptions = AnswerOptions()
 
     # vLLM's words for response_format; one of them
     guided_json: dict[str, Any] | str | None = None
@@ -193,31 +195,35 @@ class Wanted(Body):
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
 
     # taken at values that change nothing, refused at all others
-    store: Annotated[Any, Only((False,), "answers are not kept to be fetched later; keep them yourself")] = None
-    service_tier: Annotated[Any, Only(("auto", "default"), "all requests wait in one queue; leave it out")] = None
-    best_of: Annotated[Any, Only((1,), "ask for n answers and choose among them")] = None
-    use_beam_search: Annotated[Any, Only((False,), "answers are drawn token by token; leave it out")] = None
-    length_penalty: Annotated[Any, Only((1.0,), "it is for beams, of which there are none; leave it out")] = None
-    early_stopping: Annotated[Any, Only((False,), "it is for beams, of which there are none; leave it out")] = None
-    typical_p: Annotated[Any, Only((1.0,), "draw by top_p, top_k or min_p")] = None
-    ignore_eos: Annotated[Any, Only((False,), "ask for min_tokens, as many as max_tokens")] = None
-    include_stop_str_in_output: Annotated[Any, Only((False,), "answers end before it; put it behind them")] = None
-    skip_special_tokens: Annotated[Any, Only((True,), "special tokens are never text; leave it out")] = None
-    spaces_between_special_tokens: Annotated[Any, Only((True, False), "give true or false")] = None
-    allowed_token_ids: Annotated[Any, Only(([],), "hold the answer by response_format, or bias by logit_bias")] = None
-    bad_words: Annotated[Any, Only(([],), "bias their tokens by logit_bias, as -100")] = None
-    prompt_logprobs: Annotated[Any, Only((), "ask /v1/completions with echo, logprobs and max_tokens 0")] = None
-    truncate_prompt_tokens: Annotated[Any, Only((), 'ask with ragfuse: {"overflow": "drop"}')] = None
-    return_token_ids: Annotated[Any, Only((False,), "logprobs name the tokens; leave it out")] = None
-    return_tokens_as_token_ids: Annotated[Any, Only((False,), "logprobs name tokens by their text")] = None
-    priority: Annotated[Any, Only((0,), "all requests wait in one queue; leave it out")] = None
-    cache_salt: Annotated[Any, Only((), "what is kept is each key's own; ask with another key")] = None
+    store: Annotated[Any, OnlyValues((False,), "answers are not kept to be fetched later; keep them yourself")] = None
+    service_tier: Annotated[Any, OnlyValues(("auto", "default"), "all requests wait in one queue; leave it out")] = None
+    best_of: Annotated[Any, OnlyValues((1,), "ask for n answers and choose among them")] = None
+    use_beam_search: Annotated[Any, OnlyValues((False,), "answers are drawn token by token; leave it out")] = None
+    length_penalty: Annotated[Any, OnlyValues((1.0,), "it is for beams, of which there are none; leave it out")] = None
+    early_stopping: Annotated[Any, OnlyValues((False,), "it is for beams, of which there are none; leave it out")] = (
+        None
+    )
+    typical_p: Annotated[Any, OnlyValues((1.0,), "draw by top_p, top_k or min_p")] = None
+    ignore_eos: Annotated[Any, OnlyValues((False,), "ask for min_tokens, as many as max_tokens")] = None
+    include_stop_str_in_output: Annotated[Any, OnlyValues((False,), "answers end before it; put it behind them")] = None
+    skip_special_tokens: Annotated[Any, OnlyValues((True,), "special tokens are never text; leave it out")] = None
+    spaces_between_special_tokens: Annotated[Any, OnlyValues((True, False), "give true or false")] = None
+    allowed_token_ids: Annotated[
+        Any, OnlyValues(([],), "hold the answer by response_format, or bias by logit_bias")
+    ] = None
+    bad_words: Annotated[Any, OnlyValues(([],), "bias their tokens by logit_bias, as -100")] = None
+    prompt_logprobs: Annotated[Any, OnlyValues((), "ask /v1/completions with echo, logprobs and max_tokens 0")] = None
+    truncate_prompt_tokens: Annotated[Any, OnlyValues((), 'ask with ragfuse: {"overflow": "drop"}')] = None
+    return_token_ids: Annotated[Any, OnlyValues((False,), "logprobs name the tokens; leave it out")] = None
+    return_tokens_as_token_ids: Annotated[Any, OnlyValues((False,), "logprobs name tokens by their text")] = None
+    priority: Annotated[Any, OnlyValues((0,), "all requests wait in one queue; leave it out")] = None
+    cache_salt: Annotated[Any, OnlyValues((), "what is kept is each key's own; ask with another key")] = None
 
 
-class ChatRequest(Wanted):
+class ChatRequest(CompletionRequest):
     """A request for an answer to messages."""
 
-    messages: Annotated[list[Message], First]
+    messages: Annotated[list[RequestMessage], First]
     """At least one; none only beside `pml`."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = False
@@ -226,7 +232,7 @@ class ChatRequest(Wanted):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    modalities: Annotated[Any, Only((["text"],), "answers are text; leave it out")] = None
+    modalities: Annotated[Any, OnlyValues((["text"],), "answers are text; leave it out")] = None
     reasoning_effort: str | None = Field(default=None, max_length=64)
     """For templates that read it, as is `verbosity`; refused elsewhere."""
     verbosity: str | None = Field(default=None, max_length=64)
@@ -240,17 +246,19 @@ class ChatRequest(Wanted):
     """False beside `continue_final_message` alone."""
 
     # taken at values that change nothing, refused at all others
-    echo: Annotated[Any, Only((False,), "ask /v1/completions for the prompt")] = None
-    add_special_tokens: Annotated[Any, Only((False,), "the chat template writes them; leave it out")] = None
-    include_reasoning: Annotated[Any, Only((True,), "leave reasoning_content unread, or give enable_thinking")] = None
-    functions: Annotated[Any, Only(([],), "send them as tools")] = None
-    function_call: Annotated[Any, Only(("none", "auto"), "say it by tool_choice")] = None
-    audio: Annotated[Any, Only((), "answers are text; leave it out")] = None
-    prediction: Annotated[Any, Only((), "nothing is taken from it here; leave it out")] = None
-    web_search_options: Annotated[Any, Only((), "nothing is looked up; send what was found as documents")] = None
+    echo: Annotated[Any, OnlyValues((False,), "ask /v1/completions for the prompt")] = None
+    add_special_tokens: Annotated[Any, OnlyValues((False,), "the chat template writes them; leave it out")] = None
+    include_reasoning: Annotated[
+        Any, OnlyValues((True,), "leave reasoning_content unread, or give enable_thinking")
+    ] = None
+    functions: Annotated[Any, OnlyValues(([],), "send them as tools")] = None
+    function_call: Annotated[Any, OnlyValues(("none", "auto"), "say it by tool_choice")] = None
+    audio: Annotated[Any, OnlyValues((), "answers are text; leave it out")] = None
+    prediction: Annotated[Any, OnlyValues((), "nothing is taken from it here; leave it out")] = None
+    web_search_options: Annotated[Any, OnlyValues((), "nothing is looked up; send what was found as documents")] = None
 
 
-class TextRequest(Wanted):
+class TextRequest(CompletionRequest):
     """A request for what follows one text, or each of several."""
 
     prompt: str | Several[str] | Ids | Several[Ids]
@@ -260,13 +268,13 @@ class TextRequest(Wanted):
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None
     """The prompt stands before the answer, its tokens among the `logprobs`."""
-    suffix: Annotated[Any, Only(("",), "a text is gone on with, not filled in; leave it out")] = None
-    add_special_tokens: Annotated[Any, Only((True,), "send the prompt as token ids, which are taken as they are")] = (
-        None
-    )
+    suffix: Annotated[Any, OnlyValues(("",), "a text is gone on with, not filled in; leave it out")] = None
+    add_special_tokens: Annotated[
+        Any, OnlyValues((True,), "send the prompt as token ids, which are taken as they are")
+    ] = None
 
 
-class Failed(BaseModel):
+class ErrorBody(BaseModel):
     """What is said instead of an answer."""
 
     class Error(BaseModel):
@@ -285,7 +293,7 @@ class ExplainRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    messages: Annotated[list[Message], First] | None = None
+    messages: Annotated[list[RequestMessage], First] | None = None
     prompt: str | Ids | None = None
     documents: Annotated[list[str | Document], First] | None = Field(default=None, max_length=1000)
     tools: list[dict[str, Any]] | None = Field(default=None, max_length=128)
@@ -299,10 +307,10 @@ class ExplainRequest(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1)
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
     pml: str | None = Field(default=None, min_length=1)
-    ragfuse: How = How()
+    ragfuse: AnswerOptions = AnswerOptions()
 
 
-class SchemaRequest(Body):
+class SchemaRequest(RequestBody):
     """A schema in PML that is to be registered, in place of another one of its name."""
 
     pml: str = Field(min_length=1)

@@ -13,11 +13,11 @@ from fastapi import APIRouter, Request
 
 from ragfuse.engine.encoder import Ingested
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.schema_service import Kept, Registered, outline, parse_schema
+from ragfuse.engine.schema_service import RegisteredSchema, StoredSchema, outline, parse_schema
 from ragfuse.serve.body import BodyRoute
 from ragfuse.serve.guard import unless_gone
-from ragfuse.serve.keys import Tenant
-from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.keys import APITenant
+from ragfuse.serve.refusals import APIError
 from ragfuse.serve.schema import SchemaRequest
 from ragfuse.serve.service import Service
 
@@ -64,7 +64,7 @@ def _checked(pml: str) -> str:
     text = pml.removeprefix("\ufeff")
     name = parse_schema(text).name
     if len(name) > LONGEST_NAME or not name.isprintable() or not name.strip("./ "):
-        raise Refusal(
+        raise APIError(
             400,
             f"A schema is called {name!r:.80}; wanted a name of at most {LONGEST_NAME} signs that can stand in a path.",
             "unusable",
@@ -73,16 +73,16 @@ def _checked(pml: str) -> str:
     return text
 
 
-def _register(engine: Engine, pml: str, most: int, check: Callable[[Ingested], None]) -> Registered:
+def _register(engine: Engine, pml: str, most: int, check: Callable[[Ingested], None]) -> RegisteredSchema:
     names = engine.schemas.names()
     if len(names) >= most and parse_schema(pml).name not in names:
-        raise Refusal(
+        raise APIError(
             400, f"There are {len(names)} schemas; wanted at most {most}. Remove one first.", "too_many", "pml"
         )
     return engine.register(pml, check)
 
 
-def _as_dict(found: Registered) -> dict[str, Any]:
+def _as_dict(found: RegisteredSchema) -> dict[str, Any]:
     done, layout = found.done, found.layout
     told = {"runs": done.chunks, "encoded": done.encoded, "tokens": done.tokens, "nbytes": done.nbytes}
     placed = {"positions": layout.n_positions, "notes": list(layout.notes)}
@@ -103,14 +103,14 @@ def _removed(engine: Engine, name: str) -> int:
     return engine.schemas.remove(_kept(engine, name).name)
 
 
-def _kept(engine: Engine, name: str) -> Kept:
+def _kept(engine: Engine, name: str) -> StoredSchema:
     found = engine.schemas.get(name)
     if found is None:
         wanted = engine.schemas.names_told()
-        raise Refusal(404, f"There is no schema '{name:.80}'; wanted {wanted}.", "schema_not_found", "name")
+        raise APIError(404, f"There is no schema '{name:.80}'; wanted {wanted}.", "schema_not_found", "name")
     return found
 
 
-def _tenant(request: Request) -> Tenant:
-    tenant: Tenant = request.state.tenant
+def _tenant(request: Request) -> APITenant:
+    tenant: APITenant = request.state.tenant
     return tenant

@@ -24,7 +24,7 @@ BACKLOG = 2048
 SWITCH_S = 0.0001
 """Seconds that one thread computes in Python before another one that waits may: who only asks whether the server lives
 waits for each of them."""
-LONG = 8192
+TOKENIZER_WARMUP_WORDS = 8192
 """Words of a text for which the tokenizer begins threads of its own."""
 AFTER_S = 5
 """How long connections may take to close once no answer is written any more."""
@@ -129,7 +129,7 @@ def serve(
     with contextlib.closing(bound(host, port)) as made:
         engine = service.engine(service.keys.tenants[0])
         # The tokenizer's own threads begin in one that writes answers, and run like that: right behind the event loop.
-        service.threads.turns.submit(engine.tokens, "a " * LONG).result()
+        service.threads.turns.submit(engine.tokens, "a " * TOKENIZER_WARMUP_WORDS).result()
         gc.collect()
         gc.freeze()  # what is loaded stays: looking through all of it for garbage would stop everybody
         sys.setswitchinterval(SWITCH_S)

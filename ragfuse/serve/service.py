@@ -14,19 +14,18 @@ from typing import TypeVar
 from ragfuse.admin.quotas import Quota, QuotaKeeper
 from ragfuse.engine.context_window import largest_body
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.prompt_builder import Turn
-from ragfuse.engine.schema_service import Request
+from ragfuse.engine.schema_service import PMLPrompt
+from ragfuse.serve.admission import RETRY_S, AdmissionControl, Ticket
 from ragfuse.serve.guard import HeldBytes
-from ragfuse.serve.keys import Keys, Tenant
-from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.keys import APITenant, Keys
+from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_queue import Job
-from ragfuse.serve.run import HARD_S, Run, Wish
-from ragfuse.serve.stats import Counts
+from ragfuse.serve.run import HARD_S, AnswerRequest, AnswerRun
+from ragfuse.serve.stats import ServerCounts
 from ragfuse.serve.threads import Threads
-from ragfuse.serve.turnstile import RETRY_S, Turnstile
-from ragfuse.serve.turnstile import Turn as Its
-from ragfuse.sessions.conversation_index import Outlook
+from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.settings import Settings
+from ragfuse.text.chat_messages import ChatMessage
 
 log = logging.getLogger("ragfuse.serve")
 
@@ -47,17 +46,17 @@ class Service:
         self.model = Path(settings.model).name
         share = 2 if len(self.keys.tenants) > 1 else 1
         each = max(1, settings.serve_waiting // share) if share > 1 else None
-        self.turnstile = Turnstile(settings.serve_together, settings.serve_waiting, each)
+        self.turnstile = AdmissionControl(settings.serve_together, settings.serve_waiting, each)
         held = settings.serve_held_bytes
         self.held = HeldBytes(held, held // share, lambda: self.turnstile.jobs.backlog_s())
-        self.counts = Counts(self.turnstile)
+        self.counts = ServerCounts(self.turnstile)
         self.threads = Threads(settings.serve_together)
         self.since = int(time.time())
         self._engines: dict[str, Engine] = {}
         self.quotas: dict[str, QuotaKeeper] = {}  # by salt, as the engines are
         self._lock, self._telling = threading.Lock(), threading.Lock()
-        self._outlook, self._is_told = Outlook(), False
-        self._runs: set[Run] = set()
+        self._index, self._is_told = ConversationIndex(), False
+        self._runs: set[AnswerRun] = set()
         self._body_bytes: int | None = None
 
     @property
@@ -78,11 +77,11 @@ class Service:
             self._body_bytes = largest_body(engine.model)
         return self._body_bytes
 
-    def engine(self, tenant: Tenant) -> Engine:
+    def engine(self, tenant: APITenant) -> Engine:
         """A tenant's engine, its model loaded. May take long: not for the event loop's thread."""
         with self._lock:
             if tenant.salt not in self._engines:
-                engine = self._engines[tenant.salt] = Engine(self._settings_of(tenant), outlook=self._outlook)
+                engine = self._engines[tenant.salt] = Engine(self._settings_of(tenant), conversations=self._index)
                 name = self.model if tenant.name == "all" else f"{self.model}-{tenant.name}"
                 keeper = self.quotas[tenant.salt] = QuotaKeeper(engine, self._quota())
                 self.counts.show(engine, tenant.salt, name, keeper, shares=len(self.keys.tenants) > 1)
@@ -90,7 +89,9 @@ class Service:
         engine.model.name = self.model  # what clients are told is no place on this machine
         return engine
 
-    async def begin(self, tenant: Tenant, make: Callable[[Engine], Sequence[Wish]], session: str | None) -> Run:
+    async def begin(
+        self, tenant: APITenant, make: Callable[[Engine], Sequence[AnswerRequest]], session: str | None
+    ) -> AnswerRun:
         """The answers to what `make` makes of a request, of which the first is being written; waits for its turn.
 
         `make` is called once, in the request's turn or while it waits for that. Refusal where there is no room to wait
@@ -109,7 +110,7 @@ class Service:
                 self.threads.ahead.submit(self.look_ahead)
 
         try:
-            run = Run(wishes, engine, due_s, done)
+            run = AnswerRun(wishes, engine, due_s, done)
         except BaseException:
             self.turnstile.leave(job)
             raise
@@ -117,7 +118,7 @@ class Service:
         return run
 
     async def work(
-        self, tenant: Tenant, do: Callable[[Engine, Callable[[object], None]], T], computes: bool = True
+        self, tenant: APITenant, do: Callable[[Engine, Callable[[object], None]], T], computes: bool = True
     ) -> T:
         """What a tenant's engine comes to when the request's turn has come: nothing that is an answer. computes: by the
         model, which takes long.
@@ -131,9 +132,9 @@ class Service:
 
         def check(_: object) -> None:
             if gone.is_set() or self.stopping:
-                raise Refusal(499 if gone.is_set() else 503, _ENOUGH, "stopping", None, RETRY_S)
+                raise APIError(499 if gone.is_set() else 503, _ENOUGH, "stopping", None, RETRY_S)
             if time.monotonic() >= until_s:
-                raise Refusal(504, _ENOUGH, "timeout", None, RETRY_S)
+                raise APIError(504, _ENOUGH, "timeout", None, RETRY_S)
 
         try:
             where = self.threads.turns if computes else self.threads.planning
@@ -143,7 +144,7 @@ class Service:
         self.turnstile.leave(job)
         return found
 
-    async def look(self, tenant: Tenant, do: Callable[[Engine], T]) -> T:
+    async def look(self, tenant: APITenant, do: Callable[[Engine], T]) -> T:
         """What a look at a tenant's store comes to. It waits for no turn, but for those who look before; Refusal (504)
         where its time is over first."""
         try:
@@ -202,8 +203,8 @@ class Service:
         return asyncio.get_running_loop().time() + self.settings.serve_timeout_s
 
     async def _turn(
-        self, tenant: Tenant, session: str | None, due_s: float, waits: Callable[[Job[Its]], object]
-    ) -> Job[Its]:
+        self, tenant: APITenant, session: str | None, due_s: float, waits: Callable[[Job[Ticket]], object]
+    ) -> Job[Ticket]:
         try:
             async with asyncio.timeout_at(due_s):
                 job = await self.turnstile.enter(tenant.name, session, waits)
@@ -214,7 +215,7 @@ class Service:
             raise _late()
         return job
 
-    async def _within(self, job: Job[Its], due_s: float, where: ThreadPoolExecutor, do: Callable[[], T]) -> T:
+    async def _within(self, job: Job[Ticket], due_s: float, where: ThreadPoolExecutor, do: Callable[[], T]) -> T:
         """What a call comes to in the turn of `job`, which goes on behind it.
 
         Where it fails, or nobody waits for it any more, the turn ends, but not before the call does: there are never
@@ -230,11 +231,11 @@ class Service:
                 raise _late() from None
             raise
 
-    def _left(self, job: Job[Its], task: asyncio.Future[T]) -> None:
+    def _left(self, job: Job[Ticket], task: asyncio.Future[T]) -> None:
         self.turnstile.leave(job)
         _ = task.cancelled() or task.exception()  # was told, or nobody is there to be told
 
-    def _wait(self, job: Job[Its], tenant: Tenant, wanted: _Wanted) -> None:
+    def _wait(self, job: Job[Ticket], tenant: APITenant, wanted: _Wanted) -> None:
         """Bring what a request reads to memory while it waits; what is wrong with it is told when it is answered."""
         if job.what.done():  # its turn has come, or nobody waits for it any more
             return
@@ -242,14 +243,14 @@ class Service:
             engine, wishes = wanted.get()
             prefetch(engine, wishes)
             question = wishes[0].question
-            name = None if isinstance(question, Request) else engine.session_of(question, wishes[0].ask)
+            name = None if isinstance(question, PMLPrompt) else engine.session_of(question, wishes[0].ask)
             if name is not None:
                 self.turnstile.note(job, (tenant.salt, name))
                 self.look_ahead()
         except Exception as error:
             log.debug("What a waiting request reads is not prefetched: %s", error)
 
-    def _settings_of(self, tenant: Tenant) -> Settings:
+    def _settings_of(self, tenant: APITenant) -> Settings:
         share = max(1, len(self.keys.tenants))
         settings = self.settings
         told = {"salt": tenant.salt, "memory_bytes": settings.memory_bytes // share, "api_keys": ()}
@@ -259,11 +260,11 @@ class Service:
 class _Wanted:
     """What a request wants of an engine, found by whichever thread asks first; another one waits for that."""
 
-    def __init__(self, engine: Callable[[], Engine], make: Callable[[Engine], Sequence[Wish]]) -> None:
+    def __init__(self, engine: Callable[[], Engine], make: Callable[[Engine], Sequence[AnswerRequest]]) -> None:
         self._engine, self._make, self._lock = engine, make, threading.Lock()
-        self._found: tuple[Engine, Sequence[Wish]] | None = None
+        self._found: tuple[Engine, Sequence[AnswerRequest]] | None = None
 
-    def get(self) -> tuple[Engine, Sequence[Wish]]:
+    def get(self) -> tuple[Engine, Sequence[AnswerRequest]]:
         """The engine and its wishes; raises what is wrong with the request."""
         with self._lock:
             if self._found is None:
@@ -275,22 +276,24 @@ class _Wanted:
             return self._found
 
 
-def _late() -> Refusal:
-    return Refusal(504, "The request's turn did not come in time. Ask later.", "timeout", None, 5)
+def _late() -> APIError:
+    return APIError(504, "The request's turn did not come in time. Ask later.", "timeout", None, 5)
 
 
-def prefetch(engine: Engine, wishes: Sequence[Wish]) -> None:
+def prefetch(engine: Engine, wishes: Sequence[AnswerRequest]) -> None:
     """Bring the chunks that these read to memory."""
     engine.prefetch(_texts(engine, wishes))
 
 
-def _texts(engine: Engine, wishes: Sequence[Wish]) -> Iterable[str]:
+def _texts(engine: Engine, wishes: Sequence[AnswerRequest]) -> Iterable[str]:
     """Of all chunks in the questions, each once."""
     texts: dict[str, None] = {}
     for question in {id(wish.question): wish.question for wish in wishes}.values():
-        if isinstance(question, Request):  # its modules are found by their schema
+        if isinstance(question, PMLPrompt):  # its modules are found by their schema
             continue
-        contents = [question] if isinstance(question, str) else [t.content for t in question if isinstance(t, Turn)]
+        contents = (
+            [question] if isinstance(question, str) else [t.content for t in question if isinstance(t, ChatMessage)]
+        )
         for content in contents:
             texts |= {piece.text: None for piece in engine.pieces(content) if piece.kind == "chunk"}
     return texts

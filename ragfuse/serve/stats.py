@@ -34,7 +34,7 @@ class Queued(Protocol):
         ...
 
 
-class Counts:
+class ServerCounts:
     """Requests by path and status, how many wait and are answered, and each tenant's engine's own counts, which nobody
     else is told. Thread-safe."""
 
@@ -144,11 +144,11 @@ def store_of(engine: Engine) -> dict[str, Any]:
         }
         for tier in engine.store.tiers
     ]
-    counted = engine.tally.now().sums
+    counted = engine.counters.now().sums
     tokens = {name: counted[name] for name in ("reused", "recomputed", "fresh", "written")}
     return {
         "object": "ragfuse.store",
         "tiers": tiers,
         "tokens": tokens,
-        "waiting_to_be_encoded": engine.tally.waiting(),
+        "waiting_to_be_encoded": engine.counters.waiting,
     }

@@ -17,7 +17,7 @@ import h11
 from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.refusals import APIError
 
 _BARE = re.compile(rb"(?<!\r)\n")
 """The end of a line as some programs take one, and others do not."""
@@ -121,7 +121,7 @@ class Wire(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Tell what is no HTTP so, unless an answer is on its way; nothing more is read either way."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            told = Refusal(400, "Wanted a request of HTTP/1.1, found something else. Mend the client.", "http")
+            told = APIError(400, "Wanted a request of HTTP/1.1, found something else. Mend the client.", "http")
             self.transport.write(_whole(told, "Bad Request"))
         self.transport.close()
 
@@ -138,7 +138,7 @@ class Wire(H11Protocol):
 
     def _late(self) -> None:
         if not self.transport.is_closing():
-            told = Refusal(408, f"Wanted a request within {self.patience_s:g} seconds. Send it faster.", "slow")
+            told = APIError(408, f"Wanted a request within {self.patience_s:g} seconds. Send it faster.", "slow")
             self.transport.write(_whole(told, "Request Timeout"))
             self.transport.close()
 
@@ -155,7 +155,7 @@ def network_of(host: str) -> str:
     return str(ipaddress.ip_network((found, _IPV6_NETWORK), strict=False))
 
 
-def _whole(refusal: Refusal, reason: str) -> bytes:
+def _whole(refusal: APIError, reason: str) -> bytes:
     """A response without a request."""
     body = json.dumps(refusal.as_dict()).encode()
     head = f"HTTP/1.1 {refusal.status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"

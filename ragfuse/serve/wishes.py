@@ -8,41 +8,41 @@ from dataclasses import replace
 from typing import Any, cast
 
 from ragfuse.engine.options import Ask
-from ragfuse.engine.prompt_builder import Turn
-from ragfuse.engine.schema_service import Request, parse_prompt
+from ragfuse.engine.schema_service import PMLPrompt, parse_prompt
 from ragfuse.serve.logprobs import Noted
-from ragfuse.serve.refusals import Refusal
-from ragfuse.serve.run import Wish
+from ragfuse.serve.refusals import APIError
+from ragfuse.serve.run import AnswerRequest
 from ragfuse.serve.schema import (
     LONGEST_TITLE,
     ChatRequest,
+    CompletionRequest,
+    ContentPart,
     Document,
     ExplainRequest,
-    Message,
-    Part,
+    RequestMessage,
     TextRequest,
-    Wanted,
 )
 from ragfuse.text import Piece
+from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
 
 Parts = list[str | Piece]
-ROLES = (("developer", "system"), ("function", "tool"))
+ROLE_ALIASES = (("developer", "system"), ("function", "tool"))
 COOL = 1e-3
 """A temperature below which nothing is drawn: dividing by it would leave no number."""
 
 
-def chat_wishes(request: ChatRequest, tenant: str, template: ChatTemplate | None = None) -> list[Wish]:
+def chat_wishes(request: ChatRequest, tenant: str, template: ChatTemplate | None = None) -> list[AnswerRequest]:
     """One wish for each answer that is wanted to the messages; template: the model's, where it is told something."""
     question = question_of(request.pml, request.messages, request.documents or ())
     noted = request.top_logprobs or 0 if request.logprobs else None
     if request.top_logprobs and not request.logprobs:
-        raise Refusal(400, "top_logprobs needs logprobs: true; give both or neither.", "unusable", "top_logprobs")
+        raise APIError(400, "top_logprobs needs logprobs: true; give both or neither.", "unusable", "top_logprobs")
     choice, tools = allowed_of(request.tool_choice, request.tools or [])
     if None not in (given := (request.max_completion_tokens, request.max_tokens)) and len(set(given)) > 1:
-        raise Refusal(400, "max_completion_tokens and max_tokens differ; give one of them.", "unusable", "max_tokens")
+        raise APIError(400, "max_completion_tokens and max_tokens differ; give one of them.", "unusable", "max_tokens")
     ask = replace(
         ask_of(request, tenant),
         max_tokens=request.max_completion_tokens or request.max_tokens,
@@ -55,7 +55,7 @@ def chat_wishes(request: ChatRequest, tenant: str, template: ChatTemplate | None
     return [_wish(question, ask, number, noted) for number in range(request.n or 1)]
 
 
-def text_wishes(request: TextRequest, tenant: str, mark: Any, n_tokens: int | None = None) -> list[Wish]:
+def text_wishes(request: TextRequest, tenant: str, mark: Any, n_tokens: int | None = None) -> list[AnswerRequest]:
     """One wish for each continuation of each prompt; mark: (text, source) -> the text marked as a chunk.
 
     n_tokens: ids that the model has, None where that is not known.
@@ -85,21 +85,21 @@ def ids_of(ids: Sequence[int], pml: str | None, documents: Sequence[str | Docume
     """A prompt of token ids; Refusal for one that is none of this model, or cannot have what was asked beside it."""
     if pml is not None or documents:
         name = "pml" if pml is not None else "documents"
-        raise Refusal(400, f"A prompt of token ids stands alone; leave out {name}, or send a text.", "unusable", name)
+        raise APIError(400, f"A prompt of token ids stands alone; leave out {name}, or send a text.", "unusable", name)
     if n_tokens is not None and max(ids) >= n_tokens:
-        raise Refusal(
+        raise APIError(
             400, f"The prompt names the token {max(ids)}; wanted ids from 0 to {n_tokens - 1:,}.", "unusable", "prompt"
         )
     return list(ids)
 
 
-def _wish(question: Any, ask: Ask, number: int, n_top: int | None) -> Wish:
+def _wish(question: Any, ask: Ask, number: int, n_top: int | None) -> AnswerRequest:
     """The wish for one of several answers, each with a seed of its own."""
     ask = replace(ask, seed=ask.seed + number if ask.seed is not None else None)
     if n_top is None:
-        return Wish(question, ask)
+        return AnswerRequest(question, ask)
     noted = Noted(n_top)
-    return Wish(question, replace(ask, options={**ask.options, "logits_processor": [noted]}), noted)
+    return AnswerRequest(question, replace(ask, options={**ask.options, "logits_processor": [noted]}), noted)
 
 
 def told_of(request: ChatRequest | ExplainRequest, template: ChatTemplate) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def told_of(request: ChatRequest | ExplainRequest, template: ChatTemplate) -> di
         if (value := getattr(request, name)) is None:
             continue
         if told.get(name, value) != value:
-            raise Refusal(400, f"{name} is {value!r} and, in {KWARGS}, {told[name]!r}; give one.", "unusable", name)
+            raise APIError(400, f"{name} is {value!r} and, in {KWARGS}, {told[name]!r}; give one.", "unusable", name)
         told[name], fields[name] = value, name
     no_effort = told.get("reasoning_effort") == "none" and "reasoning_effort" not in template.names
     if no_effort and "enable_thinking" in template.names and not told.get("enable_thinking"):
@@ -117,7 +117,7 @@ def told_of(request: ChatRequest | ExplainRequest, template: ChatTemplate) -> di
         told["enable_thinking"] = False
     unread = template.unread(told)
     if unread is not None:
-        raise Refusal(
+        raise APIError(
             400,
             f"{unread} is {told[unread]!r:.40}, but this model's chat template reads no '{unread:.40}': it changes "
             "nothing; leave it out.",
@@ -134,14 +134,14 @@ def goes_on(request: ChatRequest | ExplainRequest) -> bool:
     """Whether the last message is gone on with; Refusal where that cannot be."""
     is_on, asks = bool(request.continue_final_message), request.add_generation_prompt
     if is_on and asks:
-        raise Refusal(
+        raise APIError(
             400,
             "continue_final_message goes on with the last message, add_generation_prompt begins another; give one.",
             "unusable",
             "add_generation_prompt",
         )
     if not is_on and asks is False:
-        raise Refusal(
+        raise APIError(
             400,
             "add_generation_prompt is false, found no continue_final_message: nothing would be answered. Give both, or "
             "leave it out.",
@@ -150,7 +150,7 @@ def goes_on(request: ChatRequest | ExplainRequest) -> bool:
         )
     last = request.messages[-1] if request.messages else None
     if is_on and (last is None or last.role != "assistant" or last.tool_calls or request.pml is not None):
-        raise Refusal(
+        raise APIError(
             400,
             "continue_final_message goes on with an assistant's text; wanted a last message of role 'assistant' "
             "without calls.",
@@ -160,7 +160,7 @@ def goes_on(request: ChatRequest | ExplainRequest) -> bool:
     return is_on
 
 
-def ask_of(request: Wanted, tenant: str) -> Ask:
+def ask_of(request: CompletionRequest, tenant: str) -> Ask:
     """How the request wants its answers, without what only one kind of request has."""
     how, stop = request.ragfuse, request.stop
     ask = Ask(
@@ -177,15 +177,15 @@ def ask_of(request: Wanted, tenant: str) -> Ask:
     ask = replace(ask, grammar=grammar_of(request))
     _check_ends(request, ask)
     if request.session_id is not None and (request.n or 1) > 1:
-        raise Refusal(400, "A conversation goes on with one answer; wanted n 1, or no session_id.", "unusable", "n")
+        raise APIError(400, "A conversation goes on with one answer; wanted n 1, or no session_id.", "unusable", "n")
     return in_session(ask, request.session_id)
 
 
-def _check_ends(request: Wanted, ask: Ask) -> None:
+def _check_ends(request: CompletionRequest, ask: Ask) -> None:
     """Refusal for ends that nothing can hold together."""
     least, most = request.min_tokens or 0, request.max_tokens or getattr(request, "max_completion_tokens", None)
     if most is not None and least > most:
-        raise Refusal(
+        raise APIError(
             400, f"min_tokens is {least}, and of max_tokens there are {most}; give fewer.", "unusable", "min_tokens"
         )
     calls = bool(getattr(request, "tools", None)) and getattr(request, "tool_choice", None) != "none"
@@ -193,7 +193,7 @@ def _check_ends(request: Wanted, ask: Ask) -> None:
     other = next((each for each, is_given in ends.items() if is_given), None)
     name = "min_tokens" if least else "stop_token_ids" if request.stop_token_ids else None
     if other is not None and name is not None:
-        raise Refusal(400, f"{name} and {other} end an answer in different places; give one.", "unusable", name)
+        raise APIError(400, f"{name} and {other} end an answer in different places; give one.", "unusable", name)
 
 
 def in_session(ask: Ask, session: str | None) -> Ask:
@@ -201,7 +201,7 @@ def in_session(ask: Ask, session: str | None) -> Ask:
     return ask if session is None else replace(ask, session=session)
 
 
-def _sampling(request: Wanted) -> dict[str, Any]:
+def _sampling(request: CompletionRequest) -> dict[str, Any]:
     """Options of `generate`, and penalties; greedy unless there is a temperature."""
     bias = {_token_id(id): value for id, value in (request.logit_bias or {}).items()}
     changes = {
@@ -222,36 +222,36 @@ def _sampling(request: Wanted) -> dict[str, Any]:
 
 def _token_id(id: str) -> int:
     if not id.isdecimal() or not id.isascii():
-        raise Refusal(400, f"logit_bias names {id!r:.40}; wanted token ids such as '42'.", "unusable", "logit_bias")
+        raise APIError(400, f"logit_bias names {id!r:.40}; wanted token ids such as '42'.", "unusable", "logit_bias")
     return int(id)
 
 
 def question_of(
-    pml: str | None, messages: Sequence[Message], documents: Sequence[str | Document] = ()
-) -> list[Turn] | Request:
+    pml: str | None, messages: Sequence[RequestMessage], documents: Sequence[str | Document] = ()
+) -> list[ChatMessage] | PMLPrompt:
     """Messages; behind a prompt in PML, where there is one: as the text that they hold, whatever that looks like."""
     if pml is None:
         return turns_of(messages, documents)
     found = _prompt(pml, documents)
     for turn in turns_of(messages) if messages else ():
         if turn.role not in ("system", "user", "assistant") or turn.tool_calls:
-            raise Refusal(400, "A prompt in PML tells of no tools; leave out what they said.", "unusable", "messages")
+            raise APIError(400, "A prompt in PML tells of no tools; leave out what they said.", "unusable", "messages")
         found = found.asking("".join(map(_plain, turn.content)), cast(Any, turn.role))
     return found
 
 
-def text_of(pml: str | None, text: str, documents: Sequence[str | Document], mark: Any) -> str | Request:
+def text_of(pml: str | None, text: str, documents: Sequence[str | Document], mark: Any) -> str | PMLPrompt:
     """A text to go on from, behind documents or behind a prompt in PML."""
     if pml is not None:
         return _prompt(pml, documents).going_on(text)
     if found := f"{marked(documents, mark)}{text}":
         return found
-    raise Refusal(400, "The prompt is empty; wanted a text to go on from.", "unusable", "prompt")
+    raise APIError(400, "The prompt is empty; wanted a text to go on from.", "unusable", "prompt")
 
 
-def _prompt(pml: str, documents: Sequence[str | Document]) -> Request:
+def _prompt(pml: str, documents: Sequence[str | Document]) -> PMLPrompt:
     if documents:
-        raise Refusal(400, "A prompt in PML has modules, no documents; ask with one of them.", "unusable", "documents")
+        raise APIError(400, "A prompt in PML has modules, no documents; ask with one of them.", "unusable", "documents")
     return parse_prompt(pml)
 
 
@@ -259,26 +259,26 @@ def _plain(part: str | Piece) -> str:
     return part if isinstance(part, str) else part.text
 
 
-def turns_of(messages: Sequence[Message], documents: Sequence[str | Document] = ()) -> list[Turn]:
+def turns_of(messages: Sequence[RequestMessage], documents: Sequence[str | Document] = ()) -> list[ChatMessage]:
     """The messages, neighbours of one role as one, with the documents as chunks before the last question."""
-    turns: list[Turn] = []
+    turns: list[ChatMessage] = []
     names: dict[str, str] = {}
     for message in messages:
         turn = _turn(message, names)
         names |= {call.id: call.name for call in turn.tool_calls}
         turns.append(turn)
-    turns = Turn.joined(turns)
+    turns = ChatMessage.joined(turns)
     if not any(turn.says_something for turn in turns):
-        raise Refusal(
+        raise APIError(
             400, "The messages hold no text; wanted at least one that asks something.", "unusable", "messages"
         )
     return _with_documents(turns, documents) if documents else turns
 
 
-def _with_documents(turns: list[Turn], documents: Sequence[str | Document]) -> list[Turn]:
+def _with_documents(turns: list[ChatMessage], documents: Sequence[str | Document]) -> list[ChatMessage]:
     last = max((at for at, turn in enumerate(turns) if turn.role == "user"), default=-1)
     if last < 0:
-        raise Refusal(400, "documents stand before a question; wanted a user's message.", "unusable", "documents")
+        raise APIError(400, "documents stand before a question; wanted a user's message.", "unusable", "documents")
     before: Parts = [part for piece in pieces_of(documents) for part in (piece, "\n\n")]
     turns[last] = replace(turns[last], content=[*before, *turns[last].content])
     return turns
@@ -288,7 +288,7 @@ def pieces_of(documents: Sequence[str | Document]) -> list[Piece]:
     """Documents as chunks with exactly their boundaries: no mark in them counts."""
     given = [Document(text=each) if isinstance(each, str) and each else each for each in documents]
     if not all(isinstance(each, Document) and each.text.strip() for each in given):
-        raise Refusal(400, "One of the documents is empty; leave it out.", "unusable", "documents")
+        raise APIError(400, "One of the documents is empty; leave it out.", "unusable", "documents")
     return [
         Piece(each.text, "chunk", each.title or f"document {number}")
         for number, each in enumerate(given, 1)
@@ -301,28 +301,28 @@ def marked(documents: Sequence[str | Document], mark: Any) -> str:
     return "".join(f"{mark(piece.text, piece.source)}\n\n" for piece in pieces_of(documents))
 
 
-def _turn(message: Message, names: Mapping[str, str]) -> Turn:
-    role, parts = dict(ROLES).get(message.role, message.role), list(_parts(message))
+def _turn(message: RequestMessage, names: Mapping[str, str]) -> ChatMessage:
+    role, parts = dict(ROLE_ALIASES).get(message.role, message.role), list(_parts(message))
     said = [(call.function, call.id) for call in message.tool_calls or ()]
     said += [(message.function_call, "")] if message.function_call is not None else []
     calls = tuple(ToolCall(function.name, _arguments(function.arguments), id) for function, id in said)
     if calls and role != "assistant":
-        raise Refusal(
+        raise APIError(
             400, f"A message of role '{message.role}' calls tools; only an assistant does.", "unusable", "messages"
         )
     id = message.tool_call_id or ""
     name = message.name or (names.get(id, "") if role == "tool" else "")
     thought = (message.reasoning_content or message.reasoning or "") if role == "assistant" else ""
-    return Turn(role, parts, calls, id if role == "tool" else "", name, thought)
+    return ChatMessage(role, parts, calls, id if role == "tool" else "", name, thought)
 
 
-def _parts(message: Message) -> Iterator[str | Piece]:
+def _parts(message: RequestMessage) -> Iterator[str | Piece]:
     content = message.content or []
-    for part in [Part(type="text", text=content)] if isinstance(content, str) else content:
+    for part in [ContentPart(type="text", text=content)] if isinstance(content, str) else content:
         if part.type == "refusal":
             continue
         if part.type not in ("text", "text-plain") or part.text is None:
-            raise Refusal(
+            raise APIError(
                 400,
                 f"A content part of type '{part.type:.40}' cannot be read: this model takes text alone. Wanted parts "
                 "of type 'text' or 'text-plain' that hold their text; leave others out.",
@@ -332,12 +332,12 @@ def _parts(message: Message) -> Iterator[str | Piece]:
         yield _piece(part, part.text)
 
 
-def _piece(part: Part, text: str) -> str | Piece:
+def _piece(part: ContentPart, text: str) -> str | Piece:
     told = (part.extras or {}).get("ragfuse")
     said = told if isinstance(told, dict) else {}
     source = str(said.get("source") or part.title or "message")
     if len(source) > LONGEST_TITLE:
-        raise Refusal(
+        raise APIError(
             400,
             f"The source of a content part has {len(source):,} characters; wanted {LONGEST_TITLE} at most.",
             "unusable",
@@ -358,7 +358,7 @@ def _loaded(text: str) -> Any:
 def _arguments(text: str) -> dict[str, Any]:
     found = _loaded(text or "{}")
     if not isinstance(found, dict):
-        raise Refusal(
+        raise APIError(
             400,
             f"The arguments of a tool call are {text!r:.60}; wanted the JSON text of an object.",
             "unusable",
@@ -381,7 +381,7 @@ def allowed_of(
     mode = told.get("mode", "auto") if isinstance(told, Mapping) else None
     if not named or lacks is not None or mode not in ("auto", "required"):
         why = f"the tool {lacks!r:.80}" if lacks is not None else f"the mode {mode!r:.40} and {len(named)} tools"
-        raise Refusal(
+        raise APIError(
             400,
             f"tool_choice of type 'allowed_tools' has {why}; wanted {{'mode': 'auto' or 'required', 'tools': [...]}} "
             f"with some of these: {[str(name) for name in known]}.",
@@ -409,11 +409,11 @@ def choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[st
     return choice or "auto"
 
 
-def grammar_of(request: Wanted) -> Grammar | None:
+def grammar_of(request: CompletionRequest) -> Grammar | None:
     """What an answer must follow, by OpenAI's `response_format` or vLLM's words for it; Refusal for two of them."""
     held = {kind: value for kind, value in (request.structured_outputs or {}).items() if value is not None}
     if held and (len(held) > 1 or not held.keys() <= set(GRAMMARS)):
-        raise Refusal(
+        raise APIError(
             400,
             f"structured_outputs has {sorted(held)!r:.80}; wanted one of {', '.join(GRAMMARS)}.",
             "unusable",
@@ -426,7 +426,7 @@ def grammar_of(request: Wanted) -> Grammar | None:
     form = _form_of(getattr(request, "response_format", None))
     names = [name for name, *_ in told] + (["response_format"] if form is not None else [])
     if len(names) > 1:
-        raise Refusal(400, f"{names[0]} and {names[1]} both say an answer's form; give one.", "unusable", names[1])
+        raise APIError(400, f"{names[0]} and {names[1]} both say an answer's form; give one.", "unusable", names[1])
     return _grammar(*told[0]) if told else form
 
 
@@ -447,7 +447,7 @@ def _grammar(name: str, kind: str, value: Any) -> Grammar:
     if kind == "choice" and isinstance(value, list) and value and all(isinstance(e, str) and e for e in value):
         return Grammar.choice(value)
     wanted = {"json": "a JSON schema", "json_object": "true", "choice": "a list of texts"}.get(kind, "a text")
-    raise Refusal(400, f"{name}: wanted {wanted} for '{kind}', found {value!r:.60}; mend it.", "unusable", name)
+    raise APIError(400, f"{name}: wanted {wanted} for '{kind}', found {value!r:.60}; mend it.", "unusable", name)
 
 
 def _form_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
@@ -460,7 +460,7 @@ def _form_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
     held = response_format.get("json_schema")
     schema = held.get("schema") if isinstance(held, Mapping) else None
     if kind != "json_schema" or not isinstance(schema, Mapping):
-        raise Refusal(
+        raise APIError(
             400,
             f"response_format of type {kind!r:.40} cannot be followed; wanted {{'type': 'json_object'}} or {{'type': "
             "'json_schema', 'json_schema': {'schema': {...}}}.",

@@ -21,11 +21,11 @@ Name = tuple[str, str]
 Known = Iterable[tuple[Name, ChunkKey]]
 
 
-class Outlook:
+class ConversationIndex:
     """The conversations that keys belong to, and where in the queue each one's next request waits.
 
     One for all engines whose requests wait in one queue. Thread-safe; what a tier asks under its own lock waits for
-    none but, once, the book's.
+    none but, once, the catalog's.
     """
 
     def __init__(self) -> None:

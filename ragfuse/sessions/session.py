@@ -25,7 +25,7 @@ where a chunk came from."""
 
 
 @dataclass(frozen=True)
-class Message:
+class HistoryMessage:
     """What one side said, in pieces that are tokenised apart, with the calls of tools that it makes or answers."""
 
     role: str
@@ -53,8 +53,8 @@ class Message:
         return any(kind != "fresh" for _, kind, _ in self.parts)
 
     @property
-    def bare(self) -> Message | None:
-        """It without the chunks around what it says, and what parts them; None where there are none, or some amid."""
+    def bare(self) -> HistoryMessage | None:
+        """The message without the chunks around its own text; None where there are none, or some stand inside it."""
         says = [at for at, (text, kind, _) in enumerate(self.parts) if kind == "fresh" and text.strip()]
         inside = replace(self, parts=self.parts[says[0] : says[-1] + 1] if says else ())
         if not says or inside.has_chunks or len(inside.parts) == len(self.parts):
@@ -62,17 +62,17 @@ class Message:
         return replace(self, parts=((inside.text.strip(), "fresh", ""),))
 
 
-def heard(messages: Sequence[Message]) -> list[str]:
+def heard(messages: Sequence[HistoryMessage]) -> list[str]:
     """For each message a digest of all up to it: what stands for a conversation's beginning."""
     return list(accumulate((message.digest for message in messages), lambda before, each: digest(before, each)))
 
 
-def is_same(given: Message, said: Message) -> bool:
+def is_same(given: HistoryMessage, said: HistoryMessage) -> bool:
     """Whether two messages say the same."""
     return given.digest == said.digest
 
 
-def is_again(given: Message, said: Message) -> bool:
+def is_again(given: HistoryMessage, said: HistoryMessage) -> bool:
     """Whether a message is one of the same conversation, sent again: the same, or a user's without the chunks that were
     retrieved for it. One that comes with chunks is compared as a whole: other chunks are another question."""
     bare = said.bare if given.role == "user" and not given.has_chunks else None
@@ -82,7 +82,7 @@ def is_again(given: Message, said: Message) -> bool:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class KVSpan:
     """Token ids in a row that share an entry of KV. kept: which of them a prompt still has, as lo:hi in order."""
 
     tokens: tuple[int, ...]
@@ -90,7 +90,7 @@ class Stretch:
     kept: tuple[tuple[int, int], ...]
 
     @classmethod
-    def whole(cls, tokens: Sequence[int], key: ChunkKey) -> Stretch:
+    def whole(cls, tokens: Sequence[int], key: ChunkKey) -> KVSpan:
         """A stretch of which nothing is dropped."""
         return cls(tuple(tokens), key, ((0, len(tokens)),))
 
@@ -99,7 +99,7 @@ class Stretch:
         """Tokens that a prompt still has."""
         return sum(hi - lo for lo, hi in self.kept)
 
-    def without(self, first: int, count: int) -> Stretch:
+    def without(self, first: int, count: int) -> KVSpan:
         """Without `count` of its kept tokens, from the `first` of these on."""
         left: list[tuple[int, int]] = []
         at = 0
@@ -111,15 +111,15 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Turn:
     """One turn: the messages that were new in it, the answer as the last of them, and the stretches they made.
 
     said: the ids that the answer was generated as, which tokenising its text again may not give.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[HistoryMessage, ...]
     said: tuple[int, ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[KVSpan, ...]
 
     @property
     def n_tokens(self) -> int:
@@ -132,15 +132,15 @@ class Session:
     """A conversation: its name and its turns. It is never changed; the next turn makes another one."""
 
     id: str
-    turns: tuple[Exchange, ...] = ()
+    turns: tuple[Turn, ...] = ()
 
     @property
-    def messages(self) -> tuple[Message, ...]:
+    def messages(self) -> tuple[HistoryMessage, ...]:
         """All messages, answers among them."""
         return tuple(message for turn in self.turns for message in turn.messages)
 
     @property
-    def stretches(self) -> tuple[Stretch, ...]:
+    def stretches(self) -> tuple[KVSpan, ...]:
         """Of all turns, in order."""
         return tuple(stretch for turn in self.turns for stretch in turn.stretches)
 
@@ -169,11 +169,11 @@ class Session:
         """Its first turns alone."""
         return replace(self, turns=self.turns[:turns])
 
-    def with_stretches(self, stretches: Sequence[Stretch]) -> Session:
+    def with_stretches(self, stretches: Sequence[KVSpan]) -> Session:
         """The same with others in their place, turn by turn by their tokens."""
-        given, turns = list(stretches), list[Exchange]()
+        given, turns = list(stretches), list[Turn]()
         for turn in self.turns:
-            mine: list[Stretch] = []
+            mine: list[KVSpan] = []
             while given and sum(len(each.tokens) for each in mine) < turn.n_tokens:
                 mine.append(given.pop(0))
             turns.append(replace(turn, stretches=tuple(mine)))
@@ -205,25 +205,25 @@ class Session:
             return None
 
 
-def _exchange(found: Mapping[str, Any]) -> Exchange:
+def _exchange(found: Mapping[str, Any]) -> Turn:
     stretches = tuple(map(_stretch, found["stretches"]))
-    return Exchange(tuple(map(_message, found["messages"])), tuple(map(int, found["said"])), stretches)
+    return Turn(tuple(map(_message, found["messages"])), tuple(map(int, found["said"])), stretches)
 
 
-def _stretch(found: Mapping[str, Any]) -> Stretch:
+def _stretch(found: Mapping[str, Any]) -> KVSpan:
     kept = tuple((int(lo), int(hi)) for lo, hi in found["kept"])
-    return Stretch(tuple(map(int, found["tokens"])), ChunkKey.parse(found["key"]), kept)
+    return KVSpan(tuple(map(int, found["tokens"])), ChunkKey.parse(found["key"]), kept)
 
 
-def _message(found: Mapping[str, Any]) -> Message:
+def _message(found: Mapping[str, Any]) -> HistoryMessage:
     parts = tuple((str(text), str(kind), str(source)) for text, kind, source in found["parts"])
     calls = tuple(ToolCall(c["name"], c["arguments"], c["id"]) for c in found["tool_calls"])
-    return Message(found["role"], parts, calls, found["tool_call_id"], found["name"], str(found.get("reasoning", "")))
+    return HistoryMessage(
+        found["role"], parts, calls, found["tool_call_id"], found["name"], str(found.get("reasoning", ""))
+    )
 
 
-def truncated(
-    stretches: Sequence[Stretch], room: int, window: int, ratio: float, sinks: int = 0
-) -> tuple[Stretch, ...]:
+def truncated(stretches: Sequence[KVSpan], room: int, window: int, ratio: float, sinks: int = 0) -> tuple[KVSpan, ...]:
     """Stretches without as many of their earliest tokens as it takes for `room` (AttentionStore 3.4).
 
     Dropped is a share `ratio` of `window` tokens at a time, so that the next turns fit too. The first `sinks` tokens
@@ -234,7 +234,7 @@ def truncated(
         return tuple(stretches)
     step = max(1, int(ratio * window))
     count = min(max(0, past - sinks), step * -(-(past - room) // step))
-    left, at = list[Stretch](), 0
+    left, at = list[KVSpan](), 0
     for stretch in stretches:
         lo, hi = max(sinks, at), min(sinks + count, at + stretch.n_kept)
         left.append(stretch.without(lo - at, hi - lo) if lo < hi else stretch)
@@ -242,7 +242,7 @@ def truncated(
     return tuple(left)
 
 
-def matched(stretches: Sequence[Stretch], token_ids: Sequence[int]) -> tuple[Stretch, ...]:
+def matched(stretches: Sequence[KVSpan], token_ids: Sequence[int]) -> tuple[KVSpan, ...]:
     """The longest beginning of these whose tokens begin `token_ids`, of which at least one is left."""
     at, count = 0, 0
     ids = tuple(token_ids)
@@ -254,7 +254,9 @@ def matched(stretches: Sequence[Stretch], token_ids: Sequence[int]) -> tuple[Str
 
 
 def agreed(
-    session: Session, given: Sequence[Message], matches: Callable[[Message, Message], bool] = is_same
+    session: Session,
+    given: Sequence[HistoryMessage],
+    matches: Callable[[HistoryMessage, HistoryMessage], bool] = is_same,
 ) -> Session:
     """A session's turns as far as these messages begin with theirs; `matches`: whether one is what was said."""
     left = list(given)
@@ -271,31 +273,31 @@ def names_of(session: Session) -> dict[ChunkKey, str]:
 
 
 @dataclass(frozen=True)
-class Talk:
+class PendingTurn:
     """A conversation that a question goes on with, before it is answered.
 
     session: its turns so far, those that the question goes on from. messages: those that are new. version: of the
-    session as it was read, 0 for a new one; had: keys of that. lasts: whether it is written down; stays: whether
-    retrieved chunks do.
-    history: the stretches that the prompt begins with, as they are used in it. lacks: tokens of turns that were left
-    out as a whole, behind the row before which they stood; then there is no history.
+    session as it was read, 0 for a new one; previous_keys: keys of that. persistent: whether it is written down;
+    keep_chunks: whether retrieved chunks do. history: the stretches that the prompt begins with, as they are used in
+    it. omitted: tokens of turns that were left out as a whole, behind the row before which they stood; then there is no
+    history.
     """
 
     session: Session
-    messages: tuple[Message, ...]
+    messages: tuple[HistoryMessage, ...]
     version: int = 0
-    lasts: bool = False
-    stays: bool = True
-    had: tuple[ChunkKey, ...] = ()
-    history: tuple[Stretch, ...] = field(default=())
-    lacks: tuple[int, tuple[int, ...]] = (0, ())
+    persistent: bool = False
+    keep_chunks: bool = True
+    previous_keys: tuple[ChunkKey, ...] = ()
+    history: tuple[KVSpan, ...] = field(default=())
+    omitted: tuple[int, tuple[int, ...]] = (0, ())
 
     @property
     def id(self) -> str:
         """The session's name."""
         return self.session.id
 
-    def placed(self) -> Iterator[tuple[int, int, Stretch]]:
+    def placed(self) -> Iterator[tuple[int, int, KVSpan]]:
         """What the prompt has of its history in order: rows lo:hi of a stretch."""
         for stretch in self.history:
             yield from ((lo, hi, stretch) for lo, hi in stretch.kept)

@@ -1,8 +1,8 @@
 """Sessions looked after: listed, shown, exported, shortened, deleted, with or without a model.
 
-Those that somebody asked to keep stand in the store's book; others live in this process alone, the latest of them, and
-so does a turn that the book did not take: it is written down with the next one.
-What a session is told by `session.py`, how it grows by `engine/history.py`.
+Those that somebody asked to keep stand in the store's catalog; others live in this process alone, the latest of them,
+and so does a turn that the catalog did not take: it is written down with the next one. What a session is told by
+`session.py`, how it grows by `engine/history.py`.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import TYPE_CHECKING, Any
 
 from ragfuse.errors import InputError, StoreError
 from ragfuse.process.fork import ForkLock
-from ragfuse.sessions.conversation_index import Known, Outlook
+from ragfuse.sessions.conversation_index import ConversationIndex, Known
 from ragfuse.sessions.session import Session, truncated
 from ragfuse.settings import SINKS
-from ragfuse.store import KVStore, SessionLine
+from ragfuse.store import KVStore, SessionRow
 from ragfuse.store.bulk import unanswered
 from ragfuse.store.deletion import dropped
 from ragfuse.types.keys import ChunkKey
 
 if TYPE_CHECKING:
-    from ragfuse.store.catalog import Booked
+    from ragfuse.store.catalog import Catalog
 
 log = logging.getLogger("ragfuse.engine")
 
 HERE = 256
 """Sessions that a process remembers of those that nobody asked to keep, used last."""
 READ = 32
-"""Sessions that a process remembers as the book had them, used last: to go on from while that does not answer."""
+"""Sessions that a process remembers as the catalog had them, used last: to go on from while that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SessionInfo:
     turns: int
     tokens: int
     used: float
-    lasts: bool = True
+    persistent: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -71,7 +71,7 @@ class Deleted:
 
 @dataclass(frozen=True)
 class KeptSession:
-    """A session in memory. base: the version of it in the book that it goes on from (0: there is none), where it
+    """A session in memory. base: the version of it in the catalog that it goes on from (0: there is none), where it
     belongs there and could not be written; None where nobody asked to keep it."""
 
     version: int
@@ -80,31 +80,31 @@ class KeptSession:
     base: int | None = None
 
 
-class Sessions:
+class SessionStore:
     """The sessions of a store. Threads and processes may share it.
 
     whose: digests of the tenants that are meant where none is named, None: all. ttl_s: a session unused for so long is
     gone when it is asked for, and deleted when others are written. settle: waits for what is on its way into the store,
-    so that it can be deleted; later: does so behind that, in nobody's way. outlook: hears which keys each has.
+    so that it can be deleted; later: does so behind that, in nobody's way. index: hears which keys each has.
     """
 
     def __init__(
         self,
         store: KVStore,
-        booked: Booked,
+        catalog: Catalog,
         whose: Callable[[], Sequence[str] | None],
         ttl_s: float | None = None,
         clock: Callable[[], float] = time.time,
         settle: Callable[[], object] = lambda: None,
         later: Callable[[Callable[[], object]], object] = lambda job: job(),
-        outlook: Outlook | None = None,
+        index: ConversationIndex | None = None,
     ) -> None:
-        self._store, self._booked, self._whose, self._ttl_s, self._clock = store, booked, whose, ttl_s, clock
+        self._store, self._catalog, self._whose, self._ttl_s, self._clock = store, catalog, whose, ttl_s, clock
         self._lock, self._settle, self._later = ForkLock(), settle, later
         self._here: OrderedDict[tuple[str, str], KeptSession] = OrderedDict()  # used last at the end
-        self._read: OrderedDict[tuple[str, str], KeptSession] = OrderedDict()  # of the book, used last at the end
-        self._swept, self._met, self._outlook = 0.0, set[str](), outlook or Outlook()
-        self._outlook.recall(self._owned)
+        self._read: OrderedDict[tuple[str, str], KeptSession] = OrderedDict()  # of the catalog, used last at the end
+        self._swept, self._met, self._index = 0.0, set[str](), index or ConversationIndex()
+        self._index.recall(self._owned)
 
     # for people and programs
 
@@ -142,7 +142,7 @@ class Sessions:
         info = self._one(id)
         version, session = self.get(info.model, id) or (0, Session(id))
         shorter = session.with_stretches(truncated(session.stretches, tokens, 1, 1.0, min(sinks, tokens)))
-        if not self.put(info.model, shorter, version, info.lasts):
+        if not self.put(info.model, shorter, version, info.persistent):
             raise InputError(f"The session '{id}' was gone on with in this very moment. Try again.")
         return shorter
 
@@ -155,7 +155,7 @@ class Sessions:
         """Delete those that are written down, used longest ago first, until so many of them are left."""
         self._settle()
         done = Deleted()
-        for info in [info for info in self.ls() if info.lasts][most:]:
+        for info in [info for info in self.ls() if info.persistent][most:]:
             done = done.plus(self._delete(info.model, info.id))
         return done
 
@@ -163,7 +163,7 @@ class Sessions:
 
     def get(self, model: str, id: str) -> tuple[int, Session] | None:
         """Version and session of a tenant, None where there is none; one that was not used for too long is deleted."""
-        answered, found = self._booked.asked(lambda book: book.sessions.get(model, id))
+        answered, found = self._catalog.try_session(model, id)
         held = self._held((model, id), answered, found[0] if found is not None else 0)
         used = min(held.used if held is not None else found[1] if found is not None else math.inf, self._clock())
         if self._ttl_s is not None and (held is not None or found is not None) and used < self._clock() - self._ttl_s:
@@ -175,13 +175,13 @@ class Sessions:
             return None
         session = Session.from_dict(found[2])
         if session is not None:
-            self._outlook.note((model, id), session)
+            self._index.note((model, id), session)
             self._keep_read((model, id), KeptSession(found[0], found[1], session))
         return found[0], session if session is not None else Session(id)
 
-    def ending(self, model: str, beginnings: Sequence[str], lasts: bool) -> tuple[int, Session] | None:
+    def ending(self, model: str, beginnings: Sequence[str], persistent: bool) -> tuple[int, Session] | None:
         """The session that has the longest of these beginnings of messages at the end of a turn, and its version."""
-        there: dict[str, str] = self._booked(lambda book: book.sessions.ending(model, beginnings), {}) if lasts else {}
+        there: dict[str, str] = self._catalog.sessions.ending(model, beginnings) if persistent else {}
         with self._lock:
             for (whose, id), held in self._here.items():
                 if whose == model:
@@ -189,13 +189,13 @@ class Sessions:
         longest = next((there[each] for each in reversed(beginnings) if each in there), None)
         return self.get(model, longest) if longest is not None else None
 
-    def put(self, model: str, session: Session, version: int, lasts: bool) -> bool:
+    def put(self, model: str, session: Session, version: int, persistent: bool) -> bool:
         """Keep a session in place of its `version` (0: there is none yet); False if another writer was first.
 
-        What the book does not take stays in memory, and is written with the session's next turn.
+        What the catalog does not take stays in memory, and is written with the session's next turn.
         """
         now, name = self._clock(), (model, session.id)
-        line = SessionLine(model, session.id, version, now, len(session.turns), session.n_tokens)
+        line = SessionRow(model, session.id, version, now, len(session.turns), session.n_tokens)
         keys = [str(key) for key in session.keys]
         with self._lock:
             held = self._here.get(name)
@@ -203,10 +203,10 @@ class Sessions:
         if base is not None and held is not None and held.version != version:
             return False
         kept: bool | None = None
-        if lasts or base is not None:
+        if persistent or base is not None:
             base = version if base is None else base
             state, ends, on = session.as_dict(), session.ends, line._replace(version=base)
-            kept = self._booked(lambda book: book.sessions.put(on, state, ends, keys), None)
+            kept = self._catalog.sessions.put(on, state, ends, keys)
         if kept is None:
             kept = self._put_here(line, session, base)
         elif base is not None:
@@ -215,7 +215,7 @@ class Sessions:
             if kept:
                 self._keep_read(name, KeptSession(base + 1, now, session))
         if kept:
-            self._outlook.note((model, session.id), session)
+            self._index.note((model, session.id), session)
         self._met.add(model)
         if self._ttl_s is not None and not 0 <= now - self._swept <= self._ttl_s / 8:
             self._swept = now
@@ -252,13 +252,13 @@ class Sessions:
             log.debug("The overdue session %s stays for now: %s", id, error)
 
     def _held(self, name: tuple[str, str], answered: bool, version: int) -> KeptSession | None:
-        """What memory has of a session, where that is what counts: nobody asked to keep it, the book does not answer,
-        or it lacks turns that go on from the version that it has."""
+        """What memory has of a session, where that is what counts: nobody asked to keep it, the catalog does not
+        answer, or it lacks turns that go on from the version that it has."""
         with self._lock:
             here = self._here.get(name)
             if here is not None and here.base is not None and answered and here.base != version:
                 del self._here[name]
-                log.warning("Another process went on with session %s: what the book did not take is lost.", name[1])
+                log.warning("Another process went on with session %s: what the catalog did not take is lost.", name[1])
                 here = None
             if here is not None and here.base is None and version:
                 return None
@@ -279,8 +279,8 @@ class Sessions:
         return done
 
     def _all(self) -> list[SessionInfo]:
-        """Of every tenant, used last first; StoreError where the book cannot be read."""
-        lines: list[SessionLine] = self._booked.strictly(lambda book: book.sessions.lines(), [])
+        """Of every tenant, used last first; StoreError where the catalog cannot be read."""
+        lines: list[SessionRow] = self._catalog.strict.sessions.rows()
         now = self._clock()
         with self._lock:
             held = dict(self._here)
@@ -290,12 +290,14 @@ class Sessions:
             if (line.model, line.id) not in held
         ]
         here = [
-            SessionInfo(id, model, len(each.session.turns), each.session.n_tokens, min(each.used, now), lasts=False)
+            SessionInfo(
+                id, model, len(each.session.turns), each.session.n_tokens, min(each.used, now), persistent=False
+            )
             for (model, id), each in held.items()
         ]
         return sorted((*found, *here), key=lambda info: -info.used)
 
-    def _put_here(self, line: SessionLine, session: Session, base: int | None) -> bool:
+    def _put_here(self, line: SessionRow, session: Session, base: int | None) -> bool:
         name = line.model, line.id
         with self._lock:
             before = self._here.get(name)
@@ -304,13 +306,13 @@ class Sessions:
             self._here[name] = KeptSession(line.version + 1, line.used, session, base)
             self._here.move_to_end(name)
             while len(self._here) > HERE:
-                self._outlook.forget(self._here.popitem(last=False)[0])
+                self._index.forget(self._here.popitem(last=False)[0])
         return True
 
     def _owned(self) -> Known | None:
-        """Whose KV is whose in the book, None while it cannot be asked."""
+        """Whose KV is whose in the catalog, None while it cannot be asked."""
         try:
-            rows: list[tuple[str, str, str]] = self._booked.strictly(lambda book: book.sessions.owned(), [])
+            rows: list[tuple[str, str, str]] = self._catalog.strict.sessions.owned()
         except StoreError:
             return None
         return (((model, id), ChunkKey.parse(key)) for model, id, key in rows)
@@ -330,10 +332,10 @@ class Sessions:
             here = self._here.pop((model, id)) if here is not None and here.used < before else None
             self._read.pop((model, id), None)
             others = self._keys_here()
-        orphans: list[str] | None = self._booked.strictly(lambda book: book.sessions.delete(model, id, before), None)
+        orphans: list[str] | None = self._catalog.strict.sessions.delete(model, id, before)
         if here is None and orphans is None:
             return Deleted()
-        self._outlook.forget((model, id))
+        self._index.forget((model, id))
         keys = {ChunkKey.parse(key) for key in orphans or ()} | set(here.session.keys if here is not None else ())
         elsewhere = self._in_book(keys) if here is not None else set[ChunkKey]()
         return self._drop(keys - others - elsewhere)
@@ -344,7 +346,7 @@ class Sessions:
     def _in_book(self, keys: Iterable[ChunkKey]) -> set[ChunkKey]:
         """Those of these keys that sessions have that are written down; StoreError where that cannot be asked."""
         names = [str(key) for key in keys]
-        found: list[str] = self._booked.strictly(lambda book: book.sessions.having(names), [])
+        found: list[str] = self._catalog.strict.sessions.having(names)
         return {ChunkKey.parse(name) for name in found}
 
     def _drop(self, keys: set[ChunkKey]) -> Deleted:

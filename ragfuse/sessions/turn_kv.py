@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ragfuse.plan.controller import is_exact
-from ragfuse.sessions.session import Stretch, Talk
+from ragfuse.sessions.session import KVSpan, PendingTurn
 from ragfuse.settings import LEVELS
-from ragfuse.types.keys import ChunkKey, amid, digest, token_digest
+from ragfuse.types.keys import ChunkKey, digest, filler_context, token_digest
 from ragfuse.types.plan import LoadPlan
 
 Spans = tuple[tuple[int, int], ...]
 """Rows of a prompt, lo:hi in order."""
-Saves = tuple[tuple[Stretch, Spans], ...]
+Saves = tuple[tuple[KVSpan, Spans], ...]
 """Stretches to save, with their rows of a prompt."""
 
 
 @dataclass(frozen=True)
-class Left:
+class TurnKV:
     """What a prompt leaves for the next one of its conversation.
 
     history: the stretches that it began with; those whose KV was lost and computed anew, under its keys. asked: what
@@ -28,17 +28,17 @@ class Left:
     with their rows of the prompt.
     """
 
-    history: tuple[Stretch, ...]
-    asked: tuple[Stretch, ...]
+    history: tuple[KVSpan, ...]
+    asked: tuple[KVSpan, ...]
     behind: str
     saves: Saves
 
 
-def left_by(plan: LoadPlan, talk: Talk, key_of: Callable[[Sequence[int], str], ChunkKey]) -> Left:
+def left_by(plan: LoadPlan, talk: PendingTurn, key_of: Callable[[Sequence[int], str], ChunkKey]) -> TurnKV:
     """What a prompt that was computed by `plan` leaves. KV that saw nothing but exact rows of the tokens before itself
     has these for its context; other KV a mark of how it was made, so that it is never taken for exact."""
-    prompt, ids, history = plan.prompt, plan.prompt.token_ids, list[Stretch]()
-    saves, at, end = list[tuple[Stretch, Spans]](), 0, len(plan.prompt.segments)
+    prompt, ids, history = plan.prompt, plan.prompt.token_ids, list[KVSpan]()
+    saves, at, end = list[tuple[KVSpan, Spans]](), 0, len(plan.prompt.segments)
     lost = {segment for segment, _ in plan.misses} - {fetch.segment for fetch in plan.unread}
     inexact = [f.segment for f in plan.fetches if f.level != LEVELS[0] or not is_exact(prompt, f)]
 
@@ -46,7 +46,7 @@ def left_by(plan: LoadPlan, talk: Talk, key_of: Callable[[Sequence[int], str], C
         """Of rows that were computed behind `row` rows of the prompt, those of all segments before this one."""
         if alone and segment <= min(inexact, default=end):
             return key_of(tokens, token_digest(ids[:row]) if row else "")
-        return key_of(tokens, amid(digest("history", _made(plan), str(row))))
+        return key_of(tokens, filler_context(digest("history", _made(plan), str(row))))
 
     for stretch in talk.history:
         mine = range(at, at + len(stretch.kept))
@@ -57,31 +57,33 @@ def left_by(plan: LoadPlan, talk: Talk, key_of: Callable[[Sequence[int], str], C
         for lo, hi, segment in _cut(stretch, mine):
             tokens = stretch.tokens[lo:hi]
             if segment < 0:
-                history.append(Stretch(tokens, stretch.key, ()))
+                history.append(KVSpan(tokens, stretch.key, ()))
                 continue
             span = prompt.spans[segment]
-            history.append(Stretch.whole(tokens, key(tokens, segment, span[0])))
+            history.append(KVSpan.whole(tokens, key(tokens, segment, span[0])))
             saves.append((history[-1], (span,)))
     n_past = prompt.spans[at - 1][1] if at else 0
     behind = list(zip(prompt.segments, prompt.spans, strict=True))[at:]
-    left_out = [] if talk.stays else [span for segment, span in behind if segment.kind == "chunk"]
+    left_out = [] if talk.keep_chunks else [span for segment, span in behind if segment.kind == "chunk"]
     spans = tuple(span for _, span in behind if span not in left_out)
-    row, gone = talk.lacks
+    row, gone = talk.omitted
 
-    def asked(first: int, stop: int) -> Iterator[tuple[Stretch, Spans]]:
+    def asked(first: int, stop: int) -> Iterator[tuple[KVSpan, Spans]]:
         rows = _joined([(max(first, lo), min(stop, hi)) for lo, hi in spans if lo < stop and first < hi])
         tokens = tuple(id for lo, hi in rows for id in ids[lo:hi])
         if tokens:
-            yield Stretch.whole(tokens, key(tokens, end, first, not left_out)), rows
+            yield KVSpan.whole(tokens, key(tokens, end, first, not left_out)), rows
 
     made = [*asked(n_past, row if gone else len(ids))]
     if gone:
-        made += [(Stretch(gone, key(gone, end, row, alone=False), ()), ()), *asked(row, len(ids))]
+        made += [(KVSpan(gone, key(gone, end, row, alone=False), ()), ()), *asked(row, len(ids))]
     follows = key((), end, len(ids), not left_out).context
-    return Left(tuple(history), tuple(each for each, _ in made), follows, (*saves, *(each for each in made if each[1])))
+    return TurnKV(
+        tuple(history), tuple(each for each, _ in made), follows, (*saves, *(each for each in made if each[1]))
+    )
 
 
-def _cut(stretch: Stretch, segments: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _cut(stretch: KVSpan, segments: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """All tokens of a stretch as lo:hi, with the segments of those that are kept; -1: dropped."""
     done = 0
     for (lo, hi), segment in zip(stretch.kept, segments, strict=True):

@@ -1,26 +1,28 @@
-"""KV at rest: tiers, the store over them, and the book beside them. It plans nothing and knows no model."""
+"""KV at rest: tiers, the store over them, and the catalog beside them. It plans nothing and knows no model."""
 
-from ragfuse.store.catalog import Book, KnownText
+from ragfuse.store.catalog import Catalog
+from ragfuse.store.catalog_file import CatalogFile, KnownText
 from ragfuse.store.disk import DiskTier
 from ragfuse.store.factory import open_store, open_tier
-from ragfuse.store.level_reader import Encoded
+from ragfuse.store.level_reader import EncodedLayers
 from ragfuse.store.memory import MemoryTier
-from ragfuse.store.session_catalog import SessionBook, SessionLine
+from ragfuse.store.session_catalog import SessionCatalog, SessionRow
 from ragfuse.store.store import KVStore, StoreStats
 from ragfuse.store.tier import EntryMeta, Evictor, Tier
 from ragfuse.store.writer import Writer, countdown
 
 __all__ = [
-    "Book",
+    "Catalog",
+    "CatalogFile",
     "DiskTier",
-    "Encoded",
+    "EncodedLayers",
     "EntryMeta",
     "Evictor",
     "KVStore",
     "KnownText",
     "MemoryTier",
-    "SessionBook",
-    "SessionLine",
+    "SessionCatalog",
+    "SessionRow",
     "StoreStats",
     "Tier",
     "Writer",

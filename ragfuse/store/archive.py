@@ -45,7 +45,7 @@ _TEXT = re.compile(rf"\{{\s*+{_STRING}\s*+:\s*+{_STRING}\s*+(?:,\s*+{_STRING}\s*
 """A line of texts: an object of four texts. Others are not read, so that none makes millions of lists."""
 
 
-class Text(NamedTuple):
+class ArchivedText(NamedTuple):
     """A known text of `model` (the digest in its key): its key as text, the text itself, and where it came from."""
 
     model: str
@@ -55,7 +55,7 @@ class Text(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trouble:
+class ArchiveProblem:
     """What of an archive cannot be read, and why."""
 
     what: str
@@ -100,7 +100,7 @@ class ArchiveWriter:
         """One entry; how many bytes it takes."""
         return self._member(str(chunk_path(Path(), key)), pieces(pack_header(key, meta.sealed(blobs)), blobs))
 
-    def texts(self, texts: Sequence[Text]) -> None:
+    def texts(self, texts: Sequence[ArchivedText]) -> None:
         """Some known texts."""
         lines = "".join(json.dumps(text._asdict(), ensure_ascii=False) + "\n" for text in texts)
         self._member(f"texts/{self._texts:06d}.jsonl", [lines.encode(errors="replace")])
@@ -167,10 +167,10 @@ def _is_partial(name: str) -> bool:
     return name.endswith(".tmp") and len(whole) > 1 and whole[0] == "." and pid.isascii() and pid.isdecimal()
 
 
-Found = ArchivedChunk | list[Text] | Trouble
+ArchiveItem = ArchivedChunk | list[ArchivedText] | ArchiveProblem
 
 
-def read_archive(path: Path, progress: Callable[[int, int], object] | None = None) -> Iterator[Found]:
+def read_archive(path: Path, progress: Callable[[int, int], object] | None = None) -> Iterator[ArchiveItem]:
     """What an archive holds, one after the other: chunks (bytes unread yet), texts, and what cannot be read.
 
     StoreError if it is no archive at all. `progress` is told the bytes gone through, of how many.
@@ -180,7 +180,7 @@ def read_archive(path: Path, progress: Callable[[int, int], object] | None = Non
         members = _members(file, size)
         _check_first(path, file, next(members, None))
         for member in members:
-            if isinstance(member, Trouble):
+            if isinstance(member, ArchiveProblem):
                 yield member
                 continue
             yield _read(file, *member)
@@ -199,7 +199,7 @@ _Member = tuple[tarfile.TarInfo, int]
 """A member's header, and where its bytes begin."""
 
 
-def _members(file: BufferedReader, size: int) -> Iterator[_Member | Trouble]:
+def _members(file: BufferedReader, size: int) -> Iterator[_Member | ArchiveProblem]:
     """Plain members that lie in the file as a whole. Behind a damaged one the next is looked for."""
     at, was_good = 0, True
     while at + _BLOCK <= size:
@@ -214,15 +214,15 @@ def _members(file: BufferedReader, size: int) -> Iterator[_Member | Trouble]:
         info = _header(block)
         if info is None:
             if was_good:
-                yield Trouble(f"byte {begin - _BLOCK:,}", "no member begins here")
+                yield ArchiveProblem(f"byte {begin - _BLOCK:,}", "no member begins here")
             was_good = False
             continue
         was_good, at = True, begin + -(-info.size // _BLOCK) * _BLOCK
         if begin + info.size > size:
-            yield Trouble(_shown(info.name), "the archive ends in the middle of it")
+            yield ArchiveProblem(_shown(info.name), "the archive ends in the middle of it")
             return
-        yield (info, begin) if info.type in _PLAIN else Trouble(_shown(info.name), "it is no plain file")
-    yield Trouble("the end", "the archive has been cut off: its end mark is missing")
+        yield (info, begin) if info.type in _PLAIN else ArchiveProblem(_shown(info.name), "it is no plain file")
+    yield ArchiveProblem("the end", "the archive has been cut off: its end mark is missing")
 
 
 def _header(block: bytes) -> tarfile.TarInfo | None:
@@ -235,7 +235,7 @@ def _header(block: bytes) -> tarfile.TarInfo | None:
     return info if info.size >= 0 else None
 
 
-def _check_first(path: Path, file: BufferedReader, member: _Member | Trouble | None) -> None:
+def _check_first(path: Path, file: BufferedReader, member: _Member | ArchiveProblem | None) -> None:
     found: object = None
     if isinstance(member, tuple) and member[0].name == _FIRST and member[0].size < _BLOCK:
         found = _json(_bytes(file, *member))
@@ -245,7 +245,7 @@ def _check_first(path: Path, file: BufferedReader, member: _Member | Trouble | N
         raise StoreError(f"Wanted an archive of version {FORMAT_VERSION}, found {what}: '{path}'. Export it again.")
 
 
-def _read(file: BufferedReader, info: tarfile.TarInfo, begin: int) -> Found:
+def _read(file: BufferedReader, info: tarfile.TarInfo, begin: int) -> ArchiveItem:
     try:
         if info.name.startswith("texts/"):
             return _texts(file, info, begin)
@@ -254,21 +254,21 @@ def _read(file: BufferedReader, info: tarfile.TarInfo, begin: int) -> Found:
             raise ValueError("its key is not of digests")
         return chunk
     except (OSError, ValueError, RecursionError) as error:
-        return Trouble(_shown(info.name), _shown(str(error)))
+        return ArchiveProblem(_shown(info.name), _shown(str(error)))
 
 
-def _texts(file: BufferedReader, info: tarfile.TarInfo, begin: int) -> list[Text]:
+def _texts(file: BufferedReader, info: tarfile.TarInfo, begin: int) -> list[ArchivedText]:
     if info.size > _MAX_TEXTS_NBYTES:
         raise ValueError(f"{_MAX_TEXTS_NBYTES} bytes of texts at most, {info.size} found")
     check_there(file.fileno(), begin, begin + info.size)
     return [_text(line[0].decode()) for line in _LINE.finditer(_bytes(file, info, begin))]
 
 
-def _text(line: str) -> Text:
+def _text(line: str) -> ArchivedText:
     found = _json(line) if _TEXT.fullmatch(line.strip()) else None
-    if not isinstance(found, dict) or set(found) != set(Text._fields):
+    if not isinstance(found, dict) or set(found) != set(ArchivedText._fields):
         raise ValueError("a line of it is no text")
-    text = Text(**found)
+    text = ArchivedText(**found)
     key = ChunkKey.parse(text.key)
     if not has_name(key) or str(key) != text.key:
         raise ValueError("a line of it is no text")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ragfuse.errors import StoreError
-from ragfuse.store.archive import ArchivedChunk, Text, Trouble, new_archive, read_archive
+from ragfuse.store.archive import ArchivedChunk, ArchivedText, ArchiveProblem, new_archive, read_archive
 from ragfuse.store.levels import loss_of, pieces_of
 from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Freed, Tidies, Tier
@@ -38,18 +38,18 @@ class Outcome:
     known: int = 0
     texts: int = 0
     failed: int = 0
-    troubles: tuple[Trouble, ...] = ()
+    troubles: tuple[ArchiveProblem, ...] = ()
     fewer_nbytes: int = 0
 
 
-class Tally:
+class OutcomeBuilder:
     """An outcome in the making."""
 
     def __init__(self) -> None:
         self.known = self.texts = self.failed = 0
         self.done: dict[Any, int] = {}
         self.written_nbytes = self._fewer_nbytes = 0
-        self._troubles: list[Trouble] = []
+        self._troubles: list[ArchiveProblem] = []
 
     def took(self, what: object, nbytes: int, before_nbytes: int) -> None:
         """One was done that takes so many bytes now."""
@@ -60,7 +60,7 @@ class Tally:
         """One stays as it was."""
         self.failed += 1
         if len(self._troubles) < _TOLD:
-            self._troubles.append(Trouble(str(what), why))
+            self._troubles.append(ArchiveProblem(str(what), why))
 
     def keep_only(self, kept: Iterable[Any], why: str) -> None:
         """Those done that are not there after all have failed."""
@@ -80,7 +80,7 @@ def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress
 
     Everything is copied first and dropped from the other tiers then: stopped in between, nothing is lost.
     """
-    target, tally = store.tier(tier), Tally()
+    target, tally = store.tier(tier), OutcomeBuilder()
     others = [other for other in store.tiers if other is not target]
     sources = _sources(others, keys := list(dict.fromkeys(keys)))
     there = target.entries(keys)
@@ -105,7 +105,7 @@ def export(
     store: KVStore,
     path: Path,
     keys: Iterable[ChunkKey] | None = None,
-    texts: Iterable[Text] = (),
+    texts: Iterable[ArchivedText] = (),
     progress: Progress | None = None,
 ) -> Outcome:
     """Write chunks (None: all) and known texts into one file. What cannot be read is left out and told.
@@ -113,7 +113,7 @@ def export(
     StoreError, and the file as it was, where one is there already and this one would lack something, or have nothing;
     and where nothing is found while a tier does not answer.
     """
-    tally = Tally()
+    tally = OutcomeBuilder()
     sources = _sources(store.tiers, None if keys is None else (keys := list(dict.fromkeys(keys))))
     quiet = store.silent() if keys is None or any(key not in sources for key in keys) else []
     if quiet and (not sources or path.exists()):
@@ -161,16 +161,16 @@ def import_(
     store: KVStore,
     path: Path,
     tier: str | None = None,
-    take_texts: Callable[[Sequence[Text]], object] | None = None,
+    take_texts: Callable[[Sequence[ArchivedText]], object] | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Keep the chunks of an archive, in `tier` or else in the first slow one. What is whole is kept, the rest told.
 
     Chunks are found again by the same model with the same dtype and salt alone. Known texts are handed to `take_texts`.
     """
-    target, tally = store.tier(tier) if tier is not None else _first_slow(store), Tally()
+    target, tally = store.tier(tier) if tier is not None else _first_slow(store), OutcomeBuilder()
     for found in read_archive(path, progress):
-        if isinstance(found, Trouble):
+        if isinstance(found, ArchiveProblem):
             tally.fail(found.what, found.why)
         elif isinstance(found, list):
             if take_texts is not None:
@@ -227,7 +227,7 @@ def _is_as_good(there: Entry, other: Entry | None) -> bool:
     return other is None or loss_of(there.sizes) <= loss_of(other.sizes)
 
 
-def _copy(store: KVStore, key: ChunkKey, target: Tier, tally: Tally) -> str | None:
+def _copy(store: KVStore, key: ChunkKey, target: Tier, tally: OutcomeBuilder) -> str | None:
     """Write one chunk into `target` as well; why it is not there, None if it is."""
     whole = store.read_whole(key)
     if whole is None:
@@ -261,8 +261,8 @@ def _first_slow(store: KVStore) -> Tier:
     return next((tier for tier in store.tiers if tier.slow), store.tiers[0])
 
 
-def _some(texts: Iterable[Text]) -> Iterable[list[Text]]:
-    some: list[Text] = []
+def _some(texts: Iterable[ArchivedText]) -> Iterable[list[ArchivedText]]:
+    some: list[ArchivedText] = []
     for text in texts:
         some.append(text)
         if len(some) == _TEXTS:

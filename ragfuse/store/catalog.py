@@ -1,236 +1,199 @@
-"""What is remembered beside the KV: profiles by name, the texts of known chunks, and sessions, which are
-`session_catalog.py`'s. KV bytes are the tiers' business.
+"""What a store remembers beside its KV: profiles, texts of known chunks, sessions. `catalog_file.py` keeps it on disk.
 
-Texts let a later process find the same chunks in a prompt. They are kept per model digest, so a salted tenant has
-its own, and they are as private as the folder.
+An answer is worth more than a note of it: `Catalog` goes on without the file where that cannot be read or written, and
+`Catalog.strict` raises, for what somebody asked the catalog for by itself.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
+from typing import Any, TypeVar
 
 from ragfuse.errors import StoreError
 from ragfuse.process.fork import ForkLock, at_fork
 from ragfuse.process.shared import note
-from ragfuse.settings import SharedWith
 from ragfuse.store.breaker import Breaker, BreakerOpen
-from ragfuse.store.database import Database, Row
-from ragfuse.store.folder import locked, open_folder, refusal, trouble
-from ragfuse.store.session_catalog import SESSION_SCHEMA, SESSION_TABLES, SessionBook
-from ragfuse.types.keys import FORMAT_VERSION
+from ragfuse.store.catalog_file import CatalogFile, KnownText
+from ragfuse.store.session_catalog import SessionCatalog, SessionRow
 
 T = TypeVar("T")
-log = logging.getLogger("ragfuse")
 
-_SCHEMA = f"""{SESSION_SCHEMA}
-CREATE TABLE IF NOT EXISTS profiles(name TEXT PRIMARY KEY, profile TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS texts(
-    id INTEGER PRIMARY KEY, model TEXT NOT NULL, key TEXT NOT NULL, source TEXT NOT NULL, text TEXT NOT NULL,
-    UNIQUE(model, key, source)
-);
-"""
-_ADD = """
-INSERT INTO texts(model, key, text, source) VALUES (?, ?, ?, ?)
-ON CONFLICT(model, key, source) DO UPDATE SET text = excluded.text WHERE text != excluded.text
-"""
-_PAGE = "SELECT id, key, text, source FROM texts WHERE model = ? AND id > ? ORDER BY id LIMIT 1000"
+COOL_DOWN_S = 10.0
+"""Seconds for which a file that could not be read or written is left alone."""
+LOCK_WAIT_S = 3.0
+"""Seconds that an answer waits, at most, for another process that is writing the file."""
 
 
-class KnownText(NamedTuple):
-    """A known chunk: its key as text, its text, and where it came from."""
+class CatalogQueries:
+    """The queries of a catalog; a subclass decides what happens where its file does not answer."""
 
-    key: str
-    text: str
-    source: str
+    def _ask(self, query: Callable[[CatalogFile], T], default: T) -> T:
+        raise NotImplementedError
 
-
-class Book:
-    """Profiles and known texts in `path`, the store's folder. Threads and processes may share it.
-
-    StoreError if it cannot be read or written: unlike an entry, what is lost here would not come back by itself.
-    """
-
-    def __init__(self, path: str | Path, shared_with: SharedWith = "nobody") -> None:
-        self.path = open_folder(Path(path).expanduser(), shared_with)
-        with self._trouble(), locked(self.path / "lock"):
-            self._database = Database(self.path / "book.sqlite", _SCHEMA, FORMAT_VERSION)
-            for table in ("profiles", "texts", *SESSION_TABLES):
-                if not self._database.is_sound(table):
-                    with self._database.write() as transaction:
-                        self._database.rebuild(transaction, table)
-        self.sessions = SessionBook(self._database, self._trouble)
+    @property
+    def sessions(self) -> SessionQueries:
+        """The sessions that are kept beside."""
+        return SessionQueries(lambda query, default: self._ask(lambda file: query(file.sessions), default))
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """The profile of that name, None if there is none, or a bad byte has made it none."""
-        with self._trouble():
-            rows = self._database.query("SELECT profile FROM profiles WHERE name = ?", (name,))
-        return _parsed(rows[0][0]) if rows else None
+        """Return the profile of that name, None where there is none."""
+        return self._ask(lambda file: file.get(name), None)
 
-    def put(self, name: str, profile: Mapping[str, Any]) -> None:
-        """Remember a profile, plain JSON types, in place of an earlier one."""
-        text = json.dumps(dict(profile))
-        with self._trouble(), self._database.write() as transaction:
-            transaction.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?)", (name, text))
+    def put(self, name: str, profile: Mapping[str, Any]) -> bool:
+        """Keep a profile, plain JSON types, in place of an earlier one, and tell whether it was written."""
+
+        def write(file: CatalogFile) -> bool:
+            file.put(name, profile)
+            return True
+
+        return self._ask(write, False)
+
+    def settle(self, name: str, profile: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the profile of that name; `profile` becomes it if there is none."""
+        return self._ask(lambda file: file.settle(name, profile), dict(profile))
 
     def delete(self, name: str) -> None:
         """Forget the profile of that name, if there is one."""
-        with self._trouble(), self._database.write() as transaction:
-            transaction.execute("DELETE FROM profiles WHERE name = ?", (name,))
-
-    def settle(self, name: str, profile: Mapping[str, Any]) -> dict[str, Any]:
-        """The profile of that name; `profile` becomes it if there is none. All who ask at once get the same."""
-        with self._trouble(), self._database.write() as transaction:
-            row = transaction.execute("SELECT profile FROM profiles WHERE name = ?", (name,)).fetchone()
-            found = _parsed(row[0]) if row else None
-            if found is None:
-                transaction.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?)", (name, json.dumps(dict(profile))))
-        return dict(profile) if found is None else found
+        self._ask(lambda file: file.delete(name), None)
 
     def names(self) -> list[str]:
-        """Names of all profiles, sorted."""
-        with self._trouble():
-            return _words(self._database.query("SELECT name FROM profiles ORDER BY name"))
+        """Return the names of all profiles, sorted."""
+        return self._ask(lambda file: file.names(), [])
 
     def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
-        """Remember (key, text, source) of chunks encoded for `model`. Adding one again changes nothing."""
-        rows = [(model, *text) for text in texts]
-        with self._trouble(), self._database.write() as transaction:
-            transaction.executemany(_ADD, rows)
+        """Keep (key, text, source) of chunks that were encoded for the model digest `model`."""
+        self._ask(lambda file: file.add_texts(model, texts), None)
 
-    def texts(self, model: str) -> Iterator[KnownText]:
-        """All known texts of `model`, oldest first; a text of two sources comes twice. Others may write meanwhile."""
-        last = 0
-        while True:
-            with self._trouble():
-                page = self._database.query(_PAGE, (model, last))
-            if not page:
-                return
-            for last, key, text, source in page:  # noqa: B007 - the last id begins the next page
-                if all(isinstance(word, str) for word in (key, text, source)):  # a bad byte costs one text
-                    yield KnownText(key, text, source)
+    def texts(self, model: str) -> list[KnownText]:
+        """Return all known texts of a model digest, oldest first."""
+        return self._ask(lambda file: list(file.texts(model)), [])
 
     def count_texts(self, model: str) -> int:
-        """How many known texts `model` has; one of two sources counts twice."""
-        with self._trouble():
-            return int(self._database.query("SELECT count(*) FROM texts WHERE model = ?", (model,))[0][0])
+        """Return how many known texts a model digest has; one of two sources counts twice."""
+        return self._ask(lambda file: file.count_texts(model), 0)
 
     def oldest_texts(self, model: str, n: int) -> list[KnownText]:
-        """The `n` texts of `model` that were added first, oldest first."""
-        sql = "SELECT key, text, source FROM texts WHERE model = ? ORDER BY id LIMIT ?"
-        with self._trouble():
-            rows = self._database.query(sql, (model, n))
-        return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
+        """Return the `n` texts of a model digest that were added first, oldest first."""
+        return self._ask(lambda file: file.oldest_texts(model, n), [])
 
     def models(self) -> list[str]:
-        """Digests of the models that texts are known of, sorted."""
-        with self._trouble():
-            return _words(self._database.query("SELECT DISTINCT model FROM texts ORDER BY model"))
+        """Return the model digests that texts are known of, sorted."""
+        return self._ask(lambda file: file.models(), [])
 
     def tenants(self) -> list[str]:
-        """Digests of all that texts or sessions are written down of, sorted."""
-        sql = "SELECT model FROM texts UNION SELECT model FROM sessions ORDER BY 1"
-        with self._trouble():
-            return _words(self._database.query(sql))
+        """Return the model digests that texts or sessions are kept of, sorted."""
+        return self._ask(lambda file: file.tenants(), [])
 
     def delete_texts(
         self, model: str | None = None, *, source: str | None = None, keys: Iterable[str] | None = None
     ) -> int:
-        """Forget the texts that match all that is given (nothing given: all texts); how many there were."""
-        sql, arguments = "DELETE FROM texts WHERE 1", []
-        for column, value in (("model", model), ("source", source)):
-            if value is not None:
-                sql += f" AND {column} = ?"
-                arguments.append(value)
-        if keys is not None:
-            sql += " AND key IN (SELECT value FROM json_each(?))"
-            arguments.append(json.dumps(list(keys)))
-        with self._trouble(), self._database.write() as transaction:
-            return transaction.execute(sql, arguments).rowcount
-
-    def hurried(self, wait_s: float) -> AbstractContextManager[None]:
-        """A block in which this thread waits so long, at most, for others who write."""
-        return self._database.hurried(wait_s)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._database.close()
-
-    def __enter__(self) -> Book:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @contextmanager
-    def _trouble(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, sqlite3.Error) as error:
-            raise refusal(self.path, trouble(self.path, error, " in book.sqlite")) from error
+        """Forget the texts that match all that is given (nothing given: all texts); return how many there were."""
+        return self._ask(lambda file: file.delete_texts(model, source=source, keys=keys), 0)
 
 
-def _parsed(text: str | bytes) -> dict[str, Any] | None:
-    try:
-        profile = json.loads(text)
-    except ValueError:
-        return None
-    return profile if isinstance(profile, dict) else None
+class SessionQueries:
+    """The queries of a catalog's sessions. ask: runs one, and gives a default where the file does not answer."""
+
+    def __init__(self, ask: Callable[[Callable[[SessionCatalog], Any], Any], Any]) -> None:
+        self._ask = ask
+
+    def get(self, model: str, id: str) -> tuple[int, float, dict[str, Any]] | None:
+        """Return version, last use and state of a session, None where there is none."""
+        found: tuple[int, float, dict[str, Any]] | None = self._ask(lambda sessions: sessions.get(model, id), None)
+        return found
+
+    def put(self, row: SessionRow, state: Mapping[str, Any], ends: Iterable[str], keys: Iterable[str]) -> bool | None:
+        """Write a session in place of its `row.version`; False if another writer was first, None if nothing is kept."""
+        kept: bool | None = self._ask(lambda sessions: sessions.put(row, state, ends, keys), None)
+        return kept
+
+    def ending(self, model: str, heard: Sequence[str]) -> dict[str, str]:
+        """Return, of these digests of messages, those that a session's turn ends with, and that session."""
+        found: dict[str, str] = self._ask(lambda sessions: sessions.ending(model, heard), {})
+        return found
+
+    def rows(self) -> list[SessionRow]:
+        """Return all sessions, used last first."""
+        found: list[SessionRow] = self._ask(lambda sessions: sessions.lines(), [])
+        return found
+
+    def count(self, model: str) -> int:
+        """Return how many sessions a tenant has."""
+        return int(self._ask(lambda sessions: sessions.count(model), 0))
+
+    def owned(self) -> list[tuple[str, str, str]]:
+        """Return tenant, session and key of every key of a session, in the order in which sessions were used."""
+        found: list[tuple[str, str, str]] = self._ask(lambda sessions: sessions.owned(), [])
+        return found
+
+    def having(self, keys: Sequence[str]) -> list[str]:
+        """Return those of these keys that some session has."""
+        found: list[str] = self._ask(lambda sessions: sessions.having(keys), [])
+        return found
+
+    def delete(self, model: str, id: str, before: float = inf) -> list[str] | None:
+        """Forget a session that was used last before that time; return keys that no other one has."""
+        orphans: list[str] | None = self._ask(lambda sessions: sessions.delete(model, id, before), None)
+        return orphans
 
 
-def _words(rows: Iterable[Row]) -> list[str]:
-    return [word for (word,) in rows if isinstance(word, str)]
+class Catalog(CatalogQueries):
+    """A store's catalog, asked by those who go on without it. Threads may share it.
 
+    A query gives its default where there is no file, and where the file cannot be read or written. The latter is
+    counted in `failures`, said once in the log, and named by every answer that met it; the file is then left alone for
+    `COOL_DOWN_S`, and a lock on it is waited for no longer than `LOCK_WAIT_S`.
 
-COOL_DOWN_S = 10.0
-"""Seconds for which a book that could not be read or written is left alone."""
-
-
-WAIT_S = 3.0
-"""Seconds that an answer waits, at most, for another process that is writing the book."""
-
-
-class Booked:
-    """The store's book, asked by who goes on without it: an answer is worth more than a note of it.
-
-    Called, it gives `otherwise` where there is no book, and where the book cannot be read or written. That is counted
-    in `failures`, said once in the log, and named by every answer that met it (`sharing.noting`); the book is then left
-    alone for `COOL_DOWN_S`, and a lock on it is waited for no longer than `WAIT_S`. `strictly` raises StoreError
-    instead: for what somebody asked the book for by itself. Threads may share it.
+    Args:
+        file: None for a store without a disk, which keeps nothing.
     """
 
-    def __init__(self, book: Book | None) -> None:
-        self._book, self._lock, self.failures, self._why = book, ForkLock(), 0, ""
-        name = f"The book of {book.path}" if book is not None else ""
+    def __init__(self, file: CatalogFile | None = None) -> None:
+        self.file, self.failures = file, 0
+        self._lock, self._why = ForkLock(), ""
+        name = f"The catalog of {file.path}" if file is not None else ""
         self._breaker = Breaker(name, (StoreError,), cool_down_s=COOL_DOWN_S, said=_cause)
+        self.strict = StrictCatalog(self)
         at_fork(self)
 
     def renew(self) -> None:
         """Count from nothing."""
         self.failures = 0
 
-    def __call__(self, use: Callable[[Book], T], otherwise: T) -> T:
-        """What `use` makes of the book; `otherwise` where it cannot be asked."""
-        answered, found = self.asked(use)
-        return found if answered else otherwise  # type: ignore[return-value]
+    def try_get(self, name: str) -> tuple[bool, dict[str, Any] | None]:
+        """Tell whether the catalog answered, and return the profile of that name."""
+        return self._try(lambda file: file.get(name))
 
-    def asked(self, use: Callable[[Book], T]) -> tuple[bool, T | None]:
-        """Whether the book answered, and what `use` makes of it, None where it did not."""
-        book = self._book
-        if book is None:
+    def try_texts(self, model: str) -> tuple[bool, list[KnownText] | None]:
+        """Tell whether the catalog answered, and return the known texts of a model digest."""
+        return self._try(lambda file: list(file.texts(model)))
+
+    def try_session(self, model: str, id: str) -> tuple[bool, tuple[int, float, dict[str, Any]] | None]:
+        """Tell whether the catalog answered, and return version, last use and state of a session."""
+        return self._try(lambda file: file.sessions.get(model, id))
+
+    def close(self) -> None:
+        """Let go of the file: from now on nothing is kept."""
+        file, self.file = self.file, None
+        if file is not None:
+            file.close()
+
+    def _ask(self, query: Callable[[CatalogFile], T], default: T) -> T:
+        answered, found = self._try(query)
+        return found if answered else default  # type: ignore[return-value]
+
+    def _try(self, query: Callable[[CatalogFile], T]) -> tuple[bool, T | None]:
+        file = self.file
+        if file is None:
             return False, None
         try:
             with self._breaker.guard():
                 try:
-                    with book.hurried(WAIT_S):
-                        return True, use(book)
+                    with file.lock_wait_limited(LOCK_WAIT_S):
+                        return True, query(file)
                 except StoreError:
-                    if self._book is book:
+                    if self.file is file:
                         raise
                     return False, None  # closed in this very moment
         except StoreError as error:
@@ -242,23 +205,23 @@ class Booked:
         note(self._why)
         return False, None
 
-    def strictly(self, use: Callable[[Book], T], otherwise: T) -> T:
-        """What `use` makes of the book; `otherwise` without one. StoreError where it cannot be read or written."""
-        book = self._book
-        if book is None:
-            return otherwise
-        try:
-            return use(book)
-        except StoreError:
-            if self._book is book:
-                raise
-            return otherwise  # closed in this very moment
 
-    def close(self) -> None:
-        """Let go of the file: from now on there is no book."""
-        book, self._book = self._book, None
-        if book is not None:
-            book.close()
+class StrictCatalog(CatalogQueries):
+    """The same catalog, which raises StoreError where its file cannot be read or written."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def _ask(self, query: Callable[[CatalogFile], T], default: T) -> T:
+        file = self._catalog.file
+        if file is None:
+            return default
+        try:
+            return query(file)
+        except StoreError:
+            if self._catalog.file is file:
+                raise
+            return default  # closed in this very moment
 
 
 def _cause(error: Exception) -> str:

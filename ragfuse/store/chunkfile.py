@@ -27,9 +27,9 @@ from ragfuse.store.plainfile import check_there, open_plain
 from ragfuse.store.tier import EntryMeta, parsed
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
-MAGIC = b"RAGFUSE\0"
+FILE_MAGIC = b"RAGFUSE\0"
 ALIGNMENT = 64
-PIECE_NBYTES = 1 << 20
+READ_NBYTES = 1 << 20
 """A file's layers are read in pieces of about so many bytes."""
 _FIXED = Struct("<8sII32s")
 _MAX_HEADER_NBYTES = 1 << 22
@@ -42,7 +42,7 @@ def _aligned(nbytes: int) -> int:
 def pack_header(key: ChunkKey, meta: EntryMeta) -> bytes:
     """Everything before the first layer, padded."""
     text = json.dumps({"key": str(key), "meta": meta.to_json()}).encode()
-    head = _FIXED.pack(MAGIC, FORMAT_VERSION, len(text), blake3(text).digest()) + text
+    head = _FIXED.pack(FILE_MAGIC, FORMAT_VERSION, len(text), blake3(text).digest()) + text
     return head.ljust(_aligned(len(head)), b"\0")
 
 
@@ -73,7 +73,7 @@ def header_nbytes(begin: bytes | bytearray) -> int:
 
 def _text_end(begin: bytes | bytearray) -> int:
     """Where the header's JSON ends."""
-    if not begin.startswith(MAGIC[: len(begin)]):
+    if not begin.startswith(FILE_MAGIC[: len(begin)]):
         raise StrangeError("not a chunk file")
     if len(begin) < _FIXED.size:
         raise ValueError("the file ends too early")
@@ -197,7 +197,7 @@ class ChunkFile:
         begin, end = self._header.span(first, count)
         check_there(self._fd, begin, end)
         whole, blobs = torch.empty(end - begin, dtype=torch.uint8), list[Tensor]()
-        a_piece = max(1, PIECE_NBYTES // max(layer.nbytes for layer in self.meta.layers[first : first + count]))
+        a_piece = max(1, READ_NBYTES // max(layer.nbytes for layer in self.meta.layers[first : first + count]))
         for at in range(first, first + count, a_piece):
             some = min(a_piece, first + count - at)
             lo, hi = self._header.span(at, some)

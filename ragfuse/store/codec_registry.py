@@ -1,7 +1,8 @@
-"""Codecs of the models whose KV is kept: which tables pack it, as the store's book and its slow tiers keep them.
+"""Codecs of the models whose KV is kept: which tables pack it, as the store's catalog and its slow tiers keep them.
 
-A model's tables are made once, from text that comes along, and kept in the book; beside the KV in every slow tier they
-lie by their digest, which each packed layer names: so another machine that shares a tier reads what this one packed.
+A model's tables are made once, from text that comes along, and kept in the catalog; beside the KV in every slow tier
+they lie by their digest, which each packed layer names: so another machine that shares a tier reads what this one
+packed.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from ragfuse.codec import LEVELS, Codec, CodecTables, codec_for
+from ragfuse.codec import LEVEL_NAMES, Codec, CodecTables, codec_for
 from ragfuse.process.fork import ForkLock
 from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store import Tier
-from ragfuse.store.catalog import Booked
+from ragfuse.store.catalog import Catalog
 from ragfuse.store.levels import TABLELESS
 from ragfuse.store.named import as_entry, value_of
 from ragfuse.store.tier import parsed
@@ -23,22 +24,22 @@ from ragfuse.types.keys import ChunkKey, digest
 
 log = logging.getLogger("ragfuse.engine")
 
-ASK_AGAIN_S = 60.0
-"""Seconds after which the book, or a tier, is asked again for tables that it did not have."""
+TABLES_RECHECK_S = 60.0
+"""Seconds after which the catalog, or a tier, is asked again for tables that it did not have."""
 OWNER = digest("codec tables")
 """What tables in a tier are kept under, where KV has its model."""
 
 
-class Coding:
+class CodecRegistry:
     """Gives codecs by level and model (the digest in keys), and by the tables that packed a layer. Threads share it.
 
-    booked: asks the store's book. tiers: the store's, of which the slow ones keep tables, too.
+    catalog: the store's. tiers: the store's, of which the slow ones keep tables, too; known once the store is open.
     """
 
     def __init__(
-        self, booked: Booked, tiers: Callable[[], Sequence[Tier]], clock: Callable[[], float] = time.monotonic
+        self, catalog: Catalog, tiers: Sequence[Tier] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._booked, self._tiers, self._clock = booked, tiers, clock
+        self._catalog, self.tiers, self._clock = catalog, tiers, clock
         self._lock = ForkLock()
         self._known: dict[str, tuple[CodecTables | None, float]] = {}  # by model or digest, and when it was asked for
         self._codecs: dict[tuple[str, str], Codec] = {}  # by level and digest of tables
@@ -46,7 +47,7 @@ class Coding:
     def __call__(self, level: str, model: str) -> Codec | None:
         """The codec that writes a model's KV at a level; None for a level that is none, or without tables."""
         plain = TABLELESS(level, model)
-        if plain is not None or level not in LEVELS:
+        if plain is not None or level not in LEVEL_NAMES:
             return plain
         return self._codec(level, self.tables(model))
 
@@ -55,20 +56,20 @@ class Coding:
         return self._codec(level, self._once(tables, lambda: self._by_digest(tables)))
 
     def tables(self, model: str) -> CodecTables | None:
-        """The tables that a model's KV is written with, as the book has them."""
+        """The tables that a model's KV is written with, as the catalog has them."""
         return self._once(model, lambda: self._of_model(model))
 
     def learn(self, model: str, tables: CodecTables) -> None:
         """Write a model's KV with these from now on, here and in later processes on this store."""
         with self._lock:
             self._known |= dict.fromkeys((model, tables.digest), (tables, self._clock()))
-        self._booked(lambda book: book.put(f"tables-{tables.digest}", tables.as_dict()), None)
-        self._booked(lambda book: book.put(f"codec-{model}", {"tables": tables.digest}), None)
+        self._catalog.put(f"tables-{tables.digest}", tables.as_dict())
+        self._catalog.put(f"codec-{model}", {"tables": tables.digest})
 
     def share(self, tables: CodecTables) -> None:
         """Keep these in every slow tier that has not got them, pinned; what cannot be kept is no loss here."""
         key, value = _key(tables.digest), json.dumps(tables.as_dict()).encode()
-        for tier in self._tiers():
+        for tier in self.tiers:
             if tier.slow and key not in tier.entries([key]) and tier.write(key, *as_entry(tables.digest, value)):
                 tier.pin([key], True)
 
@@ -86,7 +87,7 @@ class Coding:
         """What is known under a name; what is not is looked for, and again only after a while."""
         with self._lock:
             found, asked_s = self._known.get(name, (None, float("-inf")))
-        if found is not None or self._clock() - asked_s < ASK_AGAIN_S:
+        if found is not None or self._clock() - asked_s < TABLES_RECHECK_S:
             return found
         found = find()
         with self._lock:
@@ -94,13 +95,13 @@ class Coding:
         return found
 
     def _of_model(self, model: str) -> CodecTables | None:
-        kept = self._booked(lambda book: book.get(f"codec-{model}"), None) or {}
+        kept = self._catalog.get(f"codec-{model}") or {}
         return self._by_digest(str(kept["tables"])) if "tables" in kept else None
 
     def _by_digest(self, tables: str) -> CodecTables | None:
-        """Tables from the book, else from the first slow tier that has them whole."""
-        kept = self._booked(lambda book: book.get(f"tables-{tables}"), None)
-        for found in (kept, *(_read(tier, tables) for tier in self._tiers() if kept is None and tier.slow)):
+        """Tables from the catalog, else from the first slow tier that has them whole."""
+        kept = self._catalog.get(f"tables-{tables}")
+        for found in (kept, *(_read(tier, tables) for tier in self.tiers if kept is None and tier.slow)):
             known = CodecTables.from_dict(found) if found is not None else None
             if known is not None and known.digest == tables:
                 return known

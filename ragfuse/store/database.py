@@ -115,7 +115,7 @@ class Database:
             self._write_lock.release()
 
     @contextmanager
-    def hurried(self, wait_s: float) -> Iterator[None]:
+    def lock_wait_limited(self, wait_s: float) -> Iterator[None]:
         """Let writes of this thread in the block wait for others no longer than that, unless they say how long."""
         before, self._hurry.wait_s = self._wait_s, wait_s
         try:

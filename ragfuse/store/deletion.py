@@ -1,5 +1,5 @@
 """Chunks that are forgotten: their KV leaves the tiers, in all company and whether it is pinned or not, their texts the
-book. Which chunks are meant is told by who calls; a medium that does not answer is named, never passed over.
+catalog. Which chunks are meant is told by who calls; a medium that does not answer is named, never passed over.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from ragfuse.store import Book, KVStore
+from ragfuse.store import KVStore
 from ragfuse.store.bulk import unanswered
+from ragfuse.store.catalog import CatalogQueries
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -25,7 +26,7 @@ def chunk_of(key: ChunkKey) -> Chunk:
 
 
 def chunk_named(text: str) -> Chunk:
-    """The chunk of a key as the book has it; one that nobody has where a bad byte makes it none."""
+    """The chunk of a key as the catalog has it; one that nobody has where a bad byte makes it none."""
     try:
         return chunk_of(ChunkKey.parse(text))
     except ValueError:
@@ -55,15 +56,15 @@ def dropped(store: KVStore, left: Mapping[str, Set[ChunkKey]], tier: str | None 
     return Dropped(left, silent, [name for name in quiet if name not in silent])
 
 
-def forget_texts(book: Book, chunks: Iterable[Chunk]) -> int:
+def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
     """Delete these chunks' texts, of whatever source; how many there were."""
     by_model: dict[str, list[str]] = {}
     for model, tokens in chunks:
         by_model.setdefault(model, []).append(str(ChunkKey(model, tokens)))
-    return sum(book.delete_texts(model, keys=keys) for model, keys in by_model.items())
+    return sum(catalog.delete_texts(model, keys=keys) for model, keys in by_model.items())
 
 
-def forget_chunks(store: KVStore, book: Book | None, chunks: Set[Chunk]) -> int:
+def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -> int:
     """Forget chunks wherever they are kept, on their way or written down; bytes freed.
 
     While a tier does not answer the texts stay written down, so that `ragfuse store clear` still finds what it holds.
@@ -75,6 +76,6 @@ def forget_chunks(store: KVStore, book: Book | None, chunks: Set[Chunk]) -> int:
     done = dropped(store, store.drop(keys.union(entry.key for entry in entries)))
     if done.silent:
         log.warning(unanswered(done.silent, f"of {len(chunks)} chunks to be forgotten, what it holds stays"))
-    elif book is not None:
-        forget_texts(book, chunks)
+    else:
+        forget_texts(catalog, chunks)
     return sum(entry.nbytes for entry in entries if not done.has_left(entry))

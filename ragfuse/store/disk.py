@@ -24,7 +24,7 @@ from ragfuse.settings import SharedWith
 from ragfuse.store.access import make_folder
 from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write_chunk
 from ragfuse.store.filecache import FileCache
-from ragfuse.store.folder import Owner, fsync_folder, locked, open_folder, refusal, trouble
+from ragfuse.store.folder import FolderWriter, fsync_folder, locked, open_folder, refusal, trouble
 from ragfuse.store.index import Index
 from ragfuse.store.plainfile import remove
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
@@ -220,7 +220,7 @@ class DiskTier:
         make_folder(writers)
         with locked(self.path / "lock"):
             self._index = Index(self.path / "index.sqlite", self.name, self._clock)
-            self._owner = Owner(writers)
+            self._owner = FolderWriter(writers)
             self._upkeep = Upkeep(self.path, self._index, self._owner, self._under_way, self._lost)
             with self._index.write() as transaction:
                 self._upkeep.bury(transaction)

@@ -83,7 +83,7 @@ def _unlock(fd: int) -> None:
     os.close(fd)
 
 
-class Owner:
+class FolderWriter:
     """A writer of a folder, `writers` in a store's own, alive as long as its lock is held.
 
     Make and sweep owners under the store's own lock: a file that is made but not locked yet looks dead. A forked

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ragfuse.codec import LayerMeta, OtherTables
-from ragfuse.store.levels import Layout, Levels, Recent
+from ragfuse.store.levels import LevelLayout, Recent, TierLevels
 from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry, LayerKV
@@ -22,7 +22,7 @@ _TRIES = 3
 _REMEMBERED = 8192
 
 
-class Found(NamedTuple):
+class ReadLayers(NamedTuple):
     """What was read: layers, the entry's description at their level alone, their bytes.
 
     No layers: the entry is there, and has no such level that could be decoded.
@@ -34,7 +34,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedLayers:
     """Layers of a chunk at one level as they were read, from `first` on and not decoded yet.
 
     meta: of the whole chunk at that level. `amiss` hears of a layer that cannot be decoded.
@@ -65,12 +65,12 @@ class Encoded:
             raise
 
 
-class Reading:
+class LevelReader:
     """Reads levels of entries. What of an entry cannot be read is counted and logged, never raised."""
 
-    def __init__(self, levels: Levels) -> None:
+    def __init__(self, levels: TierLevels) -> None:
         self._levels = levels
-        self._layouts = Recent[tuple[str, ChunkKey], Layout](_REMEMBERED)
+        self._layouts = Recent[tuple[str, ChunkKey], LevelLayout](_REMEMBERED)
         self._unread = Recent[ChunkKey, str](_REMEMBERED)
 
     def readable(self, tier: str, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, dict[str, int]]:
@@ -78,7 +78,7 @@ class Reading:
         told = {key: self._levels.readable(key, entry.sizes) for key, entry in entries.items()}
         for key, entry in entries.items():
             if len(entry.sizes) > 1 or (tier, key) in self._layouts:  # any other begins with its only level
-                self._layouts.add((tier, key), Layout(tuple(entry.sizes), entry.n_layers))
+                self._layouts.add((tier, key), LevelLayout(tuple(entry.sizes), entry.n_layers))
             if not told[key]:
                 self._unread.add(key, self._levels.why_not(key, entry.sizes))
         return {key: {level: entries[key].sizes[level] for level in levels} for key, levels in told.items() if levels}
@@ -101,7 +101,7 @@ class Reading:
             found.setdefault(known.first(best) if known is not None and best else 0, []).append(key)
         return found
 
-    def layers(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> Found | None:
+    def layers(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> ReadLayers | None:
         """`count` layers from `first` on at a level (None: the first that can be decoded); None if there are none."""
         try:
             found = self._found(tier, key, first, count, level)
@@ -113,26 +113,26 @@ class Reading:
             log.exception("Could not read layer %d of %s from tier %s", first, key, tier.name)
             return None
 
-    def encoded(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str) -> Encoded | None:
+    def encoded(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str) -> EncodedLayers | None:
         """Layers at one level as they stand there, not decoded; None if they cannot be had."""
         found = self._found(tier, key, first, count, level)
         if found is None or found.meta is None or first + count > found.meta.n_layers:
             return None
         decode = partial(self._levels.decoded, key, level)
-        return Encoded(found.meta, first, found.blobs, decode, partial(self._amiss, tier, key, level))
+        return EncodedLayers(found.meta, first, found.blobs, decode, partial(self._amiss, tier, key, level))
 
     def is_best(self, tier: str, key: ChunkKey, level: str) -> bool:
         """Whether nothing that can be decoded of an entry loses less than this level."""
         known = self._layouts.get((tier, key))
         return known is None or self._levels.best(key, known.levels, None) == level
 
-    def _found(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> Found | None:
+    def _found(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> ReadLayers | None:
         """Bytes alone, by one read where it is known how the entry stands; else by the first one that is learned."""
         known = self._layouts.get((tier.name, key))
         for _ in range(_TRIES):
             chosen = self._chosen(key, known.levels, level) if known is not None else None
             if known is not None and chosen is None:
-                return Found(())
+                return ReadLayers(())
             at = known.first(chosen) if known is not None and chosen else 0
             found = tier.read(key, at + first, count)
             if found is None and at == 0:
@@ -141,24 +141,26 @@ class Reading:
                 known = None
                 continue
             meta, *blobs = found
-            known = Layout(meta.levels, meta.n_layers)
+            known = LevelLayout(meta.levels, meta.n_layers)
             if len(meta.levels) > 1 or (tier.name, key) in self._layouts:
                 self._layouts.add((tier.name, key), known)
             chosen = self._chosen(key, meta.levels, level)
             if chosen is not None and known.first(chosen) == at:
-                return Found((), meta.only(chosen), blobs)
+                return ReadLayers((), meta.only(chosen), blobs)
         return None
 
     def _chosen(self, key: ChunkKey, levels: Sequence[str], level: str | None) -> str | None:
         """The level to read: the one that was asked for, if it can be."""
         return next(iter(self._levels.readable(key, [each for each in levels if level in (None, each)])), None)
 
-    def _decoded(self, tier: Tier, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor]) -> Found | None:
+    def _decoded(
+        self, tier: Tier, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor]
+    ) -> ReadLayers | None:
         if first + len(blobs) > meta.n_layers:
             return None
         try:
             described = meta.layers[first : first + len(blobs)]
-            return Found(tuple(self._levels.decoded(key, meta.levels[0], blobs, described)), meta, blobs)
+            return ReadLayers(tuple(self._levels.decoded(key, meta.levels[0], blobs, described)), meta, blobs)
         except ValueError as error:
             self._amiss(tier, key, meta.levels[0], first, error)
             return None

@@ -95,7 +95,7 @@ class Recent(Generic[K, V]):
             self._known.pop(key, None)
 
 
-class Levels:
+class TierLevels:
     """What is written into each tier, and with which codecs. `written` maps a tier's name to its levels, else raw."""
 
     def __init__(self, codecs: Codecs = TABLELESS, written: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -216,13 +216,13 @@ def joined(wholes: Sequence[Whole]) -> Whole:
     return EntryMeta(wholes[0][0].n_tokens, levels, layers), tuple(blob for _, blobs in wholes for blob in blobs)
 
 
-class Content:
+class EntryContent:
     """An entry on its way into tiers, encoded for each when it is first asked for. Threads may share it.
 
     wanted: the levels of tiers, by name; those that are not in it get the entry as it is.
     """
 
-    def __init__(self, levels: Levels, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, levels: TierLevels, key: ChunkKey, whole: Whole, wanted: Mapping[str, Sequence[str]]) -> None:
         self.meta = whole[0]
         self.key, self._levels, self._whole, self._wanted = key, levels, whole, wanted
         self._lock, self._made = Lock(), dict[tuple[str, ...], Whole]()
@@ -240,7 +240,7 @@ class Content:
             return self._made[wanted]
 
 
-class Layout(NamedTuple):
+class LevelLayout(NamedTuple):
     """Where the levels of one entry stand."""
 
     levels: tuple[str, ...]

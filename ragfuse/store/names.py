@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 from ragfuse.store.bucket import TEMPORARY, Object
 from ragfuse.types.keys import ChunkKey
 
-CHUNKS, PINS, USES = "chunks", "pins", "uses"
+CHUNKS_FOLDER, PINS_FOLDER, USES_FOLDER = "chunks", "pins", "uses"
 _KEY = re.compile(r"[0-9a-f]{1,64}\.[0-9a-f]{1,64}\.(?:-|~?[0-9a-f]{0,64})\.[0-9A-Za-z_-]{1,64}")
 _ABANDONED_S = 3600.0
 _CUT_OFF_S = 24 * 3600.0  # a put takes a second for each megabyte at most
@@ -29,32 +29,32 @@ def has_name(key: ChunkKey) -> bool:
 
 def chunk_name(key: ChunkKey) -> str:
     """The object that holds an entry."""
-    return _name(key, CHUNKS, ".kv")
+    return _name(key, CHUNKS_FOLDER, ".kv")
 
 
 def pin_name(key: ChunkKey) -> str:
     """The object that protects it."""
-    return _name(key, PINS, ".pin")
+    return _name(key, PINS_FOLDER, ".pin")
 
 
 def use_name(key: ChunkKey) -> str:
     """The object whose age tells how long ago it was used."""
-    return _name(key, USES, ".use")
+    return _name(key, USES_FOLDER, ".use")
 
 
 def chunk_key(name: str) -> ChunkKey | None:
     """Whose entry an object holds, None if it is none."""
-    return _key(name, CHUNKS, ".kv")
+    return _key(name, CHUNKS_FOLDER, ".kv")
 
 
 def pin_key(name: str) -> ChunkKey | None:
     """Whom an object protects, None if it is no pin."""
-    return _key(name, PINS, ".pin")
+    return _key(name, PINS_FOLDER, ".pin")
 
 
 def use_key(name: str) -> ChunkKey | None:
     """Whose use an object tells of, None if of none."""
-    return _key(name, USES, ".use")
+    return _key(name, USES_FOLDER, ".use")
 
 
 def is_temporary(name: str) -> bool:

@@ -11,22 +11,32 @@ from collections.abc import Mapping
 
 from ragfuse.process.fork import ForkLock
 from ragfuse.store.bucket import NO_ANSWER, Bucket, Object
-from ragfuse.store.names import CHUNKS, PINS, USES, chunk_key, is_abandoned, is_temporary, pin_key, use_key, use_name
-from ragfuse.store.object_state import Catalogue
+from ragfuse.store.names import (
+    CHUNKS_FOLDER,
+    PINS_FOLDER,
+    USES_FOLDER,
+    chunk_key,
+    is_abandoned,
+    is_temporary,
+    pin_key,
+    use_key,
+    use_name,
+)
+from ragfuse.store.object_state import ObjectIndex
 from ragfuse.store.tier import Freed
 from ragfuse.types.keys import ChunkKey
 
 log = logging.getLogger("ragfuse.store")
 
 
-class Listing:
+class BucketPages:
     """Tells a catalogue what is in a bucket. What nobody needs there is deleted when it is seen.
 
     A listing stays good for `fresh_s`, or twice that for every second that it takes where that is longer. Without
     `uses`, those that others have noted are of no interest.
     """
 
-    def __init__(self, bucket: Bucket, catalogue: Catalogue, fresh_s: float, *, uses: bool = False) -> None:
+    def __init__(self, bucket: Bucket, catalogue: ObjectIndex, fresh_s: float, *, uses: bool = False) -> None:
         self._bucket, self._catalogue, self._fresh_s, self._uses = bucket, catalogue, fresh_s, uses
         self._turn = ForkLock()
         self._read_at: float | None = None
@@ -77,15 +87,15 @@ class Listing:
         used: dict[ChunkKey, Object] = {}
         pins: dict[ChunkKey, tuple[str, Object]] = {}
         with self._catalogue.watch() as changed:
-            for page in self._bucket.listing(PINS):
+            for page in self._bucket.listing(PINS_FOLDER):
                 pins |= {key: (name, each) for name, each in page.items() if (key := pin_key(name))}
                 left |= {name: each for name, each in page.items() if is_temporary(name)}
             self._catalogue.pin(pins.keys() - changed, True)
-            for page in self._bucket.listing(USES) if uses else ():
+            for page in self._bucket.listing(USES_FOLDER) if uses else ():
                 used |= {key: each for name, each in page.items() if (key := use_key(name))}
                 left |= {name: each for name, each in page.items() if is_temporary(name)}
             missing = self._catalogue.keys()
-            for page in self._bucket.listing(CHUNKS):
+            for page in self._bucket.listing(CHUNKS_FOLDER):
                 found = {key: each for name, each in page.items() if (key := chunk_key(name))}
                 self._catalogue.merge(found, used, changed)
                 missing -= found.keys()

@@ -20,7 +20,7 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 
-class Facts(NamedTuple):
+class HeaderFacts(NamedTuple):
     """What only an object's header tells."""
 
     sizes: Mapping[str, int]
@@ -37,24 +37,24 @@ class Facts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ObjectState:
     """One object: its bytes, last use, hits here, facts once its header was read, and the last use that others know."""
 
     nbytes: int
     last_used: float
     hits: int = 0
-    facts: Facts | None = None
+    facts: HeaderFacts | None = None
     told: float = 0.0
 
 
-class Catalogue:
+class ObjectIndex:
     """Objects by key. A listing takes time, so what is claimed while one is read is believed and the listing is not.
 
     `nbytes` counts objects and room taken for those being written.
     """
 
     def __init__(self) -> None:
-        self._held: dict[ChunkKey, Held] = {}
+        self._held: dict[ChunkKey, ObjectState] = {}
         self._pinned: set[ChunkKey] = set()
         self._latest = float("-inf")  # no use is later
         self.renew()
@@ -73,7 +73,7 @@ class Catalogue:
         """Bytes of all objects and of what is being written."""
         return self._nbytes
 
-    def get(self, key: ChunkKey) -> Held | None:
+    def get(self, key: ChunkKey) -> ObjectState | None:
         """What is known of one object, None if nothing is."""
         return self._held.get(key)
 
@@ -166,7 +166,7 @@ class Catalogue:
         with self._turn:
             self._nbytes -= nbytes
 
-    def put(self, key: ChunkKey, held: Held) -> None:
+    def put(self, key: ChunkKey, held: ObjectState) -> None:
         """A claimed key was written, in the room taken for it. Hits of an earlier object stay."""
         with self._turn:
             self._strange.pop(key, None)
@@ -216,12 +216,12 @@ class Catalogue:
             self._held[key] = replace(held, told=when)
             return True
 
-    def describe(self, key: ChunkKey, nbytes: int, facts: Facts, when: float, changed: Set[ChunkKey]) -> None:
+    def describe(self, key: ChunkKey, nbytes: int, facts: HeaderFacts, when: float, changed: Set[ChunkKey]) -> None:
         """A header was read: `when` counts as the last use of an object that nothing was known of."""
         with self._turn:
             if key in changed:
                 return
-            held = self._held.get(key) or Held(0, when)
+            held = self._held.get(key) or ObjectState(0, when)
             self._latest = max(self._latest, held.last_used)
             self._nbytes += nbytes - held.nbytes
             self._held[key] = replace(held, nbytes=nbytes, facts=facts)
@@ -237,7 +237,7 @@ class Catalogue:
                 if held is None or held.nbytes != nbytes:
                     self._nbytes += nbytes - (held.nbytes if held else 0)
                     when = max(modified, when)
-                    self._held[key] = Held(nbytes, when, held.hits if held else 0, told=when)
+                    self._held[key] = ObjectState(nbytes, when, held.hits if held else 0, told=when)
                 elif when > held.told:
                     self._held[key] = replace(held, last_used=max(held.last_used, when), told=when)
 

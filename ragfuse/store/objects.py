@@ -20,10 +20,19 @@ from ragfuse.settings import SharedWith
 from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.bucket import NO_ANSWER, Bucket
 from ragfuse.store.chunkfile import Header, StrangeError, header_nbytes, layer_offsets, pack_header, pieces
-from ragfuse.store.names import CHUNKS, PINS, chunk_name, has_name, is_cut_off, pin_key, pin_name, use_name
+from ragfuse.store.names import (
+    CHUNKS_FOLDER,
+    PINS_FOLDER,
+    chunk_name,
+    has_name,
+    is_cut_off,
+    pin_key,
+    pin_name,
+    use_name,
+)
 from ragfuse.store.notes import Notes
-from ragfuse.store.object_pages import Listing
-from ragfuse.store.object_state import Catalogue, Facts, Headers, Held
+from ragfuse.store.object_pages import BucketPages
+from ragfuse.store.object_state import HeaderFacts, Headers, ObjectIndex, ObjectState
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
@@ -89,10 +98,10 @@ class ObjectTier:
         self.name, self.capacity, self.counts = name, capacity, Counts()
         self._evict, self._verify, self._clock, self._ttl_s = evict, verify, clock, ttl_s
         self._bucket = Bucket(url, timeout_s, shared_with)
-        self._catalogue, self._headers = Catalogue(), Headers(_HEADERS)
+        self._catalogue, self._headers = ObjectIndex(), Headers(_HEADERS)
         self.breaker = Breaker(f"Tier {name} ({self._bucket.url})", NO_ANSWER, cool_down_s=cool_down_s)
         self._bucket.guard = self.breaker.guard
-        self._listing = Listing(self._bucket, self._catalogue, fresh_s, uses=ttl_s is not None)
+        self._listing = BucketPages(self._bucket, self._catalogue, fresh_s, uses=ttl_s is not None)
         self._notes, self._timeout_s = Notes(self._note), timeout_s
         self._head_nbytes, self._closed = _HEAD_NBYTES, False
         self._room = ForkLock()  # one who makes room at a time
@@ -179,12 +188,14 @@ class ObjectTier:
         return otherwise
 
     def _open(self) -> None:
-        self._catalogue.pin(filter(None, map(pin_key, self._bucket.check(PINS))), True)
+        self._catalogue.pin(filter(None, map(pin_key, self._bucket.check(PINS_FOLDER))), True)
 
     def _tidied(self) -> Freed:
         freed = self._listing.read(anew=True)
         none = list[int]()
-        left = self._ask("look for uploads that were cut off", lambda: self._bucket.abort(CHUNKS, is_cut_off), none)
+        left = self._ask(
+            "look for uploads that were cut off", lambda: self._bucket.abort(CHUNKS_FOLDER, is_cut_off), none
+        )
         freed = freed.plus(Freed(orphans=len(left), nbytes=sum(left)))
         return freed if self._ttl_s is None else freed.plus(self._expire())
 
@@ -360,7 +371,7 @@ class ObjectTier:
                 self._listing.forget()  # it may be there all the same
                 raise
             now = self._clock()
-            self._catalogue.put(key, Held(offsets[-1], now, facts=_facts(meta), told=now))
+            self._catalogue.put(key, ObjectState(offsets[-1], now, facts=_facts(meta), told=now))
             self._headers.add(key, Header(key, meta, offsets))
         self._complaints.clear()
         return True
@@ -410,5 +421,5 @@ class ObjectTier:
             self._catalogue.pin(there, pinned)
 
 
-def _facts(meta: EntryMeta) -> Facts:
-    return Facts(meta.sizes, meta.n_tokens, meta.n_layers)
+def _facts(meta: EntryMeta) -> HeaderFacts:
+    return HeaderFacts(meta.sizes, meta.n_tokens, meta.n_layers)

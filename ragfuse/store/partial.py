@@ -11,7 +11,7 @@ from ragfuse.store.tier import EntryMeta, Whole
 from ragfuse.types.keys import ChunkKey
 
 
-class Partials:
+class PartialReads:
     """Layers of chunks read so far, each at one level, that together weigh at most `limit_nbytes` once whole.
 
     Not locked: its owner is.

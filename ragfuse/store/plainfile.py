@@ -14,7 +14,7 @@ from pathlib import Path
 
 SPARSE_NBYTES = 1 << 20
 """Up to so many bytes nobody asks whether they are there."""
-PER_BYTE = 64
+MAX_SPARSE_FACTOR = 64
 """Times the bytes on the medium that a part of a file may have: less where most of it was never written."""
 _EXTENTS = 4096
 
@@ -39,7 +39,11 @@ def open_plain(path: str | Path, *, follow: bool = False) -> int:
 
 def check_there(fd: int, begin: int, end: int) -> None:
     """ValueError where most of a part of a file was never written: before memory is taken for it."""
-    if end - begin > SPARSE_NBYTES and hasattr(os, "SEEK_DATA") and PER_BYTE * _written(fd, begin, end) < end - begin:
+    if (
+        end - begin > SPARSE_NBYTES
+        and hasattr(os, "SEEK_DATA")
+        and MAX_SPARSE_FACTOR * _written(fd, begin, end) < end - begin
+    ):
         raise ValueError(f"{end - begin} bytes wanted, found a hole in the file")
 
 
@@ -59,7 +63,7 @@ def _written(fd: int, begin: int, end: int) -> int:
             lo = os.lseek(fd, at, os.SEEK_DATA)
             at = os.lseek(fd, lo, os.SEEK_HOLE)
             found += max(0, min(at, end) - lo)
-            if at >= end or PER_BYTE * found >= end - begin:
+            if at >= end or MAX_SPARSE_FACTOR * found >= end - begin:
                 break
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ragfuse.codec import RAW
-from ragfuse.store.bulk import Outcome, Progress, Tally
+from ragfuse.store.bulk import Outcome, OutcomeBuilder, Progress
 from ragfuse.store.levels import by_loss, joined
 from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Tier, Whole
@@ -23,7 +23,7 @@ def recode(store: KVStore, places: Iterable[Place], levels: Sequence[str], progr
     told: what was lost does not come back, and nothing lossy is encoded again. Stopped at any moment, each entry is
     whole: as before, or recoded.
     """
-    wanted, tally = by_loss(levels), Tally()
+    wanted, tally = by_loss(levels), OutcomeBuilder()
     known = _known(store, places)
     done, total = 0, sum(entry.nbytes for entry in known.values())
     for (name, key), entry in known.items():
@@ -46,7 +46,7 @@ def _known(store: KVStore, places: Iterable[Place]) -> dict[Place, Entry]:
     return {(entry.tier, entry.key): entry for entry in sorted(found, key=lambda entry: entry.last_used)}
 
 
-def _recoded(store: KVStore, tier: Tier, entry: Entry, wanted: Sequence[str], tally: Tally) -> str | None:
+def _recoded(store: KVStore, tier: Tier, entry: Entry, wanted: Sequence[str], tally: OutcomeBuilder) -> str | None:
     """Write one entry anew; why it stays as it was, None if it does not."""
     own = store.whole_in(tier, entry)
     if own is None:

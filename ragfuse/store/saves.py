@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ragfuse.codec import RAW
 from ragfuse.process.fork import at_fork
-from ragfuse.store.levels import Content, Levels, loss_of
-from ragfuse.store.partial import Partials
+from ragfuse.store.levels import EntryContent, TierLevels, loss_of
+from ragfuse.store.partial import PartialReads
 from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.store.writer import Writers
 from ragfuse.types.keys import ChunkKey
@@ -33,7 +33,7 @@ class Save:
     """
 
     key: ChunkKey
-    content: Content
+    content: EntryContent
     barred: set[str] = field(default_factory=set)
     waiting: set[str] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
@@ -46,7 +46,7 @@ class Saves:
     A chunk that is read whole from a slower tier enters the fast ones. What is pinned is so in every tier it comes in.
     """
 
-    def __init__(self, tiers: Sequence[Tier], writer_queue: int, levels: Levels) -> None:
+    def __init__(self, tiers: Sequence[Tier], writer_queue: int, levels: TierLevels) -> None:
         self._names = [tier.name for tier in tiers]
         self.writers = Writers(self._names, writer_queue)
         self._fast, self._levels = [tier for tier in tiers if not tier.slow], levels
@@ -59,7 +59,7 @@ class Saves:
         """Nothing is on its way: what was, a process that was forked brings."""
         self._lock = Condition()
         self._under_way: set[Save] = set()
-        self._partials = Partials(max((tier.capacity for tier in self._fast), default=0) // 4)
+        self._partials = PartialReads(max((tier.capacity for tier in self._fast), default=0) // 4)
 
     @property
     def epoch(self) -> int:
@@ -73,7 +73,7 @@ class Saves:
             return {save.key for save in self._under_way} | self._partials.keys()
 
     @contextmanager
-    def begun(self, key: ChunkKey, content: Content) -> Iterator[Save]:
+    def begun(self, key: ChunkKey, content: EntryContent) -> Iterator[Save]:
         """A save that can be cancelled from now on, until the block and all it has queued are done."""
         save = Save(key, content)
         self._hold(save)
@@ -124,7 +124,9 @@ class Saves:
             whole = self._partials.add(key, first, meta, blobs, epoch)
             if whole is None:
                 return
-            content = Content(self._levels, key, whole, {tier.name: self._levels.of(tier.name) for tier in self._fast})
+            content = EntryContent(
+                self._levels, key, whole, {tier.name: self._levels.of(tier.name) for tier in self._fast}
+            )
             save = Save(key, content, holders=1)
             self._under_way.add(save)
         with suppress(Exception):
@@ -153,7 +155,7 @@ class Saves:
         with self._lock:
             (self._pins.update if pinned else self._pins.difference_update)(keys)
 
-    def _lacks(self, tier: Tier, key: ChunkKey, content: Content) -> bool:
+    def _lacks(self, tier: Tier, key: ChunkKey, content: EntryContent) -> bool:
         """Whether a tier has nothing of a chunk, or what lost more than its own levels of this would."""
         there = tier.entries([key]).get(key)
         levels = self._levels.of(tier.name) if RAW.name in content.meta.levels else content.meta.levels

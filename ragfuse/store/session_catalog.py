@@ -1,4 +1,4 @@
-"""Sessions as the book keeps them: each as JSON under its tenant and name, its keys, and what its turns end with.
+"""Sessions as the catalog keeps them: each as JSON under its tenant and name, its keys, and what its turns end with.
 
 What a session is told by `sessions.py`; here it is a text with a version, which one writer at a time replaces.
 """
@@ -37,7 +37,7 @@ SELECT key FROM session_keys AS mine WHERE model = ? AND id = ? AND NOT EXISTS (
 """
 
 
-class SessionLine(NamedTuple):
+class SessionRow(NamedTuple):
     """A session without what it says: tenant's digest, name, version, when it was used last, turns, tokens."""
 
     model: str
@@ -48,8 +48,8 @@ class SessionLine(NamedTuple):
     tokens: int
 
 
-class SessionBook:
-    """The sessions of a book. Threads and processes may share it; StoreError where it cannot be read or written."""
+class SessionCatalog:
+    """The sessions of a catalog. Threads and processes may share it; StoreError where it cannot be read or written."""
 
     def __init__(self, database: Database, trouble: Callable[[], AbstractContextManager[None]]) -> None:
         self._database, self._trouble = database, trouble
@@ -68,7 +68,7 @@ class SessionBook:
 
     def put(
         self,
-        line: SessionLine,
+        line: SessionRow,
         state: Mapping[str, Any],
         ends: Iterable[str],
         keys: Iterable[str],
@@ -96,7 +96,7 @@ class SessionBook:
         with self._trouble():
             return dict(self._database.query(sql, (model, json.dumps(list(heard)))))
 
-    def lines(self, model: str | None = None, before: float | None = None) -> list[SessionLine]:
+    def lines(self, model: str | None = None, before: float | None = None) -> list[SessionRow]:
         """Sessions of a tenant, or of all, used last first; before: only those last used before that time."""
         sql, arguments = "SELECT model, id, version, used, turns, tokens FROM sessions WHERE 1", list[Any]()
         for clause, value in ((" AND model = ?", model), (" AND used < ?", before)):
@@ -104,7 +104,7 @@ class SessionBook:
                 sql += clause
                 arguments.append(value)
         with self._trouble():
-            return [SessionLine(*row) for row in self._database.query(f"{sql} ORDER BY used DESC", arguments)]
+            return [SessionRow(*row) for row in self._database.query(f"{sql} ORDER BY used DESC", arguments)]
 
     def count(self, model: str) -> int:
         """How many sessions a tenant has."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ragfuse.codec import RAW
 from ragfuse.errors import StoreError
-from ragfuse.store.level_reader import Encoded, Reading
-from ragfuse.store.levels import TABLELESS, Codecs, Content, Levels, loss_of, only, pieces_of
+from ragfuse.store.level_reader import EncodedLayers, LevelReader
+from ragfuse.store.levels import TABLELESS, Codecs, EntryContent, TierLevels, loss_of, only, pieces_of
 from ragfuse.store.saves import Saves
 from ragfuse.store.tier import Breaks, Counts, EntryMeta, Expects, Expired, Tier, Whole, answers
 from ragfuse.store.uses import Uses
@@ -76,8 +76,8 @@ class KVStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.tiers, self.expired, self._clock = tuple(tiers), expired, clock
-        self.levels = Levels(codecs, levels)
-        self._reading = Reading(self.levels)
+        self.levels = TierLevels(codecs, levels)
+        self._reading = LevelReader(self.levels)
         if len({tier.name for tier in self.tiers}) < len(self.tiers):
             raise StoreError(f"Tiers need different names; found: {self._names()}. Give each its own.")
         self._saves, self._counts, self._closed = Saves(self.tiers, writer_queue, self.levels), Counts(), False
@@ -142,7 +142,7 @@ class KVStore:
                 return found.layers
         return None
 
-    def read_encoded(self, key: ChunkKey, first: int, count: int, tier: str, level: str) -> Encoded | None:
+    def read_encoded(self, key: ChunkKey, first: int, count: int, tier: str, level: str) -> EncodedLayers | None:
         """Layers at one level of one tier, not decoded, or None. Fast tiers get them where nothing loses less."""
         source, epoch = self.tier(tier), self._saves.epoch
         found = None if self._closed else self._reading.encoded(source, key, first, count, level)
@@ -179,7 +179,7 @@ class KVStore:
             promoted=sum(tier.counts["promoted"] for tier in self.tiers),
         )
 
-    def lasts(self, key: ChunkKey) -> bool:
+    def is_persistent(self, key: ChunkKey) -> bool:
         """Whether a slow tier has the entry or is about to, or none answers that could take it."""
         slow = [tier for tier in self.tiers if tier.slow and not (isinstance(tier, Breaks) and tier.breaker.is_open)]
         return not slow or key in self.under_way() or any(key in tier.entries([key]) for tier in slow)
@@ -222,7 +222,7 @@ class KVStore:
         meant = [each for each in slow if each.name == home] or slow
         wanted = {each.name: self.levels.of(each.name) for each in tiers} | dict(levels or {})
         raw = EntryMeta.of(kv, RAW.name, blobs), blobs
-        with self._saves.begun(key, Content(self.levels, key, raw, wanted)) as save:
+        with self._saves.begun(key, EntryContent(self.levels, key, raw, wanted)) as save:
             write = self._saves.together if wait else partial(self._saves.later, pace_s=pace_s)
             kept = fast and self._saves.now(save, quick)
             taken = write(save, meant) or (meant != slow and write(save, [each for each in slow if each not in meant]))
@@ -322,11 +322,13 @@ class KVStore:
         best = self.levels.best(key, whole[0].levels, None) if whole is not None else None
         if whole is None or best is None:
             return False
-        return self._kept(Content(self.levels, key, only(whole, best), {first.name: self.levels.of(first.name)}), first)
+        return self._kept(
+            EntryContent(self.levels, key, only(whole, best), {first.name: self.levels.of(first.name)}), first
+        )
 
     def write_whole(self, key: ChunkKey, meta: EntryMeta, blobs: tuple[Tensor, ...], tier: Tier) -> bool:
         """Keep them in one tier as they are, unless the chunk is deleted meanwhile."""
-        return self._kept(Content(self.levels, key, (meta, blobs), {}), tier)
+        return self._kept(EntryContent(self.levels, key, (meta, blobs), {}), tier)
 
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
         """Keys of those that are too old to be kept now."""
@@ -337,7 +339,7 @@ class KVStore:
     def _names(self) -> str:
         return ", ".join(tier.name for tier in self.tiers) or "none"
 
-    def _kept(self, content: Content, tier: Tier) -> bool:
+    def _kept(self, content: EntryContent, tier: Tier) -> bool:
         with self._saves.begun(content.key, content) as save:
             return self._saves.now(save, [tier])
 

@@ -1,18 +1,18 @@
-"""Who an entry belongs to, as a store's book names them: of a salt, nothing but its digest is written down."""
+"""Who an entry belongs to, as a store's catalog names them: of a salt, nothing but its digest is written down."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ragfuse.settings import Settings
-from ragfuse.store import Book
+from ragfuse.store.catalog import CatalogQueries
 from ragfuse.types.keys import digest as digest_of
 
 
-def remember_tenant(book: Book, digest: str, settings: Settings) -> None:
+def remember_tenant(catalog: CatalogQueries, digest: str, settings: Settings) -> None:
     """Write down what stands behind a digest in keys, so that people are told names; of a salt, its digest alone."""
     found = {"model": settings.model, "dtype": settings.dtype, "tenant": hidden(settings.salt)}
-    book.settle(f"tenant-{digest}", found)
+    catalog.settle(f"tenant-{digest}", found)
 
 
 def hidden(salt: str) -> str:

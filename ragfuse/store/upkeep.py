@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ragfuse.store.chunkfile import ChunkFile
-from ragfuse.store.folder import Owner
+from ragfuse.store.folder import FolderWriter
 from ragfuse.store.index import Index
 from ragfuse.store.plainfile import remove
 from ragfuse.store.tier import Freed
@@ -38,7 +38,7 @@ class Upkeep:
     """One folder's rows and files. `lost(what, why)` hears of each entry that is dropped; `mine` are our own writes."""
 
     def __init__(
-        self, root: Path, index: Index, owner: Owner, mine: set[str], lost: Callable[[object, str], None]
+        self, root: Path, index: Index, owner: FolderWriter, mine: set[str], lost: Callable[[object, str], None]
     ) -> None:
         self._root, self._index, self._owner, self._mine, self._lost = root, index, owner, mine, lost
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 from ragfuse.process.fork import at_fork
 from ragfuse.types import reasons
@@ -19,7 +20,7 @@ from ragfuse.types.answer import Answer, Trace
 
 TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 60.0)
 """Upper ends of the buckets that times to the first token are counted in; one more takes the rest."""
-KINDS = ("reused", "recomputed", "fresh")
+TOKEN_FATES = ("reused", "recomputed", "fresh")
 """What became of a prompt's tokens."""
 WHY = ("asked", "nothing_stored", "too_short", "altered", "sooner", "inexact", "unsafe", "model")
 """Why prompts were prefilled in full: it was asked for; nothing of them was in the store; they were too short; what was
@@ -50,7 +51,7 @@ def why_of(refusal: str) -> str:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CounterSnapshot:
     """Sums since an engine was made, by name, and of times to the first token: answers in each bucket, seconds."""
 
     sums: Counter[str]
@@ -58,15 +59,39 @@ class Counted:
     ttft_s: float
 
 
-class Tally:
-    """Adds up an engine's answers, exact under threads. waiting: how many runs of tokens wait to be encoded.
-    unbooked: how often the store's book could not be read or written, and the engine went on without."""
+class Waiting(Protocol):
+    """A queue."""
 
-    def __init__(self, waiting: Callable[[], int], unbooked: Callable[[], int] = lambda: 0) -> None:
-        self.waiting, self._unbooked = waiting, unbooked
+    @property
+    def waiting(self) -> int:
+        """How many jobs wait in it."""
+        ...
+
+
+class Failing(Protocol):
+    """What may fail beside an answer."""
+
+    failures: int
+
+
+class AnswerCounters:
+    """Adds up an engine's answers, exact under threads.
+
+    Args:
+        jobs: The queue of runs that wait to be encoded.
+        catalog: Counts how often it could not be read or written, and the engine went on without.
+    """
+
+    def __init__(self, jobs: Waiting, catalog: Failing) -> None:
+        self._jobs, self._catalog = jobs, catalog
         self._at_close: list[Callable[[], object]] = []
         self.renew()
         at_fork(self)
+
+    @property
+    def waiting(self) -> int:
+        """Runs of tokens that wait to be encoded."""
+        return self._jobs.waiting
 
     def renew(self) -> None:
         """Count from nothing: what was answered before a fork is counted by the process that did it."""
@@ -77,9 +102,9 @@ class Tally:
     def add(self, answer: Answer) -> None:
         """Count an answer."""
         trace = answer.trace
-        why = why_of(trace.refusal)
+        why = why_of(trace.fallback_reason)
         sums = Counter({f"full {why}" if why else "fused": 1, "written": len(answer.token_ids)})
-        sums.update({kind: getattr(trace, f"tokens_{kind}") for kind in KINDS})
+        sums.update({kind: getattr(trace, f"tokens_{kind}") for kind in TOKEN_FATES})
         sums.update(_looked_up(trace, why))
         with self._lock:
             self._sums.update(sums)
@@ -91,12 +116,12 @@ class Tally:
         with self._lock:
             self._sums["failed"] += 1
 
-    def now(self) -> Counted:
+    def now(self) -> CounterSnapshot:
         """The sums up to now, all of one moment."""
         with self._lock:
             sums = Counter(self._sums)
-            sums["unbooked"] = self._unbooked()
-            return Counted(sums, tuple(self._ttft), self._ttft_s)
+            sums["catalog_failures"] = self._catalog.failures
+            return CounterSnapshot(sums, tuple(self._ttft), self._ttft_s)
 
     def when_closed(self, do: Callable[[], object]) -> None:
         """Call `do` when the engine is closed."""

@@ -16,8 +16,8 @@ from time import perf_counter, time_ns
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ragfuse.settings import Settings
-from ragfuse.telemetry.counters import Tally
-from ragfuse.types.answer import Answer, Thought
+from ragfuse.telemetry.counters import AnswerCounters
+from ragfuse.types.answer import Answer
 from ragfuse.types.plan import LoadPlan
 
 log = logging.getLogger("ragfuse")
@@ -35,7 +35,7 @@ class Answering(Protocol):
     """An engine, as far as spans are made of it."""
 
     settings: Settings
-    tally: Tally
+    counters: AnswerCounters
 
 
 class Options(Protocol):
@@ -116,28 +116,35 @@ def spanned(name: str, of: Callable[[Any], Attributes]) -> Callable[[Callable[P,
     return around
 
 
-def answered(
-    write: Callable[Concatenate[E, Any, Q, Callable[[str | Thought], None] | None, P], Answer],
-) -> Callable[Concatenate[E, Any, Q, Callable[[str | Thought], None] | None, P], Answer]:
+class Asked(Protocol):
+    """A question on its way to an answer."""
+
+    @property
+    def ask(self) -> Options:
+        """How it is to be answered."""
+        ...
+
+    @property
+    def say(self) -> object | None:
+        """Hears the answer as it is written; None: nobody does."""
+        ...
+
+
+R2 = TypeVar("R2", bound=Asked)
+
+
+def answered(write: Callable[[E, R2], Answer]) -> Callable[[E, R2], Answer]:
     """Gives an engine's way to an answer its span, the root of all others, and counts it."""
 
     @wraps(write)
-    def call(
-        engine: E,
-        prompt: Any,
-        ask: Q,
-        say: Callable[[str | Thought], None] | None,
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> Answer:
-        with _asked("answer", engine, ask, say is not None) as made:
-            answer = write(engine, prompt, ask, say, *args, **kwargs)
-            engine.tally.add(answer)
+    def call(engine: E, request: R2) -> Answer:
+        with _asked("answer", engine, request.ask, request.say is not None) as made:
+            answer = write(engine, request)
+            engine.counters.add(answer)
             log.info(answer.trace.summary)
             if made is not None:
                 made.set_attributes(of_answers([answer]))
-                if say is not None:
+                if request.say is not None:
                     made.set_attribute("gen_ai.response.time_to_first_chunk", answer.trace.ttft_s)
             return answer
 
@@ -154,7 +161,7 @@ def batched(
         with _asked("batch", engine, ask, False) as made:
             answers = write(engine, prompts, ask, *args, **kwargs)
             for answer in answers:
-                engine.tally.add(answer)
+                engine.counters.add(answer)
                 log.info(answer.trace.summary)
             if made is not None and answers:
                 made.set_attributes(of_answers(answers))
@@ -186,7 +193,7 @@ def of_plan(plan: LoadPlan) -> Attributes:
         "ragfuse.tokens": len(plan.prompt),
         "ragfuse.hits": len(plan.fetches),
         "ragfuse.misses": len(plan.misses),
-        "ragfuse.refusal": plan.refusal,
+        "ragfuse.fallback_reason": plan.fallback_reason,
     }
     if plan.forecast is not None:
         said |= {"ragfuse.predicted_ttft_s": plan.forecast.ttft_s, "ragfuse.predicted_load_s": plan.forecast.load_s}
@@ -236,7 +243,7 @@ def of_answers(answers: Sequence[Answer]) -> Attributes:
         "ragfuse.policy": trace.policy,
         "ragfuse.ratio": trace.ratio,
         "ragfuse.mean_ratio": trace.mean_ratio,
-        "ragfuse.refusal": trace.refusal,
+        "ragfuse.fallback_reason": trace.fallback_reason,
     }
 
 
@@ -253,7 +260,7 @@ def _asked(name: str, engine: Answering, ask: Options, streams: bool) -> Iterato
                 made.set_attributes(_of_question(engine.settings, ask, streams))
             yield made
     except Exception:
-        engine.tally.fail()
+        engine.counters.fail()
         raise
 
 

@@ -16,7 +16,7 @@ from ragfuse.process.shared import forget, shared
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.tier import Breaks, Numbers, Tier
-from ragfuse.telemetry.counters import KINDS, TTFT_S, WHY, Counted, Tally
+from ragfuse.telemetry.counters import TOKEN_FATES, TTFT_S, WHY, AnswerCounters, CounterSnapshot
 
 Registry = Any
 """A `CollectorRegistry` of prometheus_client."""
@@ -25,7 +25,7 @@ Metric = Any
 Rows = dict[tuple[str, ...], float]
 """Values by the labels behind the engine's."""
 
-ANSWERS: Sequence[tuple[str, str, tuple[str, ...], Callable[[Counted], Rows]]] = (
+ANSWERS: Sequence[tuple[str, str, tuple[str, ...], Callable[[CounterSnapshot], Rows]]] = (
     (
         "ragfuse_answers",
         "Answers, fused or by full prefill.",
@@ -48,16 +48,16 @@ ANSWERS: Sequence[tuple[str, str, tuple[str, ...], Callable[[Counted], Rows]]] =
         lambda counted: {(): counted.sums["failed"]},
     ),
     (
-        "ragfuse_book_failures",
-        "Times that the store's book could not be read or written, and the engine went on from memory.",
+        "ragfuse_catalog_failures",
+        "Times that the store's catalog could not be read or written, and the engine went on from memory.",
         (),
-        lambda counted: {(): counted.sums["unbooked"]},
+        lambda counted: {(): counted.sums["catalog_failures"]},
     ),
     (
         "ragfuse_prompt_tokens",
         "Tokens of prompts: reused from the store, reused and recomputed, or computed fresh.",
         ("kind",),
-        lambda counted: {(kind,): counted.sums[kind] for kind in KINDS},
+        lambda counted: {(kind,): counted.sums[kind] for kind in TOKEN_FATES},
     ),
     (
         "ragfuse_answer_tokens",
@@ -92,19 +92,19 @@ TIER_STATES: Sequence[tuple[str, str, Callable[[Tier], float]]] = (
     ),
 )
 """Gauges of a tier: name, what it is, and the value. The breaker comes last: the others ask the medium."""
-TOGETHER = frozenset({"ragfuse_tier_bytes", "ragfuse_tier_entries"})
+SHARED_GAUGES = frozenset({"ragfuse_tier_bytes", "ragfuse_tier_entries"})
 """Those that count what all tenants of a tier keep."""
 
 
-class Metered(Protocol):
+class MeteredEngine(Protocol):
     """What has counts and tiers: an engine."""
 
     settings: Settings
     store: KVStore
-    tally: Tally
+    counters: AnswerCounters
 
 
-def metrics(engine: Metered, registry: Registry | None = None, name: str = "", shares: bool = False) -> None:
+def metrics(engine: MeteredEngine, registry: Registry | None = None, name: str = "", shares: bool = False) -> None:
     """Show an engine's counts to Prometheus, in the given registry or the default one, until the engine is closed.
 
     name: its label `engine`; its model's name unless given, with a number where another has that already. Calling it
@@ -128,10 +128,10 @@ class _Shown:
 
     def __init__(self, registry: Registry) -> None:
         self._registry, self._lock, self._over = registry, ForkLock(), False
-        self._engines: dict[str, Metered] = {}
+        self._engines: dict[str, MeteredEngine] = {}
         self._shares = set[str]()
 
-    def show(self, engine: Metered, name: str, shares: bool) -> bool:
+    def show(self, engine: MeteredEngine, name: str, shares: bool) -> bool:
         """From now on under this name, or one like it; False where the last one has just gone."""
         with self._lock:
             if self._over or engine in self._engines.values():
@@ -143,7 +143,7 @@ class _Shown:
             self._engines[name] = engine
             if shares:
                 self._shares.add(name)
-        engine.tally.when_closed(lambda: self._hide(name))
+        engine.counters.when_closed(lambda: self._hide(name))
         return True
 
     def describe(self) -> Iterable[Metric]:
@@ -156,14 +156,14 @@ class _Shown:
             engines = dict(self._engines)
         return self._read(engines)
 
-    def _read(self, engines: Mapping[str, Metered]) -> Iterator[Metric]:
-        counted = {name: engine.tally.now() for name, engine in engines.items()}
+    def _read(self, engines: Mapping[str, MeteredEngine]) -> Iterator[Metric]:
+        counted = {name: engine.counters.now() for name, engine in engines.items()}
         yield from _of_answers(counted)
         yield _times(counted)
         yield from _of_tiers(engines, counted, self._shares)
         waiting = _gauge("ragfuse_waiting", "Runs of tokens that wait to be encoded in the background.", ())
         for name, engine in engines.items():
-            waiting.add_metric([name], engine.tally.waiting())
+            waiting.add_metric([name], engine.counters.waiting)
         yield waiting
 
     def _hide(self, name: str) -> None:
@@ -176,7 +176,7 @@ class _Shown:
                 forget(self)
 
 
-def _of_answers(counted: Mapping[str, Counted]) -> Iterator[Metric]:
+def _of_answers(counted: Mapping[str, CounterSnapshot]) -> Iterator[Metric]:
     for name, what, labels, rows in ANSWERS:
         metric = _counter(name, what, labels)
         for engine, found in counted.items():
@@ -185,7 +185,7 @@ def _of_answers(counted: Mapping[str, Counted]) -> Iterator[Metric]:
         yield metric
 
 
-def _times(counted: Mapping[str, Counted]) -> Metric:
+def _times(counted: Mapping[str, CounterSnapshot]) -> Metric:
     """Times to the first token, as a histogram."""
     from prometheus_client.core import HistogramMetricFamily
 
@@ -197,7 +197,7 @@ def _times(counted: Mapping[str, Counted]) -> Metric:
 
 
 def _of_tiers(
-    engines: Mapping[str, Metered], counted: Mapping[str, Counted], shares: Collection[str]
+    engines: Mapping[str, MeteredEngine], counted: Mapping[str, CounterSnapshot], shares: Collection[str]
 ) -> Iterator[Metric]:
     """shares: names of engines that share slow tiers with other tenants."""
     tiers = [(name, tier) for name, engine in engines.items() for tier in engine.store.tiers]
@@ -209,7 +209,7 @@ def _of_tiers(
     for title, what, value in TIER_STATES:
         gauge = _gauge(title, what, ("tier",))
         for name, tier in tiers:
-            if not (name in shares and tier.slow and title in TOGETHER):
+            if not (name in shares and tier.slow and title in SHARED_GAUGES):
                 gauge.add_metric([name, tier.name], float(value(tier)))
         yield gauge
     hits = _counter("ragfuse_tier_hits", "Segments of prompts that a tier gave.", ("tier",))

@@ -4,21 +4,21 @@ Tokenizer and chat template come in as callables; nothing here knows a model or 
 """
 
 from ragfuse.text.assemble import Assembler, Message
-from ragfuse.text.chunks import KnownChunks, Marker, Piece, Span, chunk_id, peel, pieces
+from ragfuse.text.chunks import ChunkSpan, KnownChunks, Marker, Piece, chunk_id, peel, pieces
+from ragfuse.text.filler import filler_text, sample
 from ragfuse.text.retrieved import RetrievalRuns
-from ragfuse.text.stand_in import sample, stand_in
 
 __all__ = [
     "Assembler",
+    "ChunkSpan",
     "KnownChunks",
     "Marker",
     "Message",
     "Piece",
     "RetrievalRuns",
-    "Span",
     "chunk_id",
+    "filler_text",
     "peel",
     "pieces",
     "sample",
-    "stand_in",
 ]

@@ -16,15 +16,15 @@ from typing import Any, Protocol
 
 from ragfuse.errors import InputError
 from ragfuse.process.fork import ForkLock
-from ragfuse.text.chat_messages import Content, Turn
+from ragfuse.text.chat_messages import ChatMessage, Content
 from ragfuse.text.chunks import Piece, peel
 from ragfuse.text.known_spans import Match
-from ragfuse.text.rendered import Chars, Conversation, Placed, Rendered
-from ragfuse.text.tool_calls import PLAIN, CallFormat, spelled
+from ragfuse.text.rendered import Chars, Conversation, PlacedPiece, Rendered
+from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, spelled
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.prompt import Prompt, Segment
 
-Message = tuple[str, str | Sequence[Piece]] | Turn
+Message = tuple[str, str | Sequence[Piece]] | ChatMessage
 """(role, content), or a turn; a content is one text or pieces."""
 
 Render = Callable[..., str]
@@ -32,13 +32,13 @@ KeyOf = Callable[[tuple[int, ...], str], ChunkKey]
 Find = Callable[[Sequence[int]], Sequence[Match]]
 Cut = tuple[int, int, tuple[int, ...]]
 """Characters lo:hi that are tokenised apart; by these ids, unless there are none."""
-LONG = 1 << 15
+ALONE_CHARS = 1 << 15
 """Characters from which on prompts are tokenised one at a time: all cores work on one, and several at once would keep
 the interpreter from everybody else for longer."""
 _LONG = ForkLock()
 
 
-class Words(Protocol):
+class Tokenizer(Protocol):
     """A model's tokenizer, as prompts are made with it."""
 
     def forged(self, text: str, is_begun: bool = False) -> Sequence[Chars]:
@@ -90,13 +90,13 @@ class Assembler:
     that ends the prompt (something must be computed to answer), and a prompt without chunks as a whole.
     """
 
-    words: Words
+    words: Tokenizer
     key_of: KeyOf
     render: Render | None = None
     min_tokens: int = 8
     min_chunk_tokens: int = 8
     context: str = ""
-    calls: CallFormat = PLAIN
+    calls: CallFormat = DEFAULT_CALL_FORMAT
     find: Find = lambda ids: ()
     whole: bool = False
     goes_on: bool = False
@@ -109,7 +109,7 @@ class Assembler:
         """
         if self.render is None:
             raise InputError("This model has no chat template; pass one text instead of messages or tools.")
-        turns = [each if isinstance(each, Turn) else Turn(*each) for each in messages]
+        turns = [each if isinstance(each, ChatMessage) else ChatMessage(*each) for each in messages]
         turns = [replace(turn, content=_parts(turn.content)) for turn in turns]
         if not self.calls.native:
             turns, tools = spelled(turns, tools), ()
@@ -117,10 +117,10 @@ class Assembler:
 
     def text(self, pieces: Iterable[Piece], bos: Sequence[int] = ()) -> Prompt:
         """The Prompt of a text as it is, behind the ids `bos`."""
-        parts, at, placed = _parts(tuple(pieces)), 0, list[Placed]()
+        parts, at, placed = _parts(tuple(pieces)), 0, list[PlacedPiece]()
         for piece in parts:
             if piece.kind == "chunk" or piece.ids:
-                placed.append(Placed(at, at + len(piece.text), piece))
+                placed.append(PlacedPiece(at, at + len(piece.text), piece))
             at += len(piece.text)
         text = "".join(piece.text for piece in parts)
         return self._of(Rendered(text, tuple(self.words.forged(text)), tuple(placed), (0, len(text))), True, bos)
@@ -129,7 +129,7 @@ class Assembler:
         """The Prompt of these ids and no others."""
         return self._prompt([_Run(tuple(ids))], (0, len(ids)))
 
-    def _rendered(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> Rendered:
+    def _rendered(self, turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> Rendered:
         """The conversation as the template writes it.
 
         A template that refuses or drops a system message gets its text at the head of the first user message instead.
@@ -141,7 +141,7 @@ class Assembler:
                 raise
             return self._written(_without_system(turns), tools)
 
-    def _written(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> Rendered:
+    def _written(self, turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> Rendered:
         render, roles = self.render, [turn.role for turn in turns]
 
         def write(messages: list[dict[str, Any]], told: list[Any]) -> str:
@@ -165,7 +165,7 @@ class Assembler:
                 cuts.append(cut)
                 pieces.append(each.piece)
         self.check(rendered.text)
-        with _LONG if len(rendered.text) >= LONG else nullcontext():
+        with _LONG if len(rendered.text) >= ALONE_CHARS else nullcontext():
             parts = self.words.parts(rendered.text, rendered.bare, cuts)
         runs = [_Run(tuple(bos))]
         for tokens, number, _ in parts:
@@ -260,7 +260,7 @@ def _rows(offsets: Iterable[Sequence[Chars]], chars: Chars, at: int) -> tuple[in
     return (found[0][0], found[-1][1]) if found else (0, 0)
 
 
-def _as_said(words: Words, text: str, placed: Placed) -> Cut | None:
+def _as_said(words: Tokenizer, text: str, placed: PlacedPiece) -> Cut | None:
     """Where ids that a model wrote stand in a text, white space at their ends left out where the text has none."""
     ids, said = placed.piece.ids, text[placed.lo : placed.hi]
     core = said.strip()
@@ -273,7 +273,7 @@ def _as_said(words: Words, text: str, placed: Placed) -> Cut | None:
     return None
 
 
-def _without_space(words: Words, ids: tuple[int, ...]) -> tuple[int, ...]:
+def _without_space(words: Tokenizer, ids: tuple[int, ...]) -> tuple[int, ...]:
     """Ids without those at both ends that say white space alone."""
     lo, hi = 0, len(ids)
     while lo < hi and not words.said(ids[lo : lo + 1]).strip():
@@ -283,12 +283,12 @@ def _without_space(words: Words, ids: tuple[int, ...]) -> tuple[int, ...]:
     return ids[lo:hi]
 
 
-def _without_system(turns: Sequence[Turn]) -> list[Turn]:
+def _without_system(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
     """The same turns with all system text at the head of the first user turn, which is made if there is none."""
     said = [turn.content for turn in turns if turn.role == "system" and turn.content]
     system = [part for parts in said for part in (*parts, Piece("\n\n"))]
     rest = [turn for turn in turns if turn.role != "system"]
     at = next((i for i, turn in enumerate(rest) if turn.role == "user"), None)
     if at is None:
-        return [Turn("user", tuple(system)), *rest]
+        return [ChatMessage("user", tuple(system)), *rest]
     return [*rest[:at], replace(rest[at], content=(*system, *rest[at].content)), *rest[at + 1 :]]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ragfuse.text.fingerprints import MODULUS, Point, Prints
+from ragfuse.text.fingerprints import MODULUS, EvaluationPoint, Fingerprints
 
 Places = NDArray[np.int64]
 
@@ -56,7 +56,7 @@ class Beginnings:
     """
 
     def __init__(self) -> None:
-        self.point, self.steps = Point(2 + secrets.randbelow(MODULUS - 3)), 0
+        self.point, self.steps = EvaluationPoint(2 + secrets.randbelow(MODULUS - 3)), 0
         self._marks: dict[int, str] = {}  # fingerprint of a beginning -> the longest known text in that, or ""
         self._prints: dict[str, list[int]] = {}  # text -> fingerprints of its own beginnings, shortest first
         self._parents: dict[str, str] = {}  # text -> the longest other known text that it begins with, or ""
@@ -93,7 +93,7 @@ class Beginnings:
             self._place(family.order, text)
         family.fresh.clear()
 
-    def find(self, text: str, prints: Prints, places: Places, longest: int) -> Iterator[tuple[int, str]]:
+    def find(self, text: str, prints: Fingerprints, places: Places, longest: int) -> Iterator[tuple[int, str]]:
         """Yield (place, known text) for places in order, without those inside of a text that was found before.
 
         The text is the longest of at most `longest` letters that begins there and cuts no word in two.
@@ -112,7 +112,7 @@ class Beginnings:
                     yield place, known
                     done = place + len(known)
 
-    def _longest(self, prints: Prints, places: Places, longest: int) -> Sequence[str]:
+    def _longest(self, prints: Fingerprints, places: Places, longest: int) -> Sequence[str]:
         """Of each place the longest known text that begins there, whether it cuts a word in two or not; "": none."""
         size, found = np.zeros(len(places), np.int64), [""] * len(places)
         for bit in reversed(range(longest.bit_length())):
@@ -166,7 +166,7 @@ class Beginnings:
         starts = np.cumsum([0, *map(len, texts)])[:-1]
         counts = [len(each) for each in sizes]
         flat = np.array([size for each in sizes for size in each], np.int64)
-        found = Prints("".join(texts), self.point).of(np.repeat(starts, counts).astype(np.int64), flat).tolist()
+        found = Fingerprints("".join(texts), self.point).of(np.repeat(starts, counts).astype(np.int64), flat).tolist()
         at = 0
         for text, n in zip(texts, counts, strict=True):
             self._prints[text] = found[at : at + n]

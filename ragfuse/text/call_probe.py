@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ragfuse.text.chat_messages import Turn
-from ragfuse.text.thoughts import TAGS
-from ragfuse.text.tool_calls import PLAIN, CallFormat, Pairs, Slot
+from ragfuse.text.chat_messages import ChatMessage
+from ragfuse.text.thoughts import THOUGHT_TAGS
+from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, Pairs, Slot
 from ragfuse.types.answer import ToolCall
 
 RenderCalls = Callable[[list[dict[str, Any]], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, and whether the prompt of an answer follows; may raise anything."""
 
-ASKED, TOLD, SAID = "What is probed?", "prober-result", "prober-text"
+PROBE_QUESTION, PROBE_RESULT, PROBE_TEXT = "What is probed?", "prober-result", "prober-text"
 FIRST = ToolCall("probe_tool_one", {"probe_key_one": "probe_value_one"}, "call_probe_one")
 SECOND = ToolCall("probe_tool_two", {"probe_key_two": "probe_value_two"}, "call_probe_two")
-LEADS = ("<|python_tag|>",)
+UNTEMPLATED_CALL_TOKENS = ("<|python_tag|>",)
 """Tokens that models write before a call of bare JSON though their templates do not."""
 
 
@@ -31,7 +31,7 @@ def call_format(render: RenderCalls, own: Sequence[str], ends: Sequence[str]) ->
     """The format of a template; own: texts of tokens that stand for themselves, ends: of those that end an answer."""
     for as_text in (False, True):
         for id_size in (0, 9):
-            wanted = replace(PLAIN, native=True, as_text=as_text, id_size=id_size)
+            wanted = replace(DEFAULT_CALL_FORMAT, native=True, as_text=as_text, id_size=id_size)
             try:
                 calls = tuple(replace(call, id=call.id[-id_size:].replace("_", "0")) for call in (FIRST, SECOND))
                 found = _Probe(render, own, ends, wanted, *calls).found()
@@ -39,7 +39,7 @@ def call_format(render: RenderCalls, own: Sequence[str], ends: Sequence[str]) ->
                 continue
             if found is not None:
                 return found
-    return PLAIN
+    return DEFAULT_CALL_FORMAT
 
 
 class _Unfit(Exception):
@@ -59,7 +59,7 @@ class _Probe:
 
     def found(self) -> CallFormat | None:
         """What the template makes of calls; None if it says nothing of tools."""
-        question = [{"role": "user", "content": ASKED}]
+        question = [{"role": "user", "content": PROBE_QUESTION}]
         told = self.render(question, _TOOLS, True)
         if self.first.name not in told or self.first.name in self.render(question, (), True):
             return None
@@ -80,7 +80,7 @@ class _Probe:
             slots=slots,
             again=self._again(told, gaps),
             marker=marker,
-            lead="" if marker else next((lead for lead in LEADS if lead in self.own), ""),
+            lead="" if marker else next((lead for lead in UNTEMPLATED_CALL_TOKENS if lead in self.own), ""),
         )
 
     def _paired(self, told: str, one: str) -> CallFormat:
@@ -118,13 +118,15 @@ class _Probe:
 
     def _answer(self, told: str, calls: Sequence[ToolCall]) -> str:
         """What an answer with these calls is written as, from the end of the prompt to its own end."""
-        asked = Turn("user", ASKED)
-        results = [Turn("tool", TOLD, tool_call_id=call.id, name=call.name) for call in calls]
-        whole = self._rendered([asked, Turn("assistant", "", tuple(calls)), *results])
-        plain = self._rendered([asked, Turn("assistant", SAID)])
-        if TOLD not in whole:
+        asked = ChatMessage("user", PROBE_QUESTION)
+        results = [ChatMessage("tool", PROBE_RESULT, tool_call_id=call.id, name=call.name) for call in calls]
+        whole = self._rendered([asked, ChatMessage("assistant", "", tuple(calls)), *results])
+        plain = self._rendered([asked, ChatMessage("assistant", PROBE_TEXT)])
+        if PROBE_RESULT not in whole:
             raise _Unfit("results are left out")
-        places = [place for begin in (told, plain[: plain.index(SAID)]) for place in (begin, _before_thought(begin))]
+        places = [
+            place for begin in (told, plain[: plain.index(PROBE_TEXT)]) for place in (begin, _before_thought(begin))
+        ]
         begun = next((begin for begin in places if whole.startswith(begin)), None)
         if begun is None:
             raise _Unfit("an answer does not begin where it is asked for")
@@ -135,7 +137,7 @@ class _Probe:
             raise _Unfit("an answer does not end")
         return answer[: min(stops)]
 
-    def _rendered(self, turns: Sequence[Turn]) -> str:
+    def _rendered(self, turns: Sequence[ChatMessage]) -> str:
         messages = [self.wanted.message(turn, str(turn.content), lambda value: value) for turn in turns]
         return self.render(messages, _TOOLS, False)
 
@@ -177,7 +179,7 @@ _EMPTY = tuple(
         re.compile(rf"{re.escape(open)}\s*(?:{re.escape(close)}\s*)?\Z"),
         re.compile(rf"\s*{re.escape(open)}\s*{re.escape(close)}"),
     )
-    for open, close in TAGS
+    for open, close in THOUGHT_TAGS
 )
 
 

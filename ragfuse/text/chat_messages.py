@@ -14,7 +14,7 @@ Content = str | Sequence[str | Piece]
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatMessage:
     """A message for the chat template. `tool_calls` are an assistant's; `tool_call_id`, `name` say what a tool answers.
 
     The role of a tool's result is "tool". reasoning: what an assistant thought before its answer, for templates that
@@ -35,12 +35,12 @@ class Turn:
         return bool(self.tool_calls) or any(text.strip() for text in texts)
 
     @staticmethod
-    def joined(turns: Iterable[Turn]) -> list[Turn]:
+    def joined(turns: Iterable[ChatMessage]) -> list[ChatMessage]:
         """These turns, neighbours of one role as one: a chat template may want roles to alternate.
 
         What tools returned stays apart, each by the call that it answers.
         """
-        found: list[Turn] = []
+        found: list[ChatMessage] = []
         for role, group in groupby(turns, key=lambda turn: turn.role):
             alike = list(group)
             if role == "tool" or len(alike) == 1:
@@ -52,17 +52,17 @@ class Turn:
                     content += ["\n", *_listed(turn.content)] if content else _listed(turn.content)
             calls = tuple(call for turn in alike for call in turn.tool_calls)
             thoughts = "\n".join(turn.reasoning for turn in alike if turn.reasoning)
-            found.append(Turn(role, content, calls, reasoning=thoughts))
+            found.append(ChatMessage(role, content, calls, reasoning=thoughts))
         return found
 
 
-class LaterTurns:
+class LaterMessages:
     """Messages without their first turns, one more each time; what the system says first stays, and the last turn.
 
     Each list is made when it is asked for: all of them together would be as large as the messages squared.
     """
 
-    def __init__(self, messages: Sequence[Turn]) -> None:
+    def __init__(self, messages: Sequence[ChatMessage]) -> None:
         head = next((at for at, turn in enumerate(messages) if turn.role != "system"), len(messages))
         begins = range(head + 1, len(messages))
         self._messages, self._head = messages, head
@@ -71,7 +71,7 @@ class LaterTurns:
     def __len__(self) -> int:
         return len(self._begins)
 
-    def __getitem__(self, index: int) -> list[Turn]:
+    def __getitem__(self, index: int) -> list[ChatMessage]:
         return [*self._messages[: self._head], *self._messages[self._begins[index] :]]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ragfuse.text.thoughts import Thoughts, thoughts_of
 
-OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+RENDERER_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 """Names that a template is told by whoever renders it, and by nobody else."""
 FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 """What transformers gives templates to call."""
@@ -54,4 +54,4 @@ def names_read(template: str) -> frozenset[str]:
         found = meta.find_undeclared_variables(world.parse(_MARKS.sub("", template)))
     except (TemplateError, RecursionError):
         return frozenset()
-    return frozenset(found) - OWN - FUNCTIONS
+    return frozenset(found) - RENDERER_NAMES - FUNCTIONS

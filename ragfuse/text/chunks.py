@@ -23,7 +23,7 @@ from blake3 import blake3
 from ragfuse.errors import SettingsError
 from ragfuse.process.fork import ForkLock
 from ragfuse.text.beginnings import LETTER, Beginnings, Family
-from ragfuse.text.fingerprints import Prints, Residues, residue, secret_prime
+from ragfuse.text.fingerprints import Fingerprints, Residues, residue, secret_prime
 from ragfuse.types.keys import digest
 
 _START = re.compile(rf"(?:(?<!{LETTER})|(?!{LETTER}))\S")
@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ChunkSpan:
     """A known chunk found in a text, at characters lo:hi."""
 
     lo: int
@@ -111,7 +111,7 @@ class KnownChunks:
                     if not self._families[anchor]:
                         del self._families[anchor]
 
-    def find(self, text: str) -> list[Span]:
+    def find(self, text: str) -> list[ChunkSpan]:
         """Known chunks in `text`: leftmost first, the longest where several begin, none overlapping."""
         with self._lock:
             return list(self._find(text))
@@ -135,12 +135,12 @@ class KnownChunks:
         prints = np.array([self._beginnings.point.print_of(each) for each in anchors], np.uint64)
         self._may_begin[prints % len(self._may_begin)] = True
 
-    def _find(self, text: str) -> Iterator[Span]:
+    def _find(self, text: str) -> Iterator[ChunkSpan]:
         beginnings = self._beginnings
         beginnings.steps = 0
         if len(text) < self._min_chars or not self._families:
             return
-        prints = Prints(text, beginnings.point)
+        prints = Fingerprints(text, beginnings.point)
         beginnings.steps += len(text)
         maybe = np.flatnonzero(self._may_begin[prints.everywhere(self._min_chars) % len(self._may_begin)])
         met: dict[str, Family] = {}
@@ -149,7 +149,7 @@ class KnownChunks:
             beginnings.settle(family)
         longest = max((family.longest for family in met.values()), default=0)
         for lo, known in beginnings.find(text, prints, np.array(places, np.int64), longest):
-            yield Span(lo, lo + len(known), chunk_id(known), self._sources[known])
+            yield ChunkSpan(lo, lo + len(known), chunk_id(known), self._sources[known])
 
     def _begins(self, text: str, place: int, met: dict[str, Family]) -> bool:
         """Whether a chunk may begin here; those with this anchor are noted in `met`."""

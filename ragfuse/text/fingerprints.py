@@ -1,8 +1,8 @@
 """Fingerprints of any part of a text in constant time, once the text was read (Karp and Rabin, 1987).
 
 Both kinds depend on a secret: without it nobody can write two texts with one fingerprint, except by luck. `Residues` is
-for a few parts and for signatures: the bytes of a part as one number, modulo a secret prime. `Prints` is for very many
-parts: the letters of a part as a polynomial at a secret point, modulo 2**61 - 1, in arrays.
+for a few parts and for signatures: the bytes of a part as one number, modulo a secret prime. `Fingerprints` is for very
+many parts: the letters of a part as a polynomial at a secret point, modulo 2**61 - 1, in arrays.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint64]
 
 MODULUS = (1 << 61) - 1
-"""Of `Prints`, a prime: two texts of n letters have one fingerprint with a probability of n / 2**61."""
-KEPT = 1 << 17
+"""Of `Fingerprints`, a prime: two texts of n letters have one fingerprint with a probability of n / 2**61."""
+CACHED_POWERS = 1 << 17
 """Powers of a point that are kept for the next text: 2 MB."""
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89)
 
@@ -66,7 +66,7 @@ class Residues:
         return (self._before[last] - self._before[first] * shift) % self._prime
 
 
-class Point:
+class EvaluationPoint:
     """A secret point at which polynomials are evaluated, with its powers and those of its inverse."""
 
     def __init__(self, value: int) -> None:
@@ -77,24 +77,24 @@ class Point:
         """Return the first n powers of the point and of its inverse, uint64 [n] each."""
         if n <= len(self._powers):
             return self._powers[:n], self._back[:n]
-        size = max(n, min(2 * len(self._powers), KEPT))
+        size = max(n, min(2 * len(self._powers), CACHED_POWERS))
         powers, back = _powers(self._value, size), _powers(self._inverse, size)
-        if size <= KEPT:
+        if size <= CACHED_POWERS:
             self._powers, self._back = powers, back
         return powers[:n], back[:n]
 
     def print_of(self, text: str) -> int:
-        """Return the fingerprint of a short text, as `Prints` gives it."""
+        """Return the fingerprint of a short text, as `Fingerprints` gives it."""
         found = 0
         for letter in reversed(text):
             found = (found * self._value + ord(letter) + 1) % MODULUS
         return found
 
 
-class Prints:
+class Fingerprints:
     """Fingerprints of all parts of a text of n letters: the sum of (letter i of the part + 1) * point**i."""
 
-    def __init__(self, text: str, point: Point) -> None:
+    def __init__(self, text: str, point: EvaluationPoint) -> None:
         letters = codes(text)
         powers, self._back = point.powers(len(letters) + 1)
         self._sums = _sums(_times(letters + 1, powers[:-1]))

@@ -13,14 +13,14 @@ from ragfuse.text.chunks import Piece
 
 
 @dataclass(frozen=True)
-class Lean:
+class ShortenedContents:
     """Contents of messages without some chunks, and the sources of these in the order in which they stood."""
 
     contents: tuple[tuple[Piece, ...], ...]
     sources: tuple[str, ...] = ()
 
 
-def lean(contents: Sequence[Sequence[Piece]], n: int, asked: int = -1) -> Lean:
+def lean(contents: Sequence[Sequence[Piece]], n: int, asked: int = -1) -> ShortenedContents:
     """Contents without their last n chunks, and without what separated these from the ones before.
 
     `asked` is the content that holds the question: where it is nothing but chunks, they are the question and stay.
@@ -31,7 +31,7 @@ def lean(contents: Sequence[Sequence[Piece]], n: int, asked: int = -1) -> Lean:
     for i, at in doomed:
         doomed_in.setdefault(i, set()).add(at)
     kept = (_without(pieces, doomed_in.get(index, ())) for index, pieces in enumerate(contents))
-    return Lean(tuple(map(tuple, kept)), tuple(contents[i][at].source for i, at in doomed))
+    return ShortenedContents(tuple(map(tuple, kept)), tuple(contents[i][at].source for i, at in doomed))
 
 
 def _places(contents: Sequence[Sequence[Piece]], asked: int) -> Iterator[tuple[int, int]]:

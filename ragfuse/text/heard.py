@@ -11,18 +11,18 @@ from heapq import merge
 from cachetools import LRUCache
 
 from ragfuse.process.fork import ForkLock
-from ragfuse.text.known_spans import ALTERED, KnownSpans, Match
-from ragfuse.text.span_runs import LEAST
+from ragfuse.text.known_spans import MIN_ALTERED_TOKENS, KnownSpans, Match
+from ragfuse.text.span_runs import MIN_RUN_TOKENS
 
 MAX_DOCUMENTS = 4096
 """Documents that are looked for at once; those that were heard of, or found, the longest time ago go first."""
-MAX_TOKENS = 1 << 22
+MAX_RETRIEVED_TOKENS = 1 << 22
 """Their tokens together."""
-ENOUGH = 0.75
+COVERED_SHARE = 0.75
 """Share of what a prompt holds of a document that encoded chunks have to say, for it to be taken from these."""
 
 
-class HeardDocuments:
+class RetrievedDocuments:
     """Documents that may stand in the next prompts. Each is tokenised once. Thread-safe.
 
     Args:
@@ -36,8 +36,8 @@ class HeardDocuments:
 
     def _start_over(self) -> None:
         """Know no documents."""
-        least = max(LEAST + 2, self._shortest)
-        self._spans = KnownSpans(least, max(ALTERED, least), MAX_DOCUMENTS, MAX_TOKENS)
+        least = max(MIN_RUN_TOKENS + 2, self._shortest)
+        self._spans = KnownSpans(least, max(MIN_ALTERED_TOKENS, least), MAX_DOCUMENTS, MAX_RETRIEVED_TOKENS)
         self._lengths: LRUCache[bytes, int] = LRUCache(MAX_DOCUMENTS)  # digest of a text -> its tokens
 
     def add(self, text: str, source: str, known: KnownSpans) -> bool:
@@ -64,7 +64,8 @@ class HeardDocuments:
     def find(self, ids: Sequence[int], found: Sequence[Match]) -> list[Match]:
         """Where documents stand in ids beside `found` chunks, by place and none overlapping.
 
-        Of a document that chunks say less than `ENOUGH` of, what stands there is its own, and chunks have the rest.
+        Of a document that chunks say less than `COVERED_SHARE` of, what stands there is its own, and chunks have the
+        rest.
         """
         heard = self._spans.find(ids) if len(self._spans) else []
         if not heard:
@@ -73,7 +74,7 @@ class HeardDocuments:
         for match, parts in _beside(heard, found):
             size[match.span.tokens] += match.hi - match.lo
             said[match.span.tokens] += sum(min(each.hi, match.hi) - max(each.lo, match.lo) for each in parts)
-        own = [match for match in heard if said[match.span.tokens] < ENOUGH * size[match.span.tokens]]
+        own = [match for match in heard if said[match.span.tokens] < COVERED_SHARE * size[match.span.tokens]]
         left = (part for match, parts in _beside(found, own) for part in _outside(match, parts))
         return list(merge(left, own, key=lambda match: match.lo))
 
@@ -95,7 +96,7 @@ def _outside(match: Match, others: Sequence[Match]) -> Iterator[Match]:
     ends = [match.lo, *(each.hi for each in others)]
     begins = [*(each.lo for each in others), match.hi]
     for lo, hi in zip(ends, begins, strict=True):
-        if hi - lo >= LEAST or not others:
+        if hi - lo >= MIN_RUN_TOKENS or not others:
             yield replace(match, lo=lo, hi=hi, row=match.row + lo - match.lo)
 
 

@@ -17,11 +17,11 @@ import numpy as np
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.process.fork import ForkLock
 from ragfuse.text.span_anchors import Anchors, Array, grams, mixed
-from ragfuse.text.span_runs import LEAST, Search
+from ragfuse.text.span_runs import MIN_RUN_TOKENS, Search
 
-ALTERED = 32
+MIN_ALTERED_TOKENS = 32
 """Tokens of an altered span that have to agree, unless told otherwise."""
-MOST = 1 << 18
+MAX_SPANS = 1 << 18
 """Spans that are known at once, unless told otherwise."""
 _LARGEST = (1 << 31) - 1
 _LARGEST_ARENA = (1 << 32) - 1
@@ -69,12 +69,16 @@ class KnownSpans:
     """
 
     def __init__(
-        self, shortest: int = 8, altered: int = ALTERED, most: int = MOST, most_tokens: int = _LARGEST_ARENA
+        self,
+        shortest: int = 8,
+        altered: int = MIN_ALTERED_TOKENS,
+        most: int = MAX_SPANS,
+        most_tokens: int = _LARGEST_ARENA,
     ) -> None:
-        if shortest < LEAST + 2 or altered < shortest or most < 1:
+        if shortest < MIN_RUN_TOKENS + 2 or altered < shortest or most < 1:
             raise SettingsError(
-                f"shortest is {shortest}, altered {altered}, most {most}; wanted shortest from {LEAST + 2} on, altered "
-                "not below it, and most from 1 on."
+                f"shortest is {shortest}, altered {altered}, most {most}; wanted shortest from {MIN_RUN_TOKENS + 2} "
+                "on, altered not below it, and most from 1 on."
             )
         self._shortest, self._altered, self._most, self._most_tokens = shortest, altered, most, most_tokens
         self._lock = ForkLock(self._start_over)

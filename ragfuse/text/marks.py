@@ -15,7 +15,7 @@ from typing import Literal
 
 from ragfuse.errors import InputError
 
-PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
+MARK_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
 """Code points without a meaning."""
 _PRIVATE = re.compile(r"[\ue000-\uf8ff\U000f0000-\U000ffffd]")
 _ESCAPED = re.compile(r"\\u([ef][0-9a-f]{3})|\\u(db[89a-f][0-9a-f])\\{1,8}u(d[c-f][0-9a-f]{2})", re.IGNORECASE)
@@ -33,7 +33,7 @@ class MarkSpot:
     letter: str
     kind: Literal["forged", "piece", "message"]
     at: int = 0
-    turn: int = -1
+    message: int = -1
     number: int = -1
     word: str = ""
     is_inserted: bool = False
@@ -42,7 +42,7 @@ class MarkSpot:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class FoundMark:
     """A mark at characters lo:hi of what the template wrote."""
 
     spot: MarkSpot
@@ -60,12 +60,12 @@ class Marks:
     @classmethod
     def but(cls, used: Collection[int]) -> Marks:
         """All but these code points."""
-        return cls(code for code in chain(*PRIVATE) if code not in used)
+        return cls(code for code in chain(*MARK_RANGES) if code not in used)
 
     @staticmethod
     def room(used: Collection[int]) -> int:
         """How many marks there can be at once."""
-        return sum(map(len, PRIVATE)) - len(used)
+        return sum(map(len, MARK_RANGES)) - len(used)
 
     def new(self, spot: MarkSpot) -> str:
         """A character for it. Where there are no more, its own letter, but InputError for what looks like a control
@@ -81,7 +81,7 @@ class Marks:
 
 def too_many() -> InputError:
     """What is said where there are more words to mark than marks."""
-    n = sum(map(len, PRIVATE))
+    n = sum(map(len, MARK_RANGES))
     return InputError(
         f"The messages hold more than {n:,} words that look like control tokens of the model, or private characters, "
         "and what is the template's own cannot be told from them; leave them out, or send fewer messages."
@@ -145,12 +145,12 @@ def cut(rendered: str, marks: Mapping[str, MarkSpot]) -> tuple[list[str], list[t
     return [*texts, rendered[done:]], found
 
 
-def aligned(rendered: str, marks: Mapping[str, MarkSpot], text: str) -> list[Seen] | None:
+def aligned(rendered: str, marks: Mapping[str, MarkSpot], text: str) -> list[FoundMark] | None:
     """Where marks stand in the text that is written without them; None where that differs otherwise, too."""
     texts, found = cut(rendered, marks)
     if not text.startswith(texts[0]):
         return None
-    at, seen = len(texts[0]), list[Seen]()
+    at, seen = len(texts[0]), list[FoundMark]()
     for (spot, _), behind in zip(found, texts[1:], strict=True):
         forms = _forms(spot.letter) if not spot.is_inserted else ("",)
         form = next(
@@ -158,19 +158,19 @@ def aligned(rendered: str, marks: Mapping[str, MarkSpot], text: str) -> list[See
         )
         if form is None:
             return None
-        seen.append(Seen(spot, at, at + len(form)))
+        seen.append(FoundMark(spot, at, at + len(form)))
         at += len(form) + len(behind)
     return seen if at == len(text) else None
 
 
-def put_back(rendered: str, marks: Mapping[str, MarkSpot]) -> tuple[str, list[Seen]]:
+def put_back(rendered: str, marks: Mapping[str, MarkSpot]) -> tuple[str, list[FoundMark]]:
     """A rendering with the letters themselves in place of marks, and where these stand."""
     texts, found = cut(rendered, marks)
-    pieces, seen, at = [texts[0]], list[Seen](), len(texts[0])
+    pieces, seen, at = [texts[0]], list[FoundMark](), len(texts[0])
     for (spot, written), behind in zip(found, texts[1:], strict=True):
         letter = spot.letter if len(written) == 1 else json.dumps(spot.letter)[1:-1]
         pieces += [letter, behind]
-        seen.append(Seen(spot, at, at + len(letter)))
+        seen.append(FoundMark(spot, at, at + len(letter)))
         at += len(letter) + len(behind)
     return "".join(pieces), seen
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 
-LEAST, LINES, MOST = 32, 128, 512
+MIN_PASSAGE_TOKENS, LINE_END_TOKENS, MAX_PASSAGE_TOKENS = 32, 128, 512
 """Tokens of a passage: at least; from how many on a line ends it; at most."""
-HEADER = 3
+ROLE_LINE_TOKENS = 3
 """Tokens of the line behind a special token that a chat template writes: who speaks."""
 SIGNS = frozenset("_{}[]=<>;\\`#$@")
 """What programs and markup are made of, and prose is not."""
@@ -35,7 +35,8 @@ BorderOf = Callable[[int], tuple[int, bool]]
 
 
 def passages(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int]]:
-    """Passages of `LEAST` to `MOST` tokens as lo:hi, in order; what is shorter and stands alone is none.
+    """Passages of `MIN_PASSAGE_TOKENS` to `MAX_PASSAGE_TOKENS` tokens as lo:hi, in order; what is shorter and stands
+    alone is none.
 
     White space around a passage is no part of it. Lines and paragraphs that are too short go on with the next one. One
     that is long enough by itself leaves out what is too short before it: an instruction, or a heading, stands before
@@ -53,21 +54,21 @@ def passages(ids: Sequence[int], border_of: BorderOf) -> Iterator[tuple[int, int
             continue
         end = at + 1 if says else end
         unit = at if unit < 0 and says else unit
-        if says and start < unit < start + LEAST <= unit + LEAST <= end:
+        if says and start < unit < start + MIN_PASSAGE_TOKENS <= unit + MIN_PASSAGE_TOKENS <= end:
             start = unit
-        while end - start > MOST:
-            cut = line if start + LEAST <= line <= start + MOST else _chosen(ids, start)
+        while end - start > MAX_PASSAGE_TOKENS:
+            cut = line if start + MIN_PASSAGE_TOKENS <= line <= start + MAX_PASSAGE_TOKENS else _chosen(ids, start)
             yield start, cut
             start = line = next(more for more in range(cut, end) if marks[more][2])
         line, unit = (end, -1) if border else (line, unit)
-        if border and start == opened and end - start <= HEADER:  # the line that says who speaks
+        if border and start == opened and end - start <= ROLE_LINE_TOKENS:  # the line that says who speaks
             start = -1
-        elif border and end - start >= (LINES if border == Border.LINE else LEAST):
+        elif border and end - start >= (LINE_END_TOKENS if border == Border.LINE else MIN_PASSAGE_TOKENS):
             yield start, end
             start = -1
         elif border == Border.SPECIAL:
             start = -1
-    if start >= 0 and end - start >= LEAST:
+    if start >= 0 and end - start >= MIN_PASSAGE_TOKENS:
         yield start, end
 
 
@@ -107,4 +108,4 @@ def _chosen(ids: Sequence[int], start: int) -> int:
             value = ((value ^ id) * _FACTOR) & _MASK
         return value
 
-    return min(range(start + MOST // 2, start + MOST + 1), key=mixed)
+    return min(range(start + MAX_PASSAGE_TOKENS // 2, start + MAX_PASSAGE_TOKENS + 1), key=mixed)

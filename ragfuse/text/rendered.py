@@ -19,7 +19,7 @@ from typing import Any
 
 from ragfuse.errors import InputError
 from ragfuse.text.chunks import Piece
-from ragfuse.text.marks import Marks, MarkSpot, Seen, aligned, cut, marked, put_back, too_many, used_of
+from ragfuse.text.marks import FoundMark, Marks, MarkSpot, aligned, cut, marked, put_back, too_many, used_of
 
 Chars = tuple[int, int]
 """Characters lo:hi of a text."""
@@ -33,7 +33,7 @@ _TAKEN_OFF = re.compile(r"[\s\x00-\x1f\x7f\u00ad\u200b-\u200f\u2028-\u202e\u2060
 _ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z]{2,8});")
 MOST_SHOWN = 8
 """Kinds of control tokens in answers of which it is tried whether the template looks at them."""
-LONGEST = 64
+MAX_CONTROL_TOKEN_CHARS = 64
 """Characters of a control token that may come of a content and what stands beside it."""
 MOST_JOINED = 16
 """Names and values beside contents that are looked at one by one, as a control token of the text may hold some of
@@ -43,7 +43,7 @@ MOST_MISSED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedPiece:
     """A piece, its text as the template wrote it, at characters lo:hi of that."""
 
     lo: int
@@ -61,7 +61,7 @@ class Rendered:
 
     text: str
     bare: tuple[Chars, ...] = ()
-    placed: tuple[Placed, ...] = ()
+    placed: tuple[PlacedPiece, ...] = ()
     said: Chars = (0, 0)
 
 
@@ -117,7 +117,7 @@ class Conversation:
                 other, marks = self._tried(write, trial)
             except InputError:  # it looks at a character that is exchanged
                 continue
-            met |= {spot.turn for spot, _ in cut(other, marks)[1]}
+            met |= {spot.message for spot, _ in cut(other, marks)[1]}
             seen = aligned(other, marks, text)
             if seen is not None:
                 self._check_complete(text, met)
@@ -245,7 +245,7 @@ class Conversation:
 
     # what is found
 
-    def _found(self, text: str, seen: Sequence[Seen], trial: _Trial) -> Rendered:
+    def _found(self, text: str, seen: Sequence[FoundMark], trial: _Trial) -> Rendered:
         bare = list(_bare(text, [each for each in seen if each.spot.kind == "forged"]))
         spans = self._spans(text, seen)
         bare += self._across(text, spans)
@@ -257,34 +257,34 @@ class Conversation:
         rows = (min(lo for lo, _ in said), max(hi for _, hi in said)) if said else (0, 0)
         return Rendered(text, tuple(sorted(set(bare))), tuple(_apart(placed)), rows)
 
-    def _spans(self, text: str, seen: Sequence[Seen]) -> list[tuple[int, Chars, list[int]]]:
+    def _spans(self, text: str, seen: Sequence[FoundMark]) -> list[tuple[int, Chars, list[int]]]:
         """Where contents stand, as far as they are unchanged around a mark: turn, characters, and which of their ends
         are the content's own."""
         found = list[tuple[int, Chars, list[int]]]()
         for each in seen:
             spot, is_one = each.spot, each.hi - each.lo == 1
             if (
-                spot.turn < 0
+                spot.message < 0
                 or not is_one
                 or not (spot.kind == "message" or (spot.kind == "piece" and not spot.number))
             ):
                 continue
-            if found and found[-1][0] == spot.turn and each.lo < found[-1][1][1]:
+            if found and found[-1][0] == spot.message and each.lo < found[-1][1][1]:
                 continue
-            content = self._texts[spot.turn]
+            content = self._texts[spot.message]
             head, rest = content[: spot.at], content[spot.at + 1 :]
             before = _n_alike(head[::-1], text[max(0, each.lo - spot.at) : each.lo][::-1])
             behind = _n_alike(rest, text[each.hi : each.hi + len(rest)])
             lo, hi = each.lo - before, each.hi + behind
             whole = (lo, before >= len(head.lstrip())), (hi, behind >= len(rest.rstrip()))
-            found.append((spot.turn, (lo, hi), [at for at, is_whole in whole if is_whole]))
+            found.append((spot.message, (lo, hi), [at for at, is_whole in whole if is_whole]))
         return found
 
     def _across(self, text: str, spans: Iterable[tuple[int, Chars, list[int]]]) -> Iterator[Chars]:
         """What would be a control token across the border of a content and the template's text."""
         for edge in {edge for _, _, edges in spans for edge in edges}:
-            first = max(0, edge - LONGEST)
-            for lo, hi in self._forged(text[first : edge + LONGEST]):
+            first = max(0, edge - MAX_CONTROL_TOKEN_CHARS)
+            for lo, hi in self._forged(text[first : edge + MAX_CONTROL_TOKEN_CHARS]):
                 if first + lo < edge < first + hi:
                     yield first + lo, first + hi
 
@@ -338,7 +338,7 @@ class Conversation:
         except InputError:
             return "", {}
 
-    def _unveiled(self, write: Write, text: str, seen: Sequence[Seen]) -> Iterator[Chars]:
+    def _unveiled(self, write: Write, text: str, seen: Sequence[FoundMark]) -> Iterator[Chars]:
         """What a template makes a control token of, as it takes characters off inside a content or writes them
         otherwise: InputError where that cannot be told from its own."""
         whole = {turn for turn, _, edges in self._spans(text, seen) if len(edges) == 2}
@@ -390,20 +390,20 @@ class Conversation:
 
     def _over(self, text: str, chars: Chars) -> Iterator[Chars]:
         """Control tokens of a text that hold some of these characters, and others besides."""
-        first, last = max(0, chars[0] - LONGEST), min(len(text), chars[1] + LONGEST)
+        first, last = max(0, chars[0] - MAX_CONTROL_TOKEN_CHARS), min(len(text), chars[1] + MAX_CONTROL_TOKEN_CHARS)
         for lo, hi in self._forged(text[first:last]):
             if first + lo < chars[1] and chars[0] < first + hi:
                 yield first + lo, first + hi
 
-    def _placed(self, text: str, seen: Sequence[Seen]) -> Iterator[Placed]:
+    def _placed(self, text: str, seen: Sequence[FoundMark]) -> Iterator[PlacedPiece]:
         held = [_held(pieces) for pieces in self._contents]
         for each in seen:
             if each.spot.kind == "piece":
-                lo, _, piece = held[each.spot.turn][each.spot.number]
+                lo, _, piece = held[each.spot.message][each.spot.number]
                 if (placed := _placed_at(text, each, piece, each.spot.at - lo)) is not None:
                     yield placed
 
-    def _searched(self, text: str) -> Iterator[Placed]:
+    def _searched(self, text: str) -> Iterator[PlacedPiece]:
         """Pieces looked for by their text, each behind the one before."""
         at = missed = 0
         for pieces in self._contents:
@@ -413,7 +413,7 @@ class Conversation:
                     missed += 1
                 else:
                     at = lo + len(piece.text)
-                    yield Placed(lo, at, piece)
+                    yield PlacedPiece(lo, at, piece)
 
     def _check_complete(self, text: str, met: set[int]) -> None:
         """InputError for a message that was left out; of answers a template may leave out what was thought."""
@@ -529,34 +529,34 @@ def _escapes(text: str) -> Iterator[str]:
     yield json.dumps(text)[1:-1].translate(safe)
 
 
-def _placed_at(text: str, seen: Seen, piece: Piece, at: int) -> Placed | None:
+def _placed_at(text: str, seen: FoundMark, piece: Piece, at: int) -> PlacedPiece | None:
     """A piece around its marked letter `at`: as it is, escaped, or in other letters; None where it is none of these."""
     lo = seen.lo - at
     if lo >= 0 and text.startswith(piece.text, lo):
-        return Placed(lo, lo + len(piece.text), piece)
+        return PlacedPiece(lo, lo + len(piece.text), piece)
     core = piece.text.strip()
     if piece.ids:
         lo = seen.lo - at + piece.text.index(core)
-        return Placed(lo, lo + len(core), replace(piece, text=core)) if text.startswith(core, max(0, lo)) else None
+        return PlacedPiece(lo, lo + len(core), replace(piece, text=core)) if text.startswith(core, max(0, lo)) else None
     for head, whole in zip(_escapes(piece.text[:at]), _escapes(piece.text), strict=True):
         lo = seen.lo - len(head)
         if lo >= 0 and text.startswith(whole, lo):
-            return Placed(lo, lo + len(whole), replace(piece, text=whole))
+            return PlacedPiece(lo, lo + len(whole), replace(piece, text=whole))
     lo, said = seen.lo - at, text[max(0, seen.lo - at) : max(0, seen.lo - at) + len(piece.text)]
     if lo >= 0 and said.casefold() == piece.text.casefold():
-        return Placed(lo, lo + len(said), replace(piece, text=said))
+        return PlacedPiece(lo, lo + len(said), replace(piece, text=said))
     return None
 
 
-def _bare(text: str, seen: Sequence[Seen]) -> Iterator[Chars]:
+def _bare(text: str, seen: Sequence[FoundMark]) -> Iterator[Chars]:
     """Characters of what is no control token, by the marks that stand in it or beside it."""
     beside = Counter[tuple[int, int, int]]()
     for each in seen:
         spot = each.spot
         lo = each.lo - (spot.at - spot.start) if spot.is_inserted else max(each.lo, each.hi - 1)
         if spot.n_beside:
-            beside[spot.turn, spot.start, lo] += 1
-            if beside[spot.turn, spot.start, lo] < spot.n_beside or not text.startswith(spot.word, max(0, lo)):
+            beside[spot.message, spot.start, lo] += 1
+            if beside[spot.message, spot.start, lo] < spot.n_beside or not text.startswith(spot.word, max(0, lo)):
                 continue
         yield max(0, lo), min(len(text), lo + len(spot.word))
 
@@ -569,7 +569,7 @@ def _n_alike(one: str, other: str) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _apart(placed: Iterable[Placed]) -> Iterator[Placed]:
+def _apart(placed: Iterable[PlacedPiece]) -> Iterator[PlacedPiece]:
     """Those that overlap none before them, by lo."""
     done = 0
     for each in sorted(placed, key=lambda each: each.lo):

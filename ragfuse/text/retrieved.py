@@ -21,7 +21,7 @@ from ragfuse.process.fork import at_fork
 
 MAX_TEXTS = 64
 """Texts kept of one task or thread; a run keeps four times as many."""
-MAX_CHARS = 4 << 20
+MAX_RETRIEVED_CHARS = 4 << 20
 """Characters of text kept of one run, task or thread."""
 MAX_RUNS = 1024
 """Outermost runs that are open at the same time; the oldest beyond it are given up."""
@@ -29,7 +29,7 @@ MAX_AGE_S = 3600.0
 """Seconds after which a run is given up: its end may never come."""
 
 
-PROBES = 16
+SEARCH_PLACES = 16
 """Places of a text, at even distances, at which it is looked for in a prompt that does not hold it as it is."""
 PROBE_CHARS = 12
 """Letters and digits that have to agree there."""
@@ -48,7 +48,7 @@ class RetrievedTexts:
     def add(self, texts: Iterable[RetrievedText]) -> None:
         """Put these before the others."""
         kept: dict[str, RetrievedText] = {}
-        room = MAX_CHARS
+        room = MAX_RETRIEVED_CHARS
         for each in (*texts, *self.all):
             text = each[0]
             if text not in kept and len(text) <= room and len(kept) < self._limit:
@@ -222,7 +222,7 @@ def _probes(text: str) -> tuple[str, ...]:
     """Short pieces of a text from all over it."""
     letters = _letters(text)
     last = max(0, len(letters) - PROBE_CHARS)
-    places = {last * number // (PROBES - 1) for number in range(PROBES)}
+    places = {last * number // (SEARCH_PLACES - 1) for number in range(SEARCH_PLACES)}
     return tuple(letters[at : at + PROBE_CHARS] for at in sorted(places)) if letters else ()
 
 

@@ -135,7 +135,7 @@ class _Level:
         return there[group], self.entries[lo[group] + offset] & _LOW
 
 
-class Levels:
+class AnchorLevels:
     """Sorted arrays of `hash << 32 | place`, each more than twice as long as the next one, and bits of all hashes.
 
     Places only grow, so of one hash the older ones stand in the longer arrays.
@@ -226,7 +226,7 @@ class Anchors:
 
     def __init__(self, shortest: int) -> None:
         self._shortest, self._gram = shortest, min(6, shortest - 2)
-        self._short, self._whole = Levels(), Levels()
+        self._short, self._whole = AnchorLevels(), AnchorLevels()
         self._lengths: set[int] = set()  # between the ends, of spans that are met by a hash of the whole
 
     @property

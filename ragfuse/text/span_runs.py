@@ -14,11 +14,11 @@ import numpy as np
 
 from ragfuse.text.span_anchors import Array, ranks, spread
 
-LEAST = 4
+MIN_RUN_TOKENS = 4
 """Tokens of a run."""
 SKIP = 16
 """Tokens left out between two runs of a chain, on either side, at most."""
-AROUND = 8
+COMPARED_TOKENS = 8
 """Tokens compared at first on either side of anchors, and tokens between anchors that are looked at together."""
 STRETCH = 32
 """Tokens of the prompt in which few shifts of one span are looked at: `THIN`; of a span no longer than this, all."""
@@ -29,7 +29,7 @@ BACK = 8
 """Runs before a run to which it may be chained, and times that a chain is weighed again once others took its tokens."""
 PER_TOKEN = 256
 """Ids compared for each token of the prompt, at most."""
-_REACH = SKIP + LEAST
+_REACH = SKIP + MIN_RUN_TOKENS
 _NOTHING, _NOWHERE = -1, -2
 
 
@@ -80,8 +80,10 @@ class Search:
         runs = self._grown(*self._begun(at, place - at, number), STRETCH)
         runs = self._promising(_apart(runs), self.altered // 2)
         runs = self._promising(_apart(self._with_neighbours(runs)), self.altered)
-        order = np.lexsort((runs.lo, runs.lo - runs.hi, runs.lo // LEAST))
-        few = order[ranks(runs.lo[order] // LEAST) < LEAST]  # where so many begin, at most one can stand
+        order = np.lexsort((runs.lo, runs.lo - runs.hi, runs.lo // MIN_RUN_TOKENS))
+        few = order[
+            ranks(runs.lo[order] // MIN_RUN_TOKENS) < MIN_RUN_TOKENS
+        ]  # where so many begin, at most one can stand
         return self._standing(list(self._chains(runs.taken(few))))
 
     def whole(self, number: Array, lo: Array, hi: Array) -> Array:
@@ -107,7 +109,7 @@ class Search:
         number, shift, begin, end = number[order], shift[order], begin[order], end[order]
         least = np.maximum(self.starts[number] - shift, 0)
         most = np.minimum(self.ends[number] - shift, len(self.ids))
-        begin, end = np.maximum(begin - AROUND, least), np.minimum(end + AROUND, most)
+        begin, end = np.maximum(begin - COMPARED_TOKENS, least), np.minimum(end + COMPARED_TOKENS, most)
         kept = np.cumsum(end - begin) <= self.budget
         number, shift, begin, end, least, most = (a[kept] for a in (number, shift, begin, end, least, most))
         group, offset = spread(end - begin)
@@ -118,7 +120,7 @@ class Search:
         bounds[1:-1] = (same[1:] != same[:-1]) | (group[1:] != group[:-1])
         edges = np.flatnonzero(bounds)
         firsts, lasts = edges[:-1], edges[1:] - 1
-        held = same[firsts] & (lasts - firsts + 1 >= LEAST) if len(firsts) else np.zeros(0, bool)
+        held = same[firsts] & (lasts - firsts + 1 >= MIN_RUN_TOKENS) if len(firsts) else np.zeros(0, bool)
         firsts, lasts = firsts[held], lasts[held]
         group, lo, hi = group[firsts], spot[firsts], spot[lasts] + 1
         runs = Runs(number[group], shift[group], lo, hi)
@@ -207,8 +209,8 @@ class Search:
         order = np.lexsort((runs.lo, runs.number))
         number, lo, hi = runs.number[order], runs.lo[order], runs.hi[order]
         gaps = lo[1:] - hi[:-1], (lo + runs.shift[order])[1:] - (hi + runs.shift[order])[:-1]
-        near = (number[1:] == number[:-1]) & (np.minimum(*gaps) < LEAST) & (np.maximum(*gaps) <= SKIP)
-        near &= np.minimum(*gaps) > -LEAST
+        near = (number[1:] == number[:-1]) & (np.minimum(*gaps) < MIN_RUN_TOKENS) & (np.maximum(*gaps) <= SKIP)
+        near &= np.minimum(*gaps) > -MIN_RUN_TOKENS
         behind, before = np.append(near, False), np.append(False, near)
         rows = np.argsort(lo - hi, kind="stable")[: len(self.ids) // 8 + 16]
         on, back = order[rows[~behind[rows]]], order[rows[~before[rows]]]
@@ -235,8 +237,8 @@ class Search:
         cell = _NEAREST[np.argmax(four[rows].reshape(len(rows), len(_NEAREST))[:, _NEAREST], 1)]
         skipped, left_out, way = _SKIPPED[cell], _LEFT[cell], way[rows]
         begin = edge[rows] + way * skipped
-        lo = np.where(way > 0, begin, begin - LEAST + 1)
-        found = Runs(runs.number[rows], runs.shift[rows] + way * (left_out - skipped), lo, lo + LEAST)
+        lo = np.where(way > 0, begin, begin - MIN_RUN_TOKENS + 1)
+        found = Runs(runs.number[rows], runs.shift[rows] + way * (left_out - skipped), lo, lo + MIN_RUN_TOKENS)
         return self._grown(found, way < 0, way > 0, STRETCH), way  # nearer by it would have been found at once
 
     # chains
@@ -249,7 +251,7 @@ class Search:
         best: list[tuple[int, int]] = []  # agreeing tokens up to here, the run before
         for index, (lo, hi, number, shift) in enumerate(rows):
             choice = (hi - lo, -1)
-            most_cut = 0 if hi - lo >= self.altered or self._is_whole(rows[index]) else hi - lo - LEAST
+            most_cut = 0 if hi - lo >= self.altered or self._is_whole(rows[index]) else hi - lo - MIN_RUN_TOKENS
             for other in range(index - 1, max(-1, index - 1 - BACK), -1):
                 _, stop, whose, moved = rows[other]
                 if whose != number:
@@ -295,13 +297,13 @@ class Search:
         for begin, hi, number, shift in chain:
             lo = max(begin, stop, place - shift)
             self.compared += 1
-            if hi - lo < LEAST:
+            if hi - lo < MIN_RUN_TOKENS:
                 continue
             while lo < hi and (begin := taken.find(0, lo, hi)) >= 0:
                 self.compared += 1
                 lo = taken.find(1, begin, hi)
                 lo = hi if lo < 0 else lo
-                if lo - begin >= LEAST:
+                if lo - begin >= MIN_RUN_TOKENS:
                     stop, place = lo, lo + shift
                     yield begin, lo, number, shift
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-TAGS = (
+THOUGHT_TAGS = (
     ("<think>", "</think>"),
     ("<thinking>", "</thinking>"),
     ("<thought>", "</thought>"),
@@ -38,7 +38,7 @@ def thoughts_of(template: str, own: Collection[str]) -> Thoughts | None:
 
     A template that only closes thoughts, or takes those of earlier turns away, knows of them.
     """
-    for open, close in TAGS:
+    for open, close in THOUGHT_TAGS:
         if close in template or (open in own and close in own):
             return Thoughts(open, close)
     return None

@@ -1,7 +1,7 @@
 """How calls of tools stand in text: the format a model writes them in, its grammar, and its way back to calls.
 
-The format is a template's own, as it is found by a probe, or `PLAIN` where a template has none. Which tools there are,
-and whether they must be called, is told from outside.
+The format is a template's own, as it is found by a probe, or `DEFAULT_CALL_FORMAT` where a template has none. Which
+tools there are, and whether they must be called, is told from outside.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ragfuse.text.chat_messages import Turn
+from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.text.chunks import Piece
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.keys import digest
@@ -215,7 +215,7 @@ class CallFormat:
                 yield f"/[a-zA-Z0-9]{{{self.id_size or 9}}}/"
             yield literal(after)
 
-    def message(self, turn: Turn, content: str, values: Callable[[Any], Any]) -> dict[str, Any]:
+    def message(self, turn: ChatMessage, content: str, values: Callable[[Any], Any]) -> dict[str, Any]:
         """A turn as chat templates take it, with this content; values: what is written for a call's arguments."""
         message: dict[str, Any] = {"role": turn.role, "content": content if turn.content or not turn.tool_calls else ""}
         if turn.tool_calls:
@@ -293,7 +293,7 @@ class CallReader:
         return re.compile(lead + _literal(self._format.head).pattern)
 
 
-PLAIN = CallFormat(
+DEFAULT_CALL_FORMAT = CallFormat(
     head='<tool_call>{"name": "',
     inner=('", "arguments": ',),
     again='}</tool_call>\n<tool_call>{"name": "',
@@ -308,8 +308,9 @@ def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def spelled(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[Turn]:
-    """The same conversation in words that every template renders: tools, calls and results as `PLAIN` text.
+def spelled(turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+    """The same conversation in words that every template renders: tools, calls and results as `DEFAULT_CALL_FORMAT`
+    text.
 
     Contents are pieces; a result's chunks stay chunks.
     """
@@ -319,7 +320,7 @@ def spelled(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[T
         if told and told[0].role == "system":
             told[0] = replace(told[0], content=(*told[0].content, Piece("\n\n"), text))
         else:
-            told.insert(0, Turn("system", (text,)))
+            told.insert(0, ChatMessage("system", (text,)))
     return list(_joined(told))
 
 
@@ -331,26 +332,26 @@ def _described(tools: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _spelled(turn: Turn) -> Turn:
+def _spelled(turn: ChatMessage) -> ChatMessage:
     if turn.tool_calls:
         gap = (Piece("\n"),) if turn.content else ()
-        said = (*turn.content, *gap, Piece(PLAIN.write(turn.tool_calls)))
-        return Turn(turn.role, said, reasoning=turn.reasoning)
+        said = (*turn.content, *gap, Piece(DEFAULT_CALL_FORMAT.write(turn.tool_calls)))
+        return ChatMessage(turn.role, said, reasoning=turn.reasoning)
     if turn.role == "tool":
-        return Turn("tool", (Piece("<tool_response>\n"), *turn.content, Piece("\n</tool_response>")))
+        return ChatMessage("tool", (Piece("<tool_response>\n"), *turn.content, Piece("\n</tool_response>")))
     return turn
 
 
-def _joined(turns: Sequence[Turn]) -> Iterator[Turn]:
+def _joined(turns: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
     """Results as the user's words; those that follow one another, or come before a question, in one message."""
-    held: Turn | None = None
+    held: ChatMessage | None = None
     for turn in turns:
         if held is not None and turn.role in ("tool", "user"):
-            held = Turn("user", (*held.content, Piece("\n"), *turn.content))
+            held = ChatMessage("user", (*held.content, Piece("\n"), *turn.content))
         else:
             if held is not None:
                 yield held
-            held = Turn("user", turn.content) if turn.role == "tool" else None
+            held = ChatMessage("user", turn.content) if turn.role == "tool" else None
             if held is None:
                 yield turn
             continue
@@ -460,7 +461,7 @@ def _parsed(text: str, types: frozenset[str]) -> Any:
 
 def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     """The types that a schema allows, as far as it says so; none: any."""
-    if not isinstance(schema, Mapping) or depth > DEEPEST:
+    if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
         return frozenset()
     if isinstance(ref := schema.get("$ref"), str):
         found: Any = root
@@ -476,7 +477,7 @@ def _types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset
     return frozenset(kind for part in parts for kind in part) if all(parts) else frozenset()
 
 
-DEEPEST = 16
+MAX_SCHEMA_DEPTH = 16
 """References and unions in one another that are followed."""
 
 

@@ -50,8 +50,9 @@ class StreamTrace:
 class SegmentTrace:
     """What happened to one segment that could have come from the store.
 
-    encoded: its KV was computed alone, right behind the prefix, or amid other text ("" for a miss). goes_on: it is one
-    more piece of the chunk that the segment before it is of, as where a prompt leaves out or changes words in a chunk.
+    encoded: its KV was computed alone, right behind the prefix, or behind filler text ("" for a miss). goes_on: it is
+    one more piece of the chunk that the segment before it is of, as where a prompt leaves out or changes words in a
+    chunk.
     """
 
     source: str
@@ -74,10 +75,10 @@ class Trace:
     """What one answer reused and why. Times in seconds, sizes in bytes, shares 0..1.
 
     reused + recomputed + fresh = tokens. `recomputed_rows` are the prompt rows of cached chunks that were computed
-    again in the layers after the check; `refusal` is why nothing was fused ("" when the prompt was). prefill_s is the
-    time from the prompt to its first logits, predicted_ttft_s and predicted_load_s what the plan foresaw (None: it was
-    made without timings of this machine); corrections as in its `Forecast`. promoted: chunks that were copied to a
-    faster tier in the background since the trace before this one, because they are used often. dropped: sources of
+    again in the layers after the check; `fallback_reason` is why nothing was fused ("" when the prompt was). prefill_s
+    is the time from the prompt to its first logits, predicted_ttft_s and predicted_load_s what the plan foresaw (None:
+    it was made without timings of this machine); corrections as in its `Forecast`. promoted: chunks that were copied to
+    a faster tier in the background since the trace before this one, because they are used often. dropped: sources of
     chunks that were left out of the prompt, so that it and its answer fit. stream: what came over a line under a
     deadline, piece by piece. session: the conversation that it goes on with, "" for none; truncated: tokens of that
     which the prompt lacks, the earliest ones. schema: whose prompt it is, "" for none; modules: paths of its modules
@@ -100,7 +101,7 @@ class Trace:
     prefill_s: float = 0.0
     ttft_s: float = 0.0
     total_s: float = 0.0
-    refusal: str = ""
+    fallback_reason: str = ""
     segments: tuple[SegmentTrace, ...] = ()
     recomputed_rows: tuple[int, ...] = field(default=(), repr=False)
     predicted_ttft_s: float | None = None
@@ -122,7 +123,7 @@ class Trace:
         """One line: "541 tokens: 474 reused (6 of 6 chunks), 31 recomputed, first token 0.14 s"."""
         first = f"first token {self.ttft_s:.2f} s"
         if not self.tokens_reused:
-            return f"{self.tokens} tokens: none reused ({self.refusal or 'nothing was found'}), {first}"
+            return f"{self.tokens} tokens: none reused ({self.fallback_reason or 'nothing was found'}), {first}"
         chunks = [each.hit for each in self.segments if each.kind == "chunk" and not each.goes_on]
         parts = [f"{self.tokens_prefix} as beginning"] if self.tokens_prefix else []
         parts += [f"{self.history_reused} of earlier turns"] if self.history_reused else []

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 FORMAT_VERSION = 2
 """Version of everything that is written: keys, headers, profiles. A change makes old entries misses."""
-Encoded = Literal["alone", "prefix", "amid"]
+Encoded = Literal["alone", "prefix", "filler"]
 
 
 def digest(*parts: str | bytes) -> str:
@@ -41,7 +41,7 @@ def token_digest(tokens: Sequence[int]) -> str:
     return digest("tokens", torch.tensor(list(tokens), dtype=torch.int32).numpy().astype("<i4").tobytes())
 
 
-def amid(context: str) -> str:
+def filler_context(context: str) -> str:
     """The context of a run encoded behind `context` (a token digest, "": nothing) and then other text."""
     return f"~{context}"
 
@@ -51,8 +51,8 @@ class ChunkKey:
     """What counts as the same KV. Digests only: no position, no process-local value.
 
     `model` covers weights, dtype, rope settings, tokenizer, drift, format version and the tenant's salt; `tokens` the
-    ids; `context` what the run attended to before itself: "" nothing, a token digest just those tokens, `amid` of
-    either those and then other text. `layout` is "" for positions 0..n-1, else a digest of them.
+    ids; `context` what the run attended to before itself: "" nothing, a token digest just those tokens,
+    `filler_context` of either those and then other text. `layout` is "" for positions 0..n-1, else a digest of them.
     """
 
     model: str
@@ -65,7 +65,7 @@ class ChunkKey:
         """In what company, in one word."""
         if not self.context:
             return "alone"
-        return "amid" if self.context.startswith(amid("")) else "prefix"
+        return "filler" if self.context.startswith(filler_context("")) else "prefix"
 
     def __str__(self) -> str:
         return ".".join((self.model, self.tokens, self.context or "-", self.layout or "-"))

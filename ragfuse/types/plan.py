@@ -61,10 +61,10 @@ class Fetch:
 class LoadPlan:
     """What will be read and what computed. A value: `load` obeys it, `fuse` does not know that it exists.
 
-    `misses` are (segment, why). `refusal` is the reason for full prefill, "" when the prompt is fused. `unread` are in
-    the store and all the same computed anew, because that is sooner. On a machine that was not measured, `forecast` is
-    None and `layers_a_read` 0: as `load` sees fit. n_before: tokens of a refused prompt whose state is kept
-    from an earlier one (`hf.states`).
+    `misses` are (segment, why). `fallback_reason` is the reason for full prefill, "" when the prompt is fused. `unread`
+    are in the store and all the same computed anew, because that is sooner. On a machine that was not measured,
+    `forecast` is None and `layers_a_read` 0: as `load` sees fit. n_before: tokens of a refused prompt whose state is
+    kept from an earlier one (`hf.states`).
     """
 
     prompt: Prompt
@@ -72,21 +72,23 @@ class LoadPlan:
     policy: str
     fetches: tuple[Fetch, ...] = ()
     misses: tuple[tuple[int, str], ...] = ()
-    refusal: str = ""
+    fallback_reason: str = ""
     unread: tuple[Fetch, ...] = ()
     layers_a_read: int = 0
     forecast: Forecast | None = None
     n_before: int = 0
 
-    def refused(self, why: str) -> LoadPlan:
+    def with_full_prefill(self, why: str) -> LoadPlan:
         """Full prefill instead, and the reason."""
-        return replace(self, refusal=why, fetches=(), misses=(), forecast=self.forecast and self.forecast.full())
+        return replace(
+            self, fallback_reason=why, fetches=(), misses=(), forecast=self.forecast and self.forecast.full()
+        )
 
     def explain(self) -> str:
         """The plan in one line a person can read; `plan.words` tells all of it."""
-        if self.refusal:
+        if self.fallback_reason:
             known = f", {self.n_before} of them from an earlier prompt's state" if self.n_before else ""
-            return f"full prefill of {len(self.prompt)} tokens{known}: {self.refusal}"
+            return f"full prefill of {len(self.prompt)} tokens{known}: {self.fallback_reason}"
         nbytes = sum(fetch.nbytes for fetch in self.fetches)
         found, missing = f"{len(self.fetches)} segments from the store", f"{len(self.misses)} missing"
         return f"{found} ({nbytes / 1e6:.1f} MB), {missing}, ratio {self.ratio:.2f} by {self.policy}"

@@ -130,7 +130,7 @@ class FusedPoint:
     policy: str
     tokens: Count
     forced: Count
-    offered: Count
+    candidate_rows: Count
     ratio: Annotated[float, Field(ge=0, le=1)]
     seconds: Seconds
 

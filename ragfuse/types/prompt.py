@@ -43,8 +43,8 @@ class Segment:
             raise ValueError(f"A segment holds at least one token, as many as rows: {len(self.tokens)}, {self.rows}.")
 
     @property
-    def turn(self) -> int:
-        """By how many positions the keys of its stored run are turned."""
+    def shift(self) -> int:
+        """Positions by which the keys of its stored run are rotated."""
         return self.origin if self.origin is not None else self.start - (self.rows or (0, 0))[0]
 
     @property
@@ -53,7 +53,7 @@ class Segment:
         return self.start + len(self.tokens)
 
 
-class Talk(Protocol):
+class ConversationRef(Protocol):
     """A conversation under way, as far as a prompt knows of it."""
 
     @property
@@ -77,7 +77,7 @@ class Prompt:
     segments: tuple[Segment, ...]
     dropped: tuple[str, ...] = ()
     truncated: int = 0
-    talk: Talk | None = field(default=None, repr=False, compare=False)
+    talk: ConversationRef | None = field(default=None, repr=False, compare=False)
     taken: object = field(default=None, repr=False, compare=False)
     said: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
     altered: str = field(default="", repr=False, compare=False)

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from ragfuse import ByteStore, Settings, StoreError
-from ragfuse.admin.store_admin import Keeping, Wish
+from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
 
 
 def test_people_are_told_whose_bytes_they_are(tmp_path: Path) -> None:
     settings = Settings(store=tmp_path / "store")
     with ByteStore(namespace="embeddings", settings=settings) as store:
         store.put([("a", b"value")])
-    with Keeping(settings) as keeping:
+    with StoreAdmin(settings) as keeping:
         assert [line.tenant.name for line in keeping.lines()] == ["bytes of 'embeddings'"]
-        cleared = keeping.clear(keeping.lines(Wish(model="bytes of 'embeddings'")), Wish())
+        cleared = keeping.clear(keeping.lines(EntryFilter(model="bytes of 'embeddings'")), EntryFilter())
     assert len(cleared.dropped) == 1
     with ByteStore(namespace="embeddings", settings=settings) as store:
         assert store.get(["a"]) == [None]
@@ -27,9 +27,9 @@ def test_an_archive_carries_them_to_another_store(tmp_path: Path) -> None:
     values = {"a": bytes(range(256)), "": b"", "b": b"\0" * 100_000}
     with ByteStore(settings=there) as store:
         store.put(values.items())
-    with Keeping(there) as keeping:
+    with StoreAdmin(there) as keeping:
         assert keeping.export(keeping.lines(), tmp_path / "all.tar", texts=True).chunks == 3
-    with Keeping(here) as keeping:
+    with StoreAdmin(here) as keeping:
         assert keeping.import_(tmp_path / "all.tar", None).chunks == 3
     with ByteStore(settings=here) as store:
         assert store.get(list(values)) == list(values.values())

@@ -104,10 +104,10 @@ def test_an_unsafe_model_answers_by_full_prefill_in_the_next_process_too(
     with Engine(random_weights) as engine:
         engine.ingest([(chunk, "book") for chunk in CHUNKS])
         answer = engine.answer(messages())
-        assert "calibrate" in answer.trace.refusal
+        assert "calibrate" in answer.trace.fallback_reason
         assert answer.trace.tokens_reused == 0
         asked = engine.answer(messages(), Ask(policy="hkvd"))
-        assert not asked.trace.refusal
+        assert not asked.trace.fallback_reason
         assert asked.trace.tokens_reused > 0
 
 

@@ -43,9 +43,9 @@ def test_naive_truncation_leaves_keys_at_their_old_positions(engine: Engine):
     whole, twin = model.full_prefill(ids[:-1]).kv, reference.LlamaTwin(model.model)
     n_kept = len(ids) - 1 - cut
     torch.testing.assert_close(naive.kv.layers[1].keys[:, :n_kept], whole.layers[1].keys[:, cut:])
-    turned = reference.turned(whole.layers[1].keys[:, cut:], -cut, twin.layout)
+    shifted = reference.shifted(whole.layers[1].keys[:, cut:], -cut, twin.layout)
     for same in (kept, bare):
-        torch.testing.assert_close(same.kv.layers[1].keys[:, :n_kept].double(), turned, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(same.kv.layers[1].keys[:, :n_kept].double(), shifted, atol=1e-5, rtol=1e-5)
 
 
 def test_truncation_behind_the_first_tokens_leaves_these_as_they_were(engine: Engine):
@@ -57,8 +57,8 @@ def test_truncation_behind_the_first_tokens_leaves_these_as_they_were(engine: En
     whole, layout = model.full_prefill(ids[:-1]).kv.layers[1].keys, reference.LlamaTwin(model.model).layout
     n = len(left) - 1
     torch.testing.assert_close(naive.kv.layers[1].keys[:, sinks:n], whole[:, sinks + cut :])
-    turned = reference.turned(whole[:, sinks + cut :], -cut, layout)
-    torch.testing.assert_close(kept.kv.layers[1].keys[:, sinks:n].double(), turned, atol=1e-5, rtol=1e-5)
+    shifted = reference.shifted(whole[:, sinks + cut :], -cut, layout)
+    torch.testing.assert_close(kept.kv.layers[1].keys[:, sinks:n].double(), shifted, atol=1e-5, rtol=1e-5)
     for way in (kept, naive):
         torch.testing.assert_close(way.kv.layers[1].keys[:, :sinks], whole[:, :sinks])
 

@@ -14,7 +14,7 @@ from ragfuse.bench.stream.lines import Scale, drawn_by_piece, published
 from ragfuse.bench.stream.material import Cut, Judge, context_kv, long_readings
 from ragfuse.bench.stream.run import METHODS, StreamOptions, run_stream
 from ragfuse.errors import SettingsError
-from ragfuse.fuse.fusor import Run
+from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.model import HFModel
 from ragfuse.load.layers import LayerReader
 from ragfuse.plan.controller import is_exact, plan
@@ -60,7 +60,7 @@ def test_a_context_cut_into_pieces_is_what_full_prefill_computed(engine, model):
             store.put(key, piece)
         found = plan(prompt, store.lookup(cut.keys))
         assert [is_exact(prompt, fetch) for fetch in found.fetches] == [True] * 3
-        runs = [Run(at, *prompt.spans[at], prompt.segments[at].start, blend=False) for at in range(3)]
+        runs = [CachedRun(at, *prompt.spans[at], prompt.segments[at].start, blend=False) for at in range(3)]
         with LayerReader(store, found.fetches, model.n_layers) as reader:
             prefill = model.fuse(prompt.token_ids, prompt.positions, runs, reader, "none", 0.0)
     full = model.full_prefill(prompt.token_ids)

@@ -105,7 +105,7 @@ def test_all_ways_run_the_same_prompt_and_reuse_what_they_say(tmp_path: Path, mo
     monkeypatch.setattr(Runner, "measure", watched)
     run(small(tmp_path, ratio=0.5))
     assert len({tuple(getattr(t, "prefill", t).token_ids) for t in traces.values()}) == 1
-    assert "full prefill" in traces["full"].plan.refusal
+    assert "full prefill" in traces["full"].plan.fallback_reason
     assert len(traces["fused"].plan.fetches) == len(traces["reuse"].plan.fetches) == 3
     assert traces["fused"].prefill.mean_ratio == pytest.approx(0.5, abs=0.07)
     assert traces["reuse"].prefill.mean_ratio == 0

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ragfuse import Settings
 from ragfuse.cli.door import app
-from ragfuse.cli.show import Flow, show_trace, strip
+from ragfuse.cli.show import WrappedOutput, show_trace, strip
 from ragfuse.types.answer import SegmentTrace, Trace
 
 
@@ -342,7 +342,7 @@ def test_the_strip_has_the_colours_of_what_was_done():
 
 def test_a_refusal_is_told_in_place_of_numbers():
     console = screen()
-    show_trace(console, Trace(tokens=7, refusal="its rope [dynamic] depends on the prompt"))
+    show_trace(console, Trace(tokens=7, fallback_reason="its rope [dynamic] depends on the prompt"))
     assert "7 tokens, all computed: its rope [dynamic] depends on the prompt" in shown(console)
 
 
@@ -354,7 +354,7 @@ def test_what_was_left_out_is_named():
 
 def test_streamed_text_is_broken_between_words():
     console = screen(20)
-    flow = Flow(console, 8)
+    flow = WrappedOutput(console, 8)
     for piece in ("one two ", "three four", "teen\nfive  six ", "a-word-that-is-longer-than-the-line ", "end"):
         flow.say(piece)
     lines = [line.rstrip() for line in shown(console).splitlines()]

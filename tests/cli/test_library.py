@@ -16,7 +16,7 @@ def small_parts(monkeypatch):
 
 @pytest.fixture
 def tokenizer(engine):
-    return engine.model.words
+    return engine.model.tokenizer
 
 
 def names(library):
@@ -171,7 +171,7 @@ def test_many_who_ingest_the_same_file_at_once_leave_one_copy(library, book, tok
 
 
 def test_a_long_text_is_cut_in_blocks_and_nothing_is_lost(monkeypatch):
-    monkeypatch.setattr(module, "BLOCK", 50)
+    monkeypatch.setattr(module, "SPLIT_BLOCK_CHARS", 50)
     words = "one two three\n\nfour five six seven eight\nnine ten " * 20
     assert "".join(module._blocks(words)) == words
     assert all(block[-1].isspace() for block in list(module._blocks(words))[:-1])

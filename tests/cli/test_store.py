@@ -15,15 +15,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from ragfuse.admin.store_admin import Keeping, Line, Wish
+from ragfuse.admin.store_admin import EntryFilter, EntryRow, StoreAdmin
 from ragfuse.cli.door import app
 from ragfuse.cli.entries import show_lines
 from ragfuse.engine.store_opener import open_kept
 from ragfuse.plan.evict import lru
 from ragfuse.settings import Settings
-from ragfuse.store import Book, DiskTier, KVStore
+from ragfuse.store import CatalogFile, DiskTier, KVStore
 from ragfuse.store.tenants import Tenant, hidden, remember_tenant
-from ragfuse.types.keys import ChunkKey, amid
+from ragfuse.types.keys import ChunkKey, filler_context
 from ragfuse.types.kv import Entry
 from tests.store.kit import ROOT, asked, files, key, kv
 from tests.store.redis_server import RedisServer
@@ -31,7 +31,7 @@ from tests.store.s3_server import S3Server
 
 MB = 1 << 20
 OURS, THEIRS = [key(i, "ours") for i in range(3)], [key(i, "theirs") for i in range(2)]
-AMID = ChunkKey(OURS[0].model, OURS[0].tokens, amid("abc"))
+FILLER = ChunkKey(OURS[0].model, OURS[0].tokens, filler_context("abc"))
 COMMANDS = [("ls",), ("stats",), ("clear", "--all"), ("pin", "--all"), ("unpin", "--all"), ("gc",)]
 COMMANDS += [("move", "--all", "--to", "disk"), ("export", "a.tar")]
 
@@ -69,8 +69,8 @@ def told(run):
 @pytest.fixture
 def filled(tmp_path):
     """Six entries of two tenants, one chunk of ours in two companies; the book knows most texts."""
-    with KVStore([DiskTier(tmp_path / "store", 10 * MB, lru)]) as store, Book(tmp_path / "store") as book:
-        for i, one in enumerate([*OURS, AMID, *THEIRS]):
+    with KVStore([DiskTier(tmp_path / "store", 10 * MB, lru)]) as store, CatalogFile(tmp_path / "store") as book:
+        for i, one in enumerate([*OURS, FILLER, *THEIRS]):
             store.put(one, kv(i), wait=True)
         store.read_layers(OURS[1], 0)
         remember_tenant(book, OURS[0].model, Settings(model="smol", salt="acme"))
@@ -86,7 +86,7 @@ def left(path) -> set[ChunkKey]:
 
 
 def texts(path, model) -> list[str]:
-    with Book(path) as book:
+    with CatalogFile(path) as book:
         return [known.text for known in book.texts(model)]
 
 
@@ -105,15 +105,15 @@ def refused(result, kind, *words):
 def test_ls_says_of_every_entry_whose_it_is_from_where_and_how_it_was_used(told, filled):
     found = told("ls")
     entries = {entry["key"]: entry for entry in found["entries"]}
-    assert set(entries) == {str(one) for one in (*OURS, AMID, *THEIRS)}
+    assert set(entries) == {str(one) for one in (*OURS, FILLER, *THEIRS)}
     assert found["nbytes"] == sum(path.stat().st_size for path in files(filled))
     mine = entries[str(OURS[1])]
     assert (mine["model"], mine["tenant"], mine["digest"]) == ("smol", hidden("acme"), OURS[0].model)
     assert (mine["tier"], mine["encoded"], mine["n_tokens"], mine["hits"]) == ("disk", "alone", 5, 1)
     assert mine["levels"] == {"raw": mine["nbytes"]}
     assert (mine["source"], mine["text"], mine["pinned"]) == ("/docs/ships.md", "All\nabout \x1b[31m1", False)
-    assert entries[str(AMID)]["encoded"] == "amid"
-    assert entries[str(AMID)]["source"] == "/docs/Lighthouse.md"
+    assert entries[str(FILLER)]["encoded"] == "filler"
+    assert entries[str(FILLER)]["source"] == "/docs/Lighthouse.md"
     assert (entries[str(THEIRS[0])]["model"], entries[str(THEIRS[1])]["source"]) == ("", "")
 
 
@@ -123,7 +123,7 @@ def test_ls_for_people_is_a_table_without_anything_a_terminal_would_obey(run, fi
         said = run("ls").output
         assert all(len(line) <= width for line in said.splitlines())
         assert "\x1b" not in said
-        for word in (*(one.tokens[:12] for one in (*OURS, *THEIRS)), "smol", "disk", "amid", "ships.md"):
+        for word in (*(one.tokens[:12] for one in (*OURS, *THEIRS)), "smol", "disk", "filler", "ships.md"):
             assert word in said
         assert ("All about" in said) == (width > 100)
     assert "4 more" in run("ls", "--limit", "2").output
@@ -135,7 +135,7 @@ def test_ls_never_cuts_a_number_or_a_tier_and_shortens_texts(width):
         used = time.time() - 24.2 * 60 - 3600 * i
         entry = Entry(key(i), tier, 12_345, 30, {"raw": 1_234_567_890}, used, 12_345 + i, pinned=not i)
         tenant = Tenant("0123456789abcdef", "HuggingFaceTB/SmolLM2-135M-Instruct", hidden("acme"))
-        return Line(entry, tenant, "/docs/a rather long name of a file.md", "All that the keeper wrote down. " * 9)
+        return EntryRow(entry, tenant, "/docs/a rather long name of a file.md", "All that the keeper wrote down. " * 9)
 
     said = io.StringIO()
     lines = [line(i, tier) for i, tier in enumerate(("objects-2", "redis"))]
@@ -159,17 +159,17 @@ def test_one_is_said_as_one(run, filled):
 @pytest.mark.parametrize(
     ("filters", "wanted"),
     [
-        (("--tier", "disk"), {*OURS, AMID, *THEIRS}),
-        (("--source", "LIGHT"), {OURS[0], AMID}),
-        (("--model", "smol"), {*OURS, AMID}),
+        (("--tier", "disk"), {*OURS, FILLER, *THEIRS}),
+        (("--source", "LIGHT"), {OURS[0], FILLER}),
+        (("--model", "smol"), {*OURS, FILLER}),
         (("--model", THEIRS[0].model[:8]), set(THEIRS)),
         (("--model", "xyzzy"), set()),
-        (("--tenant", "acme"), {*OURS, AMID}),
+        (("--tenant", "acme"), {*OURS, FILLER}),
         (("--tenant", "acme", "--source", "ships"), {OURS[1]}),
         ((OURS[2].tokens[:12],), None),
         ((str(OURS[2]),), {OURS[2]}),
         ((OURS[2].tokens[:12], "--model", "smol"), {OURS[2]}),
-        ((OURS[0].tokens[:12], "--model", "smol"), {OURS[0], AMID}),
+        ((OURS[0].tokens[:12], "--model", "smol"), {OURS[0], FILLER}),
     ],
 )
 def test_filters_choose_what_matches_all_of_them(told, filled, filters, wanted):
@@ -210,7 +210,7 @@ def test_a_store_that_is_empty_or_not_there_says_so_and_is_not_made(run, told, t
 @pytest.fixture
 def shared(filled):
     """The store, with the others known by their salt as well."""
-    with Book(filled) as book:
+    with CatalogFile(filled) as book:
         remember_tenant(book, THEIRS[0].model, Settings(model="smol", salt="other"))
     return filled
 
@@ -218,7 +218,7 @@ def shared(filled):
 @pytest.mark.parametrize("filters", [("--all",), ("--source", "s.md"), ("--tier", "disk"), ("--model", "smol")])
 def test_a_salt_limits_clear_to_its_tenant(told, shared, filters):
     told("clear", *filters, "--yes", SALT="other")
-    assert {one for one in left(shared) if one.model == OURS[0].model} == {*OURS, AMID}
+    assert {one for one in left(shared) if one.model == OURS[0].model} == {*OURS, FILLER}
     assert not set(THEIRS[:1]) & left(shared)
     assert len(texts(shared, OURS[0].model)) == 2
     assert texts(shared, THEIRS[0].model) == []
@@ -417,28 +417,28 @@ def test_clear_of_one_tier_is_done_whatever_another_does_and_keeps_the_texts_of_
 
 def test_clear_tells_of_a_tier_that_goes_down_after_it_was_listed(filled, server):
     settings = Settings(store=filled, home=filled.parent, tiers=(server.url(),))
-    with Keeping(settings) as keeping:
-        assert keeping.move(keeping.lines(Wish(source="ships")), "redis").chunks == 1
+    with StoreAdmin(settings) as keeping:
+        assert keeping.move(keeping.lines(EntryFilter(source="ships")), "redis").chunks == 1
         lines = keeping.lines()
         server.kill()
-        done = keeping.clear(lines, Wish())
+        done = keeping.clear(lines, EntryFilter())
         assert ({line.entry.key for line in done.stayed}, done.silent, done.texts) == ({OURS[1]}, ["redis"], 0)
-        assert {line.entry.key for line in done.dropped} == {OURS[0], OURS[2], AMID, *THEIRS}
-        assert len(keeping.book.models()) == 2
+        assert {line.entry.key for line in done.dropped} == {OURS[0], OURS[2], FILLER, *THEIRS}
+        assert len(keeping.catalog.file.models()) == 2
 
 
 def test_clear_tells_of_a_folder_that_refuses(filled, monkeypatch):
     def refused(self, missing_ok=False):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    with Keeping(Settings(store=filled, home=filled.parent)) as keeping:
-        lines = keeping.lines(Wish(source="light"))
+    with StoreAdmin(Settings(store=filled, home=filled.parent)) as keeping:
+        lines = keeping.lines(EntryFilter(source="light"))
         with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", refused)
-            done = keeping.clear(lines, Wish(source="light"))
+            done = keeping.clear(lines, EntryFilter(source="light"))
         assert (len(done.dropped), len(done.stayed), done.silent, done.texts) == (0, 2, ["disk"], 0)
-        assert {line.source for line in keeping.lines(Wish(source="light"))} == {"/docs/Lighthouse.md"}
-        done = keeping.clear(lines, Wish(source="light"))
+        assert {line.source for line in keeping.lines(EntryFilter(source="light"))} == {"/docs/Lighthouse.md"}
+        done = keeping.clear(lines, EntryFilter(source="light"))
         assert (len(done.dropped), len(done.stayed), done.silent, done.texts) == (2, 0, [], 1)
 
 
@@ -492,7 +492,7 @@ def test_what_is_meant_must_be_said(run, filled, command):
 
 def test_pins_are_kept_and_taken_off(told, filled):
     assert told("pin", "--source", "lighthouse")["pinned"] == 2
-    assert {entry["key"] for entry in told("ls")["entries"] if entry["pinned"]} == {str(OURS[0]), str(AMID)}
+    assert {entry["key"] for entry in told("ls")["entries"] if entry["pinned"]} == {str(OURS[0]), str(FILLER)}
     assert told("stats")["tiers"][0]["pinned"] == 2
     assert told("unpin", "--all")["unpinned"] == 6
     assert not any(entry["pinned"] for entry in told("ls")["entries"])
@@ -507,7 +507,7 @@ def two_tiers(monkeypatch):
         disk = DiskTier(folder, settings.disk_bytes, evict)
         return KVStore([disk, DiskTier(folder.with_name("cold"), 20 * MB, evict_behind, name="cold")], codecs)
 
-    monkeypatch.setattr("ragfuse.admin.store_admin.open_store", opened)
+    monkeypatch.setattr("ragfuse.engine.store_opener.open_store", opened)
 
 
 def test_chunks_are_moved_between_tiers(run, told, filled, two_tiers):
@@ -554,7 +554,7 @@ def test_an_archive_keeps_the_levels_of_what_travels(run, told, filled, tmp_path
     assert told("import", "a.tar", STORE=tmp_path / "other")["entries"] == 6
     found = told("ls", STORE=tmp_path / "other")["entries"]
     assert {tuple(entry["levels"]) for entry in found} == {("raw", "int8")}
-    assert left(tmp_path / "other") == {*OURS, AMID, *THEIRS}
+    assert left(tmp_path / "other") == {*OURS, FILLER, *THEIRS}
 
 
 def test_recoding_stopped_by_ctrl_c_says_that_every_entry_is_whole(run, told, filled, monkeypatch):
@@ -581,7 +581,7 @@ def test_chunks_travel_to_another_store_in_a_file(told, run, filled, tmp_path):
     assert (exported["entries"], exported["texts"], exported["failed"]) == (4, 2, 0)
     imported = told("import", "a.tar", **away)
     assert (imported["entries"], imported["texts"], imported["known"]) == (4, 2, 0)
-    assert left(tmp_path / "other") == {*OURS, AMID}
+    assert left(tmp_path / "other") == {*OURS, FILLER}
     assert texts(tmp_path / "other", OURS[0].model) == texts(filled, OURS[0].model)
     assert told("import", "a.tar", **away)["known"] == 4
     said = " ".join(run("import", "a.tar", STORE=tmp_path / "third").output.split())
@@ -625,7 +625,7 @@ def test_gc_frees_rests_and_what_is_too_old_and_keeps_pins(told, filled):
 def test_with_a_gpu_in_the_settings_nothing_is_moved_into_a_tier_that_ends_with_the_command(run, told, filled):
     assert [tier["tier"] for tier in told("stats", DEVICE="cuda")["tiers"]] == ["disk"]
     refused(run("move", "--all", "--to", "gpu", DEVICE="cuda"), "InputError", "'gpu'", "ends with it", "disk")
-    assert left(filled) == {*OURS, AMID, *THEIRS}
+    assert left(filled) == {*OURS, FILLER, *THEIRS}
 
 
 def test_tiers_and_keys_that_are_none_are_named_with_those_there_are(run, filled):
@@ -701,32 +701,32 @@ def test_the_settings_ttl_is_the_store_s(tmp_path):
 
 def test_the_store_of_the_commands_holds_no_memory(filled, environment):
     settings = Settings(store=filled, home=filled.parent)
-    with Keeping(settings) as keeping:
+    with StoreAdmin(settings) as keeping:
         assert [tier.name for tier in keeping.store.tiers] == ["disk"]
 
 
 def test_a_bad_byte_in_the_book_costs_no_listing(filled):
-    with Book(filled) as book:
+    with CatalogFile(filled) as book:
         book.add_texts(OURS[0].model, [("no key at all", "A text.", "somewhere")])
-    with Keeping(Settings(store=filled, home=filled.parent)) as keeping:
+    with StoreAdmin(Settings(store=filled, home=filled.parent)) as keeping:
         lines = keeping.lines()
-        assert {line.entry.key for line in lines} == {*OURS, AMID, *THEIRS}
+        assert {line.entry.key for line in lines} == {*OURS, FILLER, *THEIRS}
         assert "somewhere" not in {line.source for line in lines}
-        assert keeping.clear(lines, Wish()).texts == 4
+        assert keeping.clear(lines, EntryFilter()).texts == 4
 
 
 def test_what_an_engine_has_kept_is_listed_with_source_and_text(engine, tiny_settings):
     passage = "The keeper of the lighthouse counted all ships, and wrote every name into a book. " * 2
     engine.ingest([(passage, "/docs/a.txt"), (passage.upper(), "/docs/b.txt")])
     engine.close()
-    with Keeping(tiny_settings) as keeping:
+    with StoreAdmin(tiny_settings) as keeping:
         lines = keeping.lines()
-        assert [line.entry.key.encoded for line in lines] == ["amid", "amid"]
+        assert [line.entry.key.encoded for line in lines] == ["filler", "filler"]
         assert {(line.source, line.text[:10]) for line in lines} == {
             ("/docs/a.txt", "The keeper"),
             ("/docs/b.txt", "THE KEEPER"),
         }
-        assert len(keeping.lines(Wish(source="b.txt"))) == 1
+        assert len(keeping.lines(EntryFilter(source="b.txt"))) == 1
 
 
 def test_ls_says_what_each_tenant_keeps_in_all(run, told, filled):

@@ -10,13 +10,13 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["ragfuse.codec"]):
-    from ragfuse.codec import LEVELS, PACKED, PAPER, CacheGenCodec, LayerMeta, UniformCodec, codec_for
+    from ragfuse.codec import LEVEL_NAMES, PACKED, PAPER, CacheGenCodec, LayerMeta, UniformCodec, codec_for
     from tests.codec.kit import layer, resum, tables
 
 import torch
 
 KNOWN, BEFORE = tables(), layer(n=30)
-CODECS = [*(codec_for(level, KNOWN) for level in LEVELS[1:]), UniformCodec(3), CacheGenCodec(KNOWN, PAPER)]
+CODECS = [*(codec_for(level, KNOWN) for level in LEVEL_NAMES[1:]), UniformCodec(3), CacheGenCodec(KNOWN, PAPER)]
 META = LayerMeta.of(BEFORE, torch.zeros(1))
 
 

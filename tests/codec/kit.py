@@ -6,7 +6,7 @@ import torch
 from blake3 import blake3
 
 from ragfuse.codec import CacheGenCodec, Codec, CodecTables, profile_tables
-from ragfuse.codec.container import HEADER, SUM_NBYTES, TABLES
+from ragfuse.codec.container import LAYER_HEADER, SUM_NBYTES, TABLES
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 
@@ -49,13 +49,13 @@ def tables(rope: bool = True, heads: int = 2, dim: int = 16, value_dim: int = 12
 def resum(blob: bytearray, codec: Codec) -> None:
     """Make the digest of a codec's tables, the last length and the checksum of a changed blob fit, so that what lies
     behind them is looked at, too."""
-    if len(blob) >= HEADER.size:
+    if len(blob) >= LAYER_HEADER.size:
         blob[TABLES] = bytes.fromhex(codec.tables.digest) if isinstance(codec, CacheGenCodec) else bytes(8)
-    parts = blob[HEADER.size - 1] if len(blob) >= HEADER.size else 0
-    begins = HEADER.size + 4 * parts + SUM_NBYTES
+    parts = blob[LAYER_HEADER.size - 1] if len(blob) >= LAYER_HEADER.size else 0
+    begins = LAYER_HEADER.size + 4 * parts + SUM_NBYTES
     if not parts or len(blob) < begins:
         return
-    lengths = struct.unpack_from(f"<{parts}I", blob, HEADER.size)
+    lengths = struct.unpack_from(f"<{parts}I", blob, LAYER_HEADER.size)
     last = len(blob) - begins - sum(lengths[:-1])
     if last >= 0:
         struct.pack_into("<I", blob, begins - SUM_NBYTES - 4, last)

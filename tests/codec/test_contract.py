@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ragfuse.codec import (
     INT8,
-    LEVELS,
+    LEVEL_NAMES,
     PACKED,
     PAPER,
     CacheGenCodec,
@@ -27,9 +27,9 @@ from ragfuse.codec import (
     coders,
 )
 from ragfuse.codec.codec import DTYPES
-from ragfuse.codec.container import HEADER, SUM_NBYTES
+from ragfuse.codec.container import LAYER_HEADER, SUM_NBYTES
 from ragfuse.codec.quantise import odd_ones
-from ragfuse.codec.tables import GRID, REACH
+from ragfuse.codec.tables import GRID, SHAPE_REACH
 from ragfuse.types.kv import LayerKV
 from tests import reference
 from tests.codec.kit import layer, resum, tables
@@ -44,7 +44,7 @@ SWITCHED = [
     replace(PAPER, odd=4.0),
 ]
 PACKING = [UniformCodec(4), UniformCodec(3), *(CacheGenCodec(TABLES, level) for level in SWITCHED)]
-EVERY = [*(codec_for(level, TABLES) for level in LEVELS), *PACKING]
+EVERY = [*(codec_for(level, TABLES) for level in LEVEL_NAMES), *PACKING]
 
 
 def called(codec):
@@ -123,7 +123,7 @@ def test_turning_keys_back_and_forth_adds_no_loss_of_its_own(level):
 
 def test_levels_lose_more_and_take_less_from_the_first_to_the_last():
     before, own = layer(n=256, seed=4, like=1), []
-    for level in LEVELS:
+    for level in LEVEL_NAMES:
         blob = codec_for(level, TABLES).encode(before, 1)
         after = codec_for(level, TABLES).decode(blob, LayerMeta.of(before, blob))
         own.append((blob.numel(), float((after.keys - before.keys).square().mean())))
@@ -135,10 +135,10 @@ def test_levels_lose_more_and_take_less_from_the_first_to_the_last():
 PROGRAM = """
 import torch
 from blake3 import blake3
-from ragfuse.codec import LEVELS, LayerMeta, codec_for
+from ragfuse.codec import LEVEL_NAMES, LayerMeta, codec_for
 from tests.codec.kit import layer, tables
 known, before = tables(), layer(seed=9, like=1)
-for level in LEVELS:
+for level in LEVEL_NAMES:
     codec = codec_for(level, known)
     blob = codec.encode(before, 1)
     after = codec.decode(blob, LayerMeta.of(before, blob))
@@ -151,7 +151,7 @@ def test_bytes_and_decoded_values_are_the_same_in_another_process():
     own = {**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": "7"}
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=own, capture_output=True, text=True, check=True)
     here = []
-    for level in LEVELS:
+    for level in LEVEL_NAMES:
         codec, before = codec_for(level, TABLES), layer(seed=9, like=1)
         blob = codec.encode(before, 1)
         after = codec.decode(blob, LayerMeta.of(before, blob))
@@ -230,7 +230,7 @@ def test_a_few_bytes_do_not_stand_for_many_numbers(codec):
 
 def test_an_ans_stream_is_used_up_by_its_numbers():
     numbers = np.random.default_rng(0).integers(-3, 4, (8, 50)).astype(np.int32)
-    shape = np.linspace(0.0, 1.0, 2 * REACH * GRID + 1)
+    shape = np.linspace(0.0, 1.0, 2 * SHAPE_REACH * GRID + 1)
     _, sections = coders.in_sections(np.zeros(8, dtype=np.int32), 4)
     stream, apart = coders.encode(numbers, sections, "ans", shape)
     assert coders.decode(memoryview(stream), memoryview(apart), sections, 50, "ans", shape).tolist() == numbers.tolist()
@@ -297,8 +297,8 @@ def enormous(nbytes: int) -> bytes:
 def test_a_frame_that_says_it_is_enormous_asks_for_no_memory():
     before, codec = layer(n=30), codec_for("cg2", TABLES)
     blob = bytearray(codec.encode(before).numpy().tobytes())
-    lengths = [int.from_bytes(blob[HEADER.size + 4 * part :][:4], "little") for part in range(7)]
-    stream = HEADER.size + 28 + SUM_NBYTES + sum(lengths[:5])
+    lengths = [int.from_bytes(blob[LAYER_HEADER.size + 4 * part :][:4], "little") for part in range(7)]
+    stream = LAYER_HEADER.size + 28 + SUM_NBYTES + sum(lengths[:5])
     first = blob.index(b"\x28\xb5\x2f\xfd", stream)
     frame = enormous(1 << 45)
     blob[first : first + len(frame)] = frame

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragfuse.codec import INT8, LEVELS, LayerMeta, UniformCodec, codec_for
+from ragfuse.codec import INT8, LEVEL_NAMES, LayerMeta, UniformCodec, codec_for
 from ragfuse.codec.codec import DTYPES
 from ragfuse.types.kv import LayerKV
 from tests.codec.kit import layer, tables
@@ -101,6 +101,6 @@ def test_bytes_of_another_shape_are_refused(change, match):
 
 def test_every_level_has_its_codec_and_a_name_that_is_none_is_told_all():
     known = tables()
-    assert [codec_for(level, known).name for level in LEVELS] == list(LEVELS)
+    assert [codec_for(level, known).name for level in LEVEL_NAMES] == list(LEVEL_NAMES)
     with pytest.raises(ValueError, match=r"raw, int8, cg1, cg2, cg3, cg4\) wanted, 'zip'"):
         codec_for("zip")

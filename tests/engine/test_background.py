@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ragfuse import Engine, ModelError, Settings, SettingsError
-from ragfuse.engine.background import WAITING, Saver, Work, work_after
+from ragfuse.engine.background import MAX_WAITING_JOBS, BackgroundEncoder, EncodeJob, jobs_after
 from ragfuse.hf import probe
-from ragfuse.hf.model import AT_ONCE
+from ragfuse.hf.model import ENCODE_STEP_TOKENS
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch, LoadPlan
 from ragfuse.types.prompt import Prompt, Segment
@@ -20,8 +20,8 @@ from tests.tiny import CHUNKS, chunk_hits, messages
 KEY = ChunkKey("model", "tokens")
 
 
-def work(number: int) -> Work:
-    return Work((number,), f"text {number}")
+def work(number: int) -> EncodeJob:
+    return EncodeJob((number,), f"text {number}")
 
 
 class Desk:
@@ -30,7 +30,7 @@ class Desk:
     def __init__(self) -> None:
         self.gate, self.begun, self.done = threading.Event(), threading.Event(), []
 
-    def save(self, work: Work) -> None:
+    def save(self, work: EncodeJob) -> None:
         self.begun.set()
         assert self.gate.wait(60)
         self.done.append(work.tokens[0] if work.tokens else work.prompt.token_ids[0])
@@ -48,7 +48,7 @@ def threads() -> list[threading.Thread]:
 
 
 def test_work_is_done_in_order_each_once(desk):
-    saver = Saver(desk.save)
+    saver = BackgroundEncoder(desk.save)
     for number in (1, 2, 1, 3, 2, 1):
         saver.submit(work(number))
     desk.gate.set()
@@ -58,7 +58,7 @@ def test_work_is_done_in_order_each_once(desk):
 
 def test_what_is_done_may_come_again(desk):
     desk.gate.set()
-    saver = Saver(desk.save)
+    saver = BackgroundEncoder(desk.save)
     for _ in range(2):
         saver.submit(work(1))
         saver.flush()
@@ -66,26 +66,26 @@ def test_what_is_done_may_come_again(desk):
 
 
 def test_what_does_not_fit_is_dropped_and_counted(desk):
-    saver = Saver(desk.save)
+    saver = BackgroundEncoder(desk.save)
     saver.submit(work(0))
     assert desk.begun.wait(60)
-    for number in range(1, WAITING + 4):
+    for number in range(1, MAX_WAITING_JOBS + 4):
         saver.submit(work(number))
     desk.gate.set()
     saver.close()
-    assert desk.done == list(range(WAITING + 1))
+    assert desk.done == list(range(MAX_WAITING_JOBS + 1))
     assert saver.dropped == 3
 
 
 def test_what_fails_is_told_and_the_rest_is_done(caplog):
     done = []
 
-    def save(work: Work) -> None:
+    def save(work: EncodeJob) -> None:
         if work.tokens == (1,):
             raise RuntimeError("no room in the attic")
         done.append(work.tokens[0])
 
-    saver = Saver(save)
+    saver = BackgroundEncoder(save)
     for number in range(3):
         saver.submit(work(number))
     saver.close()
@@ -94,7 +94,7 @@ def test_what_fails_is_told_and_the_rest_is_done(caplog):
 
 
 def test_closing_finishes_what_waits_and_takes_no_more(desk):
-    saver = Saver(desk.save)
+    saver = BackgroundEncoder(desk.save)
     for number in range(3):
         saver.submit(work(number))
     desk.gate.set()
@@ -107,7 +107,7 @@ def test_closing_finishes_what_waits_and_takes_no_more(desk):
 
 
 def test_closing_in_no_time_finishes_only_what_is_at_hand(desk):
-    saver = Saver(desk.save)
+    saver = BackgroundEncoder(desk.save)
     for number in range(3):
         saver.submit(work(number))
     assert desk.begun.wait(60)
@@ -122,18 +122,23 @@ def test_closing_in_no_time_finishes_only_what_is_at_hand(desk):
 
 
 def test_flushing_with_a_limit_gives_up(desk):
-    saver = Saver(desk.save)
+    saver = BackgroundEncoder(desk.save)
     saver.submit(work(0))
     assert not saver.flush(0.01)
 
 
 def test_what_is_forgotten_is_neither_encoded_nor_learnt_from(desk):
-    saver = Saver(desk.save)
+    saver = BackgroundEncoder(desk.save)
     run = tuple(range(20, 30))
     saver.submit(work(1))
     assert desk.begun.wait(60)
     prompts = [Prompt((Segment((8, 99, *run[1:-1], 99), 0),)), Prompt((Segment((7, 8, 9), 0),))]
-    waiting = [Work(run), Work((5, 6, *run, 3), begins=2), *(Work((), prompt=prompt) for prompt in prompts), work(2)]
+    waiting = [
+        EncodeJob(run),
+        EncodeJob((5, 6, *run, 3), begins=2),
+        *(EncodeJob((), prompt=prompt) for prompt in prompts),
+        work(2),
+    ]
     for each in waiting:
         saver.submit(each)
     forgetting = threading.Thread(target=saver.forget, args=({run, ()},))
@@ -147,7 +152,7 @@ def test_what_is_forgotten_is_neither_encoded_nor_learnt_from(desk):
 def test_nobody_hangs_when_many_submit_while_it_is_closed(desk):
     desk.gate.set()
     for _ in range(50):
-        saver, gate = Saver(desk.save), threading.Barrier(5)
+        saver, gate = BackgroundEncoder(desk.save), threading.Barrier(5)
 
         def submit(saver=saver, gate=gate):
             gate.wait()
@@ -169,9 +174,9 @@ def test_nobody_hangs_when_many_submit_while_it_is_closed(desk):
 def test_an_idle_saver_has_no_thread_and_holds_nobody():
     class Owner:
         def __init__(self) -> None:
-            self.saver = Saver(self.save)
+            self.saver = BackgroundEncoder(self.save)
 
-        def save(self, work: Work) -> None: ...
+        def save(self, work: EncodeJob) -> None: ...
 
     owner = Owner()
     owner.saver.submit(work(1))
@@ -184,10 +189,10 @@ def test_an_idle_saver_has_no_thread_and_holds_nobody():
     assert gone() is None
 
 
-def after(prompt: Prompt, *hits: int) -> list[Work]:
+def after(prompt: Prompt, *hits: int) -> list[EncodeJob]:
     """What is encoded after a prompt of which these segments were read."""
     fetches = tuple(Fetch(index, prompt.segments[index].keys[0], "memory", "raw", 1) for index in hits)
-    return list(work_after(LoadPlan(prompt, 0.1, "hkvd", fetches)))
+    return list(jobs_after(LoadPlan(prompt, 0.1, "hkvd", fetches)))
 
 
 def chunk(number: int, start: int, **given: object) -> Segment:
@@ -198,7 +203,7 @@ def chunk(number: int, start: int, **given: object) -> Segment:
 
 def test_chunks_that_were_missed_are_encoded_and_the_prompt_s_beginning_is_not():
     prompt = Prompt((Segment((1, 2), 0, "prefix", (KEY,)), *(chunk(i, 2 + i) for i in range(3)), Segment((9,), 5)))
-    missed = [Work((3 + i,), f"text-{i}", f"book-{i}") for i in range(3)]
+    missed = [EncodeJob((3 + i,), f"text-{i}", f"book-{i}") for i in range(3)]
     assert after(prompt, 0, 1, 2, 3) == []
     assert after(prompt, 0, 2) == [missed[0], missed[2]]
     assert after(prompt) == missed
@@ -207,13 +212,13 @@ def test_chunks_that_were_missed_are_encoded_and_the_prompt_s_beginning_is_not()
 
 def test_a_chunk_that_was_missed_in_several_places_is_encoded_once():
     prompt = Prompt((chunk(0, 0), chunk(1, 1), chunk(0, 2), Segment((9,), 3)))
-    assert after(prompt) == [Work((3,), "text-0", "book-0"), Work((4,), "text-1", "book-1")]
-    assert after(prompt, 0) == [Work((4,), "text-1", "book-1")]
+    assert after(prompt) == [EncodeJob((3,), "text-0", "book-0"), EncodeJob((4,), "text-1", "book-1")]
+    assert after(prompt, 0) == [EncodeJob((4,), "text-1", "book-1")]
 
 
 def test_of_a_chunk_that_stands_in_part_in_a_prompt_all_is_encoded():
     prompt = Prompt((chunk(0, 0, rows=(1, 2), stored=(7, 3, 8)), Segment((9,), 1)))
-    assert after(prompt) == [Work((7, 3, 8), "text-0", "book-0")]
+    assert after(prompt) == [EncodeJob((7, 3, 8), "text-0", "book-0")]
 
 
 def test_a_question_that_comes_while_documents_are_encoded_says_so_and_waits_for_a_few_tokens(
@@ -221,13 +226,13 @@ def test_a_question_that_comes_while_documents_are_encoded_says_so_and_waits_for
 ) -> None:
     settings = tiny_settings.model_copy(update={"prefix_cache": False})
     with Engine(settings) as engine:
-        gate, real = threading.Event(), engine._saver._save
+        gate, real = threading.Event(), engine._stages.remember.jobs._save
 
-        def held(work: Work) -> None:
+        def held(work: EncodeJob) -> None:
             gate.wait(60)
             real(work)
 
-        engine._saver._save = held
+        engine._stages.remember.jobs._save = held
         try:
             first = engine.answer(messages(CHUNKS[:2])).trace
             second = engine.answer(messages(CHUNKS[:2])).trace
@@ -244,7 +249,7 @@ def test_a_question_that_comes_while_documents_are_encoded_says_so_and_waits_for
 
 def test_a_context_is_computed_in_steps_between_which_others_have_the_model(engine: Engine) -> None:
     model, ids = engine.model, engine.tokens(CHUNKS[0])
-    context = (engine.tokens(CHUNKS[1]) * 8)[: 2 * AT_ONCE + 7]
+    context = (engine.tokens(CHUNKS[1]) * 8)[: 2 * ENCODE_STEP_TOKENS + 7]
     whole = probe.plain_kv(model.model, torch.tensor([[*context]]), torch.arange(-len(context), 0))
     held = []
     real = type(model.lock).acquire
@@ -262,7 +267,7 @@ def test_a_context_is_computed_in_steps_between_which_others_have_the_model(engi
 
 def test_a_long_run_is_encoded_in_steps_to_what_it_is_at_once(engine: Engine) -> None:
     model, context = engine.model, engine.tokens(CHUNKS[1])
-    ids = (engine.tokens(CHUNKS[0]) * 8)[: 3 * AT_ONCE + 5]
+    ids = (engine.tokens(CHUNKS[0]) * 8)[: 3 * ENCODE_STEP_TOKENS + 5]
     before = model._behind(tuple(context))
     whole = probe.plain_kv(model.model, torch.tensor([[*ids]]), torch.arange(len(ids)), before)
     for kv, wanted in zip(model.encode(ids, context).layers, whole, strict=True):

@@ -9,14 +9,15 @@ from dataclasses import replace
 import pytest
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.admin.store_admin import Keeping, Wish
-from ragfuse.codec import LEVELS as CODEC_LEVELS
+from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
+from ragfuse.codec import LEVEL_NAMES as CODEC_LEVELS
 from ragfuse.codec import CodecTables
 from ragfuse.plan.evict import lru
 from ragfuse.plan.words import in_words
 from ragfuse.settings import LEVELS
-from ragfuse.store import Book, DiskTier
-from ragfuse.store.codec_registry import ASK_AGAIN_S, Coding, _key, wants_tables
+from ragfuse.store import CatalogFile, DiskTier
+from ragfuse.store.catalog import Catalog
+from ragfuse.store.codec_registry import TABLES_RECHECK_S, CodecRegistry, _key, wants_tables
 from ragfuse.store.named import as_entry
 from tests.codec.kit import tables
 from tests.plan.kit import timings
@@ -106,7 +107,7 @@ def test_without_the_tables_it_is_a_miss_that_says_so_and_nothing_is_dropped(tin
             [key for key in engine.store.tier("disk").entries() if key.model != engine.digest]
         )
         engine.store.tier("memory").delete(engine.store.tier("memory").entries())
-        engine._coding._known = dict.fromkeys(engine._coding._known, (None, 1e18))
+        engine.runtime._codecs._known = dict.fromkeys(engine.runtime._codecs._known, (None, 1e18))
         plan = engine.plan(messages())
         assert plan.fetches == ()
         assert "it cannot be decoded: there are no tables for cg2" in in_words(plan)
@@ -119,14 +120,20 @@ def test_settings_and_codecs_know_the_same_levels():
 
 
 def test_tables_that_are_not_there_are_asked_for_again_only_after_a_while(tmp_path):
-    with Book(tmp_path) as book:
-        asked, clock = [], Clock()
-        coding = Coding(lambda use, otherwise: asked.append(1) or use(book), lambda: (), clock)
+    asked, clock = [], Clock()
+
+    class Counting(Catalog):
+        def _try(self, query):
+            asked.append(query)
+            return super()._try(query)
+
+    with CatalogFile(tmp_path) as file:
+        coding = CodecRegistry(Counting(file), (), clock)
         assert coding("cg1", "model") is None
         n = len(asked)
         assert coding("cg2", "model") is None
         assert len(asked) == n
-        clock.now += ASK_AGAIN_S + 1
+        clock.now += TABLES_RECHECK_S + 1
         assert coding("cg1", "model") is None
         assert len(asked) > n
         assert coding("int8", "model").name == "int8"
@@ -137,8 +144,8 @@ def test_a_store_is_recoded_without_its_model(tiny_settings):
     with Engine(at(tiny_settings, disk=["raw"], objects=["cg1"])) as engine:
         ingest(engine)
         expected = engine.answer(messages()).text
-    with Keeping(tiny_settings) as keeping:
-        lines = keeping.lines(Wish(model=keeping_model(keeping)))
+    with StoreAdmin(tiny_settings) as keeping:
+        lines = keeping.lines(EntryFilter(model=keeping_model(keeping)))
         done = keeping.recode(lines, ["cg1"])
         assert (done.chunks, done.failed) == (len(lines), 0)
     with Engine(replace_memory(at(tiny_settings))) as engine:
@@ -147,7 +154,7 @@ def test_a_store_is_recoded_without_its_model(tiny_settings):
         assert engine.answer(messages()).text == expected
 
 
-def keeping_model(keeping: Keeping) -> str:
+def keeping_model(keeping: StoreAdmin) -> str:
     """The digest of whoever has most entries."""
     models = [entry.key.model for entry in keeping.store.entries()]
     return max(models, key=models.count)
@@ -160,7 +167,7 @@ def test_a_tier_whose_level_is_chosen_is_raw_until_this_machine_was_measured(tin
         assert levels_in(engine, "disk") == {("raw",)}
         slow = replace(timings(engine, memory=0.0, disk=1e-3), decode={"int8": 0.0, "cg3": 0.0})
         engine.learn(replace(slow, packed={"int8": 0.5, "cg3": 0.1}))
-        assert set(engine._planner.levels(engine.model, engine.profile, 100, 10_000).values()) == {("cg3",)}
+        assert set(engine.runtime._placement.levels(engine.model, engine.profile, 100, 10_000).values()) == {("cg3",)}
         engine.forget(CHUNKS)
         ingest(engine)
         assert ("cg3",) in levels_in(engine, "disk")
@@ -171,8 +178,8 @@ def test_tables_lie_in_a_slow_tier_by_their_digest_and_no_other(tmp_path, tiny_s
     with Engine(at(tiny_settings, disk=["cg2"])) as engine:
         tables = CodecTables.from_dict(engine.model.profile.codec)
     with closing(DiskTier(tmp_path / "tier", 1 << 30, lru)) as tier:
-        Coding(lambda use, otherwise: otherwise, lambda: (tier,)).share(tables)
-        fresh = Coding(lambda use, otherwise: otherwise, lambda: (tier,))
+        CodecRegistry(Catalog(), (tier,)).share(tables)
+        fresh = CodecRegistry(Catalog(), (tier,))
         assert fresh.packed("cg2", tables.digest).name == "cg2"
         assert fresh.packed("cg2", "0" * 16) is None
 
@@ -194,7 +201,7 @@ STRANGE = {
 def test_what_lies_in_place_of_tables_in_a_shared_tier_is_none_and_costs_little(tmp_path, value):
     with closing(DiskTier(tmp_path / "shared", 1 << 30, lru)) as tier:
         assert tier.write(_key(DIGEST), *as_entry(DIGEST, value))
-        coding = Coding(lambda use, otherwise: otherwise, lambda: (tier,))
+        coding = CodecRegistry(Catalog(), (tier,))
         with little_memory(4 * len(value) + (1 << 20)):
             assert coding.packed("cg3", DIGEST) is None
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 
-from ragfuse import Ask, Engine, Grammar, InputError, Settings, ToolCall, Turn
+from ragfuse import Ask, ChatMessage, Engine, Grammar, InputError, Settings, ToolCall
 
 TWO = {
     "type": "object",
@@ -194,7 +194,11 @@ def test_a_stream_says_what_the_answer_holds(random_engine):
 def test_a_result_that_is_a_chunk_is_reused(small_engine):
     text = "The harbour of Port Elling was dug in 1847 by sailors who had lost their ship in a winter storm."
     small_engine.ingest([(text, "letters")])
-    turns = [*ASKED, Turn("assistant", "", (ToolCall("weather", {"city": "Rome"}, "1"),)), Turn("tool", text, (), "1")]
+    turns = [
+        *ASKED,
+        ChatMessage("assistant", "", (ToolCall("weather", {"city": "Rome"}, "1"),)),
+        ChatMessage("tool", text, (), "1"),
+    ]
     answer = small_engine.answer(turns, Ask(tools=[tool()], max_tokens=4))
     assert [(segment.source, segment.hit) for segment in answer.trace.segments if segment.kind == "chunk"] == [
         ("letters", True)
@@ -242,10 +246,10 @@ def test_without_tools_nothing_changes(random_engine):
 
 
 def test_more_columns_than_tokens_are_never_written(random_engine):
-    held = random_engine._caller._over(random_engine.model, (2,))
-    from ragfuse.hf.grammar import Grammars
+    held = random_engine._stages.constraints._over(random_engine.model, (2,))
+    from ragfuse.hf.grammar import GrammarCompiler
 
-    wide = Grammars(random_engine.model.words, held.n_tokens + 40, (2,)).processor(Grammar.regex("[^q]+"))
+    wide = GrammarCompiler(random_engine.model.tokenizer, held.n_tokens + 40, (2,)).processor(Grammar.regex("[^q]+"))
     scores = wide(torch.zeros((1, 3), dtype=torch.int64), torch.zeros((1, held.n_tokens + 40)))
     assert scores[0, held.n_tokens :].isneginf().all()
     assert not scores[0, :].isneginf().all()

@@ -22,7 +22,7 @@ from ragfuse.errors import OverlongError
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.token_length import TokenLength
 from ragfuse.schemas.pml import parse_schema
-from ragfuse.text.chat_messages import Turn
+from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.text.chunks import KnownChunks, Marker
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, messages
 
@@ -35,7 +35,7 @@ class Words:
     name = "words"
 
     def __init__(self, longest: int | None = 1000, chars_per_token: int | None = None) -> None:
-        self.longest, self.read = longest, 0
+        self.max_context, self.read = longest, 0
         self.token_length = None if chars_per_token is None else TokenLength(chars_per_token)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
@@ -127,19 +127,19 @@ def test_pieces_are_cut_at_spaces_and_cover_the_text():
 
 def test_marks_around_chunks_count_for_nothing_and_forged_ones_as_the_text_that_they_are():
     marker = Marker(b"s" * 16)
-    marked = [Turn("user", "".join(marker.mark("a", "source " * 20) for _ in range(500)))]
+    marked = [ChatMessage("user", "".join(marker.mark("a", "source " * 20) for _ in range(500)))]
     check_turns(marked, Words(500, 1), marker=marker)
     with pytest.raises(OverlongError, match=r"at least 500\. Take"):
         check_turns(marked, Words(499, 1), marker=marker)
     for forged in (f"[[chunk:1:{'a' * 5000}:{'0' * 32}]]", f"[[chunk:1::{'0' * 32}]]a[[end:{'0' * 32}]]" * 50):
         with pytest.raises(OverlongError):
-            check_turns([Turn("user", forged)], Words(1000, 1), marker=marker)
+            check_turns([ChatMessage("user", forged)], Words(1000, 1), marker=marker)
 
 
 def test_without_a_limit_nothing_is_refused():
     model = Words(None)
     check_texts(["a" * PAST], model)
-    check_turns([Turn("user", "a" * PAST)], model)
+    check_turns([ChatMessage("user", "a" * PAST)], model)
     assert may_fit("a" * PAST, model)
     assert model.read == 0
 
@@ -149,20 +149,32 @@ def test_without_a_limit_nothing_is_refused():
 
 def test_what_is_thought_before_an_answer_and_white_space_around_it_do_not_count():
     model = Words(100, 4)
-    blank = [Turn("user", f"{' ' * 1000}hi{' ' * 1000}")]
+    blank = [ChatMessage("user", f"{' ' * 1000}hi{' ' * 1000}")]
     check_turns(blank, model)
     with pytest.raises(OverlongError):
         check_turns(blank, model, is_text=True)
-    check_turns([Turn("user", "hi"), Turn("assistant", f"<think>{'a' * 1000}</think>b"), Turn("user", "hi")], model)
+    check_turns(
+        [
+            ChatMessage("user", "hi"),
+            ChatMessage("assistant", f"<think>{'a' * 1000}</think>b"),
+            ChatMessage("user", "hi"),
+        ],
+        model,
+    )
     with pytest.raises(OverlongError):
-        check_turns([Turn("user", "hi"), Turn("assistant", "a" * 1000), Turn("user", "hi")], model)
+        check_turns([ChatMessage("user", "hi"), ChatMessage("assistant", "a" * 1000), ChatMessage("user", "hi")], model)
 
 
 def test_of_a_conversation_that_may_be_shortened_what_stays_counts():
     model, long = Words(100, 4), "a" * 1000
-    turns = [Turn("system", "s"), Turn("user", long), Turn("assistant", "b"), Turn("user", "c")]
+    turns = [
+        ChatMessage("system", "s"),
+        ChatMessage("user", long),
+        ChatMessage("assistant", "b"),
+        ChatMessage("user", "c"),
+    ]
     check_turns(turns, model, may_shorten=True)
-    for stays in ([Turn("system", long), *turns[1:]], [*turns, Turn("user", long)]):
+    for stays in ([ChatMessage("system", long), *turns[1:]], [*turns, ChatMessage("user", long)]):
         with pytest.raises(OverlongError):
             check_turns(stays, model, may_shorten=True)
 
@@ -170,12 +182,15 @@ def test_of_a_conversation_that_may_be_shortened_what_stays_counts():
 def test_tools_and_what_they_are_called_with_count():
     model, long = Words(100, 4), {"a": ["b" * 1000]}
     with pytest.raises(OverlongError):
-        check_turns([Turn("user", "hi")], model, [{"function": {"name": "f", "parameters": long}}])
+        check_turns([ChatMessage("user", "hi")], model, [{"function": {"name": "f", "parameters": long}}])
 
 
 def test_more_messages_than_tokens_are_refused():
     with pytest.raises(OverlongError, match="at least 101 in"):
-        check_turns([Turn(role, "a") for role in ("user", "assistant")] * 50 + [Turn("user", "a")], Words(100, 100))
+        check_turns(
+            [ChatMessage(role, "a") for role in ("user", "assistant")] * 50 + [ChatMessage("user", "a")],
+            Words(100, 100),
+        )
 
 
 # of an engine
@@ -197,7 +212,7 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS.keys())
 def test_a_question_of_four_megabytes_is_refused_before_it_is_searched_or_tokenised(engine, question, read, searched):
-    longest = engine.model.longest
+    longest = engine.model.max_context
     read.clear()
     for ask in (
         engine.answer,
@@ -220,7 +235,7 @@ def test_a_name_of_a_conversation_makes_no_difference(engine, read, searched):
 
 
 def test_where_chunks_may_be_left_out_what_is_left_counts(engine, read):
-    longest, chunk = engine.model.longest, Piece("word " * 2000, "chunk")
+    longest, chunk = engine.model.max_context, Piece("word " * 2000, "chunk")
     read.clear()
     parts = [Piece(INSTRUCTION), *[chunk] * 400, Piece(QUESTION)]
     answer = engine.answer([("user", parts)], Ask(overflow="drop"))
@@ -235,7 +250,7 @@ def test_where_chunks_may_be_left_out_what_is_left_counts(engine, read):
 
 
 def test_a_prompt_that_fits_to_the_token_is_answered(engine):
-    longest = engine.model.longest
+    longest = engine.model.max_context
     room = longest - (len(engine.prompt([("user", "a")])) - 1)
     assert engine.answer([("user", "a" * room)], Ask(max_tokens=1)).trace.tokens == longest
     with pytest.raises(InputError, match=f"found {longest + 1:,}"):
@@ -325,4 +340,4 @@ def test_the_largest_request_follows_from_the_window_and_the_longest_token():
 
 def test_a_prompt_that_fits_fits_into_the_largest_request(engine: Engine):
     model = engine.model
-    assert model.longest * model.token_length.chars < largest_body(model)
+    assert model.max_context * model.token_length.chars < largest_body(model)

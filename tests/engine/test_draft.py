@@ -85,7 +85,7 @@ def test_stop_strings_end_one_of_several_sequences_and_its_padding_is_not_counte
     assert stop not in answer.text
     if answer.finish_reason == "stop":
         assert stop in engine.model.text(answer.token_ids)
-        assert engine.model.words.pad_token_id not in answer.token_ids
+        assert engine.model.tokenizer.pad_token_id not in answer.token_ids
     if "num_beams" not in options:
         assert answer.text == free.text.split(stop)[0]
         assert len(answer.token_ids) == 6
@@ -147,7 +147,7 @@ def test_a_config_that_wants_token_healing_is_answered_and_told_once(
 
 
 def test_pad_tokens_that_a_model_writes_are_counted(engine: Engine) -> None:
-    pad = engine.model.words.pad_token_id
+    pad = engine.model.tokenizer.pad_token_id
     answer = engine.answer(ASKED, saying(engine, "Hi", *[pad] * 10, ends=False, max_tokens=12))
     assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("Hi", "length", 12)
     answer = engine.answer(ASKED, saying(engine, "Hi", pad, pad, max_tokens=12))
@@ -158,7 +158,7 @@ def test_pad_tokens_that_a_model_writes_are_counted(engine: Engine) -> None:
 
 def test_padding_behind_one_of_several_sequences_is_not_counted(engine: Engine) -> None:
     """The first one ends at once, another goes on."""
-    end, pad = engine.model.words.eos_token_id, engine.model.words.pad_token_id
+    end, pad = engine.model.tokenizer.eos_token_id, engine.model.tokenizer.pad_token_id
     several = {"do_sample": True, "top_k": 0, "num_return_sequences": 3}
     often = {"suppress_tokens": [pad], "sequence_bias": {(end,): 4.0}}
     answers = [engine.answer(ASKED, Ask(max_tokens=12, seed=seed, options={**several, **often})) for seed in range(12)]

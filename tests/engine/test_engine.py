@@ -11,12 +11,12 @@ import torch
 from transformers import GenerationConfig
 
 from ragfuse import Ask, Engine, InputError, ModelError, Piece, SettingsError, StoreError
-from ragfuse.engine.background import WAITING
+from ragfuse.engine.background import MAX_WAITING_JOBS
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.evict import lru
 from ragfuse.process.shared import shared
 from ragfuse.store import DiskTier, KVStore, MemoryTier
-from ragfuse.types.keys import amid
+from ragfuse.types.keys import filler_context
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests.store.redis_server import until
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, adds_up, chunk_hits, ingest, messages, python
@@ -158,7 +158,7 @@ def test_an_empty_prompt_is_refused_or_answered_but_nothing_else(engine, prompt)
         with pytest.raises(InputError, match="empty"):
             engine.answer(prompt)
     else:
-        assert engine.answer(prompt).trace.refusal
+        assert engine.answer(prompt).trace.fallback_reason
 
 
 def test_a_prompt_longer_than_the_model_is_refused(engine):
@@ -187,7 +187,7 @@ def test_an_answer_to_text_is_that_to_messages_without_a_template(filled):
 
 
 def test_a_bos_token_is_put_before_a_text_where_the_tokenizer_does_so(filled):
-    tokenizer = filled.model.words
+    tokenizer = filled.model.tokenizer
     ids = filled.prompt("Hello there").token_ids
     assert list(ids) == tokenizer("Hello there").input_ids
 
@@ -239,7 +239,7 @@ def test_a_prefix_before_a_chunk_is_what_ingest_keeps_beside_chunks(engine):
     prompt = engine.prompt(messages())
     assert prompt.segments[0].tokens == prefix
     assert prompt.segments[0].keys == (engine.key(prefix),)
-    assert prompt.segments[1].keys == (engine.key(engine.tokens(CHUNKS[0]), amid("")),)
+    assert prompt.segments[1].keys == (engine.key(engine.tokens(CHUNKS[0]), filler_context("")),)
     engine.ingest([(CHUNKS[0], "")], prefix)
     wanted = {*prompt.segments[0].keys, *prompt.segments[1].keys}
     assert {entry.key for entry in engine.store.entries()} == wanted
@@ -274,13 +274,13 @@ def test_one_chunk_twice_in_a_prompt_is_right_in_both_places(filled):
 
 def test_known_texts_are_the_original_ones_also_when_the_tokenizer_changes_them(engine):
     spaced = "Two  spaces ,  and a tab\t: the   text of a book is what was written in it , not what is decoded ."
-    engine.model.words.clean_up_tokenization_spaces = True
+    engine.model.tokenizer.clean_up_tokenization_spaces = True
     try:
         engine.answer(messages([spaced]))
         engine.flush()
-        assert spaced in {known.text for known in engine.book.texts(engine.digest)}
+        assert spaced in {known.text for known in engine.catalog.file.texts(engine.digest)}
     finally:
-        engine.model.words.clean_up_tokenization_spaces = False
+        engine.model.tokenizer.clean_up_tokenization_spaces = False
 
 
 def test_a_known_chunk_wears_its_source(filled):
@@ -472,14 +472,14 @@ def test_a_block_that_fails_drops_what_waits(tiny_settings):
 
     with pytest.raises(ZeroDivisionError):
         ask_and_fail()
-    assert engine._saver.dropped >= 6
+    assert engine._stages.remember.jobs.dropped >= 6
 
 
 def test_the_same_miss_waits_once(engine):
     with engine.model.lock:
         for _ in range(3):
             engine.answer(messages())
-        assert len(engine._saver._waiting) <= 6 < WAITING
+        assert len(engine._stages.remember.jobs._waiting) <= 6 < MAX_WAITING_JOBS
     engine.flush()
     assert engine.store.stats().dropped_writes == 0
     assert len({entry.key for entry in engine.store.entries()}) == 6
@@ -488,7 +488,7 @@ def test_the_same_miss_waits_once(engine):
 def test_an_engine_without_disk_knows_its_chunks_while_it_lives(tiny_settings):
     with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
         ingest(engine)
-        assert engine.book is None
+        assert engine.catalog.file is None
         said = [("user", f"{INSTRUCTION}{CHUNKS[4]}\n\n{QUESTION}")]
         assert chunk_hits(engine.answer(said).trace) == [True]
     assert not tiny_settings.store_path.exists()
@@ -536,7 +536,7 @@ def test_a_process_that_ends_without_closing_keeps_what_it_can(tiny_settings):
     assert python(code, tiny_settings.model, tiny_settings.store, CHUNKS[0]) == 0
     with Engine(tiny_settings) as engine:
         assert CHUNKS[0] in engine.known
-        assert {entry.key.context for entry in engine.store.entries()} == {amid("")}
+        assert {entry.key.context for entry in engine.store.entries()} == {filler_context("")}
 
 
 def test_pieces_pass_through_as_they_are(engine):
@@ -576,7 +576,7 @@ def test_a_tier_that_hangs_keeps_no_missed_chunk_from_the_disk(tiny_settings, tm
     with Engine(tiny_settings, store=KVStore([hung, disk][::order])) as engine:
         try:
             engine.answer(messages(), Ask(max_tokens=2))
-            assert engine._saver.flush(60)
+            assert engine._stages.remember.jobs.flush(60)
             until(lambda: len(disk.entries()) >= len(CHUNKS))
             assert hung.entries() == {}
         finally:
@@ -615,7 +615,7 @@ def test_pieces_of_one_altered_chunk_count_as_one(engine):
     assert len(pieces) == 2
     assert [each.goes_on for each in pieces] == [False, True]
     assert "(1 of 1 chunks)" in trace.summary
-    assert sum(count for what, count in engine.tally.now().sums.items() if what.startswith("hit")) == 1
+    assert sum(count for what, count in engine.counters.now().sums.items() if what.startswith("hit")) == 1
 
 
 def test_one_chunk_twice_counts_twice(engine):

@@ -12,8 +12,8 @@ from os import statvfs
 import pytest
 
 from ragfuse import Ask, Engine, InputError, StoreError, metrics
-from ragfuse.store import Book
-from ragfuse.store.catalog import COOL_DOWN_S, Booked
+from ragfuse.store import CatalogFile
+from ragfuse.store.catalog import COOL_DOWN_S, Catalog
 from tests.sessions.kit import QUESTIONS, resent, talk
 from tests.store.kit import Clock
 from tests.tiny import CHUNKS, chunk_hits, messages
@@ -57,7 +57,7 @@ def unwritable(book):
 @contextmanager
 def locked(path):
     """A book that another process holds for itself."""
-    with closing(sqlite3.connect(path / "book.sqlite", isolation_level=None)) as other:
+    with closing(sqlite3.connect(path / "catalog.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         yield
         other.execute("ROLLBACK")
@@ -65,13 +65,13 @@ def locked(path):
 
 def mended(engine):
     """The book is tried again at once."""
-    engine._booked._breaker._opened_at = None
+    engine.catalog._breaker._opened_at = None
 
 
 @pytest.fixture
 def clock(engine):
     """The clock by which the engine leaves its book alone."""
-    engine._booked._breaker._clock = clock = Clock()
+    engine.catalog._breaker._clock = clock = Clock()
     return clock
 
 
@@ -79,13 +79,13 @@ def clock(engine):
 def test_a_sessions_question_is_answered_though_the_book_fails_and_the_trace_says_so(engine, fault, caplog):
     (first,) = talk(engine, QUESTIONS[:1])
     assert first.trace.unsaved == ()
-    with fault(engine.book):
+    with fault(engine.catalog.file):
         answers = talk(engine, QUESTIONS[1:3])
         assert engine.sessions.get(engine.digest, "one") is not None
     assert all(answer.text for answer in answers)
     for answer in answers:
         (said,) = answer.trace.unsaved
-        assert str(engine.book.path) in said
+        assert str(engine.catalog.file.path) in said
         assert "disk" in said
     assert sum("is left out" in record.message for record in caplog.records) == 1
     assert answers[-1].trace.as_dict()["unsaved"] == answers[-1].trace.unsaved
@@ -94,7 +94,7 @@ def test_a_sessions_question_is_answered_though_the_book_fails_and_the_trace_say
 @pytest.mark.parametrize("fault", [broken, unwritable])
 def test_a_session_goes_on_from_the_turns_that_the_book_did_not_take(engine, fault):
     before = talk(engine, QUESTIONS[:1])
-    with fault(engine.book):
+    with fault(engine.catalog.file):
         answers = talk(engine, QUESTIONS[1:3])
         _, session = engine.sessions.get(engine.digest, "one")
         assert len(session.turns) == 3
@@ -106,21 +106,21 @@ def test_a_session_goes_on_from_the_turns_that_the_book_did_not_take(engine, fau
 
 def test_what_the_book_did_not_take_is_written_with_the_next_turn(engine, tiny_settings):
     talk(engine, QUESTIONS[:1])
-    with unwritable(engine.book):
+    with unwritable(engine.catalog.file):
         talk(engine, QUESTIONS[1:2])
-    assert len(Book(tiny_settings.store).sessions.get(engine.digest, "one")[2]["turns"]) == 1
-    assert [(info.turns, info.lasts) for info in engine.sessions.ls()] == [(2, False)]
+    assert len(CatalogFile(tiny_settings.store).sessions.get(engine.digest, "one")[2]["turns"]) == 1
+    assert [(info.turns, info.persistent) for info in engine.sessions.ls()] == [(2, False)]
     mended(engine)
     (last,) = talk(engine, QUESTIONS[2:3])
     assert last.trace.unsaved == ()
     with Engine(tiny_settings) as other:
         assert len(other.sessions.show("one").turns) == 3
-        assert [(info.turns, info.lasts) for info in other.sessions.ls()] == [(3, True)]
+        assert [(info.turns, info.persistent) for info in other.sessions.ls()] == [(3, True)]
 
 
 def test_a_session_that_another_process_went_on_with_meanwhile_is_that_ones(engine, tiny_settings, caplog):
     talk(engine, QUESTIONS[:1])
-    with unwritable(engine.book):
+    with unwritable(engine.catalog.file):
         talk(engine, QUESTIONS[1:2])
     with Engine(tiny_settings) as other:
         talk(other, QUESTIONS[2:3])
@@ -132,7 +132,7 @@ def test_a_session_that_another_process_went_on_with_meanwhile_is_that_ones(engi
 
 
 def test_a_session_that_begins_while_the_book_fails_is_kept(engine, tiny_settings):
-    with broken(engine.book):
+    with broken(engine.catalog.file):
         talk(engine, QUESTIONS[:2], session="new")
     mended(engine)
     talk(engine, QUESTIONS[2:3], session="new")
@@ -143,7 +143,7 @@ def test_a_session_that_begins_while_the_book_fails_is_kept(engine, tiny_setting
 def test_a_conversation_recognised_by_its_messages_is_answered_though_the_book_fails(tiny_settings):
     with Engine(tiny_settings.model_copy(update={"history": "all"})) as engine:
         first = engine.answer([("user", QUESTIONS[0])])
-        with broken(engine.book):
+        with broken(engine.catalog.file):
             second = engine.answer(resent(QUESTIONS[:2], [first]))
             third = engine.answer(resent(QUESTIONS[:3], [first, second]))
     assert second.text
@@ -152,11 +152,13 @@ def test_a_conversation_recognised_by_its_messages_is_answered_though_the_book_f
 
 
 def test_a_locked_book_is_waited_for_once_and_then_left_alone(engine, tiny_settings, clock, monkeypatch):
-    monkeypatch.setattr("ragfuse.store.catalog.WAIT_S", 0.05)
+    monkeypatch.setattr("ragfuse.store.catalog.LOCK_WAIT_S", 0.05)
     waited = []
-    real = engine.book._database.write
+    real = engine.catalog.file._database.write
     monkeypatch.setattr(
-        engine.book._database, "write", lambda **wait: waited.append(engine.book._database._wait_s) or real(**wait)
+        engine.catalog.file._database,
+        "write",
+        lambda **wait: waited.append(engine.catalog.file._database._wait_s) or real(**wait),
     )
     with locked(tiny_settings.store):
         (first,) = talk(engine, QUESTIONS[:1])
@@ -170,11 +172,11 @@ def test_a_locked_book_is_waited_for_once_and_then_left_alone(engine, tiny_setti
     assert set(waited) == {0.05}
     clock.now += COOL_DOWN_S + 1
     assert talk(engine, QUESTIONS[3:])[0].trace.unsaved == ()
-    assert len(Book(tiny_settings.store).sessions.get(engine.digest, "one")[2]["turns"]) == 4
+    assert len(CatalogFile(tiny_settings.store).sessions.get(engine.digest, "one")[2]["turns"]) == 4
 
 
 def test_chunks_that_were_met_while_the_book_fails_are_reused_in_this_process(engine, caplog):
-    with broken(engine.book):
+    with broken(engine.catalog.file):
         engine.answer(messages())
         engine.flush()
         again = engine.answer(messages())
@@ -188,22 +190,22 @@ def test_known_texts_that_could_not_be_read_are_read_later(engine, tiny_settings
     engine.ingest([(text, "a") for text in CHUNKS])
     with Engine(tiny_settings) as other:
         _ = other.model
-        with broken(other.book):
+        with broken(other.catalog.file):
             assert chunk_hits(other.answer("\n\n".join([*CHUNKS[:3], "Who?"])).trace) == []
         mended(other)
         assert chunk_hits(other.answer("\n\n".join([*CHUNKS[:3], "Who?"])).trace) == [True] * 3
 
 
 def test_a_model_is_loaded_though_the_book_fails(tiny_settings):
-    with Engine(tiny_settings) as engine, broken(engine.book):
+    with Engine(tiny_settings) as engine, broken(engine.catalog.file):
         assert engine.answer(messages()).trace.unsaved
 
 
 def test_a_prompt_over_a_schema_is_answered_though_the_book_fails(engine):
     engine.register(PML)
-    with broken(engine.book):
+    with broken(engine.catalog.file):
         assert engine.answer(pml=PROMPT).trace.tokens_reused > 0
-    with unwritable(engine.book):
+    with unwritable(engine.catalog.file):
         assert engine.schemas.ensure(engine.schemas.show("trip").schema) is None
         with pytest.raises(StoreError, match="is full"):
             engine.register(PML.replace("trip", "other"))
@@ -212,7 +214,7 @@ def test_a_prompt_over_a_schema_is_answered_though_the_book_fails(engine):
 
 def test_what_somebody_asks_the_book_for_by_itself_fails_clearly(engine):
     talk(engine, QUESTIONS[:1])
-    with broken(engine.book):
+    with broken(engine.catalog.file):
         for asked in (
             engine.sessions.ls,
             lambda: engine.sessions.delete("one"),
@@ -230,7 +232,7 @@ def test_kv_whose_owner_cannot_be_asked_is_not_dropped(engine):
     talk(engine, QUESTIONS[:2])
     engine.flush()
     keys = engine.sessions.show("one").keys
-    with broken(engine.book):
+    with broken(engine.catalog.file):
         engine.sessions.release(keys)
     assert set(engine.store.lookup(keys)) == set(keys)
 
@@ -239,15 +241,15 @@ def test_failures_of_the_book_are_counted(engine):
     prometheus = pytest.importorskip("prometheus_client")
     registry = prometheus.CollectorRegistry()
     metrics(engine, registry)
-    with broken(engine.book):
+    with broken(engine.catalog.file):
         talk(engine, QUESTIONS[:1])
     shown = prometheus.generate_latest(registry).decode().splitlines()
-    counted = [line for line in shown if line.startswith("ragfuse_book_failures_total")]
-    assert float(counted[-1].split()[-1]) == engine._booked.failures > 0
+    counted = [line for line in shown if line.startswith("ragfuse_catalog_failures_total")]
+    assert float(counted[-1].split()[-1]) == engine.catalog.failures > 0
 
 
 def test_answers_of_a_batch_name_what_was_not_saved(engine):
-    with broken(engine.book):
+    with broken(engine.catalog.file):
         answers = engine.batch([messages(), messages(CHUNKS[:2])])
     assert [bool(answer.trace.unsaved) for answer in answers] == [True, True]
     mended(engine)
@@ -257,40 +259,53 @@ def test_answers_of_a_batch_name_what_was_not_saved(engine):
 
 
 def test_a_streamed_answer_names_what_was_not_saved(engine):
-    with broken(engine.book), engine.stream([("user", QUESTIONS[0])], Ask(session="one")) as stream:
+    with broken(engine.catalog.file), engine.stream([("user", QUESTIONS[0])], Ask(session="one")) as stream:
         assert "".join(stream) == stream.answer.text
         assert stream.answer.trace.unsaved
 
 
 def test_a_book_that_is_closed_in_this_moment_has_not_failed(tmp_path):
-    book = Book(tmp_path)
-    booked = Booked(book)
+    file = CatalogFile(tmp_path)
+    catalog = Catalog(file)
 
-    def use(_):
-        booked.close()
+    def closed(name):
+        catalog.close()
         raise StoreError("closed")
 
-    assert booked(use, 7) == 7
-    assert booked.failures == 0
+    file.get = closed
+    assert catalog.get("a") is None
+    assert catalog.failures == 0
+
+
+def test_a_catalog_that_is_asked_strictly_and_closed_in_this_moment_keeps_nothing(tmp_path):
+    file = CatalogFile(tmp_path)
+    catalog = Catalog(file)
+
+    def closed():
+        catalog.close()
+        raise StoreError("closed")
+
+    file.names = closed
+    assert catalog.strict.names() == []
 
 
 def test_threads_that_meet_a_failing_book_are_all_counted(tmp_path):
-    booked = Booked(Book(tmp_path))
+    catalog = Catalog(CatalogFile(tmp_path))
     ready = threading.Barrier(8)
 
     def ask():
         ready.wait()
         for _ in range(50):
-            booked(lambda book: book.get("a"), None)
+            catalog.get("a")
 
-    with broken(booked._book):
+    with broken(catalog.file):
         threads = [threading.Thread(target=ask) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert booked.failures == 400
-    booked.close()
+    assert catalog.failures == 400
+    catalog.close()
 
 
 def test_sessions_over_a_disk_that_is_really_full_are_answered(tmp_path, tiny_settings):

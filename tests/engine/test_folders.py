@@ -7,9 +7,9 @@ import os
 import pytest
 
 from ragfuse import ByteStore, Engine, Settings
-from ragfuse.admin.store_admin import Keeping, Wish, look
+from ragfuse.admin.store_admin import EntryFilter, StoreAdmin, look
 from ragfuse.plan.evict import lru
-from ragfuse.store import Book, DiskTier, KVStore
+from ragfuse.store import CatalogFile, DiskTier, KVStore
 from tests.store.kit import key, kv
 from tests.tiny import CHUNKS, chunk_hits, messages
 
@@ -121,12 +121,12 @@ def test_a_store_that_is_looked_after_and_bytes_stay_where_they_were(here, tiny_
     settings = tiny_settings.model_copy(update={"store": "kv"})
     with Engine(settings) as engine:
         engine.ingest([(CHUNKS[0], "a")])
-    keeping, values = Keeping(settings), ByteStore("bytes", settings=settings)
+    keeping, values = StoreAdmin(settings), ByteStore("bytes", settings=settings)
     assert [place.where for place in look(settings)] == [str(here / "kv")]
     there = gone(here)
     values.put([("name", b"value")])
     assert values.get(["name"]) == [b"value"]
-    assert len(keeping.lines(Wish())) == 1
+    assert len(keeping.lines(EntryFilter())) == 1
     keeping.close()
     values.close()
     assert list(there.iterdir()) == []
@@ -135,7 +135,7 @@ def test_a_store_that_is_looked_after_and_bytes_stay_where_they_were(here, tiny_
 
 
 def test_a_tier_and_a_book_that_are_opened_by_hand_stay_where_they_were(here):
-    with KVStore([DiskTier("kv", 1 << 30, lru)]) as store, Book("book") as book:
+    with KVStore([DiskTier("kv", 1 << 30, lru)]) as store, CatalogFile("book") as book:
         there = gone(here)
         store.put(key("a"), kv(1), wait=True)
         assert store.read_layers(key("a"), 0) is not None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse import Ask, Engine, Piece, Turn
+from ragfuse import Ask, ChatMessage, Engine, Piece
 from ragfuse.types.keys import whole_text
 from tests.tiny import CHUNKS, chunk_hits, messages
 
@@ -46,7 +46,7 @@ def test_an_ingest_replaces_halves_and_the_other_texts_are_kept(engine, caplog):
 QUESTIONS = {
     "text": HALF,
     "message": [("user", HALF)],
-    "turn": [Turn("user", HALF)],
+    "turn": [ChatMessage("user", HALF)],
     "piece": [("user", (Piece(HALF, "chunk", "s\ud800"), "\n\nWho?"))],
     "list": [("user", ["Hi ", HALF])],
     "system": [("system", HALF), ("user", "Who?")],
@@ -61,8 +61,8 @@ def test_a_question_is_answered_as_that_with_the_replaced_text(engine, kind):
             return whole_text(asked)
         if isinstance(asked, Piece):
             return Piece(whole_text(asked.text), asked.kind, whole_text(asked.source))
-        if isinstance(asked, Turn):
-            return Turn(asked.role, whole(asked.content))
+        if isinstance(asked, ChatMessage):
+            return ChatMessage(asked.role, whole(asked.content))
         return type(asked)(map(whole, asked))
 
     asked = QUESTIONS[kind]

@@ -18,7 +18,7 @@ from ragfuse.codec import RawCodec
 from ragfuse.engine import generate as answering
 from ragfuse.load import stream
 from ragfuse.load.stream import Stream
-from ragfuse.load.terms import IN_TIME, LATE, SOONER, UNREADABLE
+from ragfuse.load.terms import BYTES_UNREADABLE, COMPUTED_IN_TIME, COMPUTED_SOONER, GIVEN_UP
 from tests.plan.kit import timings, with_cost
 from tests.store.redis_server import RedisServer
 from tests.tiny import CHUNKS, adds_up, chunk_hits, ingest, messages
@@ -46,7 +46,7 @@ def settings(tiny_settings, server, line):
     server.raw().flushall()
     url = f"redis://127.0.0.1:{line.port}/0"
     levels = {"redis": ["raw", "int8"]}
-    given = {"tiers": (url,), "levels": levels, "memory_bytes": 0, "disk_bytes": 0, "amid_tokens": 0}
+    given = {"tiers": (url,), "levels": levels, "memory_bytes": 0, "disk_bytes": 0, "filler_tokens": 0}
     return tiny_settings.model_copy(update={**given, "piece_tokens": 32, "tier_timeout_s": 0.5})
 
 
@@ -91,7 +91,7 @@ def test_what_comes_in_time_is_what_would_have_been_read_anyway(engine):
 def test_with_time_for_it_all_is_computed_and_the_answer_is_full_prefills(engine):
     computing(engine, 1e-6, byte_s=1.0)
     found = engine.answer(messages(), Ask(deadline_s=NEVER, ratio=0.15))
-    assert {piece.why for piece in found.trace.stream.pieces} == {IN_TIME}
+    assert {piece.why for piece in found.trace.stream.pieces} == {COMPUTED_IN_TIME}
     assert found.trace.stream.held
     assert not any(chunk_hits(found.trace))
     assert found.text == engine.answer(messages(), Ask(reuse=False)).text
@@ -123,7 +123,7 @@ def test_where_nothing_was_measured_a_slow_line_is_left_for_computing_by_what_pr
     full = engine.answer(messages(), Ask(reuse=False))
     line.start(constant(5e4))
     found = engine.answer(messages(), Ask(ratio=0.0, deadline_s=NEVER))
-    assert {piece.why for piece in found.trace.stream.pieces} == {IN_TIME}
+    assert {piece.why for piece in found.trace.stream.pieces} == {COMPUTED_IN_TIME}
     assert found.text == full.text
     assert engine.answer(messages(), Ask(ratio=0.0)).trace.predicted_ttft_s is None
 
@@ -136,7 +136,7 @@ def test_what_is_computed_instead_is_told_of_each_segment(engine, line):
     told = {segment.why for segment in trace.segments if not segment.hit} - {""}
     assert plan.fetches
     assert told
-    assert all(any(word in why for word in (IN_TIME, SOONER, LATE, "line")) for why in told)
+    assert all(any(word in why for word in (COMPUTED_IN_TIME, COMPUTED_SOONER, GIVEN_UP, "line")) for why in told)
 
 
 def base_s(engine: Engine) -> float:
@@ -168,7 +168,7 @@ def test_kv_that_cannot_be_decoded_is_computed_and_the_rest_is_used(engine, monk
     monkeypatch.setattr(RawCodec, "decode", once)
     trace = engine.answer(messages(), Ask(ratio=0.0, deadline_s=5.0)).trace
     lost = [segment for segment in trace.segments if segment.kind == "chunk" and not segment.hit]
-    assert [(segment.source, segment.why) for segment in lost] == [("book-2", UNREADABLE)]
+    assert [(segment.source, segment.why) for segment in lost] == [("book-2", BYTES_UNREADABLE)]
     assert adds_up(trace)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ragfuse import Ask, Engine
-from ragfuse.engine.machine_timings import ASK_AGAIN_S, ROWS, Timings
-from ragfuse.store.catalog import Booked
+from ragfuse.engine.machine_timings import ROWS, TIMINGS_RECHECK_S, MachineTimings
+from ragfuse.store.catalog import Catalog
 from tests.plan.kit import timings
 from tests.store.kit import Clock
 from tests.tiny import messages
@@ -16,12 +16,12 @@ def server(engine):
     """Timings over an engine's store that has run for a while, its clock, and the names it asked the book for."""
     clock, asked = Clock(1000.0), []
 
-    class Counting(Booked):
-        def asked(self, use):
-            asked.append(use)
-            return super().asked(use)
+    class Counting(Catalog):
+        def _try(self, query):
+            asked.append(query)
+            return super()._try(query)
 
-    known = Timings(engine.settings.tiers, Counting(engine.book), clock)
+    known = MachineTimings(engine.settings.tiers, Counting(engine.catalog.file), clock)
     assert known.machine(engine.model) is None
     return known, clock, asked
 
@@ -34,7 +34,7 @@ def test_what_another_process_measures_counts_after_a_minute(engine, tiny_settin
         before, asked[:] = known.machine(engine.model), []
         assert known.machine(engine.model) == before
         assert asked == []
-        clock.now += ASK_AGAIN_S
+        clock.now += TIMINGS_RECHECK_S
         assert known.machine(engine.model).tiers["disk"].byte_s == byte_s
         assert len(asked) == 1
 
@@ -42,11 +42,11 @@ def test_what_another_process_measures_counts_after_a_minute(engine, tiny_settin
 def test_a_book_that_says_nothing_or_cannot_be_read_takes_no_timings_away(engine, server, caplog):
     found, clock, _ = server
     found.learn(known := timings(engine, memory=0.0, disk=1e-9))
-    engine.book.put(found.name(known.model, known.device, known.threads), {"version": 0})
-    clock.now += ASK_AGAIN_S
+    engine.catalog.file.put(found.name(known.model, known.device, known.threads), {"version": 0})
+    clock.now += TIMINGS_RECHECK_S
     assert found.machine(engine.model) == known
-    engine.book.close()
-    clock.now += ASK_AGAIN_S
+    engine.catalog.file.close()
+    clock.now += TIMINGS_RECHECK_S
     assert found.machine(engine.model) == known
     assert "book" in caplog.text
     assert "is left out" in caplog.text
@@ -59,7 +59,7 @@ def test_what_computing_took_is_known_to_later_processes_and_the_least_counts(en
     known.computed(engine.model, plan, 2.0)
     known.computed(engine.model, plan, 1.0)
     assert known.row_s(engine.model) == pytest.approx(1.0 / len(plan.prompt))
-    later = Timings(engine.settings.tiers, engine._booked, clock)
+    later = MachineTimings(engine.settings.tiers, engine.catalog, clock)
     assert later.row_s(engine.model) == pytest.approx(2.0 / len(plan.prompt))
 
 
@@ -67,5 +67,5 @@ def test_what_the_book_says_of_computing_is_checked(engine, server, caplog):
     known, clock, _ = server
     name = known.name(engine.model.fingerprint, str(engine.model.device), torch.get_num_threads())
     for wrong in ({"row_s": "soon"}, {"row_s": -1.0}, {}):
-        engine.book.put(ROWS + name, wrong)
-        assert Timings(engine.settings.tiers, engine._booked, clock).row_s(engine.model) is None
+        engine.catalog.file.put(ROWS + name, wrong)
+        assert MachineTimings(engine.settings.tiers, engine.catalog, clock).row_s(engine.model) is None

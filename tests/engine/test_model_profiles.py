@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from ragfuse import Engine, Settings
-from ragfuse.engine.model_profiles import Hint, refusal_of
+from ragfuse.engine.model_profiles import CalibrationHint, refusal_of
 from ragfuse.types.profiles import ModelProfile
 from tests.tiny import CHUNKS, messages
 
@@ -35,7 +35,7 @@ def test_only_a_safe_calibration_is_a_choice() -> None:
 
 
 def test_the_hint_is_given_once_and_only_where_it_helps(caplog: pytest.LogCaptureFixture) -> None:
-    hint = Hint()
+    hint = CalibrationHint()
     hint.give(KNOWN, "hkvd", "m")
     hint.give(KNOWN.calibrated(True, "lego", 0.1), "auto", "m")
     assert not caplog.records

@@ -7,7 +7,7 @@ import torch
 
 from ragfuse import Ask, Engine, Settings
 from ragfuse.bench.throttle import ThrottledTier
-from ragfuse.engine.planner import PROMOTED
+from ragfuse.engine.placement import MAX_PROMOTIONS
 from ragfuse.plan.evict import lru
 from ragfuse.plan.tiers import OFTEN
 from ragfuse.plan.words import in_words
@@ -50,7 +50,7 @@ def test_timings_of_other_threads_are_not_used(engine):
 
 def test_every_chunk_that_is_missed_is_told_also_where_all_are(engine):
     found = engine.plan(messages())
-    assert found.refusal == MET
+    assert found.fallback_reason == MET
     assert in_words(found).count("miss (not in the store)") == len(found.misses) == len(CHUNKS)
     assert not in_words(engine.plan(messages(), Ask(reuse=False))).count("miss")
 
@@ -59,7 +59,7 @@ def test_where_nothing_is_found_tiers_that_do_not_answer_are_named(tiny_settings
     pytest.importorskip("redis", reason="the package redis is not installed: pip install redis")
     with Engine(tiny_settings.model_copy(update={"tiers": ("redis://127.0.0.1:1/0",)})) as engine:
         found = engine.plan(messages())
-    assert found.refusal == "none of this text is stored yet, as far as is known: redis does not answer"
+    assert found.fallback_reason == "none of this text is stored yet, as far as is known: redis does not answer"
 
 
 def test_of_an_entry_in_several_levels_the_one_that_is_read_counts(engine, monkeypatch):
@@ -112,7 +112,7 @@ def test_chunks_that_load_too_slowly_are_computed_and_not_encoded_again(tiny_set
         engine.flush()
         assert {entry.key for entry in engine.store.entries()} == kept
     assert answer.text == expected
-    assert answer.trace.refusal.startswith("full prefill ")
+    assert answer.trace.fallback_reason.startswith("full prefill ")
     assert answer.trace.predicted_ttft_s == engine.plan(messages()).forecast.full_s
 
 
@@ -182,7 +182,7 @@ def test_chunks_that_are_used_often_come_from_objects_to_disk_in_the_background(
             engine.flush()
             promoted.append(answer.trace.promoted)
             copied = engine.store.tier("disk").counts["promoted"]
-            assert copied == min(len(answer.trace.segments), PROMOTED * max(0, hits - OFTEN + 1))
+            assert copied == min(len(answer.trace.segments), MAX_PROMOTIONS * max(0, hits - OFTEN + 1))
         promoted.append(engine.answer(messages(), QUICKLY).trace.promoted)
         assert promoted[: OFTEN - 1] == [0] * (OFTEN - 1)
         assert sum(promoted) == len(answer.trace.segments)
@@ -202,7 +202,7 @@ def test_a_pinned_chunk_is_pinned_where_it_comes_to(bucket):
         for _ in range(OFTEN):
             engine.answer(messages(), QUICKLY)
         engine.flush()
-        assert [entry.pinned for entry in engine.store.tier("disk").entries(keys).values()] == [True] * PROMOTED
+        assert [entry.pinned for entry in engine.store.tier("disk").entries(keys).values()] == [True] * MAX_PROMOTIONS
 
 
 @pytest.mark.parametrize("speeds", [{}, {"memory": 0.0, "disk": 1e-5, "objects": 1e-9}])

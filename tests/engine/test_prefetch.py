@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from ragfuse import Ask, Engine
-from ragfuse.engine.prefetch import SHARE, WAITING
-from ragfuse.types.keys import amid
+from ragfuse.engine.prefetch import MAX_TIER_SHARE, MAX_WAITING_REQUESTS
+from ragfuse.types.keys import filler_context
 from tests.tiny import CHUNKS, chunk_hits, file_of, ingest, messages
 
 ALL = ["memory"] * len(CHUNKS)
@@ -113,9 +113,9 @@ def test_texts_are_stripped_as_chunks_are(old):
         assert tiers(engine.answer(messages()).trace) == ALL
 
 
-@pytest.mark.parametrize(("amid_tokens", "context"), [(256, amid("")), (0, "")])
-def test_it_brings_each_text_s_own_entry_and_nothing_else(tiny_settings, amid_tokens, context):
-    settings = tiny_settings.model_copy(update={"amid_tokens": amid_tokens})
+@pytest.mark.parametrize(("filler_tokens", "context"), [(256, filler_context("")), (0, "")])
+def test_it_brings_each_text_s_own_entry_and_nothing_else(tiny_settings, filler_tokens, context):
+    settings = tiny_settings.model_copy(update={"filler_tokens": filler_tokens})
     with Engine(settings) as engine:
         ingest(engine)
     with Engine(settings) as engine:
@@ -152,7 +152,7 @@ def test_one_text_is_one_text(old):
 
 def test_an_entry_whose_file_is_lost_costs_itself_alone(old):
     with again(old) as engine:
-        file_of(engine, CHUNKS[2], amid("")).unlink()
+        file_of(engine, CHUNKS[2], filler_context("")).unlink()
         engine.prefetch(CHUNKS)
         engine.flush()
         trace = engine.answer(messages()).trace
@@ -167,7 +167,7 @@ def test_it_takes_no_more_than_its_share_and_evicts_nothing_that_it_brought(old)
         engine.prefetch(CHUNKS)
         engine.flush()
         tier = engine.store.tier("memory")
-        assert 2 * size_of(engine) < tier.nbytes <= SHARE * room
+        assert 2 * size_of(engine) < tier.nbytes <= MAX_TIER_SHARE * room
         assert tier.counts["evicted"] == 0
         there = [name == "memory" for name in tiers(engine.answer(messages()).trace)]
         assert there[:3] == [True] * 3
@@ -179,7 +179,7 @@ def test_what_is_pinned_leaves_it_less_room(old):
         room = 6 * size_of(engine)
     with again(old, memory_bytes=room) as engine:
         first = engine.prompt(messages()).segments[1].keys[0]
-        rest = [engine.key(engine.tokens(text), amid("")) for text in CHUNKS[3:]]
+        rest = [engine.key(engine.tokens(text), filler_context("")) for text in CHUNKS[3:]]
         for key in rest:
             assert engine.store.promote(key)
         engine.store.pin(*rest)
@@ -239,7 +239,7 @@ def test_a_question_does_not_wait_for_it_and_what_it_reads_is_not_read_again(old
         assert set(tiers(answer.trace)) == {"disk"}
         gate.open.set()
         engine.flush()
-        assert gate.keys == [engine.key(engine.tokens(CHUNKS[0]), amid(""))]  # the one at hand
+        assert gate.keys == [engine.key(engine.tokens(CHUNKS[0]), filler_context(""))]  # the one at hand
 
 
 def test_the_newest_wish_comes_first_and_the_oldest_is_dropped(old, monkeypatch):
@@ -247,7 +247,7 @@ def test_the_newest_wish_comes_first_and_the_oldest_is_dropped(old, monkeypatch)
         gate = Gate(engine.store.tier("disk"), monkeypatch)
         engine.prefetch(CHUNKS[:1])
         assert gate.reached.wait(60)
-        for _ in range(WAITING - 1):
+        for _ in range(MAX_WAITING_REQUESTS - 1):
             engine.prefetch(CHUNKS[:2])
         engine.prefetch(CHUNKS[5:])
         gate.open.set()

@@ -90,7 +90,7 @@ def test_what_was_computed_behind_a_blended_row_is_never_kept(cached):
     asked(cached, messages())  # all of it is computed, and kept
     first = asked(cached, messages(CHUNKS[::-1]))
     assert any(chunk_hits(first.trace))
-    cached._prefixes.flush()
+    cached._stages.prefixes.flush()
     begun = asked(cached, messages(CHUNKS[::-1], "Question: When?"))
     assert begun.trace.tokens_prefix <= len(cached.prefix(messages())) + len(CHUNKS[-1])
 
@@ -222,14 +222,14 @@ def test_an_entry_that_cannot_be_made_costs_no_answer(cached, monkeypatch, caplo
 
 def test_a_prompt_that_holds_the_model_waits_for_what_is_being_saved_a_moment_only(cached, monkeypatch):
     gate, waited = threading.Event(), list[float]()
-    write = cached._prefixes._write
-    monkeypatch.setattr(cached._prefixes, "_write", lambda *given: gate.wait(30) and write(*given))
+    write = cached._stages.prefixes._write
+    monkeypatch.setattr(cached._stages.prefixes, "_write", lambda *given: gate.wait(30) and write(*given))
     text = "Once there was a harbour in which forty ships lay, and "
     cached.answer(text)
     wait_for = threading.Condition.wait_for
 
     def noted(self, predicate, timeout=None):
-        if self is cached._prefixes._changed and not predicate():
+        if self is cached._stages.prefixes._changed and not predicate():
             waited.append(timeout)
             return False
         return wait_for(self, predicate, timeout)
@@ -244,7 +244,7 @@ def test_a_prompt_that_holds_the_model_waits_for_what_is_being_saved_a_moment_on
 
 
 def test_entries_that_were_evicted_are_swept_from_the_tree_with_no_lock_held(cached, monkeypatch):
-    prefixes = cached._prefixes
+    prefixes = cached._stages.prefixes
     monkeypatch.setattr("ragfuse.engine.prefix_cache.SWEEP_NODES", 1)
     tenant = prefixes._tenants[cached.digest]
     tenant.sweep_at = 1
@@ -270,7 +270,7 @@ def test_entries_that_were_evicted_are_swept_from_the_tree_with_no_lock_held(cac
 def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(cached, monkeypatch):
     monkeypatch.setattr("ragfuse.engine.prefix_cache.MAX_BEFORE", len(SYSTEM[1]))
     seen: list[int] = []
-    monkeypatch.setattr(cached._prefixes, "extend", lambda ids, n_exact: seen.append(n_exact))
+    monkeypatch.setattr(cached._stages.prefixes, "extend", lambda ids, n_exact: seen.append(n_exact))
     for system, is_short in (("Be short.", True), (SYSTEM[1] + SYSTEM[1], False)):
         cached.ingest([(CHUNKS[0], "")])
         asked(cached, [("system", system), ("user", f"{INSTRUCTION[:9]}{CHUNKS[0]}\n\n{QUESTION}")])
@@ -280,8 +280,8 @@ def test_a_long_beginning_is_not_computed_again_for_the_sake_of_its_first_chunk(
 
 def test_what_follows_a_beginning_that_is_not_kept_is_not_encoded(cached):
     ids = cached.tokens("Once there was a harbour in which forty ships lay.")
-    cached._prefixes.extend(ids, 20)
-    assert len(cached._prefixes._tenants[cached.digest].tree.keys) == 0
+    cached._stages.prefixes.extend(ids, 20)
+    assert len(cached._stages.prefixes._tenants[cached.digest].tree.keys) == 0
     assert cached.store.lookup([cached.encoder.key(ids[20:], token_digest(ids[:20]))]) == {}
 
 

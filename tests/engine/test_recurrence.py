@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.engine.recurrence import Recurs, Sightings
+from ragfuse.engine.recurrence import RecurrenceHint, RecurringPassages
 from ragfuse.process.shared import forget, shared
 from ragfuse.types.prompt import Prompt, Segment
 from tests.tiny import CHUNKS, adds_up, chunk_hits
@@ -79,7 +79,7 @@ def test_two_tenants_never_learn_from_each_other(learns):
         told = ask(theirs, CHUNKS[2::-1], "Question: Why?").trace
         assert not told.tokens_reused
         assert all(not segment.hit for segment in told.segments)
-        assert told.refusal == "none of this text is stored yet"
+        assert told.fallback_reason == "none of this text is stored yet"
         assert ask(mine, CHUNKS[:3], "Question: Why?").trace.tokens_chunks > 0
 
 
@@ -138,7 +138,7 @@ def test_threads_that_learn_at_the_same_time_answer_and_learn(learner):
 
 def test_it_remembers_fingerprints_alone_and_only_so_many(learner):
     prompt = Prompt((Segment(tuple(range(10, 2010)), 0),))
-    sightings = Sightings(most=3)
+    sightings = RecurringPassages(most=3)
     assert sightings.met_again(prompt, lambda token: (2 if token % 50 == 0 else 0, token % 50 != 0)) == []
     assert len(sightings) == 3
     assert all(len(fingerprint) == 32 for fingerprint in sightings._met)
@@ -146,7 +146,7 @@ def test_it_remembers_fingerprints_alone_and_only_so_many(learner):
 
 def test_a_passage_is_forgotten_after_a_while():
     now = [0.0]
-    sightings = Sightings(ttl_s=10.0, clock=lambda: now[0])
+    sightings = RecurringPassages(ttl_s=10.0, clock=lambda: now[0])
     border = lambda token: (0, True)  # noqa: E731
     first, second = (Prompt((Segment(tuple(range(10, 60)), 0), Segment((token,), 50))) for token in (1, 2))
     assert sightings.met_again(first, border) == []
@@ -163,7 +163,7 @@ def test_programs_are_not_learnt_from_text_alone(learner):
 
 
 def test_it_is_said_once_where_long_passages_recur_and_are_not_reused(tiny_settings, caplog):
-    forget(shared(("recurs", tiny_settings.model), Recurs))  # another test may have had it said
+    forget(shared(("recurs", tiny_settings.model), RecurrenceHint))  # another test may have had it said
     with Engine(tiny_settings.model_copy(update={"learn": "heard", "salt": "said"})) as engine:
         for question in ("Who?", "When?", "Where?", "Why?"):
             ask(engine, CHUNKS[:3], question)

@@ -7,9 +7,9 @@ import torch
 
 from ragfuse import Ask, Engine, InputError, PMLTemplate, Settings
 from ragfuse.errors import PMLError
-from ragfuse.hf.common import Common
+from ragfuse.hf.common import SharedKV
 from ragfuse.hf.model import HFModel
-from ragfuse.schemas.bind import Taken
+from ragfuse.schemas.bind import SchemaUse
 from ragfuse.schemas.pml import parse_prompt, parse_schema
 from ragfuse.types.keys import ChunkKey
 from tests.hf import kit
@@ -242,18 +242,18 @@ def test_the_order_of_imports_does_not_matter(trip: Engine) -> None:
 
 def test_kv_placed_by_hand_is_what_a_prompt_is_answered_over(trip: Engine) -> None:
     """Every run encoded by itself and turned to its positions, row by row; the rest computed over it."""
-    from tests.reference import turned
+    from tests.reference import shifted
 
     prompt = trip.prompt(parse_prompt(PROMPT))
     prefill, model = trip.prepare(prompt).prefill, trip.model
-    assert isinstance(prompt.taken, Taken)
+    assert isinstance(prompt.taken, SchemaUse)
     for segment, (lo, hi) in zip(prompt.segments, prompt.spans, strict=True):
         if segment.kind == "module":
             run = prompt.taken.runs[segment.keys[0]]
             rows = slice(*(segment.rows or (0, len(segment.tokens))))
             kv = model.encode_at(run.tokens, run.positions)
             for layer, (layout, mine) in enumerate(zip(model.profile.rope, states(prefill), strict=True)):
-                wanted = turned(kv.layers[layer].keys[:, rows], segment.turn, layout)
+                wanted = shifted(kv.layers[layer].keys[:, rows], segment.shift, layout)
                 assert torch.allclose(mine[0][:, lo:hi], wanted, atol=1e-4)
                 assert torch.equal(mine[1][:, lo:hi], kv.layers[layer].values[:, rows].double())
 
@@ -393,7 +393,7 @@ def test_messages_are_wrapped_as_the_models_template_does(engine: Engine) -> Non
 
 
 def test_a_chat_begins_as_the_template_does_whatever_stands_before_a_text(engine: Engine, monkeypatch) -> None:
-    words = engine.model.words
+    words = engine.model.tokenizer
     monkeypatch.setattr(words, "chat_template", words.chat_template.removeprefix("<s>"))
     monkeypatch.setattr(HFModel, "bos", (words.bos_token_id,))
     engine.register('<schema name="talk"><system>Be brief, as ever.</system></schema>')
@@ -436,14 +436,14 @@ def test_in_every_family_a_scaffold_over_all_is_full_prefill_and_modules_are_rea
     engine.register(TRIP)
     trace = engine.answer(parse_prompt(PROMPT)).trace
     assert trace.modules == (".", "plan", "plan/abroad", "plan/abroad/oslo")
-    assert trace.refusal == ""
+    assert trace.fallback_reason == ""
 
 
 def test_a_refused_model_answers_by_full_prefill(of) -> None:
     engine = of("llama-dynamic")
     assert engine.register(LINES).done.encoded == 0
     answer = engine.answer(parse_prompt(ALL_LINES))
-    assert "dynamic" in answer.trace.refusal
+    assert "dynamic" in answer.trace.fallback_reason
     assert answer.token_ids == full(engine, parse_prompt(ALL_LINES)).token_ids
 
 
@@ -454,8 +454,8 @@ def test_kv_that_cannot_be_moved_is_used_in_place_alone(of) -> None:
     with pytest.raises(PMLError, match="cannot be moved"):
         engine.answer(long)
     blended = engine.answer(parse_prompt(ALL_LINES), Ask(blend=True)).trace
-    assert "hidden states" in blended.refusal
-    assert engine.answer("Anything else.").trace.refusal != ""
+    assert "hidden states" in blended.fallback_reason
+    assert engine.answer("Anything else.").trace.fallback_reason != ""
     engine.flush()
     engine.store.clear()
     assert engine.answer(parse_prompt(ALL_LINES)).trace.modules == ()
@@ -509,8 +509,8 @@ def test_a_batch_holds_a_module_once_and_says_what_each_answer_says_alone(engine
     prompts = [parse_prompt(text) for text in READERS]
     alone = [engine.answer(prompt).token_ids for prompt in prompts]
     met = []
-    share = Common.share
-    monkeypatch.setattr(Common, "share", lambda self, *given: (share(self, *given), met.append(len(self)))[0])
+    share = SharedKV.share
+    monkeypatch.setattr(SharedKV, "share", lambda self, *given: (share(self, *given), met.append(len(self)))[0])
     assert [answer.token_ids for answer in engine.batch(prompts)] == alone
     assert met == [2] * 4
 
@@ -519,7 +519,7 @@ def test_sharing_can_be_switched_off(tiny_settings, monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("shared")
 
-    monkeypatch.setattr(Common, "share", refuse)
+    monkeypatch.setattr(SharedKV, "share", refuse)
     with Engine(tiny_settings.model_copy(update={"share": False})) as engine:
         engine.register(BOOK)
         assert len(engine.batch([parse_prompt(text) for text in READERS])) == 4

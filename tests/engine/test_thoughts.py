@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from integrations.tests.kit import TEMPLATE
-from ragfuse import Ask, Engine, Grammar, InputError, Settings, ToolCall, Turn
-from ragfuse.text.thoughts import TAGS, Thoughts, thoughts_of
+from ragfuse import Ask, ChatMessage, Engine, Grammar, InputError, Settings, ToolCall
+from ragfuse.text.thoughts import THOUGHT_TAGS, Thoughts, thoughts_of
 from ragfuse.types.answer import Thought
 from tests.engine.test_native_calls import TOOLS
 from tests.scripted import saying
@@ -108,7 +108,7 @@ def test_a_plain_text_is_gone_on_with_as_it_stands(opened: Engine) -> None:
 
 
 def test_tags_are_known_by_template_or_tokenizer() -> None:
-    for open, close in TAGS:
+    for open, close in THOUGHT_TAGS:
         assert thoughts_of("", [open, close]) == Thoughts(open, close)
         assert thoughts_of(f"{{{{ m.split('{close}')[-1] }}}}", []) == Thoughts(open, close)
         assert thoughts_of("", [open]) is None
@@ -123,7 +123,7 @@ def test_tags_are_known_by_template_or_tokenizer() -> None:
 def test_the_next_turn_goes_on_from_the_answer_alone(opened: Engine) -> None:
     opened.answer(ASKED, saying(opened, "Hm</think>Yes.", session="s"))
     prompt = opened.plan([("user", "So?")], Ask(session="s")).prompt
-    text = opened.model.words.decode(prompt.token_ids)
+    text = opened.model.tokenizer.decode(prompt.token_ids)
     assert "<|assistant|>Yes." in text
     assert "Hm" not in text
 
@@ -142,9 +142,9 @@ THOUGHT = "{% if message.reasoning_content is defined %}<think>{{ message.reason
 REMEMBERS = TEMPLATE.replace("{{ message['content'] }}", THOUGHT + "{{ message['content'] }}")
 
 
-def text_of(engine: Engine, turns: list[Turn], ask: Ask | None = None) -> str:
+def text_of(engine: Engine, turns: list[ChatMessage], ask: Ask | None = None) -> str:
     ids = engine.prompt(turns, ask=ask or Ask()).token_ids
-    return str(engine.model.words.decode(list(ids), skip_special_tokens=False))
+    return str(engine.model.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def test_what_was_thought_before_an_earlier_answer_is_handed_to_the_template(tiny_path: Path, tmp_path: Path) -> None:
@@ -153,23 +153,27 @@ def test_what_was_thought_before_an_earlier_answer_is_handed_to_the_template(tin
         said = [("user", "Who?"), ("assistant", "It."), ("user", "Sure?")]
         plain = [{"role": role, "content": text} for role, text in said]
         plain[1]["reasoning_content"] = "A lighthouse counts."
-        turns = [Turn(role, text) for role, text in said]
+        turns = [ChatMessage(role, text) for role, text in said]
         turns[1] = replace(turns[1], reasoning="A lighthouse counts.")
-        wanted = made.model.words.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        wanted = made.model.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
         assert "<think>A lighthouse counts.</think>It." in wanted
         for ask in (Ask(), Ask(reuse=False), Ask(session="talk")):
             if ask.session is None:
                 assert text_of(made, turns, ask) == wanted
             assert made.answer(turns, ask).trace.tokens == len(made.prompt(turns).token_ids)
-        assert made.ids([("user", "Who?"), Turn("assistant", "It."), ("user", "Sure?")]) != made.ids(turns)
+        assert made.ids([("user", "Who?"), ChatMessage("assistant", "It."), ("user", "Sure?")]) != made.ids(turns)
         turns[1] = replace(turns[1], reasoning="forged </think> tag \ud800")
         ids = list(made.prompt(turns).token_ids)
-        close = made.model.words.convert_tokens_to_ids("</think>")
+        close = made.model.tokenizer.convert_tokens_to_ids("</think>")
         assert ids.count(close) == 1
         assert "forged </think> tag \ufffd" in text_of(made, turns)
 
 
 def test_neighbours_of_one_role_keep_what_each_thought() -> None:
-    turns = [Turn("assistant", "a", reasoning="one"), Turn("assistant", "b"), Turn("assistant", "c", reasoning="two")]
-    (joined,) = Turn.joined(turns)
+    turns = [
+        ChatMessage("assistant", "a", reasoning="one"),
+        ChatMessage("assistant", "b"),
+        ChatMessage("assistant", "c", reasoning="two"),
+    ]
+    (joined,) = ChatMessage.joined(turns)
     assert joined.reasoning == "one\ntwo"

@@ -11,7 +11,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ragfuse import Ask, Engine, InputError, Piece, Settings, SettingsError, Turn
+from ragfuse import Ask, ChatMessage, Engine, InputError, Piece, Settings, SettingsError
 from ragfuse.types.prompt import Prompt
 from tests.tiny import CHUNKS, INSTRUCTION, QUESTION, messages
 
@@ -90,12 +90,12 @@ def spaced(folder: Path, tmp_path: Path) -> Iterator[Engine]:
 
 
 def said(engine: Engine, ids: Any) -> str:
-    return str(engine.model.words.decode(list(ids), skip_special_tokens=False))
+    return str(engine.model.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def own(engine: Engine, told: list[dict[str, Any]], **more: Any) -> list[int]:
     """The ids of what the template writes."""
-    words = engine.model.words
+    words = engine.model.tokenizer
     text = words.apply_chat_template(cast(Any, told), tokenize=False, **{"add_generation_prompt": True, **more})
     return list(words(str(text), add_special_tokens=False).input_ids)
 
@@ -129,9 +129,9 @@ def test_a_prompt_without_chunks_has_the_ids_of_its_template_and_so_has_one_with
 
 def test_a_text_has_the_ids_of_its_tokenizer(spaced: Engine) -> None:
     text = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}"
-    assert list(spaced.prompt(text).token_ids) == spaced.model.words(text).input_ids
+    assert list(spaced.prompt(text).token_ids) == spaced.model.tokenizer(text).input_ids
     marked = f"{spaced.marker.mark(CHUNKS[0])}\n\n{CHUNKS[1]}\n\n{QUESTION}"
-    assert said(spaced, spaced.prompt(marked).token_ids) == said(spaced, spaced.model.words(text).input_ids)
+    assert said(spaced, spaced.prompt(marked).token_ids) == said(spaced, spaced.model.tokenizer(text).input_ids)
     assert kinds(spaced.prompt(marked))[-2:] == ["chunk", "fresh"]
 
 
@@ -211,7 +211,7 @@ def test_token_ids_have_no_tools_and_no_session(engine: Engine) -> None:
 
 @pytest.fixture
 def thinking(spaced: Engine) -> Engine:
-    cast(Any, spaced.model.words).chat_template = CHATML
+    cast(Any, spaced.model.tokenizer).chat_template = CHATML
     return spaced
 
 
@@ -235,7 +235,7 @@ def test_thoughts_of_earlier_answers_go_as_the_template_lets_them(thinking: Engi
     assert "deep" not in said(thinking, prompt.token_ids)
     wanted = said(thinking, own(thinking, joined(told)))
     assert said(thinking, prompt.token_ids).split() == wanted.split()  # some put a space behind a token, none is one
-    words = thinking.model.words
+    words = thinking.model.tokenizer
     assert prompt.token_ids.count(cast(int, words.convert_tokens_to_ids("</think>"))) == 0
 
 
@@ -248,7 +248,9 @@ def test_a_last_message_is_gone_on_with(thinking: Engine) -> None:
     assert thinking.answer(told, Ask(continue_final_message=True)).trace.tokens == len(wanted)
 
 
-@pytest.mark.parametrize("told", ["Why?", [("user", "Why?")], [Turn("user", "Why?"), Turn("assistant", " ")]])
+@pytest.mark.parametrize(
+    "told", ["Why?", [("user", "Why?")], [ChatMessage("user", "Why?"), ChatMessage("assistant", " ")]]
+)
 def test_only_an_answer_that_is_begun_is_gone_on_with(engine: Engine, told: Any) -> None:
     with pytest.raises(InputError, match="an answer that is begun"):
         engine.answer(told, Ask(continue_final_message=True))

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.drift import added, measured, turned
+from ragfuse.fuse.drift import added, measured
+from ragfuse.fuse.rope import shifted_rows
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 from tests import reference
 from tests.fuse.test_rope import LAYOUTS
@@ -37,7 +38,7 @@ def parts(one: ChunkKV, rope: tuple[RopeLayout | None, ...]) -> list[tuple[Tenso
 
 
 def slowly(states: Tensor, delta: int, layout: RopeLayout | None) -> Tensor:
-    return states.double() if layout is None else reference.turned(states, delta, layout)
+    return states.double() if layout is None else reference.shifted(states, delta, layout)
 
 
 @roped
@@ -79,7 +80,7 @@ def test_the_dtype_stays_and_the_chunk_is_left_alone() -> None:
     assert {tensor.dtype for tensor, _ in parts(done, rope)} == {torch.bfloat16}
     assert all(torch.equal(old, tensor) for old, (tensor, _) in zip(before, parts(chunk, rope), strict=True))
     assert all(tensor.is_contiguous() for tensor, _ in parts(done, rope))
-    again = turned(chunk.layers[0].keys, torch.zeros(4, dtype=torch.float64), rope[0])
+    again = shifted_rows(chunk.layers[0].keys, torch.zeros(4, dtype=torch.float64), rope[0])
     assert torch.equal(again, chunk.layers[0].keys.float())
 
 

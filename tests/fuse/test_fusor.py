@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.fusor import Buffers, Fusion, LostRun, Run
+from ragfuse.fuse.fusor import Buffers, CachedRun, Fusion, LostRun
 from ragfuse.fuse.select import policy_named
 from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 from tests import reference
@@ -41,8 +41,8 @@ class Shelf:
         }
 
 
-def run(segment: int, lo: int, hi: int, start: int | None = None, blend: bool = True) -> Run:
-    return Run(segment, lo, hi, lo if start is None else start, blend)
+def run(segment: int, lo: int, hi: int, start: int | None = None, blend: bool = True) -> CachedRun:
+    return CachedRun(segment, lo, hi, lo if start is None else start, blend)
 
 
 def placed(layer: int, layer_kv: LayerKV, start: int) -> tuple[Tensor, Tensor]:
@@ -51,8 +51,8 @@ def placed(layer: int, layer_kv: LayerKV, start: int) -> tuple[Tensor, Tensor]:
     if layout is None:
         return keys, values
     if layout.part == "values":
-        return keys, reference.turned(values, start, layout)
-    return reference.turned(keys, start, layout), values
+        return keys, reference.shifted(values, start, layout)
+    return reference.shifted(keys, start, layout), values
 
 
 def same(found: Tensor, wanted: Tensor) -> None:
@@ -78,7 +78,7 @@ def test_the_same_chunk_may_stand_twice() -> None:
     buffers.open(0)
     keys, values = buffers.get(0)
     same(keys[0, :, 0:4], chunk.layers[0].keys)
-    same(keys[0, :, 5:9], reference.turned(chunk.layers[0].keys, 5, LAYOUT))
+    same(keys[0, :, 5:9], reference.shifted(chunk.layers[0].keys, 5, LAYOUT))
     same(values[0, :, 0:4], values[0, :, 5:9])
 
 
@@ -163,7 +163,7 @@ def test_layers_may_differ_in_heads_and_dims() -> None:
         assert torch.equal(values[0, :, :3], kv_layer.values)
 
 
-def fusion(policy: str, ratio: float, runs: list[Run], n_tokens: int) -> tuple[Fusion, Shelf]:
+def fusion(policy: str, ratio: float, runs: list[CachedRun], n_tokens: int) -> tuple[Fusion, Shelf]:
     shelf = Shelf({each.segment: kv(each.hi - each.lo, each.segment) for each in runs})
     buffers = Buffers(n_tokens, runs, shelf, ROPE, CPU)
     return Fusion(buffers, torch.arange(n_tokens), runs, policy_named(policy), ratio), shelf
@@ -225,14 +225,14 @@ def test_the_chosen_rows_deviate_most(policy: str, compare: str) -> None:
     old = dict(zip("kv", (part[0].clone() for part in steps.buffers.get(1)), strict=True))
     new = dict(zip("kv", torch.randn(2, 1, 2, 72, 6), strict=True))
     steps.check(1, new["k"], new["v"])
-    offered = [*range(10, 40), *range(45, 75)]
+    candidate_rows = [*range(10, 40), *range(45, 75)]
     flowing = steps.rows.tolist()
     steps.choose(1)
-    mine = [flowing.index(row) for row in offered]
+    mine = [flowing.index(row) for row in candidate_rows]
     scores = reference.deviation(
-        [new[part][0][:, mine] for part in compare], [old[part][:, offered] for part in compare]
+        [new[part][0][:, mine] for part in compare], [old[part][:, candidate_rows] for part in compare]
     )
-    assert steps.chosen.tolist() == [offered[index] for index in reference.top(scores, 15)]
+    assert steps.chosen.tolist() == [candidate_rows[index] for index in reference.top(scores, 15)]
 
 
 def test_the_last_row_is_computed_though_it_is_cached() -> None:
@@ -269,4 +269,4 @@ def test_the_view_tells_chunks_and_places() -> None:
     assert steps.view.chunk.tolist() == [1] * 30 + [3] * 30
     assert steps.view.offset.tolist() == [*range(30), *range(30)]
     assert steps.view.forced == 12
-    assert torch.equal(steps.offer, torch.tensor([*range(10, 40), *range(45, 75)]))
+    assert torch.equal(steps.candidates, torch.tensor([*range(10, 40), *range(45, 75)]))

@@ -26,7 +26,7 @@ def test_gathered_rows_equal_those_turned_one_by_one(spans, layout) -> None:
     for layer, (mine, theirs, how) in enumerate(zip(found.layers, kv.layers, (layout, None), strict=True)):
         for part, states in (("keys", theirs.keys), ("values", theirs.values)):
             wanted = [
-                reference.turned(states[:, row : row + 1], at - row, how)
+                reference.shifted(states[:, row : row + 1], at - row, how)
                 if how is not None and how.part == part
                 else states[:, row : row + 1].double()
                 for at, row in enumerate(rows)

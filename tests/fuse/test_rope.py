@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.fuse.rope import angles, moved, place
+from ragfuse.fuse.rope import angles, place, shifted
 from ragfuse.types.kv import RopeLayout
 from tests import reference
 
@@ -29,15 +29,15 @@ def keys(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @named
 @pytest.mark.parametrize("delta", [1, 37, 4096, -12])
 def test_moved_keys_equal_those_turned_pair_by_pair(layout: RopeLayout, delta: int) -> None:
-    wanted = reference.turned(keys(), delta, layout)
-    torch.testing.assert_close(moved(keys(), delta, layout).double(), wanted, atol=1e-6, rtol=1e-6)
+    wanted = reference.shifted(keys(), delta, layout)
+    torch.testing.assert_close(shifted(keys(), delta, layout).double(), wanted, atol=1e-6, rtol=1e-6)
 
 
 @named
 def test_dims_outside_the_layout_stay_as_they_are(layout: RopeLayout) -> None:
     width = 2 * len(layout.inv_freq)
     outside = [dim for dim in range(8) if not layout.lo <= dim < layout.lo + width]
-    found = moved(keys(), 9, layout)
+    found = shifted(keys(), 9, layout)
     assert torch.equal(found[..., outside], keys()[..., outside])
     assert not torch.isclose(
         found[..., layout.lo : layout.lo + width], keys()[..., layout.lo : layout.lo + width]
@@ -47,22 +47,22 @@ def test_dims_outside_the_layout_stay_as_they_are(layout: RopeLayout) -> None:
 @named
 @given(delta=st.integers(-100_000, 100_000), seed=st.integers(0, 99))
 def test_moving_there_and_back_gives_the_keys_again(layout: RopeLayout, delta: int, seed: int) -> None:
-    there = moved(keys(seed), delta, layout)
-    torch.testing.assert_close(moved(there, -delta, layout), keys(seed), atol=2e-6, rtol=1e-5)
+    there = shifted(keys(seed), delta, layout)
+    torch.testing.assert_close(shifted(there, -delta, layout), keys(seed), atol=2e-6, rtol=1e-5)
 
 
 @named
 @given(first=st.integers(-5000, 5000), second=st.integers(-5000, 5000))
 def test_two_moves_equal_their_sum(layout: RopeLayout, first: int, second: int) -> None:
-    twice = moved(moved(keys(), first, layout), second, layout)
-    torch.testing.assert_close(twice, moved(keys(), first + second, layout), atol=2e-6, rtol=1e-5)
+    twice = shifted(shifted(keys(), first, layout), second, layout)
+    torch.testing.assert_close(twice, shifted(keys(), first + second, layout), atol=2e-6, rtol=1e-5)
 
 
 @named
 def test_distances_alone_decide_the_scores_of_moved_keys(layout: RopeLayout) -> None:
     one, other = keys(1).double(), keys(2).double()
-    near = reference.turned(one, 3, layout) @ reference.turned(other, 10, layout).transpose(1, 2)
-    far = reference.turned(one, 1003, layout) @ reference.turned(other, 1010, layout).transpose(1, 2)
+    near = reference.shifted(one, 3, layout) @ reference.shifted(other, 10, layout).transpose(1, 2)
+    far = reference.shifted(one, 1003, layout) @ reference.shifted(other, 1010, layout).transpose(1, 2)
     torch.testing.assert_close(near, far)
 
 
@@ -70,31 +70,31 @@ def test_distances_alone_decide_the_scores_of_moved_keys(layout: RopeLayout) -> 
 @named
 def test_low_precision_keys_are_turned_in_float32_and_rounded_once(layout: RopeLayout, dtype: torch.dtype) -> None:
     low = keys(dtype=dtype)
-    wanted = moved(low.float(), 1234, layout).to(dtype)
-    found = moved(low, 1234, layout)
+    wanted = shifted(low.float(), 1234, layout).to(dtype)
+    found = shifted(low, 1234, layout)
     assert found.dtype == dtype
     assert torch.equal(found, wanted)
 
 
 def test_keys_without_position_are_copied() -> None:
     original = keys()
-    found = moved(original, 100, None)
+    found = shifted(original, 100, None)
     assert torch.equal(found, original)
     assert found.data_ptr() != original.data_ptr()
 
 
 def test_a_move_by_nothing_changes_no_bit() -> None:
-    assert torch.equal(moved(keys(dtype=torch.bfloat16), 0, LAYOUTS["half"]), keys(dtype=torch.bfloat16))
+    assert torch.equal(shifted(keys(dtype=torch.bfloat16), 0, LAYOUTS["half"]), keys(dtype=torch.bfloat16))
 
 
 @named
 def test_the_original_is_never_touched(layout: RopeLayout) -> None:
     original = keys()
-    moved(original, 77, layout)
+    shifted(original, 77, layout)
     out = torch.zeros_like(original)
     place(out, original, angles(layout, 77, original.device), layout)
     assert torch.equal(original, keys())
-    assert torch.equal(out, moved(original, 77, layout))
+    assert torch.equal(out, shifted(original, 77, layout))
 
 
 def test_angles_hold_at_far_positions() -> None:

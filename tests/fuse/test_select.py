@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ragfuse.errors import SettingsError
-from ragfuse.fuse.select import POLICIES, Policy, View, policy_named, schedule
+from ragfuse.fuse.select import POLICIES, Candidates, Policy, policy_named, schedule
 from ragfuse.fuse.select.policy import best
 from tests import reference
 
@@ -21,15 +21,15 @@ every = pytest.mark.parametrize("name", EVERY)
 by_ratio = pytest.mark.parametrize("name", BY_RATIO)
 
 
-def view(sizes: list[int], ratio: float, n_layers: int = 6, forced: int = 20, seed: int = 0) -> View:
+def view(sizes: list[int], ratio: float, n_layers: int = 6, forced: int = 20, seed: int = 0) -> Candidates:
     """Chunks of these sizes, with a random score per row."""
     chunk = torch.cat([torch.full((size,), index) for index, size in enumerate(sizes)])
     offset = torch.cat([torch.arange(size) for size in sizes])
     score = torch.rand(len(chunk), generator=torch.Generator().manual_seed(seed))
-    return View(n_layers, ratio, forced, chunk, offset, score)
+    return Candidates(n_layers, ratio, forced, chunk, offset, score)
 
 
-def run(policy: Policy, seen: View, seed: int = 0) -> list[Tensor]:
+def run(policy: Policy, seen: Candidates, seed: int = 0) -> list[Tensor]:
     """Rows of each layer, as a prefill asks for them, with random deviations."""
     made = torch.Generator().manual_seed(seed)
     alive, kept = torch.arange(len(seen)), []
@@ -64,22 +64,22 @@ def test_rows_are_sorted_and_only_ever_fewer(
 def test_the_mean_over_the_layers_is_the_ratio_within_rounding(
     name: str, sizes: list[int], ratio: float, n_layers: int, forced: int
 ) -> None:
-    policy, offered = policy_named(name), sum(sizes)
+    policy, candidate_rows = policy_named(name), sum(sizes)
     counts = [len(rows) for rows in run(policy, view(sizes, ratio, n_layers, forced))][policy.check_layer :]
     plain = sum(counts) / len(counts)
-    rounding = 8.5 if ratio * 1.5 * offered >= 31 else 0.5
-    assert abs(plain - ratio * offered) <= rounding + 1e-6
+    rounding = 8.5 if ratio * 1.5 * candidate_rows >= 31 else 0.5
+    assert abs(plain - ratio * candidate_rows) <= rounding + 1e-6
 
 
 @by_ratio
 @given(sizes=sizes_drawn, ratio=ratios, n_layers=st.integers(2, 9), forced=st.integers(1, 50))
 def test_budgets_are_those_of_the_twin(name: str, sizes: list[int], ratio: float, n_layers: int, forced: int) -> None:
-    policy, offered = policy_named(name), sum(sizes)
+    policy, candidate_rows = policy_named(name), sum(sizes)
     gradual = name in ("hkvd", "hkvd:k", "hkvd:v", "hybrid", "query-gradual")
     plan = reference.shares(ratio, policy.check_layer, n_layers, gradual)
-    assume(all(abs(share * offered % 1 - 0.5) > 1e-6 for share in plan))
+    assume(all(abs(share * candidate_rows % 1 - 0.5) > 1e-6 for share in plan))
     found = [len(rows) for rows in run(policy, view(sizes, ratio, n_layers, forced))][policy.check_layer :]
-    budgets = [reference.budget(share, offered, forced) for share in plan]
+    budgets = [reference.budget(share, candidate_rows, forced) for share in plan]
     assert found == list(accumulate(budgets, min))
 
 
@@ -110,17 +110,17 @@ def test_ratio_zero_takes_nothing(name: str) -> None:
 @every
 def test_nothing_on_offer_is_no_trouble(name: str) -> None:
     empty = torch.empty(0, dtype=torch.int64)
-    seen = View(6, 0.5, 10, empty, empty, torch.empty(0))
+    seen = Candidates(6, 0.5, 10, empty, empty, torch.empty(0))
     assert not any(len(kept) for kept in run(policy_named(name), seen))
 
 
-@given(share=st.floats(0, 1), offered=st.integers(0, 3000), forced=st.integers(0, 300))
-def test_budgets_fill_whole_tiles_and_stay_within_a_quarter(share: float, offered: int, forced: int) -> None:
-    rows = view([offered], 0.1, forced=forced).budget(share) if offered else 0
-    asked = share * offered
-    assert 0 <= rows <= offered
+@given(share=st.floats(0, 1), candidate_rows=st.integers(0, 3000), forced=st.integers(0, 300))
+def test_budgets_fill_whole_tiles_and_stay_within_a_quarter(share: float, candidate_rows: int, forced: int) -> None:
+    rows = view([candidate_rows], 0.1, forced=forced).budget(share) if candidate_rows else 0
+    asked = share * candidate_rows
+    assert 0 <= rows <= candidate_rows
     assert abs(rows - asked) <= max(0.5, asked / (8 if asked >= 64 else 4) + 0.5)
-    if 32 <= round(asked) < offered and rows not in (0, offered):
+    if 32 <= round(asked) < candidate_rows and rows not in (0, candidate_rows):
         assert (rows + forced) % 16 == 0
     if round(asked) < 32:
         assert rows == round(asked)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ragfuse.fuse import attend as whole
-from ragfuse.fuse.attend import BLOCK, KEY_TILE, RowMask, attend
+from ragfuse.fuse.attend import KEY_TILE, QUERY_BLOCK, RowMask, attend
 from tests import reference
 
 
@@ -29,8 +29,8 @@ def some(total: int, count: int) -> list[int]:
 ROWS = {
     "a few": (200, [0, 31, 32, 63, 64, 150, 199]),
     "from the first": (300, some(300, 90)),
-    "several blocks": (360, some(360, 2 * BLOCK + 5)),
-    "one left over": (400, some(400, BLOCK + 1)),
+    "several blocks": (360, some(360, 2 * QUERY_BLOCK + 5)),
+    "one left over": (400, some(400, QUERY_BLOCK + 1)),
     "at the end": (333, list(range(300, 333))),
     "on the tiles": (320, list(range(KEY_TILE - 1, 320, KEY_TILE))),
     "the last one": (65, [64]),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from ragfuse.fuse.fusor import Run
+from ragfuse.fuse.fusor import CachedRun
 from ragfuse.fuse.select import nearness
 from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.types.keys import ChunkKey
@@ -17,8 +17,8 @@ from tests import reference
 from tests.hf import kit
 
 
-def near(words: list[int], asked: list[int], offer: list[int]) -> list[float]:
-    found = nearness(torch.tensor(words), torch.tensor(asked, dtype=torch.int64), torch.tensor(offer))
+def near(words: list[int], asked: list[int], candidates: list[int]) -> list[float]:
+    found = nearness(torch.tensor(words), torch.tensor(asked, dtype=torch.int64), torch.tensor(candidates))
     assert found.dtype == torch.float32
     return found.tolist()
 
@@ -26,8 +26,8 @@ def near(words: list[int], asked: list[int], offer: list[int]) -> list[float]:
 @given(words=st.lists(st.integers(-1, 6), min_size=3, max_size=90), cut=st.floats(0.1, 0.9), skip=st.integers(1, 4))
 def test_it_agrees_with_its_twin(words: list[int], cut: float, skip: int) -> None:
     stop = max(1, round(cut * len(words)))
-    offer, asked = list(range(0, stop, skip)), list(range(stop, len(words)))
-    assert near(words, asked, offer) == pytest.approx(reference.nearness(words, asked, offer), abs=1e-5)
+    candidates, asked = list(range(0, stop, skip)), list(range(stop, len(words)))
+    assert near(words, asked, candidates) == pytest.approx(reference.nearness(words, asked, candidates), abs=1e-5)
 
 
 def test_a_rare_word_weighs_more_and_what_is_far_weighs_nothing() -> None:
@@ -68,7 +68,7 @@ def test_signs_and_spaces_are_no_words(said: str, byte_level: HFModel) -> None:
 
 
 def test_special_tokens_are_no_words_and_letters_that_look_alike_in_bytes_are_two(byte_level: HFModel) -> None:
-    assert {byte_level._number(token) for token in byte_level.words.all_special_ids} == {-1}
+    assert {byte_level._number(token) for token in byte_level.tokenizer.all_special_ids} == {-1}
     names = {letter: [byte_level._number(token) for token in byte_level.tokens(letter)] for letter in "\u0442\u0443"}
     assert names["\u0442"] != names["\u0443"]
     assert -1 not in names["\u0442"]
@@ -98,7 +98,7 @@ def test_rows_near_words_of_the_question_are_chosen_wherever_it_stands(behind: b
     parts = [FIRST, SECOND, question] if behind else [question, FIRST, SECOND, " Answer:"]
     ids, spans = said(byte_level, *parts)
     chunks = spans[:2] if behind else spans[1:3]
-    runs = [Run(index, lo, hi, lo, blend=True) for index, (lo, hi) in enumerate(chunks)]
+    runs = [CachedRun(index, lo, hi, lo, blend=True) for index, (lo, hi) in enumerate(chunks)]
     kv = KVSource([byte_level.encode(ids[lo:hi]) for lo, hi in chunks])
     fused = byte_level.fuse(ids, torch.arange(len(ids)), runs, kv, "lexical", 0.2)
     assert len(fused.chosen)
@@ -116,7 +116,7 @@ def test_a_missed_chunk_before_the_question_is_no_part_of_it(byte_level: HFModel
     ]
     prompt = Prompt(tuple(segments))
     assert prompt.asked[0].tolist() == prompt.asked[1].tolist() == list(range(*spans[3]))
-    runs = [Run(index, lo, hi, lo, blend=True) for index, (lo, hi) in enumerate(spans[:2])]
+    runs = [CachedRun(index, lo, hi, lo, blend=True) for index, (lo, hi) in enumerate(spans[:2])]
     kv = KVSource([byte_level.encode(ids[lo:hi]) for lo, hi in spans[:2]])
     fused = byte_level.fuse(ids, torch.arange(len(ids)), runs, kv, "lexical", 0.2, asked=prompt.asked)
     assert all(spans[1][0] <= row < spans[1][1] for row in fused.chosen.tolist())
@@ -124,6 +124,6 @@ def test_a_missed_chunk_before_the_question_is_no_part_of_it(byte_level: HFModel
 
 def test_nothing_on_offer_is_no_trouble(byte_level: HFModel) -> None:
     ids = kit.ids(9)
-    runs = [Run(0, 0, 8, 0, blend=False), Run(1, 8, 9, 8, blend=True)]
+    runs = [CachedRun(0, 0, 8, 0, blend=False), CachedRun(1, 8, 9, 8, blend=True)]
     kv = KVSource([byte_level.encode(ids[:8]), byte_level.encode(ids[8:])])
     assert not len(byte_level.fuse(ids, torch.arange(9), runs, kv, "lexical", 0.5).chosen)

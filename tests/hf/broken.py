@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragfuse.fuse.attend import RowMask
-from ragfuse.fuse.fusor import Run, Source
-from ragfuse.fuse.rope import moved
+from ragfuse.fuse.fusor import CachedRun, LayerSource
+from ragfuse.fuse.rope import shifted
 from ragfuse.hf.hooks import ATTENTION
 from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.types.kv import ChunkKV, LayerKV
@@ -99,12 +99,17 @@ def with_kv(change: Callable[[HFModel, LayerKV], LayerKV]) -> Break:
     return broken
 
 
-def with_runs(change: Callable[[list[Run]], list[Run]]) -> Break:
+def with_runs(change: Callable[[list[CachedRun]], list[CachedRun]]) -> Break:
     """Runs that are placed wrongly."""
 
     class Wrong(Twin):
         def fuse(
-            self, token_ids: Sequence[int], positions: Tensor, runs: Sequence[Run], source: Source, *rest: Any
+            self,
+            token_ids: Sequence[int],
+            positions: Tensor,
+            runs: Sequence[CachedRun],
+            source: LayerSource,
+            *rest: Any,
         ) -> Any:
             return HFModel.fuse(self, token_ids, positions, change(list(runs)), source, *rest)
 
@@ -125,7 +130,7 @@ class MutatingSource:
         found = self.source.read(layer)
         for kv in found.values():
             if kv is not None:
-                kv.keys.copy_(moved(kv.keys, 1, self.model.profile.rope[layer]))
+                kv.keys.copy_(shifted(kv.keys, 1, self.model.profile.rope[layer]))
         return found
 
 
@@ -135,7 +140,7 @@ def mutating(model: HFModel) -> Iterator[HFModel]:
 
     class Wrong(Twin):
         def fuse(
-            self, token_ids: Sequence[int], positions: Tensor, runs: Sequence[Run], source: Any, *rest: Any
+            self, token_ids: Sequence[int], positions: Tensor, runs: Sequence[CachedRun], source: Any, *rest: Any
         ) -> Any:
             return HFModel.fuse(self, token_ids, positions, runs, MutatingSource(self, source), *rest)
 
@@ -144,7 +149,7 @@ def mutating(model: HFModel) -> Iterator[HFModel]:
 
 def _one_further(model: HFModel, layer: LayerKV) -> LayerKV:
     layout = next(layout for layout in model.profile.rope if layout is not None)
-    return LayerKV(moved(layer.keys, 1, layout), layer.values)
+    return LayerKV(shifted(layer.keys, 1, layout), layer.values)
 
 
 def _other_pairing(model: HFModel) -> dict[str, Any]:

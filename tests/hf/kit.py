@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from ragfuse.fuse.fusor import Run
+from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.types.kv import ChunkKV
@@ -91,11 +91,11 @@ class Scene:
         return torch.cat([torch.arange(start, start + len(part)) for start, (part, _) in spans])
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[CachedRun]:
         runs, lo = [], 0
         for index, (start, (part, kind)) in enumerate(zip(self.starts, self.parts, strict=True)):
             if kind in ("prefix", "chunk"):
-                runs.append(Run(index, lo, lo + len(part), start, blend=kind == "chunk"))
+                runs.append(CachedRun(index, lo, lo + len(part), start, blend=kind == "chunk"))
             lo += len(part)
         return runs
 

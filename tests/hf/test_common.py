@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from ragfuse.hf.common import LEAST, Common, Span
+from ragfuse.hf.common import MIN_SHARED_ROWS, SharedKV, SharedSpan
 from ragfuse.hf.handover import generate, sharing
 from ragfuse.hf.model import HFModel, Prefill
 from tests.hf import kit
@@ -16,8 +16,8 @@ from tests.hf.test_decode import GREEDY, WAIT_S, Noting, model, no_thread_is_lef
 
 __all__ = ["model", "no_thread_is_left", "nothing_failed"]
 
-SIZES = (5, LEAST + 6, 9, LEAST, 8)
-SPANS = [Span(5, 75, "one"), Span(84, 148, "two")]
+SIZES = (5, MIN_SHARED_ROWS + 6, 9, MIN_SHARED_ROWS, 8)
+SPANS = [SharedSpan(5, 75, "one"), SharedSpan(84, 148, "two")]
 """Two modules of a prompt, with its own rows before, between and behind them."""
 
 
@@ -33,8 +33,8 @@ def prompts(model: HFModel, count: int = 4) -> list[Prefill]:
     return made
 
 
-def share(model: HFModel, prefills: list[Prefill], common: Common | None = None) -> Common:
-    common = common or Common()
+def share(model: HFModel, prefills: list[Prefill], common: SharedKV | None = None) -> SharedKV:
+    common = common or SharedKV()
     for prefill in prefills:
         cache, wiring = sharing(model, prefill)
         common.share(cache, SPANS, wiring.windows)
@@ -55,9 +55,9 @@ def test_a_module_stands_in_memory_once(model: HFModel) -> None:
     each = prompts(model, 8)
     before = held(each)
     common = share(model, each)
-    own, token = sum(SIZES) - 2 * LEAST - 6, each[0].kv.nbytes // sum(SIZES)
+    own, token = sum(SIZES) - 2 * MIN_SHARED_ROWS - 6, each[0].kv.nbytes // sum(SIZES)
     assert len(common) == 2
-    assert held(each) == token * (2 * LEAST + 6 + 8 * (own + 64))
+    assert held(each) == token * (2 * MIN_SHARED_ROWS + 6 + 8 * (own + 64))
     assert held(each) < before / 2
 
 
@@ -131,18 +131,18 @@ def test_a_row_that_was_taken_back_is_there_once_it_is_revealed(model: HFModel) 
 
 def test_a_stretch_that_reaches_the_last_row_leaves_it(model: HFModel) -> None:
     """The last row is taken back before an answer begins."""
-    ids = kit.ids(LEAST + 1)
+    ids = kit.ids(MIN_SHARED_ROWS + 1)
     wanted = generate(model, model.full_prefill(ids), GREEDY)
     prefill = model.full_prefill(ids)
-    Common().share(prefill.cache, [Span(0, len(ids), "all")], [None] * model.n_layers)
+    SharedKV().share(prefill.cache, [SharedSpan(0, len(ids), "all")], [None] * model.n_layers)
     assert [layer.own for layer in prefill.cache.layers] == [1] * model.n_layers
     assert generate(model, prefill, GREEDY) == wanted
 
 
 def test_what_is_short_stays_where_it_is(model: HFModel) -> None:
     prefill = model.full_prefill(kit.ids(90))
-    common = Common()
-    common.share(prefill.cache, [Span(3, 3 + LEAST - 1, "short")], [None] * model.n_layers)
+    common = SharedKV()
+    common.share(prefill.cache, [SharedSpan(3, 3 + MIN_SHARED_ROWS - 1, "short")], [None] * model.n_layers)
     assert len(common) == 0
     assert not prefill.cache.is_apart
 

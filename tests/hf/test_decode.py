@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
-from ragfuse.hf.grammar import Grammars
+from ragfuse.hf.grammar import GrammarCompiler
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, Prefill
 from ragfuse.hf.stream import StopWhen
@@ -227,7 +227,7 @@ def test_all_ways_to_write_go_beside_each_other(model: HFModel) -> None:
 
 def test_an_answer_held_to_a_grammar_goes_beside_free_ones(model: HFModel) -> None:
     words = bytes_tokenizer()
-    grammars = Grammars(words, 256, [])
+    grammars = GrammarCompiler(words, 256, [])
 
     def held() -> dict[str, Any]:
         processor = grammars.processor(Grammar.regex("[ab]{4}c[de]{9}"), LENGTH)

@@ -1,4 +1,4 @@
-"""A model's drift: read from its folder, part of its name, added to chunks that are encoded amid other text only."""
+"""A model's drift: read from its folder, part of its name, added to chunks that are encoded behind filler text only."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from ragfuse.errors import ModelError
 from ragfuse.fuse.drift import added
-from ragfuse.hf.drift import DRIFT, write_drift
+from ragfuse.hf.drift import DRIFT_FILE, write_drift
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed import PackedLinear
 from ragfuse.models import adapters
@@ -38,11 +38,16 @@ def test_it_is_added_to_chunks_amid_other_text_and_to_no_others(folder: Path) ->
     write_drift(folder, drift, plain.model)
     model = load_model(folder, "float32")
     context, chunk = [3, 4, 5, 6], [9, 8, 7]
-    found, wanted = model.encode_amid(chunk, context), added(plain.encode(chunk, context), drift, plain.profile.rope)
+    found, wanted = (
+        model.encode_with_filler(chunk, context),
+        added(plain.encode(chunk, context), drift, plain.profile.rope),
+    )
     for mine, theirs in zip(found.layers, wanted.layers, strict=True):
         assert torch.equal(mine.keys, theirs.keys)
         assert torch.equal(mine.values, theirs.values)
-    for mine, theirs in zip(model.encode(chunk, context).layers, plain.encode_amid(chunk, context).layers, strict=True):
+    for mine, theirs in zip(
+        model.encode(chunk, context).layers, plain.encode_with_filler(chunk, context).layers, strict=True
+    ):
         assert torch.equal(mine.keys, theirs.keys)
     assert not torch.equal(found.layers[1].values, plain.encode(chunk, context).layers[1].values)
 
@@ -69,21 +74,21 @@ def test_a_model_with_a_drift_is_another_and_is_the_same_again(folder: Path) -> 
 def test_a_drift_that_does_not_fit_is_an_error_that_names_the_file(folder: Path, damage, said: str) -> None:
     plain = load_model(folder, "float32")
     write_drift(folder, drift_of(plain), plain.model)
-    save_file(damage(load_file(folder / DRIFT)), folder / DRIFT)
+    save_file(damage(load_file(folder / DRIFT_FILE)), folder / DRIFT_FILE)
     with pytest.raises(ModelError, match=said) as caught:
         load_model(folder, "float32")
-    assert DRIFT in str(caught.value)
+    assert DRIFT_FILE in str(caught.value)
     assert "measure it again" in str(caught.value)
 
 
 def test_an_adapter_brings_its_drift_under_the_name_that_is_looked_for() -> None:
-    assert adapters.DRIFT == DRIFT
+    assert adapters.DRIFT_NAME == DRIFT_FILE
 
 
 def test_a_cut_off_file_is_an_error(folder: Path) -> None:
     plain = load_model(folder, "float32")
     write_drift(folder, drift_of(plain), plain.model)
-    (folder / DRIFT).write_bytes((folder / DRIFT).read_bytes()[:100])
+    (folder / DRIFT_FILE).write_bytes((folder / DRIFT_FILE).read_bytes()[:100])
     with pytest.raises(ModelError, match="cannot be read"):
         load_model(folder, "float32")
 
@@ -95,7 +100,7 @@ def test_a_packed_model_adds_it_too(folder: Path) -> None:
     model = load_model(folder, "bfloat16")
     assert any(isinstance(module, PackedLinear) for module in model.model.modules())
     assert model.drift is not None
-    found, bare = model.encode_amid([9, 8, 7], [3, 4]), model.encode([9, 8, 7], [3, 4])
+    found, bare = model.encode_with_filler([9, 8, 7], [3, 4]), model.encode([9, 8, 7], [3, 4])
     wanted = added(bare, model.drift, model.profile.rope)
     for mine, theirs, before in zip(found.layers, wanted.layers, bare.layers, strict=True):
         assert torch.equal(mine.keys, theirs.keys)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ragfuse.errors import ModelError
-from ragfuse.fuse.rope import moved
+from ragfuse.fuse.rope import shifted
 from ragfuse.hf.model import HFModel, fingerprint
 from ragfuse.models.loader import load_model
 from ragfuse.types.profiles import ModelProfile
@@ -32,7 +32,7 @@ def test_a_run_behind_a_context_equals_the_rows_of_a_longer_prefill(name: str) -
     for layout, layer, parts in zip(model.profile.rope, encoded.layers, whole, strict=True):
         for part, wanted in zip(("keys", "values"), parts, strict=True):
             turned = layout if layout is not None and layout.part == part else None
-            found = moved(getattr(layer, part), len(context), turned)
+            found = shifted(getattr(layer, part), len(context), turned)
             assert kit.off(found, wanted[:, len(context) :]) < EXACT
 
 
@@ -192,4 +192,4 @@ def test_a_missing_device_says_what_to_do(folder: Path) -> None:
 
 def test_without_a_tokenizer_there_are_no_words() -> None:
     with pytest.raises(ModelError, match="token ids only"):
-        _ = HFModel(kit.build("llama", {})).words
+        _ = HFModel(kit.build("llama", {})).tokenizer

@@ -109,7 +109,7 @@ def test_how_a_weight_lies_in_memory_is_not_part_of_the_key(monkeypatch: pytest.
     for weight in model.parameters():
         if weight.ndim == 2:
             weight.data = weight.data.t().contiguous().t()
-    monkeypatch.setattr(module, "PIECE_NBYTES", 100)
+    monkeypatch.setattr(module, "HASH_NBYTES", 100)
     assert weights_digest(model) == before
 
 

@@ -20,7 +20,7 @@ def agrees_with_its_twin(scene: Scene, policy: str, ratio: float) -> None:
     kv = kit.source(model, scene)
     fused = kit.fuse(model, scene, policy, ratio, kv)
     runs = [reference.Cached(run.lo, run.hi, kv.chunks[run.segment], run.start, run.blend) for run in scene.runs]
-    twin = reference.LlamaTwin(model.model, model.words.convert_ids_to_tokens)
+    twin = reference.LlamaTwin(model.model, model.tokenizer.convert_ids_to_tokens)
     wanted = twin.fuse(scene.token_ids, scene.positions.tolist(), runs, policy if ratio else "none", ratio)
     assert kit.off(fused.logits, wanted.logits) < EXACT
     assert kit.worst(kit.states(fused), list(zip(wanted.keys, wanted.values, strict=True))) < EXACT
@@ -142,9 +142,9 @@ def test_a_chunk_behind_its_own_prefix_is_exact() -> None:
 def test_the_chosen_rows_are_told() -> None:
     model, scene = kit.family("llama"), kit.usual()
     fused = kit.fuse(model, scene, "hkvd-flat", 0.25)
-    offered = {row for run in scene.runs if run.blend for row in range(run.lo, run.hi)}
+    candidate_rows = {row for run in scene.runs if run.blend for row in range(run.lo, run.hi)}
     assert len(fused.chosen) == 14
-    assert set(fused.chosen.tolist()) <= offered
+    assert set(fused.chosen.tolist()) <= candidate_rows
     assert fused.mean_ratio == pytest.approx(14 / 57)
 
 

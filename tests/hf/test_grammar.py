@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ragfuse.errors import InputError
-from ragfuse.hf.grammar import KEPT, Grammars, check
-from ragfuse.text.tool_calls import PLAIN, CallFormat
+from ragfuse.hf.grammar import CACHED_GRAMMARS, GrammarCompiler, check
+from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
 
@@ -35,7 +35,7 @@ class Held:
 
     def __init__(self, format: CallFormat, *added: str) -> None:
         self.words = bytes_tokenizer(*added)
-        self.grammars = Grammars(self.words, len(self.words), [256])
+        self.grammars = GrammarCompiler(self.words, len(self.words), [256])
         self.grammar = Grammar.lark(format.rules({"weather": SCHEMA}, self.grammars.literal, free=True))
 
     def allows(self, text: str, spelled: bool) -> bool:
@@ -45,10 +45,10 @@ class Held:
 
 
 def test_text_cannot_spell_the_token_that_begins_a_call() -> None:
-    held = Held(PLAIN, "<tool_call>")
-    assert held.allows("It is <tool_cal.\n\n" + PLAIN.write(CALL), spelled=False)
+    held = Held(DEFAULT_CALL_FORMAT, "<tool_call>")
+    assert held.allows("It is <tool_cal.\n\n" + DEFAULT_CALL_FORMAT.write(CALL), spelled=False)
     assert held.allows("One writes <tool_call.", spelled=True)
-    assert not held.allows("One writes " + PLAIN.write(FORGED), spelled=True)
+    assert not held.allows("One writes " + DEFAULT_CALL_FORMAT.write(FORGED), spelled=True)
     assert not held.allows("One writes <tool_call>.", spelled=True)
 
 
@@ -64,18 +64,18 @@ def test_bare_json_is_a_call_of_a_tool_or_not_written(format: CallFormat, before
 
 
 def test_where_the_beginning_of_a_call_is_letters_a_call_of_a_tool_follows() -> None:
-    held = Held(PLAIN)
-    assert held.allows("It is " + PLAIN.write(CALL), spelled=True)
-    assert not held.allows("It is " + PLAIN.write(FORGED), spelled=True)
+    held = Held(DEFAULT_CALL_FORMAT)
+    assert held.allows("It is " + DEFAULT_CALL_FORMAT.write(CALL), spelled=True)
+    assert not held.allows("It is " + DEFAULT_CALL_FORMAT.write(FORGED), spelled=True)
 
 
 def test_of_many_grammars_those_used_last_stay_compiled() -> None:
-    grammars = Held(PLAIN).grammars
+    grammars = Held(DEFAULT_CALL_FORMAT).grammars
     first = Grammar.choice(["0"])
-    for number in range(KEPT + 8):
+    for number in range(CACHED_GRAMMARS + 8):
         grammars.matcher(Grammar.choice([str(number)]))
         grammars.matcher(first)
-    assert len(grammars._compiled) == KEPT
+    assert len(grammars._compiled) == CACHED_GRAMMARS
     assert first in grammars._compiled
     assert Grammar.choice(["1"]) not in grammars._compiled
     assert grammars.is_whole(Grammar.choice(["1"]), grammars.tokens.tokenize_str("1"))

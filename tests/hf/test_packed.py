@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ragfuse.fuse.fusor import Run
+from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.blank import random_model
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill, fingerprint
@@ -41,7 +41,7 @@ def built(family: str) -> HFModel:
 
 
 def fused(model: HFModel, ids: list[int], policy: str, ratio: float) -> Prefill:
-    runs = [Run(0, 10, 30, 10, True), Run(1, 30, 50, 30, True)]
+    runs = [CachedRun(0, 10, 30, 10, True), CachedRun(1, 30, 50, 30, True)]
     source = KVSource([model.encode(ids[run.lo : run.hi]) for run in runs])
     return model.fuse(ids, torch.arange(len(ids)), runs, source, policy, ratio)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ragfuse.errors import InputError, ModelError, RefusedError
-from ragfuse.fuse.fusor import Run
+from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.handover import generate, sharing
 from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.hf.probe import decoder_layers
@@ -68,7 +68,7 @@ def test_biases_count_positions_and_not_keys(name: str, start: int) -> None:
     full = model.full_prefill(ids, torch.tensor(at(start)))
     assert kit.off(full.logits, among(name, ids, at(start))[1]) < EXACT
     assert generate(model, full.copy(), options) == [written]
-    follow = model.along(full, [5, 9, 2])
+    follow = model.score_continuation(full, [5, 9, 2])
     wanted = among(name, [*ids, 5, 9], [*at(start), start + 44, start + 45])[1]
     assert kit.off(follow[-1], wanted) < EXACT
 
@@ -78,7 +78,7 @@ def test_all_rows_computed_again_behind_gaps_equal_full_prefill(name: str) -> No
     model, ids = kit.family(name), kit.ids(len(GAPPED) + 2)
     positions = torch.tensor([*at(0), 50, 51])
     source = KVSource([model.encode(ids[:9]), model.encode(ids[9:22]), model.encode(ids[22:26])])
-    runs = [Run(at, *span, blend=True) for at, span in enumerate([(0, 9, 0), (9, 22, 20), (22, 26, 40)])]
+    runs = [CachedRun(at, *span, blend=True) for at, span in enumerate([(0, 9, 0), (9, 22, 20), (22, 26, 40)])]
     fused, full = model.fuse(ids, positions, runs, source, "hkvd", 1.0), model.full_prefill(ids, positions)
     assert kit.off(fused.logits, full.logits) < EXACT
     assert kit.worst(kit.states(fused), kit.states(full)) < EXACT
@@ -86,7 +86,9 @@ def test_all_rows_computed_again_behind_gaps_equal_full_prefill(name: str) -> No
     assert 1e-4 < kit.off(some.logits, full.logits) < kit.off(reused(model, ids, positions, runs, source), full.logits)
 
 
-def reused(model: HFModel, ids: list[int], positions: torch.Tensor, runs: list[Run], source: KVSource) -> torch.Tensor:
+def reused(
+    model: HFModel, ids: list[int], positions: torch.Tensor, runs: list[CachedRun], source: KVSource
+) -> torch.Tensor:
     return model.fuse(ids, positions, runs, source, "none", 0.0).logits
 
 
@@ -102,7 +104,7 @@ def test_a_long_gap_costs_no_precision(name: str, jump: int, lead: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = kit.family(name, dtype)
         full = model.full_prefill(ids, positions)
-        ends.append((full.logits, model.along(full, [5, 9, 2])[-1]))
+        ends.append((full.logits, model.score_continuation(full, [5, 9, 2])[-1]))
     plain = [kit.family(name, dtype).full_prefill(ids).logits for dtype in (torch.float32, torch.bfloat16)]
     rounding = max(kit.off(plain[1].float(), plain[0]), 0.01)
     for exact, rounded in zip(*ends, strict=True):
@@ -147,14 +149,14 @@ def test_answers_behind_gaps_and_without_are_written_at_the_same_time(name: str)
 @pytest.mark.parametrize("name", [name for name in (*ROTATED, *UNMARKED) if name != "gemma3-two-ropes"])
 def test_what_follows_is_predicted_behind_the_last_position(name: str) -> None:
     model, ids = kit.family(name), kit.ids(len(GAPPED))
-    follow = model.along(model.full_prefill(ids, torch.tensor(at(3))), [5, 9, 2])
+    follow = model.score_continuation(model.full_prefill(ids, torch.tensor(at(3))), [5, 9, 2])
     whole = model.full_prefill([*ids, 5, 9], torch.tensor([*at(3), 47, 48]))
     assert kit.off(follow[-1], whole.logits) < EXACT
 
 
 def test_a_prompt_beyond_the_last_bias_is_refused() -> None:
     model = kit.family("mpt-alibi")
-    longest = model.longest
+    longest = model.max_context
     assert longest == 512
     with pytest.raises(InputError, match=f"{longest + 1} positions, and this model has {longest}"):
         model.encode_at([1, 2, 3], [0, 1, longest])
@@ -186,7 +188,7 @@ def test_a_prompt_from_one_run_with_gaps_equals_its_full_prefill(name: str) -> N
     n_run = len(GAPPED)
     kv = model.encode_at(ids[:n_run], at(start if model.profile.fixed else 0))
     turn = 0 if model.profile.fixed else start
-    fused = model.fuse(ids, positions, [Run(0, 0, n_run, turn, blend=False)], KVSource([kv]), "none", 0.0)
+    fused = model.fuse(ids, positions, [CachedRun(0, 0, n_run, turn, blend=False)], KVSource([kv]), "none", 0.0)
     full = model.full_prefill(ids, positions)
     assert kit.off(fused.logits, full.logits) < EXACT
     assert kit.worst(kit.states(fused), kit.states(full)) < EXACT
@@ -208,7 +210,7 @@ def test_what_stays_where_it_was_encoded_is_used_there_and_never_blended(name: s
     assert model.profile.refusal
     source = KVSource([model.encode(ids[:20])])
     with pytest.raises(RefusedError):
-        model.fuse(ids, torch.arange(30), [Run(0, 0, 20, 0, blend=True)], source, "hkvd", 0.3)
+        model.fuse(ids, torch.arange(30), [CachedRun(0, 0, 20, 0, blend=True)], source, "hkvd", 0.3)
 
 
 def test_only_what_is_right_at_its_own_positions_stays_there() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ragfuse.fuse.fusor import Run
+from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.hf.verify import verify
@@ -29,16 +29,18 @@ def model(smollm_path: Path, request: pytest.FixtureRequest) -> HFModel:
 
 
 @pytest.fixture(scope="module")
-def prompt(model: HFModel) -> tuple[list[int], list[Run], KVSource]:
+def prompt(model: HFModel) -> tuple[list[int], list[CachedRun], KVSource]:
     parts = [model.tokens(HEAD, special=True), *(model.tokens(text) for text in PASSAGES)]
     starts = [sum(len(part) for part in parts[:index]) for index in range(len(parts))]
     spans = zip(starts, parts, strict=True)
-    runs = [Run(index, lo, lo + len(part), lo, blend=index > 0) for index, (lo, part) in enumerate(spans)]
+    runs = [CachedRun(index, lo, lo + len(part), lo, blend=index > 0) for index, (lo, part) in enumerate(spans)]
     ids = [token for part in [*parts, model.tokens(TAIL, special=True)] for token in part]
     return ids, runs, KVSource([model.encode(part) for part in parts])
 
 
-def fused(model: HFModel, prompt: tuple[list[int], list[Run], KVSource], policy: str = "hkvd", ratio: float = 1.0):
+def fused(
+    model: HFModel, prompt: tuple[list[int], list[CachedRun], KVSource], policy: str = "hkvd", ratio: float = 1.0
+):
     ids, runs, source = prompt
     return model.fuse(ids, torch.arange(len(ids)), runs, source, policy, ratio)
 

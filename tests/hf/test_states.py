@@ -74,7 +74,7 @@ def test_of_the_same_prompt_again_all_but_the_last_token_is_reused(name: str, on
         wanted = 0 if MODELS[name][2] == "whole" else again.trace.tokens - 1
         assert again.trace.tokens_reused == again.trace.tokens_prefix == wanted
         assert again.token_ids == first.token_ids
-        assert again.trace.refusal == engine.model.profile.refusal
+        assert again.trace.fallback_reason == engine.model.profile.refusal
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name][2] == "run"])

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ragfuse.hf.stream import CONTEXT, MOST, Spelling, StopFinder, StopWhere, TextSink, UntilStop
+from ragfuse.hf.stream import (
+    CONTEXT_TOKENS_BEFORE,
+    MAX_PENDING_TOKENS,
+    Spelling,
+    StopFinder,
+    StopWhere,
+    TextSink,
+    UntilStop,
+)
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<|end|>"]
 LETTERS = " \n\t.,'néß漢🙂a"
@@ -223,7 +231,7 @@ def test_work_for_a_token_does_not_grow_with_the_answer():
         spelling.add([at * 7])
         finder.look(Counted(spelling.text))
     assert len(spelling.text) == 4000
-    assert max(decoded) <= 2 * CONTEXT
+    assert max(decoded) <= 2 * CONTEXT_TOKENS_BEFORE
     assert Counted.searched <= 4000 * 2 * len("xyzzy")
 
 
@@ -237,7 +245,7 @@ def test_bytes_that_never_become_a_character_do_not_pile_up():
     spelling, hidden = Spelling(text_of), [0, 3]
     broken = words("🙂", add_special_tokens=False).input_ids[:1]
     spelling.add(broken * 500)
-    assert max(decoded) <= MOST
+    assert max(decoded) <= MAX_PENDING_TOKENS
     assert set(spelling.end()) == {"\ufffd"}
     silent = Spelling(text_of, hidden)
     assert silent.add(hidden * 500) == ""

@@ -14,10 +14,10 @@ from typing import Any
 from ragfuse.bench.line import constant
 from ragfuse.bench.stream.lines import Course, Scale
 from ragfuse.load.link import Link
-from ragfuse.load.piece import Reading
+from ragfuse.load.piece import PendingRead
 from ragfuse.load.stream import Stream
 from ragfuse.load.terms import Terms
-from ragfuse.plan.adapt import Adapt, Part
+from ragfuse.plan.adapt import Adapt, StreamPart
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch
 
@@ -110,7 +110,7 @@ class Replayed(Stream):
         super().__init__(None, fetches, parts, LAYERS, Link(clock=time), terms, clock=time)  # type: ignore[arg-type]
         self._line, self._time = line, time
 
-    def _started(self, reading: Reading) -> Reading:
+    def _started(self, reading: PendingRead) -> PendingRead:
         (segment,), (first, end) = reading.segments, reading.span
         nbytes = round(INT8 / PIECES * OVER_INT8[reading.level] * (end - first) / LAYERS)
 
@@ -138,7 +138,7 @@ def replayed(
     """Seconds to the first token, where computing takes so many times as long as foreseen, and the stream."""
     time, text_s = Time(), TEXT_S / PIECES
     sizes = {name: round(INT8 / PIECES * share) for name, share in OVER_INT8.items()}
-    parts = [Part(at, TOKENS, sizes, text_s) for at in range(PIECES)]
+    parts = [StreamPart(at, TOKENS, sizes, text_s) for at in range(PIECES)]
     keys = [ChunkKey("model", str(at)) for at in range(PIECES)]
     fetches = [Fetch(at, key, "line", "int8", sizes["int8"], TOKENS) for at, key in enumerate(keys)]
     terms = Terms(0.0, deadline_s, BASE_S, adapt, TOKENS, None, level)

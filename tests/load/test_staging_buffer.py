@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ragfuse.load.layers import LayerReader, is_far
-from ragfuse.load.staging_buffer import Staging, _Buffer
+from ragfuse.load.staging_buffer import StagingBuffer, _Buffer
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.types.kv import LayerKV
@@ -20,7 +20,7 @@ def layers(n: int = 3) -> list[dict[int, LayerKV | None]]:
 
 
 def test_on_a_cpu_nothing_is_copied():
-    staging, sent = Staging(CPU), layers()
+    staging, sent = StagingBuffer(CPU), layers()
     assert staging.landed(staging.send(sent)) is sent
 
 
@@ -50,7 +50,7 @@ def steps_of(count: int, n: int, pin: bool = False) -> list[list[dict[int, Layer
 @pytest.mark.parametrize("pin", [False, True])
 def test_layers_arrive_as_they_were_however_busy_both_streams_are(pin):
     device, steps = torch.device("cuda"), steps_of(6, 4096, pin)
-    staging, sums = Staging(device, 1 << 20), []
+    staging, sums = StagingBuffer(device, 1 << 20), []
     for step in steps:  # more steps than buffers, each sent while the copies before it still wait
         with torch.cuda.stream(staging._stream):
             torch.cuda._sleep(20_000_000)
@@ -67,7 +67,7 @@ def test_layers_arrive_as_they_were_however_busy_both_streams_are(pin):
 @needs_gpu
 def test_what_is_on_the_device_is_not_copied():
     there = [{0: LayerKV(torch.ones(2, 3, 4, device="cuda"), torch.zeros(2, 3, 4, device="cuda"))}]
-    staging = Staging(torch.device("cuda"))
+    staging = StagingBuffer(torch.device("cuda"))
     assert staging.landed(staging.send(there))[0][0].keys.data_ptr() == there[0][0].keys.data_ptr()
 
 

@@ -11,8 +11,17 @@ import pytest
 from ragfuse.bench.line import Line, Trace, constant, drawn, line_to
 from ragfuse.load.link import Link, Links
 from ragfuse.load.stream import Stream
-from ragfuse.load.terms import ASIDE, ENOUGH, IN_TIME, LATE, NOT_KEPT, SOONER, UNREADABLE, Terms
-from ragfuse.plan.adapt import TEXT, Part
+from ragfuse.load.terms import (
+    BYTES_UNREADABLE,
+    COMPUTED_IN_TIME,
+    COMPUTED_SOONER,
+    GIVEN_UP,
+    LEVEL_NOT_KEPT,
+    NOT_WAITED_FOR,
+    SET_ASIDE,
+    Terms,
+)
+from ragfuse.plan.adapt import AS_TEXT, StreamPart
 from ragfuse.plan.evict import lru
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.redis import RedisTier
@@ -92,7 +101,7 @@ class Case:
 
     def run(self, deadline_s: float, **terms) -> Stream:
         """What came, decoded and compared."""
-        parts = [Part(at, TOKENS, SIZES, self.text_s) for at in range(PIECES)]
+        parts = [StreamPart(at, TOKENS, SIZES, self.text_s) for at in range(PIECES)]
         fetches = [Fetch(at, key(at), "line", "raw", SIZES["raw"]) for at in range(PIECES)]
         given = {"piece_tokens": TOKENS, **terms}
         with Stream(self.store, fetches, parts, LAYERS, self.link, Terms(0.0, deadline_s, **given), clock=Since()) as s:
@@ -117,7 +126,7 @@ class Case:
         return [each.level for each in stream.pieces if _brought(each, segment, layer)]
 
 
-def opened(store: Watched, parts: list[Part], terms: Terms, link: Link | None = None, clock=None) -> Stream:
+def opened(store: Watched, parts: list[StreamPart], terms: Terms, link: Link | None = None, clock=None) -> Stream:
     """A stream of segments, each from the chunk of its number; those that share one from the first's."""
     owners = {segment: part.segment for part in parts for segment in (part.segment, *part.also)}
     fetches = [Fetch(segment, key(owner), "line", "raw", SIZES["raw"]) for segment, owner in owners.items()]
@@ -162,7 +171,7 @@ def test_a_line_that_is_fast_enough_brings_everything_without_loss(store):
 def test_text_that_is_in_time_is_read_by_nobody(store):
     store.line.start(mbps(8))
     stream = Case(store, text_s=1.0).run(60.0)
-    assert (levels(stream), store.reads, set(stream.text.values())) == ([TEXT] * PIECES, [], {IN_TIME})
+    assert (levels(stream), store.reads, set(stream.text.values())) == ([AS_TEXT] * PIECES, [], {COMPUTED_IN_TIME})
 
 
 def test_a_line_that_is_too_slow_for_raw_brings_less_of_each_piece(store):
@@ -201,8 +210,8 @@ def test_a_line_that_stands_still_is_given_up_and_the_rest_is_computed(store):
     store.line.start(mbps(4))
     store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
     stream = Case(store, text_s=1.0).run(1.5, prior=4e6)
-    assert levels(stream) == ["raw", "raw", "raw", TEXT, TEXT]
-    assert stream.text == {2: LATE, 3: SOONER} or stream.text == {2: LATE, 3: IN_TIME}
+    assert levels(stream) == ["raw", "raw", "raw", AS_TEXT, AS_TEXT]
+    assert stream.text == {2: GIVEN_UP, 3: COMPUTED_SOONER} or stream.text == {2: GIVEN_UP, 3: COMPUTED_IN_TIME}
     assert max(store.reads) == 2
 
 
@@ -211,7 +220,7 @@ def test_nothing_hangs_on_a_line_that_stands_still_where_computing_is_not_timed(
     store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
     stream = Case(store, text_s=None).run(1.5, prior=4e6)
     assert sorted(stream.came) == [0, 1]
-    assert stream.text == {2: UNREADABLE, 3: UNREADABLE}
+    assert stream.text == {2: BYTES_UNREADABLE, 3: BYTES_UNREADABLE}
 
 
 @by_either
@@ -245,22 +254,25 @@ def test_a_level_that_is_asked_for_is_taken_whatever_the_deadline(store, level):
 
 def test_a_level_that_is_not_kept_is_said_to_be_none(store):
     stream = Case(store).run(0.0, level="cg2")
-    assert (store.reads, set(stream.text.values())) == ([], {NOT_KEPT})
+    assert (store.reads, set(stream.text.values())) == ([], {LEVEL_NOT_KEPT})
 
 
 def test_a_segment_that_is_gone_takes_none_of_its_piece_with_it(store):
     store.before = lambda number: store.tiers[0].delete([key(1)]) if number == 0 else None
-    parts = [Part(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
+    parts = [StreamPart(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
     with opened(store, parts, Terms(0.0, 30.0, piece_tokens=PIECES * TOKENS, prior=1e9)) as stream:
         stream.run()
         assert set(stream.read(0)) == {0, 2, 3}
     assert {segment: level for segment, (level, _) in stream.came.items()} == dict.fromkeys((0, 2, 3), "raw")
-    assert stream.text == {1: UNREADABLE}
+    assert stream.text == {1: BYTES_UNREADABLE}
     assert all(piece.segments == (1,) for piece in stream.pieces if piece.why)
 
 
 def test_an_entry_that_segments_share_crosses_the_line_once(store):
-    parts = [Part(0, TOKENS, SIZES, 60.0).and_for(Part(1, TOKENS, SIZES, 60.0)), Part(2, TOKENS, SIZES, 60.0)]
+    parts = [
+        StreamPart(0, TOKENS, SIZES, 60.0).and_for(StreamPart(1, TOKENS, SIZES, 60.0)),
+        StreamPart(2, TOKENS, SIZES, 60.0),
+    ]
     with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=1e9)) as stream:
         stream.run()
         found = stream.read(0)
@@ -273,7 +285,7 @@ def test_an_entry_that_segments_share_crosses_the_line_once(store):
 def test_a_segment_that_came_partly_with_a_loss_is_not_called_raw(store, monkeypatch):
     chosen = iter(["raw"] + ["int8"] * 9)
     monkeypatch.setattr("ragfuse.load.stream.decide", lambda *given: next(chosen))
-    parts = [Part(0, TOKENS, SIZES, 60.0), Part(1, TOKENS, {"int8": SIZES["int8"]}, 60.0)]
+    parts = [StreamPart(0, TOKENS, SIZES, 60.0), StreamPart(1, TOKENS, {"int8": SIZES["int8"]}, 60.0)]
     with opened(store, parts, Terms(0.0, 30.0, piece_tokens=TOKENS, prior=SIZES["raw"] / 0.2)) as stream:
         stream.run()
     assert {each.level for each in stream.pieces if each.segments == (0,)} == {"raw", "int8"}
@@ -281,10 +293,10 @@ def test_a_segment_that_came_partly_with_a_loss_is_not_called_raw(store, monkeyp
 
 
 def test_waiting_for_its_turn_says_nothing_of_the_line(store):
-    now, link, parts = [0.0], Link(1), [Part(0, TOKENS, SIZES, 60.0)]
+    now, link, parts = [0.0], Link(1), [StreamPart(0, TOKENS, SIZES, 60.0)]
     with opened(store, parts, Terms(0.0, 1.0, level="raw"), link, lambda: now[0]) as stream:
         thread = threading.Thread(target=stream.run)
-        with link.turn():
+        with link.slot():
             thread.start()
             until(lambda: any(each.name == "ragfuse-stream" for each in threading.enumerate()))
             now[0] = 100.0
@@ -294,14 +306,14 @@ def test_waiting_for_its_turn_says_nothing_of_the_line(store):
 
 
 def test_what_came_is_held_until_it_is_closed_and_no_longer(store):
-    with opened(store, [Part(0, TOKENS, SIZES, 60.0)], Terms(0.0, 30.0, prior=1e9)) as stream:
+    with opened(store, [StreamPart(0, TOKENS, SIZES, 60.0)], Terms(0.0, 30.0, prior=1e9)) as stream:
         stream.run()
         assert stream.read(0)
     assert stream.read(1) == {}
 
 
 def test_something_of_all_comes_first_and_better_levels_while_time_is_left(store):
-    parts = [Part(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
+    parts = [StreamPart(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
     store.line.start(mbps(4))
     with opened(store, parts, Terms(0.0, 30.0, adapt="refine", piece_tokens=TOKENS, prior=1e4)) as stream:
         stream.run()
@@ -313,7 +325,7 @@ def test_something_of_all_comes_first_and_better_levels_while_time_is_left(store
 
 
 def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_that_was_there(store):
-    parts = [Part(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
+    parts = [StreamPart(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
     store.line.start(mbps(0.5))
     terms = Terms(0.0, 2 * PIECES * SIZES["raw"] / 0.5e6, adapt="refine", piece_tokens=TOKENS)
     seen: list[int] = []
@@ -327,12 +339,12 @@ def test_a_line_that_falls_while_better_levels_come_costs_no_time_and_nothing_th
     with opened(store, parts, terms) as stream:
         stream.run()
         assert set(stream.read(0)) == set(range(PIECES))
-    assert stream.pieces[-1].why == ENOUGH
+    assert stream.pieces[-1].why == NOT_WAITED_FOR
     assert {level for level, _ in stream.came.values()} == {"int8"}
 
 
 def test_a_piece_whose_line_stands_still_waits_for_the_others_and_comes_then(store):
-    parts = [Part(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
+    parts = [StreamPart(at, TOKENS, SIZES, 60.0) for at in range(PIECES)]
     store.line.start(mbps(8))
     store.before = lambda number: store.line.start(constant(0.0) if number == 1 else None)
     with opened(store, parts, Terms(0.0, 5.0, adapt="refine", piece_tokens=TOKENS, prior=1e6)) as stream:
@@ -343,20 +355,20 @@ def test_a_piece_whose_line_stands_still_waits_for_the_others_and_comes_then(sto
                 assert same(kv, at_level(at, level, layer))
     assert (sorted(stream.came), stream.text) == ([0, 1, 2, 3], {})
     (aside,) = [each for each in stream.pieces if each.why]
-    assert (aside.why, aside.segments, aside.nbytes) == (ASIDE, (1,), 0)
+    assert (aside.why, aside.segments, aside.nbytes) == (SET_ASIDE, (1,), 0)
     after = [each.segments[0] for each in stream.pieces[stream.pieces.index(aside) + 1 :]]
     assert after.index(1) > after.index(3)
 
 
 def test_what_does_not_come_after_all_is_computed_once_the_deadline_cannot_be_met_otherwise(store):
-    parts = [Part(at, TOKENS, SIZES, 1.0) for at in range(PIECES)]
+    parts = [StreamPart(at, TOKENS, SIZES, 1.0) for at in range(PIECES)]
     store.line.start(mbps(8))
     store.before = lambda number: store.line.start(constant(0.0)) if number == 2 else None
     with opened(store, parts, Terms(0.0, 1.5, adapt="refine", piece_tokens=TOKENS, prior=1e6)) as stream:
         stream.run()
         assert set(stream.read(0)) == {0, 1}
     assert set(stream.text) == {2, 3}
-    assert [each.why for each in stream.pieces if each.segments == (2,)][:1] == [ASIDE]
+    assert [each.why for each in stream.pieces if each.segments == (2,)][:1] == [SET_ASIDE]
 
 
 def test_streams_at_the_same_time_know_of_each_other(store):
@@ -386,7 +398,7 @@ def test_a_link_lets_so_many_read_at_once_and_no_more():
     link, inside, most = Link(2), list[int](), list[int]()
 
     def read() -> None:
-        with link.turn():
+        with link.slot():
             inside.append(1)
             most.append(len(inside))
             threading.Event().wait(0.01)

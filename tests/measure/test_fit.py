@@ -57,7 +57,7 @@ def test_known_fused_prefills_are_foretold_also_where_none_was_measured():
             for question in (16, 96)
             for policy, ratio in (("none", 0.0), ("lego", 0.3), ("hkvd", 0.1), ("hkvd", 0.4), ("query", 0.2))
         ]
-        fields = [(b.policy, b.tokens, b.forced, b.offered, b.ratio, fused_s(COST, b, LAYERS)) for b in blends]
+        fields = [(b.policy, b.tokens, b.forced, b.candidate_rows, b.ratio, fused_s(COST, b, LAYERS)) for b in blends]
         return [FusedPoint(*each) for each in fields]
 
     cost = fitted_fused(points((384, 1024, 3072)), LAYERS)

@@ -11,7 +11,7 @@ from ragfuse import Engine, Settings
 from ragfuse.errors import ModelError, StoreError
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import measure
-from ragfuse.measure.tiers import Point, fetched_nbytes, forget_pages, speed_of, warmth
+from ragfuse.measure.tiers import TierTiming, fetched_nbytes, forget_pages, speed_of, warmth
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, MemoryTier
 from ragfuse.store.factory import open_tier
@@ -107,8 +107,8 @@ def test_a_model_that_is_never_fused_is_refused(engine, model, monkeypatch):
         measure(model, [])
 
 
-def at(fetched: int | None) -> Point:
-    return Point(3, 1000, 0.1, 0.1, fetched)
+def at(fetched: int | None) -> TierTiming:
+    return TierTiming(3, 1000, 0.1, 0.1, fetched)
 
 
 def test_reads_are_cold_only_where_the_medium_gave_the_bytes(monkeypatch):

@@ -264,7 +264,7 @@ def test_the_reader_is_the_plain_model_with_its_adapter_merged(smollm_path: Path
             torch.testing.assert_close(merged.get_tensor(name).float(), wanted, rtol=1e-2, atol=2e-3)
         for name in set(plain.keys()) - set(names):
             assert torch.equal(merged.get_tensor(name), plain.get_tensor(name))
-    assert (reader / adapters.DRIFT).read_bytes() == (folder / adapters.DRIFT).read_bytes()
+    assert (reader / adapters.DRIFT_NAME).read_bytes() == (folder / adapters.DRIFT_NAME).read_bytes()
 
 
 def test_every_adapter_comes_with_its_card_and_is_small() -> None:
@@ -273,7 +273,7 @@ def test_every_adapter_comes_with_its_card_and_is_small() -> None:
         said = adapters.card(model.adapter)
         assert said is not None
         assert {"reached", "f1", "tried"} <= set(said)
-        assert sum((folder / file).stat().st_size for file in (adapters.WEIGHTS, adapters.DRIFT)) <= 10_000_000
+        assert sum((folder / file).stat().st_size for file in (adapters.WEIGHTS, adapters.DRIFT_NAME)) <= 10_000_000
         card = (folder / "README.md").read_text()
         assert all(word in card for word in ("Apache-2.0", "CC BY-SA", "SQuAD", "held out"))
 

@@ -424,5 +424,5 @@ def test_products_quantised_over_all_rows_are_answered_by_full_prefill(loaded: A
     given = torch.ao.quantization.quantize_dynamic(loaded, {torch.nn.Linear}, dtype=torch.qint8)
     engine = engine_of(given, tokenizer=words)
     answer = answers(engine)
-    assert "range of all rows at once" in answer.trace.refusal
+    assert "range of all rows at once" in answer.trace.fallback_reason
     assert list(answer.token_ids) == own(given, engine)

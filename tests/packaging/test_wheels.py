@@ -28,7 +28,7 @@ WANTED = {
         "ragfuse/demo/corpus/warsaw.md",
         "ragfuse/demo/questions.json",
         "ragfuse/store/redis.lua",
-        "ragfuse/text/stand_in.txt",
+        "ragfuse/text/filler.txt",
     },
     "langchain_ragfuse": {"langchain_ragfuse/__init__.py", "langchain_ragfuse/py.typed"},
     "llama_index_llms_ragfuse": {"llama_index/llms/ragfuse/__init__.py", "llama_index/llms/ragfuse/py.typed"},

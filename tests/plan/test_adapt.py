@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from ragfuse.plan.adapt import (
-    LEAST_S,
+    AS_TEXT,
     LONGER,
+    NEVER_LATE_S,
     PATIENCE,
     PROBE,
     SAFE,
     STEP_S,
-    STEPS,
-    TEXT,
-    Part,
-    Piece,
+    STEPS_PER_PIECE,
+    StreamPart,
+    StreamPiece,
     decide,
     decide_better,
     decide_first,
@@ -36,8 +36,8 @@ NAMES = ("raw", "int8", "cg1", "cg2", "cg3")
 SIZES = {"raw": 8_000_000, "int8": 4_000_000, "cg1": 1_600_000, "cg2": 1_000_000, "cg3": 600_000}
 
 
-def piece(segment: int = 0, tokens: int = 1500, text_s: float | None = 1.0, **sizes: int) -> Piece:
-    return Piece((Part(segment, tokens, sizes or SIZES, text_s),))
+def piece(segment: int = 0, tokens: int = 1500, text_s: float | None = 1.0, **sizes: int) -> StreamPiece:
+    return StreamPiece((StreamPart(segment, tokens, sizes or SIZES, text_s),))
 
 
 @some.composite
@@ -53,11 +53,11 @@ def streams(draw) -> list[Sent]:
     return made
 
 
-def as_pieces(stream: Sequence[Sent]) -> list[Piece]:
+def as_pieces(stream: Sequence[Sent]) -> list[StreamPiece]:
     return [
-        Piece(
+        StreamPiece(
             (
-                Part(
+                StreamPart(
                     at,
                     1500,
                     {name: nbytes for name, nbytes, _ in sent.levels},
@@ -93,7 +93,7 @@ def test_more_time_never_means_more_loss(stream, throughput, left_s, adapt):
         """Of what is in time: 0 for text and raw."""
         cut = as_pieces(stream)
         choice = decide(cut, throughput, seconds, 1, adapt)
-        return 0 if choice in (TEXT, "raw") else 1 + list(cut[0].sizes).index(choice)
+        return 0 if choice in (AS_TEXT, "raw") else 1 + list(cut[0].sizes).index(choice)
 
     left = as_pieces(stream)
     if any(delay_s(left, level, throughput) <= left_s for level in left[0].sizes):
@@ -101,20 +101,20 @@ def test_more_time_never_means_more_loss(stream, throughput, left_s, adapt):
 
 
 def test_text_wins_where_it_is_in_time_and_the_line_needs_not_be_known():
-    assert decide([piece(int8=1, cg1=1)], 1e12, 1.0) == TEXT
-    assert decide([piece()], None, 1.0) == TEXT
+    assert decide([piece(int8=1, cg1=1)], 1e12, 1.0) == AS_TEXT
+    assert decide([piece()], None, 1.0) == AS_TEXT
 
 
 def test_raw_loses_nothing_either_and_wins_where_it_is_there_before():
     assert decide([piece()], 8.1e6, 1.0) == "raw"
-    assert decide([piece()], 7.9e6, 1.0) == TEXT
-    assert decide([piece(text_s=0.1)], 10e6, 1.0) == TEXT
+    assert decide([piece()], 7.9e6, 1.0) == AS_TEXT
+    assert decide([piece(text_s=0.1)], 10e6, 1.0) == AS_TEXT
 
 
 def test_the_two_differ_in_what_text_must_fit_into():
     left = [piece(at, int8=10, cg1=1) for at in range(4)]
     assert decide(left, 1e8, 1.5, adapt="paper") == "int8"
-    assert decide(left, 1e8, 1.5, adapt="algorithm") == TEXT
+    assert decide(left, 1e8, 1.5, adapt="algorithm") == AS_TEXT
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_streams_that_share_a_line_take_so_many_times_as_long():
 
 def test_where_nothing_is_in_time_the_soonest_is_taken_which_may_be_text():
     assert decide([piece()], 1e6, 0.1) == "cg3"
-    assert decide([piece()], 0.5e6, 0.1) == TEXT
+    assert decide([piece()], 0.5e6, 0.1) == AS_TEXT
     assert decide([piece(text_s=None)], 0.5e6, 0.1) == "cg3"
 
 
@@ -147,7 +147,9 @@ def test_the_first_piece_of_an_unknown_line_comes_at_a_medium_level():
     assert decide([piece(raw=10)], None, 0.5) == "raw"
 
 
-def first(left: Sequence[Piece], mbps: float | None, left_s: float, whole: bool = True, begun: bool = False) -> str:
+def first(
+    left: Sequence[StreamPiece], mbps: float | None, left_s: float, whole: bool = True, begun: bool = False
+) -> str:
     throughput = None if mbps is None else mbps * 1e6
     return decide_first(left, throughput, left_s, is_whole=whole, has_begun=begun)
 
@@ -165,7 +167,7 @@ def test_something_of_all_comes_first_unless_the_line_may_fall_a_lot():
 
 def test_text_comes_first_only_where_nothing_was_lost_that_it_cannot_mend():
     left = [piece(0, text_s=1.0)]
-    assert first(left, 1.0, 2.0) == TEXT
+    assert first(left, 1.0, 2.0) == AS_TEXT
     assert first(left, 1.0, 2.0, whole=False) == "cg3"
     assert first([piece(0, text_s=1.0, **{})], 1.0, 0.5) == "cg3"
 
@@ -173,7 +175,7 @@ def test_text_comes_first_only_where_nothing_was_lost_that_it_cannot_mend():
 def test_a_line_is_asked_for_a_part_of_each_piece_before_that_is_computed_too_late():
     left = [piece(0, text_s=5.0), piece(1, text_s=5.0)]
     assert first(left, 0.01, 1.0) == "cg3"
-    assert first(left, 0.01, 1.0, whole=False, begun=True) == TEXT
+    assert first(left, 0.01, 1.0, whole=False, begun=True) == AS_TEXT
     assert first(left, 0.2, 1.0, whole=False, begun=True) == "cg3"
 
 
@@ -187,22 +189,22 @@ def test_what_lost_most_comes_again_as_well_as_all_of_it_can_in_time():
 
 def test_a_line_that_stood_still_is_asked_for_a_part_of_what_computing_takes():
     assert first_look_s(piece(text_s=5.0), "cg3", 1.0, stood=True) == PROBE * 5.0
-    assert first_look_s(piece(text_s=5.0), "cg3", 1e9, stood=True) == LEAST_S
+    assert first_look_s(piece(text_s=5.0), "cg3", 1e9, stood=True) == NEVER_LATE_S
 
 
 def test_text_that_cannot_be_timed_is_taken_only_where_there_are_no_levels():
     assert decide([piece(text_s=None)], 1e3, 1e9) == "raw"
-    assert decide([Piece((Part(0, 10, {}, None),))], 1e9, 0.0) == TEXT
+    assert decide([StreamPiece((StreamPart(0, 10, {}, None),))], 1e9, 0.0) == AS_TEXT
 
 
 def test_decoding_counts_and_hides_behind_what_is_still_on_its_way():
-    slow = [Piece((Part(at, 1500, {"cg1": 1_000_000}, None, {"cg1": 0.5}),)) for at in range(3)]
+    slow = [StreamPiece((StreamPart(at, 1500, {"cg1": 1_000_000}, None, {"cg1": 0.5}),)) for at in range(3)]
     assert delay_s(slow, "cg1", 1e6) == pytest.approx(3.5)
     assert delay_s(slow, "cg1", 1e7) == pytest.approx(1.6)
 
 
 def test_levels_of_a_piece_are_those_that_all_its_parts_have():
-    both = Piece((Part(0, 10, {"raw": 4, "int8": 2, "cg1": 1}), Part(1, 10, {"raw": 4, "cg1": 1})))
+    both = StreamPiece((StreamPart(0, 10, {"raw": 4, "int8": 2, "cg1": 1}), StreamPart(1, 10, {"raw": 4, "cg1": 1})))
     assert both.sizes == {"raw": 8, "cg1": 2}
 
 
@@ -213,7 +215,7 @@ def test_a_piece_that_lacks_the_level_counts_at_its_own_of_that_rank():
 
 @given(some.lists(some.integers(1, 4000), max_size=30), some.integers(1, 3000))
 def test_pieces_are_whole_segments_in_order_and_as_long_as_allowed(tokens, most):
-    parts = [Part(at, n, {}) for at, n in enumerate(tokens)]
+    parts = [StreamPart(at, n, {}) for at, n in enumerate(tokens)]
     cut = pieces(parts, most)
     assert [part for each in cut for part in each.parts] == parts
     for each, after in zip(cut, [*cut[1:], None], strict=False):
@@ -222,7 +224,7 @@ def test_pieces_are_whole_segments_in_order_and_as_long_as_allowed(tokens, most)
 
 
 def test_what_is_left_of_a_piece_has_its_share_of_bytes_and_is_computed_whole():
-    whole = Piece(tuple(Part(at, 10, {"raw": 40, "cg1": 10}, 1.0, {"cg1": 0.5}) for at in range(3)))
+    whole = StreamPiece(tuple(StreamPart(at, 10, {"raw": 40, "cg1": 10}, 1.0, {"cg1": 0.5}) for at in range(3)))
     rest = whole.rest([0, 2], 0.5, ["raw"])
     assert (rest.segments, rest.sizes, rest.text_s, rest.decode_s("cg1")) == ((0, 2), {"cg1": 10}, 2.0, 0.5)
     assert whole.rest([1], 1.0).sizes == {"raw": 40, "cg1": 10}
@@ -235,14 +237,14 @@ def test_a_piece_is_read_in_a_few_steps_none_of_which_is_short(n_layers, whole_s
         sizes.append(layers_together(n_layers, n_layers - at, whole_s))
         at += sizes[-1]
     assert at == n_layers
-    assert 1 <= len(sizes) <= STEPS
+    assert 1 <= len(sizes) <= STEPS_PER_PIECE
     assert len(sizes) == 1 or whole_s is None or whole_s / len(sizes) >= STEP_S
 
 
 def test_a_piece_is_late_after_some_times_what_was_foreseen():
     assert first_look_s(piece(), "int8", 4e6) == pytest.approx(PATIENCE)
     assert first_look_s(piece(), "int8", 4e6, sharing=3) == pytest.approx(3 * PATIENCE)
-    assert first_look_s(piece(), "int8", 1e12) == LEAST_S
+    assert first_look_s(piece(), "int8", 1e12) == NEVER_LATE_S
 
 
 def test_on_an_unknown_line_a_piece_is_late_when_it_would_be_computed():
@@ -286,5 +288,5 @@ def test_where_all_is_late_a_piece_is_computed_only_if_that_is_much_sooner():
     at_once = {"is_whole": False, "has_begun": True}
     left = [piece(text_s=3.0, cg3=4_000_000), piece(1, text_s=3.0, cg3=4_000_000)]
     assert decide_first(left, 1e6, 5.0, **at_once) == "cg3"
-    assert decide_first(left, 0.6e6, 5.0, **at_once) == TEXT
-    assert decide_first(left, 1e6, 7.0, **at_once) == TEXT
+    assert decide_first(left, 0.6e6, 5.0, **at_once) == AS_TEXT
+    assert decide_first(left, 1e6, 7.0, **at_once) == AS_TEXT

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ragfuse.plan.controller import AUTO, MEASURED, is_exact, plan, settle
-from ragfuse.types.keys import ChunkKey, amid, token_digest
+from ragfuse.types.keys import ChunkKey, filler_context, token_digest
 from ragfuse.types.kv import Entry
 from ragfuse.types.plan import Fetch
 from ragfuse.types.prompt import Prompt, Segment
@@ -100,7 +100,7 @@ def test_behind_a_gap_nothing_is_exact_and_a_prompt_that_starts_late_is_no_gap()
 
 
 def amidst(tokens: tuple[int, ...]) -> ChunkKey:
-    return ChunkKey("model", token_digest(tokens), amid(token_digest(PREFIX)))
+    return ChunkKey("model", token_digest(tokens), filler_context(token_digest(PREFIX)))
 
 
 THREE = (10, 11, 12, 13)
@@ -121,7 +121,7 @@ CHOICE = ("lego", 0.06)
 
 def test_auto_takes_the_model_s_own_choice_where_all_blended_chunks_were_encoded_amid_their_documents():
     found = plan(LONGER, AMIDST, choice=CHOICE)
-    assert [fetch.key.encoded for fetch in found.fetches] == ["alone", "prefix", "amid", "amid"]
+    assert [fetch.key.encoded for fetch in found.fetches] == ["alone", "prefix", "filler", "filler"]
     assert (found.policy, found.ratio) == CHOICE
 
 

@@ -25,7 +25,7 @@ BLENDS = st.builds(
     policy=st.sampled_from([policy.name for policy in POLICIES]),
     tokens=st.just(2000),
     forced=st.integers(1, 400),
-    offered=st.integers(0, 1500),
+    candidate_rows=st.integers(0, 1500),
     ratio=st.floats(0, 1),
 )
 TICKS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragfuse.errors import SettingsError
-from ragfuse.plan.evict import RANKS, Item, evictor, expired_first, items, lru, ranked
-from ragfuse.plan.eviction_order import Ranking
+from ragfuse.plan.evict import RANKS, EvictionItem, evictor, expired_first, items, lru, ranked
+from ragfuse.plan.eviction_order import EvictionOrder
 from ragfuse.plan.look_ahead import exempt, places
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
@@ -94,10 +94,10 @@ def test_who_waits_in_the_window_goes_after_all_others_and_its_tail_first(entrie
 @pytest.mark.parametrize("name", RANKS)
 @given(steps=st.lists(st.tuples(STEPS, st.integers(0, 5), st.integers(0, 9)), max_size=60))
 def test_a_ranking_is_the_sorted_order_after_every_change(name, steps):
-    kept, waiting, ranking = {}, {}, Ranking(RANKS[name])
+    kept, waiting, ranking = {}, {}, EvictionOrder(RANKS[name])
     for number, (step, who, much) in enumerate(steps):
         if step == "put":
-            kept[who] = Item(who, (), much, float(number), float(-number))
+            kept[who] = EvictionItem(who, (), much, float(number), float(-number))
             ranking.put(kept[who])
         elif step == "drop":
             assert ranking.drop(who) == kept.pop(who, None)
@@ -116,9 +116,9 @@ def test_a_ranking_is_the_sorted_order_after_every_change(name, steps):
 
 
 def test_a_ranking_that_changes_much_stays_small():
-    ranking = Ranking(RANKS["lru"])
+    ranking = EvictionOrder(RANKS["lru"])
     for number in range(10_000):
-        ranking.put(Item(number % 3, (), 1, float(number)))
+        ranking.put(EvictionItem(number % 3, (), 1, float(number)))
     assert len(ranking._heap) < 100
 
 

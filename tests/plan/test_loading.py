@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ragfuse.engine.background import work_after
+from ragfuse.engine.background import jobs_after
 from ragfuse.plan.controller import MEASURED, TIE, LoadingController, Timed, plan, widest
 from ragfuse.plan.estimate import Estimate
 from ragfuse.types.plan import LoadPlan
@@ -90,7 +90,7 @@ def test_every_segment_is_a_hit_or_a_miss_with_a_reason(tiers, far, farther):
 def test_full_prefill_is_planned_only_where_fusing_is_no_sooner(tiers, far, farther):
     found, fused = (planned(tiers, far, *asked, farther=farther) for asked in (("auto",), ("hkvd", LEAST)))
     assume(fused.fetches)
-    if found.refusal:
+    if found.fallback_reason:
         assert found.forecast.full_s <= fused.forecast.ttft_s
         assert dict(found.misses).keys() == set(range(len(tiers)))
         assert (found.fetches, found.forecast.ttft_s) == ((), found.forecast.full_s)
@@ -103,15 +103,15 @@ def test_full_prefill_says_both_figures():
     prompt, entries = prompt_of(["far"] * 3)
     found = LoadingController(machine(far=1e-6)).plan(prompt, entries)
     full_s = found.forecast.full_s
-    assert found.refusal.startswith(f"full prefill {full_s:.3f} s is predicted, fusing ")
+    assert found.fallback_reason.startswith(f"full prefill {full_s:.3f} s is predicted, fusing ")
     assert dict(found.misses) == dict.fromkeys(range(3), "full prefill is sooner")
     assert len(found.unread) == 3
 
 
 def test_a_short_prompt_that_fusing_would_hold_up_is_prefilled():
     prompt, entries = prompt_of(["memory"], n_tokens=30)
-    assert LoadingController(with_cost(machine(), fixed_s=0.1)).plan(prompt, entries).refusal
-    assert not LoadingController(with_cost(machine(), fixed_s=0.001)).plan(prompt, entries).refusal
+    assert LoadingController(with_cost(machine(), fixed_s=0.1)).plan(prompt, entries).fallback_reason
+    assert not LoadingController(with_cost(machine(), fixed_s=0.001)).plan(prompt, entries).fallback_reason
 
 
 def test_a_chunk_that_is_slower_to_load_than_to_compute_is_computed():
@@ -135,13 +135,13 @@ def test_what_is_in_the_store_and_not_read_is_not_saved_again():
     for byte_s in (1e-7, 1e-4):
         found = LoadingController(machine(far=byte_s, disk=byte_s if byte_s > 1e-5 else 1e-9)).plan(prompt, entries)
         assert found.unread
-        assert [work.source for work in work_after(found) if work.far is None] == ["book-2"]
-        assert [work.far for work in work_after(found) if work.far] == [fetch.key for fetch in found.unread]
+        assert [work.source for work in jobs_after(found) if work.far is None] == ["book-2"]
+        assert [work.far for work in jobs_after(found) if work.far] == [fetch.key for fetch in found.unread]
 
 
 def test_what_was_asked_for_is_done_and_foretold():
     found = planned(["far"] * 3, 1e-6, "hkvd", 0.3)
-    assert (found.policy, found.ratio, len(found.fetches), found.refusal) == ("hkvd", 0.3, 3, "")
+    assert (found.policy, found.ratio, len(found.fetches), found.fallback_reason) == ("hkvd", 0.3, 3, "")
     assert found.forecast.bound == "asked"
     assert found.forecast.ttft_s > found.forecast.full_s
     assert planned(["far"] * 3, 1e-6, ratio=0.3).ratio == 0.3

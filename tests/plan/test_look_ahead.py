@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.evict import Item
+from ragfuse.plan.evict import EvictionItem
 from ragfuse.plan.look_ahead import (
     buffer_excess,
     cache_capacity,
@@ -111,9 +111,9 @@ def test_a_tier_with_more_than_its_buffer_free_is_left_alone():
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(-3, 30))
 def test_so_many_go_as_give_the_room_and_not_one_more(sizes, excess):
-    offered = iter([Item(n, (), size, 0.0) for n, size in enumerate(sizes)])
-    found = list(taken_until(offered, excess))
-    assert len(list(offered)) == len(sizes) - len(found)
+    candidate_rows = iter([EvictionItem(n, (), size, 0.0) for n, size in enumerate(sizes)])
+    found = list(taken_until(candidate_rows, excess))
+    assert len(list(candidate_rows)) == len(sizes) - len(found)
     freed = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
     enough = [n for n, nbytes in enumerate(freed) if nbytes >= excess]
     assert len(found) == (enough[0] if enough else len(sizes))

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from ragfuse.plan.controller import LoadingController
 from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.observed import (
-    KEPT,
     LEAST_ROWS,
-    LEAST_S,
-    MOST,
+    MAX_CORRECTION,
+    MIN_LOAD_S,
+    READINGS,
     Seen,
     corrected,
     factor,
@@ -69,12 +69,15 @@ def test_no_tier_is_corrected_beyond_the_bounds(took, tiers):
     found: Seen = {}
     for seconds in took:
         found = seen_after(found, SPEEDS, fetches(*tiers), 4, seconds)
-    assert all(1 / MOST <= factor(readings) * (1 + 1e-9) <= MOST * (1 + 2e-9) for readings in found.values())
+    assert all(
+        1 / MAX_CORRECTION <= factor(readings) * (1 + 1e-9) <= MAX_CORRECTION * (1 + 2e-9)
+        for readings in found.values()
+    )
     plan = LoadingController(SPEEDS, corrections=factors(found)).plan(*prompt_of(["far", "near", "memory"]))
     assert math.isfinite(plan.forecast.ttft_s)
 
 
-@pytest.mark.parametrize("took", [math.nan, math.inf, -1.0, 0.0, LEAST_S / 2])
+@pytest.mark.parametrize("took", [math.nan, math.inf, -1.0, 0.0, MIN_LOAD_S / 2])
 def test_what_is_no_reading_is_not_counted(took):
     assert seen_after({}, SPEEDS, fetches("memory"), 4, took) == {}
     assert seen_after({}, SPEEDS, [], 0, took) == {}
@@ -119,9 +122,9 @@ def test_a_row_takes_the_least_of_the_last_readings():
     readings = rows_after(rows_after((), 100, 1.0), 200, 3.0)
     assert readings == (0.01, 0.015)
     assert row_s(readings) == 0.01
-    for _ in range(KEPT):
+    for _ in range(READINGS):
         readings = rows_after(readings, 100, 2.0)
-    assert (len(readings), row_s(readings)) == (KEPT, 0.02)
+    assert (len(readings), row_s(readings)) == (READINGS, 0.02)
 
 
 @pytest.mark.parametrize(("rows", "seconds"), [(LEAST_ROWS - 1, 1.0), (100, 0.0), (100, math.inf), (100, math.nan)])

@@ -29,9 +29,9 @@ import pytest
 from ragfuse import Ask, Engine, InputError, metrics
 from ragfuse.hf.lock import FairLock
 from ragfuse.process.fork import ForkLock, at_fork, is_torn
-from ragfuse.store import Book
+from ragfuse.store import CatalogFile
 from ragfuse.store.database import Database
-from ragfuse.store.folder import Owner
+from ragfuse.store.folder import FolderWriter
 from ragfuse.store.writer import Writer
 from tests.sessions.kit import QUESTIONS, talk
 from tests.store.redis_server import RedisServer
@@ -148,7 +148,7 @@ def test_several_children_and_the_parent_write_one_store_at_the_same_time(parent
             parent.answer([("user", question)], Ask(session=f"child-{number}"))
             parent.answer(messages([*CHUNKS, f"A chunk that only child {number} has met, long enough to be kept."]))
         parent.flush()
-        return parent.store.stats().dropped_writes, parent.tally.now().sums["unbooked"]
+        return parent.store.stats().dropped_writes, parent.counters.now().sums["catalog_failures"]
 
     pool = [
         threading.Thread(target=lambda number=number: found.append(in_child(lambda: work(number)))) for number in (1, 2)
@@ -164,7 +164,7 @@ def test_several_children_and_the_parent_write_one_store_at_the_same_time(parent
     turns = {info.id: info.turns for info in parent.sessions.ls()}
     assert turns == {"one": 1, "own": 4, "child-1": 4, "child-2": 4}
     with (
-        closing_db(tiny_settings.store / "book.sqlite") as book,
+        closing_db(tiny_settings.store / "catalog.sqlite") as book,
         closing_db(tiny_settings.store / "index.sqlite") as index,
     ):
         assert book.execute("PRAGMA integrity_check").fetchone() == ("ok",)
@@ -213,16 +213,16 @@ def test_a_child_counts_its_own_answers_alone(parent):
     prometheus = pytest.importorskip("prometheus_client")
     registry = prometheus.CollectorRegistry()
     metrics(parent, registry)
-    before = parent.tally.now().sums["written"]
+    before = parent.counters.now().sums["written"]
     assert before
 
     def work():
         parent.answer(messages())
         shown = prometheus.generate_latest(registry).decode()
-        return sum(parent.tally.now().ttft), "ragfuse_answers_total" in shown
+        return sum(parent.counters.now().ttft), "ragfuse_answers_total" in shown
 
     assert in_child(work) == (1, True)
-    assert parent.tally.now().sums["written"] == before
+    assert parent.counters.now().sums["written"] == before
 
 
 @pytest.fixture
@@ -319,10 +319,10 @@ def test_a_turn_that_the_parent_is_saving_does_not_hold_up_the_child(tiny_settin
     with Engine(tiny_settings) as engine:
         used(engine)
         gate = threading.Event()
-        engine._talks._writer.submit("history", gate.wait)
+        engine._stages.history._writer.submit("history", gate.wait)
         talk(engine, QUESTIONS[1:2])
         began = time.monotonic()
-        monkeypatch.setattr("ragfuse.engine.history.SAVED_S", 2 * LIMIT_S)
+        monkeypatch.setattr("ragfuse.engine.history.TURN_SAVE_WAIT_S", 2 * LIMIT_S)
         assert in_child(lambda: bool(talk(engine, QUESTIONS[2:3])[0].text))
         gate.set()
         engine.flush()
@@ -331,22 +331,22 @@ def test_a_turn_that_the_parent_is_saving_does_not_hold_up_the_child(tiny_settin
 
 @pytest.mark.parametrize("session", [None, "one"])
 def test_a_beginning_that_the_parent_is_saving_is_not_waited_for_by_the_child(tiny_settings, monkeypatch, session):
-    monkeypatch.setattr("ragfuse.engine.prefix_cache.SAVED_S", 2 * LIMIT_S)
+    monkeypatch.setattr("ragfuse.engine.prefix_cache.PREFIX_SAVE_WAIT_S", 2 * LIMIT_S)
     asked = [("system", "Answer shortly and name the page. " * 8), ("user", "Who counted the ships in that night?")]
     with Engine(tiny_settings.model_copy(update={"prefix_cache": True, "min_chunk_tokens": 4})) as engine:
         wanted = engine.answer(messages(), Ask(reuse=False)).text
         gate = threading.Event()
-        for writer, place in ((engine._prefixes._writer, "prefix"), (engine._talks._writer, "history")):
+        for writer, place in ((engine._stages.prefixes._writer, "prefix"), (engine._stages.history._writer, "history")):
             writer.submit(place, gate.wait)
         try:
             first = engine.answer(asked, Ask(session=session)).text
-            assert engine._prefixes._waiting, "what the prompt begins with is still being saved"
+            assert engine._stages.prefixes._waiting, "what the prompt begins with is still being saved"
 
             def work():
                 again = engine.answer(asked).text
                 more = engine.answer([*asked, ("assistant", first), ("user", "And then?")]).text
                 engine.flush()
-                waiting, saved = set(engine._prefixes._waiting), engine.answer(asked)
+                waiting, saved = set(engine._stages.prefixes._waiting), engine.answer(asked)
                 return again, bool(more), waiting, saved.text, saved.trace.tokens_prefix > 0
 
             assert in_child(work) == (first, True, set(), first, True)
@@ -357,7 +357,7 @@ def test_a_beginning_that_the_parent_is_saving_is_not_waited_for_by_the_child(ti
 
 
 def test_a_fork_amid_a_write_to_the_book_finds_it_at_rest(tmp_path):
-    with Book(tmp_path) as book:
+    with CatalogFile(tmp_path) as book:
         stop = threading.Event()
 
         def write():
@@ -374,7 +374,7 @@ def test_a_fork_amid_a_write_to_the_book_finds_it_at_rest(tmp_path):
 
                 def work(number=number):
                     book.put(f"child-{number}", {"number": number})
-                    with contextlib.closing(sqlite3.connect(tmp_path / "book.sqlite")) as other:
+                    with contextlib.closing(sqlite3.connect(tmp_path / "catalog.sqlite")) as other:
                         sound = other.execute("PRAGMA integrity_check").fetchone()
                     return book.get(f"child-{number}"), sound
 
@@ -419,12 +419,12 @@ def test_a_closed_database_stays_closed_behind_a_fork(tmp_path):
 
 def test_a_writer_of_a_folder_is_dead_when_its_process_is_though_a_child_lives(tmp_path):
     (tmp_path / "writers").mkdir()
-    owner = Owner(tmp_path / "writers")
-    other = Owner(tmp_path / "writers")
+    owner = FolderWriter(tmp_path / "writers")
+    other = FolderWriter(tmp_path / "writers")
 
     def work():
         token = owner.token
-        return token, owner.is_me(token), Owner(tmp_path / "writers").is_alive(token)
+        return token, owner.is_me(token), FolderWriter(tmp_path / "writers").is_alive(token)
 
     token, is_me, is_alive = in_child(work)
     assert token != owner.token
@@ -455,7 +455,7 @@ def test_a_stream_of_the_parents_ends_with_a_clear_error_in_the_child(whole):
             return str(error)
         return ""
 
-    with held(whole.tally._lock):  # an answer is counted at its end
+    with held(whole.counters._lock):  # an answer is counted at its end
         stream = whole.stream(messages())
         assert "forked" in in_child(work)
     assert stream.answer.text
@@ -643,7 +643,7 @@ def test_gunicorns_workers_answer_with_an_engine_that_was_loaded_before_they_wer
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
-    with Book(tmp_path / "store") as book:
+    with CatalogFile(tmp_path / "store") as book:
         assert {line.id: line.turns for line in book.sessions.lines()} == {"loaded": 1, "s0": 4, "s1": 4, "s2": 4}
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as some
 
 from ragfuse.errors import PMLError
 from ragfuse.schemas.bind import Bound, bind
-from ragfuse.schemas.layout import Layout, Run, lay_out
-from ragfuse.schemas.nodes import Import, Request, Schema, Text
+from ragfuse.schemas.layout import SchemaLayout, SchemaRun, lay_out
+from ragfuse.schemas.nodes import Import, PMLPrompt, Schema, TextNode
 from tests.text.layouts import (
     GAP,
     SCHEMAS,
@@ -47,12 +47,12 @@ def test_pieces_of_a_run_name_its_rows_and_one_turn_places_them() -> None:
     layout = laid('zz<module name="k">ab<module name="m">cde</module>f</module>y')
     ab, f = (piece for piece in bound(layout, "<k/>").prompt.segments if piece.source == "s: k")
     run = layout.modules["k"]
-    assert (ab.rows, ab.start, ab.turn) == ((0, 2), 2, 2)
-    assert (f.rows, f.start, f.turn) == ((2, 3), 7, 2)
+    assert (ab.rows, ab.start, ab.shift) == ((0, 2), 2, 2)
+    assert (f.rows, f.start, f.shift) == ((2, 3), 7, 2)
     assert ab.keys == f.keys == (key_of(run),)
-    assert f.start - f.turn == run.positions[2] == 5
+    assert f.start - f.shift == run.positions[2] == 5
     whole = bound(layout, "<k><m/></k>").prompt.segments[2]
-    assert (whole.source, whole.rows, whole.start, whole.turn) == ("s: k/m", None, 4, 4)
+    assert (whole.source, whole.rows, whole.start, whole.shift) == ("s: k/m", None, 4, 4)
 
 
 def test_the_order_of_imports_does_not_matter() -> None:
@@ -132,8 +132,8 @@ def test_a_scaffold_is_taken_when_all_its_modules_are_imported() -> None:
     (run,) = layout.scaffolds
     found = bound(layout, "<m/><n/>")
     m, n = (segment for segment in found.prompt.segments if segment.keys == (key_of(run),))
-    assert (m.start, m.rows, m.turn) == (1, (0, 2), 1)
-    assert (n.start, n.rows, n.turn) == (4, (2, 4), 1)
+    assert (m.start, m.rows, m.shift) == (1, (0, 2), 1)
+    assert (n.start, n.rows, n.shift) == (4, (2, 4), 1)
     assert found.runs == (layout.modules[""], run)
 
 
@@ -225,8 +225,8 @@ def test_a_text_longer_than_the_room_moves_all_that_is_behind_it() -> None:
     assert read(found.prompt) == "abcWXYZhijkl"
     assert found.moved == 2
     hi, jk = found.prompt.segments[3:5]
-    assert (hi.start, hi.rows, hi.turn) == (7, (1, 3), 2)
-    assert (jk.start, jk.rows, jk.turn) == (9, None, 9)
+    assert (hi.start, hi.rows, hi.shift) == (7, (1, 3), 2)
+    assert (jk.start, jk.rows, jk.shift) == (9, None, 9)
 
 
 def test_where_kv_cannot_be_moved_such_a_text_is_refused_with_the_room() -> None:
@@ -330,7 +330,7 @@ def test_many_messages_between_imports_take_a_step_each() -> None:
 
 def test_the_key_of_a_run_is_made_once_however_many_pieces_it_is_in() -> None:
     layout = laid("".join(f'a<module name="m{i}">bc</module>' for i in range(9)) + ".")
-    request, made = Request("s", tuple(Import(f"m{i}") for i in range(9))), list[Run]()
+    request, made = PMLPrompt("s", tuple(Import(f"m{i}") for i in range(9))), list[SchemaRun]()
     bind(request, layout, encode, lambda run: (made.append(run), key_of(run))[1])
     assert sorted(map(id, made)) == sorted(map(id, layout.modules.values()))
 
@@ -364,7 +364,7 @@ def test_what_the_schema_does_not_have_is_refused_with_what_it_has(
 
 def test_a_prompt_of_another_schema_is_refused() -> None:
     with pytest.raises(PMLError, match="found a prompt for schema 't'; wanted 's'"):
-        bind(Request("t"), laid("a"), encode, key_of)
+        bind(PMLPrompt("t"), laid("a"), encode, key_of)
 
 
 def test_a_prompt_without_a_token_is_refused() -> None:
@@ -382,23 +382,23 @@ def test_every_row_that_is_reused_is_the_token_at_its_place(data: some.DataObjec
     items = data.draw(some.one_of(requests(schema.items), *map(some.just, named)))
     args = data.draw(arguments(schema.items))
     with suppress(PMLError):  # nothing at all, or a text where KV cannot be moved
-        check(layout, bind(Request("s", items, args), layout, encode, key_of), items, args)
+        check(layout, bind(PMLPrompt("s", items, args), layout, encode, key_of), items, args)
 
 
-def check(layout: Layout, found: Bound, items: tuple[object, ...], args: tuple[tuple[str, str], ...]) -> None:
+def check(layout: SchemaLayout, found: Bound, items: tuple[object, ...], args: tuple[tuple[str, str], ...]) -> None:
     runs = {key_of(run): run for run in found.runs}
     for segment in found.prompt.segments:
         for key in segment.keys:
             lo, hi = segment.rows or (0, len(runs[key].tokens))
             assert runs[key].tokens[lo:hi] == segment.tokens
-            assert [segment.turn + at for at in runs[key].positions[lo:hi]] == [*range(segment.start, segment.stop)]
+            assert [segment.shift + at for at in runs[key].positions[lo:hi]] == [*range(segment.start, segment.stop)]
             assert GAP not in segment.tokens
     check_scaffolds(layout, found)
-    if not any(isinstance(item, Text) for item in _all(items)):
+    if not any(isinstance(item, TextNode) for item in _all(items)):
         check_by_hand(layout, found, items, args)
 
 
-def check_scaffolds(layout: Layout, found: Bound) -> None:
+def check_scaffolds(layout: SchemaLayout, found: Bound) -> None:
     """A scaffold is taken whole or not at all; it gives way to another of at least its size alone."""
     there = {"", *found.imported}
     taken = {"" if path == "." else path: key for path, key in found.prompt.taken.modules if key is not None}
@@ -417,7 +417,9 @@ def _all(items: tuple[object, ...]) -> list[object]:
     return [each for item in items for each in (item, *(_all(item.items) if isinstance(item, Import) else ()))]
 
 
-def check_by_hand(layout: Layout, found: Bound, items: tuple[object, ...], args: tuple[tuple[str, str], ...]) -> None:
+def check_by_hand(
+    layout: SchemaLayout, found: Bound, items: tuple[object, ...], args: tuple[tuple[str, str], ...]
+) -> None:
     """The slow twin: every token of what is imported at its place in the schema, arguments in their rooms."""
     wanted: dict[int, int] = {}
 

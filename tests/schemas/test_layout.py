@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 
 from ragfuse.errors import PMLError
-from ragfuse.schemas.layout import Fork, Layout, Place, Stretch, lay_out
-from ragfuse.schemas.nodes import Role, Schema, Text
+from ragfuse.schemas.layout import ModulePosition, SchemaLayout, TokenRange, UnionPosition, lay_out
+from ragfuse.schemas.nodes import Role, Schema, TextNode
 from ragfuse.schemas.pml import parse_schema
 from ragfuse.types.keys import digest
 from tests.text.layouts import GAP, SCHEMAS, TURNS, Told, encode, laid, said, twin
 
 
-def places(layout: Layout) -> dict[str, tuple[int, int]]:
+def places(layout: SchemaLayout) -> dict[str, tuple[int, int]]:
     return {path: (place.start, place.stop) for path, place in layout.places.items()}
 
 
-def told(layout: Layout, path: str) -> tuple[str, tuple[int, ...]]:
+def told(layout: SchemaLayout, path: str) -> tuple[str, tuple[int, ...]]:
     """A module's run: its text, and the positions of its tokens in the schema."""
     run = layout.modules[path]
     return said(run.tokens), tuple(run.start + position for position in run.positions)
@@ -52,7 +52,7 @@ def test_a_parameter_takes_as_many_positions_as_its_len() -> None:
     layout = laid('<module name="m">for <param name="days" len="3"/>!</module>z')
     assert places(layout) == {"": (0, 9), "m": (0, 8)}
     assert told(layout, "m") == ("for ___!", span((0, 8)))
-    assert layout.places["m"].own[1] == Stretch("m", 4, (GAP,) * 3, "days")
+    assert layout.places["m"].own[1] == TokenRange("m", 4, (GAP,) * 3, "days")
 
 
 def test_a_scaffold_of_a_parameter_stands_in_and_is_cut_to_its_room() -> None:
@@ -111,7 +111,7 @@ def test_modules_may_stand_in_messages_and_messages_in_modules() -> None:
 
 def test_a_message_in_a_message_is_refused_in_nodes_too() -> None:
     with pytest.raises(PMLError, match="in another message"):
-        lay_out(Schema("s", (Role("user", (Role("system", (Text("a"),)),)),)), encode, GAP)
+        lay_out(Schema("s", (Role("user", (Role("system", (TextNode("a"),)),)),)), encode, GAP)
 
 
 # what is encoded together
@@ -266,7 +266,7 @@ def test_the_outline_names_everything_in_order() -> None:
         (2, "module", 3, 4),
         (3, "text", 3, 4),
     ]
-    assert {type(part) for _, _, part in layout.outline()} == {Place, Stretch, Fork}
+    assert {type(part) for _, _, part in layout.outline()} == {ModulePosition, TokenRange, UnionPosition}
 
 
 @given(SCHEMAS)

@@ -18,22 +18,22 @@ from ragfuse.schemas import pml
 from ragfuse.schemas.nodes import (
     Import,
     Item,
-    Message,
+    MessageNode,
     Module,
     Param,
-    Request,
+    PMLPrompt,
     Role,
     Scaffold,
     Schema,
-    Text,
+    TextNode,
     Union,
     joined,
 )
 from ragfuse.schemas.pml import (
-    MAX_CHARS,
     MAX_DEPTH,
-    ROLES,
-    TAGS,
+    MAX_PML_CHARS,
+    PML_ROLES,
+    PML_TAGS,
     is_name,
     parse,
     parse_prompt,
@@ -52,7 +52,12 @@ def schema(inside: str) -> Schema:
 
 def test_a_schema_is_its_items_in_order_with_all_white_space() -> None:
     found = schema(' a\n<module name="m">\n b </module>\t<system> c </system>')
-    assert found.items == (Text(" a\n"), Module("m", (Text("\n b "),)), Text("\t"), Role("system", (Text(" c "),)))
+    assert found.items == (
+        TextNode(" a\n"),
+        Module("m", (TextNode("\n b "),)),
+        TextNode("\t"),
+        Role("system", (TextNode(" c "),)),
+    )
 
 
 def test_lengths_and_tags_of_parameters_have_two_spellings() -> None:
@@ -65,11 +70,11 @@ def test_quotes_spaces_and_self_closing_tags_are_spellings_of_the_same() -> None
 
 
 def test_comments_are_no_text_and_do_not_part_it() -> None:
-    assert schema("a<!-- <module> -->b").items == (Text("ab"),)
+    assert schema("a<!-- <module> -->b").items == (TextNode("ab"),)
 
 
 def test_entities_character_references_and_cdata_are_text() -> None:
-    assert schema("&lt;&amp;&gt;&quot;&apos;&#233;&#xE9;<![CDATA[<a & b>]]>").items == (Text("<&>\"'éé<a & b>"),)
+    assert schema("&lt;&amp;&gt;&quot;&apos;&#233;&#xE9;<![CDATA[<a & b>]]>").items == (TextNode("<&>\"'éé<a & b>"),)
 
 
 def test_a_union_holds_modules_and_white_space_in_it_is_no_text() -> None:
@@ -79,15 +84,15 @@ def test_a_union_holds_modules_and_white_space_in_it_is_no_text() -> None:
 
 def test_scaffolds_stand_beside_the_items_and_part_no_text() -> None:
     found = schema('a<scaffold modules=". m\n m/n"/>b')
-    assert (found.items, found.scaffolds) == ((Text("ab"),), (Scaffold((".", "m", "m/n")),))
+    assert (found.items, found.scaffolds) == ((TextNode("ab"),), (Scaffold((".", "m", "m/n")),))
 
 
 def test_a_prompt_imports_by_element_names_with_arguments_as_attributes() -> None:
     found = parse_prompt(
         '<prompt schema="s" who="me"><plan days="a &lt; b"><oslo/> more</plan><user>Why?\n</user></prompt>'
     )
-    plan = Import("plan", (("days", "a < b"),), (Import("oslo"), Text(" more")))
-    assert found == Request("s", (plan, Message("user", "Why?\n")), (("who", "me"),))
+    plan = Import("plan", (("days", "a < b"),), (Import("oslo"), TextNode(" more")))
+    assert found == PMLPrompt("s", (plan, MessageNode("user", "Why?\n")), (("who", "me"),))
 
 
 def test_a_node_says_where_it_stands() -> None:
@@ -106,12 +111,12 @@ def test_the_same_name_may_stand_in_two_scopes() -> None:
 
 
 def test_a_declaration_of_another_encoding_does_not_count_for_text() -> None:
-    assert parse_schema('<?xml version="1.0" encoding="latin-1"?><schema name="s">é</schema>').items == (Text("é"),)
+    assert parse_schema('<?xml version="1.0" encoding="latin-1"?><schema name="s">é</schema>').items == (TextNode("é"),)
 
 
 def test_asking_puts_one_message_more_at_the_end() -> None:
-    asked = Request("s", (Import("a"),)).asking("Why?")
-    assert asked.items == (Import("a"), Message("user", "Why?"))
+    asked = PMLPrompt("s", (Import("a"),)).asking("Why?")
+    assert asked.items == (Import("a"), MessageNode("user", "Why?"))
 
 
 def test_a_file_is_read_and_named_in_errors(tmp_path: Path) -> None:
@@ -214,7 +219,7 @@ def test_an_error_of_pml_is_one_of_input() -> None:
 
 
 def test_words_of_the_language_are_no_names_of_modules() -> None:
-    assert {*ROLES, "schema", "prompt", "union", "param"} < TAGS
+    assert {*PML_ROLES, "schema", "prompt", "union", "param"} < PML_TAGS
 
 
 @pytest.mark.parametrize("name", ["a", "_", "unit.py", "user-1", "été", "N"])
@@ -258,8 +263,8 @@ def test_depth_is_limited() -> None:
 
 
 def test_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PMLError, match=f"wanted at most {MAX_CHARS}"):
-        parse(" " * (MAX_CHARS + 1))
+    with pytest.raises(PMLError, match=f"wanted at most {MAX_PML_CHARS}"):
+        parse(" " * (MAX_PML_CHARS + 1))
     monkeypatch.setattr(pml, "MAX_ELEMENTS", 100)
     with pytest.raises(PMLError, match="1:416: found more than 100 elements; wanted fewer"):
         parse("<prompt schema='s'>" + "<a/>" * 100)
@@ -325,9 +330,9 @@ def test_what_is_read_is_copied_once() -> None:
     """Texts of 13 MB: copied for each of what parts them, they would take minutes."""
     began = process_time()
     found = schema(("a" * 150 + "<scaffold modules='m'/>") * 90_000)
-    assert found.items == (Text("a" * 150 * 90_000),)
+    assert found.items == (TextNode("a" * 150 * 90_000),)
     assert len(found.scaffolds) == 90_000
-    assert joined([Text("a" * 150)] * 90_000) == found.items
+    assert joined([TextNode("a" * 150)] * 90_000) == found.items
     assert process_time() - began < 20
 
 
@@ -344,7 +349,7 @@ def test_a_schema_of_a_megabyte_is_read_in_a_second() -> None:
 
 NAMES = some.sampled_from(["a", "b", "c.py", "d-1", "é"])
 PLAIN = some.text(some.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="\ufffe\uffff"))
-TEXTS = some.builds(Text, some.one_of(PLAIN, some.text("<&>\"'\r\n\t ]")).filter(bool))
+TEXTS = some.builds(TextNode, some.one_of(PLAIN, some.text("<&>\"'\r\n\t ]")).filter(bool))
 
 
 def parted(items: list[Item]) -> tuple[Item, ...]:
@@ -354,7 +359,7 @@ def parted(items: list[Item]) -> tuple[Item, ...]:
     for item in items:
         names = {m.name for m in item.modules} if isinstance(item, Union) else set()
         names |= {item.name} if isinstance(item, Module) else set()
-        if names & seen or (isinstance(item, Text) and kept and isinstance(kept[-1], Text)):
+        if names & seen or (isinstance(item, TextNode) and kept and isinstance(kept[-1], TextNode)):
             continue
         seen |= names
         kept.append(item)
@@ -388,21 +393,25 @@ IMPORTS = some.recursive(
 )
 
 
-@given(some.lists(some.one_of(IMPORTS, some.builds(Message, some.sampled_from(ROLES), PLAIN)), max_size=5).map(parted))
-def test_a_prompt_comes_back_from_its_text(items: tuple[Text | Import | Message, ...]) -> None:
-    request = Request("s", items, (("who", "a \"b\" & 'c'"),))
+@given(
+    some.lists(some.one_of(IMPORTS, some.builds(MessageNode, some.sampled_from(PML_ROLES), PLAIN)), max_size=5).map(
+        parted
+    )
+)
+def test_a_prompt_comes_back_from_its_text(items: tuple[TextNode | Import | MessageNode, ...]) -> None:
+    request = PMLPrompt("s", items, (("who", "a \"b\" & 'c'"),))
     assert parse(to_pml(request)) == request
 
 
 def test_what_xml_cannot_hold_is_refused_when_written() -> None:
     with pytest.raises(PMLError, match=r"character '\\x00'"):
-        to_pml(Schema("s", (Text("a\0"),)))
+        to_pml(Schema("s", (TextNode("a\0"),)))
 
 
 PIECES = some.sampled_from(
     [
-        *(f"<{tag}>" for tag in sorted(TAGS)),
-        *(f"</{tag}>" for tag in sorted(TAGS)),
+        *(f"<{tag}>" for tag in sorted(PML_TAGS)),
+        *(f"</{tag}>" for tag in sorted(PML_TAGS)),
         *("<schema name='s'>", "<module name='m'>", "<module name='n' cache='false'>", "<param name='p' len='2'/>"),
         *("<prompt schema='s'>", "<m/>", "<m p='1'>", "</m>", "<![CDATA[", "]]>", "<!--", "-->", "<!DOCTYPE a [", "]>"),
         *(

@@ -17,8 +17,8 @@ import pytest
 
 from ragfuse.errors import PMLError
 from ragfuse.schemas.bind import Bound, bind
-from ragfuse.schemas.layout import Encode, Fork, Layout, Place, lay_out
-from ragfuse.schemas.nodes import Import, Message, Request, Schema
+from ragfuse.schemas.layout import Encode, ModulePosition, SchemaLayout, UnionPosition, lay_out
+from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, Schema
 from ragfuse.schemas.pml import parse, read, to_pml
 from tests.text.layouts import GAP, TURNS, encode, key_of
 from tests.text.layouts import read as as_text
@@ -33,21 +33,21 @@ def words(text: str, special: bool) -> list[int]:
     return [crc32(word.encode()) >> 1 for word in re.findall(r"\s*\w+|\s*\W", text)]
 
 
-def layout_of(schema: Schema | Request, encode: Encode = encode) -> Layout:
+def layout_of(schema: Schema | PMLPrompt, encode: Encode = encode) -> SchemaLayout:
     assert isinstance(schema, Schema)
     return lay_out(schema, encode, GAP, TURNS)
 
 
-def bound(request: Schema | Request, layout: Layout, encode: Encode = encode) -> Bound:
-    assert isinstance(request, Request)
+def bound(request: Schema | PMLPrompt, layout: SchemaLayout, encode: Encode = encode) -> Bound:
+    assert isinstance(request, PMLPrompt)
     return bind(request, layout, encode, key_of)
 
 
-def everything(place: Place) -> tuple[Import, ...]:
+def everything(place: ModulePosition) -> tuple[Import, ...]:
     """All that one prompt can import of a module: of a union the last."""
-    alternatives = [part.places if isinstance(part, Fork) else (part,) for part in place.parts]
+    alternatives = [part.places if isinstance(part, UnionPosition) else (part,) for part in place.parts]
     found = [parts[-1] for parts in alternatives if parts]
-    return tuple(Import(child.name, (), everything(child)) for child in found if isinstance(child, Place))
+    return tuple(Import(child.name, (), everything(child)) for child in found if isinstance(child, ModulePosition))
 
 
 # our own
@@ -132,7 +132,7 @@ def test_a_published_file_parses_lays_out_and_binds_or_is_refused_with_its_line(
     assert parse(to_pml(found)) == found
     if isinstance(found, Schema):
         layout = layout_of(found)
-        request = Request(found.name, (*everything(layout.root), Message("user", "Why?")))
+        request = PMLPrompt(found.name, (*everything(layout.root), MessageNode("user", "Why?")))
         all_bound = bound(request, layout)
         assert all_bound.moved == 0
         assert as_text(all_bound.prompt).endswith("{UWhy?}{A")
@@ -147,7 +147,7 @@ def prompts() -> list[str]:
 @pytest.mark.parametrize("name", prompts())
 def test_a_published_prompt_binds_to_a_schema_of_its_name_or_is_refused_with_its_line(name: str) -> None:
     request = read(THERE / name)
-    assert isinstance(request, Request)
+    assert isinstance(request, PMLPrompt)
     outcomes: list[tuple[str, ...] | PMLError] = []
     for known in manifest():
         if known["root"] == "schema" and (schema := read(THERE / known["file"])).name == request.schema:

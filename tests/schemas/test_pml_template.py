@@ -11,7 +11,7 @@ import pytest
 from ragfuse import InputError, PMLTemplate
 from ragfuse.errors import PMLError
 from ragfuse.schemas.frontends.python import MaxTokens, program, user
-from ragfuse.schemas.nodes import Import, Message, Request, Text
+from ragfuse.schemas.nodes import Import, MessageNode, PMLPrompt, TextNode
 from ragfuse.schemas.pml import parse_prompt, parse_schema, to_pml
 
 SCHEMA = """<schema name="s"><param name="who" len="9"/> asks.
@@ -33,8 +33,12 @@ def test_variables_stand_in_texts_messages_and_arguments() -> None:
     template = PMLTemplate(SCHEMA, PROMPT, "And {what}?")
     assert template.variables == ("name", "n", "question", "what")
     found = template.fill({"name": "Jo", "n": 3, "question": "Why?", "what": "how", "unused": 1}).request
-    items = (Import("m", (("n", "3 of 3"),), (Text("{as is}"),)), Text(" then Jo\n"), Message("user", "Why?"))
-    assert found == Request("s", (*items, Message("user", "And how?")), (("who", "Jo"),))
+    items = (
+        Import("m", (("n", "3 of 3"),), (TextNode("{as is}"),)),
+        TextNode(" then Jo\n"),
+        MessageNode("user", "Why?"),
+    )
+    assert found == PMLPrompt("s", (*items, MessageNode("user", "And how?")), (("who", "Jo"),))
 
 
 @pytest.mark.parametrize("variable", ["name", "n", "question", "what"])
@@ -51,8 +55,8 @@ def test_what_a_variable_holds_is_text_whatever_it_looks_like(variable: str) -> 
 def test_a_schema_alone_has_its_own_parameters_for_variables() -> None:
     template = PMLTemplate(parse_schema(SCHEMA), question="{question}")
     assert template.variables == ("who", "question")
-    assert template.fill({"who": "{n}", "question": "Why?"}).request == Request(
-        "s", (Message("user", "Why?"),), (("who", "{n}"),)
+    assert template.fill({"who": "{n}", "question": "Why?"}).request == PMLPrompt(
+        "s", (MessageNode("user", "Why?"),), (("who", "{n}"),)
     )
 
 
@@ -69,7 +73,7 @@ def test_files_are_read_and_other_syntaxes_known(tmp_path: Path) -> None:
     prompt.write_text('<prompt schema="s"><m n="{{ n }}">{n}</m></prompt>', "utf-8")
     template = PMLTemplate(schema, str(prompt), syntax="mustache")
     assert template.variables == ("n",)
-    assert template.fill({"n": "2"}).request.items[0] == Import("m", (("n", "2"),), (Text("{n}"),))
+    assert template.fill({"n": "2"}).request.items[0] == Import("m", (("n", "2"),), (TextNode("{n}"),))
 
 
 def test_templates_of_others_are_taken() -> None:

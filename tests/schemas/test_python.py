@@ -14,7 +14,7 @@ from ragfuse.errors import PMLError
 from ragfuse.schemas.bind import bind
 from ragfuse.schemas.frontends.python import MaxTokens, assistant, program, schema_of, system, user
 from ragfuse.schemas.layout import lay_out
-from ragfuse.schemas.nodes import Import, Module, Param, Request, Role, Text, Union
+from ragfuse.schemas.nodes import Import, Module, Param, PMLPrompt, Role, TextNode, Union
 from ragfuse.schemas.pml import parse, to_pml
 from tests.text.layouts import GAP, TURNS, encode, key_of, read
 
@@ -56,23 +56,28 @@ def test_a_function_is_compiled_to_modules_unions_and_parameters() -> None:
     schema = schema_of(trip)
     towns = Union(
         (
-            Module("oslo", (Text("Fjords. "),)),
-            Module("rome-or-lisbon", (Text("Sun. "),)),
-            Module("other-town", (Text(RULE),)),
+            Module("oslo", (TextNode("Fjords. "),)),
+            Module("rome-or-lisbon", (TextNode("Sun. "),)),
+            Module("other-town", (TextNode(RULE),)),
         )
     )
     assert schema.name == "trip"
     assert schema.items == (
-        Role("system", (Text(RULE),)),
+        Role("system", (TextNode(RULE),)),
         Role(
             "user",
             (
-                Text("I have "),
+                TextNode("I have "),
                 Param("days", 6),
-                Text(". "),
-                Union((Module("abroad", (Text("I cross the border. "), towns)), Module("else", (Text("I stay. "),)))),
-                Module("slow", (Text("All of "), Param("days", 6), Text(", slowly. "))),
-                Module("hotel", (Text("A hotel of "), Param("stars", 2), Text(" stars. "))),
+                TextNode(". "),
+                Union(
+                    (
+                        Module("abroad", (TextNode("I cross the border. "), towns)),
+                        Module("else", (TextNode("I stay. "),)),
+                    )
+                ),
+                Module("slow", (TextNode("All of "), Param("days", 6), TextNode(", slowly. "))),
+                Module("hotel", (TextNode("A hotel of "), Param("stars", 2), TextNode(" stars. "))),
             ),
         ),
         Role("assistant"),
@@ -80,7 +85,7 @@ def test_a_function_is_compiled_to_modules_unions_and_parameters() -> None:
 
 
 def test_a_call_imports_what_its_conditions_say() -> None:
-    assert trip("a week", True) == Request(
+    assert trip("a week", True) == PMLPrompt(
         "trip",
         (Import("abroad", (), (Import("oslo"),)), Import("hotel", (("stars", "5"),))),
         (("days", "a week"),),
@@ -136,7 +141,7 @@ def test_conditions_are_plain_python_over_the_names_around_the_function() -> Non
     assert isinstance(union, Union)
     assert [module.name for module in union.modules] == ["if", "not-who", "who-me-too"]
     assert [module.name for module in (first, second) if isinstance(module, Module)] == ["if-2", "if-3"]
-    assert end == Text("End.")
+    assert end == TextNode("End.")
     assert party(4, "").items[0] == Import("if")
     assert party(1, "me too").items == (Import("who-me-too"),)
     inner = party(3, "x").items[1]
@@ -173,7 +178,7 @@ def test_texts_of_a_function_in_another_block_keep_their_white_space() -> None:
 Yours"""
 
     (text,), first = schema_of(letter).items, inspect.unwrap(letter).__code__.co_firstlineno
-    assert isinstance(text, Text)
+    assert isinstance(text, TextNode)
     assert text.text == "Dear all,\n    it rains.\nYours"
     assert (text.at.line, text.at.column) == (first + 3, 9)
 

@@ -10,14 +10,14 @@ from ragfuse.errors import PMLError
 from ragfuse.schemas.bind import bind
 from ragfuse.schemas.frontends.templates import Syntax, _pairs, filled, from_template, parsed
 from ragfuse.schemas.layout import lay_out
-from ragfuse.schemas.nodes import Param, Role, Schema, Text
+from ragfuse.schemas.nodes import Param, Role, Schema, TextNode
 from tests.text.layouts import GAP, TURNS, encode, key_of, read
 from tests.text.operations import MOST_GROWTH, lines
 
 WANTED = (
-    Role("system", (Text("You know "), Param("topic", 8), Text("."))),
-    Role("user", (Param("question", 30), Text("\n{in JSON}"))),
-    Role("assistant", (Text("So:"),)),
+    Role("system", (TextNode("You know "), Param("topic", 8), TextNode("."))),
+    Role("user", (Param("question", 30), TextNode("\n{in JSON}"))),
+    Role("assistant", (TextNode("So:"),)),
 )
 ROOMS = {"topic": 8, "question": 30}
 
@@ -35,7 +35,7 @@ def test_values_fill_the_rooms_of_a_template() -> None:
 
 
 def test_a_text_becomes_the_schema_s_own_and_one_room_counts_for_all() -> None:
-    assert from_template("t", "a{x}b{x}", 3).items == (Text("a"), Param("x", 3), Text("b"), Param("x", 3))
+    assert from_template("t", "a{x}b{x}", 3).items == (TextNode("a"), Param("x", 3), TextNode("b"), Param("x", 3))
 
 
 def test_langchain_s_prompts_are_taken() -> None:
@@ -45,12 +45,14 @@ def test_langchain_s_prompts_are_taken() -> None:
     )
     assert from_template("t", chat, ROOMS).items == WANTED
     plain = prompts.PromptTemplate.from_template("a{topic}")
-    assert from_template("t", plain, ROOMS).items == (Text("a"), Param("topic", 8))
+    assert from_template("t", plain, ROOMS).items == (TextNode("a"), Param("topic", 8))
     mustache = prompts.ChatPromptTemplate.from_messages([("human", "a {{topic}} {b}")], template_format="mustache")
-    assert from_template("t", mustache, 8).items == (Role("user", (Text("a "), Param("topic", 8), Text(" {b}"))),)
+    assert from_template("t", mustache, 8).items == (
+        Role("user", (TextNode("a "), Param("topic", 8), TextNode(" {b}"))),
+    )
     messages = pytest.importorskip("langchain_core.messages")
     fixed = prompts.ChatPromptTemplate.from_messages([messages.SystemMessage("no {variable}"), ("human", "{topic}")])
-    assert from_template("t", fixed, ROOMS).items[0] == Role("system", (Text("no {variable}"),))
+    assert from_template("t", fixed, ROOMS).items[0] == Role("system", (TextNode("no {variable}"),))
     history = prompts.ChatPromptTemplate.from_messages([prompts.MessagesPlaceholder("history"), ("human", "{topic}")])
     with pytest.raises(PMLError, match="MessagesPlaceholder in a template"):
         from_template("t", history, ROOMS)
@@ -67,7 +69,7 @@ def test_llama_index_s_prompts_are_taken() -> None:
     assert from_template("t", rich, ROOMS).items == WANTED
     for syntax in get_args(Syntax):  # which counts for texts and pairs alone
         plain = from_template("t", prompts.PromptTemplate("a{topic}"), ROOMS, syntax)
-        assert plain.items == (Text("a"), Param("topic", 8))
+        assert plain.items == (TextNode("a"), Param("topic", 8))
     chat = prompts.ChatPromptTemplate.from_messages([("system", "You know {topic}."), ("user", "{question}")])
     assert from_template("t", chat, ROOMS).items == (WANTED[0], Role("user", (Param("question", 30),)))
 
@@ -109,19 +111,21 @@ def test_what_no_schema_can_hold_is_refused(template: Any, syntax: Any, found: s
 )
 def test_comments_and_dashes_of_jinja_s_are_read_as_jinja_does(text: str) -> None:
     items = from_template("t", text, 3, "jinja2").items
-    said = "".join("X" if isinstance(item, Param) else item.text for item in items if isinstance(item, Param | Text))
+    said = "".join(
+        "X" if isinstance(item, Param) else item.text for item in items if isinstance(item, Param | TextNode)
+    )
     assert said == pytest.importorskip("jinja2").Template(text).render(x="X")
 
 
 def test_dashes_of_chat_blocks_take_the_white_space_beside_them() -> None:
     text = '{% chat role="user" -%}\n a{{ x }} b\n{%- endchat %} {% chat role="assistant" %} c {% endchat -%} \nd'
-    user = Role("user", (Text("a"), Param("x", 3), Text(" b")))
-    assert from_template("t", text, 3, "jinja2").items == (user, Role("assistant", (Text(" c "),)), Text("d"))
+    user = Role("user", (TextNode("a"), Param("x", 3), TextNode(" b")))
+    assert from_template("t", text, 3, "jinja2").items == (user, Role("assistant", (TextNode(" c "),)), TextNode("d"))
 
 
 def test_a_variable_of_mustache_s_may_stand_in_three_braces() -> None:
     items = from_template("t", "a {{{ x }}} {# b #}{{x}}}", 3, "mustache").items
-    assert items == (Text("a "), Param("x", 3), Text(" {# b #}"), Param("x", 3), Text("}"))
+    assert items == (TextNode("a "), Param("x", 3), TextNode(" {# b #}"), Param("x", 3), TextNode("}"))
 
 
 def test_openings_that_never_close_are_read_once() -> None:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from ragfuse import Settings
 from ragfuse.serve import body as bodies
-from ragfuse.serve.body import DEEPEST, MOST_COMMAS, MOST_MARKS, check_shape, read_as
+from ragfuse.serve.body import MAX_BODY_DEPTH, MOST_COMMAS, MOST_MARKS, check_shape, read_as
 from ragfuse.serve.guard import Guard
 from ragfuse.serve.keys import Keys
-from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.refusals import APIError
 from ragfuse.serve.schema import ChatRequest
 from tests.serve.kit import Served, all_of, raw, said, serving
 
@@ -59,7 +59,7 @@ def refused(answer: httpx.Response) -> dict[str, object]:
         b'{"model": NaN, "messages": Infinity}',
         b'{"model": 1e999, "messages": []}',
         json.dumps({"model": 10**400}).encode(),
-        b"[" * (DEEPEST - 1) + b"]" * (DEEPEST - 1),
+        b"[" * (MAX_BODY_DEPTH - 1) + b"]" * (MAX_BODY_DEPTH - 1),
     ],
     ids=range(12),
 )
@@ -135,9 +135,9 @@ def test_json_that_is_too_deep_is_told(served: Served) -> None:
 
 def test_depth_counts_what_is_open_and_nothing_in_texts() -> None:
     check_shape(b'{"a": "' + b"[" * 1000 + b'\\"[[["}' + b"[{}]" * 1000)
-    check_shape(b"[" * DEEPEST)
-    with pytest.raises(Refusal, match="levels"):
-        check_shape(b'["\\\\",' + b"{" * DEEPEST)
+    check_shape(b"[" * MAX_BODY_DEPTH)
+    with pytest.raises(APIError, match="levels"):
+        check_shape(b'["\\\\",' + b"{" * MAX_BODY_DEPTH)
 
 
 @pytest.mark.parametrize("one", ["[],", "{},", '"",', '"\\"",', "0,"])
@@ -146,7 +146,7 @@ def test_a_body_of_very_many_values_is_told_before_it_is_parsed(served: Served, 
     most = MOST_COMMAS if one == "0," else MOST_MARKS
     check_shape(f"[{one * (most - 1)}0]".encode())
     body = f'{{"model": "m", "prompt": "a", "metadata": {{"a": [{one * (most + 1)}0]}}}}'
-    with pytest.raises(Refusal, match="found more"):
+    with pytest.raises(APIError, match="found more"):
         check_shape(body.encode())
     answer = httpx.post(f"{served.url}/completions", content=body, headers=JSON, timeout=60)
     large = len(body) > served.service.body_bytes
@@ -176,12 +176,14 @@ def test_the_shape_is_that_of_reading_sign_by_sign_however_it_is_cut(text: str, 
     text = in_texts.match(text)[0]  # a backslash elsewhere ends what JSON can be
     for limits in ((3, 100, 100), (100, 4, 100), (100, 100, 4)):
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in zip(("STEP", "DEEPEST", "MOST_MARKS", "MOST_COMMAS"), (step, *limits), strict=True):
+            for name, value in zip(
+                ("SCAN_NBYTES", "MAX_BODY_DEPTH", "MOST_MARKS", "MOST_COMMAS"), (step, *limits), strict=True
+            ):
                 patch.setattr(f"ragfuse.serve.body.{name}", value)
             try:
                 check_shape(text.encode())
                 is_refused = False
-            except Refusal:
+            except APIError:
                 is_refused = True
         assert is_refused == any(found > most for found, most in zip(shape(text), limits, strict=True))
 
@@ -273,11 +275,11 @@ def test_what_can_never_fit_the_model_is_told_before_it_is_searched_or_tokenised
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = served.service.engine(served.service.keys.tenants[0])
-    longest, most = engine.model.longest, served.service.body_bytes
+    longest, most = engine.model.max_context, served.service.body_bytes
     assert longest is not None
     assert longest < most < 4 << 20
     looked: list[int] = []
-    monkeypatch.setattr(engine._prompter, "pieces", lambda content, digest: looked.append(len(content)))
+    monkeypatch.setattr(engine._stages.prompts, "pieces", lambda content, digest: looked.append(len(content)))
     text = "a b " * (longest * 3)
     for path, fields in (
         ("/v1/chat/completions", {"messages": [said(text)]}),

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from ragfuse.serve.schema import ChatRequest, ExplainRequest, Message, Only, StreamOptions, TextRequest, Wanted
+from ragfuse.serve.schema import (
+    ChatRequest,
+    CompletionRequest,
+    ExplainRequest,
+    OnlyValues,
+    RequestMessage,
+    StreamOptions,
+    TextRequest,
+)
 from ragfuse.serve.wishes import chat_wishes
 from tests.serve.kit import Served, said, with_documents
 from tests.tiny import ROOT
@@ -86,10 +94,11 @@ LABELS: dict[str, Any] = {
 PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions"}
 
 
-def only_of(kind: type[Any]) -> dict[str, Only]:
+def only_of(kind: type[Any]) -> dict[str, OnlyValues]:
     """The fields that are taken at some values alone."""
     found = {
-        name: [each for each in field.metadata if isinstance(each, Only)] for name, field in kind.model_fields.items()
+        name: [each for each in field.metadata if isinstance(each, OnlyValues)]
+        for name, field in kind.model_fields.items()
     }
     return {name: marks[0] for name, marks in found.items() if marks}
 
@@ -167,7 +176,7 @@ def whole(answer: Any) -> dict[int, Any]:
 def test_every_field_that_may_be_sent_is_in_one_of_these_tables() -> None:
     assert set(ChatRequest.model_fields) == {*CHAT, *LABELS, *only_of(ChatRequest)}
     assert set(TextRequest.model_fields) == {*TEXT, *LABELS, *only_of(TextRequest)}
-    assert not set(LABELS) & (set(only_of(Wanted)) | set(BOTH))
+    assert not set(LABELS) & (set(only_of(CompletionRequest)) | set(BOTH))
 
 
 def test_the_guide_names_every_field() -> None:
@@ -220,7 +229,7 @@ def test_options_of_streams_and_fields_of_messages_are_done_or_refused(served: S
         answer = asked(served, "chat", {"stream": True, "stream_options": {name: True}})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"stream_options.{name}")
         assert asked(served, "chat", {"stream": True, "stream_options": {name: False}}).status_code == 200
-    for name in only_of(Message):
+    for name in only_of(RequestMessage):
         turns = [said(), {**said("The", "assistant"), name: True}]
         answer = asked(served, "chat", {"messages": turns})
         assert answer.status_code == 400

@@ -52,7 +52,7 @@ def test_who_leaves_a_stream_ends_its_answer(one: Served) -> None:
                 break
         assert writers()
     wait_for(lambda: is_idle(one))
-    written = one.service.engine(one.service.keys.tenants[0]).tally.now().sums["written"]
+    written = one.service.engine(one.service.keys.tenants[0]).counters.now().sums["written"]
     assert 0 < written < LONG
 
 
@@ -65,7 +65,7 @@ def test_who_leaves_before_anything_came_ends_it_too(one: Served, streams: bool)
 
 
 def test_who_leaves_the_queue_is_not_answered(one: Served) -> None:
-    counted = one.service.engine(one.service.keys.tenants[0]).tally.now
+    counted = one.service.engine(one.service.keys.tenants[0]).counters.now
     with raw(one.port) as first:
         send(first, long_request(one))
         wait_for(writers)

@@ -75,7 +75,7 @@ def test_what_a_waiting_turn_reads_stays_in_memory_by_look_ahead_alone(narrow: S
         client = threading.Thread(target=ask)
         client.start()
         wait_for(lambda: ("", "one") in narrow.service.turnstile.reading)
-        wait_for(lambda: engine.outlook.places())
+        wait_for(lambda: engine.conversations.places())
         assert len(narrow.service.turnstile.jobs) == 1
         filled(engine, 2 * ROOM)
         kept = in_memory(engine, "one")
@@ -83,7 +83,7 @@ def test_what_a_waiting_turn_reads_stays_in_memory_by_look_ahead_alone(narrow: S
     client.join(60)
     tiers = {each["tier"] for each in found["ragfuse"]["segments"] if each["kind"] == "history"}
     assert tiers == {"memory"} or not kept
-    wait_for(lambda: is_idle(narrow) and not engine.outlook.places())
+    wait_for(lambda: is_idle(narrow) and not engine.conversations.places())
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -116,7 +116,7 @@ def test_tenants_conversations_of_one_name_are_told_apart(varied_path: Path, tmp
                 send_as(line, body, f"{tenant}-key-of-a-test-0")
                 wait_for(writers)
             wait_for(lambda: ("green", "one") in served.service.turnstile.reading)
-            wait_for(lambda: (engines["green"].digest, "one") in engines["blue"].outlook.places())
+            wait_for(lambda: (engines["green"].digest, "one") in engines["blue"].conversations.places())
         wait_for(lambda: is_idle(served))
 
 

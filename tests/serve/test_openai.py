@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ragfuse import Engine
-from ragfuse.serve.keys import Tenant
+from ragfuse.serve.keys import APITenant
 from tests.serve.kit import Served, said, with_documents
 from tests.tiny import CHUNKS
 
@@ -39,7 +39,7 @@ def model(served: Served) -> str:
 
 
 def engine_of(served: Served) -> Engine:
-    return served.service.engine(Tenant("all", ""))
+    return served.service.engine(APITenant("all", ""))
 
 
 def test_a_chat_is_answered_as_the_engine_answers_it(client: Any, model: str, served: Served) -> None:

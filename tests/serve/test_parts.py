@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ragfuse import Piece, StoreError
-from ragfuse.serve.logprobs import LEAST, Noted, as_text
-from ragfuse.serve.refusals import Refusal, refusal_of
-from ragfuse.serve.schema import ChatRequest, Document, Message, TextRequest
+from ragfuse.serve.logprobs import ZERO_LOGPROB, Noted, as_text
+from ragfuse.serve.refusals import APIError, refusal_of
+from ragfuse.serve.schema import ChatRequest, Document, RequestMessage, TextRequest
 from ragfuse.serve.wishes import chat_wishes, choice_of, text_wishes, turns_of
 
 
@@ -29,7 +29,7 @@ def test_neighbours_of_one_role_are_one_turn_and_results_of_tools_are_not() -> N
         {"role": "tool", "content": "four", "tool_call_id": "c1"},
         {"role": "tool", "content": "five", "tool_call_id": "c1"},
     ]
-    turns = turns_of([Message.model_validate(each) for each in messages])
+    turns = turns_of([RequestMessage.model_validate(each) for each in messages])
     assert [turn.role for turn in turns] == ["system", "user", "assistant", "tool", "tool"]
     assert list(turns[0].content) == ["One.", "\n", "Two."]
     assert (turns[2].tool_calls[0].name, dict(turns[2].tool_calls[0].arguments)) == ("count", {"n": 1})
@@ -43,7 +43,7 @@ def test_parts_that_say_so_are_chunks_as_documents_are() -> None:
         {"type": "text", "text": "c"},
     ]
     (turn,) = turns_of(
-        [Message.model_validate({"role": "user", "content": parts})], ["d", Document(text="e", title="f")]
+        [RequestMessage.model_validate({"role": "user", "content": parts})], ["d", Document(text="e", title="f")]
     )
     assert list(turn.content) == [
         Piece("d", "chunk", "document 1"),
@@ -79,7 +79,7 @@ def test_each_of_several_answers_has_a_seed_of_its_own() -> None:
 
 
 def test_a_conversation_goes_on_with_one_answer() -> None:
-    with pytest.raises(Refusal, match="one answer"):
+    with pytest.raises(APIError, match="one answer"):
         chat_wishes(chat(n=2, session_id="s"), "")
 
 
@@ -132,8 +132,8 @@ def test_an_impossible_token_has_a_number_that_json_knows() -> None:
     noted(torch.tensor([[0]]), scores)
     noted.end([1])
     told = as_text(noted.take(), lambda id: "ab"[id])
-    assert told["token_logprobs"] == [LEAST]
-    assert json.loads(json.dumps(told, allow_nan=False))["top_logprobs"] == [{"a": 0.0, "b": LEAST}]
+    assert told["token_logprobs"] == [ZERO_LOGPROB]
+    assert json.loads(json.dumps(told, allow_nan=False))["top_logprobs"] == [{"a": 0.0, "b": ZERO_LOGPROB}]
 
 
 def test_what_is_none_of_a_clients_business_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -142,4 +142,4 @@ def test_what_is_none_of_a_clients_business_is_not_told(caplog: pytest.LogCaptur
         assert refusal.status >= 500
         assert "secret" not in refusal.message
         assert "secret" in caplog.text
-    assert refusal_of(Refusal(418, "tea")).status == 418
+    assert refusal_of(APIError(418, "tea")).status == 418

@@ -15,11 +15,11 @@ import pytest
 
 from ragfuse import Ask, Engine, InputError, Settings
 from ragfuse.engine.answer_stream import AnswerStream
+from ragfuse.serve.admission import AdmissionControl
 from ragfuse.serve.keys import Keys
-from ragfuse.serve.refusals import Refusal
-from ragfuse.serve.replies import Reply
-from ragfuse.serve.run import Run, Said, Wish, Written
-from ragfuse.serve.turnstile import Turnstile
+from ragfuse.serve.refusals import APIError
+from ragfuse.serve.replies import ResponseWriter
+from ragfuse.serve.run import AnswerRequest, AnswerRun, Completed, TextDelta
 from tests.serve.kit import Served, said, serving, wait_for, with_documents, writers
 from tests.serve.test_gone import is_idle, long_request, raw, send
 from tests.tiny import CHUNKS
@@ -91,32 +91,32 @@ async def test_an_answer_whose_time_is_over_is_what_was_written_until_then(tiny_
     settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store")
     ended = asyncio.Event()
     with Engine(settings) as engine:
-        wishes = [Wish([("user", "Who?")], Ask(max_tokens=3000))]
-        run = Run(wishes, engine, asyncio.get_running_loop().time() + 600, ended.set)
+        wishes = [AnswerRequest([("user", "Who?")], Ask(max_tokens=3000))]
+        run = AnswerRun(wishes, engine, asyncio.get_running_loop().time() + 600, ended.set)
         items = run.read()
         first = await anext(items)
         run.finish()
         *_, last = [item async for item in items]
-    assert isinstance(first, Said)
-    assert isinstance(last, Written)
+    assert isinstance(first, TextDelta)
+    assert isinstance(last, Completed)
     assert last.is_late
     assert 0 < len(last.answer.token_ids) < 3000
     assert last.answer.text.startswith(first.text)
     assert ended.is_set()
-    told = Reply("m", True, "f", lambda id: "").whole([last], {})
+    told = ResponseWriter("m", True, "f", lambda id: "").whole([last], {})
     assert told["choices"][0]["finish_reason"] == "length"
 
 
 async def test_a_turn_whose_time_is_over_is_kept_as_far_as_it_was_said(tiny_path: Path, tmp_path: Path) -> None:
     settings = Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store")
     with Engine(settings) as engine:
-        wishes = [Wish([("user", "Who?")], Ask(max_tokens=3000, session="one"))]
-        run = Run(wishes, engine, asyncio.get_running_loop().time() + 600, lambda: None)
+        wishes = [AnswerRequest([("user", "Who?")], Ask(max_tokens=3000, session="one"))]
+        run = AnswerRun(wishes, engine, asyncio.get_running_loop().time() + 600, lambda: None)
         items = run.read()
         await anext(items)
         run.finish()
         *_, last = [item async for item in items]
-        assert isinstance(last, Written)
+        assert isinstance(last, Completed)
         (turn,) = engine.sessions.show("one").turns
         assert turn.messages[-1].text == last.answer.text
         answer = await asyncio.to_thread(engine.answer, [("user", "And then?")], Ask(session="one", max_tokens=2))
@@ -137,11 +137,11 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
             return AnswerStream(write)
 
     loop, engine = asyncio.get_running_loop(), Slow()
-    run = Run([Wish("a", Ask())], engine, loop.time() + 600, ended.set)  # type: ignore[arg-type]
+    run = AnswerRun([AnswerRequest("a", Ask())], engine, loop.time() + 600, ended.set)  # type: ignore[arg-type]
     await asyncio.to_thread(begun.wait, 60)
     if late:
         loop.call_soon(run._give_up)
-        with pytest.raises(Refusal, match="did not begin in time"):
+        with pytest.raises(APIError, match="did not begin in time"):
             await anext(run.read())
     for _ in range(3):
         run.cancel()
@@ -152,7 +152,7 @@ async def test_a_request_keeps_its_place_until_its_prefill_ends_however_often_it
 
 
 async def test_tenants_take_turns_however_many_one_has_sent() -> None:
-    turnstile, order = Turnstile(1, 10), list[str]()
+    turnstile, order = AdmissionControl(1, 10), list[str]()
 
     async def ask(tenant: str, name: str) -> None:
         job = await turnstile.enter(tenant, None, lambda job: None)
@@ -168,7 +168,7 @@ async def test_tenants_take_turns_however_many_one_has_sent() -> None:
 
 
 async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
-    turnstile = Turnstile(1, 10)
+    turnstile = AdmissionControl(1, 10)
     first = await turnstile.enter("a", None, lambda job: None)
     second = asyncio.create_task(turnstile.enter("a", None, lambda job: None))
     third = asyncio.create_task(turnstile.enter("b", None, lambda job: None))
@@ -182,16 +182,16 @@ async def test_who_is_cancelled_in_the_moment_of_its_turn_gives_it_on() -> None:
 
 
 async def test_one_tenant_does_not_take_all_the_room() -> None:
-    turnstile = Turnstile(1, 4, most_each=2)
+    turnstile = AdmissionControl(1, 4, most_each=2)
     await turnstile.enter("a", None, lambda job: None)
     waiting = [asyncio.create_task(turnstile.enter(who, None, lambda job: None)) for who in ("a", "a", "a", "b")]
     await asyncio.sleep(0.01)
-    with pytest.raises(Refusal, match="of yours wait"):
+    with pytest.raises(APIError, match="of yours wait"):
         await waiting[2]
     assert len(turnstile.jobs) == 3
     turnstile.stop()
     for each in (waiting[0], waiting[1], waiting[3]):
-        with pytest.raises(Refusal, match="stopping"):
+        with pytest.raises(APIError, match="stopping"):
             await each
 
 

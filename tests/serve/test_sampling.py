@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.serve.keys import Tenant
-from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.keys import APITenant
+from ragfuse.serve.refusals import APIError
 from ragfuse.serve.schema import ChatRequest, TextRequest
 from ragfuse.serve.wishes import chat_wishes, text_wishes
 from ragfuse.text.chat_template import ChatTemplate
@@ -23,7 +23,7 @@ PROMPT = "The keeper of the northern lighthouse"
 
 
 def engine_of(served: Served) -> Engine:
-    return served.service.engine(Tenant("all", ""))
+    return served.service.engine(APITenant("all", ""))
 
 
 def text(served: Served, **fields: Any) -> Any:
@@ -236,7 +236,7 @@ def test_allowed_tools_are_the_only_ones(served: Served, nested: bool) -> None:
     ],
 )
 def test_allowed_tools_that_are_none_are_told(held: Any) -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(APIError) as caught:
         asked(tool_choice={"type": "allowed_tools", "allowed_tools": held})
     assert caught.value.param == "tool_choice"
 
@@ -291,17 +291,17 @@ def test_what_a_template_reads_is_handed_to_it_and_all_else_refused() -> None:
         ({"chat_template_kwargs": {"verbosity": "low"}}, "chat_template_kwargs"),
         ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking"),
     ):
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(APIError) as caught:
             told(**fields)
         assert (caught.value.status, caught.value.param) == (400, param)
     for template in (nothing, switch):
-        with pytest.raises(Refusal, match="low"):
+        with pytest.raises(APIError, match="low"):
             told(template, reasoning_effort="low")
-    with pytest.raises(Refusal, match="none"):
+    with pytest.raises(APIError, match="none"):
         told(switch, reasoning_effort="none", enable_thinking=True)
     always = ChatTemplate.of("<think>", ["<think>", "</think>"])  # which thinks, and reads nothing
     for fields in ({"reasoning_effort": "none"}, {"enable_thinking": False}):
-        with pytest.raises(Refusal):
+        with pytest.raises(APIError):
             told(always, **fields)
 
 
@@ -311,7 +311,7 @@ def test_a_message_is_gone_on_with_where_that_is_asked_for() -> None:
     assert ask.continue_final_message
     assert not chat_wishes(ChatRequest(**body), "")[0].ask.continue_final_message
     for fields in ({"continue_final_message": True, "add_generation_prompt": True}, {"add_generation_prompt": False}):
-        with pytest.raises(Refusal):
+        with pytest.raises(APIError):
             chat_wishes(ChatRequest(**body, **fields), "")
 
 

@@ -48,3 +48,8 @@ def is_full_prefill(engine: Engine, ready: Any, bound: float = 1e-4) -> bool:
     full = engine.model.full_prefill(ready.plan.prompt.token_ids)
     logits = float((ready.prefill.logits - full.logits).abs().max() / full.logits.abs().max())
     return scaled_error(ready.prefill.kv, full.kv) <= bound and logits <= bound and not torch.isnan(full.logits).any()
+
+
+def built(engine, question, ask):
+    """The prompt of a question, with what is known of its conversation."""
+    return engine._stages.build.build(engine._request(question, ask))

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from ragfuse import Settings
 from ragfuse.plan.evict import Evictor, lru
-from ragfuse.sessions.conversation_index import Name, Outlook
-from ragfuse.sessions.session import Exchange, Message, Session, Stretch
+from ragfuse.sessions.conversation_index import ConversationIndex, Name
+from ragfuse.sessions.session import HistoryMessage, KVSpan, Session, Turn
 from ragfuse.types.keys import ChunkKey
 
 KEYS = tuple(ChunkKey("m", name) for name in "pqrst")
@@ -20,9 +20,9 @@ NAMES: tuple[Name, ...] = (("blue", "a"), ("blue", "b"), ("green", "a"))
 
 
 def session(keys: Sequence[ChunkKey], dropped: Sequence[ChunkKey] = ()) -> Session:
-    gone = tuple(Stretch((1, 2), key, ()) for key in dropped)
-    stretches = gone + tuple(Stretch.whole((1, 2), key) for key in keys)
-    return Session("any", (Exchange((Message("user"),), (), stretches),))
+    gone = tuple(KVSpan((1, 2), key, ()) for key in dropped)
+    stretches = gone + tuple(KVSpan.whole((1, 2), key) for key in keys)
+    return Session("any", (Turn((HistoryMessage("user"),), (), stretches),))
 
 
 STEPS = st.lists(
@@ -41,55 +41,55 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_a_key_is_its_first_waiting_conversation_s_else_its_last_one_s(steps):
-    outlook, noted, told = Outlook(), {}, {}
+    conversations, noted, told = ConversationIndex(), {}, {}
     for step, name, given_ in steps:
         if step == "note":
-            outlook.note(name, session(given_))
+            conversations.note(name, session(given_))
             noted.pop(name, None)
             noted[name] = given_
         elif step == "forget":
-            outlook.forget(name)
+            conversations.forget(name)
             noted.pop(name, None)
         else:
-            outlook.expect(name, given_)
+            conversations.expect(name, given_)
             told[name] = given_
     places = {(whose, name): at for whose, names in told.items() for name, at in names.items()}
-    assert outlook.places() == places
+    assert conversations.places() == places
     for key in KEYS:
         owners = [name for name, keys in noted.items() if key in keys]
         waiting = sorted((name for name in owners if name in places), key=places.__getitem__)
-        assert outlook.conversation_of(key) == next(iter([*waiting, *reversed(owners)]), None)
+        assert conversations.conversation_of(key) == next(iter([*waiting, *reversed(owners)]), None)
     for name in NAMES:
-        assert outlook.keys(name) == tuple(dict.fromkeys(noted.get(name, ())))
+        assert conversations.keys(name) == tuple(dict.fromkeys(noted.get(name, ())))
 
 
 def test_what_a_prompt_has_no_more_of_is_nobody_s():
-    outlook = Outlook()
-    outlook.note(NAMES[0], session(KEYS[1:3], dropped=KEYS[:1]))
-    assert outlook.keys(NAMES[0]) == KEYS[1:3]
-    assert outlook.conversation_of(KEYS[0]) is None
+    conversations = ConversationIndex()
+    conversations.note(NAMES[0], session(KEYS[1:3], dropped=KEYS[:1]))
+    assert conversations.keys(NAMES[0]) == KEYS[1:3]
+    assert conversations.conversation_of(KEYS[0]) is None
 
 
 def test_what_earlier_processes_knew_is_asked_once_and_changes_nothing_that_is_known():
-    outlook, asked = Outlook(), []
+    conversations, asked = ConversationIndex(), []
 
     def known():
         asked.append(1)
         return [(NAMES[0], KEYS[0]), (NAMES[1], KEYS[1]), (NAMES[1], KEYS[2])]
 
-    outlook.recall(known)
-    outlook.note(NAMES[0], session(KEYS[3:4]))
+    conversations.recall(known)
+    conversations.note(NAMES[0], session(KEYS[3:4]))
     assert asked == []
-    assert [outlook.conversation_of(key) for key in KEYS[:4]] == [None, NAMES[1], NAMES[1], NAMES[0]]
+    assert [conversations.conversation_of(key) for key in KEYS[:4]] == [None, NAMES[1], NAMES[1], NAMES[0]]
     assert asked == [1]
 
 
 def test_the_policy_is_named_by_a_setting(tmp_path):
-    outlook = Outlook()
-    assert outlook.evict(Settings(home=tmp_path, evict="lru")) is lru
-    ahead = outlook.evict(Settings(home=tmp_path))
+    conversations = ConversationIndex()
+    assert conversations.evict(Settings(home=tmp_path, evict="lru")) is lru
+    ahead = conversations.evict(Settings(home=tmp_path))
     assert isinstance(ahead, Evictor)
-    outlook.note(NAMES[0], session(KEYS[:2]))
+    conversations.note(NAMES[0], session(KEYS[:2]))
     assert ahead.together(KEYS[0], KEYS[1])
     assert not ahead.together(KEYS[0], KEYS[2])
     with pytest.raises(ValidationError, match="evict"):

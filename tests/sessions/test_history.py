@@ -10,7 +10,7 @@ import pytest
 from ragfuse import Ask, Engine, Piece, Settings
 from ragfuse.engine import history as conversing
 from ragfuse.store import DiskTier
-from tests.sessions.kit import QUESTIONS, is_full_prefill, resent, talk
+from tests.sessions.kit import QUESTIONS, built, is_full_prefill, resent, talk
 from tests.tiny import CHUNKS, INSTRUCTION, adds_up, ingest, messages, python
 
 
@@ -21,7 +21,7 @@ def history(trace):
 def prepared(engine, question, **ask):
     """The next turn's prompt, prefilled but not answered."""
     ask = Ask(**ask)
-    return engine.prepare(engine._fitted(question, ask), ask)
+    return engine.prepare(built(engine, question, ask), ask)
 
 
 def test_a_second_turn_reuses_all_of_the_first_but_its_last_token(engine):
@@ -69,8 +69,8 @@ def test_what_nobody_asked_to_keep_is_not_written_down(engine):
     answer = engine.answer([("user", QUESTIONS[0])])
     engine.flush()
     assert [entry.tier for entry in engine.store.entries()] == ["memory", "memory"]
-    assert [info.lasts for info in engine.sessions.ls()] == [False]
-    assert engine.book.sessions.lines() == []
+    assert [info.persistent for info in engine.sessions.ls()] == [False]
+    assert engine.catalog.file.sessions.lines() == []
     assert answer.trace.session
 
 
@@ -141,9 +141,9 @@ def test_a_turn_asked_again_reuses_what_stands_before_it_and_replaces_it_in_a_na
 
 
 def test_a_turn_waits_for_no_other_conversation_s_saves(engine, monkeypatch):
-    go, real = threading.Event(), engine._talks._save
-    monkeypatch.setattr(conversing, "SAVED_S", 60.0)
-    monkeypatch.setattr(engine._talks, "_save", lambda *given: go.wait(60) and real(*given))
+    go, real = threading.Event(), engine._stages.history._save
+    monkeypatch.setattr(conversing, "TURN_SAVE_WAIT_S", 60.0)
+    monkeypatch.setattr(engine._stages.history, "_save", lambda *given: go.wait(60) and real(*given))
     talk(engine, QUESTIONS[:1], session="slow")
     other = threading.Thread(target=talk, args=(engine, QUESTIONS[1:2]), kwargs={"session": "other"})
     other.start()
@@ -179,7 +179,7 @@ def test_an_answer_cut_at_a_stop_string_is_resumed_as_it_is_shown(engine):
     first = engine.answer([("user", QUESTIONS[0])], Ask(session="one", stop=[whole[10:11]]))
     assert first.text == whole[: whole.index(whole[10:11])]
     ready = prepared(engine, [("user", QUESTIONS[1])], session="one")
-    said = engine.model.words.decode(ready.plan.prompt.token_ids)
+    said = engine.model.tokenizer.decode(ready.plan.prompt.token_ids)
     assert f"<|assistant|>{first.text}\n<|user|>" in said
     assert is_full_prefill(engine, ready)
 
@@ -243,11 +243,11 @@ def test_chunks_of_earlier_turns_stay_and_what_was_blended_is_never_taken_for_ex
     ready = prepared(engine, [("user", QUESTIONS[0])], session="one")
     assert ready.plan.prompt.token_ids[: first.trace.tokens] == engine.prompt(messages()).token_ids
     kept = [stretch.key for stretch in engine.sessions.show("one").stretches]
-    assert [key.encoded for key in kept] == ["amid", "amid"]
+    assert [key.encoded for key in kept] == ["filler", "filler"]
     second = engine.answer([("user", QUESTIONS[0])], Ask(session="one"))
     assert second.trace.history_reused == first.trace.tokens + len(first.token_ids) - 1
     assert not any(segment.exact for segment in history(second.trace))
-    assert [stretch.key.encoded for stretch in engine.sessions.show("one").stretches] == ["amid"] * 4
+    assert [stretch.key.encoded for stretch in engine.sessions.show("one").stretches] == ["filler"] * 4
 
 
 def test_chunks_of_earlier_turns_leave_when_they_shall(tiny_settings):
@@ -255,7 +255,7 @@ def test_chunks_of_earlier_turns_leave_when_they_shall(tiny_settings):
         ingest(engine)
         first = engine.answer(messages(), Ask(session="one"))
         second = engine.answer(messages(CHUNKS[:2], "And what colour?"), Ask(session="one"))
-        said = engine.model.words.decode(engine._fitted([("user", "So?")], Ask(session="one")).token_ids)
+        said = engine.model.tokenizer.decode(built(engine, [("user", "So?")], Ask(session="one")).token_ids)
         assert not any(chunk in said for chunk in CHUNKS)
         assert INSTRUCTION.strip() in said
         assert "And what colour?" in said
@@ -308,7 +308,7 @@ def test_a_text_alone_is_a_message_where_a_session_is_named(engine):
 def test_a_store_without_disk_keeps_sessions_while_it_lives(tiny_settings: Settings):
     with Engine(tiny_settings.model_copy(update={"disk_bytes": 0})) as engine:
         talk(engine, QUESTIONS[:2])
-        assert [(info.id, info.lasts, info.turns) for info in engine.sessions.ls()] == [("one", False, 2)]
+        assert [(info.id, info.persistent, info.turns) for info in engine.sessions.ls()] == [("one", False, 2)]
 
 
 def test_a_store_without_memory_reads_its_history_from_disk(tiny_settings: Settings):
@@ -337,7 +337,9 @@ def test_messages_resent_without_their_documents_go_on_from_what_was_stored(engi
         full = engine.answer(asked, Ask(session="one", reuse=False))
         ready = prepared(engine, asked, session="one")
         assert is_full_prefill(engine, ready)
-        assert all(text in engine.model.words.decode(ready.plan.prompt.token_ids) for text in CHUNKS[: 2 * turn + 2])
+        assert all(
+            text in engine.model.tokenizer.decode(ready.plan.prompt.token_ids) for text in CHUNKS[: 2 * turn + 2]
+        )
         answers.append(engine.answer(asked, Ask(session="one")))
         assert answers[-1].token_ids == full.token_ids
     reused = [answer.trace.history_reused for answer in answers]
@@ -350,7 +352,7 @@ def test_messages_resent_without_their_documents_go_on_from_what_was_stored(engi
 def test_other_documents_that_are_resent_are_another_question(engine, documents):
     first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
     asked = [over(documents, QUESTIONS[0]), ("assistant", first.text), ("user", QUESTIONS[1])]
-    prompt = engine._fitted(asked, Ask(session="one"))
+    prompt = built(engine, asked, Ask(session="one"))
     assert prompt.token_ids == engine.prompt(asked).token_ids
     assert "history" not in [segment.kind for segment in prompt.segments]
 
@@ -359,7 +361,7 @@ def test_other_documents_that_are_resent_are_another_question(engine, documents)
 def test_another_question_is_not_taken_for_one_with_documents(engine, question):
     first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
     asked = [("user", question), ("assistant", first.text), ("user", QUESTIONS[1])]
-    assert engine._fitted(asked, Ask(session="one")).token_ids == engine.prompt(asked).token_ids
+    assert built(engine, asked, Ask(session="one")).token_ids == engine.prompt(asked).token_ids
 
 
 @pytest.mark.parametrize("name", ["two", None])
@@ -367,7 +369,7 @@ def test_documents_of_a_session_never_come_into_another(tiny_settings, name):
     with Engine(tiny_settings.model_copy(update={"history": "all"})) as engine:
         first = engine.answer([over(CHUNKS[:2], QUESTIONS[0])], Ask(session="one"))
         asked = [("user", QUESTIONS[0]), ("assistant", first.text), ("user", QUESTIONS[1])]
-        prompt = engine._fitted(asked, Ask(session=name))
+        prompt = built(engine, asked, Ask(session=name))
         assert prompt.token_ids == engine.prompt(asked).token_ids
         assert prompt.talk.session.turns == ()
 

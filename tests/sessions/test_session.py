@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragfuse.sessions.session import (
-    Exchange,
-    Message,
+    HistoryMessage,
+    KVSpan,
     Session,
-    Stretch,
+    Turn,
     agreed,
     heard,
     is_again,
@@ -28,23 +28,25 @@ def key(number: int) -> ChunkKey:
     return ChunkKey("a" * 32, f"{number:032x}")
 
 
-def stretches(*sizes: int) -> tuple[Stretch, ...]:
+def stretches(*sizes: int) -> tuple[KVSpan, ...]:
     """Stretches of so many tokens, counted through from 0."""
     found, at = [], 0
     for number, size in enumerate(sizes):
-        found.append(Stretch.whole(tuple(range(at, at + size)), key(number)))
+        found.append(KVSpan.whole(tuple(range(at, at + size)), key(number)))
         at += size
     return tuple(found)
 
 
-def kept(given: tuple[Stretch, ...]) -> list[int]:
+def kept(given: tuple[KVSpan, ...]) -> list[int]:
     return [token for stretch in given for lo, hi in stretch.kept for token in stretch.tokens[lo:hi]]
 
 
 def session(*sizes: int) -> Session:
     turns = tuple(
-        Exchange(
-            (Message("user", (("why?", "fresh", ""), ("a text", "chunk", "book"))), Message("assistant")), (1, 2), (s,)
+        Turn(
+            (HistoryMessage("user", (("why?", "fresh", ""), ("a text", "chunk", "book"))), HistoryMessage("assistant")),
+            (1, 2),
+            (s,),
         )
         for s in stretches(*sizes)
     )
@@ -103,22 +105,25 @@ def test_something_is_always_left_to_compute() -> None:
 
 def test_messages_are_told_apart_by_all_that_they_say() -> None:
     messages = [
-        Message("user", (("a", "fresh", ""),)),
-        Message("tool", (("a", "fresh", ""),)),
-        Message("user", (("a ", "fresh", ""),)),
-        Message("assistant", (), (ToolCall("look", {"at": 1}),)),
-        Message("assistant", (), (ToolCall("look", {"at": 2}),)),
+        HistoryMessage("user", (("a", "fresh", ""),)),
+        HistoryMessage("tool", (("a", "fresh", ""),)),
+        HistoryMessage("user", (("a ", "fresh", ""),)),
+        HistoryMessage("assistant", (), (ToolCall("look", {"at": 1}),)),
+        HistoryMessage("assistant", (), (ToolCall("look", {"at": 2}),)),
     ]
     assert len({message.digest for message in messages}) == 5
     assert (
-        Message("user", (("a", "fresh", ""), (" b", "chunk", "x"))).digest
-        == Message("user", (("a b", "fresh", ""),)).digest
+        HistoryMessage("user", (("a", "fresh", ""), (" b", "chunk", "x"))).digest
+        == HistoryMessage("user", (("a b", "fresh", ""),)).digest
     )
-    assert Message("assistant", (("a ", "fresh", ""),)).digest == Message("assistant", (("a", "fresh", ""),)).digest
+    assert (
+        HistoryMessage("assistant", (("a ", "fresh", ""),)).digest
+        == HistoryMessage("assistant", (("a", "fresh", ""),)).digest
+    )
 
 
 def test_a_beginning_tells_of_all_messages_before_it() -> None:
-    one, two = Message("user", (("a", "fresh", ""),)), Message("user", (("b", "fresh", ""),))
+    one, two = HistoryMessage("user", (("a", "fresh", ""),)), HistoryMessage("user", (("b", "fresh", ""),))
     assert heard([one, two])[:1] == heard([one])
     assert heard([one, two])[1] != heard([two, two])[1]
     assert heard([]) == []
@@ -144,8 +149,8 @@ def test_what_is_no_session_is_none() -> None:
 
 def test_stretches_are_given_back_to_their_turns() -> None:
     given = session(3, 4, 5)
-    halves = [Stretch.whole(each.tokens[:1], key(9)) for each in given.stretches[:1]]
-    halves += [Stretch.whole(given.stretches[0].tokens[1:], key(8)), given.stretches[1]]
+    halves = [KVSpan.whole(each.tokens[:1], key(9)) for each in given.stretches[:1]]
+    halves += [KVSpan.whole(given.stretches[0].tokens[1:], key(8)), given.stretches[1]]
     mended = given.with_stretches(halves)
     assert [len(turn.stretches) for turn in mended.turns] == [2, 1, 0]
     assert mended.messages == given.messages
@@ -155,8 +160,8 @@ FIRST, SECOND = ("A passage.", "chunk", "book"), ("Another passage.", "chunk", "
 PARTED, WHY = ("\n\n", "fresh", ""), ("why?", "fresh", "")
 
 
-def user(*parts: tuple[str, str, str]) -> Message:
-    return Message("user", parts)
+def user(*parts: tuple[str, str, str]) -> HistoryMessage:
+    return HistoryMessage("user", parts)
 
 
 def test_a_message_comes_again_with_its_chunks_or_without_any() -> None:
@@ -186,12 +191,12 @@ def test_another_question_or_other_chunks_are_never_taken_for_what_was_said() ->
     assert not is_again(said, user(WHY))
     assert not is_again(user(), user(FIRST, PARTED))
     assert not is_again(user(WHY, WHY), user(WHY, FIRST, WHY))  # chunks amid what it says
-    assert not is_again(replace(user(WHY), role="assistant"), Message("assistant", (FIRST, PARTED, WHY)))
+    assert not is_again(replace(user(WHY), role="assistant"), HistoryMessage("assistant", (FIRST, PARTED, WHY)))
     assert is_same(user(FIRST, PARTED, WHY), user(("A passage.\n\nwhy?", "fresh", "")))
 
 
 def test_turns_agree_as_far_as_their_messages_do() -> None:
-    given, reply = session(3, 4), Message("assistant")
+    given, reply = session(3, 4), HistoryMessage("assistant")
     asked = given.messages[0]
     assert agreed(given, [asked, reply, asked, reply, user(WHY)]) == given
     assert agreed(given, [asked, reply, asked]) == agreed(given, [asked, reply, user(WHY), reply]) == given.upto(1)

@@ -13,8 +13,8 @@ import threading
 import pytest
 
 from ragfuse import Ask, Engine, InputError, SettingsError
-from ragfuse.admin.store_admin import Keeping
-from ragfuse.engine.history import Conversations
+from ragfuse.admin.store_admin import StoreAdmin
+from ragfuse.engine.history import ConversationHistory
 from ragfuse.sessions.session import Session
 from ragfuse.store.session_catalog import _ORPHANS, SESSION_TABLES
 from tests.sessions.kit import QUESTIONS, is_full_prefill, resent, talk
@@ -36,7 +36,10 @@ def keys_of(engine, name):
 def test_sessions_are_listed_used_last_first(engine):
     talk(engine, QUESTIONS[:1], session="one")
     talk(engine, QUESTIONS[:2], session="two")
-    assert [(info.id, info.turns, info.lasts) for info in engine.sessions.ls()] == [("two", 2, True), ("one", 1, True)]
+    assert [(info.id, info.turns, info.persistent) for info in engine.sessions.ls()] == [
+        ("two", 2, True),
+        ("one", 1, True),
+    ]
 
 
 def test_an_export_is_plain_json_and_says_all(engine):
@@ -99,7 +102,7 @@ def test_an_answer_that_fails_leaves_nothing(engine, monkeypatch):
     def failing(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine._talks, "after", failing)
+    monkeypatch.setattr(engine._stages.history, "after", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
         talk(engine, QUESTIONS[1:2])
     assert keys_kept(engine) == kept
@@ -140,9 +143,9 @@ def test_what_a_process_remembers_is_hashed_once(engine, monkeypatch):
     def hashed(*_):
         raise AssertionError("hashed again")
 
-    assert engine.sessions.ending(engine.digest, ["none"], lasts=False) is None
+    assert engine.sessions.ending(engine.digest, ["none"], persistent=False) is None
     monkeypatch.setattr("ragfuse.sessions.session.digest", hashed)
-    assert engine.sessions.ending(engine.digest, ["none"], lasts=False) is None
+    assert engine.sessions.ending(engine.digest, ["none"], persistent=False) is None
 
 
 def test_a_deleted_session_begins_anew(engine):
@@ -201,23 +204,23 @@ def test_what_is_overdue_goes_for_every_tenant_that_was_written_for(engine):
     now = [1000.0]
     engine.sessions._clock, engine.sessions._ttl_s = lambda: now[0], 60.0
     for tenant in ("mine", "theirs"):
-        assert engine.sessions.put(tenant, Session("old"), 0, lasts=True)
+        assert engine.sessions.put(tenant, Session("old"), 0, persistent=True)
     now[0] += 61
-    assert engine.sessions.put("mine", Session("new"), 0, lasts=True)
+    assert engine.sessions.put("mine", Session("new"), 0, persistent=True)
     engine.flush()
-    assert [(line.model, line.id) for line in engine.book.sessions.lines()] == [("mine", "new")]
+    assert [(line.model, line.id) for line in engine.catalog.file.sessions.lines()] == [("mine", "new")]
 
 
 def test_a_session_that_was_gone_on_with_meanwhile_is_not_overdue(engine):
-    engine.sessions.put("mine", Session("one"), 0, lasts=True)
-    (line,) = engine.book.sessions.lines()
-    assert engine.book.sessions.delete("mine", "one", line.used) is None
-    assert engine.book.sessions.delete("mine", "one", line.used + 1) == []
+    engine.sessions.put("mine", Session("one"), 0, persistent=True)
+    (line,) = engine.catalog.file.sessions.lines()
+    assert engine.catalog.file.sessions.delete("mine", "one", line.used) is None
+    assert engine.catalog.file.sessions.delete("mine", "one", line.used + 1) == []
 
 
 def test_a_turn_reads_no_other_session_s_keys(engine):
     plans = [
-        engine.book._database.query(f"EXPLAIN QUERY PLAN {sql}", ("m", "i"))
+        engine.catalog.file._database.query(f"EXPLAIN QUERY PLAN {sql}", ("m", "i"))
         for sql in (*(f"DELETE FROM {table} WHERE model = ? AND id = ?" for table in SESSION_TABLES), _ORPHANS)
     ]
     assert all("SEARCH" in step[-1] for plan in plans for step in plan if "SUBQUERY" not in step[-1])
@@ -227,7 +230,7 @@ def test_a_store_is_looked_after_without_a_model(engine, tiny_settings):
     talk(engine, QUESTIONS[:2])
     engine.flush()
     engine.close()
-    with Keeping(tiny_settings) as keeping:
+    with StoreAdmin(tiny_settings) as keeping:
         assert [info.id for info in keeping.sessions.ls()] == ["one"]
         assert keeping.sessions.truncate("one", 30).dropped
         keeping.sessions.delete("one")
@@ -238,27 +241,30 @@ def test_looking_after_sessions_means_the_tenant_whose_salt_is_set(tiny_settings
     for salt in ("mine", "theirs"):
         with Engine(tiny_settings.model_copy(update={"salt": salt})) as engine:
             talk(engine, QUESTIONS[:1])
-    with Keeping(tiny_settings) as all_of_them:
+    with StoreAdmin(tiny_settings) as all_of_them:
         assert len(all_of_them.sessions.ls()) == 2
         with pytest.raises(InputError, match="2 models or tenants"):
             all_of_them.sessions.delete("one")
-    with Keeping(tiny_settings.model_copy(update={"salt": "mine"})) as mine:
+    with StoreAdmin(tiny_settings.model_copy(update={"salt": "mine"})) as mine:
         assert mine.sessions.delete("one").sessions == 1
         assert mine.sessions.ls() == []
-    with Keeping(tiny_settings) as all_of_them:
+    with StoreAdmin(tiny_settings) as all_of_them:
         assert len(all_of_them.sessions.ls()) == 1
 
 
 def test_of_two_questions_that_go_on_at_once_one_is_the_next_turn(engine, caplog):
     talk(engine, QUESTIONS[:1])
     at_once = threading.Barrier(2)
-    engine._talks.after = lambda *given: (at_once.wait(20), Conversations.after(engine._talks, *given))[1]
+    engine._stages.history.after = lambda *given: (
+        at_once.wait(20),
+        ConversationHistory.after(engine._stages.history, *given),
+    )[1]
     threads = [threading.Thread(target=talk, args=(engine, [question])) for question in QUESTIONS[1:3]]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    del engine._talks.after
+    del engine._stages.history.after
     session = engine.sessions.show("one")
     assert len(session.turns) == 2
     assert "went on with session one first" in caplog.text
@@ -293,7 +299,7 @@ def is_whole(engine):
     for turn in session.turns:
         assert [message.role for message in turn.messages] == ["user", "assistant"]
     ready = prepared(engine, [("user", "So?")], session="one")
-    said = engine.model.words.decode(ready.plan.prompt.token_ids)
+    said = engine.model.tokenizer.decode(ready.plan.prompt.token_ids)
     assert all(message.text in said for message in session.messages)
     return is_full_prefill(engine, ready)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ragfuse import Ask, Engine, InputError
-from ragfuse.text.chat_messages import LaterTurns, Turn
+from ragfuse.text.chat_messages import ChatMessage, LaterMessages
 from ragfuse.types.kv import ChunkKV, LayerKV
 from tests import reference
 from tests.sessions.kit import QUESTIONS, is_full_prefill, talk
@@ -43,7 +43,7 @@ def test_a_shortened_prompt_equals_attention_over_the_kept_rows_at_their_new_pos
         for part in (each for each in rows if each.stop > each.start):
             n = part.stop - part.start
             layers = tuple(
-                LayerKV(reference.turned(kv.keys[:, part], -part.start, twin.layout), kv.values[:, part])
+                LayerKV(reference.shifted(kv.keys[:, part], -part.start, twin.layout), kv.values[:, part])
                 for kv in full.layers
             )
             runs.append(reference.Cached(at, at + n, ChunkKV(layers), at, False))
@@ -67,7 +67,7 @@ def test_a_shortened_prompt_knows_which_rows_the_user_said(said):
         prompt = prepared(engine, [("user", QUESTIONS[3])], session="one").plan.prompt
         assert prompt.truncated > 0
         lo, hi = prompt.said
-        assert engine.model.words.decode(prompt.token_ids[lo:hi]) == QUESTIONS[3]
+        assert engine.model.tokenizer.decode(prompt.token_ids[lo:hi]) == QUESTIONS[3]
 
 
 def test_shortening_changes_no_byte_and_no_key(said):
@@ -104,7 +104,7 @@ def test_a_shortened_conversation_goes_on_and_is_never_taken_for_exact(said):
         assert truncated == sorted(truncated)
         session = engine.sessions.show("one")
         assert len(session.turns) == 8
-        assert {stretch.key.encoded for stretch in session.stretches[6:]} == {"amid"}
+        assert {stretch.key.encoded for stretch in session.stretches[6:]} == {"filler"}
 
 
 def test_a_lost_row_of_a_shortened_conversation_is_computed_under_a_key_of_its_own(said):
@@ -233,9 +233,9 @@ def test_a_question_that_does_not_fit_alone_is_told_whatever_was_said_before(eng
 
 def test_turns_begin_with_a_question_and_the_last_one_stays():
     roles = ["system", "assistant", "user", "user", "assistant", "user", "assistant", "tool", "assistant", "tool"]
-    said = [Turn(role, str(at)) for at, role in enumerate(roles)]
-    assert [[turn.content for turn in left] for left in LaterTurns(said)] == [
+    said = [ChatMessage(role, str(at)) for at, role in enumerate(roles)]
+    assert [[turn.content for turn in left] for left in LaterMessages(said)] == [
         ["0", *map(str, range(2, 10))],
         ["0", *map(str, range(5, 10))],
     ]
-    assert list(LaterTurns(said[:2])) == list(LaterTurns(said[:1])) == []
+    assert list(LaterMessages(said[:2])) == list(LaterMessages(said[:1])) == []

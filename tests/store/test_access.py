@@ -12,7 +12,7 @@ import pytest
 
 from ragfuse import ByteStore, Engine
 from ragfuse.plan.evict import lru
-from ragfuse.store import Book, DiskTier
+from ragfuse.store import CatalogFile, DiskTier
 from ragfuse.store.access import make_root
 from ragfuse.store.objects import ObjectTier
 from tests.store.kit import encoded, key, kv
@@ -52,7 +52,7 @@ def behind_a_url(root, **options):
 
 
 def a_book(root, **options):
-    book = Book(root, **options)
+    book = CatalogFile(root, **options)
     book.put("name", {"a": 1})
     return book
 

@@ -13,7 +13,7 @@ from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore, MemoryTier, bulk
 from ragfuse.store import archive as archive_file
-from ragfuse.store.archive import Text
+from ragfuse.store.archive import ArchivedText
 from ragfuse.store.chunkfile import Header, pack_header, pieces
 from ragfuse.store.tier import EntryMeta
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
@@ -22,7 +22,7 @@ from tests.store.lies import Told, lies, little_memory, packed
 
 MB = 1 << 20
 KEYS = [key(i) for i in range(4)]
-TEXTS = [Text(KEYS[i].model, str(KEYS[i]), f"text {i}\n\0é", f"{i}.txt") for i in range(3)]
+TEXTS = [ArchivedText(KEYS[i].model, str(KEYS[i]), f"text {i}\n\0é", f"{i}.txt") for i in range(3)]
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ import pytest
 
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
-from ragfuse.store import Book, DiskTier
+from ragfuse.store import CatalogFile, DiskTier
 from tests.store.kit import asked
 
 
 @pytest.fixture
 def book(tmp_path):
-    with Book(tmp_path) as book:
+    with CatalogFile(tmp_path) as book:
         yield book
 
 
@@ -45,7 +45,7 @@ def test_adding_a_text_again_changes_nothing(book):
 def test_more_texts_than_a_page_come_back_once_each_also_while_others_write(book, tmp_path):
     book.add_texts("m", [(f"k{i}", f"text {i}", "s") for i in range(2500)])
     found = []
-    with Book(tmp_path) as other:
+    with CatalogFile(tmp_path) as other:
         for text in book.texts("m"):
             found.append(text.key)
             if len(found) == 5:
@@ -77,7 +77,7 @@ def test_deleting_forgets_what_matches_all_that_is_given(book):
 
 
 def test_concurrent_writers_lose_nothing(book, tmp_path):
-    with Book(tmp_path) as other, ThreadPoolExecutor(4) as pool:
+    with CatalogFile(tmp_path) as other, ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda i: (book, other)[i % 2].add_texts("m", [(f"k{i}", "t", "s")]), range(60)))
     assert {text.key for text in book.texts("m")} == {f"k{i}" for i in range(60)}
 
@@ -87,7 +87,7 @@ def test_another_process_reads_what_was_written(book, tmp_path):
     book.add_texts("m", [("k", "text", "source")])
 
     def work():
-        with Book(tmp_path) as other:
+        with CatalogFile(tmp_path) as other:
             found = other.get("p"), next(iter(other.texts("m"))).text
             other.put("p", {"x": 2})
             return found
@@ -115,7 +115,7 @@ BAD_BYTES = {
 def test_a_bad_byte_costs_one_text_and_writing_it_again_brings_it_back(book, tmp_path, changed):
     known = [("k1", "one \ufffd", "a"), ("k2", "two", "a"), ("k3", "three", "a")]
     book.add_texts("m", known)
-    with sqlite3.connect(tmp_path / "book.sqlite") as connection:
+    with sqlite3.connect(tmp_path / "catalog.sqlite") as connection:
         connection.execute(f"UPDATE {changed} WHERE key = 'k2'")
     connection.close()
     assert list(book.texts("m")) == [known[0], known[2]]
@@ -127,7 +127,7 @@ def test_a_bad_byte_costs_one_text_and_writing_it_again_brings_it_back(book, tmp
 def test_a_profile_with_a_bad_byte_is_none_and_is_settled_anew(book, tmp_path, profile):
     book.put("marker", {"secret": "a"})
     book.put("other", {"x": 1})
-    with sqlite3.connect(tmp_path / "book.sqlite") as connection:
+    with sqlite3.connect(tmp_path / "catalog.sqlite") as connection:
         connection.execute(f"UPDATE profiles SET profile = {profile} WHERE name = 'marker'")
     connection.close()
     assert book.get("marker") is None
@@ -139,7 +139,7 @@ def test_a_profile_with_a_bad_byte_is_none_and_is_settled_anew(book, tmp_path, p
 def test_names_with_a_bad_byte_are_left_out(book, tmp_path):
     book.put("p", {})
     book.add_texts("m", [("k", "text", "s")])
-    with sqlite3.connect(tmp_path / "book.sqlite") as connection:
+    with sqlite3.connect(tmp_path / "catalog.sqlite") as connection:
         connection.execute("INSERT INTO profiles VALUES (CAST(x'ff' AS TEXT), '{}')")
         connection.execute("INSERT INTO texts(model, key, text, source) VALUES (CAST(x'ff' AS TEXT), 'k', 't', 's')")
     connection.close()
@@ -149,9 +149,9 @@ def test_names_with_a_bad_byte_are_left_out(book, tmp_path):
 
 @pytest.mark.parametrize("word", ["key-b", "text-b"])
 def test_a_bit_turned_in_the_file_of_the_book_costs_one_text_and_all_can_be_forgotten(tmp_path, word):
-    with Book(tmp_path) as book:
+    with CatalogFile(tmp_path) as book:
         book.add_texts("m", [(f"key-{name}", f"text-{name}", "s") for name in "abc"])
-    path = tmp_path / "book.sqlite"
+    path = tmp_path / "catalog.sqlite"
     whole, at = path.read_bytes(), -1
     places = []
     while (at := whole.find(word.encode(), at + 1)) >= 0:
@@ -160,23 +160,23 @@ def test_a_bit_turned_in_the_file_of_the_book_costs_one_text_and_all_can_be_forg
     for at in places:
         for bit in (0x80, 0x01):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
-            with Book(tmp_path) as book:
+            with CatalogFile(tmp_path) as book:
                 assert {"key-a", "key-c"} <= {known.key for known in book.texts("m")}
                 assert book.delete_texts("m") == 3
 
 
 def test_a_damaged_book_is_set_aside_and_a_new_one_begun(tmp_path, caplog):
-    (tmp_path / "book.sqlite").write_bytes(b"nothing of a database " * 99)
-    with Book(tmp_path) as book:
+    (tmp_path / "catalog.sqlite").write_bytes(b"nothing of a database " * 99)
+    with CatalogFile(tmp_path) as book:
         assert book.names() == []
         book.put("p", {})
         assert book.names() == ["p"]
-    assert (tmp_path / "book.sqlite.bad").exists()
+    assert (tmp_path / "catalog.sqlite.bad").exists()
     assert "set aside" in caplog.text
 
 
 def test_a_book_that_cannot_be_read_says_where_and_what_to_do(book, tmp_path):
-    with sqlite3.connect(tmp_path / "book.sqlite") as connection:
+    with sqlite3.connect(tmp_path / "catalog.sqlite") as connection:
         connection.execute("DROP TABLE texts")
     connection.close()
     with pytest.raises(StoreError, match=r"book\.sqlite.*Give another folder"):
@@ -186,4 +186,4 @@ def test_a_book_that_cannot_be_read_says_where_and_what_to_do(book, tmp_path):
 def test_a_book_whose_folder_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StoreError, match="a file"):
-        Book(tmp_path / "file")
+        CatalogFile(tmp_path / "file")

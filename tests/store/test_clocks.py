@@ -11,10 +11,10 @@ import pytest
 
 from ragfuse.plan.evict import expired, lru
 from ragfuse.sessions.session import Session
-from ragfuse.store import Book, DiskTier, MemoryTier
+from ragfuse.store import CatalogFile, DiskTier, MemoryTier
 from ragfuse.store.objects import ObjectTier
 from ragfuse.store.redis import RedisTier
-from ragfuse.store.session_catalog import SessionLine
+from ragfuse.store.session_catalog import SessionRow
 from tests.store.kit import Clock, encoded, key, kv
 from tests.store.redis_server import fresh_url
 
@@ -156,8 +156,8 @@ def test_an_entry_that_redis_says_was_used_beyond_now_was_used_now_and_grows_old
 
 def test_a_session_that_was_used_beyond_now_was_used_now_once_another_is_written(tmp_path):
     now = time.time()
-    with Book(tmp_path) as book:
+    with CatalogFile(tmp_path) as book:
         state = Session("one").as_dict()
         for name, used in (("one", now + YEAR_S), ("two", now)):
-            assert book.sessions.put(SessionLine("model", name, 0, used, 0, 0), state, (), ())
+            assert book.sessions.put(SessionRow("model", name, 0, used, 0, 0), state, (), ())
         assert {line.id: line.used for line in book.sessions.lines()} == {"one": now, "two": now}

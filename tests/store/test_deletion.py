@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ragfuse import Ask, Engine
-from ragfuse.engine.background import LEARNT, Work
+from ragfuse.engine.background import LEARNT, EncodeJob
 from tests.store.redis_server import RedisServer
 from tests.tiny import CHUNKS, QUESTION, chunk_hits, ingest, messages
 
@@ -38,7 +38,7 @@ def test_it_leaves_every_tier_in_all_company_and_the_bytes_are_told(filled):
     filled.ingest([], filled.tokens(CHUNKS[1]))  # alone, too
     before = entries_of(filled, CHUNKS[1])
     assert {entry.tier for entry in before} == {"memory", "disk"}
-    assert {entry.key.encoded for entry in before} == {"alone", "amid"}
+    assert {entry.key.encoded for entry in before} == {"alone", "filler"}
     held = filled.store.stats().nbytes
     freed = filled.forget([CHUNKS[1]])
     assert entries_of(filled, CHUNKS[1]) == []
@@ -161,22 +161,22 @@ def test_known_texts_are_told_by_source(filled):
     assert filled.known_texts("book-1") == [CHUNKS[0]]
 
 
-def learn(engine, text, lasts=True):
+def learn(engine, text, persistent=True):
     """Learn a passage as the background does, from its ids."""
     ids = tuple(engine.tokens(text))
-    engine._text = (lambda tokens: text) if lasts else (lambda tokens: "")
-    engine._save(Work(ids, source=LEARNT))
-    del engine._text
+    engine._stages.remember._text = (lambda tokens: text) if persistent else (lambda tokens: "")
+    engine._stages.remember._do(EncodeJob(ids, source=LEARNT))
+    del engine._stages.remember._text
     return ids
 
 
 @pytest.mark.parametrize("lasts", [True, False])
-def test_passages_that_were_learnt_from_a_text_go_with_it(engine, lasts):
+def test_passages_that_were_learnt_from_a_text_go_with_it(engine, persistent):
     whole = f"{CHUNKS[1]} And then: {CHUNKS[2]}"
     inside, across = CHUNKS[1][10:-10], f"{CHUNKS[0]} {CHUNKS[1][:50]}"
     other = "Nobody knows where the keeper of the old lighthouse went when it was given up."
     for text in (inside, across, other):
-        learn(engine, text, lasts)
+        learn(engine, text, persistent)
     engine.forget([whole])
     assert [bool(entries_of(engine, text)) for text in (inside, across, other)] == [False, False, True]
     found = engine.prompt(plain(f"{inside}\n{across}\n{other}")).segments
@@ -185,14 +185,14 @@ def test_passages_that_were_learnt_from_a_text_go_with_it(engine, lasts):
 
 
 def test_a_passage_that_no_later_process_can_find_is_kept_in_memory_alone(engine):
-    learn(engine, CHUNKS[3], lasts=False)
+    learn(engine, CHUNKS[3], persistent=False)
     assert {entry.tier for entry in entries_of(engine, CHUNKS[3])} == {"memory"}
     learn(engine, CHUNKS[4])
     assert {entry.tier for entry in entries_of(engine, CHUNKS[4])} == {"memory", "disk"}
 
 
 def test_what_memory_alone_has_is_written_to_disk_when_it_is_ingested_or_kept(engine):
-    learn(engine, CHUNKS[3], lasts=False)
+    learn(engine, CHUNKS[3], persistent=False)
     engine.ingest([(CHUNKS[3], "a.txt")])
     assert {entry.tier for entry in entries_of(engine, CHUNKS[3])} == {"memory", "disk"}
     ids = engine.tokens(CHUNKS[2])

@@ -19,7 +19,7 @@ from blake3 import blake3
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
-from ragfuse.store.chunkfile import _FIXED, MAGIC, Header
+from ragfuse.store.chunkfile import _FIXED, FILE_MAGIC, Header
 from ragfuse.store.index import Index
 from ragfuse.store.upkeep import chunk_path
 from ragfuse.types.keys import FORMAT_VERSION
@@ -56,7 +56,7 @@ def with_header(data: bytes, **changes) -> bytes:
     fields["key"] = changes.pop("key", fields["key"])
     fields["meta"] = json.dumps({**meta, **changes})
     text = json.dumps(fields).encode()
-    head = _FIXED.pack(MAGIC, FORMAT_VERSION, len(text), blake3(text).digest()) + text
+    head = _FIXED.pack(FILE_MAGIC, FORMAT_VERSION, len(text), blake3(text).digest()) + text
     return head.ljust(-(-len(head) // 64) * 64, b"\0") + layers
 
 
@@ -645,7 +645,7 @@ def test_closing_while_others_read_is_safe(tier):
 
 
 def test_layers_larger_than_a_piece_are_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("ragfuse.store.chunkfile.PIECE_NBYTES", 700)
+    monkeypatch.setattr("ragfuse.store.chunkfile.READ_NBYTES", 700)
     wanted = kv(3, n=5, n_layers=7)
     tier = DiskTier(tmp_path, 1 << 20, lru)
     assert tier.write(A, *encoded(wanted))

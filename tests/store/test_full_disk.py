@@ -10,7 +10,7 @@ import torch
 from ragfuse import Ask, Engine
 from ragfuse.errors import StoreError
 from ragfuse.plan.evict import lru
-from ragfuse.store import Book, DiskTier, KVStore, MemoryTier, bulk
+from ragfuse.store import CatalogFile, DiskTier, KVStore, MemoryTier, bulk
 from ragfuse.text import Piece
 from tests.sessions.kit import QUESTIONS, talk
 from tests.store.kit import encoded, files, key, kv
@@ -88,9 +88,9 @@ def test_a_disk_that_others_have_filled_is_read_all_the_same_and_written_again_o
 def test_a_store_that_cannot_be_opened_on_a_full_disk_says_so(mount):
     path = mount(2 * MB)
     DiskTier(path, 1 << 30, lru).close()
-    Book(path).close()
+    CatalogFile(path).close()
     filled(path)
-    for opened in (lambda: DiskTier(path, 1 << 30, lru), lambda: Book(path)):
+    for opened in (lambda: DiskTier(path, 1 << 30, lru), lambda: CatalogFile(path)):
         with pytest.raises(StoreError, match=r"a full disk was found.*make room"):
             opened()
 
@@ -135,7 +135,7 @@ def test_sessions_over_a_full_disk_go_on_from_every_turn_and_the_trace_names_wha
         for tier in engine.store.tiers[-2:]:
             assert tier.counts["failed"] > 0, tier.name
         ballast.unlink()
-        engine._booked._breaker._opened_at = None
+        engine.catalog._breaker._opened_at = None
         (last,) = talk(engine, ["And what came then?"])
         engine.flush()
         assert last.trace.unsaved == ()

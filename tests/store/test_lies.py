@@ -12,7 +12,7 @@ import torch
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier
 from ragfuse.store.chunkfile import Header, pack_header
-from ragfuse.store.plainfile import PER_BYTE, check_there, open_plain
+from ragfuse.store.plainfile import MAX_SPARSE_FACTOR, check_there, open_plain
 from ragfuse.store.tier import told_entry
 from ragfuse.store.upkeep import chunk_path
 from tests.store.kit import encoded, files, key, kv
@@ -171,7 +171,7 @@ def test_files_behind_a_link_in_the_folder_are_nobody_s_here(tier, tmp_path):
 
 def test_a_part_of_a_file_is_there_where_enough_of_it_was_written(tmp_path):
     path, size = tmp_path / "file", 64 << 20
-    path.write_bytes(b"x" * (2 * size // PER_BYTE))
+    path.write_bytes(b"x" * (2 * size // MAX_SPARSE_FACTOR))
     os.truncate(path, size)
     fd = open_plain(path)
     check_there(fd, 0, size)

@@ -93,7 +93,7 @@ def test_an_answer_has_the_spans_of_its_parts_under_one(warm, spans):
     assert said["ragfuse.tiers"] == ("disk",)
     assert said["ragfuse.nbytes"] == told.nbytes > 0
     assert said["ragfuse.ttft_s"] == told.ttft_s
-    assert said["ragfuse.refusal"] == ""
+    assert said["ragfuse.fallback_reason"] == ""
     assert "ragfuse.predicted_ttft_s" not in said
     assert said["gen_ai.response.finish_reasons"] == (answer.finish_reason,)
 
@@ -132,7 +132,7 @@ def test_full_prefill_says_why_and_loads_nothing(warm, spans):
     answer = warm.answer(asking("Who?"), Ask(reuse=False))
     found = named(spans())
     assert "ragfuse.load" not in found
-    assert found["ragfuse.answer"].attributes["ragfuse.refusal"] == answer.trace.refusal != ""
+    assert found["ragfuse.answer"].attributes["ragfuse.fallback_reason"] == answer.trace.fallback_reason != ""
     assert found["ragfuse.answer"].attributes["gen_ai.usage.cache_read.input_tokens"] == 0
 
 

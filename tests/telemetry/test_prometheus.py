@@ -196,7 +196,7 @@ def test_without_the_client_it_says_what_to_install(engine, monkeypatch):
 
 
 def test_a_model_that_cannot_be_fused_and_a_prompt_without_chunks_have_reasons_of_their_own(engine, tiny_settings):
-    assert why_of(engine.answer("Who?").trace.refusal) == "too_short"
+    assert why_of(engine.answer("Who?").trace.fallback_reason) == "too_short"
     assert why_of("Its rope scaling 'dynamic' depends on the length of the whole prompt.") == "model"
     assert why_of("") == ""
     assert {why_of("full prefill was asked for"), why_of("full prefill 0.1 s is predicted, fusing 2 s")} == {

@@ -10,9 +10,21 @@ from hypothesis import strategies as some
 
 from ragfuse.errors import PMLError
 from ragfuse.schemas.bind import Bound, bind
-from ragfuse.schemas.layout import PLAIN, Layout, Run, Wrapping, lay_out
-from ragfuse.schemas.nodes import Import, Item, Message, Module, Param, Role, Scaffold, Schema, Text, Union, inner
-from ragfuse.schemas.pml import ROLES, parse_prompt, parse_schema
+from ragfuse.schemas.layout import NO_WRAPPING, SchemaLayout, SchemaRun, Wrapping, lay_out
+from ragfuse.schemas.nodes import (
+    Import,
+    Item,
+    MessageNode,
+    Module,
+    Param,
+    Role,
+    Scaffold,
+    Schema,
+    TextNode,
+    Union,
+    inner,
+)
+from ragfuse.schemas.pml import PML_ROLES, parse_prompt, parse_schema
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.prompt import Prompt
 
@@ -30,17 +42,17 @@ def said(tokens: Sequence[int]) -> str:
     return "".join("_" if token == GAP else chr(token % 1000) for token in tokens)
 
 
-def key_of(run: Run) -> ChunkKey:
+def key_of(run: SchemaRun) -> ChunkKey:
     return ChunkKey("m", token_digest(run.tokens), "", run.layout())
 
 
-def laid(inside: str, wrapping: Wrapping = PLAIN, min_tokens: int = 1, fixed: bool = False) -> Layout:
+def laid(inside: str, wrapping: Wrapping = NO_WRAPPING, min_tokens: int = 1, fixed: bool = False) -> SchemaLayout:
     """The layout of a schema `s`."""
     schema = parse_schema(f'<schema name="s">{inside}</schema>')
     return lay_out(schema, encode, GAP, wrapping, min_tokens=min_tokens, fixed=fixed)
 
 
-def bound(layout: Layout, inside: str, args: str = "", blend: bool = False) -> Bound:
+def bound(layout: SchemaLayout, inside: str, args: str = "", blend: bool = False) -> Bound:
     """A prompt over it."""
     return bind(parse_prompt(f'<prompt schema="s" {args}>{inside}</prompt>'), layout, encode, key_of, blend)
 
@@ -80,7 +92,7 @@ def _told(items: Sequence[Item], owner: str, at: int, wrapping: Wrapping) -> Ite
 
 
 def _of_item(item: Item, owner: str, at: int, wrapping: Wrapping) -> Iterator[Told]:
-    if isinstance(item, Text):
+    if isinstance(item, TextNode):
         yield from (Told(owner, at + i, ord(char)) for i, char in enumerate(item.text))
     elif isinstance(item, Param):
         ids = [ord(char) for char in item.scaffold][: item.length]
@@ -98,7 +110,7 @@ def _of_item(item: Item, owner: str, at: int, wrapping: Wrapping) -> Iterator[To
 
 def _size(item: Item, wrapping: Wrapping) -> int:
     """Positions that an item takes."""
-    if isinstance(item, Text):
+    if isinstance(item, TextNode):
         return len(item.text)
     if isinstance(item, Param):
         return item.length
@@ -115,13 +127,13 @@ def _kept(items: Sequence[Item]) -> list[Item]:
 
 def _is_markup(items: Sequence[Item], i: int) -> bool:
     item, around = items[i], (*items[max(0, i - 1) : i], *items[i + 1 : i + 2])
-    return isinstance(item, Text) and not item.text.strip() and any(isinstance(each, Role) for each in around)
+    return isinstance(item, TextNode) and not item.text.strip() and any(isinstance(each, Role) for each in around)
 
 
 # schemas made up
 
 NAMES = some.sampled_from("abcdef")
-TEXTS = some.builds(Text, some.one_of(some.text("xyz .", min_size=1, max_size=12), some.just(" \n ")))
+TEXTS = some.builds(TextNode, some.one_of(some.text("xyz .", min_size=1, max_size=12), some.just(" \n ")))
 PARAMS = some.builds(Param, some.sampled_from("pq"), some.just(4), some.sampled_from(["", "uv", "uvwxyz"]))
 
 
@@ -150,7 +162,7 @@ def _union(items: some.SearchStrategy[Item]) -> some.SearchStrategy[Union]:
 ITEMS: some.SearchStrategy[Item] = some.recursive(
     some.one_of(TEXTS, PARAMS), lambda items: some.one_of(_module(items), _union(items)), max_leaves=10
 )
-MESSAGES = some.builds(Role, some.sampled_from(ROLES), some.lists(ITEMS, max_size=4).map(apart))
+MESSAGES = some.builds(Role, some.sampled_from(PML_ROLES), some.lists(ITEMS, max_size=4).map(apart))
 ALL = some.lists(some.one_of(ITEMS, MESSAGES), max_size=5).map(apart)
 
 
@@ -197,9 +209,11 @@ def importing(paths: Sequence[str], inside: str = "") -> tuple[Import, ...]:
 
 
 @some.composite
-def requests(draw: some.DrawFn, items: tuple[Item, ...], is_root: bool = True) -> tuple[Text | Import | Message, ...]:
+def requests(
+    draw: some.DrawFn, items: tuple[Item, ...], is_root: bool = True
+) -> tuple[TextNode | Import | MessageNode, ...]:
     """What a prompt may import of these items, with arguments and texts of its own."""
-    found: list[Text | Import | Message] = []
+    found: list[TextNode | Import | MessageNode] = []
     for item in items:
         modules = item.modules if isinstance(item, Union) else (item,) if isinstance(item, Module) else ()
         if isinstance(item, Role):
@@ -208,9 +222,9 @@ def requests(draw: some.DrawFn, items: tuple[Item, ...], is_root: bool = True) -
             module = draw(some.sampled_from(modules))
             found.append(Import(module.name, draw(arguments(module.items)), draw(requests(module.items, False))))
         elif draw(some.integers(0, 7)) == 0:
-            found.append(Text(draw(some.sampled_from(["more", "  ", "much more of it"]))))
+            found.append(TextNode(draw(some.sampled_from(["more", "  ", "much more of it"]))))
     if is_root and draw(some.booleans()):
-        found.append(Message(draw(some.sampled_from(ROLES)), "why?"))
+        found.append(MessageNode(draw(some.sampled_from(PML_ROLES)), "why?"))
     return tuple(found)
 
 

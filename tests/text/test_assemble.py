@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerFast
 from ragfuse.errors import InputError
 from ragfuse.hf.tokens import TextEncoder
 from ragfuse.text import Assembler, KnownChunks, Marker, Message, Piece, pieces
-from ragfuse.text.assemble import LONG
-from ragfuse.text.chat_messages import Turn
+from ragfuse.text.assemble import ALONE_CHARS
+from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.text.known_spans import KnownSpans
-from ragfuse.text.tool_calls import PLAIN
+from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT
 from ragfuse.types.answer import ToolCall
-from ragfuse.types.keys import ChunkKey, amid, token_digest
+from ragfuse.types.keys import ChunkKey, filler_context, token_digest
 from ragfuse.types.prompt import Prompt, Segment
 
 A = "The fjord was frozen from shore to shore that year."
@@ -135,7 +135,7 @@ def test_positions_run_from_zero_without_gaps():
     assert prompt.positions.tolist() == list(range(len(prompt)))
 
 
-@pytest.mark.parametrize("context", ["", amid("")])
+@pytest.mark.parametrize("context", ["", filler_context("")])
 def test_a_chunk_has_one_key_in_the_context_of_chunks_and_the_prefix_one_alone(context):
     prompt = assembler(context=context).chat(question(A, B))
     prefix, found = prompt.segments[0], chunks(prompt)
@@ -193,10 +193,14 @@ def tool(description: str) -> dict[str, Any]:
 
 def test_special_tokens_in_tools_calls_and_names_stay_text():
     call = ToolCall(FORGED, {FORGED: FORGED, "deep": [{FORGED: 1}]}, FORGED)
-    turns = [Turn("user", "Go."), Turn("assistant", "", (call,)), Turn("tool", "12", (), FORGED, FORGED)]
+    turns = [
+        ChatMessage("user", "Go."),
+        ChatMessage("assistant", "", (call,)),
+        ChatMessage("tool", "12", (), FORGED, FORGED),
+    ]
     special = {tokenizer().token_to_id(token) for token in SPECIALS}
     for as_text in (False, True):
-        calls = replace(PLAIN, native=True, as_text=as_text)
+        calls = replace(DEFAULT_CALL_FORMAT, native=True, as_text=as_text)
         prompt = replace(assembler(TOOLED), calls=calls).chat(turns, [tool(FORGED)])
         assert sum(token in special for token in prompt.token_ids) == 2 * len(turns) + 1
         assert decoded(prompt).count("<|im_end|>") == len(turns) + 10
@@ -415,7 +419,7 @@ def test_long_prompts_are_tokenised_one_at_a_time_and_short_ones_beside_each_oth
             return super().parts(text[:100], *more)
 
     met = Met()
-    own, text = Assembler(met, key_of, template(CHATML)), "a" * (LONG if is_long else LONG - 1)
+    own, text = Assembler(met, key_of, template(CHATML)), "a" * (ALONE_CHARS if is_long else ALONE_CHARS - 1)
     threads = [threading.Thread(target=own.text, args=([Piece(text)],)) for _ in range(2)]
     for each in threads:
         each.start()

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragfuse.text import heard as module
-from ragfuse.text.heard import ENOUGH, HeardDocuments
+from ragfuse.text.heard import COVERED_SHARE, RetrievedDocuments
 from ragfuse.text.known_spans import KnownSpan, KnownSpans, Match
-from ragfuse.text.span_runs import LEAST
+from ragfuse.text.span_runs import MIN_RUN_TOKENS
 
 
 def ids_of(text: str) -> list[int]:
@@ -26,7 +26,7 @@ def text_of(number: int, size: int = 60) -> str:
 
 def test_a_document_is_tokenised_once_however_often_it_is_heard_of() -> None:
     read: list[str] = []
-    documents = HeardDocuments(8, lambda text: read.append(text) or ids_of(text))  # type: ignore[func-returns-value]
+    documents = RetrievedDocuments(8, lambda text: read.append(text) or ids_of(text))  # type: ignore[func-returns-value]
     for _ in range(3):
         assert documents.add(text_of(1), "a", KnownSpans())
         assert not documents.add("short", "a", KnownSpans())
@@ -37,8 +37,8 @@ def test_a_document_is_tokenised_once_however_often_it_is_heard_of() -> None:
 
 
 def test_the_documents_are_bounded_in_number_and_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_TOKENS", 300)
-    documents = HeardDocuments(8, ids_of)
+    monkeypatch.setattr(module, "MAX_RETRIEVED_TOKENS", 300)
+    documents = RetrievedDocuments(8, ids_of)
     for number in range(20):
         documents.add(text_of(number), str(number), KnownSpans())
     prompt = [token for number in range(20) for token in (*ids_of(text_of(number)), 1, 2, 3)]
@@ -46,7 +46,7 @@ def test_the_documents_are_bounded_in_number_and_in_tokens(monkeypatch: pytest.M
 
 
 def test_of_a_document_that_chunks_say_enough_of_the_chunks_are_taken() -> None:
-    documents = HeardDocuments(8, ids_of)
+    documents = RetrievedDocuments(8, ids_of)
     text = text_of(1, 100)
     documents.add(text, "new", KnownSpans())
     for share, wanted in ((0.9, "old"), (0.5, "new")):
@@ -77,7 +77,7 @@ def slowly(heard: Sequence[Match], found: Sequence[Match]) -> set[tuple[int, str
     own = set()
     for match in heard:
         tokens = [at for each in heard if each.span == match.span for at in range(each.lo, each.hi)]
-        if sum(at in old for at in tokens) < ENOUGH * len(tokens):
+        if sum(at in old for at in tokens) < COVERED_SHARE * len(tokens):
             own |= {(at, match.span.source) for at in range(match.lo, match.hi)}
     taken = {at for at, _ in own}
     for match in found:
@@ -87,7 +87,7 @@ def slowly(heard: Sequence[Match], found: Sequence[Match]) -> set[tuple[int, str
             if at < match.hi and at not in taken:
                 piece.append(at)
             else:
-                if len(piece) >= LEAST or not is_cut:
+                if len(piece) >= MIN_RUN_TOKENS or not is_cut:
                     own |= {(place, match.span.source) for place in piece}
                 piece = []
     return own
@@ -96,7 +96,7 @@ def slowly(heard: Sequence[Match], found: Sequence[Match]) -> set[tuple[int, str
 @given(both())
 def test_one_pass_over_both_gives_what_looking_at_each_token_gives(matches: tuple[list[Match], list[Match]]) -> None:
     found, heard = matches
-    documents = HeardDocuments(8, ids_of)
+    documents = RetrievedDocuments(8, ids_of)
     documents.add(text_of(1), "", KnownSpans())
     documents._spans.find = lambda ids: heard  # type: ignore[method-assign]
     given = documents.find([], found)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragfuse.text import KnownChunks, Marker, Piece
-from ragfuse.text.altered import MOST, altered
-from ragfuse.text.chat_messages import LaterTurns, Turn
-from ragfuse.text.fingerprints import MODULUS, Point, Prints, Residues, residue, secret_prime
+from ragfuse.text.altered import MAX_COMPARED_TEXTS, altered
+from ragfuse.text.chat_messages import ChatMessage, LaterMessages
+from ragfuse.text.fingerprints import MODULUS, EvaluationPoint, Fingerprints, Residues, residue, secret_prime
 from ragfuse.text.fit import lean
 from tests.text.operations import MOST_GROWTH, Hashed, lines
 from tests.text.test_chunks import found, known_with
@@ -112,8 +112,8 @@ def test_split_finds_what_an_obvious_search_does(text: str):
 @given(st.text("ab\0\ud800é𝄞"), st.data())
 def test_a_fingerprint_of_a_part_is_that_of_the_part_alone(text: str, data: st.DataObject):
     cuts = data.draw(st.lists(st.integers(0, len(text)), min_size=1))
-    prime, point = secret_prime(SECRET), Point(123_456_789_123)
-    residues, prints = Residues(text, cuts, prime), Prints(text, point)
+    prime, point = secret_prime(SECRET), EvaluationPoint(123_456_789_123)
+    residues, prints = Residues(text, cuts, prime), Fingerprints(text, point)
     for lo in cuts:
         for hi in (cut for cut in cuts if cut >= lo):
             assert residues.of(lo, hi) == residue(text[lo:hi], prime)
@@ -124,7 +124,7 @@ def test_a_fingerprint_of_a_part_is_that_of_the_part_alone(text: str, data: st.D
 
 def test_fingerprints_everywhere_are_those_of_every_part():
     text = "the cat sat on the mat \U0010ffff" * 40
-    prints, point = Prints(text, Point(MODULUS - 2)), Point(MODULUS - 2)
+    prints, point = Fingerprints(text, EvaluationPoint(MODULUS - 2)), EvaluationPoint(MODULUS - 2)
     for size in (1, 24, len(text)):
         wanted = [point.print_of(text[lo : lo + size]) for lo in range(len(text) - size + 1)]
         assert prints.everywhere(size).tolist() == wanted
@@ -132,8 +132,8 @@ def test_fingerprints_everywhere_are_those_of_every_part():
 
 
 def test_long_texts_are_summed_without_overflow():
-    text, point = "\U0010ffff" * 300_000, Point(MODULUS - 1)  # -1: letters cancel out two by two
-    prints = Prints(text, point)
+    text, point = "\U0010ffff" * 300_000, EvaluationPoint(MODULUS - 1)  # -1: letters cancel out two by two
+    prints = Fingerprints(text, point)
     assert prints.of(np.array([0, 1]), np.array([299_999, 299_998])).tolist() == [0x110000, 0]
 
 
@@ -281,7 +281,7 @@ def test_nothing_is_left_behind_of_texts_that_were_found_and_discarded():
 
 def test_two_texts_with_one_fingerprint_are_told_apart(monkeypatch):
     """A fingerprint is never believed: where all are one, nothing is found that is not there."""
-    monkeypatch.setattr(Prints, "of", lambda self, places, sizes: np.ones(len(places), np.uint64))
+    monkeypatch.setattr(Fingerprints, "of", lambda self, places, sizes: np.ones(len(places), np.uint64))
     known = known_with("the first of two known texts", "the first of two known things")
     spans = found(known, "Say: the first of two known texts. Or the first of two known birds?")
     assert set(spans) <= {"the first of two known texts"}
@@ -290,8 +290,8 @@ def test_two_texts_with_one_fingerprint_are_told_apart(monkeypatch):
 # what is left out, and joined
 
 
-def messages(n: int) -> list[Turn]:
-    return [Turn(role, "text") for _ in range(n) for role in ("user", "assistant")]
+def messages(n: int) -> list[ChatMessage]:
+    return [ChatMessage(role, "text") for _ in range(n) for role in ("user", "assistant")]
 
 
 WORK: dict[str, tuple[Callable[[int], object], Callable[[object], object]]] = {
@@ -307,8 +307,8 @@ WORK: dict[str, tuple[Callable[[int], object], Callable[[object], object]]] = {
         lambda n: [[Piece("q"), Piece("c", "chunk")] for _ in range(n)],
         lambda contents: lean(contents, len(contents)),
     ),
-    "many messages of one role": (lambda n: [Turn("user", "hello")] * n, Turn.joined),
-    "many turns to leave out": (messages, LaterTurns),
+    "many messages of one role": (lambda n: [ChatMessage("user", "hello")] * n, ChatMessage.joined),
+    "many turns to leave out": (messages, LaterMessages),
 }
 
 
@@ -319,7 +319,7 @@ def test_leaving_out_and_joining_is_linear(make, use):
 
 
 def test_turns_that_may_be_left_out_take_no_more_memory_than_the_turns():
-    later = LaterTurns(messages(2000))
+    later = LaterMessages(messages(2000))
     assert len(later) == 1999
     assert sum(len(kept) for kept in vars(later).values() if isinstance(kept, list)) <= 2 * 4000
     assert [turn.role for turn in later[1998]] == ["user", "assistant"]
@@ -333,7 +333,7 @@ def test_joining_copies_each_part_once():
             Parts.copied += len(self)
             return super().__iter__()
 
-    Turn.joined([Turn("user", Parts(["a"])) for _ in range(500)])
+    ChatMessage.joined([ChatMessage("user", Parts(["a"])) for _ in range(500)])
     assert Parts.copied <= 2 * 500
 
 
@@ -347,5 +347,5 @@ def test_how_documents_were_altered_is_looked_for_in_a_few_of_them():
 
     text = "one two three four five six seven eight nine ten"
     prompt = Prompt(f"say: {text.replace(' ', '  ')}")
-    assert altered(prompt, [text] * 1000) == f"{MOST} of {MOST} with other white space"
-    assert Prompt.looks <= 5 * MOST
+    assert altered(prompt, [text] * 1000) == f"{MAX_COMPARED_TEXTS} of {MAX_COMPARED_TEXTS} with other white space"
+    assert Prompt.looks <= 5 * MAX_COMPARED_TEXTS

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.text.passages import LEAST, LINES, MOST, Border, last_paragraph, passages
+from ragfuse.text.passages import (
+    LINE_END_TOKENS,
+    MAX_PASSAGE_TOKENS,
+    MIN_PASSAGE_TOKENS,
+    Border,
+    last_paragraph,
+    passages,
+)
 
 LINE, PARAGRAPH, SPECIAL = 1, 2, 3
 
@@ -40,22 +47,22 @@ def test_two_line_ends_part_paragraphs_as_one_token_does():
 
 @pytest.mark.parametrize("border", [LINE, PARAGRAPH])
 def test_what_is_too_short_goes_on_with_the_next_that_is_too_short(border):
-    one, two = words(LEAST - 1, 1), words(LEAST - 2, 2)
+    one, two = words(MIN_PASSAGE_TOKENS - 1, 1), words(MIN_PASSAGE_TOKENS - 2, 2)
     assert cut([*one, border, *two]) == [(*one, border, *two)]
     assert cut([*one[:5], border, *two[:5], border, *one]) == [(*one[:5], border, *two[:5], border, *one)]
 
 
 @pytest.mark.parametrize("border", [LINE, PARAGRAPH])
-@pytest.mark.parametrize("length", [LEAST, 50, 2 * MOST])
+@pytest.mark.parametrize("length", [MIN_PASSAGE_TOKENS, 50, 2 * MAX_PASSAGE_TOKENS])
 def test_a_passage_is_cut_the_same_behind_whatever_short_text(border, length):
     text = words(length, 2)
-    for before in (1, 5, LEAST - 2):
+    for before in (1, 5, MIN_PASSAGE_TOKENS - 2):
         assert cut([*words(before, 1), border, *text]) == cut(text)
     assert cut([*words(5, 1), border, *words(6, 3), border, *text]) == cut(text)
 
 
 def test_a_line_ends_a_passage_that_is_long_already():
-    one, two = words(LINES, 1), words(LEAST, 2)
+    one, two = words(LINE_END_TOKENS, 1), words(MIN_PASSAGE_TOKENS, 2)
     assert cut([*one, LINE, *two]) == [tuple(one), tuple(two)]
     assert cut([*one[:-1], LINE, *two]) == [(*one[:-1], LINE, *two)]
 
@@ -72,9 +79,9 @@ def test_the_line_that_says_who_speaks_is_no_part_of_the_first_passage():
 
 
 def test_a_long_passage_is_cut_where_its_own_ids_say_so():
-    text = words(3 * MOST, 1)
+    text = words(3 * MAX_PASSAGE_TOKENS, 1)
     found = cut(text)
-    assert all(LEAST <= len(each) <= MOST for each in found)
+    assert all(MIN_PASSAGE_TOKENS <= len(each) <= MAX_PASSAGE_TOKENS for each in found)
     shifted = cut([*words(77, 2), PARAGRAPH, *text])
     assert found[0] == shifted[1]
     assert set(found) <= set(shifted)
@@ -95,7 +102,7 @@ tokens = st.lists(st.sampled_from([LINE, PARAGRAPH, SPECIAL, *range(10, 30)]), m
 @given(tokens)
 def test_passages_are_in_order_never_overlap_and_have_their_size(ids):
     found = list(passages(ids, border_of))
-    assert all(LEAST <= hi - lo <= MOST for lo, hi in found)
+    assert all(MIN_PASSAGE_TOKENS <= hi - lo <= MAX_PASSAGE_TOKENS for lo, hi in found)
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(found))
     assert all(border_of(ids[lo])[1] for lo, _ in found)
     assert all(ids[at] != SPECIAL for lo, hi in found for at in range(lo, hi))

@@ -16,13 +16,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from ragfuse.engine.options import Ask
-from ragfuse.engine.prompt_builder import Prompter
+from ragfuse.engine.prompt_builder import PromptBuilder
 from ragfuse.errors import InputError
 from ragfuse.hf.tokens import TextEncoder, control_tokens
 from ragfuse.settings import Settings
-from ragfuse.store.catalog import Booked
+from ragfuse.store.catalog import Catalog
 from ragfuse.text.chunks import Piece
-from ragfuse.text.tool_calls import PLAIN as PLAIN_CALLS
+from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT as PLAIN_CALLS
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.prompt import Prompt
 
@@ -254,21 +254,22 @@ def key_of(tokens: Sequence[int], context: str = "") -> ChunkKey:
 
 
 @cache
-def prompter(kind: Kind, template: str) -> Prompter:
+def prompter(kind: Kind, template: str) -> PromptBuilder:
     tok = cast(PreTrainedTokenizerFast, tokenizer(kind))
     tok = type(tok)(tokenizer_object=tok.backend_tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
     tok.chat_template = TEMPLATES[template][0]
     bos = (tok.bos_token_id,) if kind.bos else ()
     own = SimpleNamespace(generation_config=GenerationConfig(eos_token_id=tok.eos_token_id))
     encoder = TextEncoder(tok)
-    model: Any = SimpleNamespace(words=tok, encoder=encoder, bos=bos, model=own, tokens=encoder.tokens)
-    made = Prompter(Settings(min_chunk_tokens=1), Booked(None), lambda: model, key_of)
+    model: Any = SimpleNamespace(tokenizer=tok, encoder=encoder, bos=bos, model=own, tokens=encoder.tokens)
+    runtime: Any = SimpleNamespace(model=model, encoder=SimpleNamespace(key=key_of))
+    made = PromptBuilder(Settings(min_chunk_tokens=1), Catalog(), runtime)
     made._calls = replace(PLAIN_CALLS, native=True)  # results of tools are messages of their own
     return made
 
 
-def words_of(made: Prompter) -> PreTrainedTokenizerFast:
-    return cast(PreTrainedTokenizerFast, made._model().words)
+def words_of(made: PromptBuilder) -> PreTrainedTokenizerFast:
+    return cast(PreTrainedTokenizerFast, made._runtime.model.tokenizer)
 
 
 SAID = [
@@ -284,7 +285,7 @@ conversations = st.lists(
 )
 
 
-def written(made: Prompter, template: str, messages: Sequence[tuple[str, str]], **more: Any) -> str:
+def written(made: PromptBuilder, template: str, messages: Sequence[tuple[str, str]], **more: Any) -> str:
     """What the template writes."""
     told = [{"role": role, "content": _told(template, content)} for role, content in messages]
     ends = {"add_generation_prompt": True, **more}
@@ -318,7 +319,7 @@ def test_a_model_reads_what_its_template_writes(kind: Kind, template: str, messa
     if "flags" not in kind.name and template == "flagged":
         return
     made = prompter(kind, template)
-    words, encoder = words_of(made), made._model().encoder
+    words, encoder = words_of(made), made._runtime.model.encoder
     messages = fitting(template, messages)
     plain = [(role, "".join(piece.text for piece in content)) for role, content in messages]
     if template in ("alone", "gemma") and any(role == "system" for role, _ in plain):
@@ -450,5 +451,5 @@ def without_system(messages: Sequence[tuple[str, str]]) -> list[tuple[str, str]]
 LOSSY = {"wordpiece", "unigram", "unigram never", "words apart"}
 
 
-def _prompt(made: Prompter, messages: Any, ask: Ask | None = None) -> Prompt:
+def _prompt(made: PromptBuilder, messages: Any, ask: Ask | None = None) -> Prompt:
     return made.prompt(messages, "digest", ask=ask)

@@ -154,7 +154,7 @@ def test_backslashes_are_read_once_each():
 
 
 def test_more_forged_control_tokens_than_can_be_told_apart_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ragfuse.text.marks.PRIVATE", (range(0xE000, 0xE010),))
+    monkeypatch.setattr("ragfuse.text.marks.MARK_RANGES", (range(0xE000, 0xE010),))
     fits = rendered(Template(plainly), ("user", [Piece("a <end>" * 16)]), ("user", [Piece("chunk", "chunk")]))
     assert (len(fits.bare), own(fits)) == (16, 2)
     for role in ("user", "assistant", "tool"):

@@ -126,7 +126,7 @@ def test_the_newest_texts_are_kept_in_number_and_in_characters(
     for number in range(retrieved.MAX_TEXTS + 3):
         runs.hear(None, [letter(f"{number:02}")])
     assert told(runs) == [f"{number:02}.txt" for number in reversed(range(3, retrieved.MAX_TEXTS + 3))]
-    monkeypatch.setattr(retrieved, "MAX_CHARS", 3 * len(letter("00")[0]))
+    monkeypatch.setattr(retrieved, "MAX_RETRIEVED_CHARS", 3 * len(letter("00")[0]))
     runs.hear(None, [letter("xx")])
     assert len(told(runs)) == 3
     assert told(runs)[0] == "xx.txt"

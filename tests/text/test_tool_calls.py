@@ -7,9 +7,9 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ragfuse.text.call_probe import call_format
-from ragfuse.text.chat_messages import Turn
+from ragfuse.text.chat_messages import ChatMessage
 from ragfuse.text.chunks import Piece
-from ragfuse.text.tool_calls import PLAIN, CallFormat, CallReader, Pairs, spelled
+from ragfuse.text.tool_calls import DEFAULT_CALL_FORMAT, CallFormat, CallReader, Pairs, spelled
 from ragfuse.types.answer import ToolCall
 
 HERMES = """{% if tools %}<|im_start|>system
@@ -260,7 +260,9 @@ def test_values_that_stand_as_they_are_are_read_by_their_schema(source: str):
     found = format_of(source)
     text = found.write((ToolCall("walk", arguments),))
     rendered = render_of(source)(
-        [found.message(Turn("assistant", "", (ToolCall("walk", arguments, "1"),)), "", lambda value: value)], (), False
+        [found.message(ChatMessage("assistant", "", (ToolCall("walk", arguments, "1"),)), "", lambda value: value)],
+        (),
+        False,
     )
     assert text in rendered  # as the template itself writes it
     (call,) = found.read(text, {"walk": json.dumps(schema)})
@@ -279,7 +281,7 @@ def test_a_call_without_the_white_space_of_its_format_is_read_too(source: str):
 
 @pytest.mark.parametrize("source", [SILENT, XML], ids=["no tools", "no way to tell"])
 def test_what_fits_no_format_is_written_in_plain_words(source: str):
-    assert format_of(source) is PLAIN
+    assert format_of(source) is DEFAULT_CALL_FORMAT
 
 
 def ready(format: CallFormat, text: str) -> int:
@@ -288,7 +290,7 @@ def ready(format: CallFormat, text: str) -> int:
     return at if at >= 0 else len(text) - format.undecided(text)
 
 
-FORMATS = [PLAIN, *map(format_of, (HERMES, LLAMA, MISTRAL, DEEP, CODER, GLM, TIGHT, NEWER))]
+FORMATS = [DEFAULT_CALL_FORMAT, *map(format_of, (HERMES, LLAMA, MISTRAL, DEEP, CODER, GLM, TIGHT, NEWER))]
 IDS = ["plain", "hermes", "llama", "mistral", "deep", "coder", "glm", "tight", "newer"]
 
 
@@ -309,7 +311,7 @@ def test_a_call_that_is_cut_off_is_none_and_its_markup_no_text(format: CallForma
         assert format.opens(whole[:size]) == 0
 
 
-@pytest.mark.parametrize("format", [PLAIN, *map(format_of, (HERMES, MISTRAL, DEEP, CODER, GLM, NEWER))])
+@pytest.mark.parametrize("format", [DEFAULT_CALL_FORMAT, *map(format_of, (HERMES, MISTRAL, DEEP, CODER, GLM, NEWER))])
 def test_text_is_ready_only_where_no_call_can_begin(format: CallFormat):
     text = "Let me see <b>.\n\n" + format.write((A,))
     ends = [ready(format, text[:size]) for size in range(len(text) + 1)]
@@ -325,27 +327,27 @@ def test_text_before_bare_json_is_text():
 
 
 def test_a_call_made_twice_is_made_once():
-    text = PLAIN.write((A, B, A))
-    assert [call.name for call in PLAIN.read(text)] == ["weather", "walk.to"]
+    text = DEFAULT_CALL_FORMAT.write((A, B, A))
+    assert [call.name for call in DEFAULT_CALL_FORMAT.read(text)] == ["weather", "walk.to"]
     for calls, repeats in (((A, B, A), True), ((A, B), False)):
-        reader = CallReader(PLAIN)
-        reader.read(PLAIN.write(calls), 0)
+        reader = CallReader(DEFAULT_CALL_FORMAT)
+        reader.read(DEFAULT_CALL_FORMAT.write(calls), 0)
         assert reader.repeats is repeats
 
 
 def test_plain_words_tell_of_tools_calls_and_results_and_keep_chunks():
     chunk = Piece("It rains in Rome.", "chunk", "news")
     turns = [
-        Turn("user", (Piece("Weather?"),)),
-        Turn("assistant", (), (ToolCall("weather", {"city": "Rome"}, "1"),)),
-        Turn("tool", (chunk,), tool_call_id="1"),
-        Turn("tool", (Piece("12 degrees"),), tool_call_id="2"),
-        Turn("user", (Piece("So?"),)),
+        ChatMessage("user", (Piece("Weather?"),)),
+        ChatMessage("assistant", (), (ToolCall("weather", {"city": "Rome"}, "1"),)),
+        ChatMessage("tool", (chunk,), tool_call_id="1"),
+        ChatMessage("tool", (Piece("12 degrees"),), tool_call_id="2"),
+        ChatMessage("user", (Piece("So?"),)),
     ]
     told = spelled(turns, [{"type": "function", "function": {"name": "weather"}}])
     assert [turn.role for turn in told] == ["system", "user", "assistant", "user"]
     assert '{"name": "weather"}' in told[0].content[0].text
-    assert PLAIN.read("".join(piece.text for piece in told[2].content))[0].arguments == {"city": "Rome"}
+    assert DEFAULT_CALL_FORMAT.read("".join(piece.text for piece in told[2].content))[0].arguments == {"city": "Rome"}
     assert chunk in told[3].content
     said = "".join(piece.text for piece in told[3].content)
     assert said.count("<tool_response>") == 2

@@ -1,12 +1,12 @@
-"""The trip of an ingest: texts in, KV amid other text in the store, texts in the book."""
+"""The trip of an ingest: texts in, KV behind filler text in the store, texts in the book."""
 
 import pytest
 import torch
 
 from ragfuse import Engine, InputError
 from ragfuse.engine.encoder import GAP
-from ragfuse.text import stand_in
-from ragfuse.types.keys import amid
+from ragfuse.text import filler_text
+from ragfuse.types.keys import filler_context
 from tests.tiny import CHUNKS, ingest, messages
 
 SOURCED = [(text, f"book-{number}") for number, text in enumerate(CHUNKS)]
@@ -14,7 +14,7 @@ SOURCED = [(text, f"book-{number}") for number, text in enumerate(CHUNKS)]
 
 def test_every_chunk_is_kept_once_amid_other_text_and_the_prefix_alone(engine):
     ingest(engine)
-    wanted = {engine.key(engine.tokens(text), amid("")) for text in CHUNKS}
+    wanted = {engine.key(engine.tokens(text), filler_context("")) for text in CHUNKS}
     wanted.add(engine.key(engine.prefix(messages())))
     assert {entry.key for entry in engine.store.entries()} == wanted
     assert {entry.tier for entry in engine.store.entries()} == {"memory", "disk"}
@@ -22,7 +22,7 @@ def test_every_chunk_is_kept_once_amid_other_text_and_the_prefix_alone(engine):
 
 def test_every_text_is_in_the_book_with_its_source(engine):
     ingest(engine)
-    assert {(known.text, known.source) for known in engine.book.texts(engine.digest)} == set(SOURCED)
+    assert {(known.text, known.source) for known in engine.catalog.file.texts(engine.digest)} == set(SOURCED)
 
 
 def test_what_the_store_has_is_not_encoded_again(engine):
@@ -58,7 +58,7 @@ def test_numbers_add_up_and_progress_sees_every_chunk(engine):
 
 
 def test_without_other_text_a_chunk_is_encoded_alone(tiny_settings):
-    with Engine(tiny_settings.model_copy(update={"amid_tokens": 0})) as engine:
+    with Engine(tiny_settings.model_copy(update={"filler_tokens": 0})) as engine:
         done = engine.ingest([(text, "one book") for text in CHUNKS])
         assert done.nbytes == done.tokens * engine.model.nbytes_per_token
         assert {entry.key.context for entry in engine.store.entries()} == {""}
@@ -77,7 +77,7 @@ def test_what_was_lost_of_an_ingest_is_encoded_again_and_nothing_else(engine):
     engine.ingest([(text, "one book") for text in CHUNKS])
     lost = (1, 2, 4)
     for number in lost:
-        engine.store.delete(engine.key(engine.tokens(CHUNKS[number]), amid("")))
+        engine.store.delete(engine.key(engine.tokens(CHUNKS[number]), filler_context("")))
     again = engine.ingest([(text, "one book") for text in CHUNKS])
     assert again.encoded == 3
     assert again.tokens == sum(len(engine.tokens(CHUNKS[number])) for number in lost)
@@ -103,8 +103,8 @@ def test_a_store_without_room_keeps_nothing_and_says_so(tiny_settings):
 def test_another_salt_has_its_own_entries_and_texts(tiny_settings, engine):
     ingest(engine)
     with Engine(tiny_settings.model_copy(update={"salt": "other"})) as other:
-        assert other.store.lookup([other.key(other.tokens(text), amid("")) for text in CHUNKS]) == {}
-        assert list(other.book.texts(other.digest)) == []
+        assert other.store.lookup([other.key(other.tokens(text), filler_context("")) for text in CHUNKS]) == {}
+        assert list(other.catalog.file.texts(other.digest)) == []
         assert all(text not in other.known for text in CHUNKS)
 
 
@@ -113,7 +113,7 @@ def test_every_chunk_of_a_prompt_comes_from_amid_other_text_also_the_first_one_a
     for order in (CHUNKS, CHUNKS[::-1]):
         prefix, *chunks = engine.answer(messages(order)).trace.segments
         assert (prefix.kind, prefix.encoded, prefix.exact) == ("prefix", "alone", True)
-        assert [(s.kind, s.encoded, s.exact) for s in chunks] == [("chunk", "amid", False)] * 6
+        assert [(s.kind, s.encoded, s.exact) for s in chunks] == [("chunk", "filler", False)] * 6
 
 
 def test_equal_chunks_of_a_document_are_encoded_once(engine):
@@ -121,20 +121,22 @@ def test_equal_chunks_of_a_document_are_encoded_once(engine):
     done = engine.ingest([(text, "one long book") for text in [*texts, texts[3]]], engine.prefix(messages()))
     assert (done.chunks, done.encoded) == (31, 30)
     for text in texts:
-        entry = engine.store.lookup([engine.key(engine.tokens(text), amid(""))])
+        entry = engine.store.lookup([engine.key(engine.tokens(text), filler_context(""))])
         assert [found.n_tokens for found in entry.values()] == [len(engine.tokens(text))]
     assert len({entry.key for entry in engine.store.entries()}) == 30 + 1
 
 
 @pytest.mark.parametrize(("n_tokens", "other"), [(4096, 0), (4095, 1), (4000, 96), (3840, 256), (40, 256)])
 def test_a_chunk_is_encoded_behind_as_much_other_text_as_the_model_has_room_for(engine, monkeypatch, n_tokens, other):
-    behind, encode = [], engine.model.encode_amid
-    monkeypatch.setattr(engine.model, "encode_amid", lambda ids, before: behind.append(before) or encode(ids, before))
+    behind, encode = [], engine.model.encode_with_filler
+    monkeypatch.setattr(
+        engine.model, "encode_with_filler", lambda ids, before: behind.append(before) or encode(ids, before)
+    )
     text = "x" * n_tokens
     assert engine.ingest([(text, "a")]).encoded == 1
-    others = engine.tokens(stand_in() + GAP)
+    others = engine.tokens(filler_text() + GAP)
     assert [list(before) for before in behind] == [others[len(others) - other :]]
-    assert engine.store.lookup([engine.key(engine.tokens(text), amid(""))])
+    assert engine.store.lookup([engine.key(engine.tokens(text), filler_context(""))])
 
 
 def test_a_prefix_longer_than_the_model_is_refused(engine):
@@ -150,7 +152,7 @@ def test_what_was_ingested_without_the_prompts_beginning_is_all_that_there_is_to
         trace = engine.answer(messages()).trace
         engine.flush()
         assert trace.policy == "lego"  # what was calibrated, at once
-        assert [(segment.kind, segment.encoded) for segment in trace.segments] == [("chunk", "amid")] * 6
+        assert [(segment.kind, segment.encoded) for segment in trace.segments] == [("chunk", "filler")] * 6
     assert {entry.key for entry in engine.store.entries()} == kept
 
 
@@ -160,7 +162,7 @@ def test_a_chunk_has_the_same_kv_whether_it_was_ingested_or_met_in_a_prompt(engi
         other.answer(messages())
         other.flush()
         for text in CHUNKS:
-            key = engine.key(engine.tokens(text), amid(""))
+            key = engine.key(engine.tokens(text), filler_context(""))
             mine, theirs = (each.store.read_layers(key, 0, engine.model.n_layers) for each in (engine, other))
             pairs = list(zip(mine, theirs, strict=True))
             assert all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
@@ -169,4 +171,4 @@ def test_a_chunk_has_the_same_kv_whether_it_was_ingested_or_met_in_a_prompt(engi
 def test_under_another_beginning_chunks_come_amid_other_text_all_the_same(engine):
     engine.ingest([(text, "one book") for text in CHUNKS], engine.prefix(messages()))
     trace = engine.answer(messages(head="Some other, longer beginning of a prompt.\n\n")).trace
-    assert [(segment.kind, segment.encoded) for segment in trace.segments if segment.hit] == [("chunk", "amid")] * 6
+    assert [(segment.kind, segment.encoded) for segment in trace.segments if segment.hit] == [("chunk", "filler")] * 6

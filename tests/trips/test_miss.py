@@ -9,14 +9,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from ragfuse import Ask, Engine, Settings
 from ragfuse.store import KVStore
-from ragfuse.types.keys import amid
+from ragfuse.types.keys import filler_context
 from tests.tiny import CHUNKS, adds_up, chunk_hits, file_of, ingest, messages, on_disk_only
 
 
 def test_a_first_question_computes_everything_and_the_next_one_hits(engine):
     first = engine.answer(messages())
     met = "these documents are met for the first time: they are encoded after the answer, for the next question"
-    assert first.trace.refusal == met
+    assert first.trace.fallback_reason == met
     assert chunk_hits(first.trace) == [False] * 6
     engine.flush()
     second = engine.answer(messages())
@@ -47,14 +47,14 @@ def test_a_missing_chunk_is_encoded_after_the_answer_and_its_text_is_known(engin
     engine.flush()
     trace = engine.answer(messages(CHUNKS[3:])).trace
     found = [(segment.kind, segment.encoded, segment.exact) for segment in trace.segments]
-    assert found == [("prefix", "alone", True)] + [("chunk", "amid", False)] * 3
-    assert set(CHUNKS) <= {known.text for known in engine.book.texts(engine.digest)}
+    assert found == [("prefix", "alone", True)] + [("chunk", "filler", False)] * 3
+    assert set(CHUNKS) <= {known.text for known in engine.catalog.file.texts(engine.digest)}
 
 
 def test_a_beginning_that_is_new_is_not_encoded_and_its_chunks_are_once_each(engine):
     engine.answer(messages([*CHUNKS, CHUNKS[2]]))
     engine.flush()
-    wanted = {engine.key(engine.tokens(text), amid("")) for text in CHUNKS}
+    wanted = {engine.key(engine.tokens(text), filler_context("")) for text in CHUNKS}
     assert {entry.key for entry in engine.store.entries()} == wanted
 
 
@@ -131,7 +131,7 @@ def test_a_store_that_loses_everything_still_answers(tiny_settings):
         engine.store.read_layers = unplugged
         answer, full = engine.answer(messages()), engine.answer(messages(), Ask(reuse=False))
     assert answer.token_ids == full.token_ids
-    assert answer.trace.refusal == "none of this text is stored yet"
+    assert answer.trace.fallback_reason == "none of this text is stored yet"
 
 
 @pytest.fixture(scope="session")
@@ -162,7 +162,7 @@ def test_a_refused_model_is_answered_by_its_own_full_prefill_with_the_reason(gpt
         assert list(answer.token_ids) == wanted[0, ids.shape[1] :].tolist()
         assert several[0].token_ids == answer.token_ids
         assert said == answer.text
-        assert "position" in answer.trace.refusal
+        assert "position" in answer.trace.fallback_reason
         assert answer.trace.tokens_fresh == answer.trace.tokens
         if not prefix_cache:
             assert engine.store.entries() == []
@@ -178,7 +178,7 @@ def test_of_a_refused_model_beginnings_are_read_where_they_stand_and_the_answer_
         assert [(segment.kind, segment.exact) for segment in second.trace.segments if segment.hit] == [("prefix", True)]
         assert second.trace.tokens_prefix == second.trace.tokens_reused > len(engine.prefix(messages()))
         assert {entry.tier for entry in engine.store.entries()} == {"memory"}
-        assert not [entry for entry in engine.store.entries() if entry.key.encoded == "amid"]
+        assert not [entry for entry in engine.store.entries() if entry.key.encoded == "filler"]
 
 
 def test_the_refusal_is_remembered_and_the_next_process_does_not_probe(gpt2_path, tmp_path):
@@ -186,4 +186,4 @@ def test_the_refusal_is_remembered_and_the_next_process_does_not_probe(gpt2_path
     with Engine(settings) as engine:
         refusal = engine.model.profile.refusal
     with Engine(settings) as again:
-        assert again._profiles.probed(engine.model.fingerprint).refusal == refusal != ""
+        assert again.runtime._profiles.probed(engine.model.fingerprint).refusal == refusal != ""

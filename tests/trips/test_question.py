@@ -16,7 +16,7 @@ def test_six_cached_chunks_are_reused_and_few_rows_recomputed(engine, policy):
     assert 0 < trace.mean_ratio < 0.3
     assert trace.tokens_reused > 4 * trace.tokens_recomputed > 0
     assert trace.tokens_fresh == trace.tokens - sum(segment.n_tokens for segment in trace.segments)
-    assert not trace.refusal
+    assert not trace.fallback_reason
 
 
 def test_at_ratio_one_the_answer_is_full_prefill_s_own(engine):

@@ -46,7 +46,7 @@ def how(answer):
     """What an answer says of how it was made: policy, and of each chunk the entry and its tier's level."""
     trace = answer.trace
     chunks = [(each.hit, each.encoded, each.level) for each in trace.segments if each.kind == "chunk"]
-    return trace.policy, trace.ratio, trace.refusal, chunks
+    return trace.policy, trace.ratio, trace.fallback_reason, chunks
 
 
 @pytest.mark.parametrize("door", DOORS)

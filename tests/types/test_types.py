@@ -9,16 +9,16 @@ KEY = ChunkKey("m", "t")
 
 
 def test_a_segment_without_rows_is_its_whole_run_turned_by_its_start() -> None:
-    assert Segment((1, 2), 7, "module", (KEY,)).turn == 7
-    assert Segment((1, 2), 7).turn == 7
+    assert Segment((1, 2), 7, "module", (KEY,)).shift == 7
+    assert Segment((1, 2), 7).shift == 7
 
 
 def test_rows_of_a_run_without_gaps_are_turned_by_where_the_run_would_start() -> None:
-    assert Segment((3, 4), 7, "module", (KEY,), rows=(2, 4)).turn == 5
+    assert Segment((3, 4), 7, "module", (KEY,), rows=(2, 4)).shift == 5
 
 
 def test_rows_of_a_run_with_gaps_are_turned_by_where_its_position_0_stands() -> None:
-    assert Segment((3, 4), 17, "module", (KEY,), rows=(2, 4), origin=5).turn == 5
+    assert Segment((3, 4), 17, "module", (KEY,), rows=(2, 4), origin=5).shift == 5
 
 
 @pytest.mark.parametrize("rows", [(0, 1), (0, 3), (-1, 1), (2, 0)])

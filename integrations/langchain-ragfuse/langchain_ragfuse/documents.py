@@ -15,7 +15,7 @@ from langchain_ragfuse.base import RagFuseModel
 from langchain_ragfuse.llms import RagFuseLLM
 from langchain_ragfuse.messages import source_of, turns_of
 from langchain_ragfuse.progress import Progress, shown
-from ragfuse import Engine, Ingested, InputError, Turn
+from ragfuse import ChatMessage, Engine, Ingested, InputError
 
 PAGE = PromptTemplate.from_template("{page_content}")
 TRIAL = "A document stands here, long enough to count as a chunk of its own among the others, whatever it says."
@@ -76,7 +76,7 @@ class RagFuseIndexer(BaseDocumentTransformer):
         first, second = (self._engine.prefix(turns) for turns in self._trials(prompt))
         return first if first == second else ()
 
-    def _trials(self, prompt: BasePromptTemplate[Any]) -> Iterator[str | list[Turn]]:
+    def _trials(self, prompt: BasePromptTemplate[Any]) -> Iterator[str | list[ChatMessage]]:
         """The prompt around one document, twice: with everything else empty, and not."""
         if self._variable not in prompt.input_variables:
             raise InputError(

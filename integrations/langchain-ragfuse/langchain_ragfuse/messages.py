@@ -19,7 +19,8 @@ from langchain_core.messages import (
 )
 from langchain_core.messages import ToolCall as Call
 
-from ragfuse import Answer, InputError, Piece, ToolCall, Turn
+import ragfuse
+from ragfuse import Answer, InputError, Piece, ToolCall
 
 Part = str | Piece
 
@@ -39,19 +40,19 @@ MIN_CHARS = 24
 """A shorter document of an artifact is text: it would be found where it is not meant."""
 
 
-def turns_of(messages: Sequence[BaseMessage]) -> list[Turn]:
-    """A turn per message, neighbours joined as `Turn.joined` does.
+def turns_of(messages: Sequence[BaseMessage]) -> list[ragfuse.ChatMessage]:
+    """A turn per message, neighbours joined as `ragfuse.ChatMessage.joined` does.
 
     In a content, a str is text in which marked and known chunks are found; a Piece is a chunk with just these
     boundaries.
     """
-    turns: list[Turn] = []
+    turns: list[ragfuse.ChatMessage] = []
     names: dict[str, str] = {}
     for message in messages:
         turn = _turn(message, names)
         names |= {call.id: call.name for call in turn.tool_calls}
         turns.append(turn)
-    turns = Turn.joined(turns)
+    turns = ragfuse.ChatMessage.joined(turns)
     if not any(turn.says_something for turn in turns):
         raise InputError("The messages hold no text; wanted at least one that asks something.")
     return turns
@@ -76,15 +77,19 @@ def source_of(document: Document, source_key: str = "source") -> str:
     return str(document.metadata.get(source_key) or document.id or unnamed)
 
 
-def _turn(message: BaseMessage, names: Mapping[str, str]) -> Turn:
+def _turn(message: BaseMessage, names: Mapping[str, str]) -> ragfuse.ChatMessage:
     parts = _parts(message)
     if isinstance(message, AIMessage):
         calls = tuple(ToolCall(call["name"], call["args"], call["id"] or "") for call in message.tool_calls)
-        return Turn("assistant", parts, calls, reasoning=_thought(message))
+        return ragfuse.ChatMessage("assistant", parts, calls, reasoning=_thought(message))
     if isinstance(message, ToolMessage):
         id = message.tool_call_id
-        return Turn("tool", _cut(parts, _documents(message.artifact)), (), id, message.name or names.get(id, ""))
-    return Turn(_role(message), parts, name=message.name or "" if isinstance(message, FunctionMessage) else "")
+        return ragfuse.ChatMessage(
+            "tool", _cut(parts, _documents(message.artifact)), (), id, message.name or names.get(id, "")
+        )
+    return ragfuse.ChatMessage(
+        _role(message), parts, name=message.name or "" if isinstance(message, FunctionMessage) else ""
+    )
 
 
 def _thought(message: AIMessage) -> str:

@@ -235,7 +235,7 @@ def test_an_artifact_leaves_the_text_as_it_is(engine: Engine) -> None:
     nested = {"found": [*DOCUMENTS, *parts], "scores": [0.5], "note": "text"}
     with_it, without = (ToolMessage(text, tool_call_id="1", artifact=artifact) for artifact in (nested, None))
     prompts = [engine.prompt(_turns([message])) for message in (with_it, without)]
-    words = llm.get_engine().model.words
+    words = llm.get_engine().model.tokenizer
     assert words.decode(prompts[0].token_ids) == words.decode(prompts[1].token_ids)
     chunks = [segment.text for segment in prompts[0].segments if segment.kind == "chunk"]
     assert chunks == [DOCUMENTS[at].page_content.strip() for at in (0, 1, 0)]

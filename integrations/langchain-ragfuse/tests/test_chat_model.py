@@ -52,8 +52,8 @@ def test_chunks_known_to_the_store_are_reused_in_a_plain_prompt(llm: ChatRagFuse
 def test_ratio_one_answers_like_full_prefill(llm: ChatRagFuse) -> None:
     fused, full = llm.invoke(ASKED, ratio=1.0), llm.bind(reuse=False).invoke(ASKED)
     assert fused.content == full.content
-    assert traced(full)["refusal"]
-    assert not traced(fused)["refusal"]
+    assert traced(full)["fallback_reason"]
+    assert not traced(fused)["fallback_reason"]
     assert full.usage_metadata["input_token_details"] == {"cache_read": 0, "cache_creation": 0}
 
 
@@ -162,7 +162,7 @@ def test_neighbours_of_one_role_are_merged(llm: ChatRagFuse) -> None:
 
 def test_roles_reach_the_template(llm: ChatRagFuse) -> None:
     messages = [SystemMessage("Be brief."), HumanMessage("Ask."), AIMessage("Wait."), HumanMessage("And?")]
-    prompt = llm.get_engine().model.words.decode(llm.get_engine().prompt(turns_of(messages)).token_ids)
+    prompt = llm.get_engine().model.tokenizer.decode(llm.get_engine().prompt(turns_of(messages)).token_ids)
     assert prompt == "<s><|system|>Be brief.\n<|user|>Ask.\n<|assistant|>Wait.\n<|user|>And?\n<|assistant|>"
     assert llm.get_num_tokens_from_messages([HumanMessage("Ask.")]) == llm.invoke("Ask.").usage_metadata["input_tokens"]
     with pytest.raises(InputError, match="RemoveMessage"):
@@ -318,7 +318,7 @@ def test_what_the_chat_template_is_told_is_a_field_and_a_word_of_a_call(engine: 
 def test_the_chat_template_and_the_beginning_of_an_answer_count(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.model.words, "chat_template", THINKS)
+    monkeypatch.setattr(engine.model.tokenizer, "chat_template", THINKS)
     llm = ChatRagFuse(engine=engine)
     asked, begun = [HumanMessage("Why?")], [HumanMessage("Why?"), AIMessage("So it")]
     read = [

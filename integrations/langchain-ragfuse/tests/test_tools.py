@@ -125,7 +125,7 @@ def test_a_conversation_with_tools_reaches_the_template(llm: ChatRagFuse, engine
     assert [turn.role for turn in turns] == ["user", "assistant", "tool"]
     assert (turns[1].tool_calls[0].name, turns[1].tool_calls[0].arguments) == ("paint", {"colour": "green", "coats": 2})
     assert (turns[2].tool_call_id, turns[2].name) == ("abc123", "paint")
-    text = engine.model.words.decode(engine.prompt(turns).token_ids)
+    text = engine.model.tokenizer.decode(engine.prompt(turns).token_ids)
     for part in ("Paint my door.", "I will.", '"green"', "The door is green now."):
         assert part in text
     assert "Green?" not in text

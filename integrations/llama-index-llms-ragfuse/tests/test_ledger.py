@@ -23,14 +23,14 @@ def in_child(ledger: Ledger) -> int:
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_a_fork_amid_a_change_finds_the_ledger_at_rest_in_parent_and_child(tmp_path: Path, on_disk: bool) -> None:
+def test_a_fork_inside_a_change_finds_the_ledger_at_rest_in_parent_and_child(tmp_path: Path, on_disk: bool) -> None:
     ledger = Ledger(tmp_path if on_disk else None)
     ledger.note("model", "docs", [("a", "1", "text")])
-    amid, go_on = threading.Event(), threading.Event()
+    inside, go_on = threading.Event(), threading.Event()
     given: list[str] = []
 
     def forget(texts: list[str]) -> int:
-        amid.set()
+        inside.set()
         go_on.wait(60)
         given.extend(texts)
         return 0
@@ -42,7 +42,7 @@ def test_a_fork_amid_a_change_finds_the_ledger_at_rest_in_parent_and_child(tmp_p
     ledger.note("other", "docs", [("a", "1", "another text")])
     thread = threading.Thread(target=collect)
     thread.start()
-    assert amid.wait(60)
+    assert inside.wait(60)
     threading.Timer(0.5, go_on.set).start()  # the fork waits for the change
     assert in_child(ledger) == 0
     thread.join()

@@ -93,7 +93,7 @@ def test_tokens_of_what_is_missing_are_cache_creation(engine: Engine) -> None:
 def test_ratio_one_answers_like_full_prefill(llm: RagFuseLLM) -> None:
     fused, full = llm.chat(CHAT, ratio=1.0), llm.chat(CHAT, reuse=False)
     assert fused.message.content == full.message.content
-    assert full.raw["ragfuse"]["refusal"]
+    assert full.raw["ragfuse"]["fallback_reason"]
     assert full.raw["usage"]["prompt_tokens_details"] == {"cached_tokens": 0, "cache_creation_tokens": 0}
 
 
@@ -229,7 +229,7 @@ def test_what_the_chat_template_is_told_is_a_field_and_a_word_of_a_call(engine: 
 def test_the_chat_template_and_the_beginning_of_an_answer_count(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.model.words, "chat_template", THINKS)
+    monkeypatch.setattr(engine.model.tokenizer, "chat_template", THINKS)
     llm = RagFuseLLM(engine=engine)
     asked, begun = (
         [ChatMessage(role="user", content="Why?")],

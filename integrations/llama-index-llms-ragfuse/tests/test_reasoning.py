@@ -33,7 +33,7 @@ def thinking(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def saying(engine: Engine, text: str) -> dict[str, Any]:
     """What makes one answer say this and end."""
-    end = engine.model.words.eos_token_id
+    end = engine.model.tokenizer.eos_token_id
     return {"generate_kwargs": {"logits_processor": [Script([*spelled(engine, text), end])]}}
 
 
@@ -145,7 +145,7 @@ def test_stop_strings_count_in_the_answer_alone_those_of_a_generation_config_too
 
 
 def test_pad_tokens_that_a_model_writes_are_counted(engine: Engine) -> None:
-    bias = {engine.model.words.pad_token_id: 100.0}
+    bias = {engine.model.tokenizer.pad_token_id: 100.0}
     answer = RagFuseLLM(engine=engine, logit_bias=bias, max_tokens=9).chat(ASKED)
     assert (answer.message.content, answer.raw["finish_reason"]) == ("", "length")
     assert answer.raw["usage"]["completion_tokens"] == 9

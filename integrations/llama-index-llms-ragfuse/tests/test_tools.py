@@ -23,7 +23,8 @@ from llama_index.core.types import PydanticProgramMode
 from llama_index.llms.ragfuse import KVPrecompute, RagFuseLLM, traces
 from llama_index.llms.ragfuse.convert import turns_of
 
-from ragfuse import Engine, Grammar, InputError, ToolCall, Turn
+import ragfuse
+from ragfuse import Engine, Grammar, InputError, ToolCall
 
 QUESTION = "How many ships came in on Tuesday?"
 ASKED = PromptTemplate("Look at this. {question}")
@@ -157,11 +158,11 @@ def test_calls_and_results_are_turns_of_the_conversation() -> None:
         ]
     )
     assert turns == [
-        Turn("user", ["Count.", "\n", "Now."]),
-        Turn("assistant", [], (ToolCall("weigh", {}),), reasoning="Hm."),
-        Turn("tool", ["ten"], tool_call_id="0"),
-        Turn("assistant", [""], (ToolCall("count", {"rig": "brig"}, "1"),)),
-        Turn("tool", ["four", "ty"], tool_call_id="1", name="count"),
+        ragfuse.ChatMessage("user", ["Count.", "\n", "Now."]),
+        ragfuse.ChatMessage("assistant", [], (ToolCall("weigh", {}),), reasoning="Hm."),
+        ragfuse.ChatMessage("tool", ["ten"], tool_call_id="0"),
+        ragfuse.ChatMessage("assistant", [""], (ToolCall("count", {"rig": "brig"}, "1"),)),
+        ragfuse.ChatMessage("tool", ["four", "ty"], tool_call_id="1", name="count"),
     ]
 
 

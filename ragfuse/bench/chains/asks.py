@@ -101,7 +101,7 @@ def _langchain(
 def _llama_index_theirs(engine: Engine, splits: Sequence[str]) -> Ask:
     from ragfuse.bench.chains import llama_index_before
 
-    window = engine.model.longest
+    window = engine.model.max_context
     own = {
         "max_new_tokens": NEW_TOKENS["answer"],
         "context_window": window,

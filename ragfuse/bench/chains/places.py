@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, Self
@@ -15,11 +14,10 @@ from ragfuse.bench.chains.doors import Program, Wording, messages_over
 from ragfuse.bench.quality.wording import NEW_TOKENS
 from ragfuse.bench.throughput.served import Serving
 from ragfuse.engine.engine import Engine
-from ragfuse.engine.options import Ask
-from ragfuse.engine.prompt_builder import Inquiry
+from ragfuse.engine.request import Request
 from ragfuse.errors import RagFuseError
 from ragfuse.settings import Settings
-from ragfuse.types.answer import Answer, Thought
+from ragfuse.types.answer import Answer
 from ragfuse.types.prompt import Prompt
 
 PATIENCE_S, LOOK_S, LOOKS = 120.0, 0.3, 3
@@ -79,7 +77,7 @@ class Recorder(Engine):
     """An engine that keeps what it answered, and to which prompt."""
 
     def __init__(self, settings: Settings) -> None:
-        self._mine, self._said = threading.local(), list[Prompted]()
+        self._said = list[Prompted]()
         super().__init__(settings)
 
     def __enter__(self) -> Self:
@@ -90,15 +88,9 @@ class Recorder(Engine):
         taken, self._said = tuple(self._said), []
         return taken
 
-    def _fitted(self, question: Inquiry, ask: Ask) -> Prompt:
-        self._mine.ids = (prompt := super()._fitted(question, ask)).token_ids
-        return prompt
-
-    def _answer(
-        self, prompt: Inquiry, ask: Ask, say: Callable[[str | Thought], None] | None, gone: threading.Event, /
-    ) -> Answer:
-        answer = super()._answer(prompt, ask, say, gone)
-        self._said.append(prompted(self._mine.ids, answer.trace.as_dict(), answer.trace.ttft_s))
+    def _run(self, prompt: Prompt, request: Request) -> Answer:
+        answer = super()._run(prompt, request)
+        self._said.append(prompted(prompt.token_ids, answer.trace.as_dict(), answer.trace.ttft_s))
         return answer
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ragfuse.codec import LEVELS, Codec, LayerMeta, UniformCodec, codec_for
+from ragfuse.codec import LEVEL_NAMES, Codec, LayerMeta, UniformCodec, codec_for
 from ragfuse.codec.cachegen import CODERS, CacheGenCodec
 from ragfuse.codec.levels import PACKED, PAPER
 from ragfuse.codec.profile import profile_tables
@@ -70,8 +70,8 @@ class Codecs:
 def codecs_of(model: HFModel) -> Codecs:
     """The codecs of a model, by the tables in its profile; by those that an engine would make where there are none."""
     tables = CodecTables.from_dict(model.profile.codec) if model.profile.codec else None
-    tables = tables or (made_tables(model) if model.tokenizer is not None else profile_tables(_drawn(model)))
-    levels = {name: codec_for(name, tables) for name in LEVELS if name != "raw"}
+    tables = tables or (made_tables(model) if model.has_tokenizer else profile_tables(_drawn(model)))
+    levels = {name: codec_for(name, tables) for name in LEVEL_NAMES if name != "raw"}
     ours = {name: codec for name, codec in levels.items() if isinstance(codec, CacheGenCodec)}
     others = {
         f"{name}/{coder}": CacheGenCodec(tables, replace(codec.level, coder=coder))

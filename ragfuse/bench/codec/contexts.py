@@ -125,9 +125,9 @@ def held_out() -> Path:
 def _in_template(model: HFModel, text: str, after: str) -> tuple[str, str]:
     """The model's chat template around a user's message, parted where the question begins."""
     said = [{"role": "user", "content": text + after}]
-    if not getattr(model.words, "chat_template", None):
+    if not getattr(model.tokenizer, "chat_template", None):
         return text, after
-    whole = str(model.words.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
+    whole = str(model.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
     head, found, tail = whole.partition(after)
     return (head, found + tail) if found else (text, after)
 

@@ -28,7 +28,7 @@ def model_of(wanted: Wanted) -> HFModel:
     """The model to measure; ModelError for one that reads no text, or whose KV cannot be reused."""
     settings = wanted.settings
     model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
-    if model.profile.refusal or model.tokenizer is None:
+    if model.profile.refusal or not model.has_tokenizer:
         why = model.profile.refusal or "it has no tokenizer, so it reads no text."
         raise ModelError(f"The KV of {settings.model} cannot be coded: {why} Measure another model.")
     return model

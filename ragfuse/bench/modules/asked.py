@@ -16,11 +16,11 @@ from ragfuse.bench.modules.cases import ModuleCase
 from ragfuse.bench.presets import bench_model
 from ragfuse.bench.quality.metrics import f1, rouge_l
 from ragfuse.bench.runner import Runner, speedup
-from ragfuse.engine.engine import Ask, Engine, Ready
+from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
 from ragfuse.errors import ModelError
 from ragfuse.hf.model import HFModel
 from ragfuse.plan.evict import lru
-from ragfuse.schemas.nodes import Request, Schema
+from ragfuse.schemas.nodes import PMLPrompt, Schema
 from ragfuse.settings import Settings
 from ragfuse.store import KVStore, MemoryTier
 
@@ -34,7 +34,7 @@ ROOM = 3 << 30
 def model_of(settings: Settings) -> HFModel:
     """The model to measure; ModelError for one that reads no text, or whose KV cannot be reused."""
     model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
-    if model.profile.refusal or model.tokenizer is None:
+    if model.profile.refusal or not model.has_tokenizer:
         why = model.profile.refusal or "it has no tokenizer, so it reads no text."
         raise ModelError(f"Modules of {settings.model} cannot be reused: {why} Measure another model.")
     return model
@@ -64,15 +64,15 @@ def registered(engine: Engine, schema: Schema) -> Iterator[None]:
         engine.schemas.remove(schema.name)
 
 
-def first_logits(engine: Engine, request: Request, ask: Ask) -> Ready:
+def first_logits(engine: Engine, request: PMLPrompt, ask: Ask) -> PreparedPrompt:
     """A prompt in PML to its first logits."""
     return engine.prepare(engine.schemas.prompt(request, ask), ask)
 
 
-def timed(engine: Engine, request: Request, runner: Runner, what: str) -> dict[str, Any]:
+def timed(engine: Engine, request: PMLPrompt, runner: Runner, what: str) -> dict[str, Any]:
     """Both ways in interleaved rounds: tokens, the cached share of them, seconds by the clock that counts."""
     ready = first_logits(engine, request, WAYS["cached"])
-    if ready.plan.refusal or ready.plan.misses:
+    if ready.plan.fallback_reason or ready.plan.misses:
         raise ModelError(f"{what} was not answered over its modules: {ready.plan.explain()}.")
     tokens = len(ready.plan.prompt)
     cached = sum(fetch_tokens(ready))
@@ -91,7 +91,7 @@ def timed(engine: Engine, request: Request, runner: Runner, what: str) -> dict[s
     }
 
 
-def fetch_tokens(ready: Ready) -> list[int]:
+def fetch_tokens(ready: PreparedPrompt) -> list[int]:
     """Tokens of each segment that was read."""
     prompt = ready.plan.prompt
     return [len(prompt.segments[fetch.segment].tokens) for fetch in ready.plan.fetches]

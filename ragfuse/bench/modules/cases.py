@@ -15,7 +15,7 @@ from ragfuse.bench.quality.cases import Case, Packing, Task, read_cases
 from ragfuse.bench.quality.run import drawn
 from ragfuse.bench.quality.wording import ASKED, NEW_TOKENS
 from ragfuse.errors import SettingsError
-from ragfuse.schemas.nodes import Import, Item, Message, Module, Request, Role, Schema, Text
+from ragfuse.schemas.nodes import Import, Item, MessageNode, Module, PMLPrompt, Role, Schema, TextNode
 from ragfuse.schemas.pml import parse_prompt, parse_schema
 from ragfuse.schemas.pml_writer import NO_TEXT
 
@@ -32,7 +32,7 @@ class ModuleCase:
 
     name: str
     schema: Schema
-    request: Request
+    request: PMLPrompt
     answers: tuple[str, ...] = ()
     task: Task = "answer"
     max_tokens: int = USE_TOKENS
@@ -73,29 +73,29 @@ def of_documents(case: Case) -> ModuleCase:
     """A case whose chunks are modules of one message; what is asked stands behind the last one, in that message."""
     before, after = (_plain(text) for text in ASKED[case.task])
     asked = f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
-    modules = [Module(f"document-{number}", (Text(_plain(text)),)) for number, text in enumerate(case.chunks, 1)]
-    items: list[Item] = [Text(before)]
+    modules = [Module(f"document-{number}", (TextNode(_plain(text)),)) for number, text in enumerate(case.chunks, 1)]
+    items: list[Item] = [TextNode(before)]
     for number, module in enumerate(modules):
-        items += [Text("\n\n"), module] if number else [module]
+        items += [TextNode("\n\n"), module] if number else [module]
     name = f"{case.dataset}-{case.id}"
     imports = [Import(module.name) for module in modules]
-    request = Request(name, (*imports, Text(after.replace("{question}", _plain(asked)))))
+    request = PMLPrompt(name, (*imports, TextNode(after.replace("{question}", _plain(asked)))))
     schema = Schema(name, (Role("user", tuple(items)),))
     return ModuleCase(name, schema, request, case.answers, case.task, NEW_TOKENS[case.task], case.dataset)
 
 
 def long_schema(name: str, modules: Sequence[str]) -> Schema:
     """A schema of these texts as modules of one message."""
-    items: list[Item] = [Text("Read these notes.\n\n")]
+    items: list[Item] = [TextNode("Read these notes.\n\n")]
     for number, text in enumerate(modules, 1):
-        items += [Module(f"notes-{number}", (Text(_plain(text)),)), Text("\n\n")]
+        items += [Module(f"notes-{number}", (TextNode(_plain(text)),)), TextNode("\n\n")]
     return Schema(name, (Role("user", tuple(items)),))
 
 
-def over_all(schema: Schema, modules: int, question: str) -> Request:
+def over_all(schema: Schema, modules: int, question: str) -> PMLPrompt:
     """A prompt that imports the first so many modules of a `long_schema` and asks in a message of its own."""
     imports = [Import(f"notes-{number}") for number in range(1, modules + 1)]
-    return Request(schema.name, (*imports, Message("user", question)))
+    return PMLPrompt(schema.name, (*imports, MessageNode("user", question)))
 
 
 def _plain(text: str) -> str:

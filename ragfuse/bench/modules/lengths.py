@@ -15,7 +15,7 @@ from ragfuse.bench.quality.cases import Packing, read_cases
 from ragfuse.bench.runner import Runner
 from ragfuse.engine.engine import Ask, Engine
 from ragfuse.errors import InputError
-from ragfuse.schemas.nodes import Request
+from ragfuse.schemas.nodes import PMLPrompt
 from ragfuse.types.keys import digest
 
 LENGTHS = (512, 1024, 2048, 3072)
@@ -72,7 +72,7 @@ def mostly_cached(engine: Engine, runner: Runner) -> dict[str, Any]:
         return timed(engine, request, runner, f"{MOSTLY:.0%} of {LONG:,} tokens")
 
 
-def cached_share(engine: Engine, request: Request) -> float:
+def cached_share(engine: Engine, request: PMLPrompt) -> float:
     """The share of a prompt's tokens that lie in modules."""
     prompt = engine.schemas.prompt(request, Ask())
     return sum(len(segment.tokens) for segment in prompt.segments if segment.keys) / len(prompt)

@@ -19,11 +19,11 @@ from ragfuse.bench.deviation import attention_of, kv_deviation
 from ragfuse.bench.quality.cases import Case
 from ragfuse.bench.quality.chains import CHAINS
 from ragfuse.bench.quality.wording import ASKED
-from ragfuse.engine.engine import Engine, Ready
+from ragfuse.engine.engine import Engine, PreparedPrompt
 from ragfuse.engine.options import Ask, ends_of, known_policy
 from ragfuse.errors import InputError, ModelError, SettingsError
 from ragfuse.fuse.attend import RowMask
-from ragfuse.fuse.fusor import Fusion, Run, offered
+from ragfuse.fuse.fusor import CachedRun, Fusion, candidate_rows
 from ragfuse.hf.handover import generate
 from ragfuse.hf.model import HFModel, KVSource, Prefill
 from ragfuse.plan.controller import AUTO, settle
@@ -33,7 +33,7 @@ from ragfuse.store import KVStore, MemoryTier
 from ragfuse.text.chunks import Piece
 from ragfuse.types.prompt import Prompt
 
-Encoded = Literal["amid", "alone"]
+Encoded = Literal["filler", "alone"]
 WRONG_MASK = "wrongmask"
 """`hkvd` over chunks encoded alone, under the mask of the code that was released with CacheBlend."""
 ORACLE = "oracle"
@@ -54,7 +54,7 @@ class Method:
 
     policy: str
     ratio: float | None = None
-    encoded: Encoded = "amid"
+    encoded: Encoded = "filler"
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class Method:
 
 
 def _usual(policy: str) -> Encoded:
-    return "alone" if policy in ALONE else "amid"
+    return "alone" if policy in ALONE else "filler"
 
 
 def methods_of(names: Sequence[str], ratios: Sequence[float], model: HFModel) -> list[Method]:
@@ -104,7 +104,7 @@ def default_method(model: HFModel) -> Method:
 
 @dataclass
 class Lab:
-    """One model behind two engines, whose stores hold chunks encoded amid other text, or alone."""
+    """One model behind two engines, whose stores hold chunks encoded behind filler text, or alone."""
 
     model: HFModel
     settings: Settings = field(default_factory=Settings)
@@ -115,8 +115,8 @@ class Lab:
     def engine(self, encoded: Encoded) -> Engine:
         """The engine of one way of encoding."""
         if encoded not in self.engines:
-            amid = self.settings.amid_tokens if encoded == "amid" else 0
-            settings = self.settings.model_copy(update={"amid_tokens": amid})
+            filler_context = self.settings.filler_tokens if encoded == "filler" else 0
+            settings = self.settings.model_copy(update={"filler_tokens": filler_context})
             self.engines[encoded] = Engine(settings, self.model, KVStore([MemoryTier(ROOM, lru)]))
         return self.engines[encoded]
 
@@ -125,7 +125,7 @@ class Lab:
         for engine in self.engines.values():
             engine.close(0.0)
 
-    def prompt(self, case: Case, encoded: Encoded = "amid") -> Prompt:
+    def prompt(self, case: Case, encoded: Encoded = "filler") -> Prompt:
         """The case's prompt: the same ids however its chunks are encoded."""
         before, after = ASKED[case.task]
         asked = f"{case.question}\n\n" if case.task == "summary" and case.question else case.question
@@ -160,10 +160,10 @@ class Lab:
                 return self._held_whole(engine.prepare(prompt, Ask(policy="lexical", ratio=method.ratio)))
         return self._held_whole(engine.prepare(prompt, Ask(policy=method.policy, ratio=method.ratio)))
 
-    def _held_whole(self, ready: Ready) -> Prefill:
+    def _held_whole(self, ready: PreparedPrompt) -> Prefill:
         """A prefill whose every chunk came from the store: one that did not would look closer than it is."""
-        if ready.plan.refusal:
-            raise ModelError(f"{self.model.name} cannot be fused: {ready.plan.refusal}. Measure another model.")
+        if ready.plan.fallback_reason:
+            raise ModelError(f"{self.model.name} cannot be fused: {ready.plan.fallback_reason}. Measure another model.")
         if ready.plan.misses:
             raise InputError(
                 f"{len(ready.plan.misses)} chunks of a prompt are not held in {ROOM >> 30} GB of memory, or shorter "
@@ -187,7 +187,7 @@ class Lab:
             self._foreseen = away * sum(layer[:, -1].sum(0) for layer in attention_of(self.model, full, 1))
 
     def _prefix(self, prompt: Prompt) -> Prefill:
-        runs = [Run(0, 0, self._n_prefix(prompt), 0, blend=False)]
+        runs = [CachedRun(0, 0, self._n_prefix(prompt), 0, blend=False)]
         return self.model.fuse(prompt.token_ids, prompt.positions, runs, KVSource([self._beginning]), "none", 0.0)
 
     @staticmethod
@@ -208,8 +208,10 @@ def told(score: Tensor) -> Iterator[None]:
     """While it lasts, `lexical` goes by a score float32 [T] of a prompt's rows in place of the question's words."""
     found = HFModel._nearness
 
-    def known(model: HFModel, token_ids: Sequence[int], runs: Sequence[Run], asked: Sequence[Tensor]) -> Tensor | None:
-        rows = offered(runs, len(token_ids))
+    def known(
+        model: HFModel, token_ids: Sequence[int], runs: Sequence[CachedRun], asked: Sequence[Tensor]
+    ) -> Tensor | None:
+        rows = candidate_rows(runs, len(token_ids))
         return score[rows] if len(rows) else None
 
     setattr(HFModel, "_nearness", known)  # noqa: B010 - as below

@@ -32,7 +32,7 @@ def run_quality(
     model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
     if model.profile.refusal:
         raise ModelError(f"{settings.model} cannot be fused: {model.profile.refusal} Measure another model.")
-    if model.tokenizer is None:
+    if not model.has_tokenizer:
         raise ModelError(f"{settings.model} has no tokenizer: it cannot be asked questions. Measure a trained model.")
     methods = methods_of(names, ratios, model)
     plan = replace(plan, methods=tuple(methods))

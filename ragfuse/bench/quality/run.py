@@ -24,7 +24,7 @@ from ragfuse.bench.quality.methods import Lab, Method
 from ragfuse.bench.quality.metrics import exact, f1, rouge_l
 from ragfuse.bench.quality.wording import NEW_TOKENS
 from ragfuse.bench.runner import Clock, Runner, malloc_setting, progress, versions
-from ragfuse.engine.options import ends_of, room_behind
+from ragfuse.engine.options import ends_of, remaining_context
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.packed import can_pack
@@ -125,11 +125,11 @@ def ask(lab: Lab, runner: Runner, case: Case, methods: Sequence[Method], answers
     lab.hold(case, methods)
     prompts = {encoded: lab.prompt(case, encoded) for encoded in dict.fromkeys(m.encoded for m in (FULL, *methods))}
     prompt, most = prompts[FULL.encoded], NEW_TOKENS[case.task]
-    room_behind(len(prompt) + most, lab.model, f"{case.dataset} {case.id}")
+    remaining_context(len(prompt) + most, lab.model, f"{case.dataset} {case.id}")
     full = _timed(lab, runner, FULL, prompt)
     said = lab.write(full.prefill.copy(), most)
     along = [*said, *(ends_of(lab.model)[:1] or (0,))][:most]
-    wanted = lab.model.along(full.prefill, along)
+    wanted = lab.model.score_continuation(full.prefill, along)
     for method in methods:
         if method.policy in CHAINS:
             yield replace(_by_chain(lab, case, method, full, said, len(prompt)), clock=runner.clock)
@@ -143,7 +143,7 @@ def ask(lab: Lab, runner: Runner, case: Case, methods: Sequence[Method], answers
             found, ids = wanted, said
         else:
             ids = lab.write(done.prefill.copy(), most) if answers else []
-            found = lab.model.along(done.prefill, along)
+            found = lab.model.score_continuation(done.prefill, along)
         text = lab.model.text(ids)
         yield Row(
             dataset=case.dataset,
@@ -221,7 +221,7 @@ def _stamp(plan: Plan, lab: Lab, case: Case) -> str:
         versions(),
         can_pack(model.device, model.dtype),
     )
-    how = plan.chunk_tokens, plan.context_tokens, plan.passages, settings.amid_tokens, settings.min_chunk_tokens
+    how = plan.chunk_tokens, plan.context_tokens, plan.passages, settings.filler_tokens, settings.min_chunk_tokens
     parts = case.dataset, case.id, case.question, *case.answers, *case.chunks
     return digest(model.fingerprint, str(where), str(how), *parts)[:16]
 

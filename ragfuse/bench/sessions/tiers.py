@@ -1,6 +1,6 @@
 """Memory and disk as a simulated store has them: conversations by bytes, kept by ragfuse's own policies.
 
-Who goes is `ragfuse.plan.evict`'s order, held by its `Ranking`; what is fetched and how much stays free is
+Who goes is `ragfuse.plan.evict`'s order, held by its `EvictionOrder`; what is fetched and how much stays free is
 `ragfuse.plan.look_ahead`'s. A conversation is in one tier: it goes from memory to disk, and from disk out of the
 system.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Literal
 
-from ragfuse.plan.evict import Item, Rank
-from ragfuse.plan.eviction_order import Ranking
+from ragfuse.plan.evict import EvictionItem, Rank
+from ragfuse.plan.eviction_order import EvictionOrder
 from ragfuse.plan.look_ahead import buffer_excess, taken_until, to_prefetch
 
 Where = Literal["ram", "disk"]
@@ -25,7 +25,7 @@ class Tiers:
     ) -> None:
         self.memory_bytes, self.disk_bytes = memory_bytes, disk_bytes
         self._free_share, self._ttl_s = free_share, ttl_s
-        self.memory, self.disk = Ranking(rank), Ranking(rank)
+        self.memory, self.disk = EvictionOrder(rank), EvictionOrder(rank)
 
     @property
     def mean_bytes(self) -> float:
@@ -47,12 +47,12 @@ class Tiers:
         for tier in (self.memory, self.disk):
             item = tier.get(name)
             if item is not None:
-                tier.put(Item(name, (), item.nbytes, now_s, item.arrived))
+                tier.put(EvictionItem(name, (), item.nbytes, now_s, item.arrived))
 
     def save(self, name: Hashable, nbytes: int, now_s: float) -> None:
         """Its KV comes from the GPU to memory, in place of what was kept of it."""
         before = self.memory.drop(name) or self.disk.drop(name)
-        self.memory.put(Item(name, (), nbytes, now_s, before.arrived if before is not None else now_s))
+        self.memory.put(EvictionItem(name, (), nbytes, now_s, before.arrived if before is not None else now_s))
         self._make_room()
 
     def fetch(self, name: Hashable) -> None:
@@ -82,6 +82,6 @@ class Tiers:
         _clear(self.disk, buffer_excess(self.disk.nbytes, self.disk_bytes, 0.0), lambda item: None)
 
 
-def _clear(tier: Ranking, excess: int, then: Callable[[Item], None]) -> None:
+def _clear(tier: EvictionOrder, excess: int, then: Callable[[EvictionItem], None]) -> None:
     for item in taken_until(tier.pops(), excess) if excess else ():
         then(item)

@@ -28,7 +28,7 @@ from ragfuse.bench.stream.material import Cut, Judge, Worth, context_kv, long_re
 from ragfuse.bench.stream.report import draw, show
 from ragfuse.bench.stream.server import redis_server, require_redis
 from ragfuse.codec import RAW, Codec
-from ragfuse.engine.engine import Ask, Engine, Ready
+from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
 from ragfuse.measure import measure
@@ -139,7 +139,7 @@ class Rig:
         pieces = ready.stream.pieces if ready.stream is not None else ()
         return Run(seconds, self._worth_of(text, ready), tuple(asdict(piece) for piece in pieces))
 
-    def _worth_of(self, text: Text, ready: Ready) -> Worth:
+    def _worth_of(self, text: Text, ready: PreparedPrompt) -> Worth:
         """Judged once for all streams that brought the same."""
         came = ready.stream.pieces if ready.stream is not None else ()
         steps = ((piece.segments, piece.level, piece.layers) for piece in came if not piece.why)

@@ -9,12 +9,12 @@ from ragfuse.fuse.select.hkvd import Hkvd
 from ragfuse.fuse.select.hybrid import Hybrid
 from ragfuse.fuse.select.lego import Lego
 from ragfuse.fuse.select.lexical import Lexical
-from ragfuse.fuse.select.policy import Policy, View, schedule
+from ragfuse.fuse.select.policy import Candidates, Policy, schedule
 from ragfuse.fuse.select.query import Query
 from ragfuse.fuse.select.random import Random
 from ragfuse.fuse.select.words import nearness
 
-__all__ = ["POLICIES", "Policy", "View", "nearness", "policy_named", "schedule"]
+__all__ = ["POLICIES", "Candidates", "Policy", "nearness", "policy_named", "schedule"]
 
 POLICIES = (
     Full(),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Static, View
+from ragfuse.fuse.select.policy import Candidates, Static
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class Full(Static):
 
     name: str = "full"
 
-    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """All that are left."""
         return alive
 
@@ -26,6 +26,6 @@ class Nothing(Static):
 
     name: str = "none"
 
-    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """None of them."""
         return alive[:0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Compare, View, Wanted, best, schedule
+from ragfuse.fuse.select.policy import Candidates, Compare, Wanted, best, schedule
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class Hkvd:
     compare: Compare = "kv"
     wants: Wanted = "nothing"
 
-    def thins(self, view: View, layer: int, alive: int) -> bool:
+    def thins(self, view: Candidates, layer: int, alive: int) -> bool:
         """Where the gradual schedule goes below what is alive."""
         return self.gradual and self._budget(view, layer) < alive
 
-    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """The highest deviations that the layer's share allows."""
         if deviation is None or (layer > self.check_layer and not self.gradual):
             return alive
         return best(alive, deviation, self._budget(view, layer))
 
-    def _budget(self, view: View, layer: int) -> int:
+    def _budget(self, view: Candidates, layer: int) -> int:
         return view.budget(schedule(view.ratio, layer, self.check_layer, view.n_layers, self.gradual))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Compare, View, Wanted, best, schedule
+from ragfuse.fuse.select.policy import Candidates, Compare, Wanted, best, schedule
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Hybrid:
     wants: Wanted = "nothing"
     edge_share: float = 0.5
 
-    def thins(self, view: View, layer: int, alive: int) -> bool:
+    def thins(self, view: Candidates, layer: int, alive: int) -> bool:
         """Where the gradual schedule goes below what is alive."""
         return view.budget(self._share(view, layer)) < alive
 
-    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """Edges first, then deviations, thinned out gradually."""
         if deviation is None or len(alive) == 0:
             return alive
@@ -34,5 +34,5 @@ class Hybrid:
         kept[edges] = deviation.max() + 1 if len(deviation) else 0
         return best(alive, score + kept[alive], view.budget(share))
 
-    def _share(self, view: View, layer: int) -> float:
+    def _share(self, view: Candidates, layer: int) -> float:
         return schedule(view.ratio, layer, self.check_layer, view.n_layers, gradual=True)

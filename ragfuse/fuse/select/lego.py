@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Static, View
+from ragfuse.fuse.select.policy import Candidates, Static
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Lego(Static):
     name: str = "lego"
     first: int = 0
 
-    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """Those with the lowest offsets; ratio 1 takes all."""
         if layer > 0 or view.ratio >= 1:
             return alive

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Static, View, Wanted
+from ragfuse.fuse.select.policy import Candidates, Static, Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Lexical(Static):
     name: str = "lexical"
     wants: Wanted = "words"
 
-    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """The highest scores that the ratio allows."""
         if layer > 0 or view.score is None:
             return alive

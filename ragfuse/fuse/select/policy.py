@@ -17,7 +17,7 @@ Wanted = Literal["nothing", "attention", "words"]
 
 
 @dataclass(frozen=True)
-class View:
+class Candidates:
     """The rows on offer: C rows of cached chunks that are no exact prefix.
 
     chunk, offset: int64 [C], the chunk each row belongs to and its place in it. score: float32 [C], what the
@@ -71,21 +71,21 @@ class Policy(Protocol):
 
     @property
     def wants(self) -> Wanted:
-        """What `View.score` must be.
+        """What `Candidates.score` must be.
 
         attention: what the last prompt token pays to each row over the reused cache; costs a pass of the forced rows.
         words: how near each row is to words of the question (`select/words.py`); costs no pass.
         """
         ...
 
-    def thins(self, view: View, layer: int, alive: int) -> bool:
+    def thins(self, view: Candidates, layer: int, alive: int) -> bool:
         """Whether `choose` will want to leave some of `alive` rows out in `layer`, after the check layer.
 
         Then their deviation is measured in the layer before; measuring costs time, so it is done only then.
         """
         ...
 
-    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """Indices into the offer to compute in `layer`: a sorted subset of `alive`, int64.
 
         alive: int64 [m], those computed in the layer before. deviation: float32 [m], how far their newest computed KV
@@ -103,7 +103,7 @@ class Static:
     compare: Compare = "kv"
     wants: Wanted = "nothing"
 
-    def thins(self, view: View, layer: int, alive: int) -> bool:
+    def thins(self, view: Candidates, layer: int, alive: int) -> bool:
         """Never."""
         return False
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Static, View, Wanted, best, schedule
+from ragfuse.fuse.select.policy import Candidates, Static, Wanted, best, schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Query(Static):
     gradual: bool
     wants: Wanted = "attention"
 
-    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """The highest scores that the layer's share allows."""
         if view.score is None:
             return alive

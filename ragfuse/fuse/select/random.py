@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ragfuse.fuse.select.policy import Static, View, best
+from ragfuse.fuse.select.policy import Candidates, Static, best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Random(Static):
     name: str = "random"
     seed: int = 0
 
-    def choose(self, view: View, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """A draw at layer 0, kept afterwards."""
         if layer > 0:
             return alive

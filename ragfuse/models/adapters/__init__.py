@@ -13,7 +13,7 @@ from typing import Any
 from ragfuse.types.keys import digest
 
 WEIGHTS = "adapter_model.safetensors"
-DRIFT = "drift.safetensors"
+DRIFT_NAME = "drift.safetensors"
 
 
 def path(name: str) -> Path:
@@ -23,7 +23,7 @@ def path(name: str) -> Path:
 
 def fingerprint(name: str) -> str:
     """Digest of its weights, and of its drift where that was measured."""
-    return digest(*(file.read_bytes() for file in (path(name) / WEIGHTS, path(name) / DRIFT) if file.exists()))
+    return digest(*(file.read_bytes() for file in (path(name) / WEIGHTS, path(name) / DRIFT_NAME) if file.exists()))
 
 
 def card(name: str) -> dict[str, Any] | None:

@@ -23,16 +23,16 @@ from ragfuse.schemas.nodes import (
     Item,
     Module,
     Param,
-    Request,
+    PMLPrompt,
     Role,
     RoleName,
     Schema,
-    Spot,
-    Text,
+    SourcePosition,
+    TextNode,
     Union,
     joined,
 )
-from ragfuse.schemas.pml import TAGS, is_name
+from ragfuse.schemas.pml import PML_TAGS, is_name
 
 P = ParamSpec("P")
 _PML = "__pml__"
@@ -48,7 +48,7 @@ class MaxTokens:
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageBlock:
     """What `with` opens in a prompt function: a message of this role."""
 
     role: RoleName
@@ -60,15 +60,15 @@ class Message:
         """Never run either."""
 
 
-system, user, assistant = Message("system"), Message("user"), Message("assistant")
+system, user, assistant = MessageBlock("system"), MessageBlock("user"), MessageBlock("assistant")
 
 
 @overload
-def program(function: Callable[P, Any]) -> Callable[P, Request]: ...
+def program(function: Callable[P, Any]) -> Callable[P, PMLPrompt]: ...
 
 
 @overload
-def program(*, max_tokens: Mapping[str, int]) -> Callable[[Callable[P, Any]], Callable[P, Request]]: ...
+def program(*, max_tokens: Mapping[str, int]) -> Callable[[Callable[P, Any]], Callable[P, PMLPrompt]]: ...
 
 
 def program(
@@ -109,7 +109,7 @@ class _Said:
         """What a parameter holds."""
         self.args[name] = str(value)
 
-    def called(self, name: str, request: Request) -> None:
+    def called(self, name: str, request: PMLPrompt) -> None:
         """What another prompt function said."""
         self.items.append(Import(name, request.args, request.items))
 
@@ -122,9 +122,9 @@ class _Said:
         """This as a module of another."""
         return Import(self.name, tuple(self.args.items()), self.imports())
 
-    def request(self) -> Request:
+    def request(self) -> PMLPrompt:
         """This as a whole prompt."""
-        return Request(self.name, self.imports(), tuple(self.args.items()))
+        return PMLPrompt(self.name, self.imports(), tuple(self.args.items()))
 
 
 @dataclass
@@ -137,7 +137,7 @@ class _Scope:
     def unique(self, wish: str) -> str:
         """A name for a module of this one, as close to the wish as PML allows."""
         name = re.sub(r"[^\w.-]+", "-", wish).strip("-.")[:40]
-        if not is_name(name) or name in TAGS:
+        if not is_name(name) or name in PML_TAGS:
             name = f"case-{name}" if is_name(f"case-{name}") else "case"
         found, n = name, 1
         while found in self.names:
@@ -164,7 +164,7 @@ class _Compiler:
             if name not in self.parameters:
                 raise self._error(self.definition, f"max_tokens of '{name}'", "a parameter of the function")
 
-    def made(self) -> Callable[..., Request]:
+    def made(self) -> Callable[..., PMLPrompt]:
         """The function that gives prompts, with its schema."""
         scope = self._scope()
         body = self.definition.body
@@ -175,7 +175,7 @@ class _Compiler:
         function = self._function(scope, said)
         update_wrapper(function, self.function)
         setattr(function, _PML, schema)
-        return cast(Callable[..., Request], function)
+        return cast(Callable[..., PMLPrompt], function)
 
     # what is there
 
@@ -207,8 +207,8 @@ class _Compiler:
                     rooms[name] = each.n
         return rooms
 
-    def _spot(self, node: ast.AST) -> Spot:
-        return Spot(self.file, getattr(node, "lineno", self.first), getattr(node, "col_offset", 0) + 1)
+    def _spot(self, node: ast.AST) -> SourcePosition:
+        return SourcePosition(self.file, getattr(node, "lineno", self.first), getattr(node, "col_offset", 0) + 1)
 
     def _error(self, node: ast.AST, found: str, wanted: str) -> PMLError:
         return self._spot(node).error(found, wanted)
@@ -247,7 +247,7 @@ class _Compiler:
                 return self._if(node, scope)
             case ast.Match():
                 return self._match(node, scope)
-            case ast.With(items=[ast.withitem(opened, None)]) if isinstance(self._value(opened), Message):
+            case ast.With(items=[ast.withitem(opened, None)]) if isinstance(self._value(opened), MessageBlock):
                 items, said = self._body(node.body, scope)
                 return [Role(self._value(opened).role, joined(items), self._spot(node))], said
             case _:
@@ -257,7 +257,7 @@ class _Compiler:
         """A text, an f-string, or a name that stands for a text."""
         value = node.value if isinstance(node, ast.Constant) else self._value(node)
         if isinstance(value, str):
-            return [Text(value, self._spot(node))] if value else [], []
+            return [TextNode(value, self._spot(node))] if value else [], []
         if not isinstance(node, ast.JoinedStr):
             raise self._error(node, f"'{ast.unparse(node)[:60]}' in a prompt function", _SAYS)
         items, said = list[Item](), list[ast.stmt]()

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from ragfuse.errors import PMLError
-from ragfuse.schemas.nodes import Item, Param, Request, Role, RoleName, Schema, Spot, Text, joined
+from ragfuse.schemas.nodes import Item, Param, PMLPrompt, Role, RoleName, Schema, SourcePosition, TextNode, joined
 from ragfuse.schemas.pml import is_name
 
 Syntax = Literal["f-string", "mustache", "jinja2"]
@@ -40,9 +40,9 @@ def from_template(name: str, template: Any, max_tokens: int | Mapping[str, int],
     return Schema(name, joined(items))
 
 
-def filled(schema: Schema, values: Mapping[str, object]) -> Request:
+def filled(schema: Schema, values: Mapping[str, object]) -> PMLPrompt:
     """The prompt of a template's schema for these values of its variables."""
-    return Request(schema.name, (), tuple((name, str(value)) for name, value in values.items()))
+    return PMLPrompt(schema.name, (), tuple((name, str(value)) for name, value in values.items()))
 
 
 def _pairs(name: str, template: Any, syntax: Syntax) -> Iterator[tuple[str, str, Syntax]]:
@@ -115,13 +115,13 @@ def _items(name: str, text: str, syntax: Syntax, max_tokens: int | Mapping[str, 
     line, counted = 1, 0
     for literal, variable, at in parsed(name, text, syntax):
         if literal:
-            yield Text(literal)
+            yield TextNode(literal)
         if variable is not None:
             line, counted = line + text.count("\n", counted, at), max(counted, at)
-            yield _param(variable, max_tokens, Spot(name, line, 1))
+            yield _param(variable, max_tokens, SourcePosition(name, line, 1))
 
 
-def _param(variable: str, max_tokens: int | Mapping[str, int], at: Spot) -> Param:
+def _param(variable: str, max_tokens: int | Mapping[str, int], at: SourcePosition) -> Param:
     if not is_name(variable) or variable == "schema":
         raise at.error(f"'{variable}' in a template", "the name of a variable, without logic or format")
     length = max_tokens if isinstance(max_tokens, int) else max_tokens.get(variable, 0)

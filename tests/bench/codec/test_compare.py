@@ -19,11 +19,11 @@ from ragfuse.bench.codec.report import run_codec
 from ragfuse.bench.figure import Wanted
 from ragfuse.bench.paper import run_paper
 from ragfuse.bench.presets import bench_model
-from ragfuse.codec import LEVELS
+from ragfuse.codec import LEVEL_NAMES
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
 
-LOSSY = list(LEVELS[1:])
+LOSSY = list(LEVEL_NAMES[1:])
 
 
 @pytest.fixture(scope="module")

@@ -73,10 +73,10 @@ def test_kept_kv_comes_back_bit_by_bit_and_is_not_computed_again(
 
 def test_before_rope_a_token_s_key_does_not_depend_on_where_it_stands(model: HFModel) -> None:
     layer = model.encode([9] * 12).layers[0]
-    turned = before_rope(layer, 0, model.profile)
-    assert torch.allclose(turned.keys, turned.keys[:, :1].expand_as(turned.keys), atol=1e-4)
+    shifted = before_rope(layer, 0, model.profile)
+    assert torch.allclose(shifted.keys, shifted.keys[:, :1].expand_as(shifted.keys), atol=1e-4)
     assert not torch.allclose(layer.keys, layer.keys[:, :1].expand_as(layer.keys), atol=1e-2)
-    assert torch.equal(turned.values, layer.values)
+    assert torch.equal(shifted.values, layer.values)
 
 
 def test_unchanged_kv_loses_nothing_and_coarser_rounding_loses_more(model: HFModel, ids: list[int]) -> None:

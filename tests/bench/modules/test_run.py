@@ -68,7 +68,7 @@ def test_both_ways_hold_the_same_tokens_at_the_same_positions(engine: Engine, do
         full, cached = (first_logits(engine, doors.request, ask) for ask in (Ask(reuse=False), Ask()))
     assert full.plan.prompt.token_ids == cached.plan.prompt.token_ids
     assert full.plan.prompt.positions.tolist() == cached.plan.prompt.positions.tolist()
-    assert full.plan.refusal
+    assert full.plan.fallback_reason
     assert len(cached.plan.fetches) == 3
     assert engine.schemas.ls() == []
 

@@ -31,7 +31,7 @@ NAMES = (
     "full",
     "prefix",
     "none",
-    "none@amid",
+    "none@filler",
     "hkvd",
     "hkvd@alone",
     "lego",
@@ -123,13 +123,13 @@ def test_the_oracle_takes_the_rows_that_are_far_off_and_looked_at_and_leaves_no_
     found = lab.prefill(oracle, prompt)
     after = lab.prefill(lexical, prompt)
 
-    full, reused = model.full_prefill(prompt.token_ids), lab.prefill(Method("none", 0.0, "amid"), prompt)
+    full, reused = model.full_prefill(prompt.token_ids), lab.prefill(Method("none", 0.0, "filler"), prompt)
     pairs = list(zip(reused.kv.layers, full.kv.layers, strict=True))
     layers = attention_of(model, full, 1)
     chunks = [span for segment, span in zip(prompt.segments, prompt.spans, strict=True) if segment.kind == "chunk"]
-    offered = [row for lo, hi in chunks for row in range(lo, hi)]
-    worth = {row: sum(float(layer[:, -1, row].sum()) for layer in layers) for row in offered}
-    far = dict.fromkeys(offered, 0.0)
+    candidate_rows = [row for lo, hi in chunks for row in range(lo, hi)]
+    worth = {row: sum(float(layer[:, -1, row].sum()) for layer in layers) for row in candidate_rows}
+    far = dict.fromkeys(candidate_rows, 0.0)
     for mine, theirs in pairs:
         away = [
             math.hypot(float((mine.keys - theirs.keys)[:, r].norm()), float((mine.values - theirs.values)[:, r].norm()))
@@ -137,7 +137,7 @@ def test_the_oracle_takes_the_rows_that_are_far_off_and_looked_at_and_leaves_no_
         ]
         for row in far:
             far[row] += away[row] / (sum(away) / len(away))
-    wanted = sorted(offered, key=lambda row: -worth[row] * far[row])[: len(found.chosen)]
+    wanted = sorted(candidate_rows, key=lambda row: -worth[row] * far[row])[: len(found.chosen)]
     lab.close()
     assert found.chosen.tolist() == sorted(wanted)
     assert found.chosen.tolist() != before.chosen.tolist() == after.chosen.tolist()

@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import torch
 
 from ragfuse.plan.evict import lru
-from ragfuse.store.names import CHUNKS
+from ragfuse.store.names import CHUNKS_FOLDER
 from ragfuse.store.objects import ObjectTier
 from tests.store.kit import encoded, key, kv
 
@@ -61,4 +61,4 @@ def warnings(caplog) -> list[str]:
 
 
 def is_listing(asked) -> bool:
-    return "list-type=2" in asked.path and f"{CHUNKS}/" in unquote(asked.path)
+    return "list-type=2" in asked.path and f"{CHUNKS_FOLDER}/" in unquote(asked.path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ragfuse.store.chunkfile import MAGIC, Header
+from ragfuse.store.chunkfile import FILE_MAGIC, Header
 from ragfuse.store.names import chunk_name
 from tests.store.kit import encoded, key, kv
 from tests.store.objects.kit import A, hits, layers, objects, opened
@@ -45,7 +45,7 @@ def test_a_look_up_gives_an_entry_if_its_header_is_whole(tier, folder, damage):
 
 def is_strange(data: bytes) -> bool:
     """Whether an object begins with something else than ours do."""
-    return data[: len(MAGIC)] != MAGIC[: len(data)]
+    return data[: len(FILE_MAGIC)] != FILE_MAGIC[: len(data)]
 
 
 def is_header_of(name, data: bytes) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 from ragfuse.store.bucket import Bucket
 from ragfuse.store.chunkfile import Header, pack_header
-from ragfuse.store.names import CHUNKS, chunk_name, pin_name
+from ragfuse.store.names import CHUNKS_FOLDER, chunk_name, pin_name
 from tests.store.kit import encoded, key, kv
 from tests.store.lies import Told, lies, little_memory, packed
 from tests.store.objects.kit import A, B, opened, warnings
@@ -94,13 +94,13 @@ def test_what_is_no_file_in_a_shared_folder_is_left_alone_and_waited_for_by_nobo
 
 
 FOREIGN = {
-    "a letter": f"{CHUNKS}/photos/a.b.c.kv",
-    "a name with dots": f"{CHUNKS}/report/2024.final.v2.x.kv",
-    "capitals": f"{CHUNKS}/{A.model.upper()}/{A.tokens}.-.-.kv",
-    "a file beside": f"{CHUNKS}/notes.txt",
+    "a letter": f"{CHUNKS_FOLDER}/photos/a.b.c.kv",
+    "a name with dots": f"{CHUNKS_FOLDER}/report/2024.final.v2.x.kv",
+    "capitals": f"{CHUNKS_FOLDER}/{A.model.upper()}/{A.tokens}.-.-.kv",
+    "a file beside": f"{CHUNKS_FOLDER}/notes.txt",
     "a pin of nothing": "pins/photos/a.b.c.pin",
-    "half a write": f"{CHUNKS}/photos/a.b.c.kv.x.1.tmp",
-    "deep": f"{CHUNKS}/{A.model}/x/{A.tokens}.-.-.kv",
+    "half a write": f"{CHUNKS_FOLDER}/photos/a.b.c.kv.x.1.tmp",
+    "deep": f"{CHUNKS_FOLDER}/{A.model}/x/{A.tokens}.-.-.kv",
 }
 
 
@@ -139,8 +139,8 @@ def test_what_is_called_as_ours_and_is_none_is_left_alone_and_counts_for_nothing
 def test_a_folder_that_holds_itself_is_listed_once(folder):
     tier = opened(folder)
     assert tier.write(A, *encoded(kv()))
-    (folder / CHUNKS / "again").symlink_to(".")
-    (folder / CHUNKS / A.model / "up").symlink_to("..")
+    (folder / CHUNKS_FOLDER / "again").symlink_to(".")
+    (folder / CHUNKS_FOLDER / A.model / "up").symlink_to("..")
     assert set(opened(folder).entries()) == {A}
 
 
@@ -276,7 +276,7 @@ def test_a_listing_that_never_ends_is_given_up(server, bucket, kind, monkeypatch
             return None
         n += 1
         number = f"{n:032x}" if kind == "new objects for ever" else "0" * 32
-        names = [] if kind == "empty pages" else [f"x/{CHUNKS}/{A.model}/{number}.-.-.kv"]
+        names = [] if kind == "empty pages" else [f"x/{CHUNKS_FOLDER}/{A.model}/{number}.-.-.kv"]
         return "200 OK", [("Content-Type", "application/xml")], listed(names, "t" if "token" in kind else f"t{n}", "b")
 
     server.lie = lie

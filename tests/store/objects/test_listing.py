@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from ragfuse.store import s3
-from ragfuse.store.names import CHUNKS, chunk_name
+from ragfuse.store.names import CHUNKS_FOLDER, chunk_name
 from tests.store.kit import encoded, key, kv
 from tests.store.objects.kit import A, B, impatient, is_listing, opened, weight, weight_of_one
 from tests.store.redis_server import until
@@ -30,7 +30,7 @@ def test_what_lies_in_several_folders_and_beside_ours_is_listed(folder, tmp_path
     for each in wanted:
         assert tier.write(each, *encoded(kv()))
     (folder / "stranger").mkdir()
-    (folder / CHUNKS / "stranger").write_text("mine")
+    (folder / CHUNKS_FOLDER / "stranger").write_text("mine")
     assert set(opened(folder).entries()) == wanted
     shutil.rmtree(folder / Path(chunk_name(key(0, "x"))).parent)
     assert set(tier.entries()) == {each for each in wanted if each.model == key(0, "y").model}

@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 from ragfuse.plan.evict import expired, lru
 from ragfuse.store import KVStore, MemoryTier, bulk
-from ragfuse.store.names import CHUNKS, USES, chunk_name
+from ragfuse.store.names import CHUNKS_FOLDER, USES_FOLDER, chunk_name
 from ragfuse.store.tier import Freed
 from tests.store.kit import asked, encoded, key, kv, ticks
 from tests.store.objects.kit import A, B, objects, opened, warnings, weight, weight_of_one
@@ -71,7 +71,7 @@ def test_on_s3_what_is_touched_goes_last(server):
 
 def aged(folder: Path, seconds: float) -> None:
     """All entries were written so long ago."""
-    for path in (folder / CHUNKS).rglob("*.kv"):
+    for path in (folder / CHUNKS_FOLDER).rglob("*.kv"):
         os.utime(path, (0, time.time() - seconds))
 
 
@@ -93,7 +93,7 @@ def test_what_one_process_uses_another_does_not_take_for_old(folder):
     assert set(tidied.entries()) == {A, key("c"), key("d")}
     assert tidied.tidy().expired == 1
     assert set(opened(folder).entries()) == {A, key("c"), key("d")}
-    assert len(list((folder / USES).rglob("*.use"))) == 3
+    assert len(list((folder / USES_FOLDER).rglob("*.use"))) == 3
     later = opened(folder, ttl_s=7200.0, clock=lambda: time.time() + 9000)
     assert later.tidy().expired == 3
 
@@ -129,7 +129,7 @@ def test_of_an_entry_in_constant_use_few_uses_are_noted(server):
         tier._notes.wait(30)
     noted = [each for each in server.asked if each.method == "PUT"]
     assert len(noted) == 5
-    assert all(f"/{USES}/" in each.path for each in noted)
+    assert all(f"/{USES_FOLDER}/" in each.path for each in noted)
 
 
 def test_without_a_time_to_live_no_use_is_noted_and_none_is_listed(server):
@@ -140,7 +140,7 @@ def test_without_a_time_to_live_no_use_is_noted_and_none_is_listed(server):
     tier.touch([A])
     tier._notes.wait(30)
     tier.entries()
-    assert [each.method for each in server.asked if USES in unquote(each.path)] == []
+    assert [each.method for each in server.asked if USES_FOLDER in unquote(each.path)] == []
     assert {each.method for each in server.asked} == {"GET"}
 
 
@@ -154,7 +154,7 @@ def test_uses_of_entries_that_are_gone_are_freed(folder):
         assert tier.read(name, 0) is not None
     tier._notes.wait(30)
     assert tier.delete([A]) == 1
-    (left,) = (folder / USES).rglob("*.use")
+    (left,) = (folder / USES_FOLDER).rglob("*.use")
     assert opened(folder).delete([B]) == 1  # who says nothing of uses knows of none
     os.utime(left, (0, time.time() - 5000))
     assert opened(folder).tidy() == Freed(orphans=1)

@@ -30,7 +30,8 @@ from llama_index.llms.ragfuse.prompts import pml_of, ready
 from llama_index.llms.ragfuse.structured import Structured
 from llama_index.llms.ragfuse.tools import ToolCalling
 
-from ragfuse import Answer, AnswerStream, Ask, Engine, InputError, PMLTemplate, Settings, Turn
+import ragfuse
+from ragfuse import Answer, AnswerStream, Ask, Engine, InputError, PMLTemplate, Settings
 
 Prompt = Any
 """A text, turns, or a prompt in PML: what an engine answers."""
@@ -195,7 +196,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
         """What LlamaIndex's prompt helpers go by; loads the model."""
         model = self.get_engine().model
         return LLMMetadata(
-            context_window=self.context_window or model.longest or 4096,
+            context_window=self.context_window or model.max_context or 4096,
             num_output=self.max_tokens or self._settings.max_tokens,
             is_chat_model=self._has_template,
             is_function_calling_model=self._has_template,
@@ -317,7 +318,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
 
     @property
     def _has_template(self) -> bool:
-        return bool(getattr(self.get_engine().model.words, "chat_template", None))
+        return bool(getattr(self.get_engine().model.tokenizer, "chat_template", None))
 
     def _loaded(self) -> Engine:
         """The engine with its model loaded."""
@@ -333,7 +334,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             return prompt
         if self.completion_to_prompt not in (None, default_completion_to_prompt):
             return str(self.completion_to_prompt(prompt))
-        return [Turn("user", [prompt])] if self._has_template else prompt
+        return [ragfuse.ChatMessage("user", [prompt])] if self._has_template else prompt
 
     def _messages(self, messages: Sequence[ChatMessage]) -> Prompt:
         """Messages for the chat template, or as one text for a model without one; or a prompt in PML."""

@@ -19,7 +19,8 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.schema import BaseNode, MetadataMode
 from llama_index.llms.ragfuse.listening import note
 
-from ragfuse import Answer, Engine, InputError, ToolCall, Turn
+import ragfuse
+from ragfuse import Answer, Engine, InputError, ToolCall
 
 ROLES = {
     MessageRole.DEVELOPER: "system",
@@ -31,32 +32,32 @@ SILENT = (CachePoint, ThinkingBlock, ToolCallBlock)
 """Blocks of a message that are no text of it."""
 
 
-def turns_of(messages: Sequence[ChatMessage]) -> list[Turn]:
+def turns_of(messages: Sequence[ChatMessage]) -> list[ragfuse.ChatMessage]:
     """A turn per message, plain neighbours of one role as one: a chat template may want them to alternate."""
     if not messages:
         raise InputError("There is nothing to answer: wanted at least one message, found none.")
-    turns: list[Turn] = []
+    turns: list[ragfuse.ChatMessage] = []
     for message in messages:
         turn = _turn(message)
         if turns and _is_plain(turns[-1]) and _is_plain(turn) and turns[-1].role == turn.role:
             before = turns.pop()
             thoughts = "\n".join(filter(None, (before.reasoning, turn.reasoning)))
-            turn = Turn(turn.role, [*before.content, "\n", *turn.content], reasoning=thoughts)
+            turn = ragfuse.ChatMessage(turn.role, [*before.content, "\n", *turn.content], reasoning=thoughts)
         turns.append(turn)
     return turns
 
 
-def _turn(message: ChatMessage) -> Turn:
+def _turn(message: ChatMessage) -> ragfuse.ChatMessage:
     role, said = ROLES.get(message.role, str(message.role.value)), message.additional_kwargs
     if role == "tool":
         call, name = said.get("tool_call_id"), said.get("name")
-        return Turn(role, _texts(message), tool_call_id=str(call or ""), name=str(name or ""))
+        return ragfuse.ChatMessage(role, _texts(message), tool_call_id=str(call or ""), name=str(name or ""))
     thoughts = [block.content for block in message.blocks if isinstance(block, ThinkingBlock) and block.content]
     thought = "\n".join(thoughts) if role == "assistant" else ""
-    return Turn(role, _texts(message), tool_calls=tuple(calls_of(message)), reasoning=thought)
+    return ragfuse.ChatMessage(role, _texts(message), tool_calls=tuple(calls_of(message)), reasoning=thought)
 
 
-def _is_plain(turn: Turn) -> bool:
+def _is_plain(turn: ragfuse.ChatMessage) -> bool:
     return turn.role != "tool" and not turn.tool_calls
 
 

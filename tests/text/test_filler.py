@@ -1,10 +1,10 @@
 """The text that stands before chunks while they are encoded."""
 
-from ragfuse.text import sample, stand_in
+from ragfuse.text import filler_text, sample
 
 
 def test_the_stand_in_is_plain_text_of_some_length():
-    text = stand_in()
+    text = filler_text()
     assert 1000 < len(text) < 2000
     assert text.isascii()
 

@@ -3,14 +3,14 @@
 from importlib.resources import files
 
 
-def stand_in() -> str:
+def filler_text() -> str:
     """Paragraphs on unlike things, about 300 tokens, so that a chunk is not the beginning of everything."""
-    return _text("stand_in.txt")
+    return _text("filler.txt")
 
 
 def sample() -> tuple[str, ...]:
     """Texts of many kinds, in a few languages and none, together some 2,000 tokens."""
-    return (*_text("sample.txt").split("\n\n"), *stand_in().split("\n\n"))
+    return (*_text("sample.txt").split("\n\n"), *filler_text().split("\n\n"))
 
 
 def _text(name: str) -> str:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from ragfuse.errors import BusyError
-from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.refusals import APIError
 from ragfuse.serve.request_queue import Job, JobQueue
 
-Turn = asyncio.Future[None]
+Ticket = asyncio.Future[None]
 """Set when it is somebody's turn."""
 
 Reads = tuple[str, str]
@@ -21,14 +21,14 @@ RETRY_S = 5.0
 """When to look again for a server that is stopping."""
 
 
-class Turnstile:
+class AdmissionControl:
     """Lets requests through in the queue's order. All of it runs on one event loop.
 
     together: requests that are answered at once; the others wait. most_each: of one tenant that wait.
     """
 
     def __init__(self, together: int, waiting: int, most_each: int | None = None) -> None:
-        self.jobs: JobQueue[Turn] = JobQueue(waiting, time.monotonic, most_each)
+        self.jobs: JobQueue[Ticket] = JobQueue(waiting, time.monotonic, most_each)
         self._together = together
         self._reads: dict[int, Reads] = {}
         self._inside: set[int] = set()
@@ -48,24 +48,24 @@ class Turnstile:
         told += [self._reads[number] for number in waiting if number in self._reads]
         return tuple(dict.fromkeys(told))
 
-    def note(self, job: Job[Turn], reads: Reads) -> None:
+    def note(self, job: Job[Ticket], reads: Reads) -> None:
         """Which conversation's KV a request reads when its turn comes; from any thread."""
         self._reads[job.number] = reads
         if job.number not in self._inside:  # gone meanwhile
             self._reads.pop(job.number, None)
 
-    async def enter(self, tenant: str, conversation: str | None, waits: Callable[[Job[Turn]], object]) -> Job[Turn]:
+    async def enter(self, tenant: str, conversation: str | None, waits: Callable[[Job[Ticket]], object]) -> Job[Ticket]:
         """Wait for a turn, which ends with `leave`; `waits` is called first if it does not come at once.
 
         Refusal with 429 where too many wait already, with 503 where the server stops.
         """
         if self.stopping:
-            raise Refusal(503, STOPPING, "stopping", None, RETRY_S)
-        turn: Turn = asyncio.get_running_loop().create_future()
+            raise APIError(503, STOPPING, "stopping", None, RETRY_S)
+        turn: Ticket = asyncio.get_running_loop().create_future()
         try:
             job = self.jobs.submit(turn, tenant, conversation)
         except BusyError as error:
-            raise Refusal(429, str(error), "busy", None, error.wait_s) from error
+            raise APIError(429, str(error), "busy", None, error.wait_s) from error
         self._inside.add(job.number)
         self._call_next()
         try:
@@ -80,7 +80,7 @@ class Turnstile:
             raise
         return job
 
-    def leave(self, job: Job[Turn]) -> None:
+    def leave(self, job: Job[Ticket]) -> None:
         """This request is answered, or will not be; the next one's turn comes."""
         self.jobs.done(job)
         self._forget(job)
@@ -93,9 +93,9 @@ class Turnstile:
         self.stopping = True
         for job in self.jobs.close():
             if not job.what.done():
-                job.what.set_exception(Refusal(503, STOPPING, "stopping", None, RETRY_S))
+                job.what.set_exception(APIError(503, STOPPING, "stopping", None, RETRY_S))
 
-    def _forget(self, job: Job[Turn]) -> None:
+    def _forget(self, job: Job[Ticket]) -> None:
         self._inside.discard(job.number)
         self._reads.pop(job.number, None)
 

@@ -15,7 +15,7 @@ import pytest
 
 from ragfuse import Engine, Settings
 from ragfuse.serve.guard import HeldBytes
-from ragfuse.serve.refusals import Refusal
+from ragfuse.serve.refusals import APIError
 from ragfuse.serve.service import Service
 from tests.serve.kit import Served, raw, said, serving, wait_for
 from tests.serve.test_gone import is_idle
@@ -175,7 +175,7 @@ async def test_work_whose_time_is_over_is_told_and_keeps_its_turn_until_it_ends(
     monkeypatch.setattr("ragfuse.serve.service.HARD_S", 0.05)
     tenant, enough = service.keys.tenants[0], threading.Event()
     await asyncio.to_thread(service.engine, tenant)
-    with pytest.raises(Refusal) as told:
+    with pytest.raises(APIError) as told:
         await service.work(tenant, lambda engine, check: enough.wait(60))
     assert told.value.status == 504
     assert service.turnstile.jobs.running == 1
@@ -189,11 +189,11 @@ async def test_work_whose_time_is_over_is_told_and_keeps_its_turn_until_it_ends(
 def test_bodies_are_held_up_to_a_bound_together_and_half_of_it_a_tenant() -> None:
     held = HeldBytes(100, 50, lambda: 7.0)
     held.take("a", 50)
-    with pytest.raises(Refusal, match="50 of one tenant") as told:
+    with pytest.raises(APIError, match="50 of one tenant") as told:
         held.take("a", 1)
     assert (told.value.status, told.value.headers()["retry-after"]) == (429, "7")
     held.take("b", 50)
-    with pytest.raises(Refusal, match="100 bytes"):
+    with pytest.raises(APIError, match="100 bytes"):
         held.take("c", 1)
     held.give("a", 50)
     held.take("c", 50)

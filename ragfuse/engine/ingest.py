@@ -1,0 +1,73 @@
+"""Documents into the store: encoded now, known for later, or forgotten."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ragfuse.engine.context_window import check_texts, may_fit
+from ragfuse.engine.encoder import Ingested
+from ragfuse.engine.options import remaining_context
+from ragfuse.engine.question import mended_documents
+from ragfuse.engine.runtime import Runtime
+from ragfuse.engine.stages import Stages
+from ragfuse.settings import Settings
+from ragfuse.store import KVStore
+from ragfuse.store.catalog import Catalog
+from ragfuse.store.deletion import chunk_of, forget_chunks
+from ragfuse.types.keys import whole_text
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of an engine's tenant."""
+
+    settings: Settings
+    runtime: Runtime
+    store: KVStore
+    catalog: Catalog
+    stages: Stages
+
+    def ingest(
+        self, texts: Iterable[tuple[str, str]], prefix: Sequence[int], progress: Callable[[Ingested], None] | None
+    ) -> Ingested:
+        """Encode and keep (text, source) chunks that are not kept yet, and a `prefix` of prompts."""
+        began, done, runtime = time.perf_counter(), Ingested(), self.runtime
+        encoder, model = runtime.encoder, runtime.model
+        remaining_context(len(prefix), model, "What stands before the first chunk")
+        encoder.keep_prefix(prefix)
+        for text, source in mended_documents(texts):
+            text = text.strip()
+            check_texts([text], model, f"A chunk of '{source}'")
+            ids = model.tokens(text, False)
+            remaining_context(len(ids), model, f"A chunk of '{source}'")
+            nbytes = encoder.keep_chunk(ids)
+            if len(ids) >= self.settings.min_chunk_tokens:
+                self.stages.prompts.note(runtime.digest, text, source, ids, must=True)
+            done = done.plus(len(ids), nbytes, time.perf_counter() - began)
+            if progress is not None:
+                progress(done)
+        return done
+
+    def know(self, texts: Iterable[tuple[str, str]]) -> None:
+        """Find (text, source) chunks in prompts from now on, without encoding them now."""
+        runtime, prompts = self.runtime, self.stages.prompts
+        for text, source in mended_documents(texts):
+            text = text.strip()
+            if text in prompts.known(runtime.digest) or not may_fit(text, runtime.model):
+                continue
+            ids = runtime.model.tokens(text, False)
+            if len(ids) >= self.settings.min_chunk_tokens:
+                prompts.note(runtime.digest, text, source, ids)
+
+    def forget(self, texts: Iterable[str]) -> int:
+        """Drop the KV of chunks and what was learnt from them, from every tier; return the bytes that are freed."""
+        runtime, stages = self.runtime, self.stages
+        texts = [whole_text(text).strip() for text in ((texts,) if isinstance(texts, str) else texts)]
+        runs = {tuple(runtime.model.tokens(text, False)) for text in texts}
+        stages.remember.jobs.forget(runs)
+        stages.prefixes.forget(runs)
+        runs |= stages.prompts.forget(runtime.digest, texts)
+        chunks = {chunk_of(runtime.encoder.key(run)) for run in runs}
+        return forget_chunks(self.store, self.catalog.strict, chunks)

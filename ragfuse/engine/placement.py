@@ -1,0 +1,95 @@
+"""Where new chunks are kept, and which ones move to a faster tier, by what this machine was measured to take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import islice
+
+from ragfuse.engine.machine_timings import MachineTimings
+from ragfuse.hf.model import HFModel
+from ragfuse.plan.controller import settle
+from ragfuse.plan.tiers import choose_level, choose_tier, promotions
+from ragfuse.process.fork import ForkLock
+from ragfuse.settings import AUTO_LEVEL, Settings
+from ragfuse.store import KVStore, Tier
+from ragfuse.types.keys import ChunkKey
+from ragfuse.types.profiles import ModelProfile
+
+log = logging.getLogger("ragfuse.engine")
+
+MAX_PROMOTIONS = 2
+"""Chunks that are copied to a faster tier after one answer, at most."""
+
+
+class Placement:
+    """Chooses tiers and levels for an engine's chunks. Threads may share it.
+
+    Args:
+        settings: Prices, levels and placement.
+        store: The tiers that are chosen from.
+        timings: What this machine was measured to take.
+    """
+
+    def __init__(self, settings: Settings, store: KVStore, timings: MachineTimings) -> None:
+        self._settings, self._store, self._timings = settings, store, timings
+        self._lock, self._promoted = ForkLock(), 0
+
+    @property
+    def slow_tiers(self) -> list[Tier]:
+        """The tiers that outlive the process."""
+        return [tier for tier in self._store.tiers if tier.slow]
+
+    def home(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> str | None:
+        """Return the slow tier that a new chunk belongs in.
+
+        None stands for all of them: as the settings ask for, or because this machine was not measured.
+        """
+        machine, slow = self._timings.corrected(model), [tier.name for tier in self.slow_tiers]
+        if machine is None or len(slow) < 2 or self._settings.placement == "all":
+            return None
+        prices, ratio = self._settings.prices.model_dump(), self._ratio(profile)
+        written = {tier: self._store.levels.of(tier) for tier in slow} | self.levels(model, profile, n_tokens, nbytes)
+        return choose_tier(n_tokens, nbytes, machine, slow, prices, ratio, written)
+
+    def levels(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> dict[str, tuple[str, ...]]:
+        """Return the level of a new chunk in each tier whose level is `auto`; raw until the machine was measured."""
+        chosen = [tier for tier, levels in self._settings.written.items() if levels == (AUTO_LEVEL,)]
+        machine = self._timings.corrected(model) if chosen else None
+        if machine is None:
+            return {}
+        ratio = self._ratio(profile)
+        return {tier: (choose_level(n_tokens, nbytes, machine, tier, ratio),) for tier in chosen}
+
+    def promote(self, model: HFModel, keys: Sequence[ChunkKey]) -> None:
+        """Copy those of these chunks that are hit often to a faster tier that has room, a few; see `plan.tiers`."""
+        machine = self._timings.corrected(model)
+        if machine is None:
+            return
+        entries = [entry for tier in self._store.tiers for entry in tier.entries(keys).values()]
+        room = {tier.name: tier.capacity - tier.nbytes for tier in self.slow_tiers}
+        pinned = {entry.key for entry in entries if entry.pinned}
+        for key, tier in islice(promotions(entries, machine, room), MAX_PROMOTIONS):
+            self._copy(key, self._store.tier(tier), key in pinned)
+
+    def take_promoted(self) -> int:
+        """Return how many chunks were promoted since this was last asked."""
+        with self._lock:
+            taken, self._promoted = self._promoted, 0
+            return taken
+
+    def _ratio(self, profile: ModelProfile) -> float:
+        """The share of a chunk that is recomputed unless a question says otherwise."""
+        return settle(self._settings.policy, self._settings.ratio, profile.choice)[1]
+
+    def _copy(self, key: ChunkKey, tier: Tier, pinned: bool) -> None:
+        """Keep a chunk in a faster tier too; what cannot be read or kept stays as it is."""
+        whole = self._store.read_whole(key)
+        if whole is None or not self._store.write_whole(key, *whole, tier):
+            return
+        if pinned:
+            tier.pin([key], True)
+        tier.counts.add("promoted")
+        log.info("Promoted %s to tier %s, as it is used often", key, tier.name)
+        with self._lock:
+            self._promoted += 1

@@ -1,0 +1,146 @@
+"""Questions as they are asked: checked, and made whole, before a prompt is built of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from numbers import Integral
+from pathlib import Path
+from typing import Any, TypeGuard, cast
+
+from ragfuse.engine.options import Ask
+from ragfuse.errors import InputError
+from ragfuse.schemas.nodes import PMLPrompt
+from ragfuse.schemas.pml import parse_prompt, read
+from ragfuse.text.chat_messages import ChatMessage, Content
+from ragfuse.text.chunks import Piece
+from ragfuse.types.keys import whole_text
+
+log = logging.getLogger("ragfuse.engine")
+
+ChatInput = str | Sequence[tuple[str, Content] | ChatMessage]
+"""What is asked: one text, or messages for the chat template, each a (role, content) or a turn."""
+
+
+Ids = Sequence[int]
+"""A prompt as token ids, which the model reads as they are."""
+
+
+Question = ChatInput | Ids | PMLPrompt
+"""What an engine answers: a question, token ids, or a prompt in PML, which it binds to the modules of its schema."""
+
+
+def is_ids(question: object) -> TypeGuard[Ids]:
+    """Whether a prompt is token ids."""
+    if isinstance(question, str | PMLPrompt) or not isinstance(question, Sequence) or not question:
+        return False
+    return isinstance(question[0], Integral) and not isinstance(question[0], bool)
+
+
+def mended(text: str, what: str) -> str:
+    """A text without halves of characters; that there were some is told, with `what` names the text."""
+    whole = whole_text(text)
+    if whole is not text:
+        log.warning("%s holds halves of characters (lone surrogates); U+FFFD stands for each.", whole_text(what))
+    return whole
+
+
+def mended_content(content: Content) -> Content:
+    """The same of a message's content, and of where its chunks came from."""
+    if isinstance(content, str):
+        return mended(content, "The prompt")
+    return [each if isinstance(each, str) and whole_text(each) is each else _mended_part(each) for each in content]
+
+
+def mended_documents(texts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """(text, source) of documents without halves of characters; InputError for what is no document."""
+    if isinstance(texts, str):
+        raise InputError(f"Wanted a list of (text, source), found the text {texts!r:.80}. Write [(text, source)].")
+    for each in texts:
+        is_pair = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == 2
+        if not is_pair or not all(isinstance(part, str) for part in each):
+            raise InputError(f"Wanted a document as (text, source), two texts; found {each!r:.80}.")
+        source = whole_text(each[1])
+        yield mended(each[0], f"'{source}'"), source
+
+
+def mended_question(question: ChatInput | Ids) -> ChatInput | Ids:
+    """The same of a whole question; ids stay as they are."""
+    if is_ids(question):
+        return question
+    question = cast(ChatInput, question)
+    if isinstance(question, str):
+        return mended(question, "The prompt")
+    return [
+        replace(
+            turn,
+            content=mended_content(turn.content),
+            name=whole_text(turn.name),
+            reasoning=mended(turn.reasoning, "The prompt"),
+        )
+        for turn in turns_of(question)
+    ]
+
+
+def is_bare_text(question: Any, ask: Ask, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a question is a text that the model is given as it is, without its chat template."""
+    return isinstance(question, str) and not tools and not ask.continue_final_message
+
+
+def turns_of(question: ChatInput | Ids) -> list[ChatMessage]:
+    """The messages; InputError if there are none."""
+    if is_ids(question):
+        raise InputError("A prompt of token ids has no messages: leave out tools and session, or ask by messages.")
+    question = cast(ChatInput, question)
+    if not isinstance(question, str | Sequence):
+        raise InputError(f"Wanted a text, messages or token ids, found {question!r:.80}.")
+    messages = [ChatMessage("user", question)] if isinstance(question, str) else list(question)
+    if not messages:
+        raise InputError("There are no messages; wanted at least one, such as ('user', 'a question').")
+    return [_turn(each) for each in messages]
+
+
+def question_of(prompt: Question | None, pml: Path | str | None) -> Question:
+    """What is asked: a prompt as it is, or the one that `pml` says. InputError for both, or neither."""
+    if prompt is not None and pml is None:
+        return prompt
+    if pml is not None and prompt is None:
+        return read_prompt(pml)
+    raise InputError(f"Wanted a prompt, or one in PML as `pml`; found {'both' if pml is not None else 'neither'}.")
+
+
+def read_prompt(pml: Path | str) -> PMLPrompt:
+    """The prompt that is PML, where a text begins with `<`, or that a file of that name holds; PMLError for none."""
+    if isinstance(pml, str) and pml.lstrip().startswith("<"):
+        return parse_prompt(pml)
+    found = read(Path(pml).expanduser())
+    if not isinstance(found, PMLPrompt):
+        raise found.at.error("<schema>", "<prompt>")
+    return found
+
+
+def _mended_part(part: str | Piece) -> str | Piece:
+    if isinstance(part, str):
+        return mended(part, "The prompt")
+    source = whole_text(part.source)
+    text = mended(part.text, f"'{source}'" if source else "The prompt")
+    return part if text is part.text and source is part.source else replace(part, text=text, source=source)
+
+
+def _turn(message: object) -> ChatMessage:
+    """A message; InputError for what is none."""
+    is_pair = isinstance(message, Sequence) and not isinstance(message, str) and len(message) == 2
+    turn = message if isinstance(message, ChatMessage) else ChatMessage(*message) if is_pair else None  # type: ignore[misc]
+    if turn is None or not isinstance(turn.role, str) or not _is_content(turn.content):
+        raise InputError(
+            f"Wanted a message such as ('user', 'a question') or a ChatMessage of a text or a list of texts and "
+            f"pieces; found {message!r:.80}."
+        )
+    return turn
+
+
+def _is_content(content: object) -> bool:
+    if isinstance(content, str):
+        return True
+    return isinstance(content, Sequence) and all(isinstance(each, str | Piece) for each in content)

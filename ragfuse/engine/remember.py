@@ -1,0 +1,134 @@
+"""Stage 6, remember: what a prompt and its answer leave for later ones, saved and encoded in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ragfuse.engine.background import IDLE_WAIT_S, LEARNT, BackgroundEncoder, EncodeJob, jobs_after
+from ragfuse.engine.generate import Generated
+from ragfuse.engine.history import ConversationHistory
+from ragfuse.engine.model_profiles import refusal_of
+from ragfuse.engine.placement import Placement
+from ragfuse.engine.prefetch import Prefetcher
+from ragfuse.engine.prefix_cache import PrefixCache
+from ragfuse.engine.prompt_builder import PromptBuilder
+from ragfuse.engine.recurrence import RecurrenceHint, RecurringPassages
+from ragfuse.engine.request import Request
+from ragfuse.engine.runtime import Runtime
+from ragfuse.engine.trace_builder import PreparedPrompt
+from ragfuse.process.shared import shared
+from ragfuse.schemas.bind import SchemaUse
+from ragfuse.settings import Settings
+from ragfuse.store import KVStore
+from ragfuse.text.passages import is_prose
+
+
+class RememberStage:
+    """Keeps what questions leave behind: turns, beginnings, missed chunks, passages that recur, promotions.
+
+    jobs: what waits to be encoded.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        runtime: Runtime,
+        store: KVStore,
+        placement: Placement,
+        prompts: PromptBuilder,
+        history: ConversationHistory,
+        prefixes: PrefixCache,
+        prefetcher: Prefetcher,
+    ) -> None:
+        self._settings, self._runtime, self._store, self._placement = settings, runtime, store, placement
+        self._prompts, self._history, self._prefixes, self._prefetcher = prompts, history, prefixes, prefetcher
+        self._passages, self.jobs = RecurringPassages(), BackgroundEncoder(self._do)
+
+    @contextmanager
+    def begun(self, prepared: PreparedPrompt, request: Request) -> Iterator[None]:
+        """Drop again, in the end, what was saved of a turn that nobody remembers then."""
+        try:
+            yield
+        finally:
+            self._history.end([prepared])
+
+    def begin(self, prepared: PreparedPrompt, request: Request) -> None:
+        """Save what is new in a prompt while its answer is written (AttentionStore 3.2.2)."""
+        self._history.begin([prepared], request.ask)
+        if request.ask.reuse:
+            self._prefixes.begin(prepared)
+
+    def remember(self, prepared: PreparedPrompt, generated: Generated, request: Request) -> None:
+        """Save what a question leaves for later ones: its turn, its answer's KV, chunks that were missing."""
+        ask = request.ask
+        if ask.reuse:
+            self._submit(prepared)
+        if generated.is_whole:
+            self._history.after([prepared], [generated.token_ids], [generated.answer], ask)
+            if ask.reuse:
+                self._prefixes.after(prepared, generated.token_ids)
+
+    def _submit(self, prepared: PreparedPrompt) -> None:
+        """Queue what is to be encoded, promoted and learnt from, now that the prompt is answered."""
+        plan, profile = prepared.plan, self._runtime.model.profile
+        taken = plan.prompt.taken
+        if not profile.refusal or (profile.fixed and taken is not None):
+            for job in jobs_after(plan):
+                self.jobs.submit(job)
+            used = tuple(fetch.key for fetch in (*plan.fetches, *plan.unread))
+            if used and plan.forecast is not None and len(self._placement.slow_tiers) > 1:
+                self.jobs.submit(EncodeJob((), used=used))
+        if not profile.refusal:
+            beginning, n_exact = self._prefixes.missing_beginning(prepared)
+            if beginning:
+                self.jobs.submit(EncodeJob(tuple(beginning), begins=n_exact))
+        if self._settings.learn != "off" and taken is None:
+            self.jobs.submit(EncodeJob((), prompt=plan.prompt, bare=not plan.fetches))
+        if isinstance(taken, SchemaUse):
+            self._prefetcher.submit_keys(taken.others)  # of the unions used: the next prompt may want another one
+
+    # in the background
+
+    def _do(self, job: EncodeJob) -> None:
+        if job.used:
+            self._placement.promote(self._runtime.model, job.used)
+        elif job.far is not None:
+            self._store.promote(job.far)
+        elif job.prompt is not None:
+            self._learn(job)
+        else:
+            self._runtime.model.batcher.wait_idle(IDLE_WAIT_S)
+            self._encode(job)
+
+    def _learn(self, job: EncodeJob) -> None:
+        """Encode passages that an earlier prompt held, too; say once where that would help and is turned off."""
+        assert job.prompt is not None
+        model = self._runtime.model
+        runs = self._passages.met_again(job.prompt, model.border)
+        why = refusal_of(self._runtime.profile, self._settings.policy)
+        if self._settings.learn == "text" and not why:
+            for run in runs:
+                if is_prose(model.text(run)):
+                    self.jobs.submit(EncodeJob(run, source=LEARNT))
+        elif runs and job.bare:
+            hint = shared(("recurs", self._settings.model), RecurrenceHint)
+            hint.tell(len(runs), self._settings, why)
+
+    def _encode(self, job: EncodeJob) -> None:
+        if job.begins:
+            self._prefixes.extend(job.tokens, job.begins)
+            return
+        encoder = self._runtime.encoder.in_background()
+        if job.run is not None:
+            encoder.keep_run(job.run)
+            return
+        text = job.text or self._text(job.tokens)
+        encoder.keep_chunk(job.tokens, persistent=bool(text))
+        self._prompts.note(encoder.digest, text, job.source, job.tokens)
+
+    def _text(self, tokens: tuple[int, ...]) -> str:
+        """The text of ids, where it is tokenised as these; else "": then later processes do not know it."""
+        model = self._runtime.model
+        text = model.text(tokens).strip()
+        return text if tuple(model.tokens(text)) == tokens else ""

@@ -1,0 +1,83 @@
+"""The six stages of an engine and the parts that they share, made once for an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ragfuse.engine.build import BuildStage
+from ragfuse.engine.constraints import ConstraintCompiler
+from ragfuse.engine.fetch import FetchStage
+from ragfuse.engine.generate import GenerateStage
+from ragfuse.engine.history import ConversationHistory
+from ragfuse.engine.kv_streamer import KVStreamer
+from ragfuse.engine.machine_timings import MachineTimings
+from ragfuse.engine.placement import Placement
+from ragfuse.engine.planner import Planner
+from ragfuse.engine.prefetch import Prefetcher
+from ragfuse.engine.prefill import PrefillStage
+from ragfuse.engine.prefix_cache import PrefixCache
+from ragfuse.engine.prompt_builder import PromptBuilder
+from ragfuse.engine.remember import RememberStage
+from ragfuse.engine.runtime import Runtime
+from ragfuse.engine.schema_service import SchemaService
+from ragfuse.load.link import Links
+from ragfuse.schemas.registry import SchemaRegistry
+from ragfuse.sessions.conversation_index import ConversationIndex
+from ragfuse.settings import Settings
+from ragfuse.store import KVStore
+from ragfuse.store.catalog import Catalog
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What an engine is made of; the last six fields are the stages of a question, in their order."""
+
+    prompts: PromptBuilder
+    history: ConversationHistory
+    schemas: SchemaService
+    prefixes: PrefixCache
+    prefetcher: Prefetcher
+    constraints: ConstraintCompiler
+    links: Links
+    build: BuildStage
+    planner: Planner
+    fetch: FetchStage
+    prefill: PrefillStage
+    generate: GenerateStage
+    remember: RememberStage
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        catalog: Catalog,
+        store: KVStore,
+        runtime: Runtime,
+        timings: MachineTimings,
+        placement: Placement,
+        conversations: ConversationIndex,
+    ) -> Stages:
+        """Return the stages over a store and its catalog, for the model and tenant of `runtime`."""
+        prompts = PromptBuilder(settings, catalog, runtime)
+        prefixes = PrefixCache(settings, runtime, store)
+        history = ConversationHistory(settings, catalog, prompts, runtime, store, conversations, prefixes)
+        schemas = SchemaService(settings, SchemaRegistry(store, catalog, settings.salt), prompts, runtime)
+        prefetcher = Prefetcher(store, runtime, history.keys_of, settings.memory_free)
+        links = Links(settings.streams)
+        streamer = KVStreamer(settings, store, timings, links, prefetcher)
+        remember = RememberStage(settings, runtime, store, placement, prompts, history, prefixes, prefetcher)
+        return cls(
+            prompts=prompts,
+            history=history,
+            schemas=schemas,
+            prefixes=prefixes,
+            prefetcher=prefetcher,
+            constraints=ConstraintCompiler(),
+            links=links,
+            build=BuildStage(settings, runtime, prompts, history, schemas),
+            planner=Planner(settings, store, timings, prefixes, remember.jobs),
+            fetch=FetchStage(settings, store, streamer, prefetcher, prefixes),
+            prefill=PrefillStage(settings, timings, prefixes),
+            generate=GenerateStage(settings, placement),
+            remember=remember,
+        )

@@ -1,0 +1,179 @@
+"""What is remembered beside the KV: profiles by name, the texts of known chunks, and sessions, which are
+`session_catalog.py`'s. KV bytes are the tiers' business.
+
+Texts let a later process find the same chunks in a prompt. They are kept per model digest, so a salted tenant has
+its own, and they are as private as the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ragfuse.settings import SharedWith
+from ragfuse.store.database import Database, Row
+from ragfuse.store.folder import locked, open_folder, refusal, trouble
+from ragfuse.store.session_catalog import SESSION_SCHEMA, SESSION_TABLES, SessionCatalog
+from ragfuse.types.keys import FORMAT_VERSION
+
+_SCHEMA = f"""{SESSION_SCHEMA}
+CREATE TABLE IF NOT EXISTS profiles(name TEXT PRIMARY KEY, profile TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS texts(
+    id INTEGER PRIMARY KEY, model TEXT NOT NULL, key TEXT NOT NULL, source TEXT NOT NULL, text TEXT NOT NULL,
+    UNIQUE(model, key, source)
+);
+"""
+_ADD = """
+INSERT INTO texts(model, key, text, source) VALUES (?, ?, ?, ?)
+ON CONFLICT(model, key, source) DO UPDATE SET text = excluded.text WHERE text != excluded.text
+"""
+_PAGE = "SELECT id, key, text, source FROM texts WHERE model = ? AND id > ? ORDER BY id LIMIT 1000"
+
+
+class KnownText(NamedTuple):
+    """A known chunk: its key as text, its text, and where it came from."""
+
+    key: str
+    text: str
+    source: str
+
+
+class CatalogFile:
+    """Profiles and known texts in `path`, the store's folder. Threads and processes may share it.
+
+    StoreError if it cannot be read or written: unlike an entry, what is lost here would not come back by itself.
+    """
+
+    def __init__(self, path: str | Path, shared_with: SharedWith = "nobody") -> None:
+        self.path = open_folder(Path(path).expanduser(), shared_with)
+        with self._trouble(), locked(self.path / "lock"):
+            self._database = Database(self.path / "catalog.sqlite", _SCHEMA, FORMAT_VERSION)
+            for table in ("profiles", "texts", *SESSION_TABLES):
+                if not self._database.is_sound(table):
+                    with self._database.write() as transaction:
+                        self._database.rebuild(transaction, table)
+        self.sessions = SessionCatalog(self._database, self._trouble)
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """The profile of that name, None if there is none, or a bad byte has made it none."""
+        with self._trouble():
+            rows = self._database.query("SELECT profile FROM profiles WHERE name = ?", (name,))
+        return _parsed(rows[0][0]) if rows else None
+
+    def put(self, name: str, profile: Mapping[str, Any]) -> None:
+        """Remember a profile, plain JSON types, in place of an earlier one."""
+        text = json.dumps(dict(profile))
+        with self._trouble(), self._database.write() as transaction:
+            transaction.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?)", (name, text))
+
+    def delete(self, name: str) -> None:
+        """Forget the profile of that name, if there is one."""
+        with self._trouble(), self._database.write() as transaction:
+            transaction.execute("DELETE FROM profiles WHERE name = ?", (name,))
+
+    def settle(self, name: str, profile: Mapping[str, Any]) -> dict[str, Any]:
+        """The profile of that name; `profile` becomes it if there is none. All who ask at once get the same."""
+        with self._trouble(), self._database.write() as transaction:
+            row = transaction.execute("SELECT profile FROM profiles WHERE name = ?", (name,)).fetchone()
+            found = _parsed(row[0]) if row else None
+            if found is None:
+                transaction.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?)", (name, json.dumps(dict(profile))))
+        return dict(profile) if found is None else found
+
+    def names(self) -> list[str]:
+        """Names of all profiles, sorted."""
+        with self._trouble():
+            return _words(self._database.query("SELECT name FROM profiles ORDER BY name"))
+
+    def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
+        """Remember (key, text, source) of chunks encoded for `model`. Adding one again changes nothing."""
+        rows = [(model, *text) for text in texts]
+        with self._trouble(), self._database.write() as transaction:
+            transaction.executemany(_ADD, rows)
+
+    def texts(self, model: str) -> Iterator[KnownText]:
+        """All known texts of `model`, oldest first; a text of two sources comes twice. Others may write meanwhile."""
+        last = 0
+        while True:
+            with self._trouble():
+                page = self._database.query(_PAGE, (model, last))
+            if not page:
+                return
+            for last, key, text, source in page:  # noqa: B007 - the last id begins the next page
+                if all(isinstance(word, str) for word in (key, text, source)):  # a bad byte costs one text
+                    yield KnownText(key, text, source)
+
+    def count_texts(self, model: str) -> int:
+        """How many known texts `model` has; one of two sources counts twice."""
+        with self._trouble():
+            return int(self._database.query("SELECT count(*) FROM texts WHERE model = ?", (model,))[0][0])
+
+    def oldest_texts(self, model: str, n: int) -> list[KnownText]:
+        """The `n` texts of `model` that were added first, oldest first."""
+        sql = "SELECT key, text, source FROM texts WHERE model = ? ORDER BY id LIMIT ?"
+        with self._trouble():
+            rows = self._database.query(sql, (model, n))
+        return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
+
+    def models(self) -> list[str]:
+        """Digests of the models that texts are known of, sorted."""
+        with self._trouble():
+            return _words(self._database.query("SELECT DISTINCT model FROM texts ORDER BY model"))
+
+    def tenants(self) -> list[str]:
+        """Digests of all that texts or sessions are written down of, sorted."""
+        sql = "SELECT model FROM texts UNION SELECT model FROM sessions ORDER BY 1"
+        with self._trouble():
+            return _words(self._database.query(sql))
+
+    def delete_texts(
+        self, model: str | None = None, *, source: str | None = None, keys: Iterable[str] | None = None
+    ) -> int:
+        """Forget the texts that match all that is given (nothing given: all texts); how many there were."""
+        sql, arguments = "DELETE FROM texts WHERE 1", []
+        for column, value in (("model", model), ("source", source)):
+            if value is not None:
+                sql += f" AND {column} = ?"
+                arguments.append(value)
+        if keys is not None:
+            sql += " AND key IN (SELECT value FROM json_each(?))"
+            arguments.append(json.dumps(list(keys)))
+        with self._trouble(), self._database.write() as transaction:
+            return transaction.execute(sql, arguments).rowcount
+
+    def lock_wait_limited(self, wait_s: float) -> AbstractContextManager[None]:
+        """A block in which this thread waits so long, at most, for others who write."""
+        return self._database.lock_wait_limited(wait_s)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._database.close()
+
+    def __enter__(self) -> CatalogFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _trouble(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            raise refusal(self.path, trouble(self.path, error, " in catalog.sqlite")) from error
+
+
+def _parsed(text: str | bytes) -> dict[str, Any] | None:
+    try:
+        profile = json.loads(text)
+    except ValueError:
+        return None
+    return profile if isinstance(profile, dict) else None
+
+
+def _words(rows: Iterable[Row]) -> list[str]:
+    return [word for (word,) in rows if isinstance(word, str)]
