@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SIBLINGS := integrations/langchain-ragfuse integrations/llama-index-llms-ragfuse
+SIBLINGS := integrations/langchain-ragfuse integrations/llama-index-llms-ragfuse benchmarks
 INPUTS := Makefile constraints.txt requirements-models.txt pyproject.toml $(SIBLINGS:%=%/pyproject.toml)
 
 # The stamp's name is a checksum of all that decides what is installed, and where. It is written last.
@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow lint format docs notebooks results clean
+.PHONY: help venv demo test test-bench test-slow lint format docs notebooks results clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -49,8 +49,12 @@ $(READY):
 demo: $(READY) ## real questions over real documents, full prefill and ragfuse side by side
 	@$(BIN)/ragfuse demo $(ARGS)
 
-test: lint ## lint, types and all tests that are neither slow nor long on the embedded model, with coverage
-	@$(ONE) $(BIN)/python -m slipcover --source ragfuse --skip-covered -m pytest -m 'not slow and not embedded' -n $(WORKERS) --dist loadfile $(ARGS)
+test: lint ## lint, types and all tests but the benchmarks' that are neither slow nor long on the embedded model
+	@$(ONE) $(BIN)/python -m slipcover --source ragfuse --skip-covered -m pytest -m 'not slow and not embedded' \
+	  --ignore tests/bench --ignore tests/benchmarks -n $(WORKERS) --dist loadfile $(ARGS)
+
+test-bench: $(READY) ## the tests of the benchmarks
+	@$(ONE) $(BIN)/python -m pytest -m 'not slow and not embedded' tests/bench tests/benchmarks -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(READY) ## the longer tests, and the notebooks
 	@$(ONE) $(BIN)/python -m pytest -m 'slow or embedded' $(ARGS)
@@ -59,7 +63,7 @@ test-slow: $(READY) ## the longer tests, and the notebooks
 lint: $(READY) ## ruff check, ruff format --check, mypy --strict
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check .
-	@$(BIN)/python -m mypy --strict --num-workers auto ragfuse
+	@$(BIN)/python -m mypy --strict --num-workers auto ragfuse benchmarks/ragfuse_bench
 
 format: $(READY) ## let ruff put the files in order
 	@$(BIN)/python -m ruff check --fix .

@@ -23,15 +23,15 @@
 # %%
 import matplotlib.pyplot as plt
 import torch
+from ragfuse_bench.presets import bench_model
+from ragfuse_bench.quality.cases import Packing, read_cases
+from ragfuse_bench.quality.run import Plan, drawn, measure
+from ragfuse_bench.quality.table import results_of
 from rich.console import Console
 
 from ragfuse import Settings
-from ragfuse.bench.deviation import attention_deviation, attention_of, kv_deviation
-from ragfuse.bench.presets import bench_model
-from ragfuse.bench.quality.cases import Packing, read_cases
-from ragfuse.bench.quality.methods import Lab, Method, methods_of
-from ragfuse.bench.quality.run import Plan, drawn, measure
-from ragfuse.bench.quality.table import results_of
+from ragfuse.calibration.deviation import attention_deviation, attention_of, kv_deviation
+from ragfuse.calibration.methods import Lab, Method, methods_of
 
 settings = Settings(dtype="float32")  # not every CPU is quick in bfloat16
 model = bench_model(settings.model, settings.dtype, settings.device, settings.home)

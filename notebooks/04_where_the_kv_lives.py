@@ -29,10 +29,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from langchain_text_splitters import RecursiveCharacterTextSplitter
+from ragfuse_bench.presets import bench_model
+from ragfuse_bench.throttle import ThrottledTier
 
 from ragfuse import Ask, Engine, Piece, Settings
-from ragfuse.bench.presets import bench_model
-from ragfuse.bench.throttle import ThrottledTier
 from ragfuse.demo import corpus_path
 from ragfuse.measure import measure
 from ragfuse.plan.estimate import Estimate

@@ -28,13 +28,13 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_ragfuse import ChatRagFuse
+from ragfuse_bench.presets import bench_model
+from ragfuse_bench.sessions.run import SETTINGS, Bench, packaged, paper_load
+from ragfuse_bench.sessions.server import SERVERS
+from ragfuse_bench.sessions.simulate import Given
 from rich.console import Console
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.bench.presets import bench_model
-from ragfuse.bench.sessions.run import SETTINGS, Bench, packaged, paper_load
-from ragfuse.bench.sessions.server import SERVERS
-from ragfuse.bench.sessions.simulate import Given
 from ragfuse.demo import corpus_path
 
 warnings.simplefilter("ignore")

@@ -30,9 +30,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 from langchain_text_splitters import RecursiveCharacterTextSplitter
+from ragfuse_bench.presets import bench_model
 
 from ragfuse import Ask, Engine, Piece, Settings
-from ragfuse.bench.presets import bench_model
 from ragfuse.demo import corpus_path
 from ragfuse.measure import measure
 

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Annotated
 
 import matplotlib.pyplot as plt
+from ragfuse_bench.modules.lengths import slope
+from ragfuse_bench.presets import bench_model
 from rich.console import Console
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.bench.modules.lengths import slope
-from ragfuse.bench.presets import bench_model
-from ragfuse.bench.runner import Runner
+from ragfuse.calibration.runner import Runner
 from ragfuse.engine.schema_service import outline
 from ragfuse.schemas.frontends.python import MaxTokens, program, schema_of, user
 from ragfuse.schemas.pml import parse_prompt, to_pml

@@ -44,10 +44,10 @@ ROOMS: dict[str, set[str]] = {
     "telemetry": {*VALUES, "store"},
     "engine": {*VALUES, *BELOW_ENGINE},
     "admin": {*VALUES, "engine", "plan", "schemas", "sessions", "store"},
-    "bench": {*BELOW_DOORS, "serve"},
-    "demo": {*BELOW_DOORS, "bench"},
-    "serve": {*VALUES, "admin", "engine", "sessions", "telemetry", "text.Piece", "text.chat_template", "plan.words"},
-    "cli": {*VALUES, "admin", "bench", "demo", "engine", "models", "serve", "store", "text.Piece", "plan.words"},
+    "calibration": BELOW_DOORS,
+    "demo": {*BELOW_DOORS, "calibration"},
+    "serve": {*VALUES, "admin", "engine", "plan.words", "sessions", "telemetry", "text"},
+    "cli": {*VALUES, "admin", "calibration", "demo", "engine", "models", "serve", "store", "text.Piece", "plan.words"},
     "__init__": {*VALUES, "admin", "engine", "schemas.pml_template", "telemetry", "text"},
 }
 # Room -> all that it may import besides the standard library and ragfuse.
@@ -165,7 +165,7 @@ def hugging_face_has_one_home(source: Source) -> Iterator[str]:
 def frameworks_are_for_few_doors(source: Source) -> Iterator[str]:
     for item in source.imports:
         framework = item.root in FRAMEWORKS or item.root.startswith("langchain")
-        if framework and source.room not in {"cli", "bench", "demo"}:
+        if framework and source.room not in {"calibration", "cli", "demo"}:
             yield f"line {item.line}: '{source.room}' imports '{item.path}'"
 
 
@@ -320,7 +320,7 @@ BAD = [
     ("frameworks_are_for_few_doors", "engine/a.py", "def f():\n    import langchain_core.documents"),
     ("frameworks_are_for_few_doors", "text/a.py", "def f():\n    from llama_index.core import Document"),
     ("extras_are_imported_lazily", "cli/a.py", "from langchain_ragfuse import ChatRagFuse"),
-    ("extras_are_imported_lazily", "bench/a.py", "if True:\n    import matplotlib.pyplot"),
+    ("extras_are_imported_lazily", "calibration/a.py", "if True:\n    import matplotlib.pyplot"),
     ("extras_are_imported_lazily", "cli/serve.py", "from fastapi import FastAPI"),
     ("extras_are_imported_lazily", "serve/a.py", "import prometheus_client"),
     ("nothing_unpickles", "store/a.py", "import pickle"),
@@ -345,7 +345,7 @@ GOOD = [
     ("rooms_import_only_what_stands_below", "load/a.py", "from ragfuse.plan.adapt import level\nfrom .b import c"),
     ("rooms_import_only_what_stands_below", "__init__.py", "from ragfuse.engine.engine import Engine"),
     ("hugging_face_has_one_home", "models/loader.py", "from transformers import AutoModel"),
-    ("frameworks_are_for_few_doors", "bench/a.py", "def f():\n    import langchain_core"),
+    ("frameworks_are_for_few_doors", "calibration/a.py", "def f():\n    import langchain_core"),
     ("extras_are_imported_lazily", "cli/a.py", "def f():\n    import matplotlib.pyplot"),
     ("extras_are_imported_lazily", "serve/a.py", "import uvicorn"),
     ("modules_hold_no_mutable_state", "types/a.py", "__all__ = ['A']\nA = MappingProxyType({'a': 1})\nB = (1, 2)"),
@@ -392,6 +392,104 @@ def test_what_the_rules_allow_is_let_through(rule: str, path: str, text: str) ->
 
 def test_every_rule_has_a_snippet_that_breaks_it() -> None:
     assert {rule for rule, _, _ in BAD} == set(RULES)
+
+
+def test_the_top_holds_three_files() -> None:
+    assert sorted(path.name for path in (ROOT / "ragfuse").glob("*.py")) == ["__init__.py", "errors.py", "settings.py"]
+
+
+def test_every_package_says_what_it_holds_in_a_few_lines() -> None:
+    packages = [source for source in _sources("ragfuse", below=ROOT / "ragfuse") if source.path.endswith("__init__.py")]
+    lines = {each.path: len((ast.get_docstring(each.tree) or "").splitlines()) for each in packages}
+    assert {path: n for path, n in lines.items() if not 1 <= n <= 4} == {}
+
+
+def _modules() -> dict[str, Source]:
+    """All modules of ragfuse by their dotted names."""
+    sources = _sources("ragfuse", below=ROOT / "ragfuse")
+    return {
+        f"ragfuse.{source.path.removesuffix('.py').replace('/', '.')}".removesuffix(".__init__"): source
+        for source in sources
+    }
+
+
+def _imported(modules: dict[str, Source]) -> dict[str, set[str]]:
+    """The modules that each module imports, wherever in it."""
+    found: dict[str, set[str]] = {}
+    for name, source in modules.items():
+        paths = [item.path for item in source.imports if item.root == "ragfuse"]
+        found[name] = {path if path in modules else path.rpartition(".")[0] for path in paths} & set(modules) - {name}
+    return found
+
+
+def circles(imported: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import each other, directly or in a round."""
+    found = []
+    for name in imported:
+        seen, left = set[str](), [*imported[name]]
+        while left:
+            each = left.pop()
+            if each not in seen:
+                seen.add(each)
+                left += imported.get(each, ())
+        if name in seen:
+            found.append(sorted({name, *(each for each in seen if name in _reached(imported, each))}))
+    return found
+
+
+def _reached(imported: dict[str, set[str]], name: str) -> set[str]:
+    seen, left = set[str](), [*imported.get(name, ())]
+    while left:
+        each = left.pop()
+        if each not in seen:
+            seen.add(each)
+            left += imported.get(each, ())
+    return seen
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
+    assert circles(_imported(_modules())) == []
+
+
+def test_no_packages_import_each_other() -> None:
+    pairs = set()
+    for name, targets in _imported(_modules()).items():
+        mine = name.split(".")[1:2]
+        pairs |= {
+            (*mine, *theirs) for target in targets if (theirs := target.split(".")[1:2]) != mine and mine and theirs
+        }
+    assert sorted(pair for pair in pairs if pair[::-1] in pairs) == []
+
+
+def test_no_class_name_stands_twice() -> None:
+    homes: dict[str, set[str]] = {}
+    for name, source in _modules().items():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, set()).add(name)
+    assert {name: sorted(found) for name, found in homes.items() if len(found) > 1} == {}
+
+
+def test_no_constant_has_several_homes() -> None:
+    homes: dict[str, set[str]] = {}
+    for name, source in _modules().items():
+        for target, _ in _module_values(source.tree.body):
+            for each in target.strip("()").split(", "):
+                if each.isupper() and len(each) > 1 and not each.startswith("_"):
+                    homes.setdefault(each, set()).add(name)
+    assert {name: sorted(found) for name, found in homes.items() if len(found) > 1} == {}
+
+
+def test_no_module_is_named_by_a_gerund() -> None:
+    assert [name for name in _modules() if name.endswith("ing")] == []
+
+
+def test_the_engine_is_a_facade() -> None:
+    tree = _modules()["ragfuse.engine.engine"].tree
+    made = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    assert len(made.body) <= 15
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
 
 
 def test_integrations_stand_on_public_names_only() -> None:

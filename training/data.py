@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragfuse.bench.quality.wording import ASKED
+from ragfuse.calibration.prompts import ASKED
 from training.rules import Passage, Question, questions, tidy
 
 HELD_OUT = 3

@@ -15,9 +15,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ragfuse.bench.quality.cases import Case
-from ragfuse.bench.quality.methods import Lab, Method
-from ragfuse.bench.runner import progress
+from ragfuse.calibration.case import Case
+from ragfuse.calibration.methods import Lab, Method
+from ragfuse.calibration.runner import progress
 from ragfuse.fuse.drift import measured
 from ragfuse.hf.drift import write_drift
 from ragfuse.hf.model import HFModel

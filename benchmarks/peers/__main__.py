@@ -8,15 +8,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from ragfuse_bench.presets import bench_model
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peers.peers import OFFERS, PLAIN, Offer, Peer
 from benchmarks.peers.prompts import recurring
-from ragfuse.bench.presets import bench_model
-from ragfuse.bench.quality.cases import Case
-from ragfuse.bench.quality.methods import Lab, default_method
-from ragfuse.bench.runner import Runner, Sample, circumstances, progress, thread_count, tune_malloc
+from ragfuse.calibration.case import Case
+from ragfuse.calibration.methods import Lab, default_method
+from ragfuse.calibration.runner import Runner, Sample, circumstances, progress, thread_count, tune_malloc
 from ragfuse.cli.options import write_json
 from ragfuse.models import resolve_llm
 from ragfuse.settings import Settings

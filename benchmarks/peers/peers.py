@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache
 
-from ragfuse.bench.quality.cases import Case
-from ragfuse.bench.quality.methods import Lab, default_method
+from ragfuse.calibration.case import Case
+from ragfuse.calibration.methods import Lab, default_method
 from ragfuse.hf.model import HFModel
 from ragfuse.models import embedded
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from ragfuse.bench.quality.cases import Case, Packing, pack, read_cases
+from ragfuse_bench.quality.cases import Packing, pack, read_cases
+
+from ragfuse.calibration.case import Case
 from ragfuse.hf.model import HFModel
 
 DRAWN = 6

@@ -71,7 +71,7 @@ def calibrate_model(
 
     Exit status 1 where no choice is safe: then prompts are answered by full prefill.
     """
-    from ragfuse.bench.runner import tune_malloc
+    from ragfuse.calibration.runner import tune_malloc
 
     settings = settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store)
     console, found = console_for(json), find_files(docs)
@@ -79,8 +79,8 @@ def calibrate_model(
     tell_skipped(console, found)
     prepared(settings)
     with console.status("loading the model"):
-        from ragfuse.bench.calibrate import calibrate, draw_calibration, made_cases, show_calibration
-        from ragfuse.bench.plots import require_plotting
+        from ragfuse.calibration.calibrate import calibrate, draw_calibration, made_cases, show_calibration
+        from ragfuse.calibration.plots import require_plotting
         from ragfuse.cli.library import cut
         from ragfuse.engine.engine import Engine
     if plot is not None:

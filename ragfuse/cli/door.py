@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -12,27 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ragfuse.cli import (
-    ask,
-    benches,
-    checks,
-    doctor,
-    ingest,
-    kv_benches,
-    load_benches,
-    matching_benches,
-    measure,
-    models,
-    module_benches,
-    reuse_benches,
-    schema,
-    serve,
-    session_benches,
-    sessions,
-    store,
-    talk_benches,
-)
-from ragfuse.errors import RagFuseError
+from ragfuse.cli import ask, checks, demo, doctor, ingest, measure, models, schema, serve, sessions, store
+from ragfuse.errors import InputError, RagFuseError
 
 GOES_ON = "The same command goes on from there."
 
@@ -96,20 +78,31 @@ app.command("verify")(checks.verify_model)
 app.command("calibrate")(checks.calibrate_model)
 app.command("serve")(serve.serve)
 app.command("doctor")(doctor.doctor)
-app.command("demo")(benches.demo)
-benches.bench.command("codec")(kv_benches.codec)
-benches.bench.command("stream")(kv_benches.stream)
-benches.bench.command("conversation")(talk_benches.conversation)
-benches.bench.command("throughput")(load_benches.throughput)
-benches.bench.command("sessions")(session_benches.sessions)
-benches.bench.command("modules")(module_benches.modules)
-benches.bench.command("matching")(matching_benches.matching)
-benches.bench.command("prefix")(reuse_benches.prefix)
-app.add_typer(benches.bench, name="bench")
+app.command("demo")(demo.demo)
 app.add_typer(models.models, name="models")
 app.add_typer(store.store, name="store")
 app.add_typer(sessions.sessions, name="sessions")
 app.add_typer(schema.schema, name="schema")
+
+
+def _bench(context: typer.Context) -> None:
+    """Measure what ragfuse is worth on this machine, by the package ragfuse-bench."""
+    raise InputError(
+        f"`ragfuse bench {' '.join(context.args)}` needs the benchmarks, a package of their own that is not installed: "
+        "pip install ragfuse-bench"
+    )
+
+
+def _add_plugins() -> None:
+    """Add the commands of other packages: entry points of the group `ragfuse.commands`, each a `typer.Typer`."""
+    found = entry_points(group="ragfuse.commands")
+    for each in found:
+        app.add_typer(each.load(), name=each.name)
+    if "bench" not in found.names:
+        app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_bench)
+
+
+_add_plugins()
 
 
 @app.callback(invoke_without_command=True)

@@ -34,7 +34,7 @@ from ragfuse.cli.options import (
 from ragfuse.errors import InputError
 from ragfuse.plan.words import as_dict, in_words
 
-READS = MappingProxyType(
+READS_IN_WORDS = MappingProxyType(
     {
         "cold": "from the medium. What this machine's memory still holds comes sooner",
         "warm": "from this machine's memory, which could not be made to forget. A first read may take longer",
@@ -181,7 +181,7 @@ def _show(machine: MachineProfile, name: str, console: Console) -> None:
         read = speed.reads if speed.is_ahead else ""
         table.add_row(tier, *times, _mbps(speed.byte_s), _mbps(speed.write_byte_s), read)
     console.print(table)
-    for reads, meaning in READS.items():
+    for reads, meaning in READS_IN_WORDS.items():
         if tiers := [tier for tier, speed in machine.tiers.items() if speed.is_ahead and speed.reads == reads]:
             said = f"Read {reads} ({', '.join(tiers)}): {meaning}; plans follow what answers take."
             console.print(said, highlight=False, markup=False)

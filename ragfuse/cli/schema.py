@@ -107,7 +107,7 @@ def show(
         console_for(json),
     )
     if png is not None:
-        from ragfuse.bench.plots import require_plotting
+        from ragfuse.calibration.plots import require_plotting
 
         require_plotting()
     engine = _engine(settings, console)
@@ -176,7 +176,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[Text, str, str, str]:
 
 def _draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Every module as a bar over its positions, those of a union one below the other."""
-    from ragfuse.bench.plots import saved
+    from ragfuse.calibration.plots import saved
 
     places = [row for row in rows if row["what"] in ("schema", "module")]
     with saved(path, (9, max(2.0, 0.32 * len(places)))) as figure:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ragfuse.types.kv import RopeLayout
 
 SOURCE = "almanac.txt"
-PASSAGES = (
+TRIAL_PASSAGES = (
     "The harbour of Port Elling was dug in 1847 by sailors who had lost their ship in a winter storm. It froze over "
     "only once, in 1881, when children skated between the boats and the ferry stayed on the far shore for nine days.",
     "The lighthouse of Port Elling is painted green, because red paint was too dear in the year it was built. Its lamp "
@@ -154,7 +154,7 @@ def _catalog_file(settings: Settings) -> CatalogFile | None:
 
 def _question(engine: Engine, console: Console, said: dict[str, Any]) -> Iterator[CheckResult]:
     with console.status("asking a question, with and without reuse"):
-        found = _asked(engine, [(text, SOURCE) for text in PASSAGES])
+        found = _asked(engine, [(text, SOURCE) for text in TRIAL_PASSAGES])
     full, default = found.full, found.default
     said |= {
         "question": QUESTION,

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ragfuse.bench.quality.wording import ASKED
+from ragfuse.calibration.prompts import ASKED
 
 
 def corpus_path() -> Path:
@@ -24,7 +24,7 @@ def questions() -> dict[str, Any]:
     The questions are those of ragfuse's own set (`ragfuse bench quality --data demo`) that questions.json names.
     """
     said: dict[str, Any] = json.loads((files(__name__) / "questions.json").read_text(encoding="utf-8"))
-    own = json.loads((files("ragfuse.bench") / "sets" / "demo_questions.json").read_text(encoding="utf-8"))
+    own = json.loads((files("ragfuse") / "demo" / "all_questions.json").read_text(encoding="utf-8"))
     known = {row["id"]: {**row, "article": row["support"][0]["article"]} for row in own["questions"]}
     said["template"]["human"] = "{context}".join(ASKED["answer"])
     return {**said, "questions": [known[name] for name in said["questions"]], "long": known[said["long"]]}

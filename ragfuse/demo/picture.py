@@ -10,7 +10,7 @@ import numpy as np
 
 TOKEN_COLOURS = ("#4c78a8", "#f58518", "#bab0ac")
 TOKEN_KINDS = ("reused", "recomputed", "fresh")
-FULL, FUSED = "#bab0ac", "#4c78a8"
+FULL_COLOUR, FUSED = "#bab0ac", "#4c78a8"
 
 
 def draw(report: Mapping[str, Any], target: Path) -> None:
@@ -28,7 +28,7 @@ def draw(report: Mapping[str, Any], target: Path) -> None:
 
 def _bars(axes: Any, asked: Sequence[Mapping[str, Any]], labels: Sequence[str], report: Mapping[str, Any]) -> None:
     at = np.arange(len(asked))
-    full = axes.bar(at - 0.2, [a["ttft_full_s"] for a in asked], 0.4, color=FULL, label="full prefill")
+    full = axes.bar(at - 0.2, [a["ttft_full_s"] for a in asked], 0.4, color=FULL_COLOUR, label="full prefill")
     axes.bar(at + 0.2, [a["ttft_fused_s"] for a in asked], 0.4, color=FUSED, label="ragfuse")
     axes.bar_label(full, [f"{a['speedup']:.1f}x" for a in asked], fontsize=8)
     axes.set_xticks(at, labels)

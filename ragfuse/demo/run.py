@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ragfuse.bench.fidelity import Fidelity, fidelity
-from ragfuse.bench.quality.metrics import is_right
+from ragfuse.calibration.fidelity import Fidelity, fidelity
+from ragfuse.calibration.metrics import is_right
 from ragfuse.demo import corpus_path, questions
 from ragfuse.engine.engine import Content, Engine, Ingested
 from ragfuse.models import quietly, resolve_embedder

@@ -16,13 +16,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from ragfuse.store.tier import LAYER_ALIGNMENT
 from ragfuse.types.kv import LayerKV
 
 log = logging.getLogger("ragfuse.load")
 
 BUFFERS = 2
 """Pinned buffers: one is filled while the other is being sent."""
-ALIGNMENT = 64
 
 Layer = Mapping[int, LayerKV | None]
 """A layer's KV by segment, None where it could not be read."""
@@ -100,7 +100,7 @@ class _Buffer:
 
     def room(self, sizes: Sequence[int]) -> list[Tensor]:
         """uint8 [size] for each size, apart from each other."""
-        ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+        ends = list(accumulate(-(-size // LAYER_ALIGNMENT) * LAYER_ALIGNMENT for size in sizes))
         if self.sent is not None:
             self.sent.synchronize()
         if ends and ends[-1] > self._bytes.numel():

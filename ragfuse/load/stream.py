@@ -20,6 +20,7 @@ from functools import lru_cache
 
 import torch
 
+from ragfuse.load.layers import CPU
 from ragfuse.load.link import Link
 from ragfuse.load.piece import CurrentPiece, PendingRead
 from ragfuse.load.staging_buffer import Layer
@@ -59,7 +60,6 @@ from ragfuse.types.plan import Fetch
 
 log = logging.getLogger("ragfuse.load")
 
-CPU = torch.device("cpu")
 DECODERS = max(1, min(4, os.cpu_count() or 1))
 """Threads that decode what has come."""
 

@@ -31,9 +31,9 @@ MEASURED = ("hkvd", 0.15)
 TIE = 0.02
 """Share of the time to the first token within which two plans take equally long."""
 SLOWER = "slower to load than to compute"
-NOTHING: Mapping[int, str] = MappingProxyType({})
+NO_WAYS: Mapping[int, str] = MappingProxyType({})
 AS_FOUND: Mapping[int, Fetch] = MappingProxyType({})
-ALONE: Mapping[ChunkKey, list[Entry]] = MappingProxyType({})
+NO_COPIES: Mapping[ChunkKey, list[Entry]] = MappingProxyType({})
 
 
 def plan(
@@ -43,7 +43,7 @@ def plan(
     ratio: float | None = None,
     lost: frozenset[int] = frozenset(),
     choice: tuple[str, float] | None = None,
-    left: Mapping[int, str] = NOTHING,
+    left: Mapping[int, str] = NO_WAYS,
     ways: Mapping[int, Fetch] = AS_FOUND,
 ) -> LoadPlan:
     """Reads every segment that is in the store, under its best key; `lost` ones were there and could not be read.
@@ -151,7 +151,7 @@ class LoadingController:
         ratio: float | None = None,
         lost: frozenset[int] = frozenset(),
         deadline_s: float | None = None,
-        others: Mapping[ChunkKey, list[Entry]] = ALONE,
+        others: Mapping[ChunkKey, list[Entry]] = NO_COPIES,
     ) -> LoadPlan:
         """What to read, what to compute, and how long that will take; never below the ratio that keeps answers close.
 
@@ -163,7 +163,7 @@ class LoadingController:
         if self.machine is None or not Estimate(self.machine).knows(found.fetches):
             return found
 
-        def again(ways: Mapping[int, Fetch], left: Mapping[int, str] = NOTHING) -> LoadPlan:
+        def again(ways: Mapping[int, Fetch], left: Mapping[int, str] = NO_WAYS) -> LoadPlan:
             return plan(prompt, entries, policy, ratio, lost, self.choice, left, ways)
 
         times = Estimate(corrected(self.machine, self.corrections))

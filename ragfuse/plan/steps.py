@@ -9,13 +9,13 @@ from itertools import accumulate
 
 AHEAD = 4
 """Layers that may wait, read but not yet fused, or one read's if those are more."""
-READ_NBYTES = 4 << 20
+STEP_NBYTES = 4 << 20
 """A read takes at most as many layers of a chunk as fit, at least one."""
 
 
 def layers_a_read(nbytes: int, n_layers: int) -> int:
     """The most layers that are read together where the largest chunk has so many bytes."""
-    return max(1, min(n_layers, READ_NBYTES * n_layers // max(1, nbytes)))
+    return max(1, min(n_layers, STEP_NBYTES * n_layers // max(1, nbytes)))
 
 
 def steps(n_layers: int, most: int) -> list[int]:

@@ -24,7 +24,7 @@ BOUNDS = MappingProxyType(
     }
 )
 """What a ratio stopped at, in words."""
-FIXED = "what this policy always takes"
+RATIO_IS_FIXED = "what this policy always takes"
 LEAST_RATIO_DESPITE_DEADLINE = "the least that keeps answers close, although the deadline asks for less"
 NEEDS: Mapping[Needs, str] = MappingProxyType(
     {
@@ -133,7 +133,7 @@ def _chosen(plan: LoadPlan) -> Iterator[str]:
 
 def _bound(plan: LoadPlan, found: Forecast) -> str:
     if not is_adjustable(plan.policy):
-        return FIXED
+        return RATIO_IS_FIXED
     return LEAST_RATIO_DESPITE_DEADLINE if found.bound == "deadline" and found.is_late else BOUNDS[found.bound]
 
 

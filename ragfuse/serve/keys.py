@@ -11,7 +11,7 @@ from pathlib import Path
 from ragfuse.errors import InputError, SettingsError
 from ragfuse.types.keys import digest
 
-SHORTEST = 16
+MIN_KEY_CHARS = 16
 """Characters of a key."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -75,10 +75,10 @@ def read_keys(path: Path) -> list[str]:
 
 def _held(text: str) -> tuple[bytes, APITenant]:
     salt, colon, key = text.rpartition(":")
-    if len(key) < SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
+    if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
         raise SettingsError(
-            f"Wanted API keys of at least {SHORTEST} letters, digits and signs, found one of {len(key)}. Make one: "
-            "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            f"Wanted API keys of at least {MIN_KEY_CHARS} letters, digits and signs, found one of {len(key)}. Make "
+            "one: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
     name = digest("tenant", salt if colon else key)[:8]
     return _digest(key), APITenant(name, salt if colon else digest("key's salt", key))

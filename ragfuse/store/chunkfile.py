@@ -24,19 +24,18 @@ from torch import Tensor
 from ragfuse.codec import checksum
 from ragfuse.store.access import open_file
 from ragfuse.store.plainfile import check_there, open_plain
-from ragfuse.store.tier import EntryMeta, parsed
+from ragfuse.store.tier import LAYER_ALIGNMENT, EntryMeta, parsed
 from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
 FILE_MAGIC = b"RAGFUSE\0"
-ALIGNMENT = 64
-READ_NBYTES = 1 << 20
+FILE_READ_NBYTES = 1 << 20
 """A file's layers are read in pieces of about so many bytes."""
 _FIXED = Struct("<8sII32s")
 _MAX_HEADER_NBYTES = 1 << 22
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-nbytes // LAYER_ALIGNMENT) * LAYER_ALIGNMENT
 
 
 def pack_header(key: ChunkKey, meta: EntryMeta) -> bytes:
@@ -197,7 +196,7 @@ class ChunkFile:
         begin, end = self._header.span(first, count)
         check_there(self._fd, begin, end)
         whole, blobs = torch.empty(end - begin, dtype=torch.uint8), list[Tensor]()
-        a_piece = max(1, READ_NBYTES // max(layer.nbytes for layer in self.meta.layers[first : first + count]))
+        a_piece = max(1, FILE_READ_NBYTES // max(layer.nbytes for layer in self.meta.layers[first : first + count]))
         for at in range(first, first + count, a_piece):
             some = min(a_piece, first + count - at)
             lo, hi = self._header.span(at, some)

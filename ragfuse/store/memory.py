@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from ragfuse.process.fork import at_fork
-from ragfuse.store.tier import Counts, EntryMeta, Evictor, victims
+from ragfuse.store.tier import LAYER_ALIGNMENT, Counts, EntryMeta, Evictor, victims
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 log = logging.getLogger("ragfuse.store")
-
-ALIGNMENT = 64
-"""Layers that are copied into one block begin at multiples of so many bytes."""
 
 
 @dataclass(slots=True)
@@ -217,8 +214,8 @@ class MemoryTier:
 
 
 def _ends(blobs: Sequence[Tensor]) -> list[int]:
-    """Where each layer ends in one block, if all begin at multiples of `ALIGNMENT`."""
-    return list(accumulate(-(-blob.numel() // ALIGNMENT) * ALIGNMENT for blob in blobs))
+    """Where each layer ends in one block, if all begin at multiples of `LAYER_ALIGNMENT`."""
+    return list(accumulate(-(-blob.numel() // LAYER_ALIGNMENT) * LAYER_ALIGNMENT for blob in blobs))
 
 
 def _into(block: Tensor, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:

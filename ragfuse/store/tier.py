@@ -225,6 +225,8 @@ def told_entry(
 
 Whole = tuple[EntryMeta, tuple[Tensor, ...]]
 """An entry: its description, and all of its pieces."""
+LAYER_ALIGNMENT = 64
+"""Bytes: in files and blocks of memory every layer begins at a multiple of this."""
 
 
 class Counts:

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ragfuse.bench.figure import Wanted
-from ragfuse.bench.paper import run_paper
+from ragfuse_bench.figure import Wanted
+from ragfuse_bench.paper import run_paper
 
 
 def drawn(name: str, title: str, wanted: Wanted, tmp_path: Path) -> dict[str, Any]:

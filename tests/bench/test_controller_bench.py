@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ragfuse_bench import controller
+from ragfuse_bench.controller import ControllerOptions, best_ratio, run_controller
 from rich.console import Console
 
-from ragfuse.bench import controller
-from ragfuse.bench.controller import ControllerOptions, best_ratio, run_controller
 from ragfuse.errors import SettingsError
 
 

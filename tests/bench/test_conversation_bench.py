@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
+from ragfuse_bench.conversation import ConversationOptions, run_conversation
+from ragfuse_bench.dialogues import dialogue_of
+from ragfuse_bench.truncation import perplexity_after, shortened
 from rich.console import Console
 
 from ragfuse import Engine, InputError
-from ragfuse.bench.conversation import ConversationOptions, run_conversation
-from ragfuse.bench.dialogues import dialogue_of
-from ragfuse.bench.truncation import perplexity_after, shortened
 from tests import reference
 
 

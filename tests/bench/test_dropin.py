@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from llama_index.core.embeddings import MockEmbedding
+from ragfuse_bench import dropin
+from ragfuse_bench.dropin import FRAMEWORKS, DropinOptions, counted, draw, lines, require_packages, run_dropin
+from ragfuse_bench.unprepared import Embedders, Material, Question, Run
 from rich.console import Console
 
-from ragfuse.bench import dropin
-from ragfuse.bench.dropin import FRAMEWORKS, DropinOptions, counted, draw, lines, require_packages, run_dropin
-from ragfuse.bench.unprepared import Embedders, Material, Question, Run
 from ragfuse.errors import InputError, RagFuseError, SettingsError
 from ragfuse.settings import Settings
 from tests.tiny import CHUNKS
@@ -102,8 +102,9 @@ def test_the_picture_is_drawn(found: tuple[dict[str, Any], str, Path], tmp_path:
 
 
 def test_other_chunks_for_the_two_are_an_error(tmp_path: Path) -> None:
-    from ragfuse.bench.chains.asks import Said
-    from ragfuse.bench.runner import Sample
+    from ragfuse_bench.chains.asks import Said
+
+    from ragfuse.calibration.runner import Sample
 
     said = [Said("a", ("one",) * 6, 1, 2, Sample(1, 1)), Said("a", ("other",) * 6, 1, 2, Sample(1, 1))]
     rows = [dropin.question_row({"question": "?", "answers": ["a"]}, [(said[0], said[1])])]

@@ -1,8 +1,7 @@
 """The formulas against numbers worked out by hand."""
 
 import pytest
-
-from ragfuse.bench.ideal import Work
+from ragfuse_bench.ideal import Work
 
 SIX = Work(layers=24, chunks=6, chunk_tokens=512, suffix=32, ratio=0.15)
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as slowly
 from hypothesis import strategies as some
-
-from ragfuse.bench.line import LEAST_NBYTES, TICK_S, Line, Trace, constant, drawn, line_to, recorded
+from ragfuse_bench.line import LEAST_NBYTES, TICK_S, Line, Trace, constant, drawn, line_to, recorded
 
 NBYTES = 300_000
 

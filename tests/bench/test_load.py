@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ragfuse_bench.load import LoadOptions, run_load
+from ragfuse_bench.throttle import ThrottledTier
 from rich.console import Console
 
-from ragfuse.bench.load import LoadOptions, run_load
-from ragfuse.bench.throttle import ThrottledTier
 from ragfuse.errors import SettingsError
 from ragfuse.measure.tiers import forget_pages
 from ragfuse.plan.evict import lru

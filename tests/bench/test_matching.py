@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ragfuse_bench.matching import FORMS, MatchingOptions, run_matching
 from rich.console import Console
 from typer.testing import CliRunner
 
-from ragfuse.bench.matching import FORMS, MatchingOptions, run_matching
 from ragfuse.cli.door import app
 from ragfuse.errors import InputError, SettingsError
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ragfuse_bench import paper, storage
+from ragfuse_bench.figure import Wanted
+from ragfuse_bench.paper import FIGURES, run_paper
 from rich.console import Console
 
 from ragfuse import Settings
-from ragfuse.bench import paper, storage
-from ragfuse.bench.figure import Wanted
-from ragfuse.bench.paper import FIGURES, run_paper
 from ragfuse.errors import SettingsError
 from tests.bench.kit import drawn
 from tests.tiny import CHUNKS

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from ragfuse_bench.presets import PRESETS, bench_model, preset
 
-from ragfuse.bench.presets import PRESETS, bench_model, preset
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.blank import random_model
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from ragfuse_bench.figure import Wanted
+from ragfuse_bench.paper import run_paper
+from ragfuse_bench.sessions import figures, run, simulate
+from ragfuse_bench.sessions.lengths import PAPER_TURNS, Lengths, packaged, read_lengths, talks_of, tokens_of
+from ragfuse_bench.sessions.run import Load, SessionOptions, run_sessions
+from ragfuse_bench.sessions.server import GB, SERVERS, Server
+from ragfuse_bench.sessions.simulate import Given, Simulation
+from ragfuse_bench.sessions.tiers import Tiers
+from ragfuse_bench.sessions.trace import Turn, described, drawn, mooncake
 from rich.console import Console
 from typer.testing import CliRunner
 
-from ragfuse.bench.figure import Wanted
-from ragfuse.bench.paper import run_paper
-from ragfuse.bench.sessions import figures, run, simulate
-from ragfuse.bench.sessions.lengths import PAPER_TURNS, Lengths, packaged, read_lengths, talks_of, tokens_of
-from ragfuse.bench.sessions.run import Load, SessionOptions, run_sessions
-from ragfuse.bench.sessions.server import GB, SERVERS, Server
-from ragfuse.bench.sessions.simulate import Given, Simulation
-from ragfuse.bench.sessions.tiers import Tiers
-from ragfuse.bench.sessions.trace import Turn, described, drawn, mooncake
 from ragfuse.cli.door import app
 from ragfuse.errors import InputError
 from ragfuse.plan.evict import RANKS

@@ -8,12 +8,12 @@ from io import StringIO
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ragfuse_bench.figure import Wanted
+from ragfuse_bench.paper import run_paper
+from ragfuse_bench.sessions.loading import BATCH, LAYERS, LOAD_S, PAST, SERVER, layer_times, preloaded_s
 from rich.console import Console
 
 from ragfuse import Settings
-from ragfuse.bench.figure import Wanted
-from ragfuse.bench.paper import run_paper
-from ragfuse.bench.sessions.loading import BATCH, LAYERS, LOAD_S, PAST, SERVER, layer_times, preloaded_s
 from ragfuse.plan.look_ahead import read_buffer
 
 

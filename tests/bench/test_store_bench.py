@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ragfuse_bench.store import StoreOptions, run_store
 from rich.console import Console
 
-from ragfuse.bench.store import StoreOptions, run_store
 from ragfuse.errors import SettingsError
 
 

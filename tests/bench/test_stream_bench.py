@@ -6,13 +6,13 @@ import io
 
 import pytest
 import torch
+from ragfuse_bench.codec.kv import Continued
+from ragfuse_bench.codec.links import PAPER_LOAD_OVER_TEXT
+from ragfuse_bench.stream.lines import Scale, drawn_by_piece, published
+from ragfuse_bench.stream.material import Cut, Judge, context_kv, long_readings
+from ragfuse_bench.stream.run import METHODS, StreamOptions, run_stream
 from rich.console import Console
 
-from ragfuse.bench.codec.kv import Continued
-from ragfuse.bench.codec.links import PAPER_LOAD_OVER_TEXT
-from ragfuse.bench.stream.lines import Scale, drawn_by_piece, published
-from ragfuse.bench.stream.material import Cut, Judge, context_kv, long_readings
-from ragfuse.bench.stream.run import METHODS, StreamOptions, run_stream
 from ragfuse.errors import SettingsError
 from ragfuse.fuse.fusor import CachedRun
 from ragfuse.hf.model import HFModel

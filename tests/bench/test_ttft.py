@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ragfuse_bench import ttft
+from ragfuse_bench.ttft import TtftOptions, run_ttft
 from rich.console import Console
 
-from ragfuse.bench import ttft
-from ragfuse.bench.runner import Runner, Sample, Times
-from ragfuse.bench.ttft import TtftOptions, run_ttft
+from ragfuse.calibration.runner import Runner, Sample, Times
 from ragfuse.errors import SettingsError
 
 KEYS = {

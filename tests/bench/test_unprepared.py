@@ -14,13 +14,11 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.language_models import FakeListChatModel
 from llama_index.core.embeddings import MockEmbedding
 from llama_index.core.llms import MockLLM
-from rich.console import Console
-
-from ragfuse.bench import unprepared
-from ragfuse.bench.chains import doors as programs
-from ragfuse.bench.chains.doors import TOP
-from ragfuse.bench.chains.places import Prompted, Reply, prompted
-from ragfuse.bench.unprepared import (
+from ragfuse_bench import unprepared
+from ragfuse_bench.chains import doors as programs
+from ragfuse_bench.chains.doors import TOP
+from ragfuse_bench.chains.places import Prompted, Reply, prompted
+from ragfuse_bench.unprepared import (
     DOORS,
     Embedders,
     Ledger,
@@ -36,6 +34,8 @@ from ragfuse.bench.unprepared import (
     show,
     span_of,
 )
+from rich.console import Console
+
 from ragfuse.errors import InputError, RagFuseError, SettingsError
 from ragfuse.settings import Settings
 from tests.tiny import CHUNKS

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+from ragfuse_bench.presets import bench_model
 from rich.console import Console
 
 from benchmarks.peers.__main__ import run, show
 from benchmarks.peers.peers import OFFERS, Offer, Transformers
 from benchmarks.peers.prompts import DRAWN, recurring
-from ragfuse.bench.presets import bench_model
 from ragfuse.settings import Settings
 
 

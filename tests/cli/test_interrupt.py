@@ -8,10 +8,10 @@ import sys
 import time
 
 import pytest
+from ragfuse_bench.quality import report
 from typer.testing import CliRunner
 
-from ragfuse.bench import runner
-from ragfuse.bench.quality import report
+from ragfuse.calibration import runner
 from ragfuse.cli.door import app
 from ragfuse.plan.evict import lru
 from ragfuse.store import DiskTier, KVStore

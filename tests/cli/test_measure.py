@@ -18,7 +18,7 @@ def run(tiny_settings, tmp_path, monkeypatch):
     """Runs a command over the tiny model in a home of its own; what is measured is short."""
     short = {"longest": 128, "rounds": 1}
     monkeypatch.setattr(
-        "ragfuse.engine.planner.measure", lambda *given, **more: measuring.measure(*given, **short, **more)
+        "ragfuse.engine.machine_timings.measure", lambda *given, **more: measuring.measure(*given, **short, **more)
     )
     for name, value in (("HOME", tmp_path / "user"), ("MODEL", tiny_settings.model), ("DTYPE", "float32")):
         monkeypatch.setenv(f"RAGFUSE_{name}", str(value))

@@ -9,10 +9,10 @@ from io import StringIO
 
 import pytest
 import torch
+from ragfuse_bench.line import Line, constant, line_to
 from rich.console import Console
 
 from ragfuse import Ask, Engine
-from ragfuse.bench.line import Line, constant, line_to
 from ragfuse.cli.show import show_trace
 from ragfuse.codec import RawCodec
 from ragfuse.engine import generate as answering

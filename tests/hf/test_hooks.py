@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ragfuse.bench.deviation import attention_of
+from ragfuse.calibration.deviation import attention_of
 from ragfuse.fuse.fusor import Buffers, Fusion
 from ragfuse.fuse.select import policy_named
 from ragfuse.hf.handover import generate

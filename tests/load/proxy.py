@@ -10,9 +10,9 @@ import json
 from importlib.resources import files
 from pathlib import Path
 
-from ragfuse.bench.line import Trace, recorded
+from ragfuse_bench.line import Trace, recorded
 
-TRACES = Path(str(files("ragfuse.bench"))) / "sets" / "bandwidth.json"
+TRACES = Path(str(files("ragfuse_bench"))) / "sets" / "bandwidth.json"
 
 
 def published() -> dict[str, Trace]:

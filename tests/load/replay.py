@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from ragfuse.bench.line import constant
-from ragfuse.bench.stream.lines import Course, Scale
+from ragfuse_bench.line import constant
+from ragfuse_bench.stream.lines import Course, Scale
+
 from ragfuse.load.link import Link
 from ragfuse.load.piece import PendingRead
 from ragfuse.load.stream import Stream

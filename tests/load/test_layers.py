@@ -9,7 +9,7 @@ import pytest
 
 from ragfuse.load.layers import LayerReader
 from ragfuse.plan.evict import lru
-from ragfuse.plan.steps import AHEAD, READ_NBYTES
+from ragfuse.plan.steps import AHEAD, STEP_NBYTES
 from ragfuse.store import DiskTier, KVStore, MemoryTier
 from ragfuse.types.kv import ChunkKV
 from ragfuse.types.plan import Fetch
@@ -29,7 +29,7 @@ def store(tmp_path) -> Iterator[KVStore]:
 
 def fetches(*tiers: str, a_read: int = 1) -> list[Fetch]:
     """Chunks of which at most `a_read` layers fit into one read."""
-    nbytes = READ_NBYTES * LAYERS // a_read
+    nbytes = STEP_NBYTES * LAYERS // a_read
     return [Fetch(2 * number, key(number), tier, "raw", nbytes) for number, tier in enumerate(tiers)]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from ragfuse_bench.line import constant
+from ragfuse_bench.stream.lines import Course, drawn_by_piece, published
 
-from ragfuse.bench.line import constant
-from ragfuse.bench.stream.lines import Course, drawn_by_piece, published
 from tests.load.replay import BASE_S, INT8, OVER_INT8, PIECES, SCALE, TEXT_S, replayed
 
 DRAWN = [drawn_by_piece(seed, PIECES, SCALE) for seed in range(100)]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from ragfuse_bench.line import Line, Trace, constant, drawn, line_to
 
-from ragfuse.bench.line import Line, Trace, constant, drawn, line_to
 from ragfuse.load.link import Link, Links
 from ragfuse.load.stream import Stream
 from ragfuse.load.terms import (

@@ -296,7 +296,7 @@ def test_the_command_line_takes_loading_options(tiny_settings: Settings, monkeyp
         monkeypatch.setenv(f"RAGFUSE_{name}", str(value))
     seen: list[str] = []
     monkeypatch.setattr(
-        "ragfuse.engine.engine.loaded",
+        "ragfuse.engine.runtime.loaded",
         lambda settings, profiles, given: seen.append(json.dumps(settings.model_kwargs)) or load_model(settings.model),
     )
     options = '{"attn_implementation": "eager"}'

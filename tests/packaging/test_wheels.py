@@ -24,7 +24,7 @@ WANTED = {
         "ragfuse/py.typed",
         "ragfuse/models/adapters/smollm2-135m-reader/adapter_model.safetensors",
         "ragfuse/models/adapters/smollm2-135m-reader/drift.safetensors",
-        "ragfuse/bench/sets/squad_held_out.json",
+        "ragfuse_bench/sets/squad_held_out.json",
         "ragfuse/demo/corpus/warsaw.md",
         "ragfuse/demo/questions.json",
         "ragfuse/store/redis.lua",

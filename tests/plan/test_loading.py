@@ -161,7 +161,7 @@ def test_a_deadline_bounds_the_ratio_and_never_below_the_least():
 def test_a_prompt_that_nothing_is_known_of_is_foretold_as_full_prefill():
     found = planned(["", ""])
     assert (found.fetches, found.forecast.ttft_s) == ((), found.forecast.full_s)
-    assert found.refused("nothing").forecast.ttft_s == found.forecast.full_s
+    assert found.with_full_prefill("nothing").forecast.ttft_s == found.forecast.full_s
 
 
 def test_a_slow_tier_is_read_in_smaller_steps_and_a_fast_one_is_not():

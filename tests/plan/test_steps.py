@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.steps import AHEAD, READ_NBYTES, layers_a_read, room, spans, steps
+from ragfuse.plan.steps import AHEAD, STEP_NBYTES, layers_a_read, room, spans, steps
 
 
 @given(st.integers(0, 200), st.integers(1, 200))
@@ -36,8 +36,8 @@ def test_steps_by_hand(n_layers, most, wanted):
 def test_as_many_layers_are_read_together_as_fit_and_at_least_one(nbytes, n_layers):
     most = layers_a_read(nbytes, n_layers)
     assert 1 <= most <= n_layers
-    assert most == 1 or most * nbytes <= READ_NBYTES * n_layers
-    assert most == n_layers or (most + 1) * nbytes > READ_NBYTES * n_layers
+    assert most == 1 or most * nbytes <= STEP_NBYTES * n_layers
+    assert most == n_layers or (most + 1) * nbytes > STEP_NBYTES * n_layers
 
 
 def test_some_layers_may_wait_and_at_least_one_read():

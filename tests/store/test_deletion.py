@@ -170,7 +170,7 @@ def learn(engine, text, persistent=True):
     return ids
 
 
-@pytest.mark.parametrize("lasts", [True, False])
+@pytest.mark.parametrize("persistent", [True, False])
 def test_passages_that_were_learnt_from_a_text_go_with_it(engine, persistent):
     whole = f"{CHUNKS[1]} And then: {CHUNKS[2]}"
     inside, across = CHUNKS[1][10:-10], f"{CHUNKS[0]} {CHUNKS[1][:50]}"

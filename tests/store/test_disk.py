@@ -645,7 +645,7 @@ def test_closing_while_others_read_is_safe(tier):
 
 
 def test_layers_larger_than_a_piece_are_read_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("ragfuse.store.chunkfile.READ_NBYTES", 700)
+    monkeypatch.setattr("ragfuse.store.chunkfile.FILE_READ_NBYTES", 700)
     wanted = kv(3, n=5, n_layers=7)
     tier = DiskTier(tmp_path, 1 << 20, lru)
     assert tier.write(A, *encoded(wanted))

@@ -129,7 +129,7 @@ def test_sessions_over_a_full_disk_go_on_from_every_turn_and_the_trace_names_wha
         assert [message.text for message in session.messages][1::2] == [answer.text for answer in answers]
         assert answers[0].trace.unsaved == ()
         for answer in answers[1:]:
-            assert any("book" in what for what in answer.trace.unsaved), answer.trace.unsaved
+            assert any("catalog" in what for what in answer.trace.unsaved), answer.trace.unsaved
         assert engine.store.stats().dropped_writes > 0
         assert sum("is left out" in record.message for record in caplog.records) == 1
         for tier in engine.store.tiers[-2:]:

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from ragfuse_bench.codec import compare, report, speed
+from ragfuse_bench.codec.coded import codecs_of, coded, coder_of, fp16_nbytes, ideas_of
+from ragfuse_bench.codec.report import run_codec
+from ragfuse_bench.figure import Wanted
+from ragfuse_bench.paper import run_paper
+from ragfuse_bench.presets import bench_model
 from rich.console import Console
 
 from ragfuse import Settings
-from ragfuse.bench.codec import compare, report, speed
-from ragfuse.bench.codec.coded import codecs_of, coded, coder_of, fp16_nbytes, ideas_of
-from ragfuse.bench.codec.report import run_codec
-from ragfuse.bench.figure import Wanted
-from ragfuse.bench.paper import run_paper
-from ragfuse.bench.presets import bench_model
 from ragfuse.codec import LEVEL_NAMES
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel

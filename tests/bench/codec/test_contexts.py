@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+from ragfuse_bench.codec.contexts import FOLLOW, PASSAGES, absent, held_out, read_contexts, read_questions
+from ragfuse_bench.presets import bench_model
 
-from ragfuse.bench.codec.contexts import FOLLOW, PASSAGES, absent, held_out, read_contexts, read_questions
-from ragfuse.bench.presets import bench_model
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
 

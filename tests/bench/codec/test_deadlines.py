@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ragfuse_bench.figure import Figure, Wanted, run_figure
+from ragfuse_bench.paper import run_paper
 from rich.console import Console
 
 from ragfuse import Settings
-from ragfuse.bench.figure import Figure, Wanted, run_figure
-from ragfuse.bench.paper import run_paper
 from ragfuse.errors import InputError
 
 MEASURED = {

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from ragfuse_bench.codec.figures import CACHEGEN
+from ragfuse_bench.codec.insight import PARTS
+from ragfuse_bench.codec.statistics import Entropies, bits, variance_of
+from ragfuse_bench.figure import Wanted
+from ragfuse_bench.paper import run_paper
 from rich.console import Console
 
 from ragfuse import Settings
-from ragfuse.bench.codec.figures import CACHEGEN
-from ragfuse.bench.codec.insight import PARTS
-from ragfuse.bench.codec.statistics import Entropies, bits, variance_of
-from ragfuse.bench.figure import Wanted
-from ragfuse.bench.paper import run_paper
 from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.profiles import ModelProfile
 
@@ -104,5 +104,5 @@ def test_groups_of_channel_and_layer_tell_the_most(wanted: Wanted, tmp_path: Pat
 
 def test_kept_kv_is_taken_by_the_next_figure(wanted: Wanted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = run("cg-fig3", wanted, tmp_path)
-    monkeypatch.setattr("ragfuse.bench.codec.kv.Bank._keep", lambda *_: pytest.fail("it was computed twice"))
+    monkeypatch.setattr("ragfuse_bench.codec.kv.Bank._keep", lambda *_: pytest.fail("it was computed twice"))
     assert run("cg-fig3", wanted, tmp_path) == first

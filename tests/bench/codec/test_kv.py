@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from ragfuse_bench.codec.answers import RAW, ask_all, scores
+from ragfuse_bench.codec.contexts import Question, Reading
+from ragfuse_bench.codec.fidelity import Told, mean_loss, rounded, rounded_between
+from ragfuse_bench.codec.kv import Bank, Continued, before_rope
+from ragfuse_bench.presets import bench_model
 from rich.console import Console
 
-from ragfuse.bench.codec.answers import RAW, ask_all, scores
-from ragfuse.bench.codec.contexts import Question, Reading
-from ragfuse.bench.codec.fidelity import Told, mean_loss, rounded, rounded_between
-from ragfuse.bench.codec.kv import Bank, Continued, before_rope
-from ragfuse.bench.presets import bench_model
 from ragfuse.hf.model import HFModel
 from ragfuse.types.kv import ChunkKV
 

@@ -1,8 +1,7 @@
 """Seconds over links follow from what was measured: bytes over bandwidth, decoding behind what comes, one factor."""
 
 import pytest
-
-from ragfuse.bench.codec.links import PAPER_LOAD_OVER_TEXT, PIECE_TOKENS, Costs, row, ttft
+from ragfuse_bench.codec.links import PAPER_LOAD_OVER_TEXT, PIECE_TOKENS, Costs, row, ttft
 
 COSTS = Costs(
     lengths=(500, 1000, 6000),

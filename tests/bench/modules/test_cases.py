@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from ragfuse_bench.modules.cases import FOLDER_SETS, USES, documents, long_schema, of_documents, over_all, sets_of, uses
+from ragfuse_bench.quality.cases import Packing
 
-from ragfuse.bench.modules.cases import FOLDER_SETS, USES, documents, long_schema, of_documents, over_all, sets_of, uses
-from ragfuse.bench.quality.cases import Case, Packing
-from ragfuse.bench.quality.wording import ASKED
+from ragfuse.calibration.case import Case
+from ragfuse.calibration.prompts import ASKED
 from ragfuse.errors import SettingsError
 from ragfuse.schemas.bind import bind
 from ragfuse.schemas.layout import lay_out

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from ragfuse_bench.figure import Wanted
+from ragfuse_bench.modules.figures import PROMPTCACHE
+from ragfuse_bench.modules.shapes import SHAPES, Shape, sizes
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ragfuse import Settings
-from ragfuse.bench.figure import Wanted
-from ragfuse.bench.modules.figures import PROMPTCACHE
-from ragfuse.bench.modules.shapes import SHAPES, Shape, sizes
 from tests.bench.kit import drawn
 from tests.tiny import CHUNKS
 

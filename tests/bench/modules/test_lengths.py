@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from ragfuse_bench.modules.lengths import LONG, MOSTLY, growth, mostly_cached, notes
 from rich.console import Console
 
-from ragfuse.bench.modules.lengths import LONG, MOSTLY, growth, mostly_cached, notes
-from ragfuse.bench.runner import Runner
+from ragfuse.calibration.runner import Runner
 from ragfuse.errors import InputError
 
 

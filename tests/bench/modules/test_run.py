@@ -7,16 +7,16 @@ import json
 from pathlib import Path
 
 import pytest
+from ragfuse_bench.modules import memory
+from ragfuse_bench.modules.asked import first_logits, measured, registered
+from ragfuse_bench.modules.cases import ModuleCase, uses
+from ragfuse_bench.modules.memory import Batch, batch_memory
+from ragfuse_bench.modules.memory import measured as in_this_process
+from ragfuse_bench.modules.run import ModuleOptions, by_set, run_modules
 from rich.console import Console
 
 from ragfuse import Ask, Engine, Settings
-from ragfuse.bench.modules import memory
-from ragfuse.bench.modules.asked import first_logits, measured, registered
-from ragfuse.bench.modules.cases import ModuleCase, uses
-from ragfuse.bench.modules.memory import Batch, batch_memory
-from ragfuse.bench.modules.memory import measured as in_this_process
-from ragfuse.bench.modules.run import ModuleOptions, by_set, run_modules
-from ragfuse.bench.runner import Runner
+from ragfuse.calibration.runner import Runner
 from ragfuse.schemas.pml import parse_prompt, parse_schema
 from tests.tiny import CHUNKS
 

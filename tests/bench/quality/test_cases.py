@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ragfuse_bench.quality.cases import Packing, pack, read_cases
 
-from ragfuse.bench.quality.cases import Case, Packing, pack, read_cases
+from ragfuse.calibration.case import Case
 from ragfuse.errors import InputError
 
 
@@ -109,7 +110,7 @@ def test_what_is_too_long_is_cut_evenly(tmp_path: Path) -> None:
 def test_the_held_out_set_has_enough_questions_and_every_answer_stands_in_a_chunk() -> None:
     cases = read_cases("held-out", Packing(words))
     assert len(cases) >= 300
-    articles = json.loads((Path(str(files("ragfuse.bench"))) / "sets" / "squad_held_out.json").read_text())["data"]
+    articles = json.loads((Path(str(files("ragfuse_bench"))) / "sets" / "squad_held_out.json").read_text())["data"]
     assert {article["title"] for article in articles} == {
         "Packet switching", "1973 oil crisis", "French and Indian War",
     }  # fmt: skip
@@ -125,8 +126,8 @@ def test_our_own_set_asks_over_one_and_over_several_chunks() -> None:
 
 
 def test_every_quote_of_our_own_set_stands_in_one_paragraph_of_the_prompt() -> None:
-    folder = Path(__file__).parents[3] / "ragfuse" / "bench" / "sets"
-    rows = json.loads((folder / "demo_questions.json").read_text())["questions"]
+    folder = Path(__file__).parents[3] / "ragfuse" / "demo"
+    rows = json.loads((folder / "all_questions.json").read_text())["questions"]
     several = [row for row in rows if row["kind"] == "multi"]
     assert len(several) >= 20
     for row, case in zip(rows, read_cases("demo", Packing(words)), strict=True):

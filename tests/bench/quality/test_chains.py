@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ragfuse_bench.quality.chains import run_chain
 
 from ragfuse import Engine, Settings
-from ragfuse.bench.quality.cases import Case
-from ragfuse.bench.quality.chains import CHAINS, run_chain
+from ragfuse.calibration.case import Case
+from ragfuse.calibration.methods import CHAINS
 from ragfuse.models.loader import load_model
 from ragfuse.plan.evict import lru
 from ragfuse.store import KVStore, MemoryTier

@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from ragfuse_bench.quality import run
+from ragfuse_bench.quality.report import run_quality
+from ragfuse_bench.quality.run import Plan, measure
+from ragfuse_bench.quality.table import results_of
 from rich.console import Console
 
 from ragfuse import Settings
-from ragfuse.bench.deviation import attention_of
-from ragfuse.bench.fidelity import plain_reuse
-from ragfuse.bench.quality import run
-from ragfuse.bench.quality.cases import Case
-from ragfuse.bench.quality.methods import Lab, Method, methods_of, wrong_mask
-from ragfuse.bench.quality.report import run_quality
-from ragfuse.bench.quality.run import Plan, Row, measure
-from ragfuse.bench.quality.table import results_of
+from ragfuse.calibration.case import Case
+from ragfuse.calibration.comparison import Row
+from ragfuse.calibration.deviation import attention_of
+from ragfuse.calibration.fidelity import plain_reuse
+from ragfuse.calibration.methods import Lab, Method, methods_of, wrong_mask
 from ragfuse.errors import ModelError, SettingsError
 from ragfuse.hf.model import HFModel
 from ragfuse.models.loader import load_model

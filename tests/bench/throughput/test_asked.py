@@ -8,9 +8,9 @@ from math import log
 
 from hypothesis import given
 from hypothesis import strategies as st
+from ragfuse_bench.throughput.asked import TOP, drawn, each_once, top, wordings
 
-from ragfuse.bench.quality.cases import Case
-from ragfuse.bench.throughput.asked import TOP, drawn, each_once, top, wordings
+from ragfuse.calibration.case import Case
 
 QUESTIONS = (
     "In what year was the film The Green Door released?",

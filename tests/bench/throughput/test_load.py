@@ -12,8 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-
-from ragfuse.bench.throughput.load import Heard, arrivals, ask, counted, offer, one_by_one, percentile, summed
+from ragfuse_bench.throughput.load import Heard, arrivals, ask, counted, offer, one_by_one, percentile, summed
 
 
 def event(told: Any) -> bytes:

@@ -16,13 +16,11 @@ import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
-
-from ragfuse import Settings
-from ragfuse.bench.figure import Wanted
-from ragfuse.bench.paper import run_paper
-from ragfuse.bench.throughput import figure
-from ragfuse.bench.throughput.run import (
+from ragfuse_bench.cli.throughput import sets_of
+from ragfuse_bench.figure import Wanted
+from ragfuse_bench.paper import run_paper
+from ragfuse_bench.throughput import figure
+from ragfuse_bench.throughput.run import (
     SOONER,
     Measured,
     ThroughputOptions,
@@ -32,8 +30,10 @@ from ragfuse.bench.throughput.run import (
     rate_at,
     run_throughput,
 )
-from ragfuse.bench.throughput.served import serving
-from ragfuse.cli.load_benches import sets_of
+from ragfuse_bench.throughput.served import serving
+from rich.console import Console
+
+from ragfuse import Settings
 from ragfuse.errors import RagFuseError, SettingsError
 from tests.tiny import CHUNKS, ROOT
 
@@ -93,7 +93,7 @@ def test_a_tiny_load_has_the_wanted_keys_and_loses_nothing(settings, questions, 
 def test_each_method_reuses_what_it_is_said_to(settings, questions):
     from http.client import HTTPConnection
 
-    from ragfuse.bench.throughput.run import METHODS, _Bench, _cases
+    from ragfuse_bench.throughput.run import METHODS, _Bench, _cases
 
     options = ThroughputOptions(sets=(str(questions),), **TINY)
     cases = _cases(settings, options)
@@ -116,7 +116,7 @@ def test_each_method_reuses_what_it_is_said_to(settings, questions):
 
 
 def figure_requests(cases):
-    from ragfuse.bench.throughput.asked import each_once
+    from ragfuse_bench.throughput.asked import each_once
 
     return each_once(cases[:1], 0)
 

@@ -1,0 +1,89 @@
+"""What changed KV does to answers: F1 on questions over passages, beside raw KV's, and agreement along raw's answers.
+
+Every reading's KV is computed once, and changed once for each way; all of its questions are asked behind it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from ragfuse_bench.codec.contexts import Question, Reading
+from ragfuse_bench.codec.kv import Bank, Continued, Said
+from rich.console import Console
+
+from ragfuse.calibration.metrics import f1
+from ragfuse.calibration.prompts import NEW_TOKENS
+from ragfuse.calibration.runner import progress
+from ragfuse.calibration.stats import difference_interval, mean_interval
+from ragfuse.hf.model import HFModel
+from ragfuse.hf.rounding_error import kl
+from ragfuse.types.kv import ChunkKV
+
+RAW = "raw"
+WORTH = 0.3
+"""The least F1 of raw KV at which a difference of F1 says anything."""
+Change = Callable[[ChunkKV], ChunkKV]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question answered one way: its F1, and how close the distribution stays along raw KV's own answer."""
+
+    question: str
+    f1: float
+    same: bool
+    kl: float
+    top1: float
+
+
+def ask_all(
+    readings: Sequence[Reading], bank: Bank, ways: Mapping[str, Change], console: Console
+) -> dict[str, list[Row]]:
+    """Every question by raw KV and each way of changing it, in order."""
+    found = defaultdict[str, list[Row]](list)
+    with progress(console) as bar:
+        for reading in bar.track(readings, description="questions"):
+            kv = bank.kv(reading.token_ids)
+            raw = Continued(bank.model, kv)
+            told = [raw.answer(question.token_ids, NEW_TOKENS["answer"]) for question in reading.questions]
+            asked = list(zip(reading.questions, told, strict=True))
+            found[RAW] += [_row(bank.model, question, wanted, wanted) for question, wanted in asked]
+            for name, change in ways.items():
+                other = Continued(bank.model, change(kv))
+                found[name] += [_row(bank.model, q, wanted, _again(other, q, wanted)) for q, wanted in asked]
+    return dict(found)
+
+
+def _again(other: Continued, question: Question, wanted: Said) -> Said:
+    return other.answer(question.token_ids, NEW_TOKENS["answer"], wanted.token_ids)
+
+
+def _row(model: HFModel, question: Question, wanted: Said, mine: Said) -> Row:
+    same = (mine.along.argmax(-1) == wanted.along.argmax(-1)).float().mean()
+    score = f1(model.text(mine.token_ids), question.answers)
+    away = max(0.0, kl(wanted.along, mine.along))
+    return Row(question.id, score, mine.token_ids == wanted.token_ids, away, float(same))
+
+
+def scores(found: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, Any]]:
+    """By way: n, F1 and its difference to raw KV's with 95% intervals, share of equal answers, KL and top-1."""
+    raw = [row.f1 for row in found[RAW]]
+    return {name: _score(rows, raw) for name, rows in found.items()}
+
+
+def _score(rows: Sequence[Row], raw: Sequence[float]) -> dict[str, Any]:
+    mine = [row.f1 for row in rows]
+    return {
+        "n": len(rows),
+        "f1": mean(mine),
+        "f1_ci": list(mean_interval(mine)),
+        "f1_delta": mean(mine) - mean(raw),
+        "f1_delta_ci": list(difference_interval(mine, raw)),
+        "same_answer": mean(float(row.same) for row in rows),
+        "kl_answers": mean(row.kl for row in rows),
+        "top1_answers": mean(row.top1 for row in rows),
+    }

@@ -1,0 +1,392 @@
+"""`ragfuse bench dropin`: the same chain and the same query engine, with Hugging Face's model class and then with ours.
+
+The four programs are in `chains/`: real questions over real articles, retrieved by the embedded embedder. What is timed
+is what a person waits for: from the question to the first text of the answer's stream, retrieval included. The lines
+that a swap takes are counted in the programs' own source. Nothing is indexed: what is reused was learnt in the round
+that warms up, and the rounds behind it ask the very same prompts.
+
+What is learnt how soon, through more doors and beside a store that was filled, is measured in `unprepared.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from difflib import SequenceMatcher
+from importlib import import_module
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from ragfuse_bench.chains.asks import MAKERS, Ask, Said
+from ragfuse_bench.unprepared import (
+    DOORS,
+    PASSAGES,
+    Embedders,
+    Run,
+    draw_shares,
+    held_out,
+    require_doors,
+    run_unprepared,
+    show,
+)
+from rich.console import Console
+from rich.table import Table
+
+from ragfuse.calibration.metrics import is_right, normalise
+from ragfuse.calibration.plots import saved
+from ragfuse.calibration.runner import Times, circumstances, progress, speedup, thread_count
+from ragfuse.engine.engine import Engine
+from ragfuse.errors import InputError, RagFuseError, SettingsError
+from ragfuse.models import quietly
+from ragfuse.models.dtypes import settled
+from ragfuse.settings import Settings
+
+NEEDED = MappingProxyType(
+    {
+        "langchain_community": "ragfuse-kv[demo]",
+        "langchain_huggingface": "ragfuse-kv[demo]",
+        "langchain_ragfuse": "langchain-ragfuse",
+        "llama_index.core": "ragfuse-kv[llama-index]",
+        "llama_index.embeddings.huggingface": "ragfuse-kv[llama-index]",
+        "llama_index.llms.huggingface": "ragfuse-kv[llama-index]",
+        "llama_index.llms.ragfuse": "llama-index-llms-ragfuse",
+    }
+)
+"""What the four programs import, and what brings it."""
+FRAMEWORKS = ("langchain", "llama_index")
+NAMES = MappingProxyType({"langchain": "LangChain", "llama_index": "LlamaIndex"})
+THEIRS = MappingProxyType({"langchain": "HuggingFacePipeline", "llama_index": "HuggingFaceLLM"})
+OURS = MappingProxyType({"langchain": "ChatRagFuse", "llama_index": "RagFuseLLM"})
+"""The classes that are swapped, by framework."""
+TOP = 6
+"""Chunks of a prompt."""
+ROOM = 6 << 30
+"""Bytes of KV kept in memory."""
+
+
+@dataclass(frozen=True)
+class DropinOptions:
+    """What to measure. questions: of the demo's, all on one article; splits: the article's first so many chunks.
+
+    swap: whether Hugging Face's classes are measured beside ours. doors: names of `unprepared.DOORS`; asked: questions
+    that go through each.
+    """
+
+    model: str = "smollm2-135m-reader"
+    dtype: str = "auto"
+    article: str = "french-and-indian-war"
+    questions: int = 4
+    splits: int = 24
+    chunk_tokens: int = 512
+    rounds: int = 3
+    threads: int = 1
+    swap: bool = True
+    doors: tuple[str, ...] = tuple(DOORS)
+    asked: int = PASSAGES
+    plot: Path | None = None
+    home: Path = field(default_factory=lambda: Settings().home)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise SettingsError(f"--dtype is '{self.dtype}'; wanted auto, float32 or bfloat16.")
+        if min(self.questions, self.rounds, self.threads) < 1 or self.splits < TOP or self.chunk_tokens < 16:
+            raise SettingsError(f"Questions and rounds are from 1 on, chunks from {TOP} on, of 16 tokens or more.")
+        held_out(self.asked)  # so many questions there are
+        if not self.swap and not self.doors:
+            raise SettingsError("Nothing is left to measure: leave out --no-swap, or name --doors.")
+
+
+def run_dropin(options: DropinOptions, console: Console) -> dict[str, Any]:
+    """The result as plain JSON types; `console` shows progress and the tables."""
+    require(options)
+    options.home.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"model": options.model}
+    with thread_count(options.threads), _quiet(), quietly(options.home):
+        if options.swap:
+            result |= _swapped(options, console)
+        if options.doors:
+            settings = settled(_settings(options))
+            run = Run(settings, held_out(options.asked), Embedders.embedded(settings), options.threads)
+            result |= {"dtype": settings.dtype, **run_unprepared(run, options.doors, console)}
+    given = {key: value for key, value in asdict(options).items() if key not in ("home", "plot")}
+    result |= {
+        "clock": "wall",
+        "timed": "from the question to the first text of the answer's stream, retrieval included",
+        "options": given,
+        "chunks": TOP,
+        "rounds": options.rounds,
+        **circumstances(torch.device("cpu"), options.threads),
+    }
+    _show(result, console)
+    if options.plot is not None:
+        draw(result, options.plot)
+    return result
+
+
+def require(options: DropinOptions) -> None:
+    """InputError that names what is missing for what is to be measured, and what brings it."""
+    require_packages()
+    require_doors(options.doors, _settings(options))
+
+
+def _swapped(options: DropinOptions, console: Console) -> dict[str, Any]:
+    """Both frameworks' figures, by name, and the dtype."""
+    with (
+        tempfile.TemporaryDirectory(dir=options.home, prefix="dropin-") as folder,
+        Engine(_swap_settings(options, Path(folder))) as engine,
+    ):
+        asked, splits = _material(options, engine)
+        found: dict[str, Any] = {"dtype": engine.settings.dtype}
+        for name in FRAMEWORKS:
+            theirs, ours = (make(engine, splits) for make in MAKERS[name])
+            found[name] = _measure(name, theirs, ours, asked, options, engine, console)
+            del theirs, ours
+            gc.collect()
+    return found
+
+
+def _settings(options: DropinOptions, folder: Path | None = None) -> Settings:
+    """All KV in memory, and in a folder that goes away afterwards; None: it is named later."""
+    named: dict[str, Any] = {"model": options.model, "dtype": options.dtype, "home": options.home}
+    return Settings(**named, store=folder, memory_bytes=ROOM)
+
+
+def _swap_settings(options: DropinOptions, folder: Path) -> Settings:
+    """The same without prefix caching: rounds ask the same prompts, of which nothing would be left to compute."""
+    return _settings(options, folder).model_copy(update={"prefix_cache": False})
+
+
+def require_packages() -> None:
+    """InputError that names what is missing and what brings it."""
+    missing = {extra: name for name, extra in NEEDED.items() if not _is_there(name)}
+    if missing:
+        raise InputError(
+            f"Wanted both frameworks with Hugging Face's models and with ours, found no {', '.join(missing.values())}. "
+            f"Install: pip install {' '.join(repr(extra) for extra in missing)}"
+        )
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # what it is in is missing
+        return False
+
+
+def _material(options: DropinOptions, engine: Engine) -> tuple[list[dict[str, Any]], list[str]]:
+    """Questions on one article, and its text in chunks of up to so many tokens by LangChain's splitter."""
+    from langchain_text_splitters import RecursiveCharacterTextSplitter
+
+    splitter = RecursiveCharacterTextSplitter.from_huggingface_tokenizer(
+        engine.model.tokenizer, chunk_size=options.chunk_tokens, chunk_overlap=0
+    )
+    own = json.loads((files("ragfuse") / "demo" / "all_questions.json").read_text("utf-8"))
+    mine = [each for each in own["questions"] if each["support"][0]["article"] == options.article]
+    file = files("ragfuse") / "demo" / "corpus" / f"{options.article}.md"
+    text = file.read_text("utf-8") if file.is_file() else ""
+    splits = [split.strip() for split in splitter.split_text(text)][: options.splits]
+    if not mine or len(splits) < TOP:
+        raise SettingsError(
+            f"Wanted an article of the demo with questions and {TOP} chunks, found '{options.article}'."
+        )
+    return mine[: options.questions], splits
+
+
+# measuring
+
+
+def _measure(
+    name: str,
+    theirs: Ask,
+    ours: Ask,
+    asked: Sequence[Mapping[str, Any]],
+    options: DropinOptions,
+    engine: Engine,
+    console: Console,
+) -> dict[str, Any]:
+    """A framework's figures: every question by both in turn, `rounds` times after one to warm up."""
+    pairs: list[list[tuple[Said, Said]]] = []
+    with progress(console) as bar:
+        task = bar.add_task(NAMES[name], total=(options.rounds + 1) * len(asked))
+        for _ in range(options.rounds + 1):
+            pairs.append([])
+            for item in asked:
+                pairs[-1].append((theirs(item["question"]), ours(item["question"])))
+                engine.flush()  # what is kept after an answer is no part of the next
+                bar.advance(task)
+    return summary(name, [question_row(item, [each[index] for each in pairs[1:]]) for index, item in enumerate(asked)])
+
+
+def summary(name: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A framework's figures over all questions; RagFuseError when the two models were given different chunks."""
+    if not all(row["same_documents"] for row in rows):
+        raise RagFuseError(f"Wanted the same chunks for both models of {NAMES[name]}, found others. This is a bug.")
+    return {
+        "ttft_ratio": median(row["ttft_ratio"] for row in rows),
+        "ttft_ratio_cpu": median(row["ttft_ratio_cpu"] for row in rows),
+        "same_documents": True,
+        "agree": sum(row["agree"] for row in rows) / len(rows),
+        "right_theirs": sum(row["right_theirs"] for row in rows),
+        "right_ours": sum(row["right_ours"] for row in rows),
+        "tokens_reused": sum(row["tokens_reused"] for row in rows),
+        "tokens_in_all": sum(row["tokens"] for row in rows),
+        "tokens": round(sum(row["tokens"] for row in rows) / len(rows)),
+        "theirs_s": median(row["theirs"]["wall_s"]["median"] for row in rows),
+        "ours_s": median(row["ours"]["wall_s"]["median"] for row in rows),
+        "lines": lines(name),
+        "questions": rows,
+    }
+
+
+def question_row(item: Mapping[str, Any], pairs: Sequence[tuple[Said, Said]]) -> dict[str, Any]:
+    """One question's answers, and its times of all rounds."""
+    theirs, ours = (Times(tuple(said[which].first for said in pairs), "wall") for which in (0, 1))
+    first, ours_said = pairs[0]
+    return {
+        "question": item["question"],
+        "gold": item["answers"][0],
+        "theirs_says": first.text,
+        "ours_says": ours_said.text,
+        "agree": normalise(first.text) == normalise(ours_said.text),
+        "right_theirs": is_right(first.text, item["answers"]),
+        "right_ours": is_right(ours_said.text, item["answers"]),
+        "same_documents": all(a.documents == b.documents and len(a.documents) == TOP for a, b in pairs),
+        "tokens": ours_said.tokens,
+        "tokens_reused": ours_said.reused,
+        "ttft_ratio": speedup(theirs.of("wall"), ours.of("wall")),
+        "ttft_ratio_cpu": speedup(theirs.of("cpu"), ours.of("cpu")),
+        "theirs": theirs.as_dict(),
+        "ours": ours.as_dict(),
+    }
+
+
+# lines
+
+
+def lines(framework: str) -> dict[str, int]:
+    """What a swap takes in a framework's two programs, see `counted`."""
+    return counted(_source(f"{framework}_before"), _source(f"{framework}_after"))
+
+
+def counted(before: Sequence[str], after: Sequence[str]) -> dict[str, int]:
+    """Lines changed (or taken away), imports changed, lines added, and lines that there were, imports left out."""
+    imports = sum(a != b for a, b in zip(_imports(before), _imports(after), strict=True))
+    before, after = ([line for line in side if line not in _imports(side)] for side in (before, after))
+    changed = added = 0
+    for tag, start, end, first, last in SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
+        if tag != "equal":
+            changed += end - start
+            added += max(last - first - (end - start), 0)
+    return {"changed": changed, "imports": imports, "added": added, "of": len(before)}
+
+
+def _source(name: str) -> list[str]:
+    """The statements of a program's `build`, without its head and its docstring."""
+    module = import_module(f"ragfuse_bench.chains.{name}")
+    body = inspect.getsource(module.build).rpartition('"""')[2]
+    return [line.strip() for line in body.splitlines() if line.strip()]
+
+
+def _imports(source: Sequence[str]) -> list[str]:
+    return [line for line in source if line.startswith("from ")]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Hugging Face's classes say about themselves while they are used as they are meant to be."""
+    before = {name: logging.getLogger(name).level for name in ("transformers", "llama_index", "langchain_huggingface")}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for name in before:
+                logging.getLogger(name).setLevel(logging.ERROR)
+            yield
+        finally:
+            for name, level in before.items():
+                logging.getLogger(name).setLevel(level)
+
+
+# showing
+
+
+def _show(result: Mapping[str, Any], console: Console) -> None:
+    """The result as tables that need no manual."""
+    if result["options"]["swap"]:
+        _show_swap(result, console)
+    if result["options"]["doors"]:
+        show(result, console)
+    malloc = "tuned" if result["malloc"]["tuned"] else "as the system has it"
+    where = f"{result['model']} in {result['dtype']}; {result['machine']['cpu']}; threads: {result['threads']}"
+    load = f"load {result['machine']['load_average']:.1f} at the end"
+    console.print(f"{where}; allocator {malloc}; {load}; {result['date']}", highlight=False)
+
+
+def _show_swap(result: Mapping[str, Any], console: Console) -> None:
+    """Hugging Face's classes and ours, side by side."""
+    table = Table(title=f"The model swapped, {TOP} chunks a prompt (median of {result['rounds']} rounds, wall time)")
+    for column in ("framework", "model class", "first token", "sooner", "tokens reused", "right", "same answer"):
+        table.add_column(column, justify="left" if column in ("framework", "model class") else "right")
+    for name in FRAMEWORKS:
+        row = result[name]
+        n = len(row["questions"])
+        table.add_row(NAMES[name], THEIRS[name], f"{row['theirs_s']:.2f} s", "", "", f"{row['right_theirs']} of {n}")
+        cells = (
+            f"{row['ours_s']:.2f} s",
+            f"{row['ttft_ratio']:.1f}x",
+            f"{row['tokens_reused'] / row['tokens_in_all']:.0%}",
+        )
+        table.add_row("", OURS[name], *cells, f"{row['right_ours']} of {n}", f"{row['agree']:.0%}")
+    console.print(table)
+    for name in FRAMEWORKS:
+        row, cost = result[name], result[name]["lines"]
+        console.print(
+            f"{NAMES[name]}: the same {TOP} chunks for both; {row['tokens']:,} prompt tokens. Changed: "
+            f"{cost['changed']} line of {cost['of']} and its import; added: {cost['added']}.",
+            highlight=False,
+        )
+    console.print(f"Timed: {result['timed']}.", highlight=False)
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Seconds to the first token with either model, and what each door reused where nothing was indexed, at `path`."""
+    swap, doors = result["options"]["swap"], result["options"]["doors"]
+    with saved(path, (7.5, 4.0 * bool(swap) + 5.0 * bool(doors))) as figure:
+        rows = figure.subfigures(2, 1, height_ratios=(4, 5)) if swap and doors else [figure, figure]
+        if swap:
+            _draw_swap(result, rows[0])
+        if doors:
+            draw_shares(rows[1].subplots(), result)
+        about = f"{result['model']}, {TOP} chunks, threads: {result['threads']}"
+        figure.suptitle(f"{about}; bars: medians" if swap else about, fontsize=9)
+
+
+def _draw_swap(result: Mapping[str, Any], figure: Any) -> None:
+    """Every question and round, both models side by side."""
+    panels = figure.subplots(1, len(FRAMEWORKS), sharey=True)
+    for axes, name in zip(panels, FRAMEWORKS, strict=True):
+        row = result[name]
+        for index, asked in enumerate(row["questions"]):
+            for side, color, shift in (("theirs", "tab:grey", -0.2), ("ours", "tab:orange", 0.2)):
+                spread = asked[side]["wall_s"]
+                label = (THEIRS if side == "theirs" else OURS)[name] if not index else None
+                axes.bar(index + shift, spread["median"], 0.38, color=color, label=label)
+                rounds = spread["rounds"]
+                axes.plot([index + shift] * len(rounds), rounds, "k.", markersize=3)
+        axes.set_title(f"{NAMES[name]}: {row['ttft_ratio']:.1f}x sooner")
+        axes.set_xticks(range(len(row["questions"])), [f"question {i + 1}" for i in range(len(row["questions"]))])
+        axes.tick_params(axis="x", labelsize=8)
+        axes.legend(fontsize=8)
+        axes.grid(True, axis="y", alpha=0.3)
+    panels[0].set_ylabel("seconds to the first token")

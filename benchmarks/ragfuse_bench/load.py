@@ -1,0 +1,173 @@
+"""What reading ahead is worth: time to the first token from a slow tier, with and without a reading thread.
+
+CacheBlend 5.1: while one layer is fused the next ones are read, so that a slow device costs little. Wall time, since
+waiting for a device is what is measured; random weights and tokens do, since neither changes how long things take.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ragfuse_bench.presets import bench_model
+from ragfuse_bench.throttle import ThrottledTier
+from ragfuse_bench.workload import Workload
+from rich.console import Console
+from rich.table import Table
+
+from ragfuse.calibration.plots import require_plotting, saved
+from ragfuse.calibration.runner import Runner, Times, circumstances, speedup, thread_count
+from ragfuse.engine.engine import Ask, Engine
+from ragfuse.errors import ModelError, SettingsError
+from ragfuse.fuse.select import policy_named
+from ragfuse.hf.model import HFModel
+from ragfuse.measure.tiers import UNLIMITED, forget_pages
+from ragfuse.plan.evict import lru
+from ragfuse.settings import Settings
+from ragfuse.store import DiskTier, KVStore, MemoryTier
+
+HEADLINE_MBPS = 100.0
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What to measure. mbps: speeds of the slow tier, in megabytes (10^6 bytes) a second."""
+
+    model: str = "q05"
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    chunks: int = 6
+    chunk_tokens: int = 512
+    question_tokens: int = 32
+    ratio: float = 0.15
+    policy: str = "hkvd"
+    mbps: tuple[float, ...] = (50.0, 100.0, 200.0, 500.0)
+    threads: int = 1
+    rounds: int = 3
+    plot: Path | None = None
+    home: Path = field(default_factory=lambda: Settings().home)
+
+    def __post_init__(self) -> None:
+        if min(self.chunks, self.chunk_tokens, self.question_tokens, self.threads, self.rounds) < 1:
+            raise SettingsError("Chunks, tokens, threads and rounds are whole numbers from 1 on.")
+        if not self.mbps or min(self.mbps) <= 0:
+            raise SettingsError("The speeds of the slow tier are megabytes a second, each above 0.")
+        if not 0 < self.ratio <= 1:
+            raise SettingsError(f"The recompute ratio is {self.ratio}; wanted a share above 0, at most 1.")
+        policy_named(self.policy)
+
+
+def run_load(options: LoadOptions, console: Console) -> dict[str, Any]:
+    """The result as plain JSON types; `console` shows progress and the table."""
+    if options.plot is not None:
+        require_plotting()
+    with thread_count(options.threads):
+        console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
+        model = bench_model(options.model, options.dtype, options.device, options.home)
+        if model.profile.refusal:
+            raise ModelError(f"{options.model} cannot be fused: {model.profile.refusal} Measure another model.")
+        rows, nbytes = _measured(options, model, console)
+    result = _result(options, rows, nbytes, circumstances(model.device, options.threads))
+    _show(result, console)
+    if options.plot is not None:
+        _draw(result, options.plot)
+        console.print(f"Plot written: {options.plot}", highlight=False)
+    return result
+
+
+def _measured(options: LoadOptions, model: HFModel, console: Console) -> tuple[list[dict[str, Any]], int]:
+    """A row for each speed, and the bytes of KV that a prompt reads."""
+    options.home.mkdir(parents=True, exist_ok=True)
+    work = Workload(model, options.chunks, options.chunk_tokens, options.question_tokens)
+    runner = Runner(options.rounds, model.device, console)
+    with ExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=options.home)))
+        disk = DiskTier(folder, UNLIMITED, lru)
+        held.callback(disk.close)
+        ahead, inline = ThrottledTier(disk, 0.0), ThrottledTier(disk, 0.0, slow=False)
+        engines = {
+            name: held.enter_context(Engine(Settings(), model, held.enter_context(KVStore([tier]))))
+            for name, tier in (("ram", MemoryTier(UNLIMITED, lru)), ("threaded", ahead), ("sync", inline))
+        }
+        work.encode((engines["ram"], engines["threaded"]), console)
+        cases = {name: _case(engine, work, options) for name, engine in engines.items()}
+        rows = []
+        for mbps in options.mbps:
+            ahead.mbps = inline.mbps = mbps
+            rows.append(
+                {"mbps": mbps, **_figures(runner.measure(cases, f"{mbps:g} MB/s", lambda: forget_pages(folder)))}
+            )
+        return rows, disk.nbytes
+
+
+def _case(engine: Engine, work: Workload, options: LoadOptions) -> Callable[[], object]:
+    """One prefill; ModelError if it was not fused whole."""
+    prompt, ask = work.prompt(engine), Ask(policy=options.policy, ratio=options.ratio)
+
+    def case() -> object:
+        ready = engine.prepare(prompt, ask)
+        if ready.plan.fallback_reason or ready.plan.misses:
+            raise ModelError(f"The prompt was not fused: {ready.plan.explain()}.")
+        return ready
+
+    return case
+
+
+def _figures(times: Mapping[str, Times]) -> dict[str, Any]:
+    """Medians by the wall, and each way over memory, paired round by round."""
+    ram = times["ram"].of("wall")
+    medians = {f"{name}_s": each.as_dict()["wall_s"]["median"] for name, each in times.items()}
+    over = {f"{name}_over_ram": speedup(times[name].of("wall"), ram) for name in ("threaded", "sync")}
+    return {**medians, **over, "cases": {name: each.as_dict() for name, each in times.items()}}
+
+
+def _result(options: LoadOptions, rows: list[dict[str, Any]], nbytes: int, around: Mapping[str, Any]) -> dict[str, Any]:
+    """The headline's figures on top, every speed below."""
+    head = min(rows, key=lambda row: abs(float(row["mbps"]) - HEADLINE_MBPS))
+    asked = {name: getattr(options, name) for name in ("model", "dtype", "device", "policy", "ratio")}
+    sizes = {name: getattr(options, name) for name in ("chunks", "chunk_tokens", "question_tokens", "rounds")}
+    figures = {name: head[name] for name in ("threaded_over_ram", "sync_over_ram", "mbps")}
+    return {**figures, "nbytes": nbytes, "by_mbps": rows, "clock": "wall", **asked, **sizes, **around}
+
+
+def _show(result: Mapping[str, Any], console: Console) -> None:
+    table = Table(title=f"Time to the first token while {result['nbytes'] / 1e6:.1f} MB of KV are read (wall time)")
+    for name in ("MB/s", "from memory s", "read ahead s", "over memory", "read when used s", "over memory"):
+        table.add_column(name, justify="right")
+    for row in result["by_mbps"]:
+        threaded, sync = f"{row['threaded_over_ram']:.2f}x", f"{row['sync_over_ram']:.2f}x"
+        seconds = [f"{row[name]:.3f}" for name in ("ram_s", "threaded_s", "sync_s")]
+        table.add_row(f"{row['mbps']:g}", seconds[0], seconds[1], threaded, seconds[2], sync)
+    console.print(table)
+    console.print(
+        f"{result['model']}, {result['chunks']} chunks of {result['chunk_tokens']} tokens, {result['policy']} at "
+        f"{result['ratio']:.0%}, {result['rounds']} rounds; files cold before each, checksums on.",
+        highlight=False,
+    )
+
+
+def _draw(result: Mapping[str, Any], path: Path) -> None:
+    """Time to the first token against the tier's speed, with and without reading ahead."""
+    rows = sorted(result["by_mbps"], key=lambda row: float(row["mbps"]))
+    speeds = [row["mbps"] for row in rows]
+    lines = (("sync_s", "read when used", "s--"), ("threaded_s", "read ahead", "o-"), ("ram_s", "from memory", "k:"))
+    with saved(path, (7, 4.5)) as figure:
+        axes = figure.add_subplot()
+        for key, label, style in lines:
+            axes.plot(speeds, [row[key] for row in rows], style, label=label)
+        axes.set_xscale("log")
+        axes.set_xticks(speeds, [f"{speed:g}" for speed in speeds])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("speed of the tier (MB/s)")
+        axes.set_ylabel("seconds to the first token")
+        axes.set_title(
+            f"{result['model']}, {result['chunks']} x {result['chunk_tokens']} tokens, {result['policy']} at "
+            f"{result['ratio']:.0%}"
+        )
+        axes.grid(True, alpha=0.3)
+        axes.legend()

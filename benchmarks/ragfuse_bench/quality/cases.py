@@ -1,0 +1,241 @@
+"""Data sets as cases: a question, its known answers, and the chunks of its prompt in order.
+
+Read from files of several shapes, told apart by what is in them. Which chunks a prompt holds is decided here, once and
+from a seed, so that every method answers the same prompts.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ragfuse.calibration.case import Case, Task
+from ragfuse.errors import InputError
+
+Count = Callable[[str], int]
+"""Tokens of a text."""
+
+SQUAD_PASSAGES = 6
+OWN = ("held-out", "demo")
+"""Sets that come along: SQuAD questions on articles the reader never saw, and our own questions on the demo's texts."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How passages become chunks.
+
+    chunk_tokens: neighbouring passages are put together, and long ones cut, up to so many; 0: each is a chunk as it is.
+    context_tokens: most tokens of all chunks; longer passages are cut evenly. passages: of a SQuAD prompt.
+    """
+
+    count: Count
+    chunk_tokens: int = 0
+    context_tokens: int = 2600
+    passages: int = SQUAD_PASSAGES
+
+
+def read_cases(name: str | Path, packing: Packing) -> list[Case]:
+    """All cases of a file, or of the set that comes along under `name`; InputError if it is of no known shape."""
+    path, stem = _own(str(name)) if str(name) in OWN else Path(name), set_name(name)
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InputError(f"The data set '{path}' cannot be read: {error}. Give a JSON or JSONL file.") from error
+    if packing.passages < 1:
+        raise InputError(f"A prompt of {packing.passages} passages cannot be asked about; wanted 1 or more.")
+    try:
+        cases = list(_cases(stem, _parsed(text), packing))
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise InputError(f"'{path}' is JSON, but not as expected: {type(error).__name__} {error}. {_SHAPES}") from error
+    except ValueError as error:
+        raise InputError(f"'{path}' is no JSON or JSONL: {error}. {_SHAPES}") from error
+    if not cases:
+        raise InputError(f"'{path}' holds no question that can be asked. {_SHAPES}")
+    return cases
+
+
+def set_name(name: str | Path) -> str:
+    """What a data set is called in results: its own name, or its file's without folder and endings."""
+    return str(name) if str(name) in OWN else Path(name).name.split(".")[0]
+
+
+_SHAPES = (
+    "Known shapes: SQuAD; JSONL of {question, answers, ctxs: [{title, text}]}; LongBench's {input, context, answers}; "
+    "SAMSum's [{dialogue, summary}]; and the sets that come along: " + ", ".join(OWN) + "."
+)
+
+
+def _own(name: str) -> Path:
+    if name == "demo":
+        return Path(str(files("ragfuse"))) / "demo" / "all_questions.json"
+    return Path(str(files("ragfuse_bench"))) / "sets" / "squad_held_out.json"
+
+
+def _parsed(text: str) -> Any:
+    try:
+        data = json.loads(text)
+    except ValueError:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return [data] if isinstance(data, dict) and {"ctxs", "context", "dialogue"} & set(data) else data
+
+
+def _cases(name: str, data: Any, packing: Packing) -> Iterator[Case]:
+    if packing.chunk_tokens and isinstance(data, dict):
+        raise InputError(f"The chunks of {name} are paragraphs as they are: leave --chunk-tokens out.")
+    if isinstance(data, dict) and "data" in data:
+        yield from _squad(name, data["data"], packing)
+    elif isinstance(data, dict) and "questions" in data:
+        yield from _on_demo_texts(name, data["questions"], packing)
+    elif isinstance(data, list) and data and "ctxs" in data[0]:
+        for index, row in enumerate(data):
+            passages = [f"{c['title']}\n{c['text']}".strip() if c.get("title") else c["text"] for c in row["ctxs"]]
+            yield _apart(name, str(row.get("id", index)), row["question"], row["answers"], passages, packing)
+    elif isinstance(data, list) and data and "context" in data[0]:
+        for index, row in enumerate(data):
+            passages = _passages(row["context"])
+            case_id, question = str(row.get("_id", index)), row.get("input", "")
+            task: Task = "answer" if question else "summary"
+            yield _apart(name, case_id, question, row["answers"], passages, packing, task)
+    elif isinstance(data, list) and data and "dialogue" in data[0]:
+        yield from _samsum(name, data, packing)
+    else:
+        raise ValueError("no known keys in it")
+
+
+def _squad(name: str, articles: Sequence[Mapping[str, Any]], packing: Packing) -> Iterator[Case]:
+    """Each answerable question over its own paragraph among others of the file, in an order drawn from its id."""
+    documents = {a["title"]: tuple(p["context"].strip() for p in a["paragraphs"]) for a in articles}
+    pool = [(title, text) for title, texts in documents.items() for text in texts]
+    for article in articles:
+        for paragraph in article["paragraphs"]:
+            gold = (article["title"], paragraph["context"].strip())
+            for qa in paragraph["qas"]:
+                answers = tuple(dict.fromkeys(answer["text"] for answer in qa["answers"]))
+                if qa.get("is_impossible") or not answers:
+                    continue
+                drawn = random.Random(str(qa["id"]))
+                rest = [each for each in pool if each != gold]
+                others = drawn.sample(rest, min(packing.passages - 1, len(rest)))
+                chosen = [gold, *others]
+                drawn.shuffle(chosen)
+                yield Case(
+                    name,
+                    str(qa["id"]),
+                    qa["question"].strip(),
+                    answers,
+                    tuple(text for _, text in chosen),
+                )
+
+
+def _on_demo_texts(name: str, questions: Sequence[Mapping[str, Any]], packing: Packing) -> Iterator[Case]:
+    """Our own questions: the paragraphs that they need among others of the same articles and of one more."""
+    documents = {
+        path.stem: tuple(line.strip() for line in path.read_text("utf-8").splitlines() if len(line.split()) > 20)
+        for path in sorted((Path(str(files("ragfuse"))) / "demo" / "corpus").glob("*.md"))
+    }
+    for row in questions:
+        drawn = random.Random(str(row["id"]))
+        needed = [_quoted(documents, **support) for support in row["support"]]
+        articles = list(dict.fromkeys(article for article, _ in needed))
+        articles.append(drawn.choice([article for article in documents if article not in articles]))
+        others = [(a, text) for a in articles for text in documents[a] if (a, text) not in needed]
+        chosen = [*dict.fromkeys(needed)]
+        chosen += drawn.sample(others, max(0, min(packing.passages - len(chosen), len(others))))
+        drawn.shuffle(chosen)
+        yield Case(name, row["id"], row["question"], tuple(row["answers"]), tuple(t for _, t in chosen))
+
+
+def _quoted(documents: Mapping[str, Sequence[str]], article: str, quote: str) -> tuple[str, str]:
+    found = [text for text in documents[article] if quote in text]
+    if len(found) != 1:
+        raise ValueError(f"'{quote}' stands in {len(found)} paragraphs of {article}")
+    return article, found[0]
+
+
+def _apart(
+    name: str,
+    case_id: str,
+    question: str,
+    answers: Sequence[str],
+    passages: Sequence[str],
+    packing: Packing,
+    task: Task = "answer",
+) -> Case:
+    """A case with the passages of its own."""
+    if isinstance(answers, str) or not all(isinstance(answer, str) for answer in answers):
+        raise TypeError(f"answers of {case_id} are {type(answers).__name__}, not a list of texts")
+    passages = [passage for passage in passages if passage.strip()]
+    chunks = tuple(pack(_fitting(passages, packing), packing))
+    if not chunks:
+        raise TypeError(f"{case_id} has no passages")
+    return Case(name, case_id, question, tuple(answers), chunks, task)
+
+
+def _samsum(name: str, rows: Sequence[Mapping[str, Any]], packing: Packing) -> Iterator[Case]:
+    """Dialogues with their summaries as examples, as in few-shot prompting, then one dialogue to be summarised."""
+    for index, row in enumerate(rows):
+        drawn = random.Random(str(row.get("id", index)))
+        others = drawn.sample([other for other in rows if other is not row], min(5, len(rows) - 1))
+        shots = [f"{other['dialogue'].strip()}\nSummary: {other['summary'].strip()}" for other in others]
+        asked = f"{row['dialogue'].strip()}\nSummary:"
+        yield _apart(name, str(row.get("id", index)), asked, [row["summary"]], shots, packing, "summary")
+
+
+def _passages(context: str) -> list[str]:
+    """LongBench's "Passage N:" parts, else paragraphs."""
+    parts = re.split(r"^Passage \d+:\s*$", context.replace("NEWLINE_CHAR", "\n"), flags=re.MULTILINE)
+    parts = parts if len(parts) > 1 else context.split("\n\n")
+    return [re.sub(r"\s*\n\s*", "\n", part).strip() for part in parts if part.strip()]
+
+
+def _fitting(passages: Sequence[str], packing: Packing) -> list[str]:
+    """The passages, cut evenly where they are too long together: each keeps its beginning."""
+    counts = [packing.count(passage) for passage in passages]
+    if sum(counts) <= packing.context_tokens:
+        return list(passages)
+    share = packing.context_tokens / sum(counts)
+    return [_head(text, int(n * share), n) for text, n in zip(passages, counts, strict=True)]
+
+
+def _head(text: str, tokens: int, of: int) -> str:
+    words = text.split(" ")
+    return " ".join(words[: max(1, len(words) * tokens // of)])
+
+
+def pack(passages: Sequence[str], packing: Packing) -> Iterator[str]:
+    """Chunks of up to `chunk_tokens`: neighbours put together, long ones cut between sentences; 0: as they are."""
+    if not packing.chunk_tokens:
+        yield from passages
+        return
+    held, size = list[str](), 0
+    for part, tokens in _parts(passages, packing):
+        if held and size + tokens > packing.chunk_tokens:
+            yield "\n\n".join(held)
+            held, size = [], 0
+        held.append(part)
+        size += tokens
+    if held:
+        yield "\n\n".join(held)
+
+
+def _parts(passages: Sequence[str], packing: Packing) -> Iterator[tuple[str, int]]:
+    from langchain_text_splitters import RecursiveCharacterTextSplitter
+
+    splitter = RecursiveCharacterTextSplitter(
+        chunk_size=packing.chunk_tokens,
+        chunk_overlap=0,
+        length_function=packing.count,
+        separators=["\n\n", "\n", ". ", " ", ""],
+        keep_separator="end",
+    )
+    for passage in passages:
+        for part in splitter.split_text(passage):
+            yield part.strip(), packing.count(part)

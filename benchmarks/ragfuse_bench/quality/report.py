@@ -1,0 +1,66 @@
+"""From wishes to the result of `ragfuse bench quality`: loads the model, measures, draws the table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from ragfuse_bench.presets import bench_model
+from ragfuse_bench.quality.cases import set_name
+from ragfuse_bench.quality.run import Plan, measure
+from ragfuse_bench.quality.table import results_of, show_quality
+from rich.console import Console
+
+from ragfuse.calibration.methods import default_method, methods_of
+from ragfuse.calibration.runner import circumstances
+from ragfuse.errors import ModelError
+from ragfuse.models import adapters
+from ragfuse.models.dtypes import settled
+from ragfuse.settings import Settings
+
+QUICK = Plan(sets=("held-out",), limit=64)
+QUICK_METHODS = ("full", "none", "auto")
+
+
+def run_quality(
+    settings: Settings, plan: Plan, names: Sequence[str], ratios: Sequence[float], console: Console
+) -> dict[str, Any]:
+    """The result as plain JSON types; ModelError for a model that cannot be fused or reads no text."""
+    settings = settled(settings)
+    model = bench_model(settings.model, settings.dtype, settings.device, settings.home)
+    if model.profile.refusal:
+        raise ModelError(f"{settings.model} cannot be fused: {model.profile.refusal} Measure another model.")
+    if not model.has_tokenizer:
+        raise ModelError(f"{settings.model} has no tokenizer: it cannot be asked questions. Measure a trained model.")
+    methods = methods_of(names, ratios, model)
+    plan = replace(plan, methods=tuple(methods))
+    results = results_of(measure(plan, model, console))
+    show_quality(results, console)
+    default = default_method(model)
+    return {
+        "results": results,
+        "model": settings.model,
+        "default": {"method": default.name, "ratio": default.ratio},
+        **_adapter(settings.model, results),
+        "dtype": settings.dtype,
+        "options": {
+            "sets": [set_name(name) for name in plan.sets],
+            "limit": plan.limit,
+            "chunk_tokens": plan.chunk_tokens,
+            "context_tokens": plan.context_tokens,
+            "passages": plan.passages,
+        },
+        "ttft_is": "full prefill's CPU time over the method's, both summed over the questions, measured side by side",
+        **circumstances(model.device, torch.get_num_threads()),
+    }
+
+
+def _adapter(name: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How the shipped reader does against what it was to reach: by its card, and on these questions."""
+    card = adapters.card(name)
+    if card is None:
+        return {}
+    here = [r["f1"] for r in results if r["dataset"] == "held-out" and r["method"] == "full"]
+    return {"adapter": {**card, **({"f1_here": here[0]} if here else {})}}

@@ -1,0 +1,146 @@
+"""Long readings with questions on them, cut into pieces that are exact behind one another, and what KV is worth.
+
+A context is prefilled once and its KV cut: the key of a piece says what stands before it, so that in its prompt nothing
+of it is recomputed, and whatever is lost was lost by a codec or on the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from ragfuse_bench.codec.contexts import FILES, Question, Reading, held_out, paragraphs_of, reading_of
+from ragfuse_bench.codec.kv import Continued, Said
+
+from ragfuse.calibration.metrics import f1
+from ragfuse.calibration.prompts import NEW_TOKENS
+from ragfuse.errors import InputError
+from ragfuse.fuse.rope import angles, place
+from ragfuse.hf.model import HFModel, Prefill
+from ragfuse.hf.rounding_error import kl
+from ragfuse.types.keys import ChunkKey, token_digest
+from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.prompt import Prompt, Segment
+
+
+def long_readings(model: HFModel, tokens: int, count: int, questions: int, data: Path | None = None) -> list[Reading]:
+    """Paragraphs of SQuAD articles of about so many tokens each, with some of the questions on them.
+
+    data: a folder with the data set; None: the articles that come along, which the reader never saw.
+    """
+    path = held_out() if data is None else next(iter(sorted(data.rglob(FILES["squad"]))), None)
+    if path is None:
+        raise InputError(f"Below {data} there is no {FILES['squad']}. Leave --data out.")
+    readings = []
+    for _, group in zip(range(count), _groups(model, path, tokens), strict=False):
+        whole = reading_of(model, group)
+        few = whole.questions[:: max(1, len(whole.questions) // questions)][:questions]
+        readings.append(Reading(whole.token_ids, few))
+    if not readings:
+        raise InputError(f"No text of {tokens} tokens was found in {path.name}. Take fewer tokens.")
+    return readings
+
+
+def _groups(model: HFModel, path: Path, tokens: int) -> Iterator[list[Mapping[str, Any]]]:
+    """Neighbouring paragraphs until there are so many tokens."""
+    group, count = list[Mapping[str, Any]](), 0
+    for paragraph in paragraphs_of(path):
+        group.append(paragraph)
+        count += len(model.tokens(paragraph["context"].strip() + "\n\n"))
+        if count >= tokens:
+            yield group
+            group, count = [], 0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A context in pieces: their ids and their keys, for a model and tenant."""
+
+    token_ids: tuple[int, ...]
+    bounds: tuple[int, ...]
+    keys: tuple[ChunkKey, ...]
+
+    @classmethod
+    def of(cls, digest: str, token_ids: Sequence[int], piece_tokens: int) -> Cut:
+        """About so many tokens a piece, all alike."""
+        n = max(1, round(len(token_ids) / piece_tokens))
+        bounds = tuple(len(token_ids) * at // n for at in range(n + 1))
+        spans, ids = pairwise(bounds), tuple(token_ids)
+        keys = tuple(
+            ChunkKey(digest, token_digest(ids[lo:hi]), token_digest(ids[:lo]) if lo else "") for lo, hi in spans
+        )
+        return cls(ids, bounds, keys)
+
+    def prompt(self, question: Sequence[int]) -> Prompt:
+        """The pieces and a question."""
+        spans = list(pairwise(self.bounds))
+        pieces = [
+            Segment(self.token_ids[lo:hi], lo, "chunk", (key,), f"piece {number}")
+            for number, ((lo, hi), key) in enumerate(zip(spans, self.keys, strict=True))
+        ]
+        return Prompt((*pieces, Segment(tuple(question), self.bounds[-1])))
+
+    def pieces(self, kv: ChunkKV, model: HFModel) -> Iterator[tuple[ChunkKey, ChunkKV]]:
+        """The KV of each, its keys turned to its own positions."""
+        for key, lo, hi in zip(self.keys, self.bounds, self.bounds[1:], strict=False):
+            yield key, ChunkKV(tuple(_moved(layer, lo, hi, model, at) for at, layer in enumerate(kv.layers)))
+
+
+def _moved(layer: LayerKV, lo: int, hi: int, model: HFModel, at: int) -> LayerKV:
+    """Rows lo:hi of a layer, turned back by `lo` positions."""
+    keys, values = layer.keys[:, lo:hi].contiguous(), layer.values[:, lo:hi].contiguous()
+    layout = model.profile.rope[at] if model.profile.rope else None
+    if layout is None or not lo:
+        return LayerKV(keys, values)
+    part = keys if layout.part == "keys" else values
+    turned = torch.empty_like(part)
+    place(turned, part, angles(layout, torch.full((hi - lo, 1), -float(lo), dtype=torch.float64), part.device), layout)
+    return LayerKV(turned, values) if layout.part == "keys" else LayerKV(keys, turned)
+
+
+def context_kv(prefill: Prefill, n_tokens: int) -> ChunkKV:
+    """The first rows of what a prompt was prefilled to, as a stream left them; its prefill is used up by others."""
+    layers = []
+    for each in prefill.cache.layers if prefill.cache is not None else ():
+        keys, values = each.keys[0, :, :n_tokens].clone(), each.values[0, :, :n_tokens].clone()
+        layers.append(LayerKV(keys, values))
+    return ChunkKV(tuple(layers))
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What KV of a context is worth, over some questions: F1, and KL and top-1 along raw KV's own answers."""
+
+    f1: float
+    kl: float
+    top1: float
+
+
+class Judge:
+    """Raw KV's answers to the questions on a reading, to compare other KV's with."""
+
+    def __init__(self, model: HFModel, reading: Reading, kv: ChunkKV) -> None:
+        self._model, self._questions = model, reading.questions
+        raw = Continued(model, kv)
+        self._told = [raw.answer(question.token_ids, NEW_TOKENS["answer"]) for question in reading.questions]
+
+    def raw(self) -> Worth:
+        """Raw KV's own worth."""
+        return Worth(mean(self._f1(*each) for each in zip(self._questions, self._told, strict=True)), 0.0, 1.0)
+
+    def worth(self, kv: ChunkKV) -> Worth:
+        """Other KV's of the same context."""
+        other, rows = Continued(self._model, kv), list[tuple[float, float, float]]()
+        for question, wanted in zip(self._questions, self._told, strict=True):
+            mine = other.answer(question.token_ids, NEW_TOKENS["answer"], wanted.token_ids)
+            same = float((mine.along.argmax(-1) == wanted.along.argmax(-1)).float().mean())
+            rows.append((self._f1(question, mine), max(0.0, kl(wanted.along, mine.along)), same))
+        return Worth(*(mean(column) for column in zip(*rows, strict=True)))
+
+    def _f1(self, question: Question, said: Said) -> float:
+        return f1(self._model.text(said.token_ids), question.answers)

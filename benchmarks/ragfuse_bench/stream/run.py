@@ -1,0 +1,337 @@
+"""Questions with deadlines over a line that changes: text, 8 bits, one level, and levels as the deadline allows.
+
+A real Redis behind a real socket whose bandwidth follows a trace; the store, the streams and the prefill are those of
+any engine. Wall time: waiting is what is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from ragfuse_bench.codec.coded import Codecs, codecs_of
+from ragfuse_bench.codec.contexts import Reading
+from ragfuse_bench.line import constant, line_to
+from ragfuse_bench.presets import bench_model
+from ragfuse_bench.stream.lines import Course, PacedTier, Scale, drawn_by_piece, published
+from ragfuse_bench.stream.material import Cut, Judge, Worth, context_kv, long_readings
+from ragfuse_bench.stream.report import draw, show
+from ragfuse_bench.stream.server import redis_server, require_redis
+from rich.console import Console
+
+from ragfuse.calibration.plots import require_plotting
+from ragfuse.calibration.runner import circumstances, progress, thread_count
+from ragfuse.codec import RAW, Codec
+from ragfuse.engine.engine import Ask, Engine, PreparedPrompt
+from ragfuse.errors import ModelError, SettingsError
+from ragfuse.hf.model import HFModel
+from ragfuse.measure import measure
+from ragfuse.measure.tiers import UNLIMITED
+from ragfuse.plan.evict import lru
+from ragfuse.settings import Settings
+from ragfuse.store import KVStore
+
+METHODS = ("text", "int8", "fixed", "adaptive")
+CURVE = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Gbit/s of the paper's at which a line that does not change is tried."""
+AT_GBPS = 3.0
+SILENCE_S = 30.0
+"""A line may stand still for so long before Redis is given up."""
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What to measure. deadlines: in seconds of the paper's, see `lines.Scale`; fixed: the level, "": the medium one.
+
+    traces: random ones and measured ones, half of each. questions: for each context, to judge what came.
+    """
+
+    model: str = "smollm2-135m-reader"
+    dtype: str = "float32"
+    device: str = "cpu"
+    tokens: int = 6000
+    piece_tokens: int = 1000
+    contexts: int = 2
+    questions: int = 15
+    traces: int = 20
+    deadlines: tuple[float, ...] = (1.0, 2.0)
+    levels: tuple[str, ...] = ("int8", "cg1", "cg2", "cg3", "cg4")
+    fixed: str = ""
+    adapt: str = "refine"
+    curve: tuple[float, ...] = CURVE
+    threads: int = 1
+    data: Path | None = None
+    plot: Path | None = None
+    home: Path = field(default_factory=lambda: Settings().home)
+
+    def __post_init__(self) -> None:
+        least = (self.tokens, self.piece_tokens, self.contexts, self.questions, self.traces, self.threads)
+        if min(least) < 1:
+            raise SettingsError("Tokens, contexts, questions, traces and threads are whole numbers from 1 on.")
+        if not self.deadlines or min(self.deadlines) <= 0 or not all(gbps > 0 for gbps in self.curve):
+            raise SettingsError("Deadlines are seconds above 0, bandwidths Gbit/s above 0.")
+        if "int8" not in self.levels or (self.fixed and self.fixed not in self.levels):
+            raise SettingsError(f"The levels must hold int8 and the fixed one; found {', '.join(self.levels)}.")
+
+
+@dataclass(frozen=True)
+class Text:
+    """One context: its reading, its pieces, who judges KV of it, and bytes by level."""
+
+    reading: Reading
+    cut: Cut
+    judge: Judge
+    sizes: Mapping[str, int]
+
+    @property
+    def question(self) -> tuple[int, ...]:
+        """The first, which is asked."""
+        return self.reading.questions[0].token_ids
+
+
+@dataclass(frozen=True)
+class Run:
+    """One question by one method: seconds to its first logits, what came, and what that is worth."""
+
+    seconds: float
+    worth: Worth | None
+    pieces: tuple[dict[str, Any], ...] = ()
+
+
+class Rig:
+    """Engines of all methods over one store behind one line, with what was measured of this machine."""
+
+    def __init__(self, options: StreamOptions, model: HFModel, console: Console, held: ExitStack) -> None:
+        self.options, self.model, self.console = options, model, console
+        self.codecs = codecs_of(model)
+        self.fixed = options.fixed or self.codecs.default
+        port = held.enter_context(redis_server(options.home))
+        self.line = held.enter_context(line_to(port))
+        url = f"redis://127.0.0.1:{self.line.port}/0"
+        self.tier = PacedTier(url, UNLIMITED, lru, timeout_s=SILENCE_S, name="redis")
+        codecs = _by_name(self.codecs)
+        self.store = KVStore([self.tier], lambda level, model: codecs.get(level), {"redis": options.levels})
+        held.callback(self.store.close)
+        ways = {"text": "paper", "int8": "int8", "fixed": self.fixed, "adaptive": options.adapt}
+        self.engines = {name: self._engine(adapt) for name, adapt in ways.items()}
+        machine = self._measured(codecs)
+        for engine in self.engines.values():
+            engine.learn(machine)
+        self.texts = self._texts()
+        self.scale = Scale(mean(text.sizes["int8"] for text in self.texts), self._text_s())
+        self._worth: dict[object, Worth] = {}
+
+    def run(self, method: str, text: Text, course: Course, deadline_s: float) -> Run:
+        """One question over the line, which knows nothing of what it carried before."""
+        engine, prompt = self.engines[method], text.cut.prompt(text.question)
+        engine.links.forget()
+        self.tier.go(self.line, course, text.cut.keys)
+        began = time.perf_counter()
+        ready = engine.prepare(prompt, Ask(reuse=method != "text", ratio=0.0, deadline_s=deadline_s))
+        seconds = time.perf_counter() - began
+        self.line.start(None)
+        pieces = ready.stream.pieces if ready.stream is not None else ()
+        return Run(seconds, self._worth_of(text, ready), tuple(asdict(piece) for piece in pieces))
+
+    def _worth_of(self, text: Text, ready: PreparedPrompt) -> Worth:
+        """Judged once for all streams that brought the same."""
+        came = ready.stream.pieces if ready.stream is not None else ()
+        steps = ((piece.segments, piece.level, piece.layers) for piece in came if not piece.why)
+        lossy = tuple(step for step in steps if step[1] not in ("text", RAW.name))
+        if not lossy:
+            return text.judge.raw()
+        name = (text.cut.keys[0], frozenset(lossy))
+        if name not in self._worth:
+            self._worth[name] = text.judge.worth(context_kv(ready.prefill, text.cut.bounds[-1]))
+        return self._worth[name]
+
+    def _engine(self, adapt: str) -> Engine:
+        settings = Settings(
+            home=self.options.home,
+            model=self.options.model,
+            store=self.options.home / "bench-stream",
+            piece_tokens=2 * self.options.piece_tokens - 1,  # a piece is one of ours, never two
+            adapt=adapt,
+        )
+        return Engine(settings, self.model, self.store)
+
+    def _measured(self, codecs: Mapping[str, Codec]) -> Any:
+        """Without the line's speed: what it carries is to be found out."""
+        with progress(self.console) as bar:
+            task = bar.add_task("timing this machine", total=100)
+
+            def tell(what: str, done: float) -> None:
+                bar.update(task, description=what, completed=round(100 * done))
+
+            longest = self.options.tokens + 512
+            return replace(measure(self.model, [], tell, longest, 2, None, codecs.get), tiers={})
+
+    def _texts(self) -> list[Text]:
+        options, made = self.options, []
+        readings = long_readings(self.model, options.tokens, options.contexts, options.questions, options.data)
+        with progress(self.console) as bar:
+            for reading in bar.track(readings, description="prefilling and encoding contexts"):
+                cut = Cut.of(self.engines["text"].digest, reading.token_ids, options.piece_tokens)
+                kv = self.model.encode(reading.token_ids)
+                for key, piece in cut.pieces(kv, self.model):
+                    self.store.put(key, piece, wait=True)
+                found = self.store.lookup(cut.keys, counts=False)
+                if len(found) < len(cut.keys):
+                    raise ModelError("Redis did not keep every piece: give it more memory, or take fewer tokens.")
+                sizes = {level: sum(entry.sizes[level] for entry in found.values()) for level in options.levels}
+                made.append(Text(reading, cut, Judge(self.model, reading, kv), sizes))
+        return made
+
+    def _text_s(self) -> float:
+        """Prefilling a context and a question, three times after once to warm up."""
+        seconds = []
+        for turn in range(4):
+            text = self.texts[turn % len(self.texts)]
+            began = time.perf_counter()
+            self.engines["text"].prepare(text.cut.prompt(text.question), Ask(reuse=False))
+            seconds.append(time.perf_counter() - began)
+        return median(seconds[1:])
+
+
+def run_stream(options: StreamOptions, console: Console) -> dict[str, Any]:
+    """The result as plain JSON types; `console` shows progress and the table."""
+    if options.plot is not None:
+        require_plotting()
+    require_redis()
+    with thread_count(options.threads), ExitStack() as held:
+        console.print(f"Loading {options.model} in {options.dtype} on {options.device} ...", highlight=False)
+        model = bench_model(options.model, options.dtype, options.device, options.home)
+        if model.profile.refusal:
+            raise ModelError(f"{options.model} cannot be fused: {model.profile.refusal} Measure another model.")
+        rig = Rig(options, model, console, held)
+        result = _result(rig, console)
+    show(result, console)
+    if options.plot is not None:
+        draw(result, options.plot)
+        console.print(f"Pictures written: {options.plot} and its -timeline", highlight=False)
+    return result
+
+
+def courses(options: StreamOptions, scale: Scale, n_pieces: int) -> list[Course]:
+    """Half of them drawn as the paper draws them, half measured ones; measured ones that lack are drawn, too."""
+    measured = list(islice(published(options.data, scale, AT_GBPS), options.traces // 2))
+    return [drawn_by_piece(seed, n_pieces, scale) for seed in range(options.traces - len(measured))] + measured
+
+
+def _result(rig: Rig, console: Console) -> dict[str, Any]:
+    options, scale = rig.options, rig.scale
+    n_pieces = len(rig.texts[0].cut.keys)
+    lines, runs = courses(options, scale, n_pieces), list[dict[str, Any]]()
+    curve = _curve(rig, console)
+    with progress(console) as bar:
+        task = bar.add_task("streams", total=len(lines) * (2 + len(options.deadlines)))
+        for number, course in enumerate(lines):
+            text = rig.texts[number % len(rig.texts)]
+            for method in METHODS:
+                for deadline in options.deadlines if method == "adaptive" else (0.0,):
+                    run = rig.run(method, text, course, deadline * scale.seconds) if method != "text" else None
+                    runs.append(_row(course, number, method, deadline, run, scale, text))
+                    bar.advance(task, method != "text")
+    at = next((row for row in curve if row["gbps"] == AT_GBPS), None)
+    return {
+        **{f"ttft_x_vs_{other}": at[f"{other}_s"] / at["fixed_s"] if at else None for other in ("text", "int8")},
+        **{f"adaptive_x_vs_{other}": at[f"{other}_s"] / at["adaptive_s"] if at else None for other in ("text", "int8")},
+        "deadlines": [_by_deadline(runs, deadline, scale) for deadline in options.deadlines],
+        "traces": len(lines),
+        "kinds": {kind: sum(line.kind == kind for line in lines) for kind in ("random", "measured")},
+        "scale": scale.as_dict(),
+        "curve": curve,
+        "timeline": _timeline(rig),
+        "levels": {level: mean(text.sizes[level] for text in rig.texts) for level in options.levels},
+        "fixed": rig.fixed,
+        "runs": runs,
+        "model": options.model,
+        "tokens": [text.cut.bounds[-1] for text in rig.texts],
+        "pieces": n_pieces,
+        "questions": [len(text.reading.questions) for text in rig.texts],
+        "adapt": options.adapt,
+        "clock": "wall",
+        **circumstances(rig.model.device, options.threads),
+    }
+
+
+def _row(
+    course: Course, number: int, method: str, deadline: float, run: Run | None, scale: Scale, text: Text
+) -> dict[str, Any]:
+    """One stream as plain types; text is prefilled the same whatever the line does."""
+    worth = run.worth if run is not None else text.judge.raw()
+    told = asdict(worth) if worth is not None else {}
+    seconds = run.seconds if run is not None else scale.text_s
+    common = {"trace": course.name, "kind": course.kind, "number": number, "method": method}
+    return {
+        **common,
+        "deadline_s": deadline * scale.seconds if deadline else None,
+        "ttft_s": seconds,
+        **told,
+        "pieces": run.pieces if run is not None else (),
+    }
+
+
+def _by_deadline(runs: Sequence[Mapping[str, Any]], deadline: float, scale: Scale) -> dict[str, Any]:
+    """Shares of streams that were late, and what came on average, by method."""
+    seconds = deadline * scale.seconds
+    mine = {
+        method: [run for run in runs if run["method"] == method and run["deadline_s"] in (None, seconds)]
+        for method in METHODS
+    }
+
+    def late(found: Sequence[Mapping[str, Any]]) -> float | None:
+        return mean(float(run["ttft_s"] > seconds) for run in found) if found else None
+
+    kinds = dict.fromkeys(run["kind"] for run in runs)
+    return {
+        "deadline_s": seconds,
+        "paper_s": deadline,
+        "violations": {method: late(found) for method, found in mine.items()},
+        "violations_by_kind": {
+            kind: {method: late([run for run in found if run["kind"] == kind]) for method, found in mine.items()}
+            for kind in kinds
+        },
+        **{
+            name: {method: mean(run[name] for run in found) for method, found in mine.items()}
+            for name in ("f1", "kl", "top1")
+        },
+        "ttft_s": {method: median(run["ttft_s"] for run in found) for method, found in mine.items()},
+    }
+
+
+def _curve(rig: Rig, console: Console) -> list[dict[str, Any]]:
+    """Seconds to the first token at bandwidths that do not change; the adaptive one in a hurry, whatever it costs."""
+    text, rows = rig.texts[0], []
+    with progress(console) as bar:
+        for gbps in bar.track(rig.options.curve, description="bandwidths"):
+            course = Course(f"{gbps:g} Gbit/s", "constant", constant(gbps * rig.scale.bytes_per_gbps))
+            deadline_s = rig.options.deadlines[0] * rig.scale.seconds
+            seconds = {name: rig.run(name, text, course, deadline_s).seconds for name in METHODS[1:]}
+            rows.append({"gbps": gbps, "text_s": rig.scale.text_s, **{f"{name}_s": s for name, s in seconds.items()}})
+    return rows
+
+
+def _timeline(rig: Rig) -> dict[str, Any]:
+    """The paper's figure 7: a line that falls to a tenth in the middle of a stream, and comes back to half."""
+    text, scale = rig.texts[0], rig.scale
+    deadline_s = rig.options.deadlines[-1] * scale.seconds
+    rate = 1.2 * text.sizes["int8"] / deadline_s
+    steps = ((0.0, rate), (deadline_s / 3, rate / 10), (2 * deadline_s / 3, rate / 2))
+    course = Course("drop", "constant", replace(constant(rate), steps=steps))
+    runs = {name: rig.run(name, text, course, deadline_s) for name in METHODS[1:]}
+    return {
+        "deadline_s": deadline_s,
+        "bytes_per_s": steps,
+        "streams": {name: {"ttft_s": run.seconds, "pieces": run.pieces} for name, run in runs.items()},
+    }
+
+
+def _by_name(codecs: Codecs) -> dict[str, Codec]:
+    return dict(chain([(RAW.name, RAW)], codecs.levels.items()))

@@ -1,0 +1,79 @@
+"""A measured throughput as a table and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ragfuse.calibration.plots import saved
+
+NAMES = (("full", "full recompute"), ("prefix", "prefix caching"), ("ragfuse", "ragfuse"))
+
+
+def show_throughput(result: Mapping[str, Any], console: Console) -> None:
+    """The result as a table and in words."""
+    table = Table("way", title="Time to the first token under load", box=None)
+    for heading in ("requests/s", "n", "mean s", "95% s", "lost"):
+        table.add_column(heading, justify="right")
+    for name, words in NAMES:
+        told = result["methods"][name]
+        table.add_row(words, "none", "", f"{told['alone_s']:.3f}", "", "")
+        for load in told["loads"]:
+            times = (_seconds(load["mean_s"]), _seconds(load["p95_s"]))
+            table.add_row("", f"{load['rate']:.2f}", str(load["n"]), *times, str(load["lost"]))
+    console.print(table)
+    for line in _words(result):
+        console.print(line, highlight=False)
+
+
+def _words(result: Mapping[str, Any]) -> list[str]:
+    rates = result["rates"]
+    said = ", ".join(
+        f"{words} {'at least ' if rates[name]['at_least'] else ''}{rates[name]['rate']:.2f}" for name, words in NAMES
+    )
+    batch, growth = result["batch"], result["rss_growth"]
+    lines = [
+        f"Requests a second with a first token in {result['at_ttft_s']:.2f} s on average: {said}. That is "
+        f"{_factor(result['rate_x_vs_full'])} full recompute's rate and {_factor(result['rate_x_vs_prefix'])} prefix "
+        "caching's.",
+        f"Answers together: {batch['together']:.1f} tokens a second, one by one {batch['alone']:.1f}: "
+        f"{result['batch_x']:.2f}x.",
+        f"Lost requests: {result['lost']}. Memory of the process under load: "
+        + ("too short to tell." if growth is None else f"{growth:+.1%}."),
+    ]
+    wrong = [each for told in result["methods"].values() for load in told["loads"] for each in load["wrong"]]
+    return lines + ([f"What went wrong: {wrong[0]}"] if wrong else [])
+
+
+def draw_throughput(result: Mapping[str, Any], path: Path) -> None:
+    """Mean (solid) and 95th percentile (dotted) against the rate, as a picture at `path`."""
+    with saved(path, (7, 4.5)) as figure:
+        axes = figure.add_subplot()
+        draw_curves(axes, result["curve"], {name: told["alone_s"] for name, told in result["methods"].items()})
+        axes.axhline(result["at_ttft_s"], color="black", linewidth=0.8)
+
+
+def draw_curves(axes: Any, curve: Any, alone: Mapping[str, float]) -> None:
+    """The curves of all methods; alone: seconds without load."""
+    for at, (name, words) in enumerate(NAMES):
+        mean = [(0.0, alone[name]), *((row["rate"], row[name]) for row in curve if row[name] is not None)]
+        late = [(row["rate"], row["p95"][name]) for row in curve if row["p95"][name] is not None]
+        axes.plot(*zip(*mean, strict=True), "o-", color=f"C{at}", label=words)
+        if late:
+            axes.plot(*zip(*late, strict=True), "s:", color=f"C{at}", label=f"{words}, 95%")
+    axes.set_yscale("log")
+    axes.set_xlabel("requests a second")
+    axes.set_ylabel("seconds to the first token")
+    axes.legend(fontsize=8)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _factor(value: float | None) -> str:
+    return "an unknown number of times" if value is None else f"{value:.2f} times"

@@ -1,0 +1,295 @@
+"""Throughput under load: full recompute, prefix caching and ragfuse behind the same server, one after the other.
+
+Each method's server starts empty, hears every question once, and is then asked at rates that are shares of what it can
+do. ragfuse's goes on under load for half an hour, to see whether it loses a request or grows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from itertools import pairwise
+from json import loads
+from pathlib import Path
+from statistics import mean, median
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from ragfuse_bench.quality.cases import Packing, read_cases, set_name
+from ragfuse_bench.throughput.asked import Request, drawn, each_once
+from ragfuse_bench.throughput.load import SKIPPED, Heard, arrivals, offer, one_by_one, summed
+from ragfuse_bench.throughput.report import draw_throughput, show_throughput
+from ragfuse_bench.throughput.served import Serving, serving
+from ragfuse_bench.throughput.together import tokens_a_second
+from rich.console import Console
+from rich.progress import Progress
+
+from ragfuse.calibration.case import Case
+from ragfuse.calibration.runner import circumstances, progress
+from ragfuse.errors import RagFuseError, SettingsError
+from ragfuse.settings import Settings
+
+SYSTEM = "Answer in a few words, from the passages alone."
+PATIENCE_S = 3600.0
+KEEPS_UP = 0.6
+"""Share of what it can do at which a server is kept busy to see whether it grows."""
+SOONER = 2.0
+"""Methods are compared where their mean first token takes so many times as long as full recompute's without load."""
+ALONE = 3
+"""Requests without any other, whose first token is the one without load."""
+METHODS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = MappingProxyType(
+    {
+        "full": ({"reuse": False}, {"learn": "off"}),
+        "prefix": ({"policy": "hkvd", "ratio": 1.0}, {"learn": "off"}),
+        "ragfuse": ({}, {}),
+    }
+)
+"""What each says in its requests, and to its server. Where all rows of chunks are computed again, exact beginnings
+alone are reused: prefix caching."""
+
+
+@dataclass(frozen=True)
+class ThroughputOptions:
+    """What is measured. sets: files of questions, or sets that come along. cases: questions, drawn from a seed.
+
+    shares: rates, of what a method's server can do. seconds: at each of them. minutes: of the load that goes on; 0: the
+    growth is seen at the rates alone. together: answers for `batch_x`, each of so many tokens.
+    """
+
+    sets: tuple[str, ...] = ("held-out",)
+    cases: int = 12
+    chunk_tokens: int = 0
+    answer_tokens: int = 16
+    shares: tuple[float, ...] = (0.3, 0.5, 0.7, 0.9)
+    seconds: float = 120.0
+    minutes: float = 30.0
+    together: int = 8
+    together_tokens: int = 64
+    threads: int = 1
+    seed: int = 0
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.cases, self.answer_tokens, self.together, self.together_tokens, self.threads) < 1:
+            raise SettingsError("Questions, tokens, answers and threads are whole numbers from 1 on.")
+        if not self.shares or not all(0 < share <= 2 for share in self.shares):
+            raise SettingsError(
+                f"Rates are {self.shares}; wanted shares of what a server can do, above 0 and at most 2."
+            )
+        if self.seconds <= 0 or self.minutes < 0:
+            raise SettingsError("Loads take seconds above 0, and minutes from 0 on.")
+
+
+QUICK: Mapping[str, Any] = MappingProxyType({"shares": (0.5, 0.9), "seconds": 50.0, "minutes": 0.0})
+"""Two rates for each of three methods: five minutes of load."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One method: the seconds to its first token without load, requests a second that it can do, loads in numbers."""
+
+    alone_s: float
+    capacity: float
+    loads: Sequence[Mapping[str, Any]]
+
+    @property
+    def curve(self) -> list[tuple[float, float]]:
+        """(rate, mean seconds to the first token), the one without load first."""
+        return [(0.0, self.alone_s), *((load["rate"], load["mean_s"]) for load in self.loads if load["mean_s"])]
+
+
+def run_throughput(settings: Settings, options: ThroughputOptions, console: Console | None = None) -> dict[str, Any]:
+    """The result as plain JSON types; `console` shows progress and the table (standard error when None)."""
+    console = console or Console(stderr=True)
+    result = measured_throughput(settings, options, console)
+    show_throughput(result, console)
+    if options.plot is not None:
+        draw_throughput(result, options.plot)
+    return result
+
+
+def measured_throughput(settings: Settings, options: ThroughputOptions, console: Console) -> dict[str, Any]:
+    """The same, told nobody."""
+    cases = _cases(settings, options)
+    found, rss = dict[str, Measured](), list[list[tuple[float, int]]]()
+    kept: dict[str, Any] = {}
+    with progress(console) as bar:
+        for name, (_, told) in METHODS.items():
+            task = bar.add_task(f"{name}: starting the server", total=None)
+            with serving(settings, options.threads, PATIENCE_S, serve_together=options.together, **told) as server:
+                bench = _Bench(server, name, Path(settings.model).name, cases, options, bar)
+                found[name] = bench.measured()
+                if name == "ragfuse":
+                    kept = bench.kept_busy(found[name].capacity * KEEPS_UP) if options.minutes else {}
+                    rss = [kept["rss"]] if kept else bench.rss
+            bar.remove_task(task)
+        found["prefix"] = better(found["prefix"], found["full"])
+        batch = tokens_a_second(settings, [case.question for case in cases], options, bar)
+    result = {**compared(found), **batch, **_leaks(found, kept, rss), "kept_busy": kept.get("load")}
+    given = {**vars(options), "sets": ", ".join(map(set_name, options.sets))}
+    given = {name: str(value) for name, value in given.items() if name != "plot"}
+    result |= {"skipped": f"1/{SKIPPED}", "options": given}
+    result |= {
+        "settings": {name: str(getattr(settings, name)) for name in ("model", "dtype", "device", "memory_bytes")}
+    }
+    return {**result, **circumstances(torch.device(settings.device), options.threads)}
+
+
+def _cases(settings: Settings, options: ThroughputOptions) -> list[Case]:
+    from random import Random
+
+    packing = Packing(lambda text: len(text) // 4, options.chunk_tokens, context_tokens=1 << 20)
+    cases = [case for name in options.sets for case in read_cases(name, packing) if case.task == "answer"]
+    if not cases:
+        raise SettingsError("The data sets hold no question that is answered over passages. Name another --data.")
+    return Random(options.seed).sample(cases, min(options.cases, len(cases)))
+
+
+class _Bench:
+    """One method's server, and what it is asked. rss: of each load, (when, bytes)."""
+
+    def __init__(
+        self,
+        server: Serving,
+        name: str,
+        model: str,
+        cases: Sequence[Case],
+        options: ThroughputOptions,
+        bar: Progress,
+    ) -> None:
+        self.rss = list[list[tuple[float, int]]]()
+        self._server, self._name, self._model, self._cases = server, name, model, cases
+        self._options, self._bar = options, bar
+
+    def measured(self) -> Measured:
+        """All of it, at all rates."""
+        place, options = self._server.place, self._options
+        first = self._bodies(each_once(self._cases, options.seed))
+        for some in (first[:1], first):  # chunks are encoded behind a beginning that was met before
+            self._sure(one_by_one(place, some, PATIENCE_S))
+            self._settle()
+        alone = self._sure(one_by_one(place, first[:ALONE], PATIENCE_S))
+        began_s, busy = time.monotonic(), self._bodies(drawn(self._cases, 2 * options.together, options.seed + 1))
+        self._sure(one_by_one(place, busy, PATIENCE_S, options.together))
+        capacity = len(busy) / (time.monotonic() - began_s)
+        loads = [self.load(share * capacity, options.seconds, at) for at, share in enumerate(options.shares)]
+        return Measured(mean(one.first_s or 0.0 for one in alone), capacity, loads)
+
+    def load(self, rate: float, seconds: float, number: int) -> dict[str, Any]:
+        """One load of so many requests a second in numbers; at least one request comes."""
+        seed = self._options.seed + 100 * number
+        due = arrivals(rate, seconds, seed) or [0.0]
+        bodies = self._bodies(drawn(self._cases, len(due), seed))
+        task = self._bar.add_task(f"{self._name}: {rate:.2f} requests a second", total=len(due))
+        self._server.rss.clear()
+        with self._server.watched():
+            found = offer(self._server.place, bodies, due, PATIENCE_S, lambda one: self._bar.advance(task))
+        self.rss.append(list(self._server.rss))
+        self._bar.remove_task(task)
+        return summed(rate, found)
+
+    def kept_busy(self, rate: float) -> dict[str, Any]:
+        """The load that goes on."""
+        load = self.load(rate, 60 * self._options.minutes, len(self._options.shares))
+        return {"load": load, "rss": self.rss[-1]}
+
+    def _bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        return [self._body(request) for request in requests]
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": request.question}]
+        told = {"model": self._model, "messages": said, "documents": list(request.chunks)}
+        return {**told, "max_tokens": self._options.answer_tokens, "ragfuse": dict(METHODS[self._name][0])}
+
+    def _sure(self, found: list[Heard]) -> list[Heard]:
+        wrong = next((one.wrong for one in found if one.wrong), "")
+        if wrong:
+            raise RagFuseError(f"The server ({self._name}) did not answer: {wrong}")
+        return found
+
+    def _settle(self) -> None:
+        """Wait until all that was met is encoded."""
+        until_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until_s and self._told()["waiting_to_be_encoded"]:
+            time.sleep(0.2)
+
+    def _told(self) -> dict[str, Any]:
+        line = HTTPConnection(*self._server.place, timeout=60)
+        try:
+            line.request("GET", "/v1/ragfuse/store")
+            told: dict[str, Any] = loads(line.getresponse().read())
+        finally:
+            line.close()
+        return told
+
+
+def better(prefix: Measured, full: Measured) -> Measured:
+    """Prefix caching, or full recompute where that is sooner: who has both takes the better one."""
+    return prefix if prefix.alone_s <= full.alone_s else full
+
+
+def rate_at(curve: Sequence[tuple[float, float]], ttft_s: float) -> tuple[float, bool]:
+    """The highest rate at which the mean first token takes no longer, between two that were measured as if it grew
+    evenly; and whether it is the highest that was measured, so that a higher one might do."""
+    points = sorted(curve)
+    highest = 0.0
+    for (slow, early_s), (fast, late_s) in pairwise(points):
+        if early_s <= ttft_s < late_s:
+            highest = slow + (fast - slow) * (ttft_s - early_s) / (late_s - early_s)
+    if points and points[-1][1] <= ttft_s:
+        return points[-1][0], True
+    return highest, False
+
+
+def compared(found: Mapping[str, Measured]) -> dict[str, Any]:
+    """The curves side by side, and how many times the rate ragfuse takes at the same time to the first token."""
+    ttft_s = SOONER * found["full"].alone_s
+    rates = {name: rate_at(each.curve, ttft_s) for name, each in found.items()}
+    loads = {name: {load["rate"]: load for load in each.loads} for name, each in found.items()}
+    curve = [
+        {
+            "rate": rate,
+            **{name: loads[name].get(rate, {}).get("mean_s") for name in loads},
+            "p95": {name: loads[name].get(rate, {}).get("p95_s") for name in loads},
+        }
+        for rate in sorted({rate for each in loads.values() for rate in each})
+    ]
+    return {
+        "rate_x_vs_full": _times(rates["ragfuse"][0], rates["full"][0]),
+        "rate_x_vs_prefix": _times(rates["ragfuse"][0], rates["prefix"][0]),
+        "curve": curve,
+        "at_ttft_s": ttft_s,
+        "rates": {name: {"rate": rate, "at_least": bound} for name, (rate, bound) in rates.items()},
+        "methods": {
+            name: {"alone_s": each.alone_s, "capacity": each.capacity, "loads": list(each.loads)}
+            for name, each in found.items()
+        },
+    }
+
+
+def _times(one: float, other: float) -> float | None:
+    return one / other if other else None
+
+
+def grown(rss: Sequence[tuple[float, int]]) -> float | None:
+    """How much a process has grown, as a share: the middle of the last sixth of a load over that of the second one.
+
+    None where too little was seen.
+    """
+    sixth = len(rss) // SKIPPED
+    if not sixth:
+        return None
+    sizes = [nbytes for _, nbytes in rss]
+    return median(sizes[-sixth:]) / median(sizes[sixth : 2 * sixth]) - 1
+
+
+def _leaks(
+    found: Mapping[str, Measured], kept: Mapping[str, Any], rss: Sequence[Sequence[tuple[float, int]]]
+) -> dict[str, Any]:
+    loads = [load for each in found.values() for load in each.loads]
+    loads += [kept["load"]] if kept else []
+    seen = [one for each in rss for one in each]
+    return {"rss_growth": grown(seen), "lost": sum(load["lost"] for load in loads)}

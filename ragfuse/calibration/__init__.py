@@ -1,0 +1,1 @@
+"""The laboratory of `ragfuse calibrate`: methods, their distance to full prefill, and which of them is safe."""

@@ -1,0 +1,274 @@
+"""`ragfuse calibrate`: is blending safe with this model on these documents, and which policy and ratio is its best.
+
+Questions are made from the documents themselves, and the model's own full prefill is the judge: how far does the
+next-token distribution along its answer move when the same prompt is fused. Nothing needs to be known about the right
+answers, so any model and any documents will do.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ragfuse.calibration.case import Case
+from ragfuse.calibration.comparison import Row, ask, seconds_saved
+from ragfuse.calibration.methods import Lab, Method
+from ragfuse.calibration.runner import Runner, circumstances, progress
+from ragfuse.calibration.stats import ratio_interval
+from ragfuse.errors import InputError, ModelError, SettingsError
+from ragfuse.hf.model import HFModel
+from ragfuse.types.keys import digest
+
+REUSE = Method("none", 0.0, "alone")
+LADDER = (
+    Method("none", 0.0, "filler"),
+    Method("lego", 0.06),
+    *(Method("lexical", ratio) for ratio in (0.03, 0.06, 0.10, 0.20)),
+    *(Method("hkvd", ratio) for ratio in (0.05, 0.15, 0.30)),
+    *(Method("query", ratio) for ratio in (0.05, 0.10, 0.20)),
+)
+"""What is tried, over chunks encoded as the engine encodes them."""
+
+CLOSE = 0.25
+"""KL to full prefill over plain reuse's that a choice may have at most, by the upper end of its 95% interval."""
+AGREE = 0.9
+"""Share of the answer's tokens on which a choice and full prefill must agree."""
+READABLE_SHARE = 0.75
+"""Nats per token that a model may need for the documents at most, as a share of a blind guess over its vocabulary: one
+that does no better has learned nothing of them, and how close its answers stay says nothing."""
+PROMPT_PASSAGES = 6
+MIN_PASSAGE_CHARS = 80
+"""Characters of a chunk that is asked about."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One policy and ratio: KL over plain reuse's with its interval, KL in nats, top-1 agreement, speed."""
+
+    policy: str
+    ratio: float
+    kl_over_reuse: float
+    low: float
+    high: float
+    kl: float
+    top1: float
+    ttft_x: float
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether its answers stay close to full prefill's."""
+        return self.high <= CLOSE and self.top1 >= AGREE
+
+
+def made_cases(documents: Sequence[tuple[str, Sequence[str]]], wanted: int, seed: int = 0) -> list[Case]:
+    """`wanted` prompts over six chunks of the documents, (name, chunks) each: what is said about a name or a rare word.
+
+    The chunk that is asked about stands anywhere; half of the others are from its document. InputError where there are
+    too few chunks.
+    """
+    chunks = [(name, text) for name, texts in documents for text in texts if len(text) >= MIN_PASSAGE_CHARS]
+    if len(chunks) <= PROMPT_PASSAGES:
+        raise InputError(
+            f"Wanted documents of at least {PROMPT_PASSAGES + 1} chunks to calibrate with, found {len(chunks)}. "
+            "Name more documents, or cut them smaller with RAGFUSE_CHUNK_TOKENS."
+        )
+    drawn = random.Random(seed)
+    seen = Counter(word for _, text in chunks for word in set(_words(text)))
+    cases = []
+    for index in range(wanted):
+        name, text = chunks[drawn.randrange(len(chunks))]
+        mates = [each for each in chunks if each[0] == name and each[1] != text]
+        others = [each for each in chunks if each[0] != name] or mates
+        few = drawn.sample(mates, min(len(mates), PROMPT_PASSAGES // 2))
+        rest = [each for each in drawn.sample(others, min(len(others), PROMPT_PASSAGES)) if each not in few]
+        chosen = [(name, text), *few, *rest][:PROMPT_PASSAGES]
+        drawn.shuffle(chosen)
+        question = f"What is said about {_topic(text, seen)}?"
+        cases.append(Case("calibrate", str(index), question, ("",), tuple(text for _, text in chosen)))
+    return cases
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W\d_][\w'-]{2,}", text)
+
+
+def _topic(text: str, seen: Mapping[str, int]) -> str:
+    """What a chunk alone speaks of: its rarest name, else its rarest long word."""
+    names = re.findall(r"(?<=[a-z,] )[A-Z][\w'-]+(?: [A-Z][\w'-]+)*", text)
+    found = names or [word for word in _words(text) if len(word) > 6] or text.split()[:3]
+    return min(found, key=lambda each: (seen.get(each.split()[0], 0), -len(each)))
+
+
+def calibrate(
+    model: HFModel, cases: Sequence[Case], console: Console, name: str, verified: bool = True
+) -> dict[str, Any]:
+    """Measure the curve and choose: {safe, policy, ratio, kl_over_reuse, seconds, tried, advice, ...}.
+
+    verified: what `verify` says of the model. One that fails it, or predicts the documents no better than by chance, is
+    never safe.
+    """
+    began, lab, runner = time.perf_counter(), Lab(model), Runner(1, model.device, console)
+    if model.profile.refusal:
+        raise ModelError(f"{name} cannot be fused, so there is nothing to calibrate: {model.profile.refusal}")
+    if not lab.settings.filler_tokens:
+        raise SettingsError(
+            "Calibration is of chunks that are encoded behind filler text, and amid_tokens is 0. Take it out of the "
+            "environment or ragfuse.toml; without such entries hkvd at 15% is used."
+        )
+    methods, rows = (REUSE, *LADDER), list[Row]()
+    try:
+        with progress(console) as bar:
+            task = bar.add_task("questions", total=len(cases))
+            list(ask(lab, runner, cases[0], methods, answers=False))  # unmeasured: first uses cost more
+            for case in cases:
+                rows += ask(lab, runner, case, methods, answers=False)
+                bar.advance(task)
+    finally:
+        lab.close()
+    tried, nats = curve(rows), nats_per_token(model, cases)
+    chance = math.log(model.model.config.get_text_config().vocab_size)
+    flaw = flaw_of(verified, nats, chance)
+    best = None if flaw else choose(tried)
+    return {
+        "safe": best is not None,
+        "policy": best.policy if best else "full",
+        "ratio": best.ratio if best else 1.0,
+        "kl_over_reuse": best.kl_over_reuse if best else min(each.kl_over_reuse for each in tried),
+        "seconds": time.perf_counter() - began,
+        "questions": len(cases),
+        "tokens": mean(row.tokens for row in rows),
+        "verified": verified,
+        "tried": [vars(each) | {"is_safe": each.is_safe} for each in tried],
+        "nats_per_token": nats,
+        "advice": advice(name, best, tried, flaw),
+        "model": name,
+        "documents": digest(*(chunk for case in cases for chunk in case.chunks)),
+        **circumstances(model.device, torch.get_num_threads()),
+    }
+
+
+def curve(rows: Sequence[Row]) -> list[Tried]:
+    """Every rung of the ladder against plain reuse on the same questions."""
+    reuse = {row.case: row.kl or 0.0 for row in rows if row.method == REUSE.name}
+    found = []
+    for method in LADDER:
+        mine = [row for row in rows if (row.method, row.ratio) == (method.name, method.ratio)]
+        ours, theirs = [row.kl or 0.0 for row in mine], [reuse[row.case] for row in mine]
+        low, high = ratio_interval(ours, theirs)
+        over = sum(ours) / max(sum(theirs), 1e-12)
+        speed = seconds_saved(mine)
+        found.append(Tried(method.policy, method.ratio or 0, over, low, high, mean(ours), _agreement(mine), speed))
+    return found
+
+
+def _agreement(rows: Sequence[Row]) -> float:
+    return mean(row.top1 or 0.0 for row in rows)
+
+
+def choose(tried: Sequence[Tried]) -> Tried | None:
+    """The fastest of the safe ones that comes within a quarter of the closest one's KL; None where none is safe.
+
+    So a little time is paid for a clear gain, and none for noise.
+    """
+    safe = [each for each in tried if each.is_safe]
+    if not safe:
+        return None
+    best = min(each.kl_over_reuse for each in safe)
+    return max((each for each in safe if each.kl_over_reuse <= 1.25 * best + 0.02), key=lambda each: each.ttft_x)
+
+
+def flaw_of(verified: bool, nats: float, chance: float) -> str:
+    """Why nothing could make blending safe, "" where something may; nats: what the model needs for a token of text."""
+    if not verified:
+        return "verify found that fusing is not exact with it where it must be"
+    if nats > READABLE_SHARE * chance:
+        return (
+            f"it needs {nats:.1f} nats for a token of these documents where a blind guess needs {chance:.1f}: it has "
+            "learned nothing of them, and its answers mean nothing"
+        )
+    return ""
+
+
+def nats_per_token(model: HFModel, cases: Sequence[Case], most: int = 4) -> float:
+    """Mean cross-entropy in nats of the model over some of the cases' chunks, each read alone."""
+    found = []
+    for case in cases[:most]:
+        ids = [*model.bos, *model.tokens(case.chunks[0])]
+        logits = model.score_continuation(model.full_prefill(ids[:1]), ids[1:])
+        found.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:], device=logits.device))))
+    return mean(found)
+
+
+def advice(name: str, best: Tried | None, tried: Sequence[Tried], flaw: str = "") -> str:
+    """One sentence."""
+    if flaw:
+        return f"Do not blend with {name}: {flaw}."
+    if best is None:
+        close = min(tried, key=lambda each: each.kl_over_reuse)
+        return (
+            f"Do not blend with {name}: the closest, {close.policy} at {close.ratio:.0%}, keeps "
+            f"{close.kl_over_reuse:.2f} of plain reuse's distance to full prefill (at most {CLOSE} wanted, with "
+            f"certainty) and agrees on {close.top1:.0%} of the tokens ({AGREE:.0%} wanted); "
+            "prompts are answered by full prefill."
+        )
+    return (
+        f"Blend with {name} by {best.policy} at {best.ratio:.0%}: the first token comes {best.ttft_x:.1f}x sooner, and "
+        f"{best.kl_over_reuse:.2f} of plain reuse's distance to full prefill is left."
+    )
+
+
+def show_calibration(result: Mapping[str, Any], console: Console) -> None:
+    """The curve as a table, and the advice."""
+    tokens = f"{result['questions']} questions, {result['tokens']:,.0f} prompt tokens on average"
+    table = Table(title=f"{result['model']}: {tokens}", box=None)
+    for name in ("policy", "ratio", "first token", "KL of reuse's", "95%", "top-1", ""):
+        table.add_column(name, justify="left" if name in ("policy", "") else "right")
+    for each in result["tried"]:
+        chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])
+        mark = "[bold green]chosen[/]" if chosen else "safe" if each["is_safe"] else ""
+        table.add_row(
+            each["policy"],
+            f"{each['ratio']:.0%}",
+            f"{each['ttft_x']:.1f}x",
+            f"{each['kl_over_reuse']:.3f}",
+            f"{each['low']:.3f}..{each['high']:.3f}",
+            f"{each['top1']:.3f}",
+            mark,
+        )
+    console.print(table)
+    console.print(f"[bold]{result['advice']}[/]", highlight=False)
+
+
+def draw_calibration(result: Mapping[str, Any], path: Any) -> None:
+    """KL over plain reuse's against speed, what is safe in colour, as a picture at `path`."""
+    from ragfuse.calibration.plots import saved
+
+    with saved(path, (7, 4.5)) as figure:
+        axes = figure.add_subplot()
+        for each in result["tried"]:
+            chosen = (each["policy"], each["ratio"]) == (result["policy"], result["ratio"])
+            color = "tab:orange" if chosen else "tab:green" if each["is_safe"] else "tab:grey"
+            spread = [[each["kl_over_reuse"] - each["low"]], [each["high"] - each["kl_over_reuse"]]]
+            axes.errorbar(each["ttft_x"], each["kl_over_reuse"], yerr=spread, fmt="o", color=color, capsize=3)
+            label = f"{each['policy']} {each['ratio']:.0%}"
+            axes.annotate(
+                label, (each["ttft_x"], each["kl_over_reuse"]), (5, 5), textcoords="offset points", fontsize=8
+            )
+        axes.axhline(CLOSE, color="black", linewidth=0.8, linestyle="--")
+        axes.annotate("safe below", (axes.get_xlim()[0], CLOSE), (4, 4), textcoords="offset points", fontsize=8)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("first token sooner than full prefill")
+        axes.set_ylabel("KL to full prefill, plain reuse = 1")
+        axes.set_title(f"{result['model']}, {result['questions']} questions")
+        axes.grid(True, alpha=0.3)

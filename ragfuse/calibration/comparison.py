@@ -1,0 +1,193 @@
+"""One question answered by several methods, and how far each is from full prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import Any
+
+from ragfuse.calibration.case import Case
+from ragfuse.calibration.methods import CHAINS, Lab, Method
+from ragfuse.calibration.metrics import exact, f1, rouge_l
+from ragfuse.calibration.prompts import NEW_TOKENS
+from ragfuse.calibration.runner import Clock, Runner
+from ragfuse.engine.engine import Engine
+from ragfuse.engine.options import ends_of, remaining_context
+from ragfuse.errors import InputError
+from ragfuse.hf.rounding_error import kl
+from ragfuse.types.prompt import Prompt
+
+FULL = Method("full", 1.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one case. Times of the prefill, of full prefill's beside it in the same round; kl in nats a token.
+
+    score: F1 of an answer, ROUGE-L of a summary; None with `em` and `identical` where no answer was written.
+    kl, top1: None for methods that are no way to prefill one prompt. clock: which of the times counts.
+    """
+
+    dataset: str
+    case: str
+    method: str
+    ratio: float | None
+    tokens: int
+    cpu_s: float
+    wall_s: float
+    full_cpu_s: float
+    full_wall_s: float
+    kl: float | None
+    top1: float | None
+    score: float | None = None
+    em: float | None = None
+    identical: bool | None = None
+    mean_ratio: float = 0.0
+    task: str = "answer"
+    text: str = ""
+    clock: Clock = "cpu"
+
+    @property
+    def by(self) -> tuple[str, str, float | None]:
+        """What it measures: data set, method, ratio."""
+        return self.dataset, self.method, self.ratio
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a chain answered, and how long that took in seconds."""
+
+    text: str
+    cpu_s: float
+    wall_s: float
+
+
+RunChain = Callable[[str, Engine, Case, int], Written]
+"""Answers a case by the chain of that name, in so many tokens at most."""
+
+
+def ask(
+    lab: Lab,
+    runner: Runner,
+    case: Case,
+    methods: Sequence[Method],
+    answers: bool,
+    run_chain: RunChain | None = None,
+) -> Iterator[Row]:
+    """Answer one case by full prefill, then by each method.
+
+    Args:
+        lab: The engines of one model.
+        runner: Takes the times.
+        case: The question.
+        methods: What is compared.
+        answers: Whether answers are written, or only prompts prefilled.
+        run_chain: Answers by methods that are chains; None: there are none.
+
+    Raises:
+        InputError: The case does not fit into the model.
+    """
+    lab.hold(case, methods)
+    prompts = {encoded: lab.prompt(case, encoded) for encoded in dict.fromkeys(m.encoded for m in (FULL, *methods))}
+    prompt, most = prompts[FULL.encoded], NEW_TOKENS[case.task]
+    remaining_context(len(prompt) + most, lab.model, f"{case.dataset} {case.id}")
+    full = _timed(lab, runner, FULL, prompt)
+    said = lab.write(full.prefill.copy(), most)
+    along = [*said, *(ends_of(lab.model)[:1] or (0,))][:most]
+    wanted = lab.model.score_continuation(full.prefill, along)
+    for method in methods:
+        if method.policy in CHAINS and run_chain is not None:
+            told = run_chain(method.policy, lab.engine(method.encoded), case, most)
+            yield replace(
+                _by_chain(lab, case, method, told, said, len(prompt)),
+                clock=runner.clock,
+                full_cpu_s=full.cpu_s,
+                full_wall_s=full.wall_s,
+            )
+            continue
+        mine = prompts[method.encoded]
+        if mine.token_ids != prompt.token_ids:
+            raise InputError(f"The prompt of {case.id} differs between ways of encoding; this is a defect.")
+        lab.before(method, mine)
+        done = full if method == FULL else _timed(lab, runner, method, mine)
+        if method == FULL:
+            found, ids = wanted, said
+        else:
+            ids = lab.write(done.prefill.copy(), most) if answers else []
+            found = lab.model.score_continuation(done.prefill, along)
+        text = lab.model.text(ids)
+        yield Row(
+            dataset=case.dataset,
+            case=case.id,
+            method=method.name,
+            ratio=method.ratio,
+            tokens=len(prompt),
+            cpu_s=done.cpu_s,
+            wall_s=done.wall_s,
+            full_cpu_s=full.cpu_s,
+            full_wall_s=full.wall_s,
+            kl=max(0.0, kl(wanted, found)),
+            top1=float((wanted.argmax(-1) == found.argmax(-1)).float().mean()),
+            score=_score(case, text) if answers or method == FULL else None,
+            em=exact(text, case.answers) if answers or method == FULL else None,
+            identical=ids == said if answers or method == FULL else None,
+            mean_ratio=done.prefill.mean_ratio,
+            task=case.task,
+            text=text,
+            clock=runner.clock,
+        )
+
+
+def _by_chain(lab: Lab, case: Case, method: Method, told: Written, said: Sequence[int], n_tokens: int) -> Row:
+    """What a chain says."""
+    return Row(
+        dataset=case.dataset,
+        case=case.id,
+        method=method.name,
+        ratio=method.ratio,
+        tokens=n_tokens,
+        cpu_s=told.cpu_s,
+        wall_s=told.wall_s,
+        full_cpu_s=0.0,
+        full_wall_s=0.0,
+        kl=None,
+        top1=None,
+        score=_score(case, told.text),
+        em=exact(told.text, case.answers),
+        identical=told.text == lab.model.text(said).strip(),
+        task=case.task,
+        text=told.text,
+    )
+
+
+@dataclass
+class _Timed:
+    prefill: Any
+    cpu_s: float
+    wall_s: float
+
+
+def _timed(lab: Lab, runner: Runner, method: Method, prompt: Prompt) -> _Timed:
+    kept: list[Any] = []
+    sample = runner.once(lambda: kept.append(lab.prefill(method, prompt)))
+    return _Timed(kept[0], sample.cpu_s, sample.wall_s)
+
+
+def _score(case: Case, text: str) -> float:
+    return rouge_l(text, case.answers) if case.task == "summary" else f1(text, case.answers)
+
+
+def seconds_saved(rows: Sequence[Row]) -> float:
+    """How many times sooner the first token comes: full prefill's time over the method's, summed over questions.
+
+    CPU time on a CPU, the wall on an accelerator.
+    """
+    full = sum(row.full_cpu_s if row.clock == "cpu" else row.full_wall_s for row in rows)
+    return full / max(1e-9, sum(row.cpu_s if row.clock == "cpu" else row.wall_s for row in rows))
+
+
+def mean_of(rows: Sequence[Row], name: str) -> float | None:
+    """Mean of a column; None where it was not measured."""
+    values = [getattr(row, name) for row in rows]
+    return None if any(value is None for value in values) else float(mean(values))

@@ -1,0 +1,139 @@
+"""Calibration: what it asks, what it calls safe, and that its choice is at work in the next process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ragfuse import Ask, Engine, Settings
+from ragfuse.calibration.calibrate import (
+    AGREE,
+    CLOSE,
+    LADDER,
+    Tried,
+    advice,
+    calibrate,
+    choose,
+    curve,
+    flaw_of,
+    made_cases,
+)
+from ragfuse.calibration.comparison import Row
+from ragfuse.errors import InputError
+from tests.tiny import CHUNKS, messages
+
+DOCUMENTS = [("one", [f"{c} {c[::-1]} " * 2 for c in CHUNKS]), ("two", [f"{c[::-1]} {c} end " * 2 for c in CHUNKS])]
+
+
+def test_questions_are_made_from_the_documents_and_the_same_each_time() -> None:
+    cases = made_cases(DOCUMENTS, 9)
+    assert cases == made_cases(DOCUMENTS, 9)
+    assert len({case.question for case in cases}) > 3
+    for case in cases:
+        assert len(set(case.chunks)) == 6
+        assert set(case.chunks) <= {text for _, texts in DOCUMENTS for text in texts}
+        topic = case.question.removeprefix("What is said about ").removesuffix("?")
+        assert any(topic in chunk for chunk in case.chunks)
+
+
+def test_too_few_documents_are_told_with_what_is_wanted() -> None:
+    with pytest.raises(InputError, match="at least 7 chunks"):
+        made_cases([("one", CHUNKS[:3])], 5)
+
+
+def tried(policy: str, over: float, speed: float, high: float | None = None, top1: float = 0.99) -> Tried:
+    return Tried(policy, 0.1, over, over / 2, over * 1.2 if high is None else high, over, top1, speed)
+
+
+def test_the_fastest_of_those_near_the_closest_safe_one_is_chosen() -> None:
+    quick, close, slow = tried("lego", 0.10, 5.0), tried("hkvd", 0.09, 3.0), tried("query", 0.2, 6.0)
+    assert choose([quick, close, slow]) == quick
+    assert choose([close, tried("lego", 0.15, 5.0)]) == close
+
+
+def test_what_is_not_certainly_close_or_does_not_agree_is_not_safe() -> None:
+    assert choose([tried("lego", 0.2, 5.0, high=CLOSE + 0.01)]) is None
+    assert choose([tried("lego", 0.1, 5.0, top1=AGREE - 0.01)]) is None
+    assert choose([]) is None
+
+
+def test_the_advice_is_one_sentence_that_says_why() -> None:
+    far = tried("hkvd", 0.8, 3.0)
+    assert advice("m", None, [far]).startswith("Do not blend with m: the closest, hkvd at 10%")
+    assert "verify" in advice("m", None, [far], flaw_of(False, 1.0, 5.0))
+    assert advice("m", far, [far]).startswith("Blend with m by hkvd at 10%")
+
+
+def test_only_a_model_that_predicts_its_documents_can_be_safe() -> None:
+    assert flaw_of(True, 3.0, 10.0) == ""
+    assert "learned nothing" in flaw_of(True, 9.0, 10.0)
+    assert "verify" in flaw_of(False, 3.0, 10.0)
+
+
+def test_the_curve_is_worked_out_on_the_same_questions() -> None:
+    def row(case: str, method: str, ratio: float, kl: float) -> Row:
+        return Row("calibrate", case, method, ratio, 100, 1.0, 1.0, 3.0, 3.0, kl, 0.9)
+
+    rows = [row(case, "none", 0.0, kl) for case, kl in (("a", 1.0), ("b", 3.0))]
+    rows += [row(case, method.name, method.ratio or 0.0, 0.5) for case in "ab" for method in LADDER]
+    found = curve(rows)
+    assert [(each.policy, each.ratio) for each in found] == [(m.policy, m.ratio) for m in LADDER]
+    assert all(each.kl_over_reuse == pytest.approx(0.25) and each.ttft_x == 3.0 for each in found)
+    assert all(each.low <= 0.25 <= each.high for each in found)
+
+
+@pytest.fixture(scope="module")
+def random_weights(varied_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """A model of random weights over a store that remembers what its calibration said."""
+    home = tmp_path_factory.mktemp("calibrated")
+    return Settings(model=str(varied_path), dtype="float32", store=home / "store", home=home, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def unsafe(random_weights: Settings) -> dict[str, Any]:
+    """What that said."""
+    with Engine(random_weights) as engine:
+        result = calibrate(engine.model, made_cases(DOCUMENTS, 5), Console(quiet=True), "random")
+        engine.learn(engine.profile.calibrated(result["safe"]))
+    return result
+
+
+@pytest.mark.slow
+def test_a_model_of_random_weights_is_called_unsafe(unsafe: dict[str, Any]) -> None:
+    assert unsafe["safe"] is False
+    assert (unsafe["policy"], unsafe["ratio"]) == ("full", 1.0)
+    assert "learned nothing" in unsafe["advice"]
+    assert set(unsafe) >= {"safe", "policy", "ratio", "kl_over_reuse", "seconds", "tried", "advice"}
+    assert json.loads(json.dumps(unsafe)) == unsafe
+
+
+def test_an_unsafe_model_answers_by_full_prefill_in_the_next_process_too(
+    unsafe: dict[str, Any], random_weights: Settings
+) -> None:
+    with Engine(random_weights) as engine:
+        engine.ingest([(chunk, "book") for chunk in CHUNKS])
+        answer = engine.answer(messages())
+        assert "calibrate" in answer.trace.fallback_reason
+        assert answer.trace.tokens_reused == 0
+        asked = engine.answer(messages(), Ask(policy="hkvd"))
+        assert not asked.trace.fallback_reason
+        assert asked.trace.tokens_reused > 0
+
+
+def test_a_choice_is_kept_and_used(tiny_settings: Settings) -> None:
+    with Engine(tiny_settings) as engine:
+        engine.learn(engine.profile.calibrated(True, "lego", 0.25))
+    with Engine(tiny_settings) as engine:
+        engine.ingest([(chunk, "book") for chunk in CHUNKS], engine.prefix(messages()))
+        trace = engine.answer(messages()).trace
+        assert (trace.policy, trace.ratio) == ("lego", 0.25)
+
+
+def test_the_picture_shows_every_rung(unsafe: dict[str, Any], tmp_path: Path) -> None:
+    from ragfuse.calibration.calibrate import draw_calibration
+
+    draw_calibration(unsafe, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert len(unsafe["tried"]) == len(LADDER)
