@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SIBLINGS := integrations/langchain-ragfuse integrations/llama-index-llms-ragfuse benchmarks
+SIBLINGS := integrations/langchain-ragfuse integrations/llama-index-llms-ragfuse \
+  integrations/llama-index-llm-conformance benchmarks
 INPUTS := Makefile constraints.txt requirements-models.txt pyproject.toml $(SIBLINGS:%=%/pyproject.toml)
 
 # The stamp's name is a checksum of all that decides what is installed, and where. It is written last.

@@ -1,8 +1,8 @@
 """Fuse cached chunks instead of prefilling them again: RAG whose first token comes several times sooner."""
 
-from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import lazy_loader
 
 if TYPE_CHECKING:
     from ragfuse.admin.byte_store import ByteStore
@@ -43,32 +43,22 @@ __all__ = [
     "metrics",
 ]
 
-_HOMES = MappingProxyType(
-    {
-        **dict.fromkeys(("Answer", "ToolCall", "Trace"), "types.answer"),
-        **dict.fromkeys(("InputError", "ModelError", "RagFuseError", "SettingsError", "StoreError"), "errors"),
-        **dict.fromkeys(("Engine", "Ingested"), "engine.engine"),
-        "AnswerStream": "engine.answer_stream",
-        "Ask": "engine.options",
-        "Grammar": "types.grammar",
-        "ByteStore": "admin.byte_store",
-        **dict.fromkeys(("Piece", "RetrievalRuns"), "text"),
-        "Settings": "settings",
-        "Prompt": "types.prompt",
-        "PMLTemplate": "schemas.pml_template",
-        "ChatMessage": "text.chat_messages",
-        "metrics": "telemetry.prometheus",
-    }
+__getattr__, __dir__, _ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "admin.byte_store": ["ByteStore"],
+        "engine.answer_stream": ["AnswerStream"],
+        "engine.engine": ["Engine", "Ingested"],
+        "engine.options": ["Ask"],
+        "errors": ["InputError", "ModelError", "RagFuseError", "SettingsError", "StoreError"],
+        "schemas.pml_template": ["PMLTemplate"],
+        "settings": ["Settings"],
+        "telemetry.prometheus": ["metrics"],
+        "text": ["Piece", "RetrievalRuns"],
+        "text.chat_messages": ["ChatMessage"],
+        "types.answer": ["Answer", "ToolCall", "Trace"],
+        "types.grammar": ["Grammar"],
+        "types.prompt": ["Prompt"],
+    },
 )
-
-
-def __getattr__(name: str) -> Any:
-    """A public name, imported when it is first used: `import ragfuse` alone loads neither torch nor transformers."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ragfuse' has no attribute '{name}'")
-    globals()[name] = found = getattr(import_module(f"ragfuse.{_HOMES[name]}"), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+"""Each public name is imported at its first use: importing the package alone loads neither torch nor frameworks."""

@@ -27,12 +27,12 @@ from pydantic_settings import (
 )
 
 from ragfuse.errors import SettingsError
+from ragfuse.types.levels import LEVEL_NAMES
+from ragfuse.types.tiers import TIER_KINDS
 
 log = logging.getLogger("ragfuse.settings")
 
 PREFIX = "RAGFUSE_"
-LEVELS = ("raw", "int8", "cg1", "cg2", "cg3", "cg4")
-"""Codec levels, what loses least first."""
 SharedWith = Literal["nobody", "group"]
 AUTO_LEVEL = "auto"
 """A tier's level is chosen by how fast this machine was measured to be."""
@@ -60,7 +60,8 @@ LOADING = (
     "merge_adapter",
 )
 """Options that a model is loaded with: those of transformers' `from_pretrained`, and whether an adapter is merged."""
-TIER_NAME = re.compile(r"(gpu|memory|disk|redis|objects)(-[0-9]+)?")
+TIER_NAMES = ("gpu", "memory", *(kind.name for kind in TIER_KINDS))
+"""What tiers are called; those that URLs open may have a number behind."""
 
 
 class Prices(BaseModel):
@@ -130,10 +131,11 @@ class Settings(BaseSettings):
         le=0.9,
         description="Share of the memory tier that a write leaves free, so that what is fetched next finds room.",
     )
-    evict: Literal["look-ahead", "lru"] = Field(
+    evict: str = Field(
         default="look-ahead",
-        description="What memory and the disk drop for what is new: whole conversations, those that no waiting request "
-        "goes on with first (look-ahead), or entry by entry; what was used longest ago goes first either way.",
+        description="The policy by which memory and the disk drop entries for new ones. look-ahead: whole "
+        "conversations, those that no waiting request continues first, then what was used longest ago. lru: entry "
+        "by entry, what was used longest ago first.",
     )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
     tiers: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -436,19 +438,19 @@ def _loading(given: Any) -> LoadingOptions:
 
 
 def _tier_named(name: object) -> str:
-    if not isinstance(name, str) or not TIER_NAME.fullmatch(name):
-        raise _Told(f"wanted a tier (gpu, memory, disk, redis, objects, redis-2 ...), found {name!r:.60}")
+    if not isinstance(name, str) or re.sub(r"-[0-9]+$", "", name) not in TIER_NAMES:
+        raise _Told(f"wanted a tier ({', '.join(TIER_NAMES)}, redis-2 ...), found {name!r:.60}")
     return name
 
 
 def _levels_named(levels: tuple[object, ...]) -> tuple[str, ...]:
     if levels == (AUTO_LEVEL,):
         return (AUTO_LEVEL,)
-    strange = [level for level in levels if level not in LEVELS]
+    strange = [level for level in levels if level not in LEVEL_NAMES]
     if strange or not levels:
         found = repr(strange[0])[:60] if strange else "none"
-        raise _Told(f"wanted levels of {', '.join(LEVELS)}, or {AUTO_LEVEL} alone, found {found}")
-    return tuple(level for level in LEVELS if level in levels)
+        raise _Told(f"wanted levels of {', '.join(LEVEL_NAMES)}, or {AUTO_LEVEL} alone, found {found}")
+    return tuple(level for level in LEVEL_NAMES if level in levels)
 
 
 @lru_cache

@@ -123,7 +123,7 @@ def calibrate(
         raise ModelError(f"{name} cannot be fused, so there is nothing to calibrate: {model.profile.refusal}")
     if not lab.settings.filler_tokens:
         raise SettingsError(
-            "Calibration is of chunks that are encoded behind filler text, and amid_tokens is 0. Take it out of the "
+            "Calibration is of chunks that are encoded behind filler text, and filler_tokens is 0. Take it out of the "
             "environment or ragfuse.toml; without such entries hkvd at 15% is used."
         )
     methods, rows = (REUSE, *LADDER), list[Row]()

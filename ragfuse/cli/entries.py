@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragfuse.cli.show import short
-from ragfuse.settings import LEVELS
+from ragfuse.types.levels import LEVEL_NAMES
 
 if TYPE_CHECKING:
     from ragfuse.admin.quotas import TenantUse
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def show_lines(console: Console, lines: Sequence[EntryRow]) -> None:
     """A table whose keys, tiers and numbers are whole; texts shrink to the console, wider ones have the chunks' too."""
-    has_text, has_levels = console.width >= 100, any(list(line.entry.sizes) != [LEVELS[0]] for line in lines)
+    has_text, has_levels = console.width >= 100, any(list(line.entry.sizes) != [LEVEL_NAMES[0]] for line in lines)
     rows = [_row(line, has_text, has_levels) for line in lines]
     texts = {"model": 24, "source": 22, "text": 40}
     headings = [
@@ -171,7 +171,7 @@ def tier_row(name: str, capacity: int, lines: Sequence[EntryRow]) -> dict[str, A
 def levels_of(entries: Sequence[Entry]) -> list[str]:
     """The levels that some of these are kept at, what loses least first."""
     there = dict.fromkeys(level for entry in entries for level in entry.sizes)
-    return sorted(there, key=lambda level: LEVELS.index(level) if level in LEVELS else len(LEVELS))
+    return sorted(there, key=lambda level: LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES))
 
 
 def told_use(use: TenantUse) -> str:

@@ -25,7 +25,7 @@ from ragfuse.cli.entries import (
 from ragfuse.cli.opened import bar_for, confirm, lines_of, opened, refuse, wish_of
 from ragfuse.cli.options import Json, Store, console_for, write_json
 from ragfuse.errors import InputError
-from ragfuse.settings import LEVELS
+from ragfuse.types.levels import LEVEL_NAMES
 
 if TYPE_CHECKING:
     from ragfuse.admin.store_admin import EntryFilter
@@ -100,7 +100,7 @@ def stats(store: Store = None, json: Json = None) -> None:
         table.add_row(row["tier"], f"{row['entries']:,}", *sizes, str(row["pinned"]), f"{row['hits']:,}")
     console.print(table)
     for row in tiers:
-        if set(row["levels"]) - {LEVELS[0]}:
+        if set(row["levels"]) - {LEVEL_NAMES[0]}:
             each = ", ".join(f"{level} {nbytes / 1e6:,.1f} MB" for level, nbytes in row["levels"].items())
             console.print(Text(f"{row['tier']}: {each}"))
     for who, entries, nbytes in models:
@@ -207,7 +207,7 @@ def move(
 
 @store.command("recode")
 def recode(
-    to: Annotated[str, typer.Option("--to", help=f"The level, or several with commas: {', '.join(LEVELS)}.")],
+    to: Annotated[str, typer.Option("--to", help=f"The level, or several with commas: {', '.join(LEVEL_NAMES)}.")],
     keys: Keys = None,
     tier: Tier = None,
     source: Source = None,
@@ -338,7 +338,9 @@ def _pin(pinned: bool, wish: EntryFilter, store: Path | None, json: Path | None)
 def _levels(to: str) -> list[str]:
     """The levels that are named; InputError for one that is none."""
     named = [level.strip() for level in to.split(",")]
-    strange = [level for level in named if level not in LEVELS]
+    strange = [level for level in named if level not in LEVEL_NAMES]
     if strange:
-        raise InputError(f"Wanted levels of {', '.join(LEVELS)}, with commas between several; found '{strange[0]}'.")
-    return [level for level in LEVELS if level in named]
+        raise InputError(
+            f"Wanted levels of {', '.join(LEVEL_NAMES)}, with commas between several; found '{strange[0]}'."
+        )
+    return [level for level in LEVEL_NAMES if level in named]

@@ -3,7 +3,7 @@
 from ragfuse.codec.cachegen import CacheGenCodec, Level
 from ragfuse.codec.codec import Codec, LayerMeta, checksum
 from ragfuse.codec.container import OtherTables
-from ragfuse.codec.levels import LEVEL_NAMES, PACKED, PAPER, codec_for
+from ragfuse.codec.levels import PACKED, PAPER, codec_for
 from ragfuse.codec.profile import profile_tables
 from ragfuse.codec.raw import RAW, RawCodec
 from ragfuse.codec.tables import CodecTables
@@ -11,7 +11,6 @@ from ragfuse.codec.uniform import INT8, UniformCodec
 
 __all__ = [
     "INT8",
-    "LEVEL_NAMES",
     "PACKED",
     "PAPER",
     "RAW",

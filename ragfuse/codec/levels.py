@@ -1,41 +1,53 @@
-"""The levels that KV may be kept in, by name, and the codec of each."""
+"""The codec of each level, and the codecs by the name that `types.levels` gives them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from ragfuse.codec.cachegen import CacheGenCodec, Level
 from ragfuse.codec.codec import Codec
 from ragfuse.codec.raw import RAW
 from ragfuse.codec.tables import CodecTables
-from ragfuse.codec.uniform import INT8
+from ragfuse.codec.uniform import UniformCodec
+from ragfuse.types.levels import LEVEL_NAMES, LEVELS, CodecLevel
 
-PACKED: Final = (
-    Level("cg1", (0.4, 0.4, 0.4)),
-    Level("cg2", (1.0, 1.0, 1.0)),
-    Level("cg3", (1.3, 1.3, 1.3)),
-    Level("cg4", (1.9, 1.9, 1.9)),
-)
-"""CacheGen's codec at four widths of bins, the finest first."""
 PAPER: Final = Level("paper", deltas=True, odd=0)
 """CacheGen as its paper has it: bins of 0.5, 1 and 1.5 (its C.2), anchors and changes to them."""
-LEVEL_NAMES: Final = (RAW.name, INT8.name, *(level.name for level in PACKED))
-"""Every level by its name, in order of what it loses: the first loses nothing."""
+PACKED: Final = tuple(Level(level.name, level.bins) for level in LEVELS if level.codec == "cachegen")
+"""CacheGen's codec at several widths of bins, the finest first."""
+
+
+def _raw(level: CodecLevel, tables: CodecTables | None) -> Codec:
+    return RAW
+
+
+def _uniform(level: CodecLevel, tables: CodecTables | None) -> Codec:
+    return UniformCodec(level.bits)  # type: ignore[arg-type]
+
+
+def _cachegen(level: CodecLevel, tables: CodecTables | None) -> Codec:
+    if tables is None:
+        raise ValueError(
+            f"Level {level.name!r} wants its model's codec tables, and there are none: profile the model first."
+        )
+    return CacheGenCodec(tables, next(each for each in PACKED if each.name == level.name))
+
+
+CODECS: Mapping[str, Callable[[CodecLevel, CodecTables | None], Codec]] = MappingProxyType(
+    {"raw": _raw, "uniform": _uniform, "cachegen": _cachegen}
+)
+"""What makes the codec of a level, by the level's `codec`."""
 
 
 def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
-    """The codec of a level, for the model whose `tables` are given; ValueError for a name that is none.
+    """Return the codec of a level, for the model whose `tables` are given.
 
-    `raw` and `int8` need no tables; the others without them are a ValueError, too.
+    Raises:
+        ValueError: There is no level of that name, or it needs tables and there are none.
     """
-    plain = next((codec for codec in (RAW, INT8) if codec.name == level), None)
-    if plain is not None:
-        return plain
-    packed = next((each for each in PACKED if each.name == level), None)
-    if packed is None:
+    known = next((each for each in LEVELS if each.name == level), None)
+    if known is None:
         raise ValueError(f"A level ({', '.join(LEVEL_NAMES)}) wanted, {level!r} found.")
-    if tables is None:
-        raise ValueError(
-            f"Level {level!r} wants its model's codec tables, and there are none: profile the model first."
-        )
-    return CacheGenCodec(tables, packed)
+    return CODECS[known.codec](known, tables)

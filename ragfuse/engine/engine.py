@@ -314,9 +314,13 @@ class Engine:
         self._stages.prefetcher.submit(texts)
 
     def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
-        """These conversations are gone on with soon, the first one first (or the one with the least number): what was
-        kept of them comes to memory, as much as it has room for, and is dropped last. In place of what was said
-        before. Returns at once, may load the model."""
+        """Bring conversations to memory that will have their next turn soon, as many as it has room for.
+
+        They are dropped last. This replaces what was said before. It returns at once, and may load the model.
+
+        Args:
+            sessions: Names in the order in which they are expected, or names with numbers of which the least is first.
+        """
         told = sessions if isinstance(sessions, Mapping) else {name: at for at, name in enumerate(sessions)}
         whose = self.digest
         self.conversations.expect(whose, told)

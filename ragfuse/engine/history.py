@@ -1,7 +1,7 @@
 """How an engine goes on with a conversation: what of a prompt is its history, and what an answer leaves for the next.
 
 A prompt is recognised by its messages, and its history by its tokens: only what has the very ids is reused. What is
-shortened is told by `sessions/session.py`; how sessions are looked after, by `sessions/session_store.py`.
+shortened is decided in `sessions/session.py`; sessions are kept by `sessions/session_store.py`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ConversationHistory:
         """The session that a question goes on with; None where none is known."""
         digest = self._runtime.encoder.digest
         if ask.session is not None:
-            self.sessions.get(digest, ask.session)  # another process may have gone on with it
+            self.sessions.get(digest, ask.session)  # another process may have added a turn
         if ask.session is not None or not self._is_had(question):
             return ask.session
         given = heard([self._message(turn, digest) for turn in turns_of(question)])
@@ -162,7 +162,7 @@ class ConversationHistory:
         return not (isinstance(question, str) or is_ids(question) or self._settings.history == "asked")
 
     def _named(self, name: str, given: list[HistoryMessage], digest: str) -> PendingTurn:
-        """The session of that name: gone on with by new messages, or as far as all of its messages agree."""
+        """The session of that name with new messages, or as much of it as all of its messages agree with."""
         version, session = self.sessions.get(digest, name) or (0, Session(name))
         self._wait_for(session)
         keep_chunks = self._settings.history_chunks

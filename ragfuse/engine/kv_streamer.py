@@ -1,6 +1,6 @@
 """What lies behind a line is streamed before the model is needed, where a question has a deadline (CacheGen 5.3).
 
-What is streamed and how is told by `plan` and `load.stream`; what that makes of a prompt's plan, here.
+`plan` and `load.stream` decide what is streamed and how; this file makes a prompt's plan of what came.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from ragfuse.load.terms import BYTES_UNREADABLE, Terms
 from ragfuse.plan.adapt import Adapt
 from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.pieces import base_s, parts_of, prior
-from ragfuse.settings import LEVELS, Settings
+from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.tier import Breaks
 from ragfuse.types.answer import StreamTrace
 from ragfuse.types.kv import LayerKV
+from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch, LoadPlan
 
 NOTHING_CAME = "nothing of it came in time over the line"
@@ -144,10 +145,10 @@ class KVStreamer:
             streamed.began_s,
             streamed.deadline_s,
             base_s(plan, times, row_s),
-            cast(Adapt, "paper" if settings.adapt in LEVELS else settings.adapt),
+            cast(Adapt, "paper" if settings.adapt in LEVEL_NAMES else settings.adapt),
             settings.piece_tokens,
             prior(far, times),
-            settings.adapt if settings.adapt in LEVELS else None,
+            settings.adapt if settings.adapt in LEVEL_NAMES else None,
         )
         parts, link = parts_of(plan, far, times, row_s), self.links.of(far[0].tier)
         streamed.stream = stream = Stream(self.store, far, parts, model.n_layers, link, terms, model.device)

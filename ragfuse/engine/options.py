@@ -72,8 +72,8 @@ class Ask:
 
     blend: of a prompt in PML, modules are blended as chunks are: rows of them are computed again, by policy and ratio.
 
-    session: the name of a conversation that is kept, and gone on with. Messages that hold an assistant's are all of it;
-    others, and a text, are what is said next.
+    session: the name of a conversation that is kept, and that this question continues. Messages that hold an
+    assistant's are all of it; others, and a text, are what is said next.
 
     documents: (text, source) of what was retrieved for the question. Each that stands in the prompt is encoded after
     the answer and known from then on, as if `Engine.know` had been told of it.

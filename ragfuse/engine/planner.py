@@ -14,6 +14,7 @@ from ragfuse.engine.model_profiles import CalibrationHint, refusal_of
 from ragfuse.engine.options import Ask, with_remaining_deadline
 from ragfuse.engine.prefix_cache import PrefixCache
 from ragfuse.engine.request import Request
+from ragfuse.fuse.select import cost_of
 from ragfuse.hf.model import HFModel
 from ragfuse.hf.states import TenantStates
 from ragfuse.plan.controller import LoadingController
@@ -115,7 +116,7 @@ class Planner:
         policy = ask.policy or settings.policy
         ratio = settings.ratio if ask.ratio is None else ask.ratio
         machine, corrections = self.timings.now(model)
-        controller = LoadingController(machine, profile.choice, corrections)
+        controller = LoadingController(cost_of, machine, profile.choice, corrections)
         blends = any(segment.kind == "chunk" for segment in prompt.segments)
         refusal = refusal_of(_judged(prompt, profile, blends), policy) if ask.reuse else FULL_PREFILL_ASKED
         left, why_left = frozenset[ChunkKey](), refusal

@@ -23,12 +23,13 @@ from ragfuse.engine.trace_builder import PreparedPrompt
 from ragfuse.hf.states import States, TenantStates
 from ragfuse.plan.controller import is_exact
 from ragfuse.process.fork import at_fork, is_torn
-from ragfuse.settings import LEVELS, Settings
+from ragfuse.settings import Settings
 from ragfuse.store import KVStore
 from ragfuse.store.radix import RadixTree, Rows
 from ragfuse.store.writer import Writers
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.kv import ChunkKV, LayerKV
+from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.prompt import Prompt, Segment
 
 log = logging.getLogger("ragfuse.engine")
@@ -89,7 +90,7 @@ class PrefixCache:
     @property
     def _is_lossless(self) -> bool:
         """Whether memory keeps what others put there at full precision."""
-        return LEVELS[0] in self._store.levels.of(self._fast[-1])
+        return LEVEL_NAMES[0] in self._store.levels.of(self._fast[-1])
 
     def placed(self, prompt: Prompt) -> Prompt:
         """The prompt with all that it shares with an earlier one as segments of kind "prefix".
@@ -110,7 +111,7 @@ class PrefixCache:
             with self._changed:
                 tree.discard(gone - self._waiting)
         # A conversation's entries may be kept in fewer bits elsewhere: what was read so would not be exact.
-        found = [each for each in found if each.key in there and LEVELS[0] in there[each.key].sizes]
+        found = [each for each in found if each.key in there and LEVEL_NAMES[0] in there[each.key].sizes]
         return replace(prompt, segments=tuple(_with(prompt, found))) if found else prompt
 
     def kept(self) -> TenantStates | None:
@@ -190,7 +191,7 @@ class PrefixCache:
         key = encoder.key(run, token_digest(before))
         if not self._store.lookup([key], counts=False):
             kv = encoder.model.encode(run, before)
-            self._store.put(key, kv, tier=tier, levels={tier: LEVELS[:1]})
+            self._store.put(key, kv, tier=tier, levels={tier: LEVEL_NAMES[:1]})
         self.note(token_ids, n_exact, key)
 
     def note(self, token_ids: Sequence[int], lo: int, key: ChunkKey) -> None:
@@ -301,7 +302,7 @@ class PrefixCache:
         try:
             for each in made:
                 if not self._store.lookup([each.key], counts=False):
-                    self._store.put(each.key, rows(each.lo, each.hi), tier=tier, levels={tier: LEVELS[:1]})
+                    self._store.put(each.key, rows(each.lo, each.hi), tier=tier, levels={tier: LEVEL_NAMES[:1]})
         finally:
             self._done(made, held)
 
@@ -315,7 +316,7 @@ class PrefixCache:
 def exact_rows(ready: PreparedPrompt) -> int:
     """How many rows a prompt begins with that are full prefill's own: up to the first that is blended or lossy."""
     plan = ready.plan
-    lossy = (f.segment for f in plan.fetches if f.level != LEVELS[0] or not is_exact(plan.prompt, f))
+    lossy = (f.segment for f in plan.fetches if f.level != LEVEL_NAMES[0] or not is_exact(plan.prompt, f))
     first = min(lossy, default=None)
     return len(plan.prompt) if first is None else plan.prompt.spans[first][0]
 

@@ -1,6 +1,6 @@
 """Schemas that an engine answers prompts over: registered, written down in the store's catalog, laid out for its model.
 
-What a schema says is told by `text.pml`, where its tokens stand by `text.schema`, what a prompt takes by `text.bind`. A
+`schemas.pml` reads a schema, `schemas.layout` places its tokens, `schemas.bind` takes a prompt from it. A
 schema belongs to a tenant; what is encoded of it, to a model. Schemas without a model: `schemas/registry.py`.
 """
 

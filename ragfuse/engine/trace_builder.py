@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from ragfuse.hf.model import Prefill
 from ragfuse.plan.controller import is_exact
 from ragfuse.schemas.bind import SchemaUse
-from ragfuse.settings import LEVELS
 from ragfuse.types.answer import SegmentTrace, StreamTrace, Trace
+from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import LoadPlan
 from ragfuse.types.prompt import Segment
 
@@ -64,7 +64,9 @@ def trace_of(ready: PreparedPrompt, timing: Timing, first_s: float | None, now_s
     )
     segments = tuple(each for each in segments if each.hit or each.kind != "prefix")  # a new beginning is new text
     if prefill.n_before:
-        known = SegmentTrace("", "prefix", prefill.n_before, 0, True, "memory", LEVELS[0], exact=True, encoded="alone")
+        known = SegmentTrace(
+            "", "prefix", prefill.n_before, 0, True, "memory", LEVEL_NAMES[0], exact=True, encoded="alone"
+        )
         segments = (known, *(each for each in segments if each.start + each.n_tokens > prefill.n_before))
     cached = sum(s.n_tokens for s in segments if s.hit)
     blendable_tokens = sum(s.n_tokens for s in segments if s.hit and s.kind == "chunk" and not s.exact)

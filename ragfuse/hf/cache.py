@@ -75,7 +75,7 @@ class RowLayer(CacheLayerMixin):
     def gather(self) -> None:
         """Hold all rows in buffers of its own again, those too that were taken back and may yet be revealed."""
         if self.common:
-            self.keys, self.values = self._amid(self.keys, 0), self._amid(self.values, 1)
+            self.keys, self.values = self._with_frozen(self.keys, 0), self._with_frozen(self.values, 1)
             self.common = ()
 
     def whole(self) -> KV:
@@ -84,7 +84,7 @@ class RowLayer(CacheLayerMixin):
         keys, values = self.keys[:, :, :own], self.values[:, :, :own]
         if not self.common:
             return keys, values
-        return self._amid(keys, 0), self._amid(values, 1)
+        return self._with_frozen(keys, 0), self._with_frozen(values, 1)
 
     def rows(self, lo: int, hi: int) -> KV:
         """Rows lo:hi [B, H, hi - lo, D]: views, or a copy where some of them stand outside."""
@@ -107,7 +107,7 @@ class RowLayer(CacheLayerMixin):
         """Rows in the buffers."""
         return self.length - sum(stretch.hi - stretch.lo for stretch in self.common)
 
-    def _amid(self, own: Tensor, which: int) -> Tensor:
+    def _with_frozen(self, own: Tensor, which: int) -> Tensor:
         """Own rows and stretches, each where it stands; which: keys (0) or values (1)."""
         parts, at, taken = list[Tensor](), 0, 0
         for stretch in self.common:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ragfuse.codec import Codec, LayerMeta
 from ragfuse.hf.model import HFModel
-from ragfuse.settings import LEVELS
 from ragfuse.types.kv import LayerKV
+from ragfuse.types.levels import LEVEL_NAMES
 
 TIMED_CHUNK_TOKENS = 256
 """Tokens of the chunk that is packed, where the model takes so many."""
@@ -28,7 +28,7 @@ def decoding(
     On the thread that asks, from the host's memory, as entries are read. Levels without a codec, or that cannot hold
     this model's KV, are left out.
     """
-    there = [(level, codec) for level in LEVELS[1:] if (codec := codecs(level)) is not None]
+    there = [(level, codec) for level in LEVEL_NAMES[1:] if (codec := codecs(level)) is not None]
     kv = [_at_host(layer) for layer in model.encode(_ids(model)).layers] if there else []
     seconds, packed = dict[str, float](), dict[str, float]()
     for index, (level, codec) in enumerate(there):

@@ -7,6 +7,7 @@ from itertools import combinations
 
 import torch
 
+from ragfuse.fuse.select import cost_of
 from ragfuse.plan.estimate import Blend, features
 from ragfuse.types.profiles import FusedCost, FusedPoint
 
@@ -45,5 +46,5 @@ def fitted_prefill(points: Sequence[tuple[int, float]]) -> tuple[float, float, f
 
 def fitted_fused(points: Sequence[FusedPoint], n_layers: int) -> FusedCost:
     """What a fused prefill takes, by what it computes."""
-    table = [features(Blend.of(point), n_layers) for point in points]
+    table = [features(Blend.of(point, cost_of), n_layers) for point in points]
     return FusedCost(*fitted(table, [point.seconds for point in points]))

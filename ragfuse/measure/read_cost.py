@@ -13,10 +13,10 @@ from ragfuse.load.layers import LayerReader
 from ragfuse.measure.tiers import UNLIMITED
 from ragfuse.plan.estimate import pipelined_s
 from ragfuse.plan.steps import room
-from ragfuse.settings import LEVELS
 from ragfuse.store import DiskTier, KVStore
 from ragfuse.types.keys import ChunkKey, digest
 from ragfuse.types.kv import ChunkKV
+from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch
 
 MOST_S = 2e-3
@@ -52,7 +52,7 @@ def over_s(read_s: float, hand_s: float, load_s: float, n_layers: int) -> float:
 def _kept(store: KVStore, at: int, chunk: ChunkKV) -> Fetch:
     key = ChunkKey(digest("measure"), digest(str(at)))
     store.put(key, chunk, wait=True)
-    return Fetch(at, key, store.tiers[0].name, LEVELS[0], chunk.nbytes)
+    return Fetch(at, key, store.tiers[0].name, LEVEL_NAMES[0], chunk.nbytes)
 
 
 def _read(store: KVStore, fetches: list[Fetch], n_layers: int, fuse: Fuse) -> tuple[float, float]:

@@ -12,12 +12,13 @@ from functools import partial
 from math import floor
 from types import MappingProxyType
 
-from ragfuse.plan.estimate import Blend, Estimate, is_adjustable, share_of
+from ragfuse.plan.estimate import Blend, Estimate
 from ragfuse.plan.levels import WORTH, Offers, coarser, finest, offers, soonest
 from ragfuse.plan.observed import corrected
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.kv import Entry
 from ragfuse.types.plan import Bound, Fetch, Forecast, LoadPlan
+from ragfuse.types.policy_cost import CostOf
 from ragfuse.types.profiles import MachineProfile
 from ragfuse.types.prompt import Prompt, Segment
 from ragfuse.types.reasons import MISSING, UNREADABLE
@@ -45,13 +46,15 @@ def plan(
     choice: tuple[str, float] | None = None,
     left: Mapping[int, str] = NO_WAYS,
     ways: Mapping[int, Fetch] = AS_FOUND,
+    *,
+    cost_of: CostOf,
 ) -> LoadPlan:
     """Reads every segment that is in the store, under its best key; `lost` ones were there and could not be read.
 
     ratio: None for what was measured to be enough: 0.15, or what `choice` says. choice: policy and ratio that this
     model's calibration chose, for `auto` over chunks that were encoded behind filler text. left: segments that are not
     read although they are there, and why. ways: how segments are read; else from the tier that they were found in, at
-    the level that loses least there.
+    the level that loses least there. cost_of: the costs of policies by name.
     """
     fetches, unread, misses = list[Fetch](), list[Fetch](), list[tuple[int, str]]()
     for index, segment in enumerate(prompt.segments):
@@ -76,7 +79,8 @@ def plan(
     blended = [fetch for fetch in fetches if is_blended(prompt, fetch)]
     all_behind_filler = bool(blended) and all(f.key.encoded == "filler" for f in blended)
     settled = settle(policy, ratio, choice if all_behind_filler else None)
-    return LoadPlan(prompt, settled[1], settled[0], tuple(fetches), tuple(misses), unread=tuple(unread))
+    name, share = settled
+    return LoadPlan(prompt, share, name, tuple(fetches), tuple(misses), unread=tuple(unread), cost=cost_of(name))
 
 
 def _once(fetches: Sequence[Fetch]) -> Iterator[Fetch]:
@@ -126,19 +130,20 @@ def blend_of(found: LoadPlan) -> Blend:
     prompt = found.prompt
     sizes = [len(prompt.segments[fetch.segment].tokens) for fetch in found.fetches]
     chunks = [n for n, fetch in zip(sizes, found.fetches, strict=True) if is_blended(prompt, fetch)]
-    share = share_of(found.policy, found.ratio, chunks)
-    return Blend(found.policy, len(prompt), len(prompt) - sum(sizes), sum(chunks), share)
+    share = found.cost.share_of(found.ratio, chunks)
+    return Blend(found.cost, len(prompt), len(prompt) - sum(sizes), sum(chunks), share)
 
 
 @dataclass(frozen=True)
 class LoadingController:
     """Plans by how long things take where `machine` was measured, and as `plan` does where it was not.
 
-    choice: as for `plan`. corrections: how many times as long as measured tiers take, see `plan.seen`. What was asked
-    for by name is done, and only foretold: time is no reason then to leave a chunk unread or to prefill in full, and a
-    ratio that was given stays.
+    cost_of, choice: as for `plan`. corrections: how many times as long as measured tiers take, see `plan.seen`. What
+    was asked for by name is done, and only foretold: time is no reason then to leave a chunk unread or to prefill in
+    full, and a ratio that was given stays.
     """
 
+    cost_of: CostOf
     machine: MachineProfile | None = None
     choice: tuple[str, float] | None = None
     corrections: Mapping[str, float] = field(default_factory=dict)
@@ -159,12 +164,12 @@ class LoadingController:
         that hides behind computing, see `plan.levels`. deadline_s: seconds from now until the first token is wanted; it
         bounds the ratio from above, and where even the least ratio is too slow the forecast says so.
         """
-        found = plan(prompt, entries, policy, ratio, lost, self.choice)
+        found = plan(prompt, entries, policy, ratio, lost, self.choice, cost_of=self.cost_of)
         if self.machine is None or not Estimate(self.machine).knows(found.fetches):
             return found
 
         def again(ways: Mapping[int, Fetch], left: Mapping[int, str] = NO_WAYS) -> LoadPlan:
-            return plan(prompt, entries, policy, ratio, lost, self.choice, left, ways)
+            return plan(prompt, entries, policy, ratio, lost, self.choice, left, ways, cost_of=self.cost_of)
 
         times = Estimate(corrected(self.machine, self.corrections))
         ways, timed = _at_levels(times, offers(times, found.fetches, entries, others), again)
@@ -242,7 +247,7 @@ def widest(timed: Timed, deadline_s: float | None = None) -> tuple[float, Bound]
     """
     least = timed.found.ratio
     hidden_s = timed.ttft_s + TIE * min(timed.ttft_s, timed.load_s)
-    if not (0 < least < 1 and timed.blend.candidate_rows and is_adjustable(timed.found.policy)):
+    if not (0 < least < 1 and timed.blend.candidate_rows and timed.found.cost.is_adjustable):
         return least, "floor"
     ratio = _largest(timed, hidden_s)
     if deadline_s is not None and timed.at(ratio).ttft_s > deadline_s:

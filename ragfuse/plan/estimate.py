@@ -8,44 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Literal
 
 from ragfuse.plan.steps import layers_a_read, room, spans, steps
-from ragfuse.settings import LEVELS
+from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch
+from ragfuse.types.policy_cost import CostOf, Needs, PolicyCost
 from ragfuse.types.profiles import FusedCost, FusedPoint, MachineProfile
-
-Kind = Literal["static", "checking", "looking"]
-"""What a policy needs before it knows its rows: nothing, all rows of the first layer, attention over all layers."""
-
-_CHECKING = frozenset({"hkvd", "hkvd-flat", "hybrid"})
-_LOOKING = frozenset({"query", "query-gradual"})
-_GRADUAL = frozenset({"hkvd", "hybrid", "query-gradual"})
-
-
-def kind_of(policy: str) -> Kind:
-    """What the policy of that name needs first."""
-    name = policy.partition(":")[0]
-    return "checking" if name in _CHECKING else "looking" if name in _LOOKING else "static"
-
-
-def share_of(policy: str, ratio: float, chunks: Sequence[int]) -> float:
-    """The share that a policy takes of chunks of so many tokens when it is asked for `ratio`."""
-    fixed = _tokens_a_chunk(policy)
-    if not ratio or policy == "none" or not chunks:
-        return 0.0
-    return 1.0 if policy == "full" else sum(min(fixed, n) for n in chunks) / sum(chunks) if fixed else ratio
-
-
-def is_adjustable(policy: str) -> bool:
-    """Whether a policy computes more rows at a higher ratio."""
-    return policy not in ("full", "none") and not _tokens_a_chunk(policy)
-
-
-def _tokens_a_chunk(policy: str) -> int:
-    """N of lego-N, 0 for all others."""
-    name, _, count = policy.rpartition("-")
-    return int(count) if name == "lego" and count.isascii() and count.isdigit() else 0
 
 
 @dataclass(frozen=True)
@@ -53,31 +21,31 @@ class Blend:
     """One fused prefill in numbers: of T `tokens`, `forced` rows are computed, and `ratio` of `candidate_rows` cached
     ones.
 
-    ratio: the share that the policy really takes, see `share_of`.
+    cost: of its policy. ratio: the share that the policy really takes, see `PolicyCost.share_of`.
     """
 
-    policy: str
+    cost: PolicyCost
     tokens: int
     forced: int
     candidate_rows: int
     ratio: float
 
     @classmethod
-    def of(cls, point: FusedPoint) -> Blend:
-        """What a point of a profile was measured with."""
-        return cls(point.policy, point.tokens, point.forced, point.candidate_rows, point.ratio)
+    def of(cls, point: FusedPoint, cost_of: CostOf) -> Blend:
+        """Return what a point of a profile was measured with. cost_of: the costs of policies by name."""
+        return cls(cost_of(point.policy), point.tokens, point.forced, point.candidate_rows, point.ratio)
 
     @property
-    def kind(self) -> Kind:
-        """What must be known first; where there is nothing to choose, nothing."""
-        return kind_of(self.policy) if self.candidate_rows and self.ratio > 0 else "static"
+    def needs(self) -> Needs:
+        """What must be computed first; where there is nothing to choose, nothing."""
+        return self.cost.needs if self.candidate_rows and self.ratio > 0 else "nothing"
 
     def rows(self, n_layers: int) -> list[float]:
         """Rows computed in each layer, on average over what is thinned out; by CacheBlend 4.3 where it is gradual."""
-        share, first = self.ratio, 1 if self.kind == "checking" else 0
+        share, first = self.ratio, 1 if self.needs == "all rows of a layer" else 0
         steps = n_layers - 1 - first
         shares = [share] * (n_layers - first)
-        if self.policy.partition(":")[0] in _GRADUAL and steps > 0:
+        if self.cost.gradual and steps > 0:
             start = min(1.0, 1.5 * share)
             shares = [start + 2 * (share - start) * step / steps for step in range(steps + 1)]
         return [self.forced + each * self.candidate_rows for each in (*[1.0] * first, *shares)]
@@ -85,10 +53,10 @@ class Blend:
 
 def features(blend: Blend, n_layers: int) -> tuple[float, ...]:
     """What each figure of a FusedCost is multiplied by, in the order of its fields."""
-    rows, kind = sum(blend.rows(n_layers)) / n_layers, blend.kind
-    rows += blend.forced if kind == "looking" else 0
-    checked = blend.forced + blend.candidate_rows if kind == "checking" else 0
-    looked = blend.tokens if kind == "looking" else 0
+    rows, needs = sum(blend.rows(n_layers)) / n_layers, blend.needs
+    rows += blend.forced if needs == "attention" else 0
+    checked = blend.forced + blend.candidate_rows if needs == "all rows of a layer" else 0
+    looked = blend.tokens if needs == "attention" else 0
     placed = blend.tokens - blend.forced
     return 1.0, rows, rows * blend.tokens, placed, float(checked > 0), checked, float(looked > 0), looked
 
@@ -103,10 +71,10 @@ def layers_s(cost: FusedCost, blend: Blend, n_layers: int) -> tuple[list[float],
     row_s = (cost.row_s + cost.score_s * blend.tokens) / n_layers
     placed_s = cost.placed_s * (blend.tokens - blend.forced) / n_layers
     passes = [row_s * rows + cost.fixed_s / n_layers for rows in blend.rows(n_layers)]
-    if blend.kind == "looking":
+    if blend.needs == "attention":
         look_s = row_s * blend.forced + (cost.look_s + cost.look_token_s * blend.tokens) / n_layers
         return [look_s + placed_s] * n_layers, passes
-    if blend.kind == "checking":
+    if blend.needs == "all rows of a layer":
         passes[min(1, n_layers - 1)] += cost.check_s + cost.check_row_s * (blend.forced + blend.candidate_rows)
     return [], [each + placed_s for each in passes]
 
@@ -136,7 +104,7 @@ class Estimate:
 
     def knows_level(self, level: str) -> bool:
         """Whether decoding a level was measured; raw needs none."""
-        return level == LEVELS[0] or level in self.machine.decode
+        return level == LEVEL_NAMES[0] or level in self.machine.decode
 
     def prefill_s(self, tokens: int) -> float:
         """Full prefill of so many tokens."""

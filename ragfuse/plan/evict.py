@@ -16,6 +16,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from ragfuse.errors import SettingsError
+from ragfuse.plan.eviction_item import EvictionItem, Rank
+from ragfuse.plan.ranks import rank_named
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
@@ -26,55 +28,6 @@ ConversationOf = Callable[[ChunkKey], Hashable]
 """The name of the conversation that a key's KV belongs to; None: it stands for itself."""
 
 PolicyName = Literal["lru", "fifo", "look-ahead"]
-
-
-@dataclass(frozen=True, slots=True)
-class EvictionItem:
-    """What is dropped or moved as one: all that a tier has of a conversation, or an entry that belongs to none.
-
-    AttentionStore, section 3.3.2: a conversation's KV is used whole or not at all. name: the conversation's, or the
-    key itself. last_used: of the entry used last; arrived: of the one that came first, seconds.
-    """
-
-    name: Hashable
-    keys: tuple[ChunkKey, ...]
-    nbytes: int
-    last_used: float
-    arrived: float = 0.0
-
-
-Rank = Callable[[EvictionItem, float | None], tuple[int, float]]
-"""Who goes first: the smaller. Given an item and the place of its first waiting job, a number that grows from the head
-of the queue to its tail; None where none is known to wait."""
-
-
-def by_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
-    """Least recently used first."""
-    return 0, item.last_used
-
-
-def by_arrival(item: EvictionItem, place: float | None) -> tuple[int, float]:
-    """What came first goes first, however often it was used since."""
-    return 0, item.arrived
-
-
-def by_next_use(item: EvictionItem, place: float | None) -> tuple[int, float]:
-    """First what no job waits for, least recently used first; then from the tail of the queue to its head.
-
-    AttentionStore, section 3.3.2: what is in the look-ahead window is exempt, and where all is, its tail goes first.
-    """
-    return (0, item.last_used) if place is None else (1, -place)
-
-
-RANKS: Mapping[str, Rank] = MappingProxyType({"lru": by_use, "fifo": by_arrival, "look-ahead": by_next_use})
-"""The policies, by name."""
-
-
-def rank_named(name: str) -> Rank:
-    """The policy of that name; SettingsError if there is none."""
-    if name not in RANKS:
-        raise SettingsError(f"There is no eviction policy '{name}'. It is one of: {', '.join(RANKS)}.")
-    return RANKS[name]
 
 
 def _itself(key: ChunkKey) -> Hashable:

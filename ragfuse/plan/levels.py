@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from ragfuse.plan.estimate import Estimate
-from ragfuse.settings import LEVELS
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
+from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch
 
 Offers = Mapping[int, Sequence[Fetch]]
@@ -24,7 +24,7 @@ LEVEL_STEPS = 8
 
 def loss(level: str) -> int:
     """How much a level loses, as a number to compare; one that nobody knows the most."""
-    return LEVELS.index(level) if level in LEVELS else len(LEVELS)
+    return LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES)
 
 
 def offers(

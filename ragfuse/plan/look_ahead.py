@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from itertools import islice
 
-from ragfuse.plan.evict import EvictionItem
+from ragfuse.plan.eviction_item import EvictionItem
 from ragfuse.types.plan import LoadPlan
 
 

@@ -7,9 +7,9 @@ from math import inf
 from types import MappingProxyType
 
 from ragfuse.plan.estimate import Estimate
-from ragfuse.settings import LEVELS
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
+from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.profiles import MachineProfile
 
 RAW_ALONE: Mapping[str, Sequence[str]] = MappingProxyType({})
@@ -45,7 +45,7 @@ def choose_tier(
     """
     times, load_s, cost = Estimate(machine), dict[str, float](), dict[str, float]()
     for tier in tiers:
-        levels = [level for level in written.get(tier, LEVELS[:1]) if times.knows_level(level)]
+        levels = [level for level in written.get(tier, LEVEL_NAMES[:1]) if times.knows_level(level)]
         if tier in machine.tiers and levels:
             load_s[tier] = min(times.kept_s(tier, level, nbytes, n_tokens) for level in levels)
             kept = sum(nbytes * machine.packed.get(level, 1.0) for level in levels)
@@ -63,8 +63,12 @@ def choose_level(n_tokens: int, nbytes: int, machine: MachineProfile, tier: str,
     """
     times, hidden_s = Estimate(machine), Estimate(machine).recompute_s(ratio, n_tokens)
     if tier not in machine.tiers:
-        return LEVELS[0]
-    known = [level for level in LEVELS if times.knows_level(level) and (level in machine.packed or level == LEVELS[0])]
+        return LEVEL_NAMES[0]
+    known = [
+        level
+        for level in LEVEL_NAMES
+        if times.knows_level(level) and (level in machine.packed or level == LEVEL_NAMES[0])
+    ]
     load_s = {level: times.kept_s(tier, level, nbytes, n_tokens) for level in known}
     hidden = (level for level, seconds in load_s.items() if seconds <= hidden_s)
     return next(hidden, min(load_s, key=lambda level: load_s[level]))

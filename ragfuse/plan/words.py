@@ -8,11 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from ragfuse.plan.controller import is_blended, is_exact
-from ragfuse.plan.estimate import Kind as Needs
-from ragfuse.plan.estimate import is_adjustable, kind_of
-from ragfuse.settings import LEVELS
 from ragfuse.types.keys import Encoded
+from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch, Forecast, LoadPlan
+from ragfuse.types.policy_cost import Needs
 from ragfuse.types.prompt import Kind
 
 BOUNDS = MappingProxyType(
@@ -28,10 +27,10 @@ RATIO_IS_FIXED = "what this policy always takes"
 LEAST_RATIO_DESPITE_DEADLINE = "the least that keeps answers close, although the deadline asks for less"
 NEEDS: Mapping[Needs, str] = MappingProxyType(
     {
-        "static": "layer after layer: each is computed once it is read, and the next are read meanwhile",
-        "checking": "layer after layer: the first is computed whole, to see which rows differ most, the others as "
-        "they are read",
-        "looking": "all layers first: the question's attention to them tells which rows to compute, so nothing is "
+        "nothing": "layer after layer: each is computed once it is read, and the next are read meanwhile",
+        "all rows of a layer": "layer after layer: the first is computed whole, to see which rows differ most, the "
+        "others as they are read",
+        "attention": "all layers first: the question's attention to them tells which rows to compute, so nothing is "
         "computed before the last one is read",
     }
 )
@@ -82,8 +81,12 @@ def as_dict(plan: LoadPlan) -> dict[str, Any]:
 
 def needs(plan: LoadPlan) -> str:
     """What the plan's policy needs first, "" where it has nothing to choose."""
-    chooses = plan.ratio > 0 and plan.policy != "none" and any(is_blended(plan.prompt, fetch) for fetch in plan.fetches)
-    return NEEDS[kind_of(plan.policy)] if chooses else ""
+    chooses = (
+        plan.ratio > 0
+        and plan.cost.fixed_share != 0.0
+        and any(is_blended(plan.prompt, fetch) for fetch in plan.fetches)
+    )
+    return NEEDS[plan.cost.needs] if chooses else ""
 
 
 def _segments(plan: LoadPlan) -> Iterator[str]:
@@ -95,7 +98,7 @@ def _segments(plan: LoadPlan) -> Iterator[str]:
             continue
         fetch, told = kept.get(index), [f"miss ({misses[index]})" if index in misses else "hit"]
         if fetch is not None:
-            level = "" if fetch.level == LEVELS[0] else f" as {fetch.level}"
+            level = "" if fetch.level == LEVEL_NAMES[0] else f" as {fetch.level}"
             told[0] += f" in {fetch.tier}{level}, {fetch.nbytes / 1e6:.1f} MB, {ENCODED[fetch.key.encoded]}"
         if index in times:
             told.append(_seconds(plan, None if index in misses else fetch, fetch is not None, *times[index]))
@@ -125,14 +128,14 @@ def _chosen(plan: LoadPlan) -> Iterator[str]:
     if plan.fallback_reason:
         return
     if plan.forecast is not None:
-        what = f"Ratio {plan.ratio:.2f}" if is_adjustable(plan.policy) else "Rows"
+        what = f"Ratio {plan.ratio:.2f}" if plan.cost.is_adjustable else "Rows"
         yield f"{what} by {plan.policy}: {_bound(plan, plan.forecast)}."
     if said := needs(plan):
         yield f"Needed by {plan.policy}: {said}."
 
 
 def _bound(plan: LoadPlan, found: Forecast) -> str:
-    if not is_adjustable(plan.policy):
+    if not plan.cost.is_adjustable:
         return RATIO_IS_FIXED
     return LEAST_RATIO_DESPITE_DEADLINE if found.bound == "deadline" and found.is_late else BOUNDS[found.bound]
 

@@ -190,7 +190,7 @@ class JobQueue(Generic[T]):
         return max(n * (_UNKNOWN_PACE_S if self._pace_s is None else self._pace_s), 1.0)
 
     def _next(self) -> Job[T] | None:
-        """Of the tenant served longest ago that has one: its first job whose conversation is not being gone on with."""
+        """Of the tenant served longest ago that has one: its first job whose conversation has no other job running."""
         for jobs in self._tenants.values():
             for job in jobs.values():
                 if (job.tenant, job.conversation) not in self._talking:

@@ -241,7 +241,7 @@ class ChatRequest(CompletionRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, max_length=32)
     """What the chat template is told besides; names that it does not read are refused."""
     continue_final_message: bool | None = False
-    """The last message, an assistant's, is gone on with instead of answered."""
+    """Continue the last message, an assistant's, instead of answering it."""
     add_generation_prompt: bool | None = None
     """False beside `continue_final_message` alone."""
 
@@ -268,7 +268,7 @@ class TextRequest(CompletionRequest):
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool | None = None
     """The prompt stands before the answer, its tokens among the `logprobs`."""
-    suffix: Annotated[Any, OnlyValues(("",), "a text is gone on with, not filled in; leave it out")] = None
+    suffix: Annotated[Any, OnlyValues(("",), "a text is continued, not filled in; leave it out")] = None
     add_special_tokens: Annotated[
         Any, OnlyValues((True,), "send the prompt as token ids, which are taken as they are")
     ] = None

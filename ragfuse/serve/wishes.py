@@ -131,7 +131,7 @@ KWARGS = "chat_template_kwargs"
 
 
 def goes_on(request: ChatRequest | ExplainRequest) -> bool:
-    """Whether the last message is gone on with; Refusal where that cannot be."""
+    """Return whether the last message is to be continued; APIError where that cannot be."""
     is_on, asks = bool(request.continue_final_message), request.add_generation_prompt
     if is_on and asks:
         raise APIError(

@@ -36,7 +36,7 @@ class ConversationIndex:
     def _start_over(self) -> None:
         """Know nothing but whom to ask."""
         self._keys: dict[Name, tuple[ChunkKey, ...]] = {}
-        self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # gone on with last at the end
+        self._owners: dict[ChunkKey, tuple[Name, ...]] = {}  # the one that had the last turn at the end
         self._told: dict[str, dict[str, float]] = {}
         self._places: Mapping[Name, float] = MappingProxyType({})
         self._unread = list(self._recalled)
@@ -76,7 +76,8 @@ class ConversationIndex:
         return evictor(settings.evict, self.conversation_of, self.places)
 
     def conversation_of(self, key: ChunkKey) -> Hashable:
-        """Whose KV this is; of several that begin alike the one that is read first, else the one gone on with last."""
+        """Whose KV this is; of several that begin alike the one that is read first, else the one that had the last
+        turn."""
         if self._unread:
             self._read()
         owners, places = self._owners.get(key, ()), self._places

@@ -1,8 +1,8 @@
-"""Sessions looked after: listed, shown, exported, shortened, deleted, with or without a model.
+"""Sessions listed, shown, exported, shortened and deleted, with or without a model.
 
-Those that somebody asked to keep stand in the store's catalog; others live in this process alone, the latest of them,
-and so does a turn that the catalog did not take: it is written down with the next one. What a session is told by
-`session.py`, how it grows by `engine/history.py`.
+Sessions that somebody asked to keep are in the store's catalog. The latest of the others are in this process alone, and
+so is a turn that the catalog did not take: it is written with the next one. `session.py` says what a session is,
+`engine/history.py` adds turns to it.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class SessionStore:
         version, session = self.get(info.model, id) or (0, Session(id))
         shorter = session.with_stretches(truncated(session.stretches, tokens, 1, 1.0, min(sinks, tokens)))
         if not self.put(info.model, shorter, version, info.persistent):
-            raise InputError(f"The session '{id}' was gone on with in this very moment. Try again.")
+            raise InputError(f"The session '{id}' has just had another turn. Try again.")
         return shorter
 
     def expire(self, ttl_s: float) -> Deleted:

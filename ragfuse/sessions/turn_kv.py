@@ -1,5 +1,5 @@
 """What a prompt that was computed leaves for the next one of its conversation: stretches of tokens, their keys, and
-which of its rows they are. Values only: what is saved of it, and when, is told by `engine/history.py`.
+which of its rows they are. Values only: `engine/history.py` decides what is saved of it, and when.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ragfuse.plan.controller import is_exact
 from ragfuse.sessions.session import KVSpan, PendingTurn
-from ragfuse.settings import LEVELS
 from ragfuse.types.keys import ChunkKey, digest, filler_context, token_digest
+from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import LoadPlan
 
 Spans = tuple[tuple[int, int], ...]
@@ -40,7 +40,7 @@ def left_by(plan: LoadPlan, talk: PendingTurn, key_of: Callable[[Sequence[int], 
     prompt, ids, history = plan.prompt, plan.prompt.token_ids, list[KVSpan]()
     saves, at, end = list[tuple[KVSpan, Spans]](), 0, len(plan.prompt.segments)
     lost = {segment for segment, _ in plan.misses} - {fetch.segment for fetch in plan.unread}
-    inexact = [f.segment for f in plan.fetches if f.level != LEVELS[0] or not is_exact(prompt, f)]
+    inexact = [f.segment for f in plan.fetches if f.level != LEVEL_NAMES[0] or not is_exact(prompt, f)]
 
     def key(tokens: Sequence[int], segment: int, row: int, alone: bool = True) -> ChunkKey:
         """Of rows that were computed behind `row` rows of the prompt, those of all segments before this one."""

@@ -2,7 +2,7 @@
 
     ragfuse-archive.json {"version": 1} · chunks/ab/<digest>.kv ... · texts/<number>.jsonl ... · the end mark of tar
 
-The format only: which chunks, and where they come from or go, is told by `bulk.py`. Any tar program can list one.
+The format only: `bulk.py` decides which chunks, and where they come from or go. Any tar program can list one.
 A file that is read is not trusted: no member's name is used as a path, only plain members are looked at, no size is
 believed that the medium itself does not have, holes are passed over, and every byte of a chunk is under a checksum.
 Checksums find damage and not malice: who made an archive decides what a model will have read, so take archives only

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from ragfuse.codec import LEVEL_NAMES, Codec, CodecTables, codec_for
+from ragfuse.codec import Codec, CodecTables, codec_for
 from ragfuse.process.fork import ForkLock
 from ragfuse.settings import AUTO_LEVEL, Settings
 from ragfuse.store import Tier
@@ -21,6 +21,7 @@ from ragfuse.store.levels import TABLELESS
 from ragfuse.store.named import as_entry, value_of
 from ragfuse.store.tier import parsed
 from ragfuse.types.keys import ChunkKey, digest
+from ragfuse.types.levels import LEVEL_NAMES
 
 log = logging.getLogger("ragfuse.engine")
 

@@ -1,6 +1,6 @@
 """A small sqlite file that threads and processes share: WAL, waiting writers, one reader and one writer connection.
 
-What the tables mean is told by `index.py` and `catalog.py`.
+`index.py` and `catalog_file.py` say what the tables mean.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Chunks that are forgotten: their KV leaves the tiers, in all company and whether it is pinned or not, their texts the
-catalog. Which chunks are meant is told by who calls; a medium that does not answer is named, never passed over.
+catalog. The caller says which chunks are meant; a medium that does not answer is named, never passed over.
 """
 
 from __future__ import annotations

@@ -16,11 +16,12 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Self
 
 from torch import Tensor
 
 from ragfuse.process.fork import ForkLock, at_fork
-from ragfuse.settings import SharedWith
+from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_folder
 from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write_chunk
 from ragfuse.store.filecache import FileCache
@@ -76,6 +77,11 @@ class DiskTier:
         except (OSError, sqlite3.Error) as error:
             raise refusal(self.path, trouble(self.path, error)) from error
         at_fork(self)
+
+    @classmethod
+    def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
+        """Open the tier at a URL as the settings say."""
+        return cls(url, settings.tier_bytes, evict, name=name, shared_with=settings.shared_with)
 
     def renew(self) -> None:
         """No write is under way, and no use is to be noted: those before a fork are the other process's."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
+from typing import Protocol, Self
 
 from ragfuse.errors import StoreError
 from ragfuse.settings import AUTO_LEVEL, Settings
@@ -13,8 +15,16 @@ from ragfuse.store.memory import MemoryTier
 from ragfuse.store.store import KVStore
 from ragfuse.store.tier import Evictor, Tier
 from ragfuse.store.urls import shown
+from ragfuse.types.tiers import kind_of_scheme
 
-REDIS = frozenset({"redis", "rediss", "unix"})
+
+class OpenedByURL(Tier, Protocol):
+    """A tier that a URL of the settings opens."""
+
+    @classmethod
+    def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
+        """Open the tier at a URL as the settings say; StoreError if it cannot be used."""
+        ...
 
 
 def open_store(
@@ -52,26 +62,20 @@ def open_store(
 
 
 def open_tier(url: str, settings: Settings, evict: Evictor, taken: list[str] | None = None) -> Tier:
-    """The tier at a URL or in a folder, as large and as patient as the settings say; StoreError if it is neither.
+    """Open the tier at a URL or in a folder, as large and as patient as the settings say.
 
     It is called by its kind (disk, redis, objects), with a number where that name is `taken`.
+
+    Raises:
+        StoreError: It is neither, or cannot be opened.
     """
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
     if not url.strip() or (scheme is None and "://" in url):
         raise StoreError(f"Wanted a folder or a URL such as redis://, s3:// or file://, found '{shown(url)}'.")
-    if scheme is None:
-        return DiskTier(
-            url, settings.tier_bytes, evict, name=free_name("disk", taken), shared_with=settings.shared_with
-        )
-    nbytes, patience, ttl_s = settings.tier_bytes, settings.tier_timeout_s, settings.ttl_s
-    if scheme.group(1).lower() in REDIS:
-        from ragfuse.store.redis import RedisTier
-
-        return RedisTier(url, nbytes, evict, timeout_s=patience, ttl_s=ttl_s, name=free_name("redis", taken))
-    from ragfuse.store.objects import ObjectTier
-
-    name, shared_with = free_name("objects", taken), settings.shared_with
-    return ObjectTier(url, nbytes, evict, timeout_s=patience, ttl_s=ttl_s, name=name, shared_with=shared_with)
+    kind = kind_of_scheme(scheme.group(1).lower() if scheme is not None else "")
+    module, _, name = kind.home.partition(":")
+    tier: type[OpenedByURL] = getattr(import_module(module), name)
+    return tier.open(url, settings, evict, free_name(kind.name, taken))
 
 
 def free_name(kind: str, taken: list[str] | None) -> str:

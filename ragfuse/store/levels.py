@@ -16,10 +16,10 @@ from torch import Tensor
 from ragfuse.codec import INT8, RAW, Codec, LayerMeta, OtherTables
 from ragfuse.codec.container import tables_of
 from ragfuse.process.fork import ForkLock
-from ragfuse.settings import LEVELS
 from ragfuse.store.tier import EntryMeta, Whole
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry, LayerKV
+from ragfuse.types.levels import LEVEL_NAMES
 
 log = logging.getLogger("ragfuse.store")
 
@@ -55,13 +55,16 @@ TABLELESS: Final[Codecs] = without_tables
 
 def by_loss(levels: Iterable[str]) -> tuple[str, ...]:
     """These levels once each, what loses least first; those that nobody knows stand behind, in their order."""
-    known = {level: rank for rank, level in enumerate(LEVELS)}
+    known = {level: rank for rank, level in enumerate(LEVEL_NAMES)}
     return tuple(sorted(dict.fromkeys(levels), key=lambda level: known.get(level, len(known))))
 
 
 def loss_of(levels: Iterable[str]) -> int:
     """How much the best of these levels loses, as a number to compare; the same for all that nobody knows."""
-    return min((LEVELS.index(level) if level in LEVELS else len(LEVELS) for level in levels), default=len(LEVELS))
+    return min(
+        (LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES) for level in levels),
+        default=len(LEVEL_NAMES),
+    )
 
 
 class Recent(Generic[K, V]):

@@ -10,13 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import islice
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from ragfuse.process.fork import ForkLock
-from ragfuse.settings import SharedWith
+from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.bucket import NO_ANSWER, Bucket
 from ragfuse.store.chunkfile import Header, StrangeError, header_nbytes, layer_offsets, pack_header, pieces
@@ -107,6 +107,19 @@ class ObjectTier:
         self._room = ForkLock()  # one who makes room at a time
         self._complaints: set[tuple[object, ...]] = set()
         self._ask("be opened", self._open, None)
+
+    @classmethod
+    def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
+        """Open the tier at a URL as the settings say."""
+        return cls(
+            url,
+            settings.tier_bytes,
+            evict,
+            timeout_s=settings.tier_timeout_s,
+            ttl_s=settings.ttl_s,
+            name=name,
+            shared_with=settings.shared_with,
+        )
 
     @property
     def nbytes(self) -> int:

@@ -13,13 +13,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from ragfuse.codec import checksum
+from ragfuse.settings import Settings
 from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.redis_index import RedisIndex, entry_of, said
 from ragfuse.store.sizes import said as sizes_said
@@ -85,6 +86,18 @@ class RedisTier:
         self._closed, self._complaint = False, ""
         self._n_layers: dict[str, int] = {}  # by model, as far as it was met
         self._ask("be opened", lambda: self._index.run("weigh"), None)
+
+    @classmethod
+    def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
+        """Open the tier at a URL as the settings say."""
+        return cls(
+            url,
+            settings.tier_bytes,
+            evict,
+            timeout_s=settings.tier_timeout_s,
+            ttl_s=settings.ttl_s,
+            name=name,
+        )
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,6 @@
 """Entries on their way into tiers: put, moved or promoted, at once or in the background. Deleting them cancels them.
 
-Bytes only. What goes where is told by `store.py`; how work waits is `writer.py`'s, half-read chunks are `partial.py`'s.
+Bytes only. `store.py` decides what goes where; work waits in `writer.py`, half-read chunks in `partial.py`.
 """
 
 from __future__ import annotations

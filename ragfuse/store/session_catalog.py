@@ -1,6 +1,6 @@
 """Sessions as the catalog keeps them: each as JSON under its tenant and name, its keys, and what its turns end with.
 
-What a session is told by `sessions.py`; here it is a text with a version, which one writer at a time replaces.
+`sessions/session.py` says what a session is; here it is a text with a version, which one writer at a time replaces.
 """
 
 from __future__ import annotations

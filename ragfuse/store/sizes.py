@@ -1,6 +1,6 @@
 """Bytes of an entry by codec level, as the indexes of tiers write them down: `raw=1234 cg2=99`, in the entry's order.
 
-Names and numbers only: which levels there are, and what they are good for, is told by `codec`.
+Names and numbers only: `codec` says which levels there are, and what they are good for.
 """
 
 from __future__ import annotations

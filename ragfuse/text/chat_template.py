@@ -10,7 +10,7 @@ from typing import Any
 from ragfuse.text.thoughts import Thoughts, thoughts_of
 
 RENDERER_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-"""Names that a template is told by whoever renders it, and by nobody else."""
+"""Variables that only whoever renders a template sets."""
 FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 """What transformers gives templates to call."""
 _MARKS = re.compile(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}")

@@ -1,6 +1,6 @@
 """Contents of messages without some of their chunks: which go first, and what goes with them.
 
-Words only. Whether a prompt is too long, and how many chunks it has to lack, is told by who asks.
+Words only. The caller says whether a prompt is too long, and how many chunks it has to omit.
 """
 
 from __future__ import annotations

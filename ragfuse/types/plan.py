@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ragfuse.types.keys import ChunkKey
+from ragfuse.types.policy_cost import BY_RATIO, PolicyCost
 from ragfuse.types.prompt import Prompt
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
@@ -64,7 +65,7 @@ class LoadPlan:
     `misses` are (segment, why). `fallback_reason` is the reason for full prefill, "" when the prompt is fused. `unread`
     are in the store and all the same computed anew, because that is sooner. On a machine that was not measured,
     `forecast` is None and `layers_a_read` 0: as `load` sees fit. n_before: tokens of a refused prompt whose state is
-    kept from an earlier one (`hf.states`).
+    kept from an earlier one (`hf.states`). cost: of the policy.
     """
 
     prompt: Prompt
@@ -77,6 +78,7 @@ class LoadPlan:
     layers_a_read: int = 0
     forecast: Forecast | None = None
     n_before: int = 0
+    cost: PolicyCost = BY_RATIO
 
     def with_full_prefill(self, why: str) -> LoadPlan:
         """Full prefill instead, and the reason."""

@@ -15,7 +15,7 @@ from ragfuse.types.kv import RopeLayout
 
 PROFILE_VERSION = 5
 """Version of ModelProfile."""
-MACHINE_VERSION = 5
+MACHINE_VERSION = 6
 """Version of MachineProfile."""
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from ragfuse.cli.door import app
 from ragfuse.errors import InputError
-from ragfuse.plan.evict import RANKS
+from ragfuse.plan.ranks import RANKS
 from ragfuse.settings import Settings
 
 SMALL = replace(SERVERS["LLaMA-13B"], window=None, batch=1)

@@ -10,7 +10,8 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["ragfuse.codec"]):
-    from ragfuse.codec import LEVEL_NAMES, PACKED, PAPER, CacheGenCodec, LayerMeta, UniformCodec, codec_for
+    from ragfuse.codec import PACKED, PAPER, CacheGenCodec, LayerMeta, UniformCodec, codec_for
+    from ragfuse.types.levels import LEVEL_NAMES
     from tests.codec.kit import layer, resum, tables
 
 import torch

@@ -14,23 +14,13 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragfuse.codec import (
-    INT8,
-    LEVEL_NAMES,
-    PACKED,
-    PAPER,
-    CacheGenCodec,
-    LayerMeta,
-    OtherTables,
-    UniformCodec,
-    codec_for,
-    coders,
-)
+from ragfuse.codec import INT8, PACKED, PAPER, CacheGenCodec, LayerMeta, OtherTables, UniformCodec, codec_for, coders
 from ragfuse.codec.codec import DTYPES
 from ragfuse.codec.container import LAYER_HEADER, SUM_NBYTES
 from ragfuse.codec.quantise import odd_ones
 from ragfuse.codec.tables import GRID, SHAPE_REACH
 from ragfuse.types.kv import LayerKV
+from ragfuse.types.levels import LEVEL_NAMES
 from tests import reference
 from tests.codec.kit import layer, resum, tables
 
@@ -135,7 +125,8 @@ def test_levels_lose_more_and_take_less_from_the_first_to_the_last():
 PROGRAM = """
 import torch
 from blake3 import blake3
-from ragfuse.codec import LEVEL_NAMES, LayerMeta, codec_for
+from ragfuse.codec import LayerMeta, codec_for
+from ragfuse.types.levels import LEVEL_NAMES
 from tests.codec.kit import layer, tables
 known, before = tables(), layer(seed=9, like=1)
 for level in LEVEL_NAMES:

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragfuse.codec import INT8, LEVEL_NAMES, LayerMeta, UniformCodec, codec_for
+from ragfuse.codec import INT8, LayerMeta, UniformCodec, codec_for
 from ragfuse.codec.codec import DTYPES
 from ragfuse.types.kv import LayerKV
+from ragfuse.types.levels import LEVEL_NAMES
 from tests.codec.kit import layer, tables
 from tests.reference import uniform
 

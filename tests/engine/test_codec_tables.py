@@ -10,11 +10,9 @@ import pytest
 
 from ragfuse import Ask, Engine, Settings
 from ragfuse.admin.store_admin import EntryFilter, StoreAdmin
-from ragfuse.codec import LEVEL_NAMES as CODEC_LEVELS
 from ragfuse.codec import CodecTables
 from ragfuse.plan.evict import lru
 from ragfuse.plan.words import in_words
-from ragfuse.settings import LEVELS
 from ragfuse.store import CatalogFile, DiskTier
 from ragfuse.store.catalog import Catalog
 from ragfuse.store.codec_registry import TABLES_RECHECK_S, CodecRegistry, _key, wants_tables
@@ -113,10 +111,6 @@ def test_without_the_tables_it_is_a_miss_that_says_so_and_nothing_is_dropped(tin
         assert "it cannot be decoded: there are no tables for cg2" in in_words(plan)
         assert 0 < engine.store.tier("disk").nbytes <= before
         assert engine.store.stats().corrupt == 0
-
-
-def test_settings_and_codecs_know_the_same_levels():
-    assert CODEC_LEVELS == LEVELS
 
 
 def test_tables_that_are_not_there_are_asked_for_again_only_after_a_while(tmp_path):

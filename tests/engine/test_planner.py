@@ -234,7 +234,9 @@ def test_a_deadline_that_cannot_be_met_is_said(engine):
 
 
 def test_measuring_is_learned_with_a_further_folder(tiny_settings, tmp_path, monkeypatch):
-    monkeypatch.setattr("ragfuse.engine.machine_timings.measure", lambda model, tiers, progress, codecs: _all(model, tiers))
+    monkeypatch.setattr(
+        "ragfuse.engine.machine_timings.measure", lambda model, tiers, progress, codecs: _all(model, tiers)
+    )
     with Engine(tiny_settings) as engine:
         ingest(engine)
         found = engine.measure([str(tmp_path / "further")])

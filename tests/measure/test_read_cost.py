@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from ragfuse.fuse.select import cost_of
 from ragfuse.hf.model import KVSource
 from ragfuse.measure.passes import at_hand, reading_s
 from ragfuse.measure.read_cost import MOST_S, held_up_s, over_s
@@ -60,7 +61,7 @@ def test_kv_at_hand_is_what_a_store_gives_back_in_the_host_s_memory():
 
 
 def test_plans_count_what_was_measured():
-    blend, fetches = Blend("lego", 1000, 50, 500, 0.2), [fetch("disk", segment=at) for at in range(6)]
+    blend, fetches = Blend(cost_of("lego"), 1000, 50, 500, 0.2), [fetch("disk", segment=at) for at in range(6)]
     assert machine().held_up_s == HELD_UP_S
     free, held = (Estimate(replace(machine(), held_up_s=each)).ttft_s(blend, fetches) for each in (0.0, 1e-3))
     reads = len(fetches) * len(Estimate(machine()).steps_s(fetches))

@@ -1,4 +1,4 @@
-"""The three distributions as a user gets them: built, installed together in an empty environment, used there."""
+"""The five distributions as a user gets them: built, installed together in an empty environment, used there."""
 
 from __future__ import annotations
 
@@ -18,17 +18,27 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = (".", "integrations/langchain-ragfuse", "integrations/llama-index-llms-ragfuse")
+SOURCES = (
+    ".",
+    "benchmarks",
+    "integrations/langchain-ragfuse",
+    "integrations/llama-index-llm-conformance",
+    "integrations/llama-index-llms-ragfuse",
+)
 WANTED = {
     "ragfuse_kv": {
         "ragfuse/py.typed",
         "ragfuse/models/adapters/smollm2-135m-reader/adapter_model.safetensors",
         "ragfuse/models/adapters/smollm2-135m-reader/drift.safetensors",
-        "ragfuse_bench/sets/squad_held_out.json",
         "ragfuse/demo/corpus/warsaw.md",
         "ragfuse/demo/questions.json",
         "ragfuse/store/redis.lua",
         "ragfuse/text/filler.txt",
+    },
+    "ragfuse_bench": {"ragfuse_bench/__init__.py", "ragfuse_bench/sets/squad_held_out.json"},
+    "llama_index_llm_conformance": {
+        "llama_index_llm_conformance/__init__.py",
+        "llama_index_llm_conformance/py.typed",
     },
     "langchain_ragfuse": {"langchain_ragfuse/__init__.py", "langchain_ragfuse/py.typed"},
     "llama_index_llms_ragfuse": {"llama_index/llms/ragfuse/__init__.py", "llama_index/llms/ragfuse/py.typed"},
@@ -68,6 +78,11 @@ def _or_skip(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, said[-3000:]
 
 
+def _wheels(dist: Path) -> list[str]:
+    """The wheels that the packages of a user need: all but the benchmarks'."""
+    return [str(each) for each in sorted(dist.glob("*.whl")) if not each.name.startswith("ragfuse_bench")]
+
+
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Source archives, and the wheels that were built from them alone."""
@@ -80,13 +95,13 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def place(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """An environment of its own, with the three wheels and what they ask for."""
+    """An environment of its own, with the wheels but the benchmarks', and what they ask for."""
     root = tmp_path_factory.mktemp("empty")
     subprocess.run([sys.executable, "-m", "venv", root / "venv"], check=True)
     (root / "here").mkdir()
     place = Place(root / "venv" / "bin" / "python", root / "here")
     index = ("--extra-index-url", os.environ["TORCH_INDEX"]) if os.environ.get("TORCH_INDEX") else ()
-    place.install(*index, "-c", str(ROOT / "constraints.txt"), *map(str, sorted(dist.glob("*.whl"))))
+    place.install(*index, "-c", str(ROOT / "constraints.txt"), *_wheels(dist))
     return place
 
 
@@ -125,9 +140,11 @@ def test_metadata_says_what_the_package_is(dist: Path, name: str) -> None:
     assert found["Description-Content-Type"] == "text/markdown"
     assert found["License-Expression"] == "Apache-2.0"
     assert found["Summary"]
-    assert len(found.get_payload()) > 1000
+    assert len(found.get_payload()) > 800
     wanted = [each.partition(";")[0] for each in found.get_all("Requires-Dist", [])]
-    assert name == "ragfuse_kv" or any(re.match(r"ragfuse-kv(\[\w+\])?>=", each) for each in wanted)
+    assert name in {"ragfuse_kv", "llama_index_llm_conformance"} or any(
+        re.match(r"ragfuse-kv(\[[\w,-]+\])?[>=]=", each) for each in wanted
+    )
 
 
 def test_nothing_that_is_installed_contradicts_anything_else(place: Place) -> None:
@@ -167,9 +184,21 @@ def test_what_needs_an_extra_names_it_instead_of_failing(place: Place) -> None:
     assert "Traceback" not in said.stdout + said.stderr
 
 
+def test_the_benchmarks_are_named_where_they_are_not_installed_and_run_where_they_are(dist: Path, place: Place) -> None:
+    without = place.run("ragfuse", "bench", "ttft")
+    assert without.returncode != 0
+    assert "pip install ragfuse-bench" in without.stdout + without.stderr
+    assert "Traceback" not in without.stdout + without.stderr
+    (wheel,) = dist.glob("ragfuse_bench-*.whl")
+    place.install("--no-deps", str(wheel))
+    helped = place.run("ragfuse", "bench", "--help")
+    assert helped.returncode == 0, helped.stderr
+    assert "ttft" in helped.stdout
+
+
 def test_readmes_render_where_packages_are_shown(dist: Path, place: Place) -> None:
     """Last: what checks them is installed beside the wheels."""
     place.install("twine", "readme-renderer[md]")
     checked = place.run("python", "-m", "twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert checked.stdout.count("PASSED") == 6
+    assert checked.stdout.count("PASSED") == 2 * len(SOURCES)

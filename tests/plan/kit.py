@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 
 import torch
 
 from ragfuse import Engine
+from ragfuse.fuse.select import cost_of
+from ragfuse.plan import controller
 from ragfuse.types.keys import ChunkKey, token_digest
 from ragfuse.types.kv import Entry
 from ragfuse.types.profiles import FusedCost, MachineProfile, TierSpeed
 from ragfuse.types.prompt import Prompt, Segment
 
 LAYERS = 12
+plan = partial(controller.plan, cost_of=cost_of)
+
+
+def LoadingController(machine=None, choice=None, corrections=MappingProxyType({})) -> controller.LoadingController:
+    """The controller over the policies that there are."""
+    return controller.LoadingController(cost_of, machine, choice, corrections)
+
+
 COST = FusedCost(
     fixed_s=0.01,
     row_s=4e-4,

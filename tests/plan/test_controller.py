@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from ragfuse.plan.controller import AUTO, MEASURED, is_exact, plan, settle
+from ragfuse.plan.controller import AUTO, MEASURED, is_exact, settle
 from ragfuse.types.keys import ChunkKey, filler_context, token_digest
 from ragfuse.types.kv import Entry
 from ragfuse.types.plan import Fetch
 from ragfuse.types.prompt import Prompt, Segment
+from tests.plan.kit import plan
 
 PREFIX, ONE, TWO, QUESTION = (1, 2, 3), (4, 5), (6, 7, 8), (9,)
 

@@ -6,15 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.fuse.select import POLICIES, schedule
+from ragfuse.fuse.select import POLICIES, cost_of, schedule
 from ragfuse.plan.estimate import (
     Blend,
     Estimate,
     fused_s,
-    kind_of,
     layers_s,
     pipelined_s,
-    share_of,
 )
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch
@@ -22,7 +20,7 @@ from tests.plan.kit import COST, LAYERS, machine
 
 BLENDS = st.builds(
     Blend,
-    policy=st.sampled_from([policy.name for policy in POLICIES]),
+    cost=st.sampled_from([policy.cost for policy in POLICIES]),
     tokens=st.just(2000),
     forced=st.integers(1, 400),
     candidate_rows=st.integers(0, 1500),
@@ -62,14 +60,14 @@ def test_loading_behind_computing_ends_when_a_simulation_says_so(steps, waiting)
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_every_policy_s_kind_is_what_it_needs_first(policy):
-    wanted = "looking" if policy.wants == "attention" else "checking" if policy.check_layer else "static"
-    assert kind_of(policy.name) == wanted
+    wanted = "attention" if policy.wants == "attention" else "all rows of a layer" if policy.check_layer else "nothing"
+    assert policy.cost.needs == wanted
 
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if hasattr(policy, "gradual")], ids=lambda p: p.name)
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
 def test_rows_follow_the_schedule_of_the_policy(policy, ratio):
-    rows = Blend(policy.name, 1000, 10, 100, ratio).rows(LAYERS)
+    rows = Blend(policy.cost, 1000, 10, 100, ratio).rows(LAYERS)
     first = policy.check_layer
     shares = [schedule(ratio, layer, first, LAYERS, policy.gradual) for layer in range(first, LAYERS)]
     assert rows == pytest.approx([110.0] * first + [10 + 100 * share for share in shares])
@@ -93,10 +91,15 @@ def _ratio(blend: Blend) -> float:
 
 
 def test_the_share_is_what_a_policy_takes_whatever_was_asked():
-    assert share_of("hkvd", 0.2, [100, 50]) == 0.2
-    assert share_of("full", 0.2, [100]) == 1.0
-    assert share_of("none", 0.2, [100]) == share_of("full", 0.0, [100]) == share_of("hkvd", 0.2, []) == 0.0
-    assert share_of("lego-16", 0.2, [100, 60, 8]) == 40 / 168
+    assert cost_of("hkvd").share_of(0.2, [100, 50]) == 0.2
+    assert cost_of("full").share_of(0.2, [100]) == 1.0
+    assert (
+        cost_of("none").share_of(0.2, [100])
+        == cost_of("full").share_of(0.0, [100])
+        == cost_of("hkvd").share_of(0.2, [])
+        == 0.0
+    )
+    assert cost_of("lego-16").share_of(0.2, [100, 60, 8]) == 40 / 168
 
 
 @given(BLENDS, st.sampled_from([1e-10, 1e-8, 1e-6]))
@@ -109,7 +112,7 @@ def test_the_first_token_waits_for_the_longer_one_and_never_for_more_than_both(b
 
 
 def test_memory_is_read_where_it_is_used_and_a_slow_tier_behind_fusing():
-    times, blend = Estimate(machine()), Blend("lego", 1000, 50, 500, 0.2)
+    times, blend = Estimate(machine()), Blend(cost_of("lego"), 1000, 50, 500, 0.2)
     inline, ahead = [fetch("memory")], [fetch("memory"), fetch("disk", 20 << 20, 1)]
     assert times.ttft_s(blend, inline) == pytest.approx(sum(times.steps_s(inline)) + times.fused_s(blend))
     assert times.ttft_s(blend, ahead) < sum(times.steps_s(ahead)) + times.fused_s(blend)
@@ -117,7 +120,7 @@ def test_memory_is_read_where_it_is_used_and_a_slow_tier_behind_fusing():
 
 def test_a_policy_that_looks_computes_after_all_is_loaded():
     times, fetches = Estimate(machine(far=1e-6)), [fetch("far", 80 << 20)]
-    static, looking = (Blend(policy, 1000, 50, 500, 0.2) for policy in ("lego", "query"))
+    static, looking = (Blend(cost_of(policy), 1000, 50, 500, 0.2) for policy in ("lego", "query"))
     late = times.ttft_s(looking, fetches) - sum(times.steps_s(fetches))
     assert late >= sum(layers_s(COST, looking, LAYERS)[1])
     assert times.ttft_s(static, fetches) - sum(times.steps_s(fetches)) < late / 5

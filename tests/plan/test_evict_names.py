@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragfuse.errors import SettingsError
-from ragfuse.plan.evict import RANKS, EvictionItem, evictor, expired_first, items, lru, ranked
+from ragfuse.plan.evict import evictor, expired_first, items, lru, ranked
+from ragfuse.plan.eviction_item import EvictionItem
 from ragfuse.plan.eviction_order import EvictionOrder
 from ragfuse.plan.look_ahead import exempt, places
+from ragfuse.plan.ranks import RANKS
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 

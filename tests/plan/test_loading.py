@@ -7,10 +7,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ragfuse.engine.background import jobs_after
-from ragfuse.plan.controller import MEASURED, TIE, LoadingController, Timed, plan, widest
+from ragfuse.plan.controller import MEASURED, TIE, Timed, widest
 from ragfuse.plan.estimate import Estimate
 from ragfuse.types.plan import LoadPlan
-from tests.plan.kit import machine, prompt_of, with_cost
+from tests.plan.kit import LoadingController, machine, plan, prompt_of, with_cost
 
 LEAST = MEASURED[1]
 SPEEDS = st.floats(-10.5, -5.5).map(lambda power: 10.0**power)

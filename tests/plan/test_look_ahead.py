@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.evict import EvictionItem
+from ragfuse.plan.eviction_item import EvictionItem
 from ragfuse.plan.look_ahead import (
     buffer_excess,
     cache_capacity,

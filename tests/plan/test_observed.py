@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.plan.controller import LoadingController
 from ragfuse.plan.estimate import Estimate
 from ragfuse.plan.observed import (
     LEAST_ROWS,
@@ -24,7 +23,7 @@ from ragfuse.plan.observed import (
 )
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.plan import Fetch
-from tests.plan.kit import machine, prompt_of
+from tests.plan.kit import LoadingController, machine, prompt_of
 
 SPEEDS = machine(far=1e-8, near=1e-9)
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ragfuse.fuse.select import POLICIES
-from ragfuse.plan.controller import LoadingController, plan
 from ragfuse.plan.words import UNMEASURED, in_words
 from ragfuse.types.prompt import Prompt
-from tests.plan.kit import machine, prompt_of
+from tests.plan.kit import LoadingController, machine, plan, prompt_of
 
 
 def told(tiers, policy="auto", ratio=None, deadline_s=None, **byte_s) -> list[str]:

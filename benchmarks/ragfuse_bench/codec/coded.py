@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ragfuse.codec import LEVEL_NAMES, Codec, LayerMeta, UniformCodec, codec_for
+from ragfuse.codec import Codec, LayerMeta, UniformCodec, codec_for
 from ragfuse.codec.cachegen import CODERS, CacheGenCodec
 from ragfuse.codec.levels import PACKED, PAPER
 from ragfuse.codec.profile import profile_tables
@@ -16,6 +16,7 @@ from ragfuse.codec.tables import CodecTables
 from ragfuse.engine.codec_tables import made_tables
 from ragfuse.hf.model import HFModel
 from ragfuse.types.kv import ChunkKV
+from ragfuse.types.levels import LEVEL_NAMES
 
 INT8 = "int8"
 BASELINES = (UniformCodec(4), UniformCodec(3))

@@ -17,8 +17,8 @@ from ragfuse_bench.sessions.server import DISK_BPS, PCIE_BPS, Server
 from ragfuse_bench.sessions.tiers import Tiers
 from ragfuse_bench.sessions.trace import Talk, Turn, arrivals
 
-from ragfuse.plan.evict import rank_named
 from ragfuse.plan.look_ahead import eviction_window, prefetch_window
+from ragfuse.plan.ranks import rank_named
 from ragfuse.serve.request_queue import Job, JobQueue
 
 UNLIMITED = 10**18

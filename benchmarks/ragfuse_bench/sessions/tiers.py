@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Literal
 
-from ragfuse.plan.evict import EvictionItem, Rank
+from ragfuse.plan.eviction_item import EvictionItem, Rank
 from ragfuse.plan.eviction_order import EvictionOrder
 from ragfuse.plan.look_ahead import buffer_excess, taken_until, to_prefetch
 

@@ -1,8 +1,8 @@
 """LangChain over ragfuse: models whose retrieved chunks come from a KV store."""
 
-from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import lazy_loader
 
 if TYPE_CHECKING:
     from langchain_ragfuse.chains import create_fused_documents_chain
@@ -23,26 +23,16 @@ __all__ = [
     "create_fused_documents_chain",
 ]
 
-_HOMES = MappingProxyType(
-    {
-        "ChatRagFuse": "chat_models",
-        "PMLPromptTemplate": "prompts",
-        "RagFuseByteStore": "stores",
-        "RagFuseIndexer": "documents",
-        "RagFuseLLM": "llms",
-        "RagFuseRetriever": "retrievers",
-        "create_fused_documents_chain": "chains",
-    }
+__getattr__, __dir__, _ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "chains": ["create_fused_documents_chain"],
+        "chat_models": ["ChatRagFuse"],
+        "documents": ["RagFuseIndexer"],
+        "llms": ["RagFuseLLM"],
+        "prompts": ["PMLPromptTemplate"],
+        "retrievers": ["RagFuseRetriever"],
+        "stores": ["RagFuseByteStore"],
+    },
 )
-
-
-def __getattr__(name: str) -> Any:
-    """A public name, imported when it is first used: importing the package alone loads neither torch nor LangChain."""
-    if name not in _HOMES:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    globals()[name] = found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+"""Each public name is imported at its first use: importing the package alone loads neither torch nor frameworks."""

@@ -13,7 +13,7 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.callbacks.schema import EventPayload
 from llama_index.llms.ragfuse import RagFuseLLM
-from llama_index.llms.ragfuse.conformance import CALLS, Called
+from llama_index_llm_conformance import CALLS, Called
 
 from ragfuse import Engine, InputError, ModelError, Settings, SettingsError
 

@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 from llama_index.core.llms import LLM, MockLLM
 from llama_index.llms.ragfuse import RagFuseLLM
-from llama_index.llms.ragfuse.conformance import SMALL, LLMConformance
-from llama_index.llms.ragfuse.heard import text_of
+from llama_index_llm_conformance import SMALL, LLMConformance
+from llama_index_llm_conformance.events import text_of
 
 from ragfuse import Engine
 

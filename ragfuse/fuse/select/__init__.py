@@ -13,8 +13,9 @@ from ragfuse.fuse.select.policy import Candidates, Policy, schedule
 from ragfuse.fuse.select.query import Query
 from ragfuse.fuse.select.random import Random
 from ragfuse.fuse.select.words import nearness
+from ragfuse.types.policy_cost import PolicyCost
 
-__all__ = ["POLICIES", "Candidates", "Policy", "nearness", "policy_named", "schedule"]
+__all__ = ["POLICIES", "Candidates", "Policy", "cost_of", "nearness", "policy_named", "schedule"]
 
 POLICIES = (
     Full(),
@@ -32,6 +33,11 @@ POLICIES = (
     Query(name="query", gradual=False),
     Query(name="query-gradual", gradual=True),
 )
+
+
+def cost_of(name: str) -> PolicyCost:
+    """Return what the policy called `name` costs."""
+    return policy_named(name).cost
 
 
 def policy_named(name: str) -> Policy:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ragfuse.fuse.select.policy import Candidates, Static
+from ragfuse.types.policy_cost import PolicyCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +15,11 @@ class Full(Static):
     """Every row: full prefill."""
 
     name: str = "full"
+
+    @property
+    def cost(self) -> PolicyCost:
+        """Every row, whatever is asked for."""
+        return PolicyCost(fixed_share=1.0)
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """All that are left."""
@@ -25,6 +31,11 @@ class Nothing(Static):
     """No row: full KV reuse (Prompt Cache)."""
 
     name: str = "none"
+
+    @property
+    def cost(self) -> PolicyCost:
+        """No row, whatever is asked for."""
+        return PolicyCost(fixed_share=0.0)
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """None of them."""

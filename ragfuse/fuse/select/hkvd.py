@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ragfuse.fuse.select.policy import Candidates, Compare, Wanted, best, schedule
+from ragfuse.types.policy_cost import PolicyCost
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,11 @@ class Hkvd:
     check_layer: int = 1
     compare: Compare = "kv"
     wants: Wanted = "nothing"
+
+    @property
+    def cost(self) -> PolicyCost:
+        """All rows of the check layer first."""
+        return PolicyCost("all rows of a layer", self.gradual)
 
     def thins(self, view: Candidates, layer: int, alive: int) -> bool:
         """Where the gradual schedule goes below what is alive."""

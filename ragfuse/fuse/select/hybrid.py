@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ragfuse.fuse.select.policy import Candidates, Compare, Wanted, best, schedule
+from ragfuse.types.policy_cost import PolicyCost
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,11 @@ class Hybrid:
     compare: Compare = "kv"
     wants: Wanted = "nothing"
     edge_share: float = 0.5
+
+    @property
+    def cost(self) -> PolicyCost:
+        """All rows of the check layer first."""
+        return PolicyCost("all rows of a layer", gradual=True)
 
     def thins(self, view: Candidates, layer: int, alive: int) -> bool:
         """Where the gradual schedule goes below what is alive."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ragfuse.fuse.select.policy import Candidates, Static
+from ragfuse.types.policy_cost import PolicyCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +16,11 @@ class Lego(Static):
 
     name: str = "lego"
     first: int = 0
+
+    @property
+    def cost(self) -> PolicyCost:
+        """As many tokens of each chunk, where their number is fixed."""
+        return PolicyCost(tokens_per_chunk=self.first)
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """Those with the lowest offsets; ratio 1 takes all."""

@@ -11,6 +11,8 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from ragfuse.types.policy_cost import PolicyCost
+
 TILE = 16
 Compare = Literal["k", "v", "kv"]
 Wanted = Literal["nothing", "attention", "words"]
@@ -60,6 +62,11 @@ class Policy(Protocol):
         ...
 
     @property
+    def cost(self) -> PolicyCost:
+        """What it needs before it knows its rows, and how many these are, for whoever plans."""
+        ...
+
+    @property
     def check_layer(self) -> int:
         """First layer with chosen rows."""
         ...
@@ -102,6 +109,11 @@ class Static:
     check_layer: int = 0
     compare: Compare = "kv"
     wants: Wanted = "nothing"
+
+    @property
+    def cost(self) -> PolicyCost:
+        """Rows by the ratio, and nothing before them."""
+        return PolicyCost()
 
     def thins(self, view: Candidates, layer: int, alive: int) -> bool:
         """Never."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ragfuse.fuse.select.policy import Candidates, Static, Wanted, best, schedule
+from ragfuse.types.policy_cost import PolicyCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,11 @@ class Query(Static):
     name: str
     gradual: bool
     wants: Wanted = "attention"
+
+    @property
+    def cost(self) -> PolicyCost:
+        """The question's attention first."""
+        return PolicyCost("attention", self.gradual)
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
         """The highest scores that the layer's share allows."""

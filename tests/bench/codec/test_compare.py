@@ -19,9 +19,9 @@ from ragfuse_bench.presets import bench_model
 from rich.console import Console
 
 from ragfuse import Settings
-from ragfuse.codec import LEVEL_NAMES
 from ragfuse.errors import InputError
 from ragfuse.hf.model import HFModel
+from ragfuse.types.levels import LEVEL_NAMES
 
 LOSSY = list(LEVEL_NAMES[1:])
 

@@ -1,8 +1,8 @@
 """LlamaIndex over ragfuse: an LLM whose retrieved nodes come from a KV store."""
 
-from importlib import import_module
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import lazy_loader
 
 if TYPE_CHECKING:
     from llama_index.llms.ragfuse.base import RagFuseLLM
@@ -13,24 +13,14 @@ if TYPE_CHECKING:
 
 __all__ = ["KVPrecompute", "PMLPromptTemplate", "RagFuseLLM", "RagFuseSynthesizer", "traces"]
 
-_HOMES = MappingProxyType(
-    {
-        "KVPrecompute": "precompute",
-        "PMLPromptTemplate": "prompts",
-        "RagFuseLLM": "base",
-        "RagFuseSynthesizer": "synthesizer",
-        "traces": "listening",
-    }
+__getattr__, __dir__, _ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "base": ["RagFuseLLM"],
+        "listening": ["traces"],
+        "precompute": ["KVPrecompute"],
+        "prompts": ["PMLPromptTemplate"],
+        "synthesizer": ["RagFuseSynthesizer"],
+    },
 )
-
-
-def __getattr__(name: str) -> Any:
-    """A public name, imported when it is first used: importing the package alone loads neither torch nor LlamaIndex."""
-    if name not in _HOMES:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    globals()[name] = found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    return found
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+"""Each public name is imported at its first use: importing the package alone loads neither torch nor frameworks."""

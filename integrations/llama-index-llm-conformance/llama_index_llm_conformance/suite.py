@@ -1,6 +1,6 @@
 """What any LlamaIndex LLM must hold to, as tests to inherit: the framework has no such suite of its own.
 
-    from llama_index.llms.ragfuse.conformance import LLMConformance
+    from llama_index_llm_conformance import LLMConformance
 
     class TestMyLLM(LLMConformance):
         @pytest.fixture
@@ -32,7 +32,8 @@ from llama_index.core.instrumentation.span_handlers import SimpleSpanHandler
 from llama_index.core.llms import LLM
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
-from llama_index.llms.ragfuse.heard import Called, Heard, fingerprint, joined, text_of
+
+from llama_index_llm_conformance.events import Called, Heard, fingerprint, joined, text_of
 
 T = TypeVar("T")
 CALLS = tuple(f"{a}{stream}{what}" for what in ("complete", "chat") for a in ("", "a") for stream in ("", "stream_"))

@@ -1,0 +1,150 @@
+"""The recipes of CONTRIBUTING.md, followed in a copy of the package: one new file and one registry line each.
+
+Each variant is a toy. One program then goes through planning, fusing and explaining with all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragfuse import Settings
+
+ROOT = Path(__file__).parents[1]
+
+POLICY = '''"""Every second token of each chunk."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ragfuse.fuse.select.policy import Candidates, Static
+from ragfuse.types.policy_cost import PolicyCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class EverySecond(Static):
+    """Half of the rows, whatever is asked for."""
+
+    name: str = "every-second"
+
+    @property
+    def cost(self) -> PolicyCost:
+        """Half of the rows."""
+        return PolicyCost(fixed_share=0.5)
+
+    def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
+        """Rows at even places of their chunks."""
+        return alive if layer else alive[view.offset % 2 == 0]
+'''
+
+TIER = '''"""Entries in the memory of the process, by the URL toy://NAME."""
+
+from typing import Self
+
+from ragfuse.settings import Settings
+from ragfuse.store.memory import MemoryTier
+from ragfuse.store.tier import Evictor
+
+
+class ToyTier(MemoryTier):
+    """A tier that calls itself slow."""
+
+    slow = True
+
+    @classmethod
+    def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
+        """Open it; the URL says nothing more."""
+        return cls(settings.tier_bytes, evict, name=name)
+'''
+
+EVICTION = '''"""The largest first."""
+
+from ragfuse.plan.eviction_item import EvictionItem
+
+
+def by_size(item: EvictionItem, place: float | None) -> tuple[int, float]:
+    """The most bytes first."""
+    return 0, -float(item.nbytes)
+'''
+
+PROGRAM = """
+import json, sys
+from ragfuse import Ask, Engine, Settings
+from ragfuse.plan.words import in_words
+from tests.tiny import CHUNKS, ingest, messages
+
+settings = Settings(
+    model=sys.argv[2], dtype="float32", store=sys.argv[1] + "/store", min_chunk_tokens=8, memory_bytes=0, tiers=("toy://a",),
+    levels={"disk": ["int4"], "toy": ["int4"]}, evict="by-size", home=sys.argv[1] + "/home", placement="all",
+)
+question = messages()
+with Engine(settings) as engine:
+    ingest(engine)
+    engine.flush()
+    plan = engine.plan(question, Ask(policy="every-second"))
+    answer = engine.answer(question, Ask(policy="every-second", max_tokens=4))
+    print(json.dumps({
+        "words": in_words(plan),
+        "policy": answer.trace.policy,
+        "mean_ratio": answer.trace.mean_ratio,
+        "levels": sorted({segment.level for segment in answer.trace.segments if segment.hit}),
+        "tiers": sorted({entry.tier for entry in engine.store.entries()}),
+        "recomputed": answer.trace.tokens_recomputed,
+    }))
+"""
+
+
+def _insert(path: Path, before: str, line: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(before) == 1, f"{path} has {text.count(before)} times {before!r}"
+    path.write_text(text.replace(before, line + before), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package in which each recipe was followed."""
+    folder = tmp_path_factory.mktemp("recipes")
+    ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
+    shutil.copytree(ROOT / "ragfuse", folder / "ragfuse", ignore=ignored)
+    (folder / "ragfuse/fuse/select/every_second.py").write_text(POLICY, encoding="utf-8")
+    policies = folder / "ragfuse/fuse/select/__init__.py"
+    _insert(policies, "POLICIES = (\n", "from ragfuse.fuse.select.every_second import EverySecond\n\n")
+    _insert(policies, "    Full(),\n", "    EverySecond(),\n")
+    _insert(folder / "ragfuse/types/levels.py", '    CodecLevel("cg1"', '    CodecLevel("int4", "uniform", bits=4),\n')
+    (folder / "ragfuse/store/toy.py").write_text(TIER, encoding="utf-8")
+    line = '    TierKind("toy", ("toy",), "ragfuse.store.toy:ToyTier"),\n'
+    _insert(folder / "ragfuse/types/tiers.py", '    TierKind("objects"', line)
+    (folder / "ragfuse/plan/evict_by_size.py").write_text(EVICTION, encoding="utf-8")
+    ranks = folder / "ragfuse/plan/ranks.py"
+    _insert(ranks, "RANKS: Mapping", "from ragfuse.plan.evict_by_size import by_size\n\n")
+    _insert(ranks, '"fifo": by_arrival', '"by-size": by_size, ')
+    return folder
+
+
+def test_one_new_file_and_one_line_each_go_through_planning_fusing_and_explaining(
+    followed: Path, tiny_settings: Settings
+) -> None:
+    path = os.pathsep.join([str(followed), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(followed), str(tiny_settings.model)],
+        capture_output=True,
+        text=True,
+        cwd=followed,
+        env={**os.environ, "PYTHONPATH": path},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["policy"] == "every-second"
+    assert found["mean_ratio"] == pytest.approx(0.5, abs=0.05)
+    assert found["recomputed"] > 0
+    assert found["levels"] == ["int4"]
+    assert found["tiers"] == ["disk", "toy"]
+    assert " as int4" in found["words"]
