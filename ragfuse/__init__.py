@@ -1,4 +1,4 @@
-"""Fuse cached chunks instead of prefilling them again: RAG whose first token comes several times sooner."""
+"""Reuse the KV caches of retrieved chunks instead of prefilling them again, for a faster first token in RAG."""
 
 from typing import TYPE_CHECKING
 
@@ -61,4 +61,4 @@ __getattr__, __dir__, _ = lazy_loader.attach(
         "types.prompt": ["Prompt"],
     },
 )
-"""Each public name is imported at its first use: importing the package alone loads neither torch nor frameworks."""
+"""Import each public name at its first use, so that importing the package alone loads neither torch nor frameworks."""

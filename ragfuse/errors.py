@@ -3,20 +3,20 @@
     RagFuseError
     ├── SettingsError      a setting, flag or argument is not usable
     ├── InputError         a path, document or prompt cannot be read
-    │   ├── OverlongError  a prompt, chunk or schema that is longer than the model takes
-    │   └── PMLError       a schema or prompt in PML, or a template or program that stands for one, with the line
+    │   ├── OverlongError  a prompt, chunk or schema is longer than the model's context
+    │   └── PMLError       a schema or prompt in PML, or a template or program for one, is wrong; with the line
     ├── ModelError         a model cannot be found, loaded or prepared
-    │   └── RefusedError   a model whose KV cannot be placed elsewhere (answers fall back to full prefill)
-    │       └── FixedError    but may be used where it was encoded: modules of a schema never move
-    ├── BusyError          no room for another request now; it says when to come again
-    └── StoreError         the store itself is not usable (a bad entry never is: it is a miss)
+    │   └── RefusedError   the model's KV cannot be reused at other positions (answers fall back to full prefill)
+    │       └── FixedError    its KV can be reused at the positions it was encoded at: enough for schema modules
+    ├── BusyError          the queue is full; the error says when to try again
+    └── StoreError         the store as a whole is not usable (a single bad entry is a miss, not an error)
 
 A message says what was wanted, what was found, and what to do. A cache miss is never an error.
 """
 
 
 class RagFuseError(Exception):
-    """Base of all errors below; catching it catches everything ragfuse raises on purpose."""
+    """The base class of all errors that ragfuse raises on purpose."""
 
 
 class SettingsError(RagFuseError):
@@ -24,17 +24,22 @@ class SettingsError(RagFuseError):
 
 
 class InputError(RagFuseError):
-    """A path, document or prompt that cannot be read or has nothing to read."""
+    """A path, document or prompt that cannot be read, or is empty."""
 
 
 class OverlongError(InputError):
-    """A text that is longer than its model takes, in tokens."""
+    """A text with more tokens than the model's context holds."""
 
 
 class PMLError(InputError):
-    """A schema or prompt that cannot be read, laid out or bound: what was found at which line, what was wanted.
+    """A schema or prompt in PML (Prompt Markup Language) that cannot be parsed, laid out or bound to its schema.
 
-    line and column count from 1; 0 where the thing was not read from text.
+    Args:
+        found: What stands at that place.
+        wanted: What should stand there.
+        file: The file it was read from; "" for a text.
+        line: Line, counted from 1; 0 where it was not read from text.
+        column: Column, counted from 1; 0 where it was not read from text.
     """
 
     def __init__(self, found: str, wanted: str, file: str = "", line: int = 0, column: int = 0) -> None:
@@ -48,11 +53,11 @@ class ModelError(RagFuseError):
 
 
 class RefusedError(ModelError):
-    """A model whose cached KV cannot be moved or fused, with the reason."""
+    """A model whose cached KV cannot be moved to other positions or fused; the message has the reason."""
 
 
 class FixedError(RefusedError):
-    """A model whose cached KV is right where it was encoded, and nowhere else."""
+    """A model whose cached KV can be reused only at the positions at which it was encoded."""
 
 
 class StoreError(RagFuseError):
@@ -60,7 +65,12 @@ class StoreError(RagFuseError):
 
 
 class BusyError(RagFuseError):
-    """A queue that has no room for another request now; after `wait_s` seconds it may have some."""
+    """A request queue that is full.
+
+    Args:
+        message: What was wanted and found.
+        wait_s: Seconds after which to try again.
+    """
 
     def __init__(self, message: str, wait_s: float) -> None:
         super().__init__(message)

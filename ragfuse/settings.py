@@ -1,7 +1,7 @@
-"""Every default of the house, once, and the only reader of RAGFUSE_* and ragfuse.toml.
+"""All settings and their defaults, and the only reader of RAGFUSE_* variables and ragfuse.toml.
 
-What is given in code wins over the environment, the environment over ragfuse.toml in the working directory, and that
-over the defaults below.
+Values given in code win over the environment, the environment over ragfuse.toml in the working directory, and that over
+the defaults below.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ log = logging.getLogger("ragfuse.settings")
 PREFIX = "RAGFUSE_"
 SharedWith = Literal["nobody", "group"]
 AUTO_LEVEL = "auto"
-"""A tier's level is chosen by how fast this machine was measured to be."""
+"""The level of a tier is chosen by the measured speed of this machine."""
 SINKS = 4
-"""First tokens of a conversation without which what was computed behind them says less (StreamingLLM, 3.1)."""
+"""First tokens of a conversation that a truncation keeps: later tokens attend to them (StreamingLLM, 3.1)."""
 _CREDENTIALS = re.compile(r"//[^/?#]*@|[?&][^=&]*(?:user|pass|secret|token|key|sig)[^=&]*=", re.IGNORECASE)
 LOADING = (
     "revision",
@@ -59,13 +59,13 @@ LOADING = (
     "gguf_file",
     "merge_adapter",
 )
-"""Options that a model is loaded with: those of transformers' `from_pretrained`, and whether an adapter is merged."""
+"""Options for loading a model: those of transformers' `from_pretrained`, and whether an adapter is merged."""
 TIER_NAMES = ("gpu", "memory", *(kind.name for kind in TIER_KINDS))
-"""What tiers are called; those that URLs open may have a number behind."""
+"""Names of tiers; further tiers of a kind that a URL opens are numbered (`redis-2`)."""
 
 
 class Prices(BaseModel):
-    """What a gigabyte costs a month, by kind of tier."""
+    """The price of a gigabyte (10^9 bytes) per month, by kind of tier."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -76,14 +76,14 @@ class Prices(BaseModel):
 
 
 class LoadingOptions(dict[str, Any]):
-    """What a model is loaded with, by name; not to be changed. Hashable, so that settings can be."""
+    """Options for loading a model, by name. Hashable, so that settings are; never mutate one."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(sorted(self.items(), key=lambda item: item[0])))
 
 
 class Settings(BaseSettings):
-    """All settings, typed and checked. Sizes in bytes, times in seconds, shares 0..1."""
+    """All settings, typed and validated. Sizes in bytes, times in seconds, shares 0..1."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
@@ -98,44 +98,48 @@ class Settings(BaseSettings):
 
     model: str = Field(
         default="smollm2-135m-reader",
-        description="Embedded name, Hugging Face id, local folder, folder of an adapter or GGUF file of the LLM.",
+        description="The LLM: name of an embedded model, Hugging Face id, local folder, adapter folder or GGUF file.",
     )
     model_kwargs: Annotated[LoadingOptions, NoDecode, PlainValidator(lambda given: _loading(given))] = Field(
         default=LoadingOptions(),
         repr=False,  # may hold a token
         description="Options of transformers' from_pretrained for the LLM, by name: revision, trust_remote_code, "
-        "attn_implementation, device_map, token, torch_dtype, quantization_config ...; merge_adapter for adapters.",
+        "attn_implementation, device_map, token, torch_dtype, quantization_config ...; merge_adapter, for an adapter.",
     )
     embedder: str = Field(
-        default="minilm-l6", description="Embedded name, Hugging Face id or local folder of the embedder."
+        default="minilm-l6",
+        description="The embedder: name of an embedded model, Hugging Face id or local folder.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Weights and KV; auto: bfloat16 where the device has units for it, else float32."
+        default="auto",
+        description="Dtype of weights and KV; auto: bfloat16 where the device computes it natively, else float32.",
     )
-    device: str = Field(default="cpu", description="cpu, cuda, cuda:N, mps, or auto: the first GPU, else cpu.")
+    device: str = Field(default="cpu", description="cpu, cuda, cuda:N, mps, or auto (the first GPU, else cpu).")
 
     home: Path = Field(
-        default_factory=lambda: user_cache_path("ragfuse"), description="Prepared models, stores, profiles."
+        default_factory=lambda: user_cache_path("ragfuse"),
+        description="Folder of prepared models, stores and profiles.",
     )
-    store: Path | None = Field(default=None, description="Folder of the disk tier; default home/store.")
+    store: Path | None = Field(default=None, description="Folder of the disk tier; default: home/store.")
     shared_with: SharedWith = Field(
         default="nobody",
         description="Who else on this machine may use the folders of store and file:// tiers: nobody (0700, 0600), or "
-        "their group (02770, 0660). Those above them are as they are.",
+        "their group (02770, 0660). Parent folders keep their modes.",
     )
-    gpu_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the tier in the GPU's memory, on a GPU.")
+    gpu_bytes: int = Field(
+        default=2 << 30, ge=0, description="Capacity of the GPU tier, in GPU memory; used only with a GPU."
+    )
     memory_bytes: int = Field(default=2 << 30, ge=0, description="Capacity of the memory tier.")
     memory_free: float = Field(
         default=0.0,
         ge=0,
         le=0.9,
-        description="Share of the memory tier that a write leaves free, so that what is fetched next finds room.",
+        description="Share of the memory tier that writes keep free, as room for what is fetched next.",
     )
     evict: str = Field(
         default="look-ahead",
-        description="The policy by which memory and the disk drop entries for new ones. look-ahead: whole "
-        "conversations, those that no waiting request continues first, then what was used longest ago. lru: entry "
-        "by entry, what was used longest ago first.",
+        description="Eviction policy of memory and disk. look-ahead: evict whole conversations, first those that no "
+        "waiting request continues, least recently used first. lru: evict entry by entry, least recently used first.",
     )
     disk_bytes: int = Field(default=20 << 30, ge=0, description="Capacity of the disk tier.")
     tiers: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -143,140 +147,164 @@ class Settings(BaseSettings):
         repr=False,  # a URL may hold a password
         description="Slower tiers behind memory and disk, fastest first: redis://, s3://, file:// ... URLs.",
     )
-    tier_bytes: int = Field(default=100 << 30, ge=1, description="Capacity of each of these.")
+    tier_bytes: int = Field(default=100 << 30, ge=1, description="Capacity of each tier in `tiers`.")
     placement: Literal["cheapest", "all"] = Field(
         default="cheapest",
-        description="Slow tiers, the disk too, that a new chunk goes to on a measured machine: the cheapest that is "
-        "fast enough, or all of them, as where tiers are shared. Unmeasured: all.",
+        description="Where a new chunk is written, besides memory. cheapest: to the cheapest tier (disk included) that "
+        "is fast enough on this machine, to all where it was not measured. all: to all, as for shared tiers.",
     )
     levels: Annotated[tuple[tuple[str, tuple[str, ...]], ...], NoDecode] = Field(
         default=(),
-        description='Codec levels that a tier is written in, by its name, {"redis": ["int8", "cg2"]}: raw, int8, cg1 '
-        "(loses least) to cg4, or several; auto chooses on a measured machine. Tiers without an own are raw.",
+        description='Codec levels in which a tier stores KV, by name: {"redis": ["int8", "cg2"]}. raw, int8, cg1 '
+        "(least lossy) to cg4, or several of them; auto: chosen by the measured speed. Tiers not named here store raw.",
     )
-    tier_timeout_s: float = Field(default=2.0, gt=0, description="How long one of them may take to say anything.")
-    ttl_s: float | None = Field(default=None, gt=0, description="Entries unused for so long are dropped; none: never.")
-    prices: Prices = Field(default=Prices(), description="What keeping a gigabyte costs; only the order matters.")
-    salt: str = Field(default="", repr=False, description="Tenant: one salt never hits another's entries.")
-    writer_queue: int = Field(default=64, ge=1, description="Chunks waiting to be saved before saving is skipped.")
+    tier_timeout_s: float = Field(
+        default=2.0, gt=0, description="Seconds to wait for a reply of a tier in `tiers` before the call fails."
+    )
+    ttl_s: float | None = Field(
+        default=None, gt=0, description="Seconds after which unused entries are deleted; none: never."
+    )
+    prices: Prices = Field(
+        default=Prices(), description="Price of a gigabyte per month, by kind of tier; only their order matters."
+    )
+    salt: str = Field(
+        default="", repr=False, description="Secret of a tenant: entries of one salt are never hits for another."
+    )
+    writer_queue: int = Field(
+        default=64, ge=1, description="Chunks that may wait to be saved; further ones are not saved."
+    )
 
     share: bool = Field(
         default=True,
-        description="Whether answers that are written at the same time hold modules that they have in common once, "
-        "in memory.",
+        description="Whether answers that are generated at the same time share the KV of common modules in memory.",
     )
     prefix_cache: bool = Field(
         default=True,
-        description="Whether the longest beginning that a prompt shares with an earlier one is taken from memory. It "
-        "is exact.",
+        description="Whether the longest prefix shared with an earlier prompt is reused from memory, which is exact.",
     )
-    learn: Literal["off", "heard", "text"] = Field(
+    learn: Literal["off", "retrieved", "text"] = Field(
         default="text",
-        description="Which chunks are found without being indexed: none (off); what a framework's retrievers returned "
-        "(heard); also long passages that several prompts hold (text).",
+        description="Which chunks are reused without being indexed first. off: none. retrieved: those that the "
+        "retrievers of a framework returned. text: also long passages that several prompts contain.",
     )
     policy: str = Field(
-        default="auto", description="Selection policy, see ragfuse.fuse.select; auto: by what the store holds."
+        default="auto",
+        description="Policy that selects the tokens to recompute, see ragfuse.fuse.select; auto: the calibrated one "
+        "where it applies, else hkvd.",
     )
     ratio: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="Share of reused context rows computed again; default: 0.15, or what auto chooses.",
+        description="Share of the tokens of reused chunks to recompute; default: 0.15, or what auto chooses.",
     )
     adapt: Literal["refine", "paper", "algorithm", "raw", "int8", "cg1", "cg2", "cg3", "cg4"] = Field(
         default="refine",
-        description="How pieces come over a line under a deadline: something of all first, and better levels while "
-        "there is time; by section 5.3 of CacheGen; by its algorithm 1; or always at one level, whatever the deadline.",
+        description="How KV is streamed from a slow tier under a deadline. refine: everything at a lossy level first, "
+        "then at better levels while time is left. paper: CacheGen, section 5.3. algorithm: CacheGen, algorithm 1. A "
+        "level: always at that level, whatever the deadline.",
     )
-    piece_tokens: int = Field(default=1500, ge=16, description="Tokens of such a piece, about.")
-    streams: int = Field(default=4, ge=1, description="Questions that read over one line at the same time, at most.")
-    chunk_tokens: int = Field(default=160, ge=16, description="Size of a chunk when documents are cut here.")
+    piece_tokens: int = Field(default=1500, ge=16, description="Approximate tokens of a piece of such a stream.")
+    streams: int = Field(default=4, ge=1, description="Prompts that may stream from one tier at the same time.")
+    chunk_tokens: int = Field(default=160, ge=16, description="Tokens of a chunk when ragfuse splits documents.")
     chunk_overlap: int = Field(default=0, ge=0, description="Tokens shared by neighbouring chunks.")
     filler_tokens: int = Field(
         default=256,
         ge=0,
-        description="Tokens of other text that a chunk is encoded behind, so that it does not stand for a beginning; "
-        "0: chunks are encoded alone.",
+        description="Tokens of filler text that a chunk is encoded after, so that its KV is not that of the start of a "
+        "text; 0: chunks are encoded alone.",
     )
-    min_chunk_tokens: int = Field(default=8, ge=1, description="Shorter runs are always computed fresh.")
+    min_chunk_tokens: int = Field(
+        default=8, ge=1, description="Least tokens of a chunk that is reused; shorter ones are computed."
+    )
     top_k: int = Field(default=6, ge=1, description="Chunks retrieved for a question.")
-    max_tokens: int = Field(default=256, ge=1, description="New tokens of an answer.")
+    max_tokens: int = Field(default=256, ge=1, description="Most tokens of an answer.")
     overflow: Literal["error", "drop"] = Field(
         default="error",
-        description="For a prompt that is too long: error, or drop its last chunks until it fits with its answer.",
+        description="What to do with a prompt that is too long. error: raise OverlongError. drop: leave out its last "
+        "chunks until prompt and answer fit.",
     )
     history: Literal["auto", "asked", "all"] = Field(
         default="auto",
-        description="Whose turns' KV is kept for the next turn: asked, of questions that name a session; auto, also of "
-        "other messages without retrieved chunks, in memory alone; all, of all messages, written down like sessions.",
+        description="Which conversations keep their KV for the next turn. asked: those whose questions name a session. "
+        "auto: also other messages without retrieved chunks, in memory only. all: all messages, saved like sessions.",
     )
     history_chunks: bool = Field(
         default=True,
-        description="Whether a session's later prompts hold the chunks that were retrieved for its earlier turns.",
+        description="Whether later prompts of a session contain the chunks that were retrieved for earlier turns.",
     )
     history_buffer_bytes: int = Field(
-        default=1 << 30, ge=0, description="KV of answers that may wait to be saved; a turn beyond it is not saved."
+        default=1 << 30, ge=0, description="Bytes of turns' KV that may wait to be saved; turns beyond are not saved."
     )
     window_tokens: int | None = Field(
-        default=None, ge=2, description="Tokens of a conversation's prompt and answer; default: what the model takes."
+        default=None,
+        ge=2,
+        description="Most tokens of a conversation's prompt and answer together; default: the model's context.",
     )
     truncate_ratio: float = Field(
         default=0.5,
         gt=0,
         le=1,
-        description="Share of the window that a conversation is shortened by, from its beginning, once it is too long.",
+        description="Share of the window that is cut from the start of a conversation that outgrows it.",
     )
     sinks: int = Field(
         default=SINKS,
         ge=0,
-        description="First tokens of a conversation that stay then; later ones attend to them for want of others.",
+        description="First tokens of a conversation that such a cut keeps, as attention sinks.",
     )
     session_ttl_s: float | None = Field(
-        default=None, gt=0, description="Sessions unused for so long are deleted; none: never."
+        default=None, gt=0, description="Seconds after which unused sessions are deleted; none: never."
     )
 
     api_keys: Annotated[tuple[str, ...], NoDecode] = Field(
         default=(),
         repr=False,
-        description="Who may ask a server: KEY, or SALT:KEY for the tenant of that salt, several parted by commas.",
+        description="API keys that a server accepts, separated by commas: KEY (a tenant of its own), or SALT:KEY for "
+        "the tenant of that salt. Empty: no key is needed.",
     )
     serve_together: int = Field(default=8, ge=1, description="Requests that a server answers at the same time.")
-    serve_waiting: int = Field(default=256, ge=1, description="Requests that wait for their turn; more are refused.")
-    serve_timeout_s: float = Field(default=300.0, gt=0, description="How long a request may take, waiting included.")
-    serve_patience_s: float = Field(default=20.0, gt=0, description="How long sending a request may take.")
-    serve_grace_s: float = Field(default=30.0, ge=0, description="How long answers go on once a server is to stop.")
+    serve_waiting: int = Field(default=256, ge=1, description="Requests that may wait in the queue; more get a 429.")
+    serve_timeout_s: float = Field(
+        default=300.0, gt=0, description="Seconds that a request may take, time in the queue included."
+    )
+    serve_patience_s: float = Field(
+        default=20.0, gt=0, description="Seconds that a client may take to send its request."
+    )
+    serve_grace_s: float = Field(
+        default=30.0, ge=0, description="Seconds that running answers may still take when a server stops."
+    )
     serve_body_bytes: int | None = Field(
-        default=None, ge=1024, description="The largest request; default: what the model's window can take, as JSON."
+        default=None, ge=1024, description="Largest request body; default: what fits the model's context, as JSON."
     )
     serve_connections_each: int = Field(
         default=512,
         ge=1,
-        description="Connections of one address; for one more, the oldest that asks nothing is closed.",
+        description="Connections per client address; for one more, the oldest idle one is closed.",
     )
     serve_held_bytes: int = Field(
         default=256 << 20,
         ge=1024,
-        description="Of all requests that are read, wait or are answered; with several tenants half of it each.",
+        description="Bytes of request bodies that a server holds in all, waiting or running; with several tenants, "
+        "each may use half of it.",
     )
     serve_tenant_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="KV of a tenant in each tier that outlives a server; what was used longest ago goes first. "
-        "Default: each tier's capacity, parted among the tenants.",
+        description="Bytes of a tenant's KV in each tier that outlives the server; least recently used entries are "
+        "evicted first. Default: the tier's capacity, divided among the tenants.",
     )
     serve_tenant_texts: int = Field(
-        default=100_000, ge=1, description="Known texts of a tenant; beyond it the oldest are forgotten."
+        default=100_000, ge=1, description="Known texts of a tenant; beyond that, the oldest are forgotten."
     )
     serve_tenant_sessions: int = Field(
-        default=10_000, ge=1, description="Sessions of a tenant; beyond it those used longest ago are deleted."
+        default=10_000, ge=1, description="Sessions of a tenant; beyond that, the least recently used are deleted."
     )
-    serve_schemas: int = Field(default=256, ge=0, description="Schemas that a tenant of a server may register.")
+    serve_schemas: int = Field(default=256, ge=0, description="Schemas that each tenant of a server may register.")
 
     @field_validator("api_keys", mode="before")
     @classmethod
     def _listed(cls, given: Any) -> Any:
-        """Texts, or one text with commas."""
+        """Accept a list of strings, or one string with commas."""
         parts = given.split(",") if isinstance(given, str) else given
         if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
             raise ValueError("wanted texts, found something else; write them so: RAGFUSE_API_KEYS=KEY,SALT:KEY")
@@ -285,7 +313,7 @@ class Settings(BaseSettings):
     @field_validator("tiers", mode="before")
     @classmethod
     def _urls(cls, given: Any) -> Any:
-        """A list in JSON, one URL alone, or nothing."""
+        """Accept a list, its JSON, a single URL, or an empty string."""
         if isinstance(given, str):
             text = given.strip()
             try:
@@ -301,7 +329,7 @@ class Settings(BaseSettings):
     @field_validator("levels", mode="before")
     @classmethod
     def _by_tier(cls, given: Any) -> Any:
-        """Levels by tier, from a mapping or its JSON; a level alone stands for a list of one."""
+        """Accept a mapping from tier to levels, or its JSON; a single level counts as a list of one."""
         try:
             given = json.loads(given or "{}") if isinstance(given, str) else given
             pairs = given.items() if isinstance(given, Mapping) else tuple(given)
@@ -314,7 +342,7 @@ class Settings(BaseSettings):
     @field_validator("home", "store", mode="after")
     @classmethod
     def _absolute(cls, given: Path | None) -> Path | None:
-        """A folder as it is meant now, wherever the process works later."""
+        """Make a folder absolute, so that a later change of the working directory does not matter."""
         return given if given is None else _placed(given)
 
     @field_validator("tiers", mode="after")
@@ -328,10 +356,11 @@ class Settings(BaseSettings):
         return _model_placed(given)
 
     def as_public(self) -> dict[str, Any]:
-        """All settings in plain JSON types, to be written down: `Settings(**them)` gives the same.
+        """Return all settings in plain JSON types, to be saved: `Settings(**them)` restores them.
 
-        SettingsError where one is a secret (a salt, keys of a server, credentials in a tier's URL, a token to load the
-        model with) or an object that has no JSON.
+        Raises:
+            SettingsError: One holds a secret (a salt, API keys of a server, credentials in a tier's URL, a token for
+                loading the model), or an object without a JSON form.
         """
         secret = [name for name in ("salt", "api_keys") if getattr(self, name)]
         secret += ["tiers"] if any(map(_CREDENTIALS.search, self.tiers)) else []
@@ -353,7 +382,7 @@ class Settings(BaseSettings):
         return self.model_dump(mode="json")
 
     def placed(self) -> Settings:
-        """The same with every folder as it is meant now: a copy may have been given others, which nobody looked at."""
+        """Return the settings with all folders absolute. `model_copy` skips validation, so copies may lack that."""
         named = {
             "home": _placed(self.home),
             "store": None if self.store is None else _placed(self.store),
@@ -366,12 +395,12 @@ class Settings(BaseSettings):
 
     @property
     def written(self) -> dict[str, tuple[str, ...]]:
-        """Levels by tier, what loses least first; of tiers whose level is chosen, `AUTO_LEVEL`."""
+        """The codec levels of each tier, least lossy first; `AUTO_LEVEL` where the machine's speed decides."""
         return dict(self.levels)
 
     @property
     def store_path(self) -> Path:
-        """The disk tier's folder."""
+        """The folder of the disk tier."""
         return self.store if self.store is not None else self.home / "store"
 
     @classmethod
@@ -383,7 +412,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Arguments, environment, ragfuse.toml."""
+        """Read settings from arguments, then the environment, then ragfuse.toml."""
         fields = tuple(settings_cls.model_fields)
         for name in os.environ:
             if name.upper().startswith(PREFIX) and name[len(PREFIX) :].lower() not in fields:
@@ -392,12 +421,12 @@ class Settings(BaseSettings):
 
 
 def _placed(folder: str | Path) -> Path:
-    """A folder from the root on: relative to where the process works now, `~` the user's own."""
+    """Return the absolute path of a folder, with `~` expanded."""
     return Path(os.path.abspath(os.path.expanduser(folder)))
 
 
 def _tier_placed(url: str) -> str:
-    """A tier with its folder from the root on, where it is one of this machine's."""
+    """Return a tier's URL, with an absolute path where it names a folder of this machine."""
     scheme, mark, rest = url.partition("://")
     if not mark:
         return str(_placed(url)) if url.strip() else url
@@ -405,7 +434,7 @@ def _tier_placed(url: str) -> str:
 
 
 def _model_placed(name: str) -> str:
-    """A model's folder from the root on, where the name is that of one; another name as it is."""
+    """Return the absolute path where a model's name is an existing folder; any other name unchanged."""
     try:
         is_folder = bool(name.strip()) and os.path.isdir(os.path.expanduser(name))
     except ValueError:  # no path at all
@@ -414,11 +443,11 @@ def _model_placed(name: str) -> str:
 
 
 class _Told(ValueError):
-    """What is wrong with a setting, for people."""
+    """An invalid setting, with a message for people."""
 
 
 def _loading(given: Any) -> LoadingOptions:
-    """Loading options from a mapping or its JSON; of the names in `LOADING` alone."""
+    """Return loading options from a mapping or its JSON; only names in `LOADING` are allowed."""
     told = given
     if isinstance(given, str):
         try:
@@ -455,7 +484,7 @@ def _levels_named(levels: tuple[object, ...]) -> tuple[str, ...]:
 
 @lru_cache
 def _tell_unknown(name: str, fields: tuple[str, ...]) -> None:
-    """Say once that a variable is no setting's; it may be another program's, so it is no error."""
+    """Warn once about a variable that is not a setting; another program may use it, so it is not an error."""
     near = get_close_matches(name[len(PREFIX) :].lower(), fields, 1)
     meant = f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
     log.warning("%s is ignored, there is no such setting%s", name, meant)

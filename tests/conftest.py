@@ -55,7 +55,7 @@ def tiny_settings(varied_path: Path, tmp_path: Path) -> Settings:
 
     Without prefix caching, under which a prompt that is asked again shows nothing of its chunks.
     """
-    alone = {"prefix_cache": False, "learn": "heard", "max_tokens": 12}
+    alone = {"prefix_cache": False, "learn": "retrieved", "max_tokens": 12}
     return Settings(model=str(varied_path), dtype="float32", store=tmp_path / "store", home=tmp_path, **alone)
 
 

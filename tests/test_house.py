@@ -54,7 +54,7 @@ ROOMS: dict[str, set[str]] = {
 ONLY = {
     "types": {"blake3", "pydantic", "torch"},
     "errors": set[str](),
-    "process": set[str](),
+    "process": {"cachetools"},
     "settings": {"pydantic", "pydantic_settings", "platformdirs"},
     "fuse": {"torch"},
 }

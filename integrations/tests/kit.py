@@ -70,7 +70,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_settings(tiny_path: Path, tmp_path: Path) -> Settings:
     """The tiny model over an empty store, without prefix caching, which would hide what chunks do."""
-    alone = {"prefix_cache": False, "learn": "heard", "max_tokens": 12}
+    alone = {"prefix_cache": False, "learn": "retrieved", "max_tokens": 12}
     return Settings(model=str(tiny_path), dtype="float32", store=tmp_path / "store", **alone)
 
 

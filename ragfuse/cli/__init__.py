@@ -1,10 +1,10 @@
-"""The command line. Each file holds commands of one kind; what they do is done below, in the engine and in `bench`."""
+"""The command line. Each file holds the commands of one kind; the work itself is done by the packages below."""
 
 import sys
 
 
 def app() -> None:
-    """The `ragfuse` command: a sign of life, then everything else, so that Ctrl-C is clean from the first moment."""
+    """Run the `ragfuse` command. It shows a status before the slow imports, and handles Ctrl-C during them too."""
     try:
         from rich.console import Console
 

@@ -38,16 +38,14 @@ if TYPE_CHECKING:
 
 
 def ask(
-    question: Annotated[str, typer.Argument(help="What you want to know.")] = "",
-    docs: Annotated[
-        Path | None, typer.Option(help="Ingest this file or folder first, into an index of its own.")
-    ] = None,
+    question: Annotated[str, typer.Argument(help="The question.")] = "",
+    docs: Annotated[Path | None, typer.Option(help="Ingest this file or folder first, into a separate index.")] = None,
     pml: Annotated[
         Path | None,
-        typer.Option("--pml", help="Ask this prompt in PML, over its schema's modules; a QUESTION follows it."),
+        typer.Option("--pml", help="Ask the prompt in this PML file; a QUESTION is appended to it."),
     ] = None,
     blend: Annotated[
-        bool, typer.Option("--blend", help="With --pml: compute some rows of modules again, by --policy and --ratio.")
+        bool, typer.Option("--blend", help="With --pml: recompute some tokens of modules, by --policy and --ratio.")
     ] = False,
     index: Index = "default",
     model: Model = None,
@@ -57,19 +55,21 @@ def ask(
     store: Store = None,
     policy: Policy = None,
     ratio: Ratio = None,
-    top_k: Annotated[int | None, typer.Option(help="Chunks retrieved.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="New tokens at most.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Number of chunks to retrieve.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of the answer.")] = None,
     overflow: Overflow = None,
     deadline: Deadline = None,
     session: Annotated[
-        str | None, typer.Option(help="Go on with the conversation of this name, or begin it; see `ragfuse sessions`.")
+        str | None, typer.Option(help="Continue the conversation of this name, or start it; see `ragfuse sessions`.")
     ] = None,
-    no_kv: Annotated[bool, typer.Option("--no-kv", help="With --docs: index only, encode what is needed.")] = False,
+    no_kv: Annotated[
+        bool, typer.Option("--no-kv", help="With --docs: only index; compute KV when a question needs it.")
+    ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show what was reused and why.")] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Run the model's own full prefill beside it.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also answer by full prefill, for comparison.")] = False,
     json: Json = None,
 ) -> None:
-    """Answer a question over ingested documents; the answer is printed as it is written."""
+    """Answer a question over ingested documents; the answer is printed while it is generated."""
     if not question.strip() and pml is None:
         raise InputError('The question is empty. Ask something: ragfuse ask "Who built the bridge?"')
     if pml is not None and (docs is not None or index != "default" or session is not None):
@@ -121,7 +121,7 @@ def ask(
 
 
 def prompt_in(pml: Path, question: str) -> Any:
-    """The prompt in PML that a file holds, and a question behind it, if there is one."""
+    """Return the prompt in a PML file, with a question appended if there is one."""
     from ragfuse.engine.question import read_prompt
 
     found = read_prompt(pml)
@@ -130,7 +130,7 @@ def prompt_in(pml: Path, question: str) -> Any:
 
 @dataclass(frozen=True)
 class QuestionOptions:
-    """How a question is asked here, and what is shown of it."""
+    """The options of the command: how to ask, and what to show."""
 
     console: Console
     explain: bool
@@ -139,7 +139,7 @@ class QuestionOptions:
 
 
 def _answers(engine: Engine, prompt: Any, asked: QuestionOptions) -> tuple[Answer, Answer | None]:
-    """The answer, printed as it is written, and full prefill's where both are wanted."""
+    """Print the answer while it is generated; return it, with full prefill's answer for --compare."""
     console = asked.console
     full = _full(engine, prompt, console, asked.ask.session) if asked.compare else None
     answer = _stream(engine, prompt, console, asked.compare, asked.ask)
@@ -153,7 +153,7 @@ def _answers(engine: Engine, prompt: Any, asked: QuestionOptions) -> tuple[Answe
 
 
 def prompt_for(engine: Engine, library: Library, question: str, console: Console) -> Any:
-    """The question behind the chunks that are nearest to it."""
+    """Return the prompt with the chunks retrieved for a question."""
     with console.status("searching"):
         found = library.vectors().similarity_search(question, k=engine.settings.top_k)
     with console.status("loading the model"):
@@ -163,12 +163,12 @@ def prompt_for(engine: Engine, library: Library, question: str, console: Console
 
 
 def _full(engine: Engine, prompt: Any, console: Console, session: str | None) -> Answer:
-    """What full prefill answers. Both ways are warmed up: the first call of a process is slower, whatever it is."""
+    """Return the answer by full prefill, after warming up both ways: the first call of a process is slower."""
     from ragfuse.engine.engine import Ask
 
     with console.status("full prefill, to compare"):
-        engine.answer(prompt, Ask(reuse=False, max_tokens=1))  # of no session: it shall have the question once
-        engine.prepare(engine.prompt(prompt))  # which leaves nothing behind for the question to begin with
+        engine.answer(prompt, Ask(reuse=False, max_tokens=1))  # no session: it must get the question only once
+        engine.prepare(engine.prompt(prompt))  # does not save a prefix, which the measured question would reuse
         engine.flush()
         full = engine.answer(prompt, Ask(reuse=False, session=session))
     console.print(Text.assemble(("full prefill: ", "bold"), full.text, _after(full)))

@@ -27,7 +27,7 @@ from ragfuse.cli.options import (
 
 
 def verify_model(
-    model: Annotated[str | None, typer.Argument(help="Embedded name, Hugging Face id or folder.")] = None,
+    model: Annotated[str | None, typer.Argument(help="Name of an embedded model, Hugging Face id or folder.")] = None,
     dtype: Dtype = None,
     device: Device = None,
     model_kwargs: ModelKwargs = None,
@@ -35,7 +35,7 @@ def verify_model(
     ratio: Ratio = None,
     json: Json = None,
 ) -> None:
-    """Measure on the real weights that fusing is exact where it must be. Exit status 1 if it is not."""
+    """Check with the model's real weights that fusing is exact where it must be. Exit status 1 if it is not."""
     settings = settings_of(
         model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, policy=policy, ratio=ratio
     )
@@ -63,13 +63,13 @@ def calibrate_model(
     device: Device = None,
     model_kwargs: ModelKwargs = None,
     store: Store = None,
-    questions: Annotated[int, typer.Option(min=12, help="Questions made from the documents.")] = 20,
-    plot: Annotated[Path | None, typer.Option(help="Draw the curve here (PNG).")] = None,
+    questions: Annotated[int, typer.Option(min=12, help="Number of questions to make from the documents.")] = 20,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curve into this PNG.")] = None,
     json: Json = None,
 ) -> None:
-    """Measure how close fused answers stay to full prefill's on your documents; choose policy and ratio by it.
+    """Measure how close fused answers stay to those of full prefill on your documents, and choose policy and ratio.
 
-    Exit status 1 where no choice is safe: then prompts are answered by full prefill.
+    Exit status 1 if no choice is safe: then prompts are answered by full prefill.
     """
     from ragfuse.calibration.runner import tune_malloc
 

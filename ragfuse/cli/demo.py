@@ -25,7 +25,7 @@ DEMO_NEEDS = ("faiss", "langchain_community", "langchain_huggingface", "langchai
 
 
 DEMO_MEMORY = 3 << 30
-"""Bytes of KV that the demo keeps in memory: all that stands further down in a prompt; the rest is read from disk."""
+"""Bytes of the demo's memory tier: it holds only part of the KV, so that the rest is read from disk."""
 
 
 def demo(
@@ -34,7 +34,7 @@ def demo(
     device: Device = None,
     policy: Policy = None,
     ratio: Ratio = None,
-    out: Annotated[Path, typer.Option(help="Report as JSON; the picture lies beside it.")] = Path("demo-report.json"),
+    out: Annotated[Path, typer.Option(help="JSON report to write, with a PNG beside it.")] = Path("demo-report.json"),
 ) -> None:
     """Ask real questions over real documents through a LangChain chain: full prefill and ragfuse side by side."""
     missing = [name for name in DEMO_NEEDS if find_spec(name) is None]

@@ -1,7 +1,7 @@
-"""`ragfuse doctor`: one screen that says whether everything works, and for what does not, what to do about it.
+"""`ragfuse doctor`: checks whether everything works and, where something does not, says what to do.
 
-What needs no model is looked at here, the model and a question to it in `trial.py`. Nothing that is wrong ends a check:
-it becomes a row.
+Checks that need no model are here; those of the model, and a question to it, are in `trial.py`. A failure does not end
+the checks: it becomes a row of the table.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def doctor(
     device: Device = None,
     model_kwargs: ModelKwargs = None,
     store: Store = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Leave out the model: nothing is loaded or asked.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Skip the checks that load the model.")] = False,
     json: Json = None,
 ) -> None:
-    """Say whether everything works: versions, folders, tiers, the model, and a question with and without reuse.
+    """Check whether everything works: versions, folders, tiers, the model, and a question with and without reuse.
 
-    Exit status 1 if something needs mending, which is told in the last column. The store's chunks stay as they are.
+    Exit status 1 if something needs fixing; the last column says how. Stored chunks are not changed.
     """
     console = console_for(json)
     try:

@@ -20,9 +20,9 @@ GOES_ON = "The same command goes on from there."
 
 
 class CommandGroup(TyperGroup):
-    """Turns what ragfuse raises on purpose into a line on standard error, and Ctrl-C into exit status 130.
+    """Prints errors of ragfuse as one line on standard error, and turns Ctrl-C into exit status 130.
 
-    A KeyboardInterrupt may say what became of what was stopped.
+    The arguments of a KeyboardInterrupt may say what state the interrupted work is in.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -53,7 +53,7 @@ class CommandGroup(TyperGroup):
 
 
 class _OneLine(logging.Formatter):
-    """What went wrong on the way, without a traceback: for people."""
+    """A log formatter for people: one line per record, without tracebacks."""
 
     def formatException(self, *_: Any) -> str:
         return ""
@@ -67,8 +67,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Answers over your documents whose first token comes sooner: each chunk's KV cache is computed once, stored, "
-    "and fused with the others at question time.",
+    help="Answer questions over your documents with a faster first token: the KV cache of each chunk is computed once, "
+    "stored, and fused with those of other chunks for each question.",
 )
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
@@ -86,7 +86,7 @@ app.add_typer(schema.schema, name="schema")
 
 
 def _bench(context: typer.Context) -> None:
-    """Measure what ragfuse is worth on this machine, by the package ragfuse-bench."""
+    """Benchmark ragfuse on this machine (needs the package ragfuse-bench)."""
     raise InputError(
         f"`ragfuse bench {' '.join(context.args)}` needs the benchmarks, a package of their own that is not installed: "
         "pip install ragfuse-bench"
@@ -110,12 +110,12 @@ def main(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Fuse cached chunks instead of prefilling them again."""
+    """Reuse the KV caches of chunks instead of prefilling them again."""
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine())
     log = logging.getLogger("ragfuse")
     log.handlers = [handler]
-    for library in ("torchao", "torch.utils._pytree"):  # what these warn of as they are imported is nobody's concern
+    for library in ("torchao", "torch.utils._pytree"):  # their import warnings mean nothing to users
         logging.getLogger(library).setLevel(logging.ERROR)
     context.call_on_close(lambda: log.removeHandler(handler))
     if version:

@@ -1,4 +1,4 @@
-"""`ragfuse ingest`: documents into the index, their chunks' KV into the store."""
+"""`ragfuse ingest`: put documents into the index and the KV of their chunks into the store."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def ingest(
     device: Device = None,
     model_kwargs: ModelKwargs = None,
     store: Store = None,
-    chunk_tokens: Annotated[int | None, typer.Option(help="Size of a chunk in tokens of the model.")] = None,
-    no_kv: Annotated[bool, typer.Option("--no-kv", help="Index only; KV is computed when first needed.")] = False,
+    chunk_tokens: Annotated[int | None, typer.Option(help="Size of a chunk, in tokens of the model.")] = None,
+    no_kv: Annotated[bool, typer.Option("--no-kv", help="Only index; compute KV when a question needs it.")] = False,
     json: Json = None,
 ) -> None:
-    """Cut documents into chunks, index them, and compute each chunk's KV once. Interrupted, it goes on next time."""
+    """Split documents into chunks, index them, and compute each chunk's KV. After an interruption, run it again."""
     settings = settings_of(
         model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store, chunk_tokens=chunk_tokens
     )

@@ -55,11 +55,11 @@ def measure(
     model_kwargs: ModelKwargs = None,
     store: Annotated[
         list[str] | None,
-        typer.Option(help="Folder or URL of a tier to measure beside memory; repeat for more. Default: the settings'."),
+        typer.Option(help="Folder or URL of a tier to measure; repeat for several. Default: those in the settings."),
     ] = None,
     json: Json = None,
 ) -> None:
-    """Time prefill, fusing and every tier on this machine; from then on prompts are planned by these figures."""
+    """Time prefill, fusing and every tier on this machine. From then on, prompts are planned with these timings."""
     folder, others = _folder_first(store or ())
     settings, console = (
         settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=folder),
@@ -89,7 +89,7 @@ def measure(
 
 
 def explain(
-    question: Annotated[str, typer.Argument(help="What you want to know.")],
+    question: Annotated[str, typer.Argument(help="The question.")],
     index: Index = "default",
     model: Model = None,
     dtype: Dtype = None,
@@ -98,12 +98,12 @@ def explain(
     store: Store = None,
     policy: Policy = None,
     ratio: Ratio = None,
-    top_k: Annotated[int | None, typer.Option(help="Chunks retrieved.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Number of chunks to retrieve.")] = None,
     overflow: Overflow = None,
     deadline: Deadline = None,
     json: Json = None,
 ) -> None:
-    """Tell what a question would read and compute, how long that takes, and why; it is not answered."""
+    """Show what a question would read and compute, how long that would take, and why, without answering it."""
     if not question.strip():
         raise InputError('The question is empty. Ask something: ragfuse explain "Who built the bridge?"')
     given = {

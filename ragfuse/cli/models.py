@@ -11,13 +11,13 @@ from rich.table import Table
 from ragfuse.cli.options import Json, console_for, settings_of, write_json
 from ragfuse.models import list_models, prepare
 
-models = typer.Typer(no_args_is_help=True, help="The embedded models, which need no hub.")
+models = typer.Typer(no_args_is_help=True, help="The embedded models, which need no download from a hub.")
 Name = Annotated[str, typer.Argument(help="Name of an embedded model, as `ragfuse models ls` lists it.")]
 
 
 @models.command("ls")
 def ls(json: Json = None) -> None:
-    """List them, with what is there of each."""
+    """List the embedded models, with their role, state and size."""
     found = list_models(settings_of().home)
     table = Table("name", "role", "state", "MB", "what", box=None)
     for status in found:
@@ -30,11 +30,11 @@ def ls(json: Json = None) -> None:
 
 @models.command("prepare")
 def prepare_one(name: Name) -> None:
-    """Make one ready to be loaded."""
+    """Prepare the files of an embedded model for loading."""
     Console().print(f"ready: {prepare(name, settings_of().home)}", highlight=False)
 
 
 @models.command("path")
 def path(name: Name) -> None:
-    """Print the folder to load it from, prepared if need be."""
+    """Print the folder of an embedded model, after preparing it if needed."""
     print(prepare(name, settings_of().home))

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the settings they make."""
+"""Options that several commands share, and the settings made from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ragfuse.errors import InputError, SettingsError
 from ragfuse.settings import Settings
 
 Model = Annotated[
-    str | None, typer.Option("--model", help="Embedded name, Hugging Face id, folder, adapter or GGUF file.")
+    str | None,
+    typer.Option("--model", help="Name of an embedded model, Hugging Face id, folder, adapter folder or GGUF file."),
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:N, mps or auto.")]
@@ -26,21 +27,26 @@ ModelKwargs = Annotated[
 ]
 Store = Annotated[Path | None, typer.Option("--store", help="Folder of the KV store.")]
 Policy = Annotated[
-    str | None, typer.Option("--policy", help="Which rows are recomputed: auto, hkvd, lexical, query, lego, ...")
+    str | None, typer.Option("--policy", help="Which tokens to recompute: auto, hkvd, lexical, query, lego, ...")
 ]
-Ratio = Annotated[float | None, typer.Option("--ratio", help="Share of reused context rows computed again, 0 to 1.")]
+Ratio = Annotated[float | None, typer.Option("--ratio", help="Share of reused tokens to recompute, 0 to 1.")]
 Overflow = Annotated[
-    str | None, typer.Option("--overflow", help="A prompt that is too long: error, or drop its last chunks.")
+    str | None,
+    typer.Option("--overflow", help="For a prompt that is too long: error, or drop (leave out its last chunks)."),
 ]
-Deadline = Annotated[float | None, typer.Option("--deadline", help="Seconds until the first token is wanted.", min=0.0)]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the result here as JSON ('-': standard output).")]
+Deadline = Annotated[float | None, typer.Option("--deadline", help="Deadline of the first token, seconds.", min=0.0)]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file ('-': stdout).")]
 Index = Annotated[str, typer.Option("--index", help="Name of the document index.")]
 ONE_LINE = 320
-"""Characters of JSON that stand on one line."""
+"""Most characters of a JSON value that is written on one line."""
 
 
 def settings_of(**given: Any) -> Settings:
-    """Settings with what was given on the command line; SettingsError with the reason in words."""
+    """Return the settings with the options of the command line (None: not given).
+
+    Raises:
+        SettingsError: One is invalid; the message has the reason in words.
+    """
     try:
         return Settings(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
@@ -66,14 +72,14 @@ def settings_of(**given: Any) -> Settings:
 
 
 def prepared(settings: Settings) -> None:
-    """Make the model ready where that is still to be done, before anything else is shown to be under way."""
+    """Prepare the model's files if needed, before any other progress is shown."""
     from ragfuse.models import resolve_llm
 
     resolve_llm(settings.model, settings.home)
 
 
 def json_text(data: Any, indent: int = 0) -> str:
-    """JSON for people: what is short stands on one line, all else has a line for each of its parts."""
+    """Return readable JSON: short values on one line, longer ones with one line per part."""
     flat = json.dumps(data, ensure_ascii=False)
     if not data or not isinstance(data, dict | list | tuple) or (indent and len(flat) <= ONE_LINE):
         return flat
@@ -87,7 +93,7 @@ def json_text(data: Any, indent: int = 0) -> str:
 
 
 def write_json(data: dict[str, Any], target: Path | None) -> None:
-    """Write a result where `--json` points, whole or not at all."""
+    """Write a result to the target of `--json`, atomically."""
     if target is None:
         return
     text = json_text(data)
@@ -104,7 +110,11 @@ def write_json(data: dict[str, Any], target: Path | None) -> None:
 
 
 def console_for(json_target: Path | None) -> Console:
-    """Where to print for people: standard error when standard output carries JSON. InputError if it has no place."""
+    """Return the console for people: standard error if standard output carries the JSON.
+
+    Raises:
+        InputError: The file for the JSON cannot be written.
+    """
     if json_target is not None and str(json_target) != "-":
         folder = json_target.parent
         if json_target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 schema = typer.Typer(
     no_args_is_help=True,
-    help="Schemas that prompts in PML take modules from (`ragfuse ask --pml FILE`). Those of the salt that is set "
-    "(RAGFUSE_SALT), or of none.",
+    help="Manage schemas, whose modules prompts in PML use (`ragfuse ask --pml FILE`). If a salt is set "
+    "(RAGFUSE_SALT), these are the schemas of its tenant.",
 )
 
 MODULE_COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:olive")
@@ -52,7 +52,7 @@ def add(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Register a schema and compute the KV of its modules once. Of one that was edited, what changed."""
+    """Register a schema and compute the KV of its modules; for an edited schema, only of modules that changed."""
     settings, console = (
         settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store),
         console_for(json),
@@ -77,7 +77,7 @@ def add(
 
 @schema.command("ls")
 def ls(store: Store = None, json: Json = None) -> None:
-    """List schemas that are registered."""
+    """List the registered schemas."""
     console = console_for(json)
     with opened(store, console) as keeping:
         found = keeping.schemas.ls()
@@ -92,16 +92,16 @@ def ls(store: Store = None, json: Json = None) -> None:
 
 @schema.command("show")
 def show(
-    name: Annotated[str, typer.Argument(help="The name of a schema that is registered, or a file.")],
+    name: Annotated[str, typer.Argument(help="Name of a registered schema, or a PML file.")],
     model: Model = None,
     dtype: Dtype = None,
     device: Device = None,
     model_kwargs: ModelKwargs = None,
     store: Store = None,
-    png: Annotated[Path | None, typer.Option("--png", help="Draw where everything stands into this file.")] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="Draw the positions of all modules into this PNG.")] = None,
     json: Json = None,
 ) -> None:
-    """Show the tree of a schema: where everything stands, how many tokens, and what their KV takes."""
+    """Show the tree of a schema: position, tokens and KV bytes of every module."""
     settings, console = (
         settings_of(model=model, dtype=dtype, device=device, model_kwargs=model_kwargs, store=store),
         console_for(json),
@@ -137,11 +137,11 @@ def show(
 
 @schema.command("rm")
 def rm(
-    name: Annotated[str, typer.Argument(help="The schema's name, as `ragfuse schema ls` shows it.")],
+    name: Annotated[str, typer.Argument(help="Name of the schema, as `ragfuse schema ls` shows it.")],
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Forget a schema, and the KV that no other one has, in every tier. Its file stays."""
+    """Remove a schema, and its KV in every tier unless another schema uses it. Its file stays."""
     console = console_for(json)
     with opened(store, console) as keeping:
         nbytes = keeping.schemas.remove(name)

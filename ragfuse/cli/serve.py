@@ -1,4 +1,4 @@
-"""`ragfuse serve`: OpenAI's HTTP interface over one model and one store."""
+"""`ragfuse serve`: an HTTP server with OpenAI's API, over one model and one store."""
 
 from __future__ import annotations
 
@@ -20,25 +20,32 @@ def serve(
     model_kwargs: ModelKwargs = None,
     store: Annotated[
         list[str] | None,
-        typer.Option(help="Folder of the KV store, or URL of a tier behind it; repeat for more."),
+        typer.Option(help="Folder of the KV store, or URL of a further tier; repeat for several."),
     ] = None,
     policy: Policy = None,
     ratio: Ratio = None,
     overflow: Overflow = None,
-    host: Annotated[str, typer.Option(help="Where to listen; any but loopback needs an API key.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but a loopback address needs an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="KEY, or SALT:KEY for the tenant of that salt; repeat for more.")
+        list[str] | None,
+        typer.Option(help="An accepted key: KEY, or SALT:KEY for the tenant of that salt; repeat for several."),
     ] = None,
-    api_keys_file: Annotated[Path | None, typer.Option(help="File of such keys, one a line.")] = None,
+    api_keys_file: Annotated[Path | None, typer.Option(help="File with such keys, one per line.")] = None,
     allow_origin: Annotated[
-        list[str] | None, typer.Option(help="Web pages from here may ask from a browser; repeat for more.")
+        list[str] | None, typer.Option(help="Allow web pages of this origin (CORS); repeat for several.")
     ] = None,
     together: Annotated[int | None, typer.Option(help="Requests answered at the same time.", min=1)] = None,
-    waiting: Annotated[int | None, typer.Option(help="Requests that wait; more are told to come later.", min=1)] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds that a request may take, waiting included.")] = None,
+    waiting: Annotated[
+        int | None, typer.Option(help="Requests that may wait in the queue; more get a 429.", min=1)
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds that a request may take, time in the queue included.")
+    ] = None,
 ) -> None:
-    """Answer OpenAI's clients over HTTP until SIGTERM or Ctrl-C; then answers end, and what is to be saved is."""
+    """Serve OpenAI's API over HTTP until SIGTERM or Ctrl-C, then finish running answers and pending saves."""
     folder = next((each for each in store or () if "://" not in each), None)
     given = {
         "model": model,
@@ -71,7 +78,7 @@ def serve(
     keys = Keys(told, settings.salt)
     check_host(host, keys)
     prepared(settings)
-    logging.getLogger("ragfuse").setLevel(logging.INFO)  # a line an answer: what it reused
+    logging.getLogger("ragfuse").setLevel(logging.INFO)  # logs a line per answer with what it reused
     console = Console(stderr=True)
     with console.status("loading the model") as status:
         from ragfuse.serve.server import serve as run

@@ -1,4 +1,4 @@
-"""`ragfuse sessions`: conversations that are kept, looked after without their model."""
+"""`ragfuse sessions`: manage stored conversations, without loading a model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from ragfuse.settings import SINKS
 
 sessions = typer.Typer(
     no_args_is_help=True,
-    help="Look after conversations that are kept (`ragfuse ask --session`). While a salt is set (RAGFUSE_SALT), its "
-    "tenant's alone are meant, without one those of all tenants. What a running process holds in memory stays there "
-    "until it ends.",
+    help="Manage stored conversations (`ragfuse ask --session`). If a salt is set (RAGFUSE_SALT), commands apply to "
+    "the sessions of its tenant, else to those of all tenants. Running processes keep what they hold in memory.",
 )
 
-Name = Annotated[str, typer.Argument(help="The session's name, as `ragfuse sessions ls` shows it.")]
+Name = Annotated[str, typer.Argument(help="Name of the session, as `ragfuse sessions ls` shows it.")]
 
 
 @sessions.command("ls")
 def ls(store: Store = None, json: Json = None) -> None:
-    """List sessions, used last first."""
+    """List sessions, most recently used first."""
     console = console_for(json)
     with opened(store, console) as keeping:
         found = keeping.sessions.ls()
@@ -40,7 +39,7 @@ def ls(store: Store = None, json: Json = None) -> None:
 
 @sessions.command("show")
 def show(name: Name, store: Store = None, json: Json = None) -> None:
-    """Show what was said."""
+    """Show the messages of a session."""
     console = console_for(json)
     with opened(store, console) as keeping:
         session, told = keeping.sessions.show(name), keeping.sessions.export(name)
@@ -54,10 +53,10 @@ def show(name: Name, store: Store = None, json: Json = None) -> None:
 @sessions.command("export")
 def export(
     name: Name,
-    path: Annotated[Path, typer.Argument(help="Write it here as JSON ('-': standard output).")],
+    path: Annotated[Path, typer.Argument(help="The JSON file to write ('-': standard output).")],
     store: Store = None,
 ) -> None:
-    """Write all that is known of a session into a JSON file: messages, tokens, keys. KV: `ragfuse store export`."""
+    """Write a session to a JSON file: messages, tokens, keys. For its KV, use `ragfuse store export`."""
     console = console_for(path)
     with opened(store, console) as keeping:
         told = keeping.sessions.export(name)
@@ -69,12 +68,12 @@ def export(
 @sessions.command("rm")
 def rm(
     names: Annotated[list[str] | None, typer.Argument(help="Names of sessions.")] = None,
-    unused: Annotated[float | None, typer.Option(min=0, help="All that were not used for so many days.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    unused: Annotated[float | None, typer.Option(min=0, help="Delete all sessions unused for this many days.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Delete sessions and the KV that no other session has, in every tier."""
+    """Delete sessions, and their KV in every tier unless another session uses it."""
     if bool(names) == (unused is not None):
         raise InputError("Wanted what to delete: names of sessions, or --unused DAYS, one of both.")
     console = console_for(json)
@@ -93,14 +92,14 @@ def rm(
 @sessions.command("truncate")
 def truncate(
     name: Name,
-    tokens: Annotated[int, typer.Option(min=0, help="So many tokens stay.")],
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens to keep.")],
     sinks: Annotated[
-        int, typer.Option(min=0, help="Of these, so many are the first ones of all; the others the last.")
+        int, typer.Option(min=0, help="How many of these are the first tokens of the session; the rest are the last.")
     ] = SINKS,
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Shorten what the next prompt has of a session. Nothing is computed again, and no KV changes."""
+    """Shorten the history that the next prompt of a session includes. Nothing is recomputed, and no KV changes."""
     console = console_for(json)
     with opened(store, console) as keeping:
         session = keeping.sessions.truncate(name, tokens, sinks)
@@ -116,5 +115,5 @@ def _when(seconds: float) -> str:
 
 
 def _lines(text: str) -> str:
-    """A text with its line breaks, without anything that a terminal would obey."""
+    """Return a text with its line breaks, without control characters that a terminal would interpret."""
     return "\n".join(plain(line) for line in text.splitlines())

@@ -32,21 +32,20 @@ if TYPE_CHECKING:
 
 store = typer.Typer(
     no_args_is_help=True,
-    help="Look after the stored KV. A process that is running keeps what it holds in memory until it ends; all else "
-    "is seen by every process at once. While a salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export mean "
-    "its tenant alone unless --tenant names another; without one they mean all tenants. stats, gc and import are about "
-    "the whole store.",
+    help="Manage the stored KV. Running processes keep what they hold in memory; all other changes apply to every "
+    "process at once. If a salt is set (RAGFUSE_SALT), ls, clear, pin, unpin, move and export apply to its tenant "
+    "unless --tenant names another; without a salt, to all tenants. stats, gc and import apply to the whole store.",
 )
 
-Keys = Annotated[list[str] | None, typer.Argument(help="Beginnings of chunks' keys, as `ragfuse store ls` shows them.")]
-Tier = Annotated[str | None, typer.Option("--tier", help="Only what is in this tier.")]
-Source = Annotated[str | None, typer.Option("--source", help="Only texts whose source has this in its name.")]
-Model = Annotated[str | None, typer.Option("--model", help="Only this model's: its name, or its digest's beginning.")]
+Keys = Annotated[list[str] | None, typer.Argument(help="First characters of keys, as `ragfuse store ls` shows them.")]
+Tier = Annotated[str | None, typer.Option("--tier", help="Only entries in this tier.")]
+Source = Annotated[str | None, typer.Option("--source", help="Only texts whose source contains this.")]
+Model = Annotated[str | None, typer.Option("--model", help="Only entries of this model (name or start of digest).")]
 Tenant_ = Annotated[
-    str | None, typer.Option("--tenant", help="Only the tenant of this salt ('': of none); the salt that is set.")
+    str | None, typer.Option("--tenant", help="Only the tenant of this salt ('': no salt). Default: RAGFUSE_SALT.")
 ]
-All = Annotated[bool, typer.Option("--all", help="Everything of the salt that is set; without a salt, of all tenants.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+All = Annotated[bool, typer.Option("--all", help="All entries: of the salt that is set, else of all tenants.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 _MOVED = "Nothing is lost: what was copied stays in both tiers, and the same command goes on from there."
 _RECODED = "Every entry is whole, as it was or recoded, and the same command goes on from there."
@@ -61,12 +60,11 @@ def ls(
     source: Source = None,
     model: Model = None,
     tenant: Tenant_ = None,
-    limit: Annotated[int, typer.Option(min=0, help="Entries that are shown, used last first; 0: all.")] = 50,
+    limit: Annotated[int, typer.Option(min=0, help="Entries to show, most recently used first; 0: all.")] = 50,
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """List entries: of which text, where, how large, how often used; and what each tenant keeps in all. --json has all
-    of them."""
+    """List entries with their text, tier, size and hits, and the totals of each tenant. --json lists all of them."""
     console = console_for(json)
     with opened(store, console) as keeping:
         wish = keeping.mine(wish_of(keys, tier, source, model, tenant))
@@ -86,7 +84,7 @@ def ls(
 
 @store.command("stats")
 def stats(store: Store = None, json: Json = None) -> None:
-    """What each tier and each model hold, and how often it was used."""
+    """Show entries, bytes and hits of each tier, and the totals of each model."""
     console = console_for(json)
     with opened(store, console) as keeping:
         lines = lines_of(keeping, console, None)
@@ -124,12 +122,12 @@ def clear(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Drop entries, and the texts of chunks that are kept nowhere afterwards.
+    """Delete entries, and the texts of chunks that have no entry left.
 
-    While a salt is set (RAGFUSE_SALT), other tenants' stay unless --tenant names one; without a salt, --all drops what
-    all tenants have.
+    If a salt is set (RAGFUSE_SALT), entries of other tenants stay unless --tenant names one; without a salt, --all
+    deletes those of all tenants.
 
-    Exit status 1 if a tier that was meant could not be cleared: then what it holds stays, and all texts.
+    Exit status 1 if a tier could not be cleared: then its entries stay, and so do all texts.
     """
     wish, console = wish_of(keys, tier, source, model, tenant, all_, "clear"), console_for(json)
     with opened(store, console) as keeping:
@@ -155,9 +153,9 @@ def pin(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Protect chunks: they are not pushed out by others, and never grow too old.
+    """Pin chunks: they are never evicted, and never expire.
 
-    Exit status 1 if a tier that was meant does not answer.
+    Exit status 1 if a tier concerned does not answer.
     """
     _pin(True, wish_of(keys, tier, source, model, tenant, all_, "pin"), store, json)
 
@@ -173,13 +171,13 @@ def unpin(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Let chunks be pushed out again. Exit status 1 if a tier that was meant does not answer."""
+    """Unpin chunks, so that they can be evicted again. Exit status 1 if a tier concerned does not answer."""
     _pin(False, wish_of(keys, tier, source, model, tenant, all_, "unpin"), store, json)
 
 
 @store.command("move")
 def move(
-    to: Annotated[str, typer.Option("--to", help="The tier that they go to.")],
+    to: Annotated[str, typer.Option("--to", help="The tier to move them to.")],
     keys: Keys = None,
     tier: Tier = None,
     source: Source = None,
@@ -189,9 +187,9 @@ def move(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Keep chunks in one tier and nowhere else. What it has no room for stays where it is.
+    """Move chunks to one tier and delete them from all others. Chunks that do not fit stay where they are.
 
-    Exit status 1 if something that was meant stays, or may do so in a tier that does not answer.
+    Exit status 1 if some were not moved, or may be in a tier that does not answer.
     """
     wish, console = wish_of(keys, tier, source, model, tenant, all_, "move"), console_for(json)
     with opened(store, console) as keeping:
@@ -207,7 +205,7 @@ def move(
 
 @store.command("recode")
 def recode(
-    to: Annotated[str, typer.Option("--to", help=f"The level, or several with commas: {', '.join(LEVEL_NAMES)}.")],
+    to: Annotated[str, typer.Option("--to", help=f"Codec level, or several with commas: {', '.join(LEVEL_NAMES)}.")],
     keys: Keys = None,
     tier: Tier = None,
     source: Source = None,
@@ -217,10 +215,10 @@ def recode(
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Keep chunks at other codec levels, each where it is: from raw alone, as what was lost does not come back.
+    """Convert chunks to other codec levels, each in its tier. Only raw entries can be converted: others are lossy.
 
-    Stopped at any moment, every entry is whole, as it was or recoded. Exit status 1 if something that was meant stays
-    as it was, or may do so in a tier that does not answer.
+    It can be interrupted at any time: every entry is complete, converted or not. Exit status 1 if some were not
+    converted, or may be in a tier that does not answer.
     """
     levels = _levels(to)
     wish, console = wish_of(keys, tier, source, model, tenant, all_, "recode"), console_for(json)
@@ -244,16 +242,16 @@ def export(
     source: Source = None,
     model: Model = None,
     tenant: Tenant_ = None,
-    texts: Annotated[bool, typer.Option(help="With the chunks' own texts, so that they are found in prompts.")] = True,
+    texts: Annotated[bool, typer.Option(help="Include the chunks' texts, so that prompts can match them.")] = True,
     yes: Yes = False,
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Write chunks into one file: all (of the salt that is set, if one is) unless some are named.
+    """Write chunks to an archive: those named, else all (of the salt that is set, if any).
 
-    Who has the file can read the texts from it.
+    Anyone who has the file can read the texts in it.
 
-    Exit status 1 if something that was meant is not in it, or may not be; a file that is there is then kept as it is.
+    Exit status 1 if some chunks are, or may be, missing from it; an existing file is then left unchanged.
     """
     wish, console = wish_of(keys, tier, source, model, tenant), console_for(json)
     with opened(store, console) as keeping:
@@ -277,15 +275,15 @@ def export(
 
 @store.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="An archive that `ragfuse store export` has written.")],
-    tier: Annotated[str | None, typer.Option("--tier", help="Where they go; the first that outlives us.")] = None,
+    file: Annotated[Path, typer.Argument(help="An archive written by `ragfuse store export`.")],
+    tier: Annotated[str | None, typer.Option("--tier", help="Target tier; default: the first persistent one.")] = None,
     store: Store = None,
     json: Json = None,
 ) -> None:
-    """Keep the chunks of an archive. They are found by the same model, dtype and salt alone.
+    """Import the chunks of an archive. They are hits only for the same model, dtype and salt.
 
-    Whoever wrote it decides what the model will have read: take archives only from people you trust. Exit status 1 if
-    something in it could not be used.
+    The author of an archive controls what the model reads: import only archives from people you trust. Exit status 1
+    if some of it could not be imported.
     """
     console = console_for(json)
     with opened(store, console, is_new=True) as keeping:
@@ -303,7 +301,7 @@ def import_(
 
 @store.command("gc")
 def gc(store: Store = None, json: Json = None) -> None:
-    """Free what is of no use: rests of writes that were killed, rows without files, entries older than ttl_s.
+    """Delete what is of no use: leftovers of interrupted writes, rows without files, expired entries (ttl_s).
 
     Exit status 1 if a tier does not answer.
     """
@@ -336,7 +334,7 @@ def _pin(pinned: bool, wish: EntryFilter, store: Path | None, json: Path | None)
 
 
 def _levels(to: str) -> list[str]:
-    """The levels that are named; InputError for one that is none."""
+    """Return the levels named in a list with commas; raise InputError for an unknown one."""
     named = [level.strip() for level in to.split(",")]
     strange = [level for level in named if level not in LEVEL_NAMES]
     if strange:

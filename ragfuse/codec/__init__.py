@@ -1,4 +1,4 @@
-"""ChunkKV to bytes and back, one layer at a time. Nothing here knows where bytes are kept."""
+"""Codecs: encode KV to bytes and decode it, one layer at a time (raw, int8, CacheGen)."""
 
 from ragfuse.codec.cachegen import CacheGenCodec, Level
 from ragfuse.codec.codec import Codec, LayerMeta, checksum

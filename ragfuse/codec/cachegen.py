@@ -1,9 +1,9 @@
-"""CacheGen's codec (its section 5.2): KV quantised vector by vector, then entropy-coded by profiled distributions.
+"""CacheGen's codec (its section 5.2): KV is quantised per channel, then entropy-coded with profiled distributions.
 
-A layer's keys are turned back to position 0. Tokens unlike all others, such as a text's first, stand in 8 bits, and
-where a level packs changes as the paper does, the anchor of every ten tokens. The others are what they are above their
-channel's mean, or above their anchor, in bins of the level's width times the channel's step: whole numbers, which
-`coders` packs. What each of this is worth was measured: docs/guides/codec.md.
+Keys are first rotated back to position 0. Outlier tokens, such as the first of a text, are stored in 8 bits; so are the
+anchors (one of every ten tokens) if a level uses deltas as the paper does. All other tokens are stored as differences
+to their channel's mean, or to their anchor, in bins of the level's width times the channel's step; `coders.py` packs
+these numbers. docs/guides/codec.md has measurements of each of these choices.
 """
 
 from __future__ import annotations
@@ -31,19 +31,25 @@ CACHEGEN_KIND: Final = 2
 LEVEL_FIELDS: Final = struct.Struct("<fBBB9x")
 CODERS: Final[tuple[Coder, ...]] = ("zstd", "ans")
 WIDTHS: Final = ((256, 4), (64, 8), (0, 16))
-"""Tokens from which on rows are classed so finely for zstd: each class takes some bytes for its Huffman table."""
+"""For zstd, (least tokens, width of a class of rows): short chunks get fewer, wider classes, as each class takes some
+bytes for its Huffman table."""
 ANS_WIDTH: Final = 2
 PARTS: Final = 7
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How much a level loses, and which of the paper's ideas it uses.
+    """A CacheGen level: how much it loses, and which of the paper's ideas it uses.
 
-    bins: widths of the first, middle and last third of the layers, in channels' steps; the paper's (its C.2) unless
-    told. deltas: changes to an anchor are packed, not values. layerwise: without it, all layers have the middle width.
-    grouping: which rows share a distribution. coder: what packs. odd: a token with a head that is that many times
-    larger or smaller than usual stands in 8 bits; 0: none does.
+    Args:
+        name: Name of the level.
+        bins: Widths of the bins in the first, middle and last third of the layers, in steps of each channel; by default
+            those of the paper (its C.2).
+        deltas: Whether tokens are stored as differences to an anchor instead of to the channel's mean.
+        layerwise: Whether `bins` differ by layer; if not, all layers use the middle width.
+        grouping: Which channels share a distribution.
+        coder: The entropy coder.
+        odd: A token with a head this many times larger or smaller than usual is stored in 8 bits; 0: no token is.
     """
 
     name: str
@@ -55,24 +61,33 @@ class Level:
     odd: float = 4.0
 
     def width(self, at: int, n_layers: int) -> float:
-        """The width of a bin in layer `at`, as float32 has it."""
+        """Return the width of a bin in layer `at`, rounded to float32 as it is stored."""
         return float(np.float32(self.bins[min(2, 3 * at // n_layers) if self.layerwise else 1]))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGenCodec:
-    """One level of a model whose tables are at hand."""
+    """The codec of one CacheGen level for one model.
+
+    Args:
+        tables: The codec tables of the model.
+        level: The level.
+    """
 
     tables: CodecTables
     level: Level
 
     @property
     def name(self) -> str:
-        """The level's."""
+        """Name of the level."""
         return self.level.name
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
-        """uint8 [nbytes]; ValueError for NaN or infinities, and for a layer that the tables do not fit."""
+        """Encode layer `at` to uint8 `[nbytes]` (`Codec.encode`).
+
+        Raises:
+            ValueError: The layer holds NaN or infinities, or the tables are not of its shape.
+        """
         one_dtype(layer)
         own = self._fitting(at, layer.keys.shape, layer.values.shape)
         tensors = [
@@ -100,7 +115,12 @@ class CacheGenCodec:
         return blob.to(layer.keys.device)
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
-        """The bins' middles; ValueError for what another level, other tables or other shapes gave."""
+        """Decode a layer (`Codec.decode`); each number becomes the middle of its bin.
+
+        Raises:
+            OtherTables: It was encoded with other tables, at another level or with other bins.
+            ValueError: It is damaged or of another shape.
+        """
         packed = unpack(blob.cpu(), CACHEGEN_KIND, self.tables.digest, meta)
         if packed.at >= len(self.tables.layers) or len(packed.parts) != PARTS:
             raise ValueError(f"One of {len(self.tables.layers)} layers in {PARTS} parts wanted, another found.")
@@ -116,7 +136,7 @@ class CacheGenCodec:
     def _restored(
         self, parts: Sequence[Tensor], own: LayerTables, at: int, meta: LayerMeta, coder: Coder
     ) -> tuple[Tensor, Tensor]:
-        """float32 keys and values, still at position 0."""
+        """Return float32 keys and values, with the keys still rotated to position 0."""
         n, width = meta.key_shape[1], self.level.width(at, len(self.tables.layers))
         odd, *scales = parts[:3]
         split = Split.of(n, _rows(odd, n), self.level.deltas)
@@ -132,7 +152,7 @@ class CacheGenCodec:
         return keys, from_numbers(rows[cut:], own.values, width, held[1], split)
 
     def _odd(self, tensors: Sequence[Tensor], own: LayerTables) -> Tensor:
-        """int64: rows of tokens that are unlike others; none where the level does without."""
+        """Return the rows of outlier tokens, int64; none if the level does not treat outliers apart."""
         if not self.level.odd:
             return torch.zeros(0, dtype=torch.int64)
         keys, values = (
@@ -145,7 +165,7 @@ class CacheGenCodec:
         return coders.encode(numbers[order], sections, self.level.coder, below)
 
     def _pack_exact(self, codes: Sequence[Tensor], own: LayerTables) -> list[bytes]:
-        """Anchors are many, and packed as the rest is; a few odd tokens stand as they are."""
+        """Pack the 8-bit codes. Anchors are many, so they are entropy-coded; a few outliers alone are stored as is."""
         if not self.level.deltas:
             return [b"".join(code.numpy().tobytes() for code in codes), b""]
         order, sections, below = self._for_anchors(own, self.level.coder)
@@ -155,7 +175,7 @@ class CacheGenCodec:
     def _unpack_exact(
         self, stream: memoryview, apart: memoryview, own: LayerTables, count: int, coder: Coder
     ) -> list[Tensor]:
-        """[H, count, D] of 8-bit codes, for keys and for values."""
+        """Unpack the 8-bit codes of keys and of values, each `[H, count, D]`."""
         shapes = [(part.heads, count, part.dim) for part in (own.keys, own.values)]
         if not self.level.deltas:
             if len(stream) != sum(map(prod, shapes)):
@@ -178,7 +198,7 @@ class CacheGenCodec:
         return (*coders.in_sections(spreads - MIDDLE, width), self.tables.below(grouping, False))
 
     def _for_rest(self, own: LayerTables, at: int, n: int, coder: Coder) -> tuple[Order, tuple[Section, ...], Shape]:
-        """How the rows of a layer stand: by the spread of their numbers, in bins."""
+        """Return order and sections of a layer's rows (sorted by the spread of their bin numbers), and their shape."""
         grouping = self.level.grouping
         what: What = "change" if self.level.deltas else "spread"
         spreads = np.concatenate([part.codes(what, grouping, self.tables.overall) for part in (own.keys, own.values)])
@@ -187,12 +207,12 @@ class CacheGenCodec:
         return (*coders.in_sections(spreads - MIDDLE - bins, width), self.tables.below(grouping, self.level.deltas))
 
     def _own(self, at: int, coder: Coder) -> bytes:
-        """What a blob says of its level."""
+        """Return the 16 bytes in a container that identify the level's settings."""
         flags = (self.level.deltas, GROUPINGS.index(self.level.grouping), CODERS.index(coder))
         return LEVEL_FIELDS.pack(self.level.width(at, len(self.tables.layers)), *flags)
 
     def _fitting(self, at: int, key_shape: Sequence[int], value_shape: Sequence[int]) -> LayerTables:
-        """The tables of layer `at`; ValueError where they are of other shapes."""
+        """Return the tables of layer `at`; raise ValueError if there are none or they have other shapes."""
         if not 0 <= at < len(self.tables.layers):
             raise ValueError(f"One of {len(self.tables.layers)} profiled layers wanted, layer {at} found.")
         own = self.tables.layers[at]
@@ -204,7 +224,7 @@ class CacheGenCodec:
 
 
 def _rows(odd: Tensor, n: int) -> Tensor:
-    """int64: the rows that stand in 8 bits; ValueError unless they ascend within n."""
+    """Return the rows of outlier tokens, int64; raise ValueError unless they ascend and are below n."""
     if odd.numel() % 4 or odd.numel() > 4 * n:
         raise ValueError(f"At most {n} rows of 4 bytes wanted, {odd.numel()} bytes found.")
     rows = np.frombuffer(odd.contiguous().numpy().tobytes(), dtype="<u4").astype(np.int64)
@@ -214,7 +234,7 @@ def _rows(odd: Tensor, n: int) -> Tensor:
 
 
 def _scales(scales: Tensor, shape: Sequence[int]) -> Tensor:
-    """bfloat16 [H, count, 1]."""
+    """Return the scales of the 8-bit codes, bfloat16 `[H, count, 1]`."""
     if scales.numel() != BIN_SCALE_DTYPE.itemsize * shape[0] * shape[1]:
         raise ValueError(f"Scales of {shape[0]} x {shape[1]} wanted, {scales.numel()} bytes found.")
     return scales.clone().view(BIN_SCALE_DTYPE).view(shape[0], shape[1], 1)

@@ -1,7 +1,6 @@
-"""What a codec is, and what must be known of a layer's bytes to read them back.
+"""The interface of a codec, and the description of an encoded layer that is needed to decode it.
 
-Bytes are 1-D uint8 tensors everywhere, so one codec serves host memory, pinned memory, GPU memory and disk.
-Files, tiers and keys live in `store`.
+Encoded bytes are 1-D uint8 tensors everywhere, so one codec serves host memory, pinned memory, GPU memory and disk.
 """
 
 from __future__ import annotations
@@ -27,14 +26,22 @@ DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
         "float8_e5m2": torch.float8_e5m2,
     }
 )
-"""The dtypes that KV is kept in, by the name written beside the bytes."""
+"""The dtypes of KV that can be stored, by the name that is written with the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMeta:
-    """One layer's bytes described: key_shape (H, n, D), value_shape (H, n, Dv), dtype name, nbytes, checksum.
+    """The description of one encoded layer.
 
-    `nbytes` counts the encoded bytes. `checksum` is their BLAKE3 in hex, "" until the bytes are first written.
+    Args:
+        key_shape: (kv_heads, tokens, head_dim) of the keys.
+        value_shape: (kv_heads, tokens, head_dim) of the values; their head_dim may differ.
+        dtype: Name of the decoded dtype, one of `DTYPES`.
+        nbytes: Encoded bytes.
+        checksum: BLAKE3 of the encoded bytes in hex; "" until they are first written.
+
+    Raises:
+        ValueError: A field is not possible.
     """
 
     key_shape: tuple[int, int, int]
@@ -61,23 +68,23 @@ class LayerMeta:
 
     @classmethod
     def of(cls, layer: LayerKV, blob: Tensor) -> LayerMeta:
-        """The description of `blob`, which encodes `layer`; not summed yet."""
+        """Return the description of `blob`, which encodes `layer`, without a checksum."""
         heads, n, dim = layer.keys.shape
         value_heads, value_n, value_dim = layer.values.shape
         dtype = str(layer.keys.dtype).removeprefix("torch.")
         return cls((heads, n, dim), (value_heads, value_n, value_dim), dtype, blob.numel())
 
     def sealed(self, blob: Tensor) -> LayerMeta:
-        """This description with the checksum of `blob`, unless it has one already."""
+        """Return this description with the checksum of `blob`, unless it has one already."""
         return self if self.checksum else replace(self, checksum=checksum(blob))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the description as plain JSON types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LayerMeta:
-        """The description written by `as_dict`; ValueError if it is none."""
+        """Return the description that `as_dict` wrote; raise ValueError if it is no such description."""
         try:
             shapes = (tuple(data["key_shape"]), tuple(data["value_shape"]))
             return cls(*shapes, data["dtype"], data["nbytes"], data["checksum"])
@@ -86,22 +93,44 @@ class LayerMeta:
 
 
 class Codec(Protocol):
-    """Turns a layer into bytes and back. `name` is the level that entries are written under."""
+    """A codec: encodes a layer's KV to bytes and decodes it."""
 
     @property
     def name(self) -> str:
-        """The level, as written in entries and plans."""
+        """Name of its codec level, as written in entries and plans."""
         ...
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
-        """Layer `at` of the model as uint8 [nbytes], on the layer's device, sharing no memory with it."""
+        """Encode a layer.
+
+        Args:
+            layer: Keys and values `[kv_heads, tokens, head_dim]`.
+            at: Index of the layer in the model.
+
+        Returns:
+            uint8 `[nbytes]` on the layer's device, sharing no memory with the layer.
+
+        Raises:
+            ValueError: The codec cannot encode this layer.
+        """
         ...
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
-        """The layer held by `blob`, on its device; ValueError if `blob` is not what `meta` says. May be a view."""
+        """Decode a layer.
+
+        Args:
+            blob: What `encode` returned, uint8 `[nbytes]`.
+            meta: Its description.
+
+        Returns:
+            The layer on the blob's device. It may be a view of the blob: do not write to it.
+
+        Raises:
+            ValueError: The bytes do not fit the description, or are damaged.
+        """
         ...
 
 
 def checksum(blob: Tensor) -> str:
-    """BLAKE3 of uint8 [nbytes], 64 hex digits."""
+    """Return the BLAKE3 checksum of uint8 `[nbytes]` as 64 hex digits."""
     return blake3(blob.cpu().contiguous().numpy().data).hexdigest()

@@ -1,8 +1,8 @@
-"""Whole numbers, many rows of them, as few bytes: rows whose numbers are spread alike share one model.
+"""Entropy coding of rows of whole numbers. Rows whose numbers have a similar spread form a class and share one model.
 
-zstd: every class of rows is a frame of its own, whose literals zstd codes by one Huffman table; where numbers are
-small, two or three stand in a byte, so that less than a bit for each is possible. ANS (constriction): one stream, with
-a model for every class, drawn from the profiled shape. Numbers too large for their class stand apart, in order.
+zstd: each class is a frame of its own, whose literals zstd codes with one Huffman table. Small numbers are packed two
+or three to a byte, so that less than one bit per number is possible. ANS (constriction): one stream, with a model per
+class from the profiled shape. Numbers that are too large for their class are stored separately, in order.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Shape = npt.NDArray[np.float64]
 SINGLE: Final = 127
 PAIR: Final = 7
 TRIPLE: Final = 2
-"""One, two or three numbers up to these, or signs that they are larger, stand in one byte."""
+"""Largest absolute number for one, two or three numbers per byte; one more value marks a larger number."""
 PAIR_SPREAD: Final = 5
 TRIPLE_SPREAD: Final = -6
-"""Up to these codes of a spread (1.5 and .6 bins) numbers stand in pairs and triples."""
+"""Largest codes of a spread (1.5 and 0.6 bins) at which numbers are packed in pairs and in triples."""
 VALUES_PER_SYMBOL: Final[Mapping[int, int]] = MappingProxyType({SINGLE: 1, PAIR: 2, TRIPLE: 3})
 COARSEST: Final = -24
 FINEST: Final = 64
-"""Codes of spreads are held between these: 256 bins, and an eighth of one, where nearly all are 0."""
+"""Codes of spreads are clipped to these: an eighth of a bin, where nearly all numbers are 0, and 256 bins."""
 SECTION: Final = struct.Struct("<II")
 MAX_NUMBER: Final = 1 << 30
 
 
 def _unpacking(most: int) -> Floats:
-    """float32 [256, together]: the numbers up to `most` that stand in every byte."""
+    """Return the numbers (up to `most`) that each byte stands for, float32 `[256, numbers per byte]`."""
     base, byte = 2 * most + 2, np.arange(256)
     found = np.stack([byte // base**at % base for at in reversed(range(VALUES_PER_SYMBOL[most]))], axis=1)
     table = (found - most).astype(np.float32)
@@ -49,13 +49,20 @@ def _unpacking(most: int) -> Floats:
 
 
 PAIRS: Final = _unpacking(PAIR).view(np.uint64)[:, 0]
-"""Both numbers of a byte as one word: read faster than two."""
+"""Both numbers of a byte as one 64-bit word, which is faster to look up than two."""
 TRIPLES: Final = _unpacking(TRIPLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Rows from `first` to `last` (of the rows in order) whose spread is about `code`; `most`: the largest number."""
+    """One class of rows.
+
+    Args:
+        first: The first row, in sorted order.
+        last: The row after the last one.
+        code: Code of the spread of its numbers.
+        most: Largest absolute number that is not stored separately.
+    """
 
     first: int
     last: int
@@ -64,7 +71,15 @@ class Section:
 
 
 def in_sections(codes: Ints, width: int) -> tuple[Order, tuple[Section, ...]]:
-    """The order in which rows stand, and its sections: rows whose codes of spreads fall into one class of `width`."""
+    """Sort rows into classes of similar spread.
+
+    Args:
+        codes: int32 `[R]`, code of the spread of each row.
+        width: How many codes form a class.
+
+    Returns:
+        The sorted order of the rows, and the classes as sections of it.
+    """
     classes = np.clip(codes, COARSEST, FINEST) // width
     order = np.argsort(classes, kind="stable")
     ends = [*np.flatnonzero(np.diff(classes[order])) + 1, len(order)]
@@ -81,7 +96,17 @@ def _most(code: int) -> int:
 
 
 def encode(numbers: Ints, sections: Sequence[Section], coder: Coder, below: Shape) -> list[bytes]:
-    """[stream, numbers apart] of int32 [R, n], whose rows stand in order."""
+    """Encode rows of numbers.
+
+    Args:
+        numbers: int32 `[R, n]`, rows in sorted order.
+        sections: The classes of rows, from `in_sections`.
+        coder: The entropy coder.
+        below: Profiled shape of the distributions (`CodecTables.below`); only ANS uses it.
+
+    Returns:
+        Two byte strings: the stream, and the large numbers that are stored separately.
+    """
     marked, counts, apart = [], [], []
     for section in sections:
         flat = numbers[section.first : section.last].reshape(-1)
@@ -108,7 +133,14 @@ def decode(
     coder: Coder,
     below: Shape,
 ) -> Floats:
-    """float32 [R, n], rows in order; ValueError for what `encode` did not write."""
+    """Invert `encode`.
+
+    Returns:
+        float32 `[R, n]`, rows in sorted order.
+
+    Raises:
+        ValueError: The bytes were not written by `encode` with these arguments.
+    """
     if len(stream) < SECTION.size * len(sections):
         raise ValueError(f"A stream of {len(sections)} sections wanted, {len(stream)} bytes found.")
     heads = [SECTION.unpack_from(stream, SECTION.size * at) for at in range(len(sections))]
@@ -150,7 +182,7 @@ def _squeezed(flat: Ints, section: Section) -> bytes:
 
 
 def _frame(data: bytes, width: int) -> bytes:
-    """One frame: hardly any matches are looked for, as chance ones cost more than the literals that they stand for."""
+    """Compress into one frame, with hardly any search for matches: chance matches cost more than their literals."""
     told = zstandard.ZstdCompressionParameters(
         window_log=18, hash_log=6, chain_log=6, search_log=1, min_match=7, strategy=zstandard.STRATEGY_FAST
     )
@@ -159,7 +191,7 @@ def _frame(data: bytes, width: int) -> bytes:
 
 
 def _unsqueezed(decompressor: zstandard.ZstdDecompressor, frame: memoryview, nbytes: int) -> bytes:
-    """The data of one frame that holds just so many bytes: no other is begun, so that none can ask for memory."""
+    """Decompress a frame of exactly `nbytes`; others are refused first, so that none can make us allocate more."""
     try:
         if zstandard.frame_content_size(frame) == nbytes:
             return decompressor.decompress(frame, max_output_size=nbytes, allow_extra_data=False)
@@ -185,7 +217,7 @@ def _unframed(body: memoryview, lengths: Sequence[int], sections: Sequence[Secti
 
 
 def _model(section: Section, below: Shape) -> constriction.stream.model.Categorical:
-    """How likely every number of a section is, and that it is larger than all: by the shape, never quite 0."""
+    """Return the probability of each number of a section, and of a larger one, from the shape; none is 0."""
     edges = (np.arange(-section.most, section.most + 2) - 0.5) / 2.0 ** (section.code / STEPS_PER_OCTAVE)
     points = np.arange(-SHAPE_REACH * GRID, SHAPE_REACH * GRID + 1) / GRID
     shares = np.diff(np.interp(edges, points, below, left=0.0, right=1.0))
@@ -194,7 +226,7 @@ def _model(section: Section, below: Shape) -> constriction.stream.model.Categori
 
 
 def _ans(marked: Sequence[Ints], sections: Sequence[Section], below: Shape) -> bytes:
-    """Last in, first out: the last section goes in first."""
+    """Encode by ANS. It is a stack, so the last section is encoded first."""
     coder = constriction.stream.stack.AnsCoder()
     for flat, section in reversed(list(zip(marked, sections, strict=True))):
         coder.encode_reverse((flat + section.most).astype(np.int32), _model(section, below))

@@ -1,9 +1,9 @@
-"""What stands around every packed layer: a header that says whose bytes these are, checked before anything is built.
+"""The container of every packed (int8 or CacheGen) layer: a header that is checked before anything is decoded.
 
-Little-endian. Magic, version, kind of codec, layer of the model, digest of the tables (zeros: none), both shapes,
-16 bytes that are the codec's own, how many parts follow and the length of each, a checksum over all the rest. Whoever
-decodes names the kind, the shapes and the tables that it wants; a length that does not add up or a size that no layer
-has is refused before a byte is allocated for it.
+Layout, little-endian: magic, version, kind of codec, layer of the model, digest of the tables (zeros: none), both
+shapes, 16 bytes of the codec's own, the number of parts and their lengths, a checksum over all the rest, the parts.
+The decoder states which kind, shapes and tables it expects. Lengths that do not add up, and sizes that no layer has,
+are refused before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -29,23 +29,29 @@ SUM_NBYTES: Final = 8
 MAX_PARTS: Final = 16
 MAX_LAYER: Final = 65_535
 MAX_VALUES: Final = 1 << 28
-"""Keys or values of one layer hold no more numbers than this."""
+"""Most numbers in the keys, or in the values, of one layer."""
 MAX_EXPANSION: Final = 64
+"""Most numbers per packed byte, for layers of more than `FEW_VALUES` numbers. KV of a model never packs as well; bytes
+that claim to would only make us allocate memory."""
 FEW_VALUES: Final = 1 << 20
-"""And no more than so many for each byte that they are packed into, unless they are few: none that a model computes
-pack as well, and what does only asks for memory."""
 
 
 class OtherTables(ValueError):
-    """The layer is not damaged, but packed otherwise than here: with other tables, by another version or in other bins.
+    """A layer that is not damaged, but packed with other tables, by another version or with other bins.
 
-    It is to be left alone, and not read.
+    Such a layer is left in the store, and not decoded here.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A packed layer opened: which layer of the model it is, its codec's own 16 bytes, its parts as views."""
+    """An opened container.
+
+    Args:
+        at: Index of the layer in the model.
+        own: The codec's own 16 bytes.
+        parts: The parts, uint8, as views of the container.
+    """
 
     at: int
     own: bytes
@@ -53,7 +59,22 @@ class Packed:
 
 
 def pack(kind: int, at: int, digest: str, meta: LayerMeta, own: bytes, parts: Sequence[Tensor]) -> Tensor:
-    """uint8 [nbytes] of `parts` (uint8, 1-D) behind their header, on the device of the first."""
+    """Put parts into a container.
+
+    Args:
+        kind: Number of the codec.
+        at: Index of the layer in the model.
+        digest: Digest of the codec tables; "" for none.
+        meta: Shapes and dtype of the layer.
+        own: 16 bytes of the codec's own.
+        parts: uint8, 1-D.
+
+    Returns:
+        uint8 `[nbytes]` on the device of the first part.
+
+    Raises:
+        ValueError: The layer is too large, or `at` or a shape does not fit into the header.
+    """
     check_size(meta)
     if not 0 <= at <= MAX_LAYER:
         raise ValueError(f"A layer from 0 to {MAX_LAYER} wanted, {at} found.")
@@ -72,7 +93,12 @@ def pack(kind: int, at: int, digest: str, meta: LayerMeta, own: bytes, parts: Se
 
 
 def unpack(blob: Tensor, kind: int, digest: str, meta: LayerMeta) -> Packed:
-    """The parts of a packed layer; ValueError if it is another codec's, has other tables or shapes, or is damaged."""
+    """Open a container, and check that it is what the caller expects (arguments as in `pack`).
+
+    Raises:
+        OtherTables: It was packed with other tables or by another version.
+        ValueError: It is damaged, or was packed by another codec or with other shapes.
+    """
     if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() < LAYER_HEADER.size + SUM_NBYTES:
         raise ValueError(f"A packed layer wanted, {tuple(blob.shape)} {blob.dtype} found.")
     check_size(meta)
@@ -94,7 +120,7 @@ def unpack(blob: Tensor, kind: int, digest: str, meta: LayerMeta) -> Packed:
 
 
 def tables_of(blob: Tensor) -> str:
-    """The digest of the tables that a packed layer names; "" for none, and for what is no packed layer."""
+    """Return the digest of the tables that a container was packed with; "" for none, or if `blob` is no container."""
     front = blob[: TABLES.stop].cpu().numpy().tobytes()
     return front[TABLES].hex() if front.startswith(LAYER_MAGIC) and any(front[TABLES]) else ""
 
@@ -114,13 +140,13 @@ def _parts(blob: Tensor, front: bytes, n_parts: int) -> tuple[Tensor, ...]:
 
 
 def check_size(meta: LayerMeta) -> None:
-    """ValueError for a layer of more numbers than any has."""
+    """Raise ValueError if a layer has more than `MAX_VALUES` keys or values."""
     if max(prod(meta.key_shape), prod(meta.value_shape)) > MAX_VALUES:
         raise ValueError(f"At most {MAX_VALUES:,} keys or values wanted, {meta.key_shape}, {meta.value_shape} found.")
 
 
 def _check_spread(meta: LayerMeta, nbytes: int) -> None:
-    """ValueError for more numbers than so many bytes may stand for."""
+    """Raise ValueError if a layer has more numbers than `nbytes` packed bytes may hold."""
     most, found = max(FEW_VALUES, MAX_EXPANSION * nbytes), max(prod(meta.key_shape), prod(meta.value_shape))
     if found > most:
         raise ValueError(f"At most {most:,} keys or values in {nbytes:,} bytes wanted, {found:,} found.")
@@ -133,13 +159,13 @@ def _sum(head: bytes, body: Tensor) -> bytes:
 
 
 def one_dtype(layer: LayerKV) -> None:
-    """ValueError for a layer whose keys and values are of two dtypes."""
+    """Raise ValueError if keys and values have different dtypes."""
     if layer.keys.dtype != layer.values.dtype:
         raise ValueError(f"Keys are {layer.keys.dtype}, values {layer.values.dtype}: a layer has one dtype.")
 
 
 def narrowed(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 `values` in `dtype`, what lies outside it at its ends: rounding may have pushed it there."""
+    """Cast float32 `values` to `dtype`, clamped to its range, which rounding may have left."""
     if dtype in (torch.float32, torch.bfloat16):
         return values.to(dtype)
     limit = torch.finfo(dtype).max

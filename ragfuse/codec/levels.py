@@ -1,4 +1,4 @@
-"""The codec of each level, and the codecs by the name that `types.levels` gives them."""
+"""The codec of each codec level in `types/levels.py`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ragfuse.codec.uniform import UniformCodec
 from ragfuse.types.levels import LEVEL_NAMES, LEVELS, CodecLevel
 
 PAPER: Final = Level("paper", deltas=True, odd=0)
-"""CacheGen as its paper has it: bins of 0.5, 1 and 1.5 (its C.2), anchors and changes to them."""
+"""CacheGen as in its paper: bins of 0.5, 1 and 1.5 (its C.2), with anchors and deltas to them."""
 PACKED: Final = tuple(Level(level.name, level.bins) for level in LEVELS if level.codec == "cachegen")
-"""CacheGen's codec at several widths of bins, the finest first."""
+"""The CacheGen levels, those with the narrowest bins first."""
 
 
 def _raw(level: CodecLevel, tables: CodecTables | None) -> Codec:
@@ -38,11 +38,15 @@ def _cachegen(level: CodecLevel, tables: CodecTables | None) -> Codec:
 CODECS: Mapping[str, Callable[[CodecLevel, CodecTables | None], Codec]] = MappingProxyType(
     {"raw": _raw, "uniform": _uniform, "cachegen": _cachegen}
 )
-"""What makes the codec of a level, by the level's `codec`."""
+"""By name of a codec (`CodecLevel.codec`), the function that makes the codec of a level."""
 
 
 def codec_for(level: str, tables: CodecTables | None = None) -> Codec:
-    """Return the codec of a level, for the model whose `tables` are given.
+    """Return the codec of a level.
+
+    Args:
+        level: Name of the level.
+        tables: The codec tables of the model; only CacheGen levels need them.
 
     Raises:
         ValueError: There is no level of that name, or it needs tables and there are none.

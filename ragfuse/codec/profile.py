@@ -1,4 +1,4 @@
-"""A model's tables from real text: how every channel's keys and values are spread, and what shape that has."""
+"""Make a model's codec tables from the KV of real text: spread and distribution of each channel's keys and values."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from ragfuse.types.kv import ChunkKV, RopeLayout
 
 Below = npt.NDArray[np.uint16]
 ODD = 4.0
-"""Tokens that are so many times larger or smaller than usual are left out, as they are packed apart."""
+"""Tokens this many times larger or smaller than usual are left out: outliers are stored in 8 bits."""
 MEDIAN = 0.6745
-"""Of the sizes of normally spread values, in spreads: no few tokens change a median."""
+"""Median absolute value of a normal distribution, in standard deviations. A few tokens do not change a median."""
 MOST_WEIGHT = 16.0
-"""No channel's error counts for more than this, nor for less than its inverse."""
+"""Largest weight of a channel's error; its inverse is the smallest."""
 WIDEST = 4.0
-"""No layer's bins are that many times as wide as usual for what errors cost there, nor as narrow."""
+"""Most times that a layer's bins are wider, or narrower, than usual because of what errors cost there."""
 MIN_SPREAD_SHARE = 1e-4
-"""No channel's spread is taken for less than this share of its head's."""
+"""Smallest spread of a channel, as a share of its head's."""
 
 
 def profile_tables(
@@ -46,13 +46,19 @@ def profile_tables(
     queries: Sequence[Tensor] = (),
     costs: Sequence[tuple[float, float]] = (),
 ) -> CodecTables:
-    """The tables of the model that computed `chunks`, some thousand tokens in all; they are held while it runs.
+    """Make the codec tables of a model.
 
-    rope: how each layer's keys carry position, as its profile says; keys are left as they are where none is told.
-    queries: for each layer float32 [H, D], by root mean square: how large the queries that meet a key's channel are.
-    An error in a channel counts by that; without them it counts alike in all channels of a head.
-    costs: for each layer what errors cost in its keys and in its values, in bins as they are without `costs`. An error
-    costs its square, and a bin saves bits by its log: all cost least, at one size, where each layer's cost the same.
+    Args:
+        chunks: KV that the model computed, some thousand tokens in all. It is held in memory meanwhile.
+        rope: How each layer's keys carry position, as in the model's profile; without it keys are not rotated back.
+        queries: For each layer, root mean square of the queries that meet each key channel, float32 `[H, D]`. Errors
+            are weighted by it; without it, all channels of a head count alike.
+        costs: For each layer, what quantisation errors cost in its keys and in its values, measured with tables made
+            without `costs`. An error costs its square and a bin's bits go by the log of its width, so bins are set such
+            that errors cost the same in every layer: least cost at the same size.
+
+    Raises:
+        ValueError: No chunk is long enough, or the arguments do not have one item per layer.
     """
     kept = [chunk for chunk in chunks if chunk.n_tokens > GROUP]
     if not kept:
@@ -86,9 +92,12 @@ def profile_tables(
 
 @dataclass
 class _Part:
-    """Keys, or values, of one layer in every chunk: float32 [H, n, D] each; weights [H, D]: of channels' errors.
+    """Keys, or values, of one layer.
 
-    width: of its bins, over what they would be.
+    Args:
+        chunks: Those of each chunk, float32 `[H, n, D]`.
+        weights: Weights of the channels' errors, `[H, D]`.
+        width: Factor on the width of its bins.
     """
 
     chunks: list[Tensor]
@@ -113,7 +122,7 @@ class _Part:
         self.pooled = [_root(list(each.tolist())) for each in self.spreads]
 
     def _changes(self) -> tuple[Tensor, Tensor]:
-        """[H * D, n] each: from anchors, in steps; and the anchors' own 8-bit codes."""
+        """Return the changes from anchors, in steps, and the anchors' own 8-bit codes, `[H * D, n]` each."""
         changes, eights = [], []
         for chunk, kept in zip(self.chunks, self.plain, strict=True):
             whole = chunk.shape[1] // GROUP * GROUP
@@ -126,7 +135,7 @@ class _Part:
         return change, eight
 
     def channels(self) -> Channels:
-        """What is kept of it."""
+        """Return the statistics that the tables keep."""
         heads, _, dim = self.mean.shape
         mean = self.mean.numpy().astype("<f2").tobytes()
         spread, change, anchor = (to_codes(each.numpy()) for each in self.spreads)
@@ -145,7 +154,10 @@ def _dim(chunk: ChunkKV, at: int, layout: RopeLayout) -> int:
 
 
 def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
-    """[H, D] around 1: a rotated pair's channels count alike, as a key meets queries from all distances."""
+    """Return the channels' weights, `[H, D]`, around 1.
+
+    Both channels of a rotated pair get the same, as a key meets queries from all distances.
+    """
     power = queries.float().square().cpu()
     if layout is not None and layout.part == "keys":
         first, second = rotated_pairs(power, layout)
@@ -157,7 +169,7 @@ def _weights(queries: Tensor, layout: RopeLayout | None) -> Tensor:
 
 
 def _widths(costs: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """For keys and values of each layer, one on average by their logs."""
+    """Return factors on the bins of each layer's keys and values, from their costs; their geometric mean is 1."""
     logs = -torch.tensor(costs, dtype=torch.float64).clamp_min(1e-30).log() / 2
     near = (logs - logs.median()).clamp(-log(WIDEST), log(WIDEST))
     return [(keys, values) for keys, values in (near - near.mean()).exp().tolist()]
@@ -169,7 +181,7 @@ def _is_odd(relative: Tensor) -> Tensor:
 
 
 def _middle(spread: Tensor) -> Tensor:
-    """[H, 1]: the geometric mean of a head's channels: one step for all makes the error alike in every channel."""
+    """Return the geometric mean of each head's channels, `[H, 1]`. One step per head makes errors alike in them."""
     return spread.clamp_min(1e-30).log().mean(-1, keepdim=True).exp()
 
 
@@ -182,7 +194,7 @@ def _root(spreads: Sequence[float]) -> float:
 
 
 def _shape(parts: Sequence[_Part], grouping: Grouping, which: int, overall: bytes) -> Below:
-    """uint16 [POINTS]: how many of 65,535 values lie below each point of the grid, by what shares a distribution."""
+    """Return the cumulative distribution, uint16 `[POINTS]`: how many of 65,535 values lie below each grid point."""
     counts = np.zeros(POINTS + 1)
     for part in parts:
         rows = (part.above, part.change)[which]

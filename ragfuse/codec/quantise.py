@@ -1,4 +1,4 @@
-"""Keys or values of a layer as whole numbers and back: rows of channels in bins of their steps; tokens in 8 bits."""
+"""Quantisation for CacheGen: most tokens as bin numbers per channel, some tokens (anchors, outliers) as 8-bit codes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ BIN_SCALE_DTYPE: Final = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The tokens of a chunk: those in 8 bits, the others, and for each of these its anchor's place among the first.
+    """The tokens of a chunk, split into those stored in 8 bits and the rest.
 
-    exact, rest: rows, int64. back: where every row stands among the rest and then the exact. owner: int64 [rest], or
-    None where values are packed instead of changes.
+    Args:
+        exact: int64, the rows stored in 8 bits.
+        rest: int64, all other rows.
+        back: int64, for each row its place in the concatenation of `rest` and `exact`.
+        owner: int64 `[rest]`, for each other row the place of its anchor in `exact`; None if no deltas are used.
     """
 
     exact: Tensor
@@ -33,7 +36,7 @@ class Split:
 
     @classmethod
     def of(cls, n: int, odd: Tensor, deltas: bool) -> Split:
-        """All `odd` rows (int64) of n stand in 8 bits, and with `deltas` the first of every group, too."""
+        """Split n rows: the `odd` rows (int64) get 8 bits, and with `deltas` also the first of every group."""
         is_exact = torch.zeros(n, dtype=torch.bool)
         is_exact[odd] = True
         if deltas:
@@ -44,13 +47,13 @@ class Split:
 
 
 def odd_ones(tensor: Tensor, part: Channels, factor: float) -> Tensor:
-    """bool [n]: tokens of [H, n, D] with a head `factor` times larger, or smaller, than it usually is."""
+    """Find outlier tokens: bool `[n]`, those of `[H, n, D]` with a head `factor` times larger or smaller than usual."""
     size = (tensor / torch.from_numpy(part.usual)).square().mean(-1).sqrt()
     return ((size > factor) | (size * factor < 1)).any(0)
 
 
 def to_eight(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 codes of [H, e, D], and the scale of every head's token, bfloat16 [H, e, 1]."""
+    """Quantise `[H, e, D]` to 8 bits: int8 codes of that shape, and bfloat16 scales per head and token `[H, e, 1]`."""
     scales = (tensor.abs().amax(-1, keepdim=True) / MAX_CODE).to(BIN_SCALE_DTYPE)
     by = scales.float()
     codes = (tensor / torch.where(by > 0, by, 1.0)).round().clamp(-MAX_CODE, MAX_CODE)
@@ -58,12 +61,23 @@ def to_eight(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_eight(codes: Tensor, scales: Tensor) -> Tensor:
-    """float32 of both."""
+    """Return the float32 values of 8-bit codes and their scales."""
     return codes.float() * scales.float()
 
 
 def to_numbers(tensor: Tensor, part: Channels, width: float, held: Tensor, split: Split) -> Ints:
-    """int32 [H * D, rest] of [H, n, D]: a row for each channel. held: what `from_eight` gives for the exact rows."""
+    """Quantise the tokens that are not stored in 8 bits to bin numbers.
+
+    Args:
+        tensor: Keys or values, float32 `[H, n, D]`.
+        part: The profile of their channels.
+        width: Width of a bin, in the channel's steps.
+        held: The 8-bit tokens as they will be decoded (`from_eight`), float32 `[H, exact, D]`.
+        split: Which tokens are stored in 8 bits.
+
+    Returns:
+        int32 `[H * D, rest]`: one row per channel.
+    """
     above = tensor[:, split.rest] - _base(part, held, split)
     rows = above.mT.reshape(part.heads * part.dim, -1).numpy()
     bins = np.rint(rows / (part.steps * np.float32(width))[:, None])
@@ -72,7 +86,7 @@ def to_numbers(tensor: Tensor, part: Channels, width: float, held: Tensor, split
 
 
 def from_numbers(rows: Floats, part: Channels, width: float, held: Tensor, split: Split) -> Tensor:
-    """float32 [H, n, D] of rows [H * D, rest], and of `held` where tokens are exact."""
+    """Invert `to_numbers`: float32 `[H, n, D]` from rows `[H * D, rest]`, and from `held` for the 8-bit tokens."""
     bins = np.ascontiguousarray(rows.reshape(part.heads, part.dim, -1).transpose(0, 2, 1))
     steps = torch.from_numpy(part.steps * np.float32(width)).view(part.heads, 1, part.dim)
     found = torch.addcmul(_base(part, held, split), torch.from_numpy(bins), steps)
@@ -80,5 +94,5 @@ def from_numbers(rows: Floats, part: Channels, width: float, held: Tensor, split
 
 
 def _base(part: Channels, held: Tensor, split: Split) -> Tensor:
-    """What is taken off before quantising: the anchor as it will be read, else the channel's mean."""
+    """Return what is subtracted before quantising: the anchor as it will be decoded, or else the channel's mean."""
     return torch.from_numpy(part.means) if split.owner is None else held[:, split.owner]

@@ -1,4 +1,4 @@
-"""Raw bytes: what the model computed, unchanged. Lossless, no work to read. Packing codecs have their own files."""
+"""The raw codec: KV as the model computed it. Lossless, and decoded without any work."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from ragfuse.types.kv import LayerKV
 
 @dataclass(frozen=True, slots=True)
 class RawCodec:
-    """Keys' bytes, then values' bytes, in the model's dtype."""
+    """The raw codec: the bytes of the keys, then those of the values, in the model's dtype."""
 
     name: str = "raw"
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
-        """uint8 [nbytes]: a copy, made in one pass; the same for every layer of a model."""
+        """Copy a layer into uint8 `[nbytes]`; `at` makes no difference.
+
+        Raises:
+            ValueError: Keys and values have different dtypes.
+        """
         dtype = layer.keys.dtype
         if dtype != layer.values.dtype:
             raise ValueError(f"Keys are {dtype}, values {layer.values.dtype}: a layer has one dtype.")
@@ -30,7 +34,11 @@ class RawCodec:
         return blob
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
-        """Views of `blob`: no byte is copied, so the result must not be written to."""
+        """Return views of `blob`: no byte is copied, so do not write to the result.
+
+        Raises:
+            ValueError: The length of `blob` does not fit `meta`.
+        """
         if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() != meta.decoded_nbytes:
             raise ValueError(f"{meta.decoded_nbytes} bytes wanted, {tuple(blob.shape)} {blob.dtype} found.")
         dtype = DTYPES[meta.dtype]
@@ -40,4 +48,4 @@ class RawCodec:
 
 
 RAW: Final = RawCodec()
-"""The raw codec: it has no state, so one is enough."""
+"""The raw codec. It has no state, so one instance serves all."""

@@ -1,7 +1,8 @@
-"""What is known of a model's KV, channel by channel: profiled once from real text, kept beside it, never in blobs.
+"""Codec tables: the statistics of a model's KV, channel by channel, that CacheGen's codec needs.
 
-Every number is kept in a byte or two, and everything is derived from these bytes by integers or by one rounding, so
-that who packs and who unpacks agree wherever they run.
+They are profiled once from real text (`profile.py`) and stored apart from the encoded layers. Every number is kept in a
+byte or two, and all else is derived from these bytes by integers or a single rounding, so that encoder and decoder
+agree on every machine.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from ragfuse.types.kv import RopeLayout
 
 TABLES_VERSION: Final = 2
 STEPS_PER_OCTAVE: Final = 8
-"""Steps to an octave of a number that is kept as one byte."""
+"""Steps per octave (factor of 2) of a number that is stored as one byte."""
 MIDDLE: Final = 128
 GRID: Final = 16
 SHAPE_REACH: Final = 12
-"""A shape is known from -REACH to REACH spreads, GRID points a spread."""
+"""The shape of a distribution is sampled from -SHAPE_REACH to SHAPE_REACH spreads, at GRID points per spread."""
 POINTS: Final = 2 * GRID * SHAPE_REACH + 1
 
 Grouping = Literal["channel-layer", "layer", "global"]
@@ -36,7 +37,7 @@ Ints = npt.NDArray[np.int32]
 
 
 def to_codes(numbers: npt.ArrayLike) -> bytes:
-    """Positive numbers as one byte each, an eighth of an octave apart."""
+    """Round positive numbers to one byte each, on a logarithmic scale of eighths of an octave."""
     with np.errstate(divide="ignore"):
         logs = np.log2(np.asarray(numbers, dtype=np.float64))
     codes: npt.NDArray[np.uint8] = np.clip(np.rint(logs * STEPS_PER_OCTAVE) + MIDDLE, 1, 255).astype(np.uint8)
@@ -44,18 +45,24 @@ def to_codes(numbers: npt.ArrayLike) -> bytes:
 
 
 def from_codes(codes: bytes | Ints) -> Floats:
-    """The numbers that `to_codes` wrote."""
+    """Return the float32 numbers of the codes that `to_codes` wrote."""
     whole = np.frombuffer(codes, dtype=np.uint8) if isinstance(codes, bytes) else codes
     return np.exp2((whole.astype(np.float64) - MIDDLE) / STEPS_PER_OCTAVE).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Channels:
-    """Keys, or values, of one layer: H heads of D channels, whose tables stand head by head.
+    """The statistics of the keys, or the values, of one layer, per channel, head by head.
 
-    mean: float16. step: the width of a bin of size 1, as a code. spread, change, anchor: how far a value lies from
-    its mean, and from its anchor, in steps; how far an anchor's own 8-bit code lies from 0. pooled: the same three
-    over all channels.
+    Args:
+        heads: H, the KV heads.
+        dim: D, the channels of a head.
+        mean: Means, float16.
+        step: Width of a bin of size 1, one code (`to_codes`) per channel.
+        spread: Root mean square distance of values to their mean, in steps, as codes.
+        change: The same of values to their anchor, in steps, as codes.
+        anchor: Root mean square of the anchors' 8-bit codes, as codes.
+        pooled: Spread, change and anchor over all channels, as three codes.
     """
 
     heads: int
@@ -78,24 +85,30 @@ class Channels:
 
     @cached_property
     def means(self) -> Floats:
-        """float32 [H, 1, D]."""
+        """Means of the channels, float32 `[H, 1, D]`."""
         flat = np.frombuffer(self.mean, dtype="<f2").astype(np.float32)
         return flat.reshape(self.heads, 1, self.dim)
 
     @cached_property
     def steps(self) -> Floats:
-        """float32 [H * D]."""
+        """Steps of the channels, float32 `[H * D]`."""
         return from_codes(self.step)
 
     @cached_property
     def usual(self) -> Floats:
-        """float32 [H, 1, D]: how large a channel's values are, by root mean square; never 0."""
+        """Root mean square of each channel's values, float32 `[H, 1, D]`; never 0."""
         above = (from_codes(self.spread) * self.steps).reshape(self.means.shape)
         usual: Floats = np.sqrt(np.square(self.means) + np.square(above))
         return usual
 
     def codes(self, what: What, grouping: Grouping, overall: bytes) -> Ints:
-        """int32 [H * D]: `what` of every channel, or of all alike where models are shared by a layer or by all."""
+        """Return the code of `what` for each channel, int32 `[H * D]`.
+
+        Args:
+            what: Which of the three statistics.
+            grouping: Whether each channel has its own, or shares that of its layer, or that of all layers.
+            overall: Spread, change and anchor over all layers (`CodecTables.overall`).
+        """
         if grouping == "channel-layer":
             return np.frombuffer(getattr(self, what), dtype=np.uint8).astype(np.int32)
         one = (self.pooled if grouping == "layer" else overall)[("spread", "change", "anchor").index(what)]
@@ -104,7 +117,13 @@ class Channels:
 
 @dataclass(frozen=True)
 class LayerTables:
-    """One layer: its keys, its values, and how either carries position (None: not at all, or left as it is)."""
+    """The tables of one layer.
+
+    Args:
+        keys: Statistics of its keys.
+        values: Statistics of its values.
+        rope: How its keys (or values) carry position; None: they do not, or are encoded without rotating them back.
+    """
 
     keys: Channels
     values: Channels
@@ -117,23 +136,26 @@ class LayerTables:
                 raise ValueError(f"A rotation within {dim} channels wanted, one of {self.rope.lo} to {wide} found.")
 
     def rope_of(self, part: str) -> RopeLayout | None:
-        """The layout by which `keys` or `values` are turned."""
+        """Return the layout by which "keys" or "values" are rotated, or None."""
         return self.rope if self.rope is not None and self.rope.part == part else None
 
 
 @dataclass(frozen=True)
 class CodecTables:
-    """A model's tables, layer by layer, never changed.
+    """The codec tables of a model. Immutable.
 
-    shapes: for every grouping, and for values and changes, uint16 [POINTS]: how many of 65,535 lie below each point
-    of the grid, in spreads. overall: spread, change and anchor over all layers.
+    Args:
+        layers: The tables of each layer.
+        shapes: Cumulative distributions: for each grouping, of values and of changes, uint16 `[POINTS]`, how many of
+            65,535 lie below each point of the grid (in spreads).
+        overall: Spread, change and anchor over all layers, as three codes.
     """
 
     layers: tuple[LayerTables, ...]
     shapes: bytes
     overall: bytes
     digest: str = field(default="", init=False)
-    """16 hex digits of all that is in them."""
+    """Digest of all contents, 16 hex digits."""
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.shapes) != 2 * 2 * len(GROUPINGS) * POINTS or len(self.overall) != 3:
@@ -147,7 +169,7 @@ class CodecTables:
         return np.frombuffer(self.shapes, dtype="<u2").reshape(len(GROUPINGS), 2, POINTS)
 
     def below(self, grouping: Grouping, is_change: bool) -> npt.NDArray[np.float64]:
-        """float64 [POINTS] from 0 to 1: the share that lies below every point of the grid."""
+        """Return a cumulative distribution, float64 `[POINTS]` from 0 to 1: the share below each point of the grid."""
         shape: npt.NDArray[np.uint16] = self._shapes[GROUPINGS.index(grouping), int(is_change)]
         return shape.astype(np.float64) / 65_535
 
@@ -162,7 +184,7 @@ class CodecTables:
         return hasher.hexdigest(8)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types; bytes as base64."""
+        """Return the tables as plain JSON types, with bytes as base64."""
         return {
             "version": TABLES_VERSION,
             "shapes": _text(self.shapes),
@@ -178,7 +200,7 @@ class CodecTables:
 
     @classmethod
     def from_dict(cls, data: Any) -> CodecTables | None:
-        """The tables, or None when these are none, or another version's."""
+        """Return the tables that `as_dict` wrote, or None if the data is invalid or of another version."""
         try:
             if data["version"] != TABLES_VERSION:
                 return None

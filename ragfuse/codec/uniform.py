@@ -1,7 +1,7 @@
-"""Uniform quantisation: every head's token by its own scale, in 8, 4 or 3 bits. No tables; all on the layer's device.
+"""Uniform quantisation to 8, 4 or 3 bits, one scale per head and token. Needs no tables; runs on the layer's device.
 
-8 bits are the level `int8`. A scale for each token, not for each channel: a few tokens (a text's first above all) are
-many times larger than the rest, and stretch every channel's scale. 4 and 3 bits are what others are measured against.
+8 bits are the level `int8`; 4 and 3 bits are baselines for benchmarks. Scales are per token, not per channel, as a few
+tokens (above all the first of a text) are many times larger than the rest and would stretch the scale of every channel.
 """
 
 from __future__ import annotations
@@ -19,31 +19,35 @@ from ragfuse.types.kv import LayerKV
 
 UNIFORM_KIND: Final = 1
 SCALE_DTYPE: Final = torch.bfloat16
-"""What a scale is kept in: two bytes that reach as far as float32, so that no value is too large for one."""
+"""The dtype of a scale: two bytes with the range of float32, so that no value is too large."""
 CODES_PER_GROUP: Final = 8
-"""Codes that are packed together: of any width, they fill whole bytes."""
+"""Codes that are packed together: eight codes of any width fill whole bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class UniformCodec:
-    """Keys and values as signed codes of `bits`, with one scale for each head's token."""
+    """A codec that stores keys and values as signed codes of `bits` bits, with one scale per head and token."""
 
     bits: Literal[8, 4, 3] = 8
 
     @property
     def name(self) -> str:
-        """The level: `int8`, and for comparison `int4` and `int3`."""
+        """Name of its level: `int8`, or for benchmarks `int4` and `int3`."""
         return f"int{self.bits}"
 
     def encode(self, layer: LayerKV, at: int = 0) -> Tensor:
-        """uint8 [nbytes]; ValueError for a layer that holds NaN or infinities, which only raw keeps."""
+        """Encode a layer to uint8 `[nbytes]` (`Codec.encode`).
+
+        Raises:
+            ValueError: The layer holds NaN or infinities, which only the raw codec can store.
+        """
         one_dtype(layer)
         parts = [part for tensor in (layer.keys, layer.values) for part in self._coded(tensor)]
         meta = LayerMeta.of(layer, parts[0])
         return pack(UNIFORM_KIND, at, "", meta, self.bits.to_bytes(16, "little"), parts)
 
     def decode(self, blob: Tensor, meta: LayerMeta) -> LayerKV:
-        """Code times scale, in the dtype that `meta` says."""
+        """Decode a layer (`Codec.decode`): code times scale, in the dtype of `meta`."""
         packed = unpack(blob, UNIFORM_KIND, "", meta)
         if packed.own != self.bits.to_bytes(16, "little") or len(packed.parts) != 4:
             raise ValueError(f"A layer in {self.bits} bits wanted, another found.")
@@ -75,7 +79,7 @@ class UniformCodec:
         return count if self.bits == 8 else -(-count // CODES_PER_GROUP) * self.bits
 
     def _squeezed(self, codes: Tensor) -> Tensor:
-        """int8 codes as bytes: as they are, or eight at a time in as many bytes as a code has bits."""
+        """Pack int8 codes into bytes: 8-bit codes as they are, others eight at a time in `bits` bytes."""
         flat = codes.reshape(-1)
         if self.bits == 8:
             return flat.view(torch.uint8)
@@ -87,7 +91,7 @@ class UniformCodec:
         return (words >> 8 * at[: self.bits] & 255).to(torch.uint8).reshape(-1)
 
     def _widened(self, stored: Tensor, count: int) -> Tensor:
-        """float32 [count]: the codes again."""
+        """Unpack the codes, float32 `[count]`."""
         if self.bits == 8:
             return stored.view(torch.int8).float()
         at = torch.arange(CODES_PER_GROUP, device=stored.device)
@@ -97,4 +101,4 @@ class UniformCodec:
 
 
 INT8: Final = UniformCodec()
-"""8 bits: it has no state, so one is enough."""
+"""The codec of level int8. It has no state, so one instance serves all."""

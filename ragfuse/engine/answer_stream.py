@@ -1,4 +1,4 @@
-"""An answer that is read while it is written."""
+"""An answer that is streamed while a background thread generates it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,27 @@ from ragfuse.types.answer import Answer, Thought
 
 Piece = str | Thought
 Run = Callable[[Callable[[Piece], None], threading.Event], Answer]
-"""Writes an answer: says its thoughts and its text piece by piece, and ends early once the event is set."""
+"""Generates an answer: passes each piece of reasoning or text to the callback, and ends early once the event is set."""
 
 
 class StopSignal(threading.Event):
-    """Set: an answer ends at the next token. is_gone: as nobody reads it any more, so that it is none."""
+    """An event that ends an answer at the next token.
+
+    Attributes:
+        is_gone: Whether it was set because nobody reads the answer any more, so that the answer is discarded.
+    """
 
     is_gone = False
 
 
 class AnswerStream:
-    """Pieces of an answer's text, by `for` or `async for`; closing it or dropping it half read ends the generation.
+    """The pieces of an answer's text as they are generated, for `for` or `async for`.
 
-    `pieces` and `apieces` have what was thought before, too, where a model writes its thoughts apart.
+    Closing the stream, or dropping it half read, ends the generation. `pieces` and `apieces` also yield the reasoning
+    of models that write it apart from the answer.
+
+    Args:
+        run: Generates the answer; called in a thread of its own, at once.
     """
 
     def __init__(self, run: Run) -> None:
@@ -39,7 +47,7 @@ class AnswerStream:
         at_fork(self)
 
     def renew(self) -> None:
-        """Say in a forked process that the rest is written in the other one; what was whole before stays."""
+        """After a fork, end the child's copy with an error: the parent generates the rest. A finished answer stays."""
         before = list(self._line.items.queue)
         self._line.items, self._line.enough, self._line.wake = queue.Queue(), StopSignal(), lambda: None
         for item in before:
@@ -50,7 +58,7 @@ class AnswerStream:
 
     @property
     def answer(self) -> Answer:
-        """The whole answer; waits for it, and raises what ended it instead."""
+        """The whole answer. Waits for its end; raises the error if the generation failed."""
         for _ in self:
             pass
         if isinstance(self._end, BaseException):
@@ -68,14 +76,14 @@ class AnswerStream:
                 yield piece
 
     def pieces(self) -> Iterator[Piece]:
-        """Thoughts and text as they are written."""
+        """Yield reasoning (`Thought`) and text (`str`) as they are generated."""
         while self._is_open:
             item = self._opened(self._line.items.get())
             if item is not None:
                 yield item
 
     async def apieces(self) -> AsyncIterator[Piece]:
-        """The same, leaving the event loop free."""
+        """Yield the same asynchronously, without blocking the event loop."""
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         self._line.wake = lambda: loop.call_soon_threadsafe(news.set)
         while self._is_open:
@@ -89,16 +97,18 @@ class AnswerStream:
                 yield item
 
     def cancel(self) -> None:
-        """End the generation at the next token, without waiting for that."""
+        """End the generation at the next token and discard the answer, without waiting."""
         self._line.leave()
 
     def finish(self) -> None:
-        """End the generation at the next token; what is written until then is the answer, in its conversation too. One
-        that has not begun is an InputError for its reader."""
+        """End the generation at the next token and keep what was generated as the answer, also in its conversation.
+
+        An answer that has not started raises InputError for its reader.
+        """
         self._line.enough.set()
 
     def close(self) -> None:
-        """End the generation at the next token and wait for that."""
+        """End the generation at the next token, discard the answer, and wait for the thread."""
         self.cancel()
         self._thread.join()
 
@@ -116,7 +126,7 @@ class AnswerStream:
         return self._end is None and not self._line.left
 
     def _opened(self, item: Piece | Answer | BaseException) -> Piece | None:
-        """A piece; None at the end, which stays in the line for whoever else waits there."""
+        """Return a piece; None at the end, which is put back into the queue for other readers."""
         if isinstance(item, str | Thought):
             return item
         self._line.items.put(item)
@@ -129,7 +139,10 @@ class AnswerStream:
 
 
 class _Line:
-    """What the writing thread and the reader share: the thread knows nothing else, so a dropped stream is noticed."""
+    """The state that the generating thread shares with the reader.
+
+    The thread holds no reference to the stream itself, so that a dropped stream is garbage collected and noticed.
+    """
 
     def __init__(self) -> None:
         self.items: queue.Queue[Piece | Answer | BaseException] = queue.Queue()
@@ -145,7 +158,7 @@ class _Line:
             self.leave()
 
     def leave(self) -> None:
-        """Nobody reads any more."""
+        """Note that nobody reads any more, which ends the generation."""
         self.left = self.enough.is_gone = True
         self.enough.set()
 

@@ -5,15 +5,13 @@ What to encode is told here; how, by the engine; what is promoted, by `planner.p
 
 from __future__ import annotations
 
-import atexit
 import logging
-import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from ragfuse.process.fork import at_fork
+from ragfuse.process.worker import Worker, close_at_exit
 from ragfuse.schemas.bind import SchemaUse
 from ragfuse.schemas.layout import SchemaRun
 from ragfuse.store.radix import holds
@@ -28,8 +26,6 @@ LEARNT = "seen again"
 
 MAX_WAITING_JOBS = 256
 """Runs that may wait to be encoded; more are left for their next question."""
-EXIT_S = 5.0
-"""Seconds that a process which ends without closing its engine spends on what still waits."""
 IDLE_WAIT_S = 2.0
 """Seconds that a run waits for a moment in which no answer is written: encoding one takes as long as many tokens."""
 
@@ -83,28 +79,28 @@ class BackgroundEncoder:
         self.dropped = 0
         self._save = save
         self._closed = False
+        self._worker = Worker("encode", self._take, self._run)
         self.renew()
         at_fork(self)
-        atexit.register(_at_exit, weakref.ref(self))
+        close_at_exit(self)
 
     def renew(self) -> None:
         """Nothing waits: what was met in a process that was forked is encoded by it."""
-        self._changed = threading.Condition()
         self._waiting: deque[EncodeJob] = deque()
         self._at_hand: EncodeJob | None = None
-        self._thread: threading.Thread | None = None
 
     def submit(self, work: EncodeJob) -> None:
         """Encode it some time; the same run waits only once, and what does not fit is dropped and counted."""
-        with self._changed:
+        with self._worker.changed:
             if work in self._waiting or work == self._at_hand:
                 return
             if self._closed or len(self._waiting) >= MAX_WAITING_JOBS:
                 self.dropped += 1
                 return
             self._waiting.append(work)
-            if self._thread is None:
-                self._start()
+            if not self._worker.start():
+                self.dropped += len(self._waiting)
+                self._waiting.clear()
 
     def forget(self, runs: Collection[tuple[int, ...]]) -> None:
         """Encode none of these runs, nor learn from a prompt that holds one; wait for what is at hand."""
@@ -113,66 +109,44 @@ class BackgroundEncoder:
             ids = work.tokens if work.prompt is None else work.prompt.token_ids
             return not any(holds(ids, run) for run in runs)
 
-        with self._changed:
+        with self._worker.changed:
             self._waiting = deque(filter(is_left, self._waiting))
             at_hand = self._at_hand
-            self._changed.wait_for(lambda: at_hand is None or self._at_hand is not at_hand)
+            self._worker.changed.wait_for(lambda: at_hand is None or self._at_hand is not at_hand)
 
     def is_waiting(self, tokens: tuple[int, ...]) -> bool:
         """Whether this run waits to be encoded, or is being encoded."""
-        with self._changed:
+        with self._worker.changed:
             works = [*self._waiting, *([self._at_hand] if self._at_hand is not None else [])]
         return any(work.tokens == tokens and work.prompt is None and not work.begins for work in works)
 
     @property
     def waiting(self) -> int:
         """Runs that wait to be encoded, the one at hand too."""
-        with self._changed:
+        with self._worker.changed:
             return len(self._waiting) + (self._at_hand is not None)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing waits; False if that took too long."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
+        """Wait until nothing waits; False if that took longer than `timeout_s`."""
+        return self._worker.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Take no more, and finish what waits, or as much of it as `timeout_s` allows; the rest is dropped."""
-        with self._changed:
+        with self._worker.changed:
             self._closed = True
         if not self.flush(timeout_s):
-            with self._changed:
+            with self._worker.changed:
                 self.dropped += len(self._waiting)
                 self._waiting.clear()
             self.flush()
 
-    def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name="ragfuse-encode", daemon=True)
+    def _take(self) -> EncodeJob | None:
+        self._at_hand = self._waiting.popleft() if self._waiting else None
+        return self._at_hand
+
+    def _run(self, work: EncodeJob) -> None:
         try:
-            thread.start()
-        except RuntimeError:  # the interpreter is going down
-            self.dropped += len(self._waiting)
-            self._waiting.clear()
-            return
-        self._thread = thread
-
-    def _run(self) -> None:
-        while (work := self._next()) is not None:
-            try:
-                self._save(work)
-            except Exception as error:
-                log.warning("A chunk of %d tokens was not saved for next time: %s", len(work.tokens), error)
-                log.debug("Where it failed", exc_info=True)
-
-    def _next(self) -> EncodeJob | None:
-        with self._changed:
-            self._at_hand = self._waiting.popleft() if self._waiting else None
-            if self._at_hand is None:
-                self._thread = None
-            self._changed.notify_all()
-            return self._at_hand
-
-
-def _at_exit(reference: weakref.ref[BackgroundEncoder]) -> None:
-    saver = reference()
-    if saver is not None:
-        saver.close(EXIT_S)
+            self._save(work)
+        except Exception as error:
+            log.warning("A chunk of %d tokens was not saved for next time: %s", len(work.tokens), error)
+            log.debug("Where it failed", exc_info=True)

@@ -1,4 +1,4 @@
-"""Stage 1, build: from a question to its prompt, with what is known of its conversation, as long as the model takes."""
+"""Stage 1, build: turn a question and the history of its conversation into a prompt that fits the model's context."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ragfuse.types.prompt import Prompt
 
 @dataclass(frozen=True)
 class BuildStage:
-    """Builds an engine's prompts, over its known texts, conversations and schemas."""
+    """Builds the prompts of an engine from its known chunks, conversations and schemas."""
 
     settings: Settings
     runtime: Runtime
@@ -31,11 +31,11 @@ class BuildStage:
     schemas: SchemaService
 
     def build(self, request: Request) -> Prompt:
-        """Return the prompt of a question; without its last chunks where it is too long and they may be left out.
+        """Return the prompt of a question; where it is too long and overflow is "drop", without its last chunks.
 
         Raises:
-            OverlongError: It is longer than the model takes, and nothing of it may be left out.
-            InputError: The question is none.
+            OverlongError: The prompt does not fit the model's context, and nothing more may be left out.
+            InputError: The question is invalid.
         """
         question, ask = request.question, request.ask
         if isinstance(question, PMLPrompt):
@@ -54,10 +54,10 @@ class BuildStage:
         return prompt
 
     def check_length(self, question: Question, ask: Ask) -> None:
-        """Raise OverlongError for a question that can never fit the model, before it is searched or tokenised.
+        """Raise OverlongError for a question that cannot fit the model's context, without tokenising it.
 
-        One that passes may still be too long: that is known when it is tokenised. Where chunks may be left out, or
-        earlier turns of a conversation, only what has to stay counts.
+        A question that passes may still turn out too long once it is tokenised. Chunks and earlier turns that may be
+        left out do not count.
         """
         model = self.runtime.model
         if isinstance(question, PMLPrompt):

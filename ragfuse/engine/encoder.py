@@ -1,8 +1,8 @@
-"""Runs into the store: a chunk behind filler text, a prompt's beginning alone, a schema's run at its positions.
+"""Encoding of runs of tokens into the store: chunks after filler text, prefixes alone, schema runs at their positions.
 
-A chunk that was encoded as if it stood first brings along what a model computes only once, at the beginning of a text;
-one that saw other text before itself comes several times closer to full prefill wherever it is placed. So there is one
-entry a chunk, the same whether it was indexed or met in a prompt, and whatever the prompt begins with.
+A chunk that is encoded as the start of a text gets KV that a model computes only there (attention sinks). One that is
+encoded after filler text comes several times closer to full prefill wherever it is placed. So each chunk has one entry,
+the same whether it was indexed or found in a prompt, and whatever the prompt's prefix.
 """
 
 from __future__ import annotations
@@ -19,16 +19,22 @@ from ragfuse.types.keys import ChunkKey, filler_context, token_digest
 from ragfuse.types.kv import ChunkKV
 
 GAP = "\n\n"
-"""What stands between the other text and a chunk."""
+"""The text between the filler text and a chunk."""
 PACE_S = 2.0
-"""Seconds that the next run waits for the first slow tier to have this one, in the background."""
+"""In the background: most seconds to wait, before the next run, until the first slow tier has saved this one."""
 
 
 @dataclass(frozen=True)
 class Ingested:
-    """What an ingest did: chunks given, those encoded and kept now, their tokens, bytes of KV, seconds.
+    """The totals of an ingest.
 
-    of: chunks that there are in all, None where that is not known.
+    Args:
+        chunks: Chunks processed.
+        encoded: Those that were encoded and stored now.
+        tokens: Tokens of the encoded chunks.
+        nbytes: Bytes of their KV.
+        seconds: Time since the start.
+        of: Number of chunks in all; None: unknown.
     """
 
     chunks: int = 0
@@ -39,7 +45,7 @@ class Ingested:
     of: int | None = None
 
     def plus(self, tokens: int, nbytes: int, seconds: float) -> Ingested:
-        """After one more chunk, of which so many bytes were new, at `seconds`."""
+        """Return the totals after one more chunk; `nbytes` of new KV, 0 if it was stored before."""
         new = bool(nbytes)
         found = self.chunks + 1, self.encoded + new, self.tokens + new * tokens, self.nbytes + nbytes
         return Ingested(*found, seconds, self.of)
@@ -47,11 +53,17 @@ class Ingested:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes for one model and tenant (`digest`) what `store` does not hold yet.
+    """Computes the KV of runs that the store does not have yet, and stores it.
 
-    shortest: tokens of the shortest run that is kept. other_tokens: tokens of other text that a chunk is encoded
-    behind. home, levels: by tokens and bytes, the one slow tier that a chunk goes to, and the levels of tiers that it
-    is written at. pace_s: seconds that saving one is waited for, None: until all tiers have it.
+    Args:
+        model: The model.
+        store: The store.
+        digest: Digest of model and tenant in keys.
+        shortest: Least tokens of a run that is stored.
+        filler_tokens: Tokens of filler text before a chunk; 0: chunks are encoded alone.
+        home: From (tokens, bytes) of a chunk to the one slow tier to write it to; None: all of them.
+        levels: From (tokens, bytes) of a chunk to the codec levels per tier.
+        pace_s: Most seconds to wait for a save; None: wait until all tiers have it.
     """
 
     model: HFModel
@@ -64,15 +76,15 @@ class Encoder:
     pace_s: float | None = None
 
     def in_background(self) -> Encoder:
-        """The same, held up by no tier that is slow or hangs while another takes what it saves."""
+        """Return an encoder that waits at most `PACE_S` for a save, so that no slow or hanging tier blocks it."""
         return replace(self, pace_s=PACE_S)
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
-        """The key of a run of tokens with this context."""
+        """Return the key of a run of tokens; `context` as in `ChunkKey`."""
         return ChunkKey(self.digest, token_digest(tokens), context)
 
     def key_of(self, run: SchemaRun) -> ChunkKey:
-        """The key of a schema's run, which is encoded alone, with the gaps between its positions."""
+        """Return the key of a schema's run, which is encoded alone, with the gaps between its positions."""
         return ChunkKey(self.digest, token_digest(run.tokens), "", run.layout(self.model.profile.fixed))
 
     def nbytes_in(self, tier: str, tokens: Sequence[int]) -> int:

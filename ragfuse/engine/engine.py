@@ -1,4 +1,4 @@
-"""The engine: what users meet. `_run` shows the six stages from a question to its answer, one file each."""
+"""The engine, the main class of the package. `Engine._run` shows the six stages of an answer, one file each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ragfuse.engine.answer_stream import AnswerStream
-from ragfuse.engine.background import EXIT_S, BackgroundEncoder
+from ragfuse.engine.background import BackgroundEncoder
 from ragfuse.engine.constraints import Tool, offered_tools
 from ragfuse.engine.encoder import Encoder, Ingested
 from ragfuse.engine.history import ConversationHistory
@@ -38,6 +38,7 @@ from ragfuse.measure import Progress
 from ragfuse.models.dtypes import settled
 from ragfuse.models.loader import Given, Tokens
 from ragfuse.process.shared import forget, noting, shared
+from ragfuse.process.worker import EXIT_S
 from ragfuse.schemas.nodes import PMLPrompt, Schema
 from ragfuse.sessions.conversation_index import ConversationIndex
 from ragfuse.sessions.session_store import SessionStore
@@ -58,25 +59,26 @@ from ragfuse.types.prompt import Prompt
 __all__ = ["Ask", "Content", "Engine", "Ingested", "PreparedPrompt", "RegisteredSchema"]
 
 MAX_BATCH_ANSWERS = 32
-"""Answers of one batch that are written at the same time: each holds its prompt's KV; the next begins as one ends."""
+"""Answers of one batch that are generated at the same time. Each holds its prompt's KV; the next starts as one ends."""
 
 
-def _unheard(*what: object) -> None:
-    """Hear of progress that nobody wants to hear of."""
+def _ignore(*what: object) -> None:
+    """Ignore progress."""
 
 
 class Engine:
-    """One model, one store, and the way from a question to an answer. Safe to share between threads.
+    """A model with a store of KV caches, which answers prompts and reuses the KV of their chunks. Thread-safe.
 
-    The model is loaded on first use and shared by all engines of the process that name the same one.
+    The model is loaded at first use and shared by all engines of the process that name the same one.
 
     Args:
-        settings: Everything that may be set; None: as the environment says.
-        model: A name, a folder, a GGUF file, or what is loaded already: a `PreTrainedModel` with its `tokenizer`, a
-            `pipeline`, a PEFT model. None: the one that the settings name.
-        store: An open store; None: the one that the settings describe.
-        conversations: Whose KV is whose, where several engines share a queue of requests; None: its own.
-        tokenizer: Of a model that is loaded already.
+        settings: All settings; None: read from the environment and ragfuse.toml.
+        model: A name, a folder, a GGUF file, or a loaded model: a `PreTrainedModel` with its `tokenizer`, a
+            `pipeline`, a PEFT model. None: the model in the settings.
+        store: An open store; None: the store in the settings.
+        conversations: Which KV belongs to which conversation, for engines that share a request queue; None: a new
+            index.
+        tokenizer: The tokenizer of a loaded model.
     """
 
     def __init__(
@@ -106,9 +108,9 @@ class Engine:
 
     @staticmethod
     def shared(settings: Settings | None = None, model: Given = None, *, tokenizer: Tokens = None) -> Engine:
-        """Return the engine of all who name the same settings, or hand over the same loaded model with them.
+        """Return the process-wide engine for these settings and this model, made at the first call.
 
-        It is closed when the process ends, not before; `close` lets go of it, and of the model.
+        It is closed when the process ends. After an earlier `close`, the next call makes a new engine.
         """
         given, settings = handed_over(model, tokenizer, settings or Settings())
         settings = settled(settings)
@@ -124,29 +126,41 @@ class Engine:
     def answer(
         self, prompt: Question | None = None, ask: Ask | None = None, *, pml: Path | str | None = None
     ) -> Answer:
-        """Return the answer to a prompt, with the trace of what was reused.
+        """Return the answer to a prompt, with a trace of what was reused.
 
         Args:
-            prompt: A text, messages, token ids, or a prompt in PML.
-            ask: How it is to be answered; None: as the settings say.
-            pml: In place of `prompt`, PML or a file of it.
+            prompt: A text, messages for the chat template, token ids, or a parsed prompt in PML.
+            ask: Options of this answer; None: the settings apply.
+            pml: Instead of `prompt`: PML text (starting with `<`), or the path of a PML file.
+
+        Raises:
+            OverlongError: The prompt does not fit the model's context.
+            InputError: The prompt or an option is invalid.
         """
         return self._answer(self._request(question_of(prompt, pml), ask or Ask(), began_s=time.perf_counter()))
 
     def stream(
         self, prompt: Question | None = None, ask: Ask | None = None, *, pml: Path | str | None = None
     ) -> AnswerStream:
-        """Return the answer's text as it is written; `AnswerStream.answer` has the whole once it is read to the end."""
+        """Return an iterator over the answer's text as it is generated; arguments as for `answer`.
+
+        `AnswerStream.answer` has the whole answer once the stream is read to its end.
+        """
         ask, question = ask or Ask(), question_of(prompt, pml)
-        offered_tools(ask)  # what cannot be used is told here, not while reading
+        offered_tools(ask)  # raises for invalid tools here, not while the stream is read
         return AnswerStream(partial(self._say, question, ask))
 
     def batch(
         self, prompts: Sequence[Question], ask: Ask | None = None, gone: threading.Event | None = None
     ) -> list[Answer]:
-        """Return answers to several prompts: each fused by itself, all decoded together.
+        """Return the answers to several prompts: each is prefilled by itself, all are decoded together.
 
-        Each is what it would be alone, from the same seed too. Once `gone` is set, they are written no further.
+        Each answer is the same as if it were asked alone, also with a seed.
+
+        Args:
+            prompts: As for `answer`.
+            ask: Options of all answers; None: the settings apply.
+            gone: Ends the generation of all answers once it is set.
         """
         return self._batch(prompts, ask or Ask(), gone or threading.Event())
 
@@ -157,7 +171,7 @@ class Engine:
             return _with_unsaved(self._run(prompt, self._constrained(request)), unsaved)
 
     def _run(self, prompt: Prompt, request: Request) -> Answer:
-        """Take a prompt through its stages; a question is built into one before (`BuildStage`)."""
+        """Run a built prompt through stages 2 to 6; `BuildStage`, the first, built it from the question."""
         stages = self._stages
         plan = stages.planner.begin(prompt, request)
         with stages.fetch.fetch(plan) as fetched:
@@ -183,7 +197,7 @@ class Engine:
         return [_with_unsaved(answer, unsaved) for answer in answers]
 
     def _together(self, built: Sequence[Prompt], requests: Sequence[Request], gone: threading.Event) -> list[Answer]:
-        """Run prompts side by side; what fails for one ends the others, and is raised."""
+        """Run prompts in parallel; the first failure ends the others and is raised."""
         failed = threading.Event()
         with ThreadPoolExecutor(min(len(built), MAX_BATCH_ANSWERS), "ragfuse-batch") as pool:
             futures = [
@@ -203,7 +217,7 @@ class Engine:
         return Request(question, ask, self.runtime, began_s, say=say, ends=ends)
 
     def _constrained(self, request: Request) -> Request:
-        """The request with what its answer must follow."""
+        """Return the request with the constraints of its answer: tools, grammar, stop strings."""
         calls = self._stages.prompts.calls
         return replace(request, constraints=self._stages.constraints.reply(request.ask, request.model, calls))
 
@@ -211,41 +225,42 @@ class Engine:
         return self._answer(self._request(question, ask, say, (gone,), time.perf_counter()))
 
     def check_length(self, prompt: Question, ask: Ask | None = None) -> None:
-        """Raise OverlongError for a prompt that can never fit what the model takes, before it is tokenised."""
+        """Raise OverlongError for a prompt that cannot fit the model's context, without tokenising it."""
         self._stages.build.check_length(prompt, ask or Ask())
 
     def plan(self, prompt: Question, ask: Ask | None = None) -> LoadPlan:
-        """Return what would be read and computed for a prompt now, and how long that would take; nothing is."""
+        """Return what would be read and computed for a prompt, and how long that would take, without doing it."""
         request = self._request(prompt, ask or Ask())
         return self._stages.planner.plan(self._stages.build.build(request), request, request.ask)
 
     def prepare(self, prompt: Prompt, ask: Ask | None = None) -> PreparedPrompt:
-        """Plan, load and prefill a prompt; OverlongError if it is longer than the model takes."""
+        """Plan, load and prefill a prompt; raise OverlongError where it does not fit the model's context."""
         request = self._request((), ask or Ask())
         with self._stages.fetch.begun(self._stages.planner.begin(prompt, request)) as fetched:
             return self._stages.prefill.prefill(fetched)
 
     def prompt(self, prompt: Question, tools: Sequence[Tool] = (), ask: Ask | None = None) -> Prompt:
-        """Return tokens, chunks and positions of a prompt, without what is known of its conversation.
+        """Return the tokens, chunks and positions of a prompt, without reusing the history of its conversation.
 
-        Chunks are what carries this engine's marks, and every known chunk that stands in the text. A prompt in PML has
-        its modules where its schema has them.
+        Chunks are the texts between this engine's marks, and every known chunk that occurs in the text. The modules of
+        a prompt in PML are at the positions of its schema.
 
         Args:
-            prompt: One text, token ids, messages by the chat template, or a prompt in PML.
-            tools: What the template tells of.
-            ask: What the template is told beside them, and whether anything is reused.
+            prompt: A text, token ids, messages for the chat template, or a parsed prompt in PML.
+            tools: Tools for the chat template.
+            ask: Variables of the chat template, and whether chunks are reused at all.
         """
         if isinstance(prompt, PMLPrompt):
             return self._stages.schemas.prompt(prompt, ask or Ask())
         return self._stages.prompts.prompt(mended_question(prompt), self.digest, tools, ask=ask)
 
     def pieces(self, content: Content) -> Sequence[Piece]:
-        """Return a text, or the texts of a list, cut into chunks and fresh text; pieces stay as they are."""
+        """Return a text, or the texts of a list, split into chunks and fresh text; `Piece` values in a list stay
+        whole."""
         return self._stages.prompts.pieces(mended_content(content), self.digest)
 
     def prefix(self, prompt: Question) -> tuple[int, ...]:
-        """The ids before the first chunk of a prompt, () if there is none: what `ingest` may keep beside chunks."""
+        """Return the ids before the first chunk of a prompt, for `ingest(prefix=...)`; () where there are none."""
         first = self.prompt(prompt).segments[0]
         return first.tokens if first.kind == "prefix" else ()
 
@@ -257,69 +272,74 @@ class Engine:
         prefix: Sequence[int] = (),
         progress: Callable[[Ingested], None] | None = None,
     ) -> Ingested:
-        """Encode and keep the KV of chunks that are not kept yet.
+        """Encode chunks and store their KV, except for those that are stored already.
 
-        Interrupted, it loses at most the chunk at hand; called again, it goes on where it stopped.
+        An interruption loses at most the current chunk; a second call continues where the first one stopped.
 
         Args:
             texts: (text, source) of each chunk.
-            prefix: Ids that prompts begin with, whose KV is kept beside.
-            progress: Hears after each chunk what is done.
+            prefix: Ids that prompts begin with; their KV is stored too.
+            progress: Called after each chunk with the totals so far.
+
+        Returns:
+            The totals: chunks, encoded chunks, tokens, bytes, seconds.
         """
         return self._documents.ingest(texts, prefix, progress)
 
     def register(
         self, schema: Schema | Path | str, progress: Callable[[Ingested], None] | None = None
     ) -> RegisteredSchema:
-        """Take prompts in PML for this schema from now on, also in later processes; its modules are encoded now.
+        """Register a schema (Prompt Cache) and encode its modules, for prompts in PML here and in later processes.
 
-        `schemas` lists, shows and removes them.
+        `schemas` lists, shows and removes registered schemas.
 
         Args:
-            schema: As it was read, its PML, or its file.
-            progress: Hears after each module what is done.
+            schema: A parsed schema, PML text, or the path of a PML file.
+            progress: Called after each module with the totals so far.
         """
         return self.schemas.register(schema, progress)
 
     @property
     def schemas(self) -> SchemaService:
-        """The schemas that prompts in PML take modules from."""
+        """The registered schemas, whose modules prompts in PML use."""
         return self._stages.schemas
 
     @property
     def sessions(self) -> SessionStore:
-        """The conversations that are kept."""
+        """The stored conversations."""
         return self._stages.history.sessions
 
     @property
     def marker(self) -> Marker:
-        """Marks chunks in texts, so that this engine knows them again."""
+        """The marker that puts signed marks around chunks in a text, so that this engine recognises them."""
         return self._stages.prompts.marker
 
     @property
     def links(self) -> Links:
-        """The lines to tiers that are streamed from."""
+        """The network links to remote tiers, with their measured throughput."""
         return self._stages.links
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Find (text, source) of chunks in prompts from now on, without an ingest.
+        """Recognise chunks, given as (text, source), in prompts from now on, without encoding them now.
 
-        What a prompt then holds of them is encoded after its answer. For retrievers, which know it first.
+        Chunks that a prompt contains are encoded after its answer. Meant for retrievers, which see chunks first.
         """
         self._documents.know(texts)
 
     def prefetch(self, texts: Iterable[str]) -> None:
-        """Begin to bring what the store holds of these chunks to memory, for the next prompt. Returns at once, encodes
-        nothing, may load the model."""
+        """Start copying the stored KV of these chunks to memory, for the next prompt.
+
+        Returns at once and encodes nothing, but may load the model.
+        """
         self._stages.prefetcher.submit(texts)
 
     def expect(self, sessions: Iterable[str] | Mapping[str, float]) -> None:
-        """Bring conversations to memory that will have their next turn soon, as many as it has room for.
+        """Prefetch conversations that will continue soon into memory, as many as fit, and evict them last.
 
-        They are dropped last. This replaces what was said before. It returns at once, and may load the model.
+        Each call replaces the expectations of the one before. Returns at once, but may load the model.
 
         Args:
-            sessions: Names in the order in which they are expected, or names with numbers of which the least is first.
+            sessions: Session names in the order in which they are expected; or names with numbers, the smallest first.
         """
         told = sessions if isinstance(sessions, Mapping) else {name: at for at, name in enumerate(sessions)}
         whose = self.digest
@@ -327,102 +347,122 @@ class Engine:
         self._stages.prefetcher.look_ahead([(whose, name) for name in sorted(told, key=told.__getitem__)])
 
     def session_of(self, prompt: ChatInput | Ids, ask: Ask | None = None) -> str | None:
-        """The name of the kept conversation that a prompt goes on with; None where there is none."""
+        """Return the name of the stored conversation that a prompt continues; None where there is none."""
         return self._stages.history.name_of(mended_question(prompt), ask or Ask())
 
     def forget(self, texts: Iterable[str]) -> int:
-        """Drop the KV of these chunks of this tenant from every tier, pinned or not, and return the bytes freed.
+        """Delete this tenant's KV of these chunks from every tier, pinned or not, and return the bytes freed.
 
-        They are no known chunks any more, nor are passages that were learnt from them. What other processes hold in
-        memory stays there.
+        The chunks, and passages learned from them, are no longer recognised in prompts. Copies in the memory of other
+        processes stay.
         """
         return self._documents.forget(texts)
 
     def known_texts(self, source: str) -> list[str]:
-        """Texts of known chunks that came from this source."""
+        """Return the texts of known chunks from this source."""
         return self._stages.prompts.known_from(self.digest, whole_text(source))
 
     # the model, this machine, the store
 
     @property
     def model(self) -> HFModel:
-        """The model, loaded now if it was not."""
+        """The model, loaded at first use."""
         return self.runtime.model
 
     @property
     def digest(self) -> str:
-        """What stands for model and tenant in every key."""
+        """The digest of model and tenant in every key (`ChunkKey.model`)."""
         return self.runtime.digest
 
     @property
     def encoder(self) -> Encoder:
-        """How runs of tokens come into the store."""
+        """The encoder that computes the KV of runs of tokens and stores it."""
         return self.runtime.encoder
 
     @property
     def known(self) -> KnownChunks:
-        """The texts of chunks that a prompt is searched for."""
+        """The known chunks, whose texts are searched for in every prompt."""
         return self._stages.prompts.known(self.digest)
 
     def key(self, tokens: Sequence[int], context: str = "") -> ChunkKey:
-        """The key of a run of tokens with this context ("": alone)."""
+        """Return the key of a run of tokens; `context` as in `ChunkKey` ("": encoded alone)."""
         return self.encoder.key(tokens, context)
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a text as it reads in the middle of a prompt; unless `special`, what looks like a special token in it
-        stays text."""
+        """Return the ids of a text in the middle of a prompt, without a BOS token.
+
+        Args:
+            text: The text.
+            special: Whether special tokens written in the text become such tokens; else they stay plain text.
+        """
         return self.model.tokens(text, special)
 
     def ids(self, prompt: Question) -> list[int]:
-        """All ids of a prompt; InputError if it is longer than the model can take."""
+        """Return all ids of a prompt; raise OverlongError where it does not fit the model's context."""
         ids = [*prompt] if is_ids(prompt) else [*self.prompt(prompt).token_ids]
         remaining_context(len(ids), self.model)
         return ids
 
     def score(
-        self, prompt: Question | Sequence[int], n_top: int = 0, check: Callable[[], object] = _unheard
+        self, prompt: Question | Sequence[int], n_top: int = 0, check: Callable[[], object] = _ignore
     ) -> list[tuple[int, Score | None]]:
-        """The ids of a prompt, each with how likely it is behind those before it; None for the first.
+        """Return the ids of a prompt, each with its log probability given the ids before it; None for the first.
 
-        n_top: how many of the likeliest others are told beside each. The whole prompt is computed, nothing is reused.
-        check: called between two forwards; it may raise. InputError if the prompt is longer than the model can take.
+        The whole prompt is computed, nothing is reused.
+
+        Args:
+            prompt: A prompt, or its token ids.
+            n_top: How many of the most likely alternatives to report for each id.
+            check: Called between forward passes; it may raise to stop.
+
+        Raises:
+            OverlongError: The prompt does not fit the model's context.
         """
         ids = self.ids(prompt)
         return list(zip(ids, [None, *scored(self.model, ids, n_top, check)], strict=True))
 
     @property
     def template(self) -> ChatTemplate:
-        """What the model's chat template takes besides messages, and whether it knows of thoughts."""
+        """The variables that the model's chat template reads, and whether it separates reasoning from answers."""
         return self._stages.constraints.template(self.model)
 
-    def verify(self, progress: Callable[[str], object] = _unheard) -> Verdict:
-        """Measure on the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
+    def verify(self, progress: Callable[[str], object] = _ignore) -> Verdict:
+        """Check with the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
         return self.runtime.verify(progress)
 
     @property
     def profile(self) -> ModelProfile:
-        """What is known of the model: what came with it, or was learned on this store."""
+        """The model's profile: the one it came with, or one learned on this store."""
         return self.runtime.profile
 
     def learn(self, profile: ModelProfile | MachineProfile) -> None:
-        """Go by what was found out about the model or this machine, here and in later processes on this store."""
+        """Use a new profile of the model or of this machine, here and in later processes on this store."""
         if isinstance(profile, MachineProfile):
             self._timings.learn(profile)
         else:
             self.runtime.learn(profile)
 
-    def measure(self, stores: Sequence[str] = (), progress: Progress = _unheard) -> MachineProfile:
-        """Time the model and the tiers, the store's own and those at `stores`, on this machine; plans go by it then."""
+    def measure(self, stores: Sequence[str] = (), progress: Progress = _ignore) -> MachineProfile:
+        """Time the model and the tiers on this machine and use the timings in all later plans.
+
+        Args:
+            stores: URLs of further tiers to time, besides those of the store.
+            progress: Called with the current step and the share done, 0..1.
+        """
         return self._timings.measure(self.model, self.store, self.settings, stores, progress)
 
     def flush(self) -> None:
-        """Wait until every chunk met so far is encoded and written, and all that is prefetched is there."""
+        """Wait until all pending chunks are encoded and written, and all prefetches are done."""
         for part in self._background:
             part.flush()
         self.store.flush()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish saving, or as much of it as `timeout_s` allows, and let go of the store."""
+        """Finish pending saves and close the store.
+
+        Args:
+            timeout_s: Seconds after which the rest is not saved; None: no limit.
+        """
         forget(self)
         self.counters.close()
         left = countdown(timeout_s)
@@ -433,12 +473,12 @@ class Engine:
 
     @property
     def _background(self) -> tuple[Prefetcher | BackgroundEncoder | ConversationHistory | PrefixCache, ...]:
-        """What works beside the answers, in the order in which one hands on to the next."""
+        """The background workers, in the order in which each passes work to the next."""
         stages = self._stages
         return stages.prefetcher, stages.remember.jobs, stages.history, stages.prefixes
 
     def __deepcopy__(self, memo: dict[int, object]) -> Engine:
-        """Itself: what holds an engine and is copied shares it."""
+        """Return the same engine, so that copies of objects that hold an engine share it."""
         return self
 
     def __copy__(self) -> Engine:
@@ -452,12 +492,12 @@ class Engine:
 
 
 def _with_unsaved(answer: Answer, unsaved: Sequence[str]) -> Answer:
-    """The answer, whose trace says what could not be read or written beside it."""
+    """Return the answer, with what could not be read or written in its trace."""
     return replace(answer, trace=replace(answer.trace, unsaved=tuple(unsaved))) if unsaved else answer
 
 
 def _results(futures: Sequence[Future[Answer]], failed: threading.Event) -> list[Answer]:
-    """Of all; where one fails, or the wait is broken off, the others end too."""
+    """Return all results; where one fails, or the wait is interrupted, end the others too."""
     try:
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in done:

@@ -34,10 +34,10 @@ from ragfuse.sessions.session import (
     Session,
     Turn,
     agreed,
-    heard,
     is_again,
     matched,
     names_of,
+    prefix_digests,
     truncated,
 )
 from ragfuse.sessions.session_store import SessionStore
@@ -128,7 +128,7 @@ class ConversationHistory:
             self.sessions.get(digest, ask.session)  # another process may have added a turn
         if ask.session is not None or not self._is_had(question):
             return ask.session
-        given = heard([self._message(turn, digest) for turn in turns_of(question)])
+        given = prefix_digests([self._message(turn, digest) for turn in turns_of(question)])
         known = self.sessions.ending(digest, given, persistent=self._settings.history == "all")
         return known[1].id if known is not None else None
 
@@ -146,7 +146,7 @@ class ConversationHistory:
         if ask.session is not None:
             return self._named(ask.session, given, encoder.digest)
         persistent = settings.history == "all"
-        known = self.sessions.ending(encoder.digest, heard(given), persistent)
+        known = self.sessions.ending(encoder.digest, prefix_digests(given), persistent)
         if known is None:
             return PendingTurn(Session(secrets.token_hex(8)), tuple(given), persistent=persistent)
         version, session = known
@@ -170,7 +170,7 @@ class ConversationHistory:
             if session.turns:
                 kept = agreed(session, given, is_again)
             else:  # a way of its own from what another one said, perhaps; its chunks come along if they are sent again
-                known = self.sessions.ending(digest, heard(given), persistent=True)
+                known = self.sessions.ending(digest, prefix_digests(given), persistent=True)
                 self._wait_for(known[1] if known is not None else session)
                 kept = agreed(replace(known[1], id=name), given) if known is not None else session
             return PendingTurn(kept, tuple(given[len(kept.messages) :]), version, True, keep_chunks, session.keys)

@@ -1,4 +1,4 @@
-"""How a question is to be answered, as options of `generate`; how long an answer may be, and where it ends."""
+"""The options of one answer (`Ask`), and what they mean for transformers' `generate`: lengths, ends, sampling."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RESERVED = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""What `apply_chat_template` takes that is no variable of a chat template."""
+"""Parameters of `apply_chat_template` itself, which therefore cannot be variables of a chat template."""
 _NAME, _NUMBER, _YES = ((str,), "a text"), ((Real,), "a number"), ((bool,), "True or False")
 _LIST, _TABLE = ((Sequence,), "a list"), ((Mapping,), "a mapping")
 _TAKEN: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
@@ -50,36 +50,39 @@ _TAKEN: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
         **dict.fromkeys(("options", "chat_template_kwargs"), _TABLE),
     }
 )
-"""What each field of an `Ask` takes."""
+"""The types that each field of an `Ask` accepts, and their name in an error message."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """How a question is to be answered; None means what the settings say.
+    """The options of one answer; None means the value in the settings.
 
-    reuse False: the model's own full prefill, for comparison. deadline_s: seconds from the plan until the first token
-    is wanted; on a measured machine it bounds how far loading may raise the ratio, and a plan that misses it says so.
-    options: anything transformers' `generate` takes, and `presence_penalty`, `frequency_penalty` and `logit_bias` (by
-    token id) as OpenAI has them: these penalties count the answer's own tokens; `stop_token_ids` end answers beside the
-    model's own end tokens. overflow: "error" for a prompt that is
-    too long, or "drop", which leaves out its last chunks until there is room for `max_tokens` of answer, or for a
-    quarter of what the model takes.
-
-    tools: what may be called, as OpenAI has it; tool_choice: "auto" (text or calls), "none", "required", or the one to
-    call. parallel_tool_calls: False for one call at most. grammar: what the answer must follow; then it calls nothing.
-    stop: an answer ends before any of these, or of those that the model's generation config names; they count in its
-    text alone, never in the prompt, a thought, a call or a grammar's text.
-
-    blend: of a prompt in PML, modules are blended as chunks are: rows of them are computed again, by policy and ratio.
-
-    session: the name of a conversation that is kept, and that this question continues. Messages that hold an
-    assistant's are all of it; others, and a text, are what is said next.
-
-    documents: (text, source) of what was retrieved for the question. Each that stands in the prompt is encoded after
-    the answer and known from then on, as if `Engine.know` had been told of it.
-
-    chat_template_kwargs: variables for the chat template, such as {"enable_thinking": False}. continue_final_message:
-    the last message is the beginning of the answer, which goes on with it.
+    Args:
+        max_tokens: Most tokens of the answer.
+        policy: The selection policy: which tokens of reused chunks are recomputed.
+        ratio: The share of them that is recomputed, 0..1.
+        reuse: False for a full prefill without any reuse, for comparison.
+        stop: Stop strings, besides those of the model's generation config. The answer ends before the first. They are
+            looked for in its text only, not in the prompt, reasoning, tool calls or text that follows a grammar.
+        seed: The seed for sampling.
+        deadline_s: Seconds from planning to the first token. On a measured machine it limits how far loading time may
+            raise the ratio, and the plan's forecast says where it cannot be met.
+        options: Any options of transformers' `generate`; also OpenAI's `presence_penalty`, `frequency_penalty` and
+            `logit_bias` (by token id), which count tokens of the answer only, and `stop_token_ids`, which end the
+            answer like the model's own end tokens.
+        tools: Tools that the model may call, in OpenAI's format.
+        tool_choice: "auto" (text or calls), "none", "required", or the name of the tool to call.
+        parallel_tool_calls: False for at most one call.
+        grammar: The grammar that the answer must match; it then calls no tools.
+        overflow: For a prompt that is too long: "error", or "drop" to leave out its last chunks until there is room
+            for an answer of `max_tokens`, or of a quarter of the model's context.
+        session: The name of a stored conversation that this question continues. Messages that include one of the
+            assistant are the whole conversation; other messages, or a text, are its next turn.
+        blend: For a prompt in PML: recompute tokens of its modules by policy and ratio, as for chunks.
+        documents: (text, source) of the documents retrieved for the question. Those in the prompt are encoded after
+            the answer and known from then on, as after `Engine.know`.
+        chat_template_kwargs: Variables of the chat template, such as {"enable_thinking": False}.
+        continue_final_message: Whether the answer continues the last message, which is its beginning.
     """
 
     max_tokens: int | None = None
@@ -103,10 +106,10 @@ class Ask:
 
     @staticmethod
     def template_kwargs(*fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `chat_template_kwargs` from fields of that name and `enable_thinking`; later ones count.
+        """Merge the `chat_template_kwargs` and `enable_thinking` of several mappings; later ones win.
 
         Args:
-            fields: A model's own, then those of a call.
+            fields: The fields of a model, then those of a call.
         """
         found: dict[str, Any] = {}
         for each in fields:
@@ -114,6 +117,26 @@ class Ask:
             if each.get("enable_thinking") is not None:
                 found["enable_thinking"] = each["enable_thinking"]
         return found
+
+    @staticmethod
+    def tool_choice_of(choice: str | bool | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
+        """Read OpenAI's and LangChain's ways to say whether a tool must be called, as a value of `tool_choice`.
+
+        Args:
+            choice: "auto", "none", "required", "any" or True (both: required), a tool's name, or a mapping with one.
+            tools: The offered tools, in OpenAI's form.
+
+        Returns:
+            "auto", "none", "required" or a tool's name: also where one must be called and only one is offered. Whether
+            there is a tool of that name is not checked.
+        """
+        if isinstance(choice, Mapping):
+            function = choice.get("function")
+            choice = (function if isinstance(function, Mapping) else choice).get("name") or choice.get("type")
+        if choice not in (True, "any", "required"):
+            return str(choice or "auto")
+        function = tools[0].get("function") if len(tools) == 1 else None
+        return str(function.get("name")) if isinstance(function, Mapping) else "required"
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -140,7 +163,7 @@ class Ask:
         object.__setattr__(self, "stop", tuple(whole_text(stop) for stop in stops if stop))
 
     def _check(self, name: str) -> None:
-        """SettingsError for a field of another type; None stands for what an empty one has."""
+        """Raise SettingsError for a field of the wrong type; replace None by an empty list or mapping."""
         value, (types, wanted) = getattr(self, name), _TAKEN.get(name, ((object,), ""))
         if value is None and types in (_LIST[0], _TABLE[0]):
             object.__setattr__(self, name, () if types == _LIST[0] else {})
@@ -149,7 +172,7 @@ class Ask:
 
 
 def known_policy(name: str) -> None:
-    """SettingsError for a name that is no selection policy."""
+    """Raise SettingsError for a name that is not a selection policy."""
     if name != AUTO:
         policy_named(name)
 
@@ -157,7 +180,17 @@ def known_policy(name: str) -> None:
 def remaining_context(
     n_tokens: int, model: HFModel, what: str = "The prompt", so: str = "Take fewer or shorter chunks."
 ) -> int | None:
-    """New tokens that fit behind so many, None without a limit; OverlongError when these do not fit themselves."""
+    """Return how many new tokens fit after a prompt of `n_tokens`; None where the model has no limit.
+
+    Args:
+        n_tokens: Tokens of the prompt.
+        model: The model.
+        what: How an error message names the prompt.
+        so: What an error message advises.
+
+    Raises:
+        OverlongError: The prompt itself does not fit.
+    """
     longest = model.max_context
     if longest is None:
         return None
@@ -170,8 +203,13 @@ def remaining_context(
 
 
 def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[str, Any]:
-    """What `generate` is called with: greedy unless told otherwise, no longer than `room`. Stop strings and penalties
-    are left to whoever calls it."""
+    """Return the options for transformers' `generate`: greedy by default, at most `room` new tokens.
+
+    Stop strings and penalties are not handled here (see `constraints.py`).
+
+    Raises:
+        InputError: `min_new_tokens` exceeds the room for the answer.
+    """
     options = dict(ask.options)
     config = options.get("generation_config")
     if config is None:
@@ -192,32 +230,32 @@ def options_of(ask: Ask, settings: Settings, room: int | None = None) -> dict[st
 
 
 def sequences_per_prompt(options: Mapping[str, Any], model: HFModel) -> int:
-    """How many sequences `generate` gives for each prompt."""
+    """Return how many sequences `generate` returns per prompt."""
     return int(told("num_return_sequences", options, model) or 1)
 
 
 def is_streamable(options: Mapping[str, Any], model: HFModel) -> bool:
-    """Whether tokens come one after the other: `generate` streams neither beams nor several sequences."""
+    """Return whether the answer can be streamed: `generate` streams neither beams nor several sequences."""
     return sequences_per_prompt(options, model) == 1 and is_single(options, model)
 
 
 def is_single(options: Mapping[str, Any], model: HFModel) -> bool:
-    """Whether each sequence grows by itself, not as one of several beams."""
+    """Return whether decoding uses no beam search."""
     return int(told("num_beams", options, model) or 1) == 1
 
 
 def is_sampled(options: Mapping[str, Any], model: HFModel) -> bool:
-    """Whether tokens are drawn, not the likeliest ones taken."""
+    """Return whether tokens are sampled rather than chosen greedily."""
     return bool(told("do_sample", options, model))
 
 
 def ends_of(model: HFModel, options: Mapping[str, Any] = MappingProxyType({})) -> tuple[int, ...]:
-    """Ids that end an answer, () where a model has none; those in `stop_token_ids` besides."""
+    """Return the ids that end an answer: the model's end tokens and those in `stop_token_ids`."""
     ends = told("eos_token_id", options, model)
     own = tuple(ends) if isinstance(ends, Sequence) else () if ends is None else (ends,)
     return tuple(dict.fromkeys((*own, *(options.get("stop_token_ids") or ()))))
 
 
 def with_remaining_deadline(ask: Ask, spent_s: float) -> Ask:
-    """The wish with what is left of its deadline, of which so much is spent."""
+    """Return the options with their deadline shortened by `spent_s` seconds."""
     return ask if ask.deadline_s is None else replace(ask, deadline_s=max(0.0, ask.deadline_s - spent_s))

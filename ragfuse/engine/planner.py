@@ -1,6 +1,6 @@
-"""Stage 2, plan: what is read and what is computed, by the model's profile, the question and this machine's timings.
+"""Stage 2, plan: decide what is read and what is computed, from the model's profile, the store and machine timings.
 
-What is decided is told in `plan` and `model_profiles`, how timings are kept in `machine_timings.py`.
+The decisions themselves are in `ragfuse.plan` and `model_profiles.py`; timings are kept in `machine_timings.py`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from ragfuse.types.reasons import (
 log = logging.getLogger("ragfuse.engine")
 
 SHORT = 32
-"""Tokens of a prompt under which there is nothing to save."""
+"""Prompts of fewer tokens are too short to gain from reuse."""
 
 
 class RevisablePlan:
-    """The plan of one prompt: made when it is asked for, and made anew without an entry that is lost.
+    """The plan of one prompt, made on demand and again whenever an entry turns out to be unreadable.
 
-    lost: segments that were there and could not be read.
+    Attributes:
+        lost: Indices of segments whose entries could not be read.
     """
 
     def __init__(self, planner: Planner, prompt: Prompt, request: Request) -> None:
@@ -53,29 +54,34 @@ class RevisablePlan:
         self.lost = frozenset[int]()
 
     def make(self, spent_s: float = 0.0, counts: bool = True) -> LoadPlan:
-        """Return the plan as things are now.
+        """Return a plan for the current state of the store.
 
         Args:
-            spent_s: Seconds of the question's deadline that have passed.
-            counts: Whether hits and misses are added to the store's counts: once for a question.
+            spent_s: Seconds of the deadline that have passed.
+            counts: Whether hits and misses are counted; True once per question.
         """
         ask = with_remaining_deadline(self.request.ask, spent_s)
         return planned(self._planner.plan)(self.prompt, self.request, ask, self.lost, counts)
 
     def lose(self, segment: int, prompt: Prompt) -> None:
-        """Plan without this segment from now on. prompt: that of the plan which lost it."""
+        """Leave this segment out of all later plans.
+
+        Args:
+            segment: Its index.
+            prompt: The prompt of the plan in which it was lost.
+        """
         self.lost, self.prompt = self.lost | {segment}, prompt
 
 
 class Planner:
-    """Plans an engine's prompts over its store, by `timings` where this machine was measured.
+    """Makes the plans of an engine's prompts.
 
     Args:
-        settings: Policy and ratio, unless a question names its own.
+        settings: Default policy and ratio.
         store: Where entries are looked up.
-        timings: What this machine was measured to take.
-        prefixes: Beginnings of earlier prompts.
-        jobs: Runs that wait to be encoded.
+        timings: Timings of this machine, where it was measured.
+        prefixes: The prefix cache.
+        jobs: Chunks that wait to be encoded.
     """
 
     def __init__(
@@ -91,7 +97,7 @@ class Planner:
         self._hint = CalibrationHint()
 
     def begin(self, prompt: Prompt, request: Request) -> RevisablePlan:
-        """Return the plan of a prompt, which is made when it is first asked for."""
+        """Return the plan of a prompt; `RevisablePlan.make` computes it."""
         return RevisablePlan(self, prompt, request)
 
     def plan(
@@ -100,14 +106,14 @@ class Planner:
         """Decide what to read and what to compute for a prompt.
 
         Args:
-            prompt: As it was built; with `lost` segments, the prompt of an earlier plan.
-            request: The question, its model and what is known of that.
-            ask: As the request's, with what is left of its deadline.
-            lost: Segments that were there and could not be read.
-            counts: Whether hits and misses are added to the store's counts.
+            prompt: The built prompt; where segments are lost, the prompt of the earlier plan.
+            request: The request.
+            ask: The request's options, with the rest of its deadline.
+            lost: Indices of segments whose entries could not be read.
+            counts: Whether hits and misses are counted.
 
         Returns:
-            A plan whose prompt has in place what it shares with earlier ones.
+            The plan. Its prompt has segments of kind "prefix" where the prefix cache has a hit.
         """
         model, profile = request.model, request.profile
         if ask.reuse and not lost:
@@ -122,7 +128,7 @@ class Planner:
         left, why_left = frozenset[ChunkKey](), refusal
         if refusal and blends and ask.reuse and not refusal_of(_judged(prompt, profile, False), policy):
             left = frozenset(key for segment in prompt.segments if segment.kind == "chunk" for key in segment.keys)
-            refusal = ""  # what is exact is read all the same
+            refusal = ""  # exact segments are read all the same
         if refusal:
             full = controller.plan(prompt, {}, policy, ratio, deadline_s=ask.deadline_s).with_full_prefill(refusal)
             return replace(full, n_before=self._n_before(prompt, model)) if ask.reuse else full
@@ -145,7 +151,7 @@ class Planner:
         return replace(found.with_full_prefill(why), misses=found.misses)
 
     def kept(self) -> TenantStates | None:
-        """Where beginnings are kept of a model with a state that is no KV per token; None where nowhere."""
+        """Return the kept states of a model whose cache is not KV per token (`hf.states`); None where none are kept."""
         return self._prefixes.kept()
 
     def _n_before(self, prompt: Prompt, model: HFModel) -> int:
@@ -154,11 +160,11 @@ class Planner:
         return state.n_tokens if state is not None else 0
 
     def settle(self, prompt: Prompt) -> None:
-        """Wait a while for what is being saved of the prompt's beginning. The model is another prompt's meanwhile."""
+        """Wait a while for prefixes of the prompt that are being saved, while another prompt uses the model."""
         self._prefixes.settle(prompt)
 
     def _told(self, prompt: Prompt, index: int, why: str) -> tuple[int, str]:
-        """A miss, and why: an entry may be there that cannot be decoded here, or on its way."""
+        """Return a miss with its precise reason: its entry may be undecodable here, or still being encoded."""
         segment = prompt.segments[index]
         if why == MISSING and segment.kind == "chunk" and self._jobs.is_waiting(segment.stored or segment.tokens):
             return index, ENCODING
@@ -166,10 +172,10 @@ class Planner:
         return index, next(filter(None, reasons), why)
 
     def _nothing(self, prompt: Prompt, lost: bool) -> str:
-        """Why a prompt was found nowhere: of tiers that do not answer, nobody knows."""
+        """Return why nothing of a prompt was found, with the tiers that do not answer and may have it."""
         if len(prompt) < SHORT:
             return f"{PROMPT_TOO_SHORT}: {len(prompt)} tokens"
-        tiers = self._store.tiers  # what the look-up just met: an answer does not wait for being asked again
+        tiers = self._store.tiers  # their breakers know from the lookup just done; do not ask slow tiers again
         silent = [tier.name for tier in tiers if isinstance(tier, Breaks) and tier.breaker.is_open]
         there = f", as far as is known: {' and '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
         if prompt.altered:
@@ -179,8 +185,11 @@ class Planner:
 
 
 def _judged(prompt: Prompt, profile: ModelProfile, blends: bool) -> ModelProfile:
-    """What is known of a model as far as it concerns a prompt: what is used as it is needs no calibration, and no
-    moving where it stands as it was encoded."""
+    """Return the profile as far as it concerns this prompt.
+
+    A prompt without chunks to blend needs no calibration. One whose KV is used at its encoded positions does not need a
+    model whose KV can be moved.
+    """
     if blends:
         return profile
     stays = prompt.taken is not None or any(segment.kind == "prefix" for segment in prompt.segments)

@@ -6,19 +6,16 @@ not there is no loss: a question reads it for itself, or computes it.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ragfuse.engine.background import EXIT_S
 from ragfuse.engine.context_window import may_fit
 from ragfuse.engine.runtime import Runtime
 from ragfuse.plan.look_ahead import to_prefetch
 from ragfuse.process.fork import at_fork
+from ragfuse.process.worker import Worker, close_at_exit
 from ragfuse.sessions.conversation_index import Name
 from ragfuse.store import KVStore, Tier
 from ragfuse.store.tier import Touches
@@ -54,16 +51,15 @@ class Prefetcher:
         self._store, self._runtime = store, runtime
         self._keys_of, self._free_share = keys_of, free_share
         self._closed = False
+        self._worker = Worker("prefetch", self._take, self._run)
         self.renew()
         at_fork(self)
-        atexit.register(_at_exit, weakref.ref(self))
+        close_at_exit(self)
 
     def renew(self) -> None:
         """Nothing is wished for."""
         self._ahead: _Wish | None = None
-        self._changed = threading.Condition()
         self._wishes: deque[_Wish] = deque(maxlen=MAX_WAITING_REQUESTS)
-        self._thread: threading.Thread | None = None
 
     def submit(self, texts: Iterable[str]) -> None:
         """Bring these some time soon, before all that waits."""
@@ -78,35 +74,33 @@ class Prefetcher:
 
     def _wish(self, what: str, wanted: Callable[[], Iterable[tuple[ChunkKey, ...]]]) -> None:
         wish = _Wish(what, lambda wish: self._bring(wish, wanted()))
-        with self._changed:
+        with self._worker.changed:
             if self._closed:
                 return
             self._wishes.append(wish)
-            if self._thread is None:
-                self._start()
+            self._start()
 
     def look_ahead(self, waiting: Sequence[Name]) -> None:
         """Bring the KV of these conversations in their order, in place of those that were told before."""
         wish = _Wish("conversations that wait", lambda wish: self._bring_talks(wish, waiting))
-        with self._changed:
+        with self._worker.changed:
             self._ahead = wish if waiting and not self._closed else None
-            if self._ahead is not None and self._thread is None:
+            if self._ahead is not None:
                 self._start()
 
     def leave(self, keys: Iterable[ChunkKey]) -> None:
         """A question reads these for itself now: nobody is helped by a second read."""
-        with self._changed:
+        with self._worker.changed:
             for wish in (*self._wishes, *([self._ahead] if self._ahead is not None else ())):
                 wish.left.update(keys)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing waits; False if that took too long."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._thread is None, timeout_s)
+        return self._worker.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Take no more, drop what waits, and wait for the read at hand, for `timeout_s` at most."""
-        with self._changed:
+        with self._worker.changed:
             self._closed, self._ahead = True, None
             self._wishes.clear()
         self.flush(timeout_s)
@@ -114,39 +108,28 @@ class Prefetcher:
     # inside
 
     def _start(self) -> None:
-        thread = threading.Thread(target=self._run, name="ragfuse-prefetch", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter is going down
+        if not self._worker.start():
             self._wishes.clear()
             self._ahead = None
-            return
-        self._thread = thread
 
-    def _run(self) -> None:
-        while (wish := self._newest()) is not None:
-            try:
-                for _ in wish.steps:
-                    break
-                else:
-                    self._done(wish)
-            except Exception as error:
-                log.warning("Of %s nothing more is prefetched: %s", wish.what, error)
-                log.debug("Where it failed", exc_info=True)
+    def _take(self) -> _Wish | None:
+        """The newest wish, which stays in the queue until its last step is done."""
+        return self._wishes[-1] if self._wishes else self._ahead
+
+    def _run(self, wish: _Wish) -> None:
+        """One step of a wish."""
+        try:
+            for _ in wish.steps:
+                break
+            else:
                 self._done(wish)
-
-    def _newest(self) -> _Wish | None:
-        with self._changed:
-            if self._wishes:
-                return self._wishes[-1]
-            if self._ahead is not None:
-                return self._ahead
-            self._thread = None
-            self._changed.notify_all()
-            return None
+        except Exception as error:
+            log.warning("Of %s nothing more is prefetched: %s", wish.what, error)
+            log.debug("Where it failed", exc_info=True)
+            self._done(wish)
 
     def _done(self, wish: _Wish) -> None:
-        with self._changed:
+        with self._worker.changed:
             if wish in self._wishes:
                 self._wishes.remove(wish)
             if wish is self._ahead:
@@ -217,9 +200,3 @@ def to_bring(store: KVStore, keys_of: KeysOf, waiting: Sequence[Name], free_shar
 def _free(tier: Tier) -> int:
     """What a tier could hold beside what is pinned."""
     return tier.capacity - sum(entry.nbytes for entry in tier.entries().values() if entry.pinned)
-
-
-def _at_exit(reference: weakref.ref[Prefetcher]) -> None:
-    prefetcher = reference()
-    if prefetcher is not None:
-        prefetcher.close(EXIT_S)

@@ -35,8 +35,8 @@ from ragfuse.text.call_probe import call_format
 from ragfuse.text.chat_messages import ChatMessage, Content
 from ragfuse.text.chunks import KnownChunks, Marker, Piece, chunk_id, pieces
 from ragfuse.text.fit import ShortenedContents, lean
-from ragfuse.text.heard import RetrievedDocuments
 from ragfuse.text.known_spans import MAX_SPANS, MIN_ALTERED_TOKENS, KnownSpans, Match
+from ragfuse.text.retrieved_documents import RetrievedDocuments
 from ragfuse.text.tool_calls import CallFormat
 from ragfuse.types.keys import filler_context
 from ragfuse.types.prompt import Prompt
@@ -61,7 +61,7 @@ class PromptBuilder:
         self._is_read = False
         shortest = max(6, settings.min_chunk_tokens)
         self._spans = KnownSpans(shortest, max(MIN_ALTERED_TOKENS, shortest))
-        self._heard = RetrievedDocuments(settings.min_chunk_tokens, lambda text: self._runtime.model.tokens(text))
+        self._retrieved = RetrievedDocuments(settings.min_chunk_tokens, lambda text: self._runtime.model.tokens(text))
         self._read_texts: LRUCache[str, bool] = LRUCache(MAX_SPANS)
         self._calls: CallFormat | None = None
         self._in_parts: dict[str, bool] = {}  # by role, whether the template takes contents as lists of parts
@@ -109,7 +109,7 @@ class PromptBuilder:
     def _remember(self, digest: str, text: str, source: str, tokens: Sequence[int]) -> None:
         """Find this chunk from now on, in this process."""
         self._spans.add(tokens, text, source)
-        self._heard.discard(tokens)
+        self._retrieved.discard(tokens)
         if text and text not in (known := self.known(digest)):
             known.add([text], source)
 
@@ -124,7 +124,7 @@ class PromptBuilder:
             text = text.strip()
             if text in known or not may_fit(text, self._runtime.model):
                 continue
-            if self._heard.add(text, source, self._spans) and text in contents:
+            if self._retrieved.add(text, source, self._spans) and text in contents:
                 known.add([text], source)
                 self._note_read(text)
 
@@ -143,7 +143,7 @@ class PromptBuilder:
 
     def _drop(self, ids: Sequence[int], text: str) -> None:
         self._spans.discard(ids)
-        self._heard.discard(ids, text)
+        self._retrieved.discard(ids, text)
         with self._lock:
             self._read_texts.pop(text, None)
 
@@ -245,7 +245,7 @@ class PromptBuilder:
 
     def _find(self, ids: Sequence[int]) -> list[Match]:
         """Where known chunks and retrieved documents stand in ids."""
-        return self._heard.find(ids, self._spans.find(ids))
+        return self._retrieved.find(ids, self._spans.find(ids))
 
     def _read_all(self, texts: Iterable[KnownText]) -> None:
         self._read(texts)

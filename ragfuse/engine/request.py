@@ -1,4 +1,4 @@
-"""One question on its way to an answer: what every stage of the road is handed."""
+"""The request for one answer, which every stage receives."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ragfuse.types.answer import Thought
 from ragfuse.types.profiles import ModelProfile
 
 Say = Callable[[str | Thought], None] | None
-"""Hears pieces of an answer as they are written; None: nobody does."""
+"""A callback for pieces of an answer as they are generated; None: the answer is not streamed."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A question, how it is to be answered, and by what.
+    """A question with its options and the model that answers it.
 
     Args:
-        question: As it was asked.
-        ask: How it is to be answered.
+        question: A text, messages, token ids or a prompt in PML.
+        ask: Options of the answer.
         runtime: The model and its tenant.
-        began_s: `time.perf_counter()` when it came.
-        constraints: How the answer is held to a grammar or to tools, and read; None where only a prompt is wanted.
-        say: Hears the answer while it is written.
-        ends: Once one of these is set, the answer is written no further.
-        has_company: Whether other answers are about to be written beside it.
+        began_s: `time.perf_counter()` when the request came.
+        constraints: Tools, grammar and stop strings of the answer; None where only a prompt is wanted.
+        say: Callback for the answer's pieces as they are generated.
+        ends: Events that end the generation once one of them is set.
+        has_company: Whether other answers will be generated at the same time.
     """
 
     question: Question
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def profile(self) -> ModelProfile:
-        """What is known of the model."""
+        """The model's profile."""
         return self.runtime.profile
 
     @property
@@ -55,7 +55,7 @@ class Request:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the model answers messages in its chat template, rather than continuing a text or token ids."""
+        """Whether the prompt uses the chat template, rather than being a text or token ids to continue."""
         if isinstance(self.question, PMLPrompt):
             return not self.question.ending
         return bool(self.ask.tools) if isinstance(self.question, str) else not is_ids(self.question)

@@ -1,4 +1,4 @@
-"""The six stages of an engine and the parts that they share, made once for an engine."""
+"""The six stages of an engine and the parts that they share, made once per engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ragfuse.store.catalog import Catalog
 
 @dataclass(frozen=True)
 class Stages:
-    """What an engine is made of; the last six fields are the stages of a question, in their order."""
+    """The parts of an engine; the last six fields are the stages of an answer, in their order."""
 
     prompts: PromptBuilder
     history: ConversationHistory
@@ -57,7 +57,7 @@ class Stages:
         placement: Placement,
         conversations: ConversationIndex,
     ) -> Stages:
-        """Return the stages over a store and its catalog, for the model and tenant of `runtime`."""
+        """Build the stages over a store and its catalog, for the model and tenant of `runtime`."""
         prompts = PromptBuilder(settings, catalog, runtime)
         prefixes = PrefixCache(settings, runtime, store)
         history = ConversationHistory(settings, catalog, prompts, runtime, store, conversations, prefixes)

@@ -1,4 +1,4 @@
-"""The numeric heart: rotation, selection, attention and the steps of one fused prefill.
+"""The numerics of a fused prefill: key rotation, row selection, attention and the order of the steps.
 
-Torch only. Nothing here knows a model family, a store or a file.
+This package depends on torch only; it knows no model family, no store and no file.
 """

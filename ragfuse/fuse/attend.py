@@ -1,8 +1,8 @@
-"""Attention of few queries, standing anywhere in a prompt, over all its keys.
+"""Causal attention of a subset of a prompt's rows (the recomputed ones) over the keys of the whole prompt.
 
-A recomputed row sees exactly the keys at positions up to its own, wherever it stands among the queries (the released
-CacheBlend code masks a bottom-right triangle instead). Sorted queries are taken in blocks, and each block's keys end
-where its last query stands, so most of the masked part is never computed.
+Each query row sees exactly the keys at positions up to its own (the released CacheBlend code masks a bottom-right
+triangle instead). Queries are sorted and split into blocks; the keys of a block end at its last query, so most masked
+scores are never computed.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 QUERY_BLOCK = 64
-"""Queries per block on a CPU; an accelerator takes all rows at once."""
+"""Query rows per block on a CPU; on an accelerator all rows form one block."""
 
 FEW_SCORES = 2_000_000
-"""Up to so many scores (heads x queries x keys), one call under a whole mask beats several calls on parts on a CPU."""
+"""Largest number of scores (heads x queries x keys) for which one call with a full mask is used instead of blocks.
+
+Below it, one masked call is faster on a CPU than several calls on parts.
+"""
 
 KEY_TILE = 32
-"""Keys of a block are rounded up to a multiple of this: the kernels are slower on ragged ends."""
+"""The number of keys in a block is rounded up to a multiple of this: CPU kernels are slower on ragged ends."""
 
 
 KV = tuple[Tensor, Tensor]
@@ -30,9 +33,15 @@ KV = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Block:
-    """Queries lo:hi of the rows and the keys they can see: key_lo:clear all of them, clear:key_hi each under its mask.
+    """A block of query rows and the range of keys that they can see.
 
-    mask: additive [hi - lo, key_hi - clear]; None where there is nothing to hide, and clear is key_hi.
+    Args:
+        lo: First query of the block, as an index into `RowMask.rows`.
+        hi: The query after its last.
+        key_lo: First key that any query of the block sees.
+        clear: Keys key_lo:clear are seen by every query of the block and need no mask.
+        key_hi: Keys clear:key_hi are seen by some queries only, as `mask` says.
+        mask: Additive mask [hi - lo, key_hi - clear]; None if nothing is hidden (then `clear` equals `key_hi`).
     """
 
     lo: int
@@ -44,16 +53,21 @@ class Block:
 
     @property
     def whole_mask(self) -> Tensor | None:
-        """The mask over all of its keys, [hi - lo, key_hi - key_lo]."""
+        """The mask over all keys of the block, [hi - lo, key_hi - key_lo]."""
         return None if self.mask is None else pad(self.mask, (self.clear - self.key_lo, 0))
 
 
 @dataclass(eq=False)
 class RowMask:
-    """Who sees whom: queries at `rows` of a prompt, keys at all T `positions`, both int64 and increasing.
+    """The causal mask of some rows of a prompt over all its keys, built as blocks or as one tensor when needed.
 
-    Stands where a model passes its attention mask through to its attention function. `watch`, if given, is called
-    with (layer's module, query [1, Hq, R, D], keys [1, H, T, D], scaling) before each layer's attention.
+    It is handed to the model in place of the attention mask, which the model passes through to `attend`.
+
+    Args:
+        rows: int64 [R], increasing: the prompt rows that are queries.
+        positions: int64 [T], increasing: the position of every key.
+        watch: Called before each layer's attention with (the layer's module, query [1, Hq, R, D], keys [1, H, T, D],
+            scaling), if given.
     """
 
     rows: Tensor
@@ -64,26 +78,31 @@ class RowMask:
 
     @property
     def is_suffix(self) -> bool:
-        """Whether the rows are all from some row to the prompt's end, and at least two thirds of it."""
+        """Whether the rows are a contiguous suffix of the prompt that covers at least two thirds of it."""
         missing = len(self.positions) - len(self.rows)
         return 3 * missing <= len(self.positions) and int(self.rows[0]) == missing
 
     def dense(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """The whole additive mask [1, 1, R, T]; made once and shared by the layers."""
+        """Return the full additive mask [1, 1, R, T], built once and shared by all layers.
+
+        Args:
+            dtype: Of the mask.
+            window: Size of the sliding window in tokens; None: every earlier key is seen.
+        """
         if (window, dtype) not in self._dense:
             whole = self._additive(slice(None), slice(0, len(self.positions)), dtype, window)
             self._dense[window, dtype] = whole[None, None]
         return self._dense[window, dtype]
 
     def blocks(self, dtype: torch.dtype, window: int | None) -> list[Block]:
-        """The blocks for a sliding `window` (None: all earlier keys); built once and shared by the layers."""
+        """Return the query blocks for a sliding `window` (None: every earlier key is seen); all layers share them."""
         if (window, dtype) not in self._blocks:
             self._blocks[window, dtype] = list(self._cut(dtype, window))
         return self._blocks[window, dtype]
 
     def _cut(self, dtype: torch.dtype, window: int | None) -> Iterator[Block]:
         total = len(self.positions)
-        if self.rows.device.type != "cpu":  # asking where rows stand would wait for the device
+        if self.rows.device.type != "cpu":  # reading row indices would synchronise with the device
             yield Block(0, len(self.rows), 0, 0, total, self._additive(slice(None), slice(0, total), dtype, window))
             return
         rows = self.rows.tolist()
@@ -99,15 +118,16 @@ class RowMask:
             yield Block(lo, hi, key_lo, clear, key_hi, hidden)
 
     def _oldest(self, row: int, window: int | None) -> int:
-        """First key that the row can see."""
+        """Return the index of the first key that a row can see."""
         if window is None:
             return 0
         return int(torch.searchsorted(self.positions, self.positions[row] - window + 1))
 
     def _additive(self, rows: slice, keys: slice, dtype: torch.dtype, window: int | None) -> Tensor:
-        """Mask of some rows over some keys. Positions increase, so what a row must not see is what stands after it.
+        """Return the additive mask of some rows over some keys.
 
-        Each row of it is a stretch of one long step: copied, which costs a quarter of comparing positions.
+        Positions increase, so a row must not see the keys after its own index. Every mask row is therefore a slice of
+        one long step function; copying slices costs a quarter of comparing positions.
         """
         chosen, width = self.rows[rows], keys.stop - keys.start
         step = torch.zeros(len(self.positions) + width, dtype=dtype, device=chosen.device)
@@ -121,11 +141,15 @@ class RowMask:
 
 @dataclass(eq=False)
 class Ragged:
-    """Several prompts of which the newest row is computed together, in place of a mask: it sees all rows of its own.
+    """The KV of several prompts whose newest rows are decoded in one batch; takes the place of the attention mask.
 
-    sizes: rows of the batch that each has. held: KV [B, H, n, D] of each, of the layer at hand, in stretches, in any
-    order: the same tensors, in several prompts, are one stretch that they share. newest: keys [sum B, H, 1, D] of the
-    newest rows there, which a cache gives back in place of all.
+    A newest row sees all rows of its own prompt and none of the others.
+
+    Args:
+        sizes: Batch rows of each prompt.
+        held: KV [B, H, n, D] of each prompt in the current layer, as a list of parts in any order. The same tensors
+            in several prompts are a part that these share.
+        newest: Keys [sum B, H, 1, D] of the newest rows, which the joint cache returns instead of the whole KV.
     """
 
     sizes: list[int]
@@ -141,9 +165,18 @@ def attend_ragged(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention output [sum B, 1, Hq, Dv] of the newest rows [sum B, Hq, 1, D], each over its own prompt's KV.
+    """Return the attention output of the newest row of several prompts, each over the KV of its own prompt.
 
-    window: rows that are seen, its own among them: of a prompt of one stretch. softcap and sinks as for `attend`.
+    Args:
+        query: [sum B, Hq, 1, D].
+        ragged: The KV of every prompt in this layer.
+        scaling: Factor on the scores.
+        window: Size of the sliding window in tokens, the newest included; only for prompts whose KV is one part.
+        softcap: As in `attend`.
+        sinks: As in `attend`.
+
+    Returns:
+        [sum B, 1, Hq, Dv].
     """
     parts, plain = torch.split(query, ragged.sizes), softcap is None and sinks is None
     alone = [stretches[0] if len(stretches) == 1 else None for stretches in ragged.held]
@@ -161,20 +194,20 @@ def attend_ragged(
 
 
 def _is_even(query: Tensor, held: Sequence[Sequence[KV]]) -> bool:
-    """Whether values are as wide as queries, as the kernel wants that gives the sums of its softmax."""
+    """Whether values are as wide as queries: the flash kernel, which also returns its softmax sums, requires it."""
     return all(values.shape[-1] == query.shape[-1] for _, values in held[0])
 
 
 def _together(stretches: Sequence[KV]) -> KV:
-    """All rows of a prompt, in the order of its stretches, which a query that sees all does not mind."""
+    """Concatenate the parts of a prompt's KV; their order is irrelevant to a query that sees all rows."""
     keys, values = zip(*stretches, strict=True)
     return (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 2), torch.cat(values, 2))
 
 
 def _attend_stretches(parts: Sequence[Tensor], held: Sequence[Sequence[KV]], scaling: float) -> list[Tensor]:
-    """Output [B, Hq, 1, D] of each prompt's newest row over its stretches; one that several share is read once.
+    """Return the output [B, Hq, 1, D] of each prompt's newest row over its KV parts; a shared part is read once.
 
-    What a row finds in its stretches is put together by the sums of their softmax.
+    The outputs over the parts are merged by their softmax sums.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     readers: dict[int, tuple[KV, list[int]]] = {}
@@ -192,7 +225,11 @@ def _attend_stretches(parts: Sequence[Tensor], held: Sequence[Sequence[KV]], sca
 
 
 def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """What the same queries [B, H, R, D] find over several stretches of keys, by the logs of their sums [B, H, R]."""
+    """Merge attention outputs [B, H, R, D] of the same queries over disjoint keys.
+
+    Args:
+        parts: (output, log of its softmax sum [B, H, R]) for each set of keys.
+    """
     (out, sums), *rest = parts
     for more, more_sums in rest:
         out = torch.lerp(out, more, torch.sigmoid(more_sums - sums)[..., None].to(out.dtype))
@@ -201,7 +238,7 @@ def _joined(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _last(window: int | None, keys: Tensor, values: Tensor) -> KV:
-    """What a newest row sees."""
+    """Return the keys and values that the newest row sees under a sliding window."""
     if window is None or window >= keys.shape[2]:
         return keys, values
     return keys[:, :, -window:], values[:, :, -window:]
@@ -210,7 +247,7 @@ def _last(window: int | None, keys: Tensor, values: Tensor) -> KV:
 def _attend_newest(
     query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Output [B, Hq, 1, Dv]; queries that share keys are folded into one head, so that keys are read once for them."""
+    """Return [B, Hq, 1, Dv]. Query heads that share a key head are folded into it, so that its keys are read once."""
     if softcap is not None or sinks is not None:
         return _attend_plain(query, keys, values, None, scaling, softcap, sinks)
     folded = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[3])
@@ -228,10 +265,20 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention output [B, R, Hq, Dv] of query [B, Hq, R, D] over keys [B, H, T, D] and values [B, H, T, Dv].
+    """Return the attention output of some rows of a prompt over all its keys.
 
-    Hq is a multiple of H (grouped queries). softcap: scores become softcap * tanh(score / softcap). sinks [Hq]: a
-    logit per head that takes part in the softmax and gives nothing.
+    Args:
+        query: [B, Hq, R, D]; Hq is a multiple of H (grouped-query attention).
+        keys: [B, H, T, D].
+        values: [B, H, T, Dv].
+        mask: Which rows the queries are, and the positions of all keys.
+        scaling: Factor on the scores.
+        window: Size of the sliding window in tokens; None: every earlier key is seen.
+        softcap: If given, scores become softcap * tanh(score / softcap).
+        sinks: [Hq], a logit per head that takes part in the softmax and contributes no value.
+
+    Returns:
+        [B, R, Hq, Dv].
     """
     if window is None and softcap is None and sinks is None and mask.is_suffix:
         return _attend_suffix(query, keys, values, scaling)
@@ -258,10 +305,10 @@ def attend(
 
 
 def _attend_split(query: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[Block], scaling: float) -> Tensor:
-    """Each block's clear keys without a mask, the others under it, put together by their softmax sums.
+    """Attend block by block: clear keys without a mask, the others with one, merged by their softmax sums.
 
-    Most keys of a block are clear, and a mask costs a fifth of a kernel's time. The queries that share keys are folded
-    into one head first, so that keys are packed for them once: [1, Hq, R, D] -> [1, H, R * groups, D].
+    Most keys of a block are clear, and a mask costs a fifth of a kernel's time. Query heads that share a key head are
+    folded into it first, so that its keys are packed once: [1, Hq, R, D] -> [1, H, R * groups, D].
     """
     (batch, heads, _, size), rows = keys.shape, query.shape[2]
     groups = query.shape[1] // heads
@@ -275,7 +322,7 @@ def _attend_split(query: Tensor, keys: Tensor, values: Tensor, blocks: Sequence[
 
 
 def _attend_block(query: Tensor, keys: Tensor, values: Tensor, block: Block, groups: int, scaling: float) -> Tensor:
-    """Output [1, H, R * groups, D] of one block's folded queries."""
+    """Return the output [1, H, R * groups, D] of one block's folded queries."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     parts: list[tuple[Tensor, Tensor]] = []
     if block.clear > block.key_lo:
@@ -288,7 +335,7 @@ def _attend_block(query: Tensor, keys: Tensor, values: Tensor, block: Block, gro
 
 
 def _attend_suffix(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """The whole triangle, empty queries standing for the few missing rows: sooner than under a mask."""
+    """Attend with `is_causal`, zero queries in place of the few missing rows: faster than with a mask."""
     missing = keys.shape[2] - query.shape[2]
     whole = pad(query, (0, 0, missing, 0))
     done = scaled_dot_product_attention(whole, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
@@ -318,7 +365,13 @@ def _attend_plain(
 
 
 def watch_last(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
-    """Attention of the last query over all keys, summed over heads: float32 [T] from [1, Hq, R, D] and [1, H, T, D]."""
+    """Return the attention weights of the last query over all keys, summed over heads: float32 [T].
+
+    Args:
+        query: [1, Hq, R, D].
+        keys: [1, H, T, D].
+        scaling: Factor on the scores.
+    """
     heads = keys.shape[1]
     last = query[0, :, -1].reshape(heads, -1, query.shape[-1]).float()
     scores = last @ keys[0].float().transpose(1, 2) * scaling

@@ -1,9 +1,8 @@
-"""What a prompt does to all its chunks alike.
+"""The drift: a constant offset between the KV of a chunk encoded behind filler text and its KV inside a real prompt.
 
-A chunk that was encoded behind filler text is close to what it becomes in a prompt, and off to one side: part of the
-difference is the same for every token of every chunk. That part, the drift, is the mean difference per layer, head and
-dim before rotation. It is measured once per model on prompts of any kind, and added where a chunk is encoded, so that
-it costs nothing when a question comes.
+Part of the difference between the two is the same for every token of every chunk. The drift is that part: the mean
+difference per layer, head and dim, before rotation. It is measured once per model, on any prompts, and added when a
+chunk is encoded, so it costs nothing at question time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,13 @@ Rope = Sequence[RopeLayout | None]
 
 
 def added(kv: ChunkKV, drift: ChunkKV, rope: Rope) -> ChunkKV:
-    """The KV of a chunk at positions 0..n-1 with the drift, of one row at position 0, added to every row."""
+    """Return the KV of a chunk with the drift added to every row.
+
+    Args:
+        kv: The chunk's KV, keys at positions 0..n-1.
+        drift: One row per layer, as `measured` returns it, at position 0.
+        rope: The rotation of each layer; None where keys carry no position.
+    """
     positions = torch.arange(kv.n_tokens, dtype=torch.float64)
     layers = []
     for layer, one, layout in zip(kv.layers, drift.layers, rope, strict=True):
@@ -34,10 +39,18 @@ def added(kv: ChunkKV, drift: ChunkKV, rope: Rope) -> ChunkKV:
 
 
 def measured(pairs: Iterable[tuple[ChunkKV, ChunkKV, Tensor]], rope: Rope) -> ChunkKV:
-    """The drift: mean of wanted - found, before rotation, over the rows of all pairs, float32, one row at position 0.
+    """Return the drift: the mean of wanted - found over the given rows of all prompts, before rotation.
 
-    pairs: (found, wanted, rows) of whole prompts at positions 0..T-1: with chunks behind filler text, by full prefill,
-    and int64 [n], the rows of those chunks. ValueError if there is no row.
+    Args:
+        pairs: (found, wanted, rows) per prompt, at positions 0..T-1. found: KV with chunks encoded behind filler text;
+            wanted: KV by full prefill; rows: int64 [n], the rows of those chunks.
+        rope: The rotation of each layer; None where keys carry no position.
+
+    Returns:
+        float32, one row per layer, at position 0.
+
+    Raises:
+        ValueError: There is no row to measure on.
     """
     total: list[LayerKV] | None = None
     count = 0

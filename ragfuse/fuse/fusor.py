@@ -1,8 +1,9 @@
-"""One fused prefill, told as layer by layer steps.
+"""The bookkeeping of one fused prefill, layer by layer: which rows are computed, and where KV goes.
 
-Cached runs are placed into preallocated buffers; the rows that must be computed flow through the model, fewer in each
-layer, and their fresh keys and values are scattered over the cached ones (CacheBlend 4.2). Whoever drives the model
-asks `choose` before a layer and hands `write` what it computed. Nothing here knows a model or where KV is kept.
+Cached runs are copied into preallocated buffers. The rows to compute pass through the model, fewer in each layer, and
+their fresh keys and values overwrite the cached ones (CacheBlend 4.2). The caller that drives the model calls
+`Fusion.choose` before a layer and `Fusion.write` with what that layer computed. This module knows neither models nor
+stores.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from ragfuse.types.kv import LayerKV, RopeLayout
 
 @dataclass(frozen=True)
 class CachedRun:
-    """A cached run in a prompt: rows lo:hi, first token at position `start`; `blend` offers it for recomputing."""
+    """A cached run of tokens in a prompt.
+
+    Args:
+        segment: Index of its segment in the prompt.
+        lo: Its first row in the prompt.
+        hi: The row after its last.
+        start: Position of its first token, by which its keys are rotated.
+        blend: Whether a policy may recompute rows of it (not for an exact prefix).
+    """
 
     segment: int
     lo: int
@@ -33,15 +42,18 @@ class CachedRun:
 
 
 class LayerSource(Protocol):
-    """Gives the cached layers, in order."""
+    """A source of cached KV that is read layer by layer, in order."""
 
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """The KV of every run by segment, keys at the run's own positions; None where it was lost."""
+        """Return one layer of every cached run, by segment; None for a run that can no longer be read.
+
+        Keys stand at the run's own positions 0..n-1.
+        """
         ...
 
 
 class LostRun(Exception):
-    """A run that was in the store when the prefill began cannot be read any more; begin again without it."""
+    """A cached run became unreadable during the prefill, which must be restarted without it."""
 
     def __init__(self, segment: int) -> None:
         super().__init__(f"segment {segment} cannot be read any more")
@@ -49,7 +61,18 @@ class LostRun(Exception):
 
 
 class Buffers:
-    """KV of a whole prompt: keys and values [1, H, T + room, D] per layer, cached runs placed, other rows unset."""
+    """Preallocated KV of a whole prompt: keys and values [1, H, T + room, D] per layer.
+
+    Rows of cached runs are filled by `open`, computed rows by `write`; all others are uninitialised.
+
+    Args:
+        n_tokens: T, the tokens of the prompt.
+        runs: The cached runs in the prompt.
+        source: Where their KV is read from.
+        rope: The rotation of each layer; None where keys carry no position.
+        device: Where the buffers lie.
+        room: Extra rows for the tokens of the answer.
+    """
 
     def __init__(
         self,
@@ -71,7 +94,11 @@ class Buffers:
         return len(self._rope)
 
     def open(self, layer: int) -> None:
-        """Read and place the cached runs of a layer, once; LostRun if one is gone, or of another shape."""
+        """Read the cached runs of a layer and copy them to their rows, rotated; a second call does nothing.
+
+        Raises:
+            LostRun: A run cannot be read any more, or has another shape than the others.
+        """
         if self.keys[layer] is not None or not self._runs:
             return
         found = self._source.read(layer)
@@ -85,16 +112,23 @@ class Buffers:
         self._turn(layer)
 
     def get(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, H, T, D] of a layer."""
+        """Return the keys and values [1, H, T, D] of a layer."""
         keys, values = self.keys[layer], self.values[layer]
         if keys is None or values is None:
             raise RuntimeError(f"Layer {layer} was read before anything was written to it.")
         return keys[:, :, : self.n_tokens], values[:, :, : self.n_tokens]
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Scatter fresh keys [1, H, R, D] and values [1, H, R, Dv] to `rows` int64 [R].
+        """Write freshly computed KV of a layer to its rows.
 
-        LostRun where what was read is of another shape than the model's own.
+        Args:
+            layer: Index of the layer.
+            rows: int64 [R].
+            keys: [1, H, R, D].
+            values: [1, H, R, Dv].
+
+        Raises:
+            LostRun: The cached KV has another shape than the model's own.
         """
         self._allocated(layer, keys[0], values[0], self._runs[0] if self._runs else None)
         all_keys, all_values = self.get(layer)
@@ -108,9 +142,10 @@ class Buffers:
     def _allocated(
         self, layer: int, like_keys: Tensor, like_values: Tensor, run: CachedRun | None
     ) -> tuple[Tensor, Tensor]:
-        """The layer's whole buffers [1, H, T + room, D], made on first use to hold what is like [H, n, D].
+        """Return the layer's buffers [1, H, T + room, D], allocated on first use for tensors like the given [H, n, D].
 
-        LostRun of `run` where they hold what is of another shape: one of the two is no KV of this model.
+        Raises:
+            LostRun: The buffers have another shape than `run`, so one of the two is not KV of this model.
         """
         keys, values = self.keys[layer], self.values[layer]
         if keys is None or values is None:
@@ -125,7 +160,7 @@ class Buffers:
         return keys, values
 
     def _turn(self, layer: int) -> None:
-        """Rotate what was copied to where it stands, all runs at once; rows that do not move turn by zero: exactly."""
+        """Rotate the copied runs to their positions, all at once; rows that do not move rotate by 0, which is exact."""
         layout = self._rope[layer]
         shifted = [run for run in self._runs if run.start]
         if layout is None or not shifted:
@@ -141,12 +176,12 @@ class Buffers:
 
 
 def _alike(buffer: Tensor, part: Tensor) -> bool:
-    """Whether a buffer [1, H, T, D] takes a part [H, n, D]."""
+    """Whether a part [H, n, D] fits a buffer [1, H, T, D]."""
     return buffer.shape[1] == part.shape[0] and buffer.shape[-1] == part.shape[-1]
 
 
 def candidate_rows(runs: Sequence[CachedRun], n_tokens: int) -> Tensor:
-    """Rows int64 [C], sorted, that a policy may choose: those of blended runs, without the prompt's last."""
+    """Return the rows that a policy may recompute, int64 [C], sorted: those of runs with `blend`, but the last row."""
     chosen = torch.zeros(n_tokens, dtype=torch.bool)
     for run in runs:
         chosen[run.lo : run.hi] = run.blend
@@ -155,10 +190,21 @@ def candidate_rows(runs: Sequence[CachedRun], n_tokens: int) -> Tensor:
 
 
 class Fusion:
-    """Which rows flow through which layer of one prefill, and what they leave behind.
+    """The row selection of one fused prefill: decides layer by layer which rows are computed, and stores their KV.
 
-    candidates: int64 [C], sorted, rows of chunks that a policy may choose. rows: int64 [R], sorted, those computed in
-    the current layer. counts: how many of the candidates, per layer.
+    Args:
+        buffers: KV of the whole prompt.
+        positions: int64 [T], the position of every row.
+        runs: The cached runs in the prompt.
+        policy: Chooses the rows to recompute.
+        ratio: Share of the candidate rows to recompute, 0..1.
+        score: float32 [C], what the policy wants to know of each candidate (`Policy.wants`).
+
+    Attributes:
+        candidates: int64 [C], sorted: the rows of cached chunks that the policy may recompute.
+        rows: int64 [R], sorted: the rows computed in the current layer.
+        chosen: int64, the candidates chosen at the policy's check layer.
+        counts: How many candidates were computed, per layer.
     """
 
     def __init__(
@@ -186,15 +232,19 @@ class Fusion:
         self._mask: RowMask | None = None
 
     def needs_check(self, layer: int) -> bool:
-        """Whether `check` must see this layer's K and V of all current rows before `choose`."""
+        """Whether `check` must be given this layer's K and V of all current rows before `choose` is called."""
         return layer > 0 and layer == self.policy.check_layer and len(self._active) > 0
 
     def check(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Measure the deviation of the current rows from the cached KV: keys, values [1, H, R, D] of `rows`."""
+        """Measure how far the current rows' fresh KV, keys and values [1, H, R, D], deviates from the cached KV."""
         self._deviation = self._measure(layer, keys, values)
 
     def choose(self, layer: int) -> Tensor | None:
-        """Settle the rows of `layer`; gives the kept rows' indices into the rows before, None if all stay."""
+        """Choose the rows that are computed in `layer`.
+
+        Returns:
+            int64, indices of the kept rows into the previous layer's rows; None if all are kept.
+        """
         before = self.rows
         if layer >= self.policy.check_layer:
             self._active = self.policy.choose(self.view, layer, self._active, self._deviation)
@@ -209,32 +259,32 @@ class Fusion:
         return torch.searchsorted(before, rows)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take what a layer computed for `rows`: keys, values [1, H, R, D]; gives the layer's whole [1, H, T, D]."""
+        """Store the KV [1, H, R, D] that a layer computed for `rows`, and return the layer's whole KV [1, H, T, D]."""
         if self._is_thinned(layer + 1):
             self._deviation = self._measure(layer, keys, values)
         self.buffers.write(layer, self.rows, keys, values)
         return self.buffers.get(layer)
 
     def keep_last(self) -> Tensor:
-        """Go on with the prompt's last row alone; gives its index into the rows before."""
+        """Drop all rows but the prompt's last; return its index into the previous rows, int64 [1]."""
         last = torch.tensor([len(self.rows) - 1], device=self.rows.device)
         self.rows, self._mask = self.rows[-1:], None
         return last
 
     def mask(self) -> RowMask:
-        """Who sees whom among the current rows; one value for all layers that compute the same rows."""
+        """Return the attention mask of the current rows; layers that compute the same rows share it."""
         if self._mask is None:
             self._mask = RowMask(self.rows, self.positions)
         return self._mask
 
     @property
     def mean_ratio(self) -> float:
-        """Share of the offered rows computed per layer, over the layers from the check layer on."""
+        """Mean share of the candidates that was computed per layer, over the layers from the check layer on."""
         counts = self.counts[self.policy.check_layer :]
         return sum(counts) / (len(counts) * len(self.candidates)) if counts and len(self.candidates) else 0.0
 
     def _is_thinned(self, layer: int) -> bool:
-        """Whether the policy will want to leave rows out in `layer`, by what the layer before it computed."""
+        """Whether the policy will drop rows in `layer`; then the deviation is measured in the layer before."""
         alive, follows = len(self._active), self.policy.check_layer < layer < len(self.buffers)
         return follows and alive > 0 and self.policy.thins(self.view, layer, alive)
 
@@ -242,7 +292,7 @@ class Fusion:
         return torch.cat([self._forced, self.candidates[self._active]]).sort().values
 
     def _measure(self, layer: int, keys: Tensor, values: Tensor) -> Tensor:
-        """Squared L2 distance per offered row over heads and dims, float32 [m], in the order of `_active`."""
+        """Return each active candidate's squared L2 distance from the cached KV, over heads and dims, float32 [m]."""
         old_keys, old_values = self.buffers.get(layer)
         pairs = {"k": [(keys, old_keys)], "v": [(values, old_values)]}
         pairs["kv"] = pairs["k"] + pairs["v"]

@@ -1,6 +1,6 @@
-"""Rows of a prompt's KV as a run of their own, at positions 0..n-1, as all stored KV is (AttentionStore 3.4).
+"""Copies rows out of a prompt's KV as a run at positions 0..n-1, the form in which KV is stored (AttentionStore 3.4).
 
-The rotation runs in float32, once, and touches nothing of the prompt's.
+Keys are rotated once, in float32; the prompt's own KV is not modified.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ from ragfuse.types.kv import ChunkKV, LayerKV, RopeLayout
 
 
 def gathered(kv: ChunkKV, spans: Sequence[tuple[int, int]], rope: Sequence[RopeLayout | None]) -> ChunkKV:
-    """Rows lo:hi of every span, one behind the other. kv: of a prompt whose row i stands at position i; rope by layer.
+    """Return the rows of all spans, concatenated, as KV at positions 0..n-1.
 
-    The result shares no memory with `kv`.
+    Args:
+        kv: KV of a prompt whose row i stands at position i.
+        spans: Rows lo:hi to copy, in order.
+        rope: The rotation of each layer; None where keys carry no position.
+
+    Returns:
+        A copy that shares no memory with `kv`.
     """
     return ChunkKV(tuple(_layer(layer, spans, layout) for layer, layout in zip(kv.layers, rope, strict=True)))
 
@@ -31,7 +37,7 @@ def _layer(layer: LayerKV, spans: Sequence[tuple[int, int]], layout: RopeLayout 
 
 
 def _rows(states: Tensor, spans: Sequence[tuple[int, int]], layout: RopeLayout | None) -> Tensor:
-    """States [H, n, D] of the rows of `spans`, each turned back by as much as it moves."""
+    """Return the rows of `spans` [H, n, D], each rotated by the distance that it moves."""
     parts, at = list[Tensor](), 0
     for lo, hi in spans:
         parts.append(shifted(states[:, lo:hi], at - lo, layout))

@@ -1,8 +1,8 @@
 """Rotary position embedding (RoPE): the only place where keys are rotated.
 
-A cached key was rotated for its place inside the chunk; placing the chunk at `start` rotates it once more by `start`.
-The rotation runs in float32 from the stored original, once, and never touches it (CacheBlend 4.3, footnote 3, and
-appendix A). Which dims are rotated, and how they are paired, the probe finds per layer on the real weights.
+A cached key is rotated for its position inside the chunk; placing the chunk at `start` rotates it by `start` more.
+The rotation runs once, in float32, on a copy of the stored key (CacheBlend 4.3, footnote 3, and appendix A).
+`ragfuse.hf.probe` finds per layer which dims are rotated and how they are paired, on the model's real weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def angles(layout: RopeLayout, delta: int | Tensor, device: torch.device) -> tup
 
 
 def place(out: Tensor, keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeLayout) -> None:
-    """Write `keys`, rotated by ready `angles`, into `out`, which may be `keys` itself.
+    """Write `keys`, rotated by precomputed `angles`, into `out`, which may be `keys` itself.
 
     Args:
         out: [..., n, D], the same dtype as `keys`.
@@ -53,7 +53,7 @@ def place(out: Tensor, keys: Tensor, shift: tuple[Tensor, Tensor], layout: RopeL
 
 
 def shifted(keys: Tensor, delta: int, layout: RopeLayout | None) -> Tensor:
-    """Return a copy of keys [..., n, D] shifted by `delta` positions; with layout None they carry no position."""
+    """Return a copy of keys [..., n, D] shifted by `delta` positions; layout None means that they carry no position."""
     out = keys.clone()
     if layout is not None and delta != 0:
         place(out, keys, angles(layout, delta, keys.device), layout)
@@ -71,8 +71,8 @@ def shifted_rows(states: Tensor, positions: Tensor, layout: RopeLayout | None) -
 def rotate_in_place(tensor: Tensor, layout: RopeLayout | None, sign: int) -> Tensor:
     """Shift token i of a run by `sign * i` positions and return the tensor.
 
-    With -1 all keys stand at position 0, where channels are steadier, so that codecs pack them better; 1 undoes it.
-    The rotation is an isometry: it adds no loss of its own.
+    Sign -1 moves all keys to position 0, where a channel varies less from token to token, so codecs pack it better;
+    sign 1 undoes it. The rotation is an isometry: it adds no loss of its own.
 
     Args:
         tensor: float32 [H, n, D], overwritten.

@@ -12,9 +12,19 @@ from ragfuse.hf.model import HFModel
 
 
 def random_model(shape: Mapping[str, object], dtype: str, device: str = "cpu", seed: int = 0) -> HFModel:
-    """A model with the config `shape` (transformers' names, "model_type" first), weights drawn from `seed`.
+    """Return a model of a given shape with random weights.
 
-    Built where and as it will run: an 8B model in bfloat16 takes 16 GB of the device and next to nothing elsewhere.
+    It is built directly on the device in its dtype: an 8B model in bfloat16 takes 16 GB there and almost nothing of
+    the host's memory.
+
+    Args:
+        shape: The config, in transformers' names, "model_type" included.
+        dtype: Name of the dtype, such as "bfloat16".
+        device: Where it runs.
+        seed: Of the weights.
+
+    Raises:
+        ModelError: A CUDA device is wanted, but torch sees none.
     """
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError(f"Wanted device '{device}', but torch sees no CUDA device here. Use --device cpu.")

@@ -1,6 +1,7 @@
-"""Cache layers that take rows at indices while a prompt is fused, and grow in place while an answer is written.
+"""A transformers cache that writes rows at any index during a fused prefill and appends rows while decoding.
 
-Stretches of rows may stand outside, once for several caches (`hf/common.py`): the buffers hold the rows between them.
+Ranges of rows that several caches have in common can be stored once, outside the caches (`hf/common.py`); the buffers
+of a cache then hold only the rows between these ranges.
 """
 
 from __future__ import annotations
@@ -17,20 +18,26 @@ from ragfuse.fuse.attend import KV, Ragged
 from ragfuse.fuse.fusor import Buffers
 
 GROWTH_ROWS = 64
-"""Rows that a layer grows by at least when it is full."""
+"""The least number of rows that a full layer grows by."""
 
 
 class Taker(Protocol):
-    """Receives what a layer computed during a fused prefill and returns the layer's whole KV."""
+    """A receiver of the KV that each layer computes during a fused prefill."""
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """keys, values [1, H, R, D] of the rows in flight -> [1, H, T, D]."""
+        """Store the KV [1, H, R, D] of the rows in flight, and return the layer's whole KV [1, H, T, D]."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class FrozenRows:
-    """KV [1, H, n, D] of a prompt's rows from `lo` on, written by nobody any more. owner: what is there as long."""
+    """A range of a prompt's rows that never changes again and that several caches may share.
+
+    Args:
+        lo: First row of the range.
+        kv: Their KV [1, H, n, D].
+        owner: The object whose lifetime keeps the range shared.
+    """
 
     lo: int
     kv: KV
@@ -43,9 +50,15 @@ class FrozenRows:
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer's KV [B, H, length, D] in buffers with room to grow; a full-attention layer to transformers.
+    """One layer's KV [B, H, length, D] in growable buffers; transformers sees a full-attention layer.
 
-    common: stretches of its rows, by row, that the buffers lack; whoever wants the KV whole makes it so (`gather`).
+    Args:
+        layer: Index of the layer.
+        taker: Receives the KV during a fused prefill; None: rows are appended.
+
+    Attributes:
+        length: Rows held.
+        common: Ranges of rows, in order, that are stored outside the buffers; `gather` copies them back.
     """
 
     is_sliding = False
@@ -57,29 +70,33 @@ class RowLayer(CacheLayerMixin):
         self.common: tuple[FrozenRows, ...] = ()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Empty buffers like the given states."""
+        """Create empty buffers with the dtype, device and shape of the given states."""
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
 
     def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Take over buffers [B, H, >= length, D]."""
+        """Use the given buffers [B, H, >= length, D], of which the first `length` rows are filled."""
         self.keys, self.values, self.length, self.is_initialized = keys, values, length, True
         self.common = ()
 
     def share(self, stretches: Sequence[FrozenRows]) -> None:
-        """Let go of rows that stand outside from now on: one stretch after the other, none up to the last row."""
+        """Drop rows from the buffers that are stored outside from now on.
+
+        Args:
+            stretches: The ranges, in order of their rows; none may include the last row.
+        """
         keys, values = self.whole()
         self.common = tuple(stretches)
         self.keys, self.values = (self._with_room(_between(states, stretches)) for states in (keys, values))
 
     def gather(self) -> None:
-        """Hold all rows in buffers of its own again, those too that were taken back and may yet be revealed."""
+        """Copy all rows back into its own buffers, also those past `length`, which may still be used."""
         if self.common:
             self.keys, self.values = self._with_frozen(self.keys, 0), self._with_frozen(self.values, 1)
             self.common = ()
 
     def whole(self) -> KV:
-        """All rows [B, H, length, D]: views, or a copy where some stand outside."""
+        """Return all rows [B, H, length, D]: views, or a copy if some are stored outside."""
         own = self.own
         keys, values = self.keys[:, :, :own], self.values[:, :, :own]
         if not self.common:
@@ -87,7 +104,7 @@ class RowLayer(CacheLayerMixin):
         return self._with_frozen(keys, 0), self._with_frozen(values, 1)
 
     def rows(self, lo: int, hi: int) -> KV:
-        """Rows lo:hi [B, H, hi - lo, D]: views, or a copy where some of them stand outside."""
+        """Return rows lo:hi [B, H, hi - lo, D]: views, or a copy if some of them are stored outside."""
         outside = 0
         for stretch in self.common:
             if stretch.lo < hi and lo < stretch.hi:
@@ -98,17 +115,17 @@ class RowLayer(CacheLayerMixin):
         return self.keys[:, :, lo:hi], self.values[:, :, lo:hi]
 
     def held(self) -> list[KV]:
-        """All rows in stretches: its own, then those that stand outside."""
+        """Return all rows in parts, without a copy: those in its buffers, then those stored outside."""
         own = self.own
         return [(self.keys[:, :, :own], self.values[:, :, :own]), *(stretch.kv for stretch in self.common)]
 
     @property
     def own(self) -> int:
-        """Rows in the buffers."""
+        """Number of rows in its own buffers."""
         return self.length - sum(stretch.hi - stretch.lo for stretch in self.common)
 
     def _with_frozen(self, own: Tensor, which: int) -> Tensor:
-        """Own rows and stretches, each where it stands; which: keys (0) or values (1)."""
+        """Return its own rows and those stored outside, in the order of the prompt; which: keys (0) or values (1)."""
         parts, at, taken = list[Tensor](), 0, 0
         for stretch in self.common:
             free = stretch.lo - at
@@ -117,14 +134,14 @@ class RowLayer(CacheLayerMixin):
         return torch.cat([*parts, own[:, :, taken:]], 2)
 
     def _with_room(self, parts: Sequence[Tensor]) -> Tensor:
-        """Buffers that begin with the parts."""
+        """Return a buffer that begins with the parts and has room for `GROWTH_ROWS` more rows."""
         size = sum(part.shape[2] for part in parts)
         made = parts[0].new_empty(*parts[0].shape[:2], size + GROWTH_ROWS, parts[0].shape[3])
         torch.cat(list(parts), 2, out=made[:, :, :size])
         return made
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> KV:
-        """While fusing: hand over the rows in flight. Afterwards: append. Gives the whole KV either way."""
+        """Pass the rows to the taker during a fused prefill, append them afterwards; return the whole KV."""
         if self.taker is not None:
             return self.taker.take(self.layer, key_states, value_states)
         self.gather()
@@ -132,7 +149,7 @@ class RowLayer(CacheLayerMixin):
         return self.whole()
 
     def append(self, key_states: Tensor, value_states: Tensor) -> None:
-        """New rows at the end."""
+        """Append rows [B, H, n, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         own, count = self.own, key_states.shape[2]
@@ -151,50 +168,54 @@ class RowLayer(CacheLayerMixin):
             setattr(self, name, new)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys after this step, 0)."""
+        """Return (number of keys after this step, offset 0), as transformers asks for its masks."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Rows held; 0 while fusing, so that masks and positions are made for a whole prompt."""
+        """Return the rows held; 0 during a fused prefill, so that transformers makes masks for a whole prompt."""
         return 0 if self.taker is not None else self.length
 
     def get_max_length(self) -> int:
-        """No maximum."""
+        """Return -1: there is no maximum."""
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` rows."""
+        """Drop the last `abs(tokens_to_remove)` rows."""
         self.gather()
         self.length -= abs(tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop all rows."""
         self.length, self.common = 0, ()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows of the batch in a new order, for beam search."""
+        """Reorder the batch dimension, for beam search."""
         self.batch_select_indices(beam_idx.to(self.keys.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row of the batch `repeats` times."""
+        """Repeat every batch element `repeats` times."""
         self.gather()
         self.keys = self.keys.repeat_interleave(repeats, dim=0)
         self.values = self.values.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these rows of the batch."""
+        """Keep only these batch elements."""
         self.gather()
         self.keys, self.values = self.keys[indices], self.values[indices]
 
 
 class RowCache(Cache):
-    """A cache of `RowLayer`s."""
+    """A transformers cache whose layers are `RowLayer`s."""
 
     def __init__(self, n_layers: int, taker: Taker | None = None) -> None:
         super().__init__(layers=[RowLayer(layer, taker) for layer in range(n_layers)])
 
     def fill(self, buffers: Buffers) -> None:
-        """Take over the KV of a fused prompt; from now on the layers append."""
+        """Take over the KV of a fused prompt; from now on new rows are appended.
+
+        Raises:
+            RuntimeError: A layer has no KV, because the prefill did not complete.
+        """
         for index, layer in enumerate(self.layers):
             keys, values = buffers.keys[index], buffers.values[index]
             if keys is None or values is None:
@@ -203,13 +224,13 @@ class RowCache(Cache):
             layer.fill(keys, values, buffers.n_tokens)
 
     def adopt(self, other: DynamicCache) -> None:
-        """Take over what a plain forward left in a cache of transformers."""
+        """Take over the tensors of a transformers cache, without a copy."""
         for layer, source in zip(self.layers, other.layers, strict=True):
             layer.fill(source.keys, source.values, source.keys.shape[2])
 
     @property
     def is_apart(self) -> bool:
-        """Whether some of its rows stand outside."""
+        """Whether some of its rows are stored outside its buffers."""
         return any(layer.common for layer in self.layers)
 
     @property
@@ -224,10 +245,16 @@ class RowCache(Cache):
 
 
 class JointLayer(RowLayer):
-    """One layer of several caches, as one of all their rows, for one step: each keeps what is its own.
+    """One layer of several caches, presented to transformers as one batch for one decoding step.
 
-    is_padded: gives the KV of all, zeros before the shorter ones [sum B, H, longest, D]. Else it leaves in `ragged`
-    where each one's KV stands, and gives back what it was given.
+    Each cache appends its own new rows and keeps its own KV.
+
+    Args:
+        layer: Index of the layer.
+        parts: That layer of every cache.
+        ragged: Batch sizes of the caches; receives the KV of each.
+        is_padded: True: `update` returns all KV [sum B, H, longest, D], shorter caches padded with leading zeros.
+            False: it stores the KV of each cache in `ragged` and returns its arguments.
     """
 
     def __init__(self, layer: int, parts: Sequence[RowLayer], ragged: Ragged, is_padded: bool) -> None:
@@ -236,7 +263,7 @@ class JointLayer(RowLayer):
         self.length, self.is_initialized = max(part.length for part in parts), True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-        """Every cache takes its own new rows."""
+        """Append to every cache its own new rows."""
         sizes = self._ragged.sizes
         news = zip(self._parts, torch.split(key_states, sizes), torch.split(value_states, sizes), strict=True)
         self._ragged.newest = key_states
@@ -251,7 +278,7 @@ class JointLayer(RowLayer):
 
 
 class JointCache(Cache):
-    """Several caches as one, for one step of all their rows; see `JointLayer`."""
+    """Several caches presented as one batch for one decoding step; see `JointLayer`."""
 
     def __init__(self, caches: Sequence[RowCache], ragged: Ragged, is_padded: bool) -> None:
         each = zip(*(cache.layers for cache in caches), strict=True)
@@ -259,11 +286,11 @@ class JointCache(Cache):
 
 
 def _stacked(states: Sequence[Tensor], longest: int) -> Tensor:
-    """Zeros before the shorter ones."""
+    """Concatenate along the batch, shorter ones padded with leading zeros."""
     return torch.cat([torch.nn.functional.pad(each, (0, 0, longest - each.shape[2], 0)) for each in states])
 
 
 def _between(states: Tensor, stretches: Sequence[FrozenRows]) -> list[Tensor]:
-    """The rows of [B, H, T, D] that no stretch covers."""
+    """Return the rows of [B, H, T, D] that none of the ranges covers."""
     stops, starts = [*(stretch.lo for stretch in stretches), states.shape[2]], [0, *(each.hi for each in stretches)]
     return [states[:, :, start:stop] for start, stop in zip(starts, stops, strict=True)]

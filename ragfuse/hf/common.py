@@ -1,7 +1,7 @@
-"""KV that several prompts hold alike stands in memory once, for as long as one of them is there.
+"""Shares identical KV between prompts that are answered at the same time, so that it is in memory once.
 
-Prompt Cache, section 3.4 (batches that share modules). It is read once for all of them too, where their newest rows
-are computed together (`fuse.attend.attend_ragged`).
+It follows Prompt Cache, section 3.4 (batches that share modules). Attention also reads shared KV only once for all
+prompts that are decoded in one batch (`fuse.attend.attend_ragged`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ragfuse.hf.cache import FrozenRows, RowCache, RowLayer
 from ragfuse.process.fork import ForkLock
 
 MIN_SHARED_ROWS = 64
-"""Rows of a stretch that is worth standing apart: a layer attends over each for itself."""
+"""The least rows of a span that is shared: each shared span costs one more attention call per layer."""
 
 
 @dataclass(frozen=True)
 class SharedSpan:
-    """Rows lo:hi of a prompt; prompts with the same `name` hold the same KV there, bit by bit."""
+    """Rows lo:hi of a prompt whose KV is bit-identical in all prompts that have a span of the same `name`."""
 
     lo: int
     hi: int
@@ -36,22 +36,25 @@ class _Rows:
 
 
 class SharedKV:
-    """What prompts that are being answered hold alike. Thread-safe."""
+    """The KV that prompts being answered have in common; freed with the last of them. Thread-safe."""
 
     def __init__(self) -> None:
         self._rows: WeakValueDictionary[Hashable, _Rows] = WeakValueDictionary()
         self._lock = ForkLock()
 
     def __len__(self) -> int:
-        """Stretches that are there now."""
+        """Number of shared spans in memory."""
         return len(self._rows)
 
     def share(self, cache: RowCache, spans: Sequence[SharedSpan], windows: Sequence[int | None]) -> None:
-        """Let a prompt's cache hold these spans, which rise, as others do; the first one's rows are taken for all.
+        """Replace spans of a prompt's cache by the KV that other prompts hold already; the first prompt's is copied.
 
-        windows: by layer; where one sees only the latest rows, they stay together.
+        Args:
+            cache: KV of the prompt.
+            spans: Its spans, in order.
+            windows: Sliding window of each layer; layers that have one are not shared.
         """
-        last = cache.length - 1  # it is computed anew in every prompt, and taken back before an answer begins
+        last = cache.length - 1  # every prompt computes its last row, which is dropped before an answer begins
         meant = [SharedSpan(each.lo, min(each.hi, last), (each.name, min(each.hi, last) - each.lo)) for each in spans]
         meant = [span for span in meant if span.hi - span.lo >= MIN_SHARED_ROWS]
         if not meant:
@@ -65,7 +68,7 @@ class SharedKV:
 
 
 def _stretch(layer: RowLayer, span: SharedSpan, rows: _Rows) -> FrozenRows:
-    """A span of a layer as it stands outside: copied, where this is the first prompt that has it."""
+    """Return the shared KV of a span in one layer, copied from this prompt if it is the first that has it."""
     found = rows.layers.get(layer.layer)
     if found is None:
         keys, values = (states[:, :, span.lo : span.hi].clone() for states in (layer.keys, layer.values))
@@ -74,7 +77,7 @@ def _stretch(layer: RowLayer, span: SharedSpan, rows: _Rows) -> FrozenRows:
 
 
 def give_back() -> None:
-    """Let the system have what was freed: glibc keeps it for the thread that did, and each answer is one's own."""
+    """Return freed memory to the system: glibc keeps it per thread, and every answer runs in a thread of its own."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

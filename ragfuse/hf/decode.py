@@ -1,12 +1,12 @@
-"""One step over many requests: what is decoded at the same time on one model is computed together.
+"""Continuous batching: requests that are decoded at the same time on one model share its forward passes.
 
-Every request runs transformers' own `generate` in a thread of its own, with its own cache. What `generate` takes for
-the model's forward posts one step here and waits; a thread runs one forward of the model over all posted ones, each
-over its own KV, of which nothing is copied or padded where the family takes an attention of ours. So a request joins
-and leaves between two tokens. The model's lock is held for each step alone: prefills get in between.
+Every request runs transformers' `generate` in its own thread with its own cache. The forward that `generate` calls
+posts one step here and waits; a worker thread runs one forward over all posted steps, each over its own KV. KV is
+neither copied nor padded if the model takes our attention function. So requests join and leave between two tokens. The
+model's lock is held per step, so prefills run in between.
 
-What is decoded alone takes the model's plain forward in its own thread, as ever. So does what cannot be shared: a
-state that is no KV per token, several rows at a time, hidden states that are asked for.
+A request that is alone runs the plain forward in its own thread. So do steps that cannot be shared: those of a model
+whose state is not KV per token, of several tokens at a time, or with hidden states requested.
 """
 
 from __future__ import annotations
@@ -35,21 +35,25 @@ from ragfuse.process.fork import at_fork
 log = logging.getLogger("ragfuse.hf")
 
 PATIENCE_S = 0.02
-"""Most requests choose a token in less; waiting so long for one costs the others little."""
+"""Seconds that a shared step waits for a request that is choosing its token; most take less."""
 FAILURES = 3
-"""Steps that failed together and not one by one, after which this model's steps are shared no more."""
+"""Number of steps that failed together but not one by one, after which this model's steps are no longer shared."""
 NEEDED = frozenset({"input_ids", "position_ids", "past_key_values", "attention_mask", "use_cache", "return_dict"})
 HARMLESS = frozenset({"logits_to_keep"})
-"""Arguments of a forward that a shared one makes for all; any other that says something is for its request alone."""
+"""Arguments of a forward that can be shared, with `NEEDED`; a step with any other argument set runs alone."""
 
 Forward = Callable[..., Any]
 
 
 @dataclass(eq=False)
 class Member:
-    """A request that is being decoded. wiring: None where its family attends by itself, and KV is padded for a step.
+    """A request that is being decoded and can share steps.
 
-    is_late: it let others wait, so nobody waits for it until it is there again. is_posted: it waits for a step.
+    Args:
+        cache: Its KV.
+        wiring: How our attention hooks into the model; None if the model attends by itself and KV must be padded.
+        is_late: It did not post a step in time, so the others do not wait for it until it posts again.
+        is_posted: It has posted a step and waits for it.
     """
 
     cache: RowCache
@@ -60,7 +64,7 @@ class Member:
 
 @dataclass(eq=False)
 class Step:
-    """One forward of one request, int64 [B, 1], that may be shared."""
+    """A forward of one request over ids int64 [B, 1] that can be run together with others."""
 
     member: Member
     arguments: Mapping[str, Any]
@@ -79,14 +83,14 @@ class Step:
         return ids
 
     def run(self) -> None:
-        """Alone; what goes wrong is its own."""
+        """Run this step alone and keep its output or error."""
         try:
             self.output = self.forward(**self.arguments)
         except BaseException as error:
             self.error = error
 
     def take(self) -> Any:
-        """What came of it, once it is done."""
+        """Wait for the step, and return its output or raise its error."""
         self.done.wait()
         if self.error is not None:
             raise self.error
@@ -94,11 +98,15 @@ class Step:
 
 
 class Batcher:
-    """The steps of all who decode on one model, under its lock. Thread-safe.
+    """The scheduler of all decoding steps of one model, under its lock. Thread-safe.
 
-    steps, rows: forwards so far that were shared, and rows in them. patience_s: seconds that a step waits for a request
-    that is choosing its token, or as long as the last step took, if that is more. Its thread is there
-    while requests share steps.
+    Its worker thread exists only while requests share steps.
+
+    Attributes:
+        steps: Number of shared forwards so far.
+        rows: Number of batch rows in them.
+        patience_s: Seconds that a step waits for a request that is choosing its token; longer if the last step took
+            longer.
     """
 
     def __init__(self, model: PreTrainedModel, lock: FairLock) -> None:
@@ -110,7 +118,7 @@ class Batcher:
         at_fork(self)
 
     def renew(self) -> None:
-        """Nobody decodes: whoever did is a thread of the process that was forked."""
+        """Reset to no requests, in a forked child: the threads that decode belong to the parent process."""
         self._changed = threading.Condition()
         self._members: set[Member] = set()
         self._alone = 0
@@ -119,18 +127,22 @@ class Batcher:
 
     @property
     def active(self) -> int:
-        """Requests that are being decoded now."""
+        """Number of requests that are being decoded now."""
         with self._changed:
             return len(self._members) + self._alone
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is decoded; False if that took too long. For what is in no hurry."""
+        """Wait until nothing is decoded, for background work.
+
+        Returns:
+            False if requests were still being decoded after `timeout_s` seconds.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: not self._members and not self._alone, timeout_s)
 
     @contextmanager
     def member(self, cache: RowCache | None, wiring: Wiring | None) -> Iterator[Member | None]:
-        """A request while it is decoded; None for one that cannot share a step."""
+        """Register a request while it is decoded; yields None for a request without cache, which cannot share steps."""
         member = Member(cache, wiring) if cache is not None else None
         with self._changed:
             self._alone += member is None
@@ -146,7 +158,13 @@ class Batcher:
                 self._changed.notify_all()
 
     def step(self, member: Member | None, forward: Forward, arguments: Mapping[str, Any]) -> Any:
-        """What the forward gives: computed with what others ask for now where both can, else alone."""
+        """Run one forward, together with the steps of other requests if possible, and return its output.
+
+        Args:
+            member: The request; None: the step runs alone.
+            forward: The model's forward, for a step that runs alone.
+            arguments: Keyword arguments of the forward.
+        """
         if member is not None and not self._lock.is_mine and _can_share(member, arguments):
             step = self._post(Step(member, arguments, forward))
             if step is not None:
@@ -155,7 +173,7 @@ class Batcher:
             return undrawn(partial(forward, **arguments))
 
     def _post(self, step: Step) -> Step | None:
-        """Let it be computed with others; None where there are none."""
+        """Post a step to be run with others; return None if there are no others or sharing has failed too often."""
         with self._changed:
             if len(self._members) == 1 or self._failures >= FAILURES:
                 return None
@@ -170,7 +188,7 @@ class Batcher:
                 self._changed.notify_all()
             return step
 
-    # the thread
+    # the worker thread
 
     def _work(self) -> None:
         while self._is_due():
@@ -178,7 +196,7 @@ class Batcher:
                 began, steps = time.perf_counter(), self._taken()
                 try:
                     self._run(steps)
-                except BaseException as error:  # of nobody in particular: all shall hear of it, and none wait on
+                except BaseException as error:  # of no single request: raise it in all, so that none waits forever
                     _fail(steps, error)
             with self._changed:
                 self._since_s = time.perf_counter()
@@ -187,7 +205,7 @@ class Batcher:
                 step.done.set()
 
     def _is_due(self) -> bool:
-        """Wait for the next step; False when nobody is left, and the thread is gone."""
+        """Wait until the next step is due; return False when no request is left, and the worker thread ends."""
         with self._changed:
             while self._members or self._posted:
                 left = None
@@ -201,11 +219,11 @@ class Batcher:
 
     @property
     def _missing(self) -> bool:
-        """Whether a request is waited for."""
+        """Whether a request that is not late has not posted its step yet."""
         return any(not member.is_posted and not member.is_late for member in self._members)
 
     def _taken(self) -> list[Step]:
-        """All that wait now; who does not is late."""
+        """Take all posted steps, and mark the requests without one as late."""
         with self._changed:
             steps, self._posted = self._posted, []
             for member in self._members:
@@ -215,7 +233,7 @@ class Batcher:
             return steps
 
     def _run(self, steps: Sequence[Step]) -> None:
-        """All of them, together where they are several; what fails together is tried one by one."""
+        """Run steps, several of them together; if that fails, run them one by one."""
         with torch.no_grad(), self._model._optimize_model_for_decode():
             if len(steps) == 1 and not steps[0].member.cache.is_apart:
                 steps[0].run()
@@ -243,7 +261,7 @@ class Batcher:
         self.steps, self.rows = self.steps + 1, self.rows + sum(ragged.sizes)
 
     def _logits(self, steps: Sequence[Step], ragged: Ragged) -> Tensor:
-        """Of one forward: [sum B, 1, V]."""
+        """Run one forward over all steps and return its logits [sum B, 1, V]."""
         wiring = None if self._pads else steps[0].member.wiring
         caches, arguments = [step.member.cache for step in steps], self._arguments(steps)
         arguments["past_key_values"] = JointCache(caches, ragged, is_padded=wiring is None)
@@ -254,7 +272,7 @@ class Batcher:
         return logits
 
     def _arguments(self, steps: Sequence[Step]) -> dict[str, Any]:
-        """What all of them are asked for, as one batch."""
+        """Return the forward arguments of all steps as one batch."""
         one = steps[0].arguments
         arguments = {name: one[name] for name in ("use_cache", "return_dict", "logits_to_keep") if name in one}
         for name in ("input_ids", "position_ids"):
@@ -264,7 +282,7 @@ class Batcher:
 
 
 def _can_share(member: Member, arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward is one new token over the member's own cache, and nothing else is asked for."""
+    """Whether a forward computes one new token over the member's own cache and requests no other output."""
     ids = arguments.get("input_ids")
     if arguments.get("past_key_values") is not member.cache or not isinstance(ids, Tensor) or ids.shape[1] != 1:
         return False
@@ -278,13 +296,13 @@ def _fail(steps: Sequence[Step], error: BaseException) -> None:
 
 
 def _take_back(steps: Sequence[Step]) -> None:
-    """Let every cache hold what it held before."""
+    """Reset every cache to its length before the step."""
     for step in steps:
         step.member.cache.length = step.length
 
 
 def _padding(caches: Sequence[RowCache], sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Which rows are there, the new ones too: int64 [sum B, longest + 1], zeros before the shorter ones."""
+    """Return the padding mask, new rows included: int64 [sum B, longest + 1], leading zeros for shorter caches."""
     longest = max(cache.length for cache in caches)
     mask = torch.ones(sum(sizes), longest + 1, dtype=torch.int64, device=device)
     for rows, cache in zip(torch.split(mask, list(sizes)), caches, strict=True):

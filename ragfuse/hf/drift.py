@@ -1,4 +1,5 @@
-"""A model's drift as a file in its folder, bound to the weights that it was measured on."""
+"""Reads and writes a model's drift (`fuse/drift.py`) as a file in its folder, bound to the weights it was measured
+on."""
 
 from __future__ import annotations
 
@@ -16,15 +17,18 @@ from ragfuse.types.kv import ChunkKV, LayerKV
 
 DRIFT_FILE = "drift.safetensors"
 SAMPLE = 16
-"""Values of every weight that stand in the file."""
+"""Number of values of every weight that are stored in the file, to recognise the weights."""
 ROUNDING = 2.0**-7
-"""What two dtypes may make of one weight."""
+"""Relative difference of a weight between two dtypes that still counts as the same."""
 
 
 def read_drift(folder: Path, model: PreTrainedModel) -> ChunkKV | None:
-    """The drift in a model's folder, on its device, None where there is none.
+    """Return the drift in a model's folder, on the model's device; None if there is none.
 
-    ModelError if it is damaged, of another model's shape, or measured on other weights. Read it before packing.
+    Call it before the model's weights are packed.
+
+    Raises:
+        ModelError: It is damaged, of another model's shape, or was measured on other weights.
     """
     path = folder / DRIFT_FILE
     if not path.is_file():
@@ -47,7 +51,7 @@ def read_drift(folder: Path, model: PreTrainedModel) -> ChunkKV | None:
 
 
 def write_drift(folder: Path, drift: ChunkKV, model: PreTrainedModel) -> None:
-    """Put the drift of a model into a folder, where `load_model` finds it."""
+    """Write the drift of a model to a folder, where `load_model` finds it."""
     named = {f"keys.{i}": layer.keys for i, layer in enumerate(drift.layers)}
     named |= {f"values.{i}": layer.values for i, layer in enumerate(drift.layers)}
     save_file(
@@ -60,7 +64,7 @@ def _shapes(layer: LayerKV) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _shapes_of(model: PreTrainedModel) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Of one row of every layer's KV; none where the model's state is not KV per token."""
+    """Return the shapes of one row of KV in every layer; none if the model's state is not KV per token."""
     one = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     try:
         return [_shapes(layer) for layer in probe.plain_kv(model, one, one[0])]
@@ -69,7 +73,7 @@ def _shapes_of(model: PreTrainedModel) -> list[tuple[tuple[int, ...], tuple[int,
 
 
 def _sample(model: PreTrainedModel) -> Tensor:
-    """A few values of every weight, by name: float32 [n]."""
+    """Return a few values of every weight, in the order of their names: float32 [n]."""
     weights = sorted(model.state_dict().items())
     flat = [weight.detach().reshape(-1) for _, weight in weights if weight.is_floating_point()]
     return torch.cat([each[:: max(1, each.numel() // SAMPLE)][:SAMPLE].float().cpu() for each in flat])

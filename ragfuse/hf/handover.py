@@ -1,10 +1,10 @@
-"""From a finished prefill to `generate`, with everything transformers offers there.
+"""Continues a finished prefill with transformers' own `generate`.
 
-`generate` gets the whole prompt's ids and a cache that lacks only the last row; its first forward is answered with the
-logits that the prefill already computed, and reveals that row. So nothing is computed twice, and sampling, stop
-strings, streamers, beams and logits processors work as ever. Its other forwards are steps of `decode.py`.
+`generate` gets the ids of the whole prompt and a cache without the last row. Its first forward returns the logits that
+the prefill computed and adds that row back, so nothing is computed twice, and sampling, stop strings, streamers, beams
+and logits processors work as usual. Its other forwards are decoding steps of `hf/decode.py`.
 
-`generate` is called on a copy of the model object that shares all but its forward: so many can run at the same time.
+`generate` is called on a shallow copy of the model object with its own forward, so that many can run at the same time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ log = logging.getLogger("ragfuse.hf")
 
 
 class Streamer(Protocol):
-    """What transformers hands the tokens to as they come."""
+    """A receiver of generated tokens, as transformers calls it."""
 
     def put(self, value: Tensor) -> None:
-        """The prompt's ids first, then one step's after the other."""
+        """Receive the prompt's ids first, then the ids of each step."""
         ...
 
     def end(self) -> None:
-        """No more will come."""
+        """End the stream: no more tokens will come."""
         ...
 
 
@@ -52,7 +52,7 @@ UNUSABLE = (
     "cache_implementation",
     "past_key_values",
 )
-"""Options of `generate` that bring or need a cache of their own."""
+"""Options of `generate` that need another cache than the prefilled one; they are rejected."""
 HANDOVER_OPTIONS = (
     "inputs",
     "input_ids",
@@ -62,7 +62,7 @@ HANDOVER_OPTIONS = (
     "streamer",
     "stopping_criteria",
 )
-"""Options of `generate` that the hand-over sets."""
+"""Options of `generate` that this module sets itself; callers may not pass them."""
 
 
 def generate(
@@ -73,11 +73,24 @@ def generate(
     stopping: Sequence[StoppingCriteria] = (),
     seed: int | None = None,
 ) -> list[list[int]]:
-    """New token ids per returned sequence. options: those of transformers' `generate`; the prefill is used up.
+    """Generate an answer to a prefilled prompt; consumes the prefill.
 
-    What other threads generate on the model at the same time is computed together with it, see `decode.py`. The same
-    seed draws the same numbers, whatever runs beside it. Stop strings, those of a generation config too, count in what
-    is new alone.
+    Requests that run on the model at the same time share decoding steps (`hf/decode.py`).
+
+    Args:
+        model: The model.
+        prefill: The prompt.
+        options: Options of transformers' `generate`. Stop strings, also those of a generation config, are searched in
+            the new text only.
+        streamer: Receives the tokens as they come.
+        stopping: Further stopping criteria.
+        seed: Of sampling; the result does not depend on what runs at the same time. None: torch's global state.
+
+    Returns:
+        The new token ids of each returned sequence.
+
+    Raises:
+        SettingsError: An option would bypass the prefilled cache.
     """
     _refuse(options)
     ids = torch.tensor([list(prefill.token_ids)], device=model.device)
@@ -99,7 +112,7 @@ def generate(
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """SettingsError for what would bypass the prefilled cache, in the options or in their `generation_config`."""
+    """Raise SettingsError for options, or their `generation_config`, that would bypass the prefilled cache."""
     config = options.get("generation_config")
     given = {**(vars(config) if config is not None else {}), **options}
     for name in UNUSABLE:
@@ -118,23 +131,25 @@ def _refuse(options: Mapping[str, Any]) -> None:
 
 
 def _goes_on(model: HFModel, prefill: Prefill, options: Mapping[str, Any]) -> bool:
-    """Whether an answer goes on from the prompt's state; several at once compute the prompt, each for itself."""
+    """Whether to continue from the prompt's state; with several sequences or beams the prompt is computed anew."""
     several = (told(name, options, model) for name in ("num_beams", "num_return_sequences"))
     return prefill.state is not None and all(int(number or 1) == 1 for number in several)
 
 
 def _lacking_one(cache: RowCache | None) -> RowCache | None:
-    """The cache without the last row of its prompt; None where a model's state is no KV per token."""
+    """Hide the last row of the prompt in its cache and return it; None if the model's state is not KV per token."""
     if cache is not None:
         cache.length -= 1
     return cache
 
 
 def sharing(model: HFModel, prefill: Prefill) -> tuple[RowCache | None, Wiring | None]:
-    """How a request takes part in shared steps: its cache, and the wiring where attention of ours is taken.
+    """Return how a request can share decoding steps with others.
 
-    No cache: not at all. Some rotations go by the longest of all prompts, some layers hold a state that is not KV, and
-    biases by position are one prompt's own.
+    Returns:
+        (cache, wiring). A cache of None: it cannot share steps, because a rotation depends on the longest prompt of
+        the batch, a layer's state is not KV, or ALiBi biases were made for this prompt's gaps. A wiring of None: the
+        model does not take our attention function, so KV is padded for a shared step.
     """
     wiring = model.wiring
     if wiring is not None and wiring.biases_at(prefill.positions) is not None:
@@ -150,30 +165,31 @@ def sharing(model: HFModel, prefill: Prefill) -> tuple[RowCache | None, Wiring |
 
 
 def _gapped(model: HFModel, prefill: Prefill) -> dict[str, Tensor]:
-    """The positions int64 [1, T] of a prompt that leaves some free; nothing where `generate` counts right by itself."""
+    """Return `position_ids` int64 [1, T] for a prompt whose positions have gaps; else `generate` needs none."""
     if prefill.positions is None or not probe.takes_positions(model.model):
         return {}
     return {"position_ids": prefill.positions[None].to(model.device)}
 
 
 def told(name: str, options: Mapping[str, Any], model: HFModel) -> Any:
-    """An option of `generate`: given itself, in a generation config, or the model's own."""
+    """Return an option of `generate`: from `options`, else their `generation_config`, else the model's own config."""
     configs = (options.get("generation_config"), model.model.generation_config)
     found = (options.get(name), *(getattr(config, name, None) for config in configs))
     return next((value for value in found if value is not None), None)
 
 
 def stop_strings_of(options: Mapping[str, Any], model: HFModel) -> tuple[str, ...]:
-    """The stop strings that options, their generation config or the model's own name."""
+    """Return the stop strings of the options, else of their generation config, else of the model's own."""
     found = told("stop_strings", options, model) or ()
     return (found,) if isinstance(found, str) else tuple(found)
 
 
 def _complete(model: HFModel, options: Mapping[str, Any]) -> tuple[list[StoppingCriteria], dict[str, Any]]:
-    """Options with what `generate` cannot know: a padding id, our cache. Stop strings become what stops at them.
+    """Return stopping criteria and options adapted to the prefilled cache.
 
-    transformers' own would look at the end of the prompt, too, and does not take every tokenizer. Token healing takes
-    the prompt's last token back, whose KV is computed already: a model that asks for it goes without.
+    Stop strings are replaced by a criterion of our own, because that of transformers also searches the end of the
+    prompt and does not work with every tokenizer. Token healing is switched off, because it removes the prompt's last
+    token, whose KV is computed already. A missing padding id is set.
     """
     full = {**options, "use_cache": True, "cache_implementation": None, "stop_strings": None, "token_healing": False}
     criteria, stops = list[StoppingCriteria](), stop_strings_of(options, model)
@@ -191,7 +207,7 @@ def _complete(model: HFModel, options: Mapping[str, Any]) -> tuple[list[Stopping
 
 @functools.cache
 def _tell_of_healing(name: str) -> None:
-    """Once for each model."""
+    """Log, once per model, that token healing is switched off."""
     log.warning(
         "The generation config of %s wants token_healing; answers are written without it: it takes back the prompt's "
         "last token, which is computed already. Set token_healing to false there to hear no more of it.",
@@ -200,7 +216,7 @@ def _tell_of_healing(name: str) -> None:
 
 
 def _face(model: PreTrainedModel, answers: _Answers) -> Any:
-    """The model under another forward: a shallow copy, which has the same modules, weights and configurations."""
+    """Return a shallow copy of the model with another forward; modules, weights and configs are shared."""
     face = copy.copy(model)
 
     @functools.wraps(model.forward)
@@ -208,12 +224,12 @@ def _face(model: PreTrainedModel, answers: _Answers) -> Any:
         return answers.forward(args, kwargs)
 
     face.__dict__["forward"] = forward
-    face.__dict__["_optimize_model_for_decode"] = nullcontext  # it changes what all share: each step does it for itself
+    face.__dict__["_optimize_model_for_decode"] = nullcontext  # it changes shared modules: each decoding step does it
     return face
 
 
 class _Answers:
-    """What one `generate` gets for its model's forwards: first the prefill's logits, then steps."""
+    """The forward that one `generate` call sees: first the prefill's logits, then decoding steps."""
 
     def __init__(self, model: HFModel, prefill: Prefill, member: Member | None) -> None:
         self._model, self._prefill, self._member = model, prefill, member
@@ -221,9 +237,9 @@ class _Answers:
         self._is_first = prefill.cache is not None
 
     def forward(self, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-        """The model's output."""
+        """Return the model's output for one forward of `generate`."""
         cache = self._prefill.cache
-        if args or arguments.get("past_key_values") is not cache:  # a logits processor that asks the model something
+        if args or arguments.get("past_key_values") is not cache:  # e.g. a logits processor calls the model
             return self._batcher.step(None, functools.partial(self._forward, *args), arguments)
         if cache is not None and self._is_first:
             self._is_first = False

@@ -1,8 +1,8 @@
-"""Drives the model's own forward for a fused prefill.
+"""Runs a fused prefill through the model's own forward, with hooks and no code per model family.
 
-Pre-hooks on the decoder layers let only the chosen rows flow on, and the cache scatters what they compute. The model's
-own norm, projection, rotation, attention wiring and MLP do the mathematics: no per-family code. At the check layer, and
-in the last one, the layer runs once just far enough to give its K and V.
+Pre-hooks on the decoder layers pass only the chosen rows on, and the cache scatters their KV over the cached KV. Norms,
+projections, rotation, attention and MLP are the model's own. The check layer and the last layer first run just far
+enough to compute K and V of all current rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ def attention_of_rows(
     s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Our attention as transformers calls it: gives [B, R, Hq, D] and no weights."""
+    """Attend as `fuse.attend` does, with the signature of a transformers attention function.
+
+    Returns:
+        The output [B, R, Hq, D], and None in place of attention weights.
+    """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(attention_mask, Ragged):
         if key is not attention_mask.newest:
@@ -55,25 +59,30 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_of_rows)
 
 
 class Remade(Exception):
-    """A family makes what it attends over from what its cache gives, so it needs to be given all of it."""
+    """The model transforms the KV that its cache returns before it attends, so the cache must return all of it."""
 
 
 class _Captured(Exception):
-    """Carries K and V out of a layer that was run only that far."""
+    """Carries K and V out of a layer and stops the layer there."""
 
 
 class _Seen(Exception):
-    """Ends a prefill of which no more than its attention was wanted."""
+    """Stops a prefill of which only the attention is wanted."""
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """Where to hook into one model.
+    """How to hook into one model.
 
-    mode: "rows" where the family passes its mask on to an attention function of ours; "dense" where it attends by
-    itself, under its own mask if it made one (with ALiBi in it, say), else under ours. windows: sliding
-    window per layer (None: none), for our dense mask. pads: the last layer gives as many rows as came to the first.
-    biases: of a model that tells positions by these alone (ALiBi).
+    Args:
+        model: The model.
+        layers: Its decoder layers.
+        windows: Sliding window per layer in tokens (None: none), for the mask of mode "dense".
+        mode: "rows": the model passes its mask on to our attention function. "dense": it attends by itself, with its
+            own mask if it made one (ALiBi may be in it), else with ours.
+        options: Names of the arguments of its forward.
+        pads: Whether the last layer's output is expanded to as many rows as entered the first.
+        biases: Of a model that encodes positions by biases alone (ALiBi).
     """
 
     model: PreTrainedModel
@@ -93,27 +102,27 @@ class Wiring:
         mode: AttentionMode,
         pads: bool = False,
     ) -> Wiring:
-        """The wiring of a model, with the names of its forward's arguments."""
+        """Return the wiring of a model, with the argument names of its forward and its biases filled in."""
         options = frozenset(inspect.signature(type(model).forward).parameters)
         biases = Biases(model, layers) if is_alibi(model.config) else None
         return cls(model, layers, windows, mode, options, pads, biases)
 
     def biases_at(self, positions: Tensor | None) -> Biases | None:
-        """Those that stand in for the model's own at int64 [T] positions; None where these leave no gaps.
+        """Return the biases to use in place of the model's own if the positions, int64 [T], have gaps; else None.
 
-        A constant more or less is nothing to softmax, so where a prompt begins does not matter.
+        A constant offset does not change a softmax, so the first position does not matter.
         """
         has_gaps = positions is not None and int(positions[-1] - positions[0]) >= len(positions)
         return self.biases if self.biases is not None and has_gaps else None
 
     def forward_options(self, positions: Tensor) -> dict[str, Any]:
-        """Arguments of the model's forward that not every family has."""
+        """Return those of `position_ids` and `logits_to_keep` that the model's forward accepts."""
         options: dict[str, Any] = {"position_ids": positions[None], "logits_to_keep": 1}
         return {name: value for name, value in options.items() if name in self.options}
 
 
 class FusedPrefill:
-    """One fused prefill of one prompt. Used once; hooks are gone afterwards, whatever happened."""
+    """A single fused prefill of one prompt. Use it once; its hooks are removed afterwards, also after an error."""
 
     def __init__(self, wiring: Wiring, fusion: Fusion) -> None:
         self.wiring, self.fusion = wiring, fusion
@@ -124,7 +133,7 @@ class FusedPrefill:
         self._biases = dict[str, Tensor]()
 
     def run(self, token_ids: Tensor) -> None:
-        """Prefill the prompt int64 [1, T]; leaves `logits` [V] of its last row."""
+        """Prefill the prompt int64 [1, T] and set `logits` [V] of its last row."""
         positions = self.fusion.positions
         if (biases := self.wiring.biases_at(positions)) is not None:
             self._biases = biases.of(positions)
@@ -138,9 +147,9 @@ class FusedPrefill:
         self.logits: Tensor = out.logits[0, -1]
 
     def look(self, token_ids: Tensor) -> Tensor | None:
-        """Attention that the last row pays to every row, summed over heads and layers: float32 [T].
+        """Return the attention that the last row pays to every row, summed over heads and layers: float32 [T].
 
-        The prefill ends at the last layer's attention. None where the model computes attention by itself.
+        The prefill stops at the last layer's attention. The result is None in mode "dense".
         """
         if self.wiring.mode != "rows":
             return None
@@ -152,7 +161,7 @@ class FusedPrefill:
         raise RuntimeError("A layer ran without its attention being seen.")
 
     def take(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What the cache hands over: the layer's K and V of the rows in flight."""
+        """Store a layer's KV [1, H, R, D] of the rows in flight; called by the cache. Return the whole [1, H, T, D]."""
         if self._capture:
             raise _Captured(keys, values)
         if self._done:
@@ -160,7 +169,7 @@ class FusedPrefill:
         return self.fusion.write(layer, keys, values)
 
     def before_layer(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The pre-hook: let only the rows of this layer in."""
+        """Narrow a decoder layer's inputs to the rows that it computes; the pre-hook of every layer."""
         fusion = self.fusion
         fusion.buffers.open(layer)
         inputs = _Inputs.of(module, args, kwargs)
@@ -177,7 +186,7 @@ class FusedPrefill:
         return inputs.args, self._arguments(layer, inputs)
 
     def _arguments(self, layer: int, inputs: _Inputs) -> dict[str, Any]:
-        """The layer's keyword arguments for the current rows."""
+        """Return the layer's keyword arguments for the current rows."""
         rows, mask = self.fusion.rows, self.fusion.mask()
         changed = {name: _rows_of(inputs.kwargs[name], rows) for name in _PER_ROW if name in inputs.kwargs}
         if self.wiring.mode == "rows":
@@ -227,7 +236,7 @@ class FusedPrefill:
                 handle.remove()
 
     def _padded(self, module: object, args: object, output: Any) -> Any:
-        """What the last layer gives, [1, R, d], as if it were of all T rows; the last one counts."""
+        """Expand the last layer's output [1, R, d] to T rows by repeating the last, the only one that is used."""
         hidden = output[0] if isinstance(output, tuple) else output
         hidden = hidden[:, -1:].expand(-1, len(self.fusion.positions), -1)
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
@@ -238,14 +247,14 @@ _PER_ROW = ("position_embeddings", "position_ids")
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The arguments of a decoder layer; its hidden states [1, R, d] come first or by name."""
+    """The arguments of a decoder layer; hidden states [1, R, d] are the first argument or a keyword argument."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
-        """Those a layer was called with; where its mask came by place, all but the hidden states by name."""
+        """Wrap a layer's arguments; if its mask is positional, all but the hidden states become keyword arguments."""
         names = list(inspect.signature(type(module).forward).parameters)[2:] if len(args) > 1 else []
         given = dict(zip(names, args[1:], strict=False))
         return cls(args[:1], {**given, **kwargs}) if "attention_mask" in given else cls(args, kwargs)
@@ -263,7 +272,7 @@ class _Inputs:
 
 
 def _rows_of(value: Any, rows: Tensor) -> Any:
-    """`value` for the given rows: tensors [B, T, ...], also inside tuples and dicts, are narrowed in dim 1."""
+    """Narrow tensors [B, T, ...] to the given rows, also inside tuples, lists and dicts."""
     if isinstance(value, Tensor):
         return value.index_select(1, rows)
     if isinstance(value, tuple | list):
@@ -279,16 +288,21 @@ def _bound(hook: Callable[..., Any], layer: int) -> Callable[..., Any]:
 
 @contextmanager
 def attending(wiring: Wiring, ragged: Ragged) -> Iterator[None]:
-    """For one forward of the newest rows, let every layer attend over what `ragged` holds; mode "rows" alone."""
+    """Make every layer attend over the KV in `ragged` during one decoding forward; only for mode "rows"."""
     with _attention(wiring), _given(wiring.layers, lambda arguments: {"attention_mask": ragged}):
         yield
 
 
 @contextmanager
 def standing(wiring: Wiring, positions: Tensor | None, count: int) -> Iterator[None]:
-    """For one forward over `count` keys: the first stand at int64 [T] positions, the others right behind the last.
+    """Give an ALiBi model biases for real key positions during one forward.
 
-    Only biases need to be told; other families are told positions.
+    Other models take positions as an argument of their forward, and nothing is changed for them.
+
+    Args:
+        wiring: Of the model.
+        positions: int64 [T], of the first T keys; the other keys follow the last without a gap.
+        count: Number of keys.
     """
     biases = wiring.biases_at(positions)
     if biases is None or positions is None:
@@ -302,7 +316,7 @@ def standing(wiring: Wiring, positions: Tensor | None, count: int) -> Iterator[N
 
 @contextmanager
 def _given(layers: Sequence[nn.Module], changed: Callable[[dict[str, Any]], Mapping[str, Any]]) -> Iterator[None]:
-    """While it lasts, layers get what `changed` says of their keyword arguments."""
+    """Update the keyword arguments of the layers by `changed(arguments)` while the context is active."""
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args, {**kwargs, **changed(kwargs)}
@@ -319,7 +333,7 @@ def _given(layers: Sequence[nn.Module], changed: Callable[[dict[str, Any]], Mapp
 
 @contextmanager
 def _attention(wiring: Wiring) -> Iterator[None]:
-    """Switch the model to our attention for one forward, where its family takes one."""
+    """Switch the model to our attention function while the context is active, unless its mode is "dense"."""
     if wiring.mode == "dense":
         yield
         return

@@ -1,7 +1,7 @@
-"""A re-entrant lock that goes to whoever has waited longest.
+"""A re-entrant lock with FIFO fairness: it goes to the thread that has waited longest.
 
-A thread that lets go of an ordinary lock and takes it again at once, as decoding does between two tokens, mostly gets
-it before those who wait. Here they come first, so a prefill waits for one token of others, and they for one prefill.
+A thread that releases an ordinary lock and takes it again at once, as decoding does between two tokens, usually gets it
+before waiting threads do. With this lock a prefill waits for at most one token of others, and they for one prefill.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ragfuse.process.fork import at_fork
 
 
 class _Turn:
-    """A thread that waits; its gate opens when the lock is its own."""
+    """A waiting thread; its gate opens when it owns the lock."""
 
     def __init__(self, thread: int) -> None:
         self.thread, self.gate = thread, threading.Lock()
@@ -21,7 +21,7 @@ class _Turn:
 
 
 class FairLock:
-    """Used as `threading.RLock` is."""
+    """A fair re-entrant lock with the interface of `threading.RLock`."""
 
     def __init__(self) -> None:
         self._owner: int | None = None
@@ -30,7 +30,7 @@ class FairLock:
         at_fork(self)
 
     def renew(self) -> None:
-        """Nobody waits for it, and nobody holds it but this thread."""
+        """Reset the lock in a forked child: no thread waits for it, and only this thread may still hold it."""
         self._mutex = threading.Lock()
         self._waiting: deque[_Turn] = deque()
         if self._owner != threading.get_ident():
@@ -48,12 +48,17 @@ class FairLock:
 
     @property
     def waiting(self) -> int:
-        """Threads that wait for it."""
+        """Number of threads that wait for it."""
         with self._mutex:
             return len(self._waiting)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Whether it is this thread's now; timeout: seconds to wait at most, -1 for any time."""
+        """Acquire the lock and return whether this thread has it now.
+
+        Args:
+            blocking: False: do not wait.
+            timeout: Seconds to wait at most; -1: without limit.
+        """
         me = threading.get_ident()
         with self._mutex:
             if self._owner is None or self._owner == me:
@@ -72,7 +77,7 @@ class FairLock:
         return came or not self._withdrawn(turn)
 
     def release(self) -> None:
-        """Let go of it once; RuntimeError where it is not this thread's."""
+        """Release the lock once; RuntimeError if this thread does not hold it."""
         with self._mutex:
             if self._owner != threading.get_ident():
                 raise RuntimeError("This thread does not hold the lock.")
@@ -92,7 +97,7 @@ class FairLock:
         self.release()
 
     def _withdrawn(self, turn: _Turn) -> bool:
-        """Whether the turn was given up before its time came."""
+        """Stop waiting; return False if the lock was handed to this thread already."""
         with self._mutex:
             if turn not in self._waiting:
                 return False

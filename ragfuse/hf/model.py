@@ -1,7 +1,7 @@
-"""One loaded model: encodes runs, fuses prompts, and says what it is.
+"""A loaded transformers model: encodes chunks to KV and prefills prompts, with or without cached KV.
 
-Calls are safe from several threads: one lock per model, held while its weights are at work, and let go of between the
-tokens of an answer. Retrieval, storage and the choice of what to reuse live elsewhere.
+Calls are thread-safe: one lock per model is held during a forward pass and released between the tokens of an answer.
+Retrieval, storage and the choice of what to reuse are not part of this module.
 """
 
 from __future__ import annotations
@@ -40,17 +40,22 @@ from ragfuse.types.profiles import ModelProfile
 __all__ = ["HFModel", "KVSource", "NoSource", "Prefill", "fingerprint"]
 
 SPARE_ROWS = 64
+"""Extra rows in the KV buffers of a fused prompt, for the first tokens of its answer."""
 CONTEXTS = 2
-"""Contexts whose KV is kept at hand, for the many chunks that are encoded behind one prefix."""
+"""Number of contexts whose KV is kept in memory, since many chunks are encoded behind the same prefix."""
 ENCODE_STEP_TOKENS = 128
-"""Tokens of a context, or of a long run, that are encoded before a question that waits has the model."""
+"""Tokens of a context or a long chunk that are encoded per step; the lock is released between steps for questions."""
 
 
 class HFModel:
     """A causal LM of transformers with its tokenizer, its profile and its lock.
 
-    drift: what is added to chunks that are encoded behind filler text (`fuse/drift.py`), of the model's own layers.
-    weights: what `weights_digest` gives for its weights, where that is known. They must not change while it is used.
+    Args:
+        model: The model; its weights must not change while it is used.
+        tokenizer: Its tokenizer; without one only token ids can be used.
+        profile_of: Looks up a stored profile by fingerprint; if it returns None, the model is probed.
+        drift: KV offset that is added to chunks encoded behind filler text (`fuse/drift.py`), one row per layer.
+        weights: The result of `weights_digest`, if known; else it is computed.
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class HFModel:
         self._encoder: TextEncoder | None = None
         self._encoding = ForkLock()
         self._wired: Wiring | None = None
-        self._numbers: dict[int, int] = {}  # of words, by token and by what it says
+        self._numbers: dict[int, int] = {}  # token id -> word number; `_known`: word -> number
         self._known: dict[str, int] = {}
         self._borders: dict[int, tuple[int, bool]] = {}
         self._contexts: dict[tuple[int, ...], tuple[LayerKV, ...]] = {}  # least recently used first
@@ -82,21 +87,23 @@ class HFModel:
         at_fork(self, first=True)
 
     def pause(self) -> None:
-        """Wait for the prefill or the step at hand, whose state stands in the model's modules, and for the tokenizer,
-        which has locks of its own."""
+        """Prepare for a fork: wait until no forward pass is running and the tokenizer is free, and hold both.
+
+        A running pass keeps state in the model's modules, and the tokenizer has locks of its own.
+        """
         self.lock.acquire()
         self._encoding.acquire()
 
     def resume(self) -> None:
-        """Go on in the process that was forked."""
+        """Release the model and the tokenizer in the parent process after a fork."""
         self._encoding.release()
         self.lock.release()
 
     def renew(self) -> None:
-        """Compute in a forked child without the threads that were lost.
+        """Make the model usable in a forked child, whose OpenMP worker threads are gone.
 
-        The thread that forked computes alone from now on: where it has computed with others, OpenMP would wait for
-        them for ever. Any other thread computes with as many as before.
+        The thread that forked uses one compute thread from now on, because OpenMP would wait forever for workers that
+        it used before the fork. Other threads use as many as before.
         """
         self.lock.renew()
         self.lock.release()
@@ -108,7 +115,7 @@ class HFModel:
             others.join()
 
     def packed(self) -> HFModel:
-        """Itself with its weights packed (`packed.py`), unless it is refused."""
+        """Pack its weights for fast CPU products (`hf/packed.py`) and return itself; a refused model stays unpacked."""
         if not self.profile.refusal:
             pack(self.model)
         return self
@@ -127,7 +134,7 @@ class HFModel:
 
     @property
     def encoder(self) -> TextEncoder:
-        """Encodes whole prompts and pieces of them; ModelError if the model came without a tokenizer."""
+        """The encoder of whole prompts and pieces of them; ModelError if the model came without a tokenizer."""
         encoder = self._encoder
         if encoder is None or encoder.chat_template != getattr(self.tokenizer, "chat_template", None):
             self._encoder = encoder = TextEncoder(self.tokenizer, self._encoding)
@@ -135,41 +142,50 @@ class HFModel:
 
     @property
     def bos(self) -> tuple[int, ...]:
-        """What the tokenizer puts before a plain text: its first token, or nothing."""
+        """The BOS token if the tokenizer puts it before a plain text, else nothing."""
         first = getattr(self.tokenizer, "bos_token_id", None)
         return (first,) if first is not None and self.tokenizer("a").input_ids[:1] == [first] else ()
 
     def tokens(self, text: str, special: bool = False) -> list[int]:
-        """Ids of a text as it reads in the middle of a prompt, none added; unless `special`, what looks like a special
-        token in it stays text, and so does what the chat template writes around calls, results and thoughts."""
+        """Return the ids of a text as it is tokenised in the middle of a prompt, without BOS or other added tokens.
+
+        Args:
+            text: The text; lone surrogates are replaced by U+FFFD.
+            special: True: special tokens and the template's markup of calls, results and thoughts are read as control
+                tokens. False: what looks like one is encoded as text.
+        """
         text = whole_text(text)
         return self.encoder.written(text) if special else self.encoder.tokens(text)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out."""
+        """Return the text of token ids without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     @cached_property
     def token_length(self) -> TokenLength | None:
-        """How much text one token stands for at most; None where that is not known."""
+        """A bound on the text that one token stands for; None if the tokenizer gives no bound."""
         return token_length(self.tokenizer)
 
     @property
     def nbytes_per_token(self) -> int:
-        """Bytes of KV that one token takes."""
+        """Bytes of KV per token, over all layers."""
         return self.encode([0]).nbytes
 
     @property
     def max_context(self) -> int | None:
-        """Tokens of prompt and answer that it takes together; None without a limit."""
+        """The most tokens that prompt and answer may have together; None without a limit."""
         config = self.model.config.get_text_config()
         found = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
         return found if isinstance(found, int) and found > 0 else None
 
     def encode(self, token_ids: Sequence[int], context: Sequence[int] = ()) -> ChunkKV:
-        """KV of a run at positions 0..n-1, computed behind `context` (whose own rows are cut off).
+        """Return the KV of a chunk at positions 0..n-1.
 
-        A long run is computed in steps, as a context is.
+        A long chunk is computed in steps, and the lock is released between them.
+
+        Args:
+            token_ids: The n tokens of the chunk.
+            context: Tokens that the chunk attends to, at negative positions; their own rows are cut off.
         """
         cut, size = len(context), len(token_ids)
         layers = self._behind(tuple(context))
@@ -179,14 +195,19 @@ class HFModel:
         return ChunkKV(tuple(LayerKV(kv.keys[:, cut:].contiguous(), kv.values[:, cut:].contiguous()) for kv in layers))
 
     def _onwards(self, before: tuple[LayerKV, ...], token_ids: Sequence[int], position: int) -> tuple[LayerKV, ...]:
-        """KV of what stands before and of ids behind it, the first of them at this position."""
+        """Return the KV `before` extended by that of `token_ids`, the first of which stands at `position`."""
         ids = torch.tensor([list(token_ids)], device=self.device)
         positions = torch.arange(position, position + len(token_ids), device=self.device)
         with self.lock:
             return probe.plain_kv(self.model, ids, positions, before)
 
     def encode_at(self, token_ids: Sequence[int], positions: Sequence[int]) -> ChunkKV:
-        """KV of a run alone at these positions, which increase: keys as the model has them there (Prompt Cache 3.3)."""
+        """Return the KV of a run without context at given positions, keys rotated for these (Prompt Cache 3.3).
+
+        Args:
+            token_ids: The n tokens of the run.
+            positions: Their n positions, increasing.
+        """
         if list(positions) == list(range(len(token_ids))):
             return self.encode(token_ids)
         at = torch.tensor(list(positions), device=self.device)
@@ -198,14 +219,17 @@ class HFModel:
         return ChunkKV(tuple(LayerKV(layer.keys.clone(), layer.values.clone()) for layer in kv.layers))
 
     def encode_with_filler(self, token_ids: Sequence[int], context: Sequence[int]) -> ChunkKV:
-        """KV of a run behind a `context` that only stands in for what a prompt will hold: with the model's drift."""
+        """Return the KV of a chunk encoded behind filler text, with the model's drift added if there is one.
+
+        The filler `context` stands in for the text that will precede the chunk in a real prompt.
+        """
         kv = self.encode(token_ids, context)
         return kv if self.drift is None else added(kv, self.drift, self.profile.rope)
 
     def _behind(self, context: tuple[int, ...]) -> tuple[LayerKV, ...]:
-        """KV of a context at positions -n..-1; those used last are kept: many chunks are encoded behind the same.
+        """Return the KV of a context at positions -n..-1; the last `CONTEXTS` used are kept in memory.
 
-        It is computed in steps, between which a question that waits has the model.
+        It is computed in steps, between which the lock is released for questions.
         """
         if not context:
             return ()
@@ -224,7 +248,12 @@ class HFModel:
         return found
 
     def full_prefill(self, token_ids: Sequence[int], positions: Tensor | None = None) -> Prefill:
-        """The model's own prefill of a whole prompt; positions: int64 [T], where they are not 0..T-1."""
+        """Prefill a whole prompt without reuse.
+
+        Args:
+            token_ids: The T tokens of the prompt.
+            positions: int64 [T], if they are not 0..T-1.
+        """
         ids = torch.tensor([list(token_ids)], device=self.device)
         at = self._gapped(positions) if positions is not None else None
         if at is not None and not self.profile.refusal:
@@ -240,21 +269,24 @@ class HFModel:
         return Prefill(tuple(token_ids), cache, out.logits[0, -1], at)
 
     def begun(self, token_ids: Sequence[int], kept: TenantStates | None) -> Prefill:
-        """A prompt of a model that keeps a state, to be answered by `generate`, which computes its last token.
+        """Prefill all but the last token of a prompt for a model whose state is not KV per token (`hf/states.py`).
 
-        It goes on from what was `kept`, and is kept; None: neither.
+        Args:
+            token_ids: The tokens of the prompt; `generate` computes the last.
+            kept: Model caches of earlier prompts: the prefill continues from the longest that matches, and its own
+                cache is kept there. None: the prompt is neither looked up nor kept.
         """
         with self.lock:
             state, n_before = begin(self.model, token_ids, self.profile.state, kept)
         return Prefill(tuple(token_ids), None, torch.empty(0, device=self.device), state=state, n_before=n_before)
 
     def _gapped(self, positions: Tensor) -> Tensor | None:
-        """Positions int64 [T] on the model's device; None for 0..T-1."""
+        """Return positions int64 [T] on the model's device; None if they are 0..T-1."""
         positions = positions.to(self.device)
         return None if torch.equal(positions, torch.arange(len(positions), device=self.device)) else positions
 
     def score_continuation(self, prefill: Prefill, token_ids: Sequence[int]) -> Tensor:
-        """Logits float32 [n, V] that predict each of n ids after the prompt; the prefill is used up."""
+        """Return the logits float32 [n, V] that predict each of n tokens after the prompt; consumes the prefill."""
         if prefill.cache is None:
             whole = torch.tensor([[*prefill.token_ids, *token_ids[:-1]]], device=self.device)
             with self.lock, torch.no_grad():
@@ -273,7 +305,10 @@ class HFModel:
 
     @contextmanager
     def standing(self, prefill: Prefill, count: int) -> Iterator[None]:
-        """For one forward of `count` tokens behind a prefill, under the lock: they see its keys where these stand."""
+        """Give ALiBi models the prompt's real positions during one forward of `count` tokens after a prefill.
+
+        It matters only for prompts whose positions have gaps. The caller holds the lock.
+        """
         wiring, cache = self.wiring, prefill.cache
         if wiring is None or cache is None:
             yield
@@ -292,10 +327,23 @@ class HFModel:
         profile: ModelProfile | None = None,
         asked: Sequence[Tensor] = (),
     ) -> Prefill:
-        """A prefill that reuses `runs`: T ids at int64 [T] positions; LostRun if one cannot be read to the end.
+        """Prefill a prompt that reuses the KV of cached runs.
 
-        asked: rows int64 where the question may stand, likeliest first (`Prompt.asked`), for policies that want its
-        words: the first that share one with the chunks count. By default those behind the last run, then all outside.
+        Args:
+            token_ids: The T tokens of the prompt.
+            positions: int64 [T], the position of every token.
+            runs: The cached runs in the prompt.
+            source: Where their KV is read from.
+            policy: Name of the policy that chooses the rows to recompute.
+            ratio: Share of the candidate rows to recompute, 0..1.
+            profile: How to hook into the model; default: its own profile.
+            asked: Row sets int64 where the question may stand, likeliest first (`Prompt.asked`), for policies that want
+                its words; the first set that shares a word with the chunks is used. Default: the rows behind the last
+                run, then all rows outside runs.
+
+        Raises:
+            RefusedError: KV of this model cannot be reused.
+            LostRun: A run cannot be read any more; call again without it.
         """
         profile = profile or self.profile
         if profile.refusal and not (profile.fixed and runs and not any(run.blend for run in runs)):
@@ -318,7 +366,7 @@ class HFModel:
         return Prefill(tuple(token_ids), run.cache, run.logits, at, fusion.chosen.cpu(), fusion.mean_ratio)
 
     def _nearness(self, token_ids: Sequence[int], runs: Sequence[CachedRun], asked: Sequence[Tensor]) -> Tensor | None:
-        """How near each row on offer is to words of the question: float32 [C]; None where none is on offer."""
+        """Return how near each candidate row is to words of the question, float32 [C]; None without candidates."""
         total, held = len(token_ids), {row for run in runs for row in range(run.lo, run.hi)}
         candidates = candidate_rows(runs, total)
         if not len(candidates):
@@ -332,9 +380,10 @@ class HFModel:
         return near.to(self.device)
 
     def _number(self, token_id: int) -> int:
-        """Which word a token is, whatever its case and the space around it; -1 for signs, spaces and special tokens.
+        """Return the number of the word that a token is, ignoring case and surrounding space.
 
-        A part of a character is a word of its own: some scripts are written in such parts.
+        It is -1 for punctuation, space and special tokens. A token that is part of a character counts as a word: in
+        some scripts characters are split into several tokens.
         """
         found = self._numbers.get(token_id)
         if found is None:
@@ -349,8 +398,10 @@ class HFModel:
         return found
 
     def border(self, token_id: int) -> tuple[int, bool]:
-        """What a token ends in a text, and whether it says anything besides: 0 nothing, 1 a line, 2 a paragraph, 3 all,
-        as special tokens do."""
+        """Return the border that a token marks, and whether it also holds visible text.
+
+        Borders: 0 none, 1 end of a line, 2 end of a paragraph, 3 a special token.
+        """
         found = self._borders.get(token_id)
         if found is None:
             said = "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
@@ -366,11 +417,11 @@ class HFModel:
 
     @property
     def wiring(self) -> Wiring | None:
-        """Where to hook in; None for a refused model."""
+        """How to hook into the model's layers; None for a refused model."""
         return None if self.profile.refusal else self._wiring(self.profile)
 
     def _wiring(self, profile: ModelProfile) -> Wiring:
-        """Where to hook in; the same value for the same profile, found once."""
+        """Return the wiring for a profile, built once and kept while the profile stays the same."""
         mode: AttentionMode = "rows" if profile.mode == "rows" else "dense"
         wanted, wired = (profile.windows, mode, profile.fixed), self._wired
         if wired is None or (wired.windows, wired.mode, wired.pads) != wanted:
@@ -379,7 +430,7 @@ class HFModel:
         return wired
 
     def _probed(self) -> ModelProfile:
-        """What this model allows; a refusal is part of the answer, not an error."""
+        """Probe the model and return its profile; a refusal is recorded in the profile, not raised."""
         try:
             return self._probe()
         except FixedError as error:
@@ -419,7 +470,7 @@ class HFModel:
         raise RefusedError(f"Its self-test failed: {worst}.")
 
     def _probe_fixed(self, why: str) -> ModelProfile:
-        """What a model allows whose KV cannot be moved: to use it where it was encoded, if it comes out right there."""
+        """Return the profile of a model whose KV cannot be moved: `fixed` if reuse at its own positions is exact."""
         config, n_layers = self.model.config.get_text_config(), len(probe.decoder_layers(self.model))
         ids = probe.probe_tokens(config.vocab_size, 48, self.device)[0].tolist()
         windows = probe.windows(config, n_layers)
@@ -437,7 +488,10 @@ class HFModel:
         return refused
 
     def _self_test(self, profile: ModelProfile) -> float:
-        """Relative error at ratio 1, over a prompt longer than any window: of the logits, or of typical rows."""
+        """Return the relative error of a fused prefill at ratio 1 on a prompt longer than any sliding window.
+
+        It is the error of the logits; for a model with experts in 16 bits that of the median row of KV.
+        """
         config = self.model.config.get_text_config()
         longest = max([window or 0 for window in profile.windows], default=0)
         total = max(3 * probe.RUN_TOKENS, longest + probe.RUN_TOKENS)

@@ -1,8 +1,8 @@
-"""Weights kept the way oneDNN multiplies them.
+"""Linear layers whose bfloat16 weights are stored in oneDNN's own layout, for fast CPU products.
 
-A plain bfloat16 product on a CPU lays its weight out anew in every call. A full prefill of a thousand rows hardly
-notices; a fused one, of few rows in each of many layers, spends a third of its products on it. Laid out once, the
-products are the same up to rounding. float32 gains nothing by it.
+An ordinary bfloat16 product on a CPU rearranges its weight in every call. That hardly matters to a full prefill of a
+thousand rows, but a fused prefill, with few rows in each of many layers, spends a third of its product time on it. With
+weights packed once the products are the same up to rounding. float32 gains nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ragfuse.hf import probe
 
 
 class PackedLinear(nn.Module):
-    """A linear layer, bfloat16 [..., in] -> [..., out], that holds its weight packed and no other copy of it."""
+    """A linear layer, bfloat16 [..., in] -> [..., out], whose only copy of the weight is packed."""
 
     packed: Tensor
     bias: Tensor | None
@@ -33,18 +33,18 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight [out, in], unpacked for whoever asks: a copy."""
+        """An unpacked copy of the weight [out, in]."""
         return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x @ weight.T + bias."""
+        """Return x @ weight.T + bias."""
         if x.dtype != torch.bfloat16:
-            return linear(x, self.weight, self.bias)  # which says what does not fit
+            return linear(x, self.weight, self.bias)  # raises torch's error for a wrong dtype
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return out
 
     def extra_repr(self) -> str:
-        """As a linear layer shows itself."""
+        """Return the text that `nn.Linear` shows."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -53,18 +53,18 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether linear layers of a model there are worth packing and can be."""
+    """Whether packing linear layers of this dtype on this device is possible and makes them faster."""
     if (device.type, dtype) != ("cpu", torch.bfloat16) or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return bool(torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack(model: PreTrainedModel) -> None:
-    """Pack the linear layers of a model's decoder layers in place, where that is possible.
+    """Pack the linear layers of a model's decoder layers in place, if possible.
 
-    The model is only good for inference afterwards: packed layers have no gradients and cannot be copied or loaded
-    anew; what `save_pretrained` writes is as before. Its output layer, which often shares its weight with the
-    embedding, stays.
+    Afterwards the model is for inference only: packed layers have no gradients and can be neither copied nor loaded
+    into; `save_pretrained` still writes ordinary weights. The output layer is not packed, since it often shares its
+    weight with the embedding.
     """
     if not can_pack(model.device, model.dtype):
         return
@@ -79,5 +79,5 @@ def pack(model: PreTrainedModel) -> None:
                 packed += child.weight.nbytes
                 setattr(parent, name, PackedLinear(child))
     if sum(weight.nbytes for weight in model.parameters()) < packed:
-        for weight in model.parameters():  # the file they were read from stays in memory as long as one is a view of it
+        for weight in model.parameters():  # frees the mapped weight file, which any view of it keeps in memory
             weight.data = weight.data.clone()

@@ -1,4 +1,4 @@
-"""A prompt whose KV is ready, and sources of cached runs that are at hand, or none."""
+"""The result of a prefill, and layer sources for KV that is in memory already or for no KV at all."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ from ragfuse.types.kv import ChunkKV, LayerKV
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt whose KV is ready: ids, cache of all T rows, logits [V] of the last, and what was computed.
+    """A prefilled prompt, ready for `generate`.
 
-    cache: None where a refused model's state is no KV per token. positions: int64 [T], None for 0..T-1. chosen: int64,
-    rows on offer that were recomputed in the check layer; mean_ratio: their share per layer. state: in place of a cache
-    and logits, which are empty then, the model's own cache behind all ids but the last; n_before: of these, the ones
-    that were computed for an earlier prompt.
+    Args:
+        token_ids: The T tokens of the prompt.
+        cache: KV of all T rows; None for a refused model whose state is not KV per token.
+        logits: [V], of the last row.
+        positions: int64 [T]; None for 0..T-1.
+        chosen: int64, the candidate rows that were recomputed at the check layer.
+        mean_ratio: Mean share of the candidates that was recomputed per layer.
+        state: Used instead of `cache` and `logits` (None and empty then): the model's own cache after all tokens but
+            the last.
+        n_before: How many of the tokens in `state` were computed for an earlier prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -35,21 +41,25 @@ class Prefill:
 
     @property
     def kv(self) -> ChunkKV:
-        """The KV of all T rows, as views where it stands in one; RefusedError where there is none."""
+        """The KV of all T rows, as views if it is contiguous; RefusedError if there is none."""
         if self.cache is None:
             raise RefusedError("This model's state is not KV per token.")
         whole = (layer.whole() for layer in self.cache.layers)
         return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in whole))
 
     def rows(self, lo: int, hi: int) -> ChunkKV:
-        """The KV of rows lo:hi, also of rows behind the prompt's; RefusedError where there is none."""
+        """Return the KV of rows lo:hi, which may include rows of the answer.
+
+        Raises:
+            RefusedError: The model's state is not KV per token.
+        """
         if self.cache is None:
             raise RefusedError("This model's state is not KV per token.")
         rows = (layer.rows(lo, hi) for layer in self.cache.layers)
         return ChunkKV(tuple(LayerKV(keys[0], values[0]) for keys, values in rows))
 
     def copy(self) -> Prefill:
-        """The same with a cache of its own, for one of two continuations."""
+        """Return a copy with its own cache, so that the prompt can be continued twice."""
         if self.cache is None:
             return self
         cache = RowCache(len(self.cache.layers))
@@ -60,19 +70,19 @@ class Prefill:
 
 
 class NoSource:
-    """The source of a prompt without cached runs."""
+    """The layer source of a prompt without cached runs."""
 
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """Nothing."""
+        """Return no KV."""
         return {}
 
 
 @dataclass(frozen=True)
 class KVSource:
-    """Runs whose KV is at hand, by segment number."""
+    """A layer source over chunks whose KV is in memory; a chunk's index is its segment."""
 
     chunks: Sequence[ChunkKV]
 
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """That layer of every chunk."""
+        """Return one layer of every chunk, by its index."""
         return {index: chunk.layers[layer] for index, chunk in enumerate(self.chunks)}

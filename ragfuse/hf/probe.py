@@ -1,7 +1,8 @@
-"""What a model allows, found on its real weights.
+"""Finds out on a model's real weights whether and how its KV can be reused.
 
-Two short forwards of one run at different positions show, per layer, how keys carry position; a self-test then fuses a
-prompt at ratio 1 and compares it with the model's own prefill. What cannot be moved is refused, with the reason.
+Two short forwards of the same tokens at different positions show, per layer, how keys carry position. A self-test
+(`HFModel`) then fuses a prompt at ratio 1 and compares it with the model's own prefill. A model whose KV cannot be
+moved to other positions is refused, with the reason.
 """
 
 from __future__ import annotations
@@ -21,18 +22,26 @@ from ragfuse.fuse.rope import shifted
 from ragfuse.types.kv import LayerKV, RopeLayout
 
 DELTA = 37
+"""Positions by which the second forward of the probe is shifted."""
 RUN_TOKENS = 24
+"""Tokens of the probed run."""
 UNMOVABLE_ROPE = ("dynamic", "longrope")
+"""Rope types whose frequencies depend on the length of the prompt."""
 UNFIT = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
-"""What a forward raises that does not take a fused prefill."""
+"""Exceptions of a forward that cannot do a fused prefill."""
 DYNAMIC = "torch.ao.nn.quantized.dynamic"
-"""Where torch has its dynamically quantised layers."""
+"""The module in which torch keeps its dynamically quantised layers."""
 KV_OF_LAYER = ("keys", "values")
 UNKNOWN_LAYERS = ("linear_attention", "chunked_attention", "mamba", "conv", "recurrent")
+"""Kinds of layers whose state is not KV per token."""
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
-    """The decoder layers in order; RefusedError when they cannot be told."""
+    """Return the decoder layers in order.
+
+    Raises:
+        RefusedError: The model has no list of as many layers as its config says.
+    """
     wanted = model.config.get_text_config().num_hidden_layers
     lists: list[nn.ModuleList] = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == wanted]
     if not lists:
@@ -45,7 +54,7 @@ def _size(layers: Iterable[nn.Module]) -> int:
 
 
 def refuse_by_config(config: PreTrainedConfig) -> None:
-    """RefusedError for what no rotation can move, told by the configuration alone."""
+    """Raise RefusedError if the config alone shows that KV cannot be moved by a rotation."""
     if config.is_encoder_decoder:
         raise RefusedError("It is an encoder-decoder model.")
     kinds = [kind for kind in _rope_types(config) if kind in UNMOVABLE_ROPE]
@@ -59,7 +68,7 @@ def refuse_by_config(config: PreTrainedConfig) -> None:
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where a model wants its ids: on its device, or where accelerate runs the part that takes them."""
+    """Return the device for a model's input ids: its own, or the one on which accelerate runs the embedding."""
     entry = model.get_input_embeddings()
     hook = getattr(entry, "_hf_hook", None) or getattr(model, "_hf_hook", None)
     found = getattr(hook, "execution_device", None)
@@ -69,7 +78,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def devices_of(model: nn.Module) -> tuple[str, ...]:
-    """Devices that a model's layers run on, by name: where their weights are, or where accelerate brings them."""
+    """Return the names of the devices that a model runs on, including those that accelerate moves weights to."""
     held = {str(weight.device) for weight in model.parameters() if not weight.is_meta}
     hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
     run = {getattr(hook, "execution_device", None) for hook in hooks if getattr(hook, "offload", False)}
@@ -78,7 +87,7 @@ def devices_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def refuse_by_modules(model: PreTrainedModel) -> None:
-    """RefusedError for what the model's parts say: where they lie, how they multiply."""
+    """Raise RefusedError if a model's layers are on several devices or quantised dynamically."""
     devices = devices_of(model)
     if len(devices) > 1:
         raise RefusedError(f"Its layers are spread over {', '.join(devices)}, and a prompt is fused on one device.")
@@ -90,7 +99,7 @@ def refuse_by_modules(model: PreTrainedModel) -> None:
 
 
 def windows(config: PreTrainedConfig, n_layers: int) -> tuple[int | None, ...]:
-    """Sliding window per layer, None where every earlier token is seen."""
+    """Return the sliding window of each layer in tokens; None for a layer that sees every earlier token."""
     window = getattr(config, "sliding_window", None)
     types = _layer_types(config)
     if types:
@@ -112,9 +121,13 @@ def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
 def plain_kv(
     model: PreTrainedModel, token_ids: Tensor, positions: Tensor, before: Sequence[LayerKV] = ()
 ) -> tuple[LayerKV, ...]:
-    """KV of every layer from the model's own forward of int64 [1, n] at int64 [n] positions.
+    """Return the KV of every layer from the model's own forward.
 
-    before: KV of the tokens that stand before them, which comes first in what is given back.
+    Args:
+        model: The model.
+        token_ids: int64 [1, n].
+        positions: int64 [n].
+        before: KV of preceding tokens that these attend to; the result begins with it.
     """
     cache = DynamicCache()
     for layer, kv in enumerate(before):
@@ -126,12 +139,12 @@ def plain_kv(
 
 
 def at_positions(model: PreTrainedModel, positions: Tensor | None) -> dict[str, Any]:
-    """The argument that says where tokens stand, int64 [n], where the family has it; None: where they stand anyway."""
+    """Return `position_ids` int64 [1, n] as forward arguments; nothing for None or a model that takes none."""
     return {"position_ids": positions[None]} if positions is not None and takes_positions(model) else {}
 
 
 def last_logits(model: PreTrainedModel) -> dict[str, Any]:
-    """The argument that keeps a forward from computing logits of all rows, where the family has it."""
+    """Return the forward argument that limits logits to the last row, if the model has it."""
     return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
 
 
@@ -145,20 +158,32 @@ def is_whole(cache: object, n_layers: int, n_tokens: int) -> bool:
 
 
 def _has_state(value: object) -> bool:
-    """Whether something that a cache's layer holds is, or holds, tensors."""
+    """Whether an attribute of a cache layer is or contains a tensor."""
     if isinstance(value, dict):
         value = list(value.values())
     return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(_has_state(each) for each in value))
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the forward can be told the position of every token."""
+    """Whether the model's forward accepts `position_ids`."""
     return "position_ids" in inspect.signature(type(model).forward).parameters
 
 
 def find_rope(model: PreTrainedModel, token_ids: Tensor, tolerance: float) -> tuple[RopeLayout | None, ...]:
-    """How each layer's keys carry position, from a run int64 [1, n] encoded at 0 and at DELTA; RefusedError if
-    odd, FixedError where the KV is right at its own positions all the same."""
+    """Find how each layer's keys carry position, by encoding a run at position 0 and at DELTA.
+
+    Args:
+        model: The model.
+        token_ids: int64 [1, n], the run.
+        tolerance: Largest relative error that counts as equal.
+
+    Returns:
+        The rotation of each layer; None where keys carry no position.
+
+    Raises:
+        FixedError: KV cannot be moved, but could be reused at its own positions.
+        RefusedError: The forward takes no positions and the model does not use ALiBi.
+    """
     near = torch.arange(token_ids.shape[1], device=token_ids.device)
     first = plain_kv(model, token_ids, near)
     if not takes_positions(model):
@@ -171,7 +196,7 @@ def find_rope(model: PreTrainedModel, token_ids: Tensor, tolerance: float) -> tu
 
 
 def is_alibi(config: PreTrainedConfig) -> bool:
-    """Whether a model tells positions by biases that its attention adds to scores."""
+    """Whether a model encodes positions by biases on attention scores (ALiBi)."""
     attention = getattr(config, "attn_config", None)
     return config.model_type == "bloom" or bool(getattr(config, "alibi", False) or getattr(attention, "alibi", False))
 
@@ -193,13 +218,13 @@ def _layer_rope(
 
 
 def _tables(model: PreTrainedModel) -> list[tuple[float, ...]]:
-    """Every set of rotation frequencies that the model holds, radians per position."""
+    """Return every set of rotation frequencies in the model's buffers, in radians per position."""
     found = {tuple(b.cpu().double().tolist()) for name, b in model.named_buffers() if name.endswith("inv_freq")}
     return sorted(found)
 
 
 def _candidates(tables: Sequence[tuple[float, ...]], dim: int, part: str) -> Iterator[RopeLayout]:
-    """Every rotation of `dim` dims that the frequencies allow: paired by halves or neighbours, first or last dims."""
+    """Yield every possible rotation of `dim` dims: pairs of halves or of neighbours, in the first or last dims."""
     for table, pairing in product(tables, ("half", "interleaved")):
         spare = dim - 2 * len(table)
         for lo in sorted({0, spare}) if spare >= 0 else ():
@@ -207,40 +232,43 @@ def _candidates(tables: Sequence[tuple[float, ...]], dim: int, part: str) -> Ite
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
-    """Root mean square of the difference over that of `wanted`, in float32."""
+    """Return the relative error: L2 norm of the difference over that of `wanted`, in float32."""
     return float((found.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-12))
 
 
 def typical(found: Tensor, wanted: Tensor) -> float:
-    """Median over the rows of [H, n, D] of their relative error: blind to single rows that a router sent elsewhere."""
+    """Return the median relative error over the rows of [H, n, D]; it ignores rows that a router sent elsewhere."""
     change = (found.float() - wanted.float()).square().sum((0, 2)).sqrt()
     size = wanted.float().square().sum((0, 2)).mean().sqrt()
     return float(change.median() / size.clamp_min(1e-12)) if len(change) else 0.0
 
 
 def is_routed(config: PreTrainedConfig, dtype: torch.dtype) -> bool:
-    """Whether a rounding may send a token to another expert, which no bound on rounding covers: experts in 16 bits."""
+    """Whether rounding may send a token to another expert (a mixture of experts in 16 bits).
+
+    The error is then larger than any bound on rounding errors.
+    """
     experts = [v for k, v in config.to_dict().items() if "experts" in k and isinstance(v, int) and "tok" not in k]
     return dtype != torch.float32 and max(experts, default=0) > 1
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
-    """Relative error of keys that rounding explains: 1e-3 in float32, 6e-2 in bfloat16, 1e-2 in float16."""
+    """Return the relative error of keys that rounding explains: 1e-3 in float32, 6e-2 in bfloat16, 1e-2 in float16."""
     return {torch.float32: 1e-3, torch.bfloat16: 6e-2}.get(dtype, 1e-2)
 
 
 def logits_bound(dtype: torch.dtype) -> float:
-    """Relative error of logits that rounding explains: 1e-2 in float32, 1e-1 in bfloat16, 3e-2 in float16."""
+    """Return the relative error of logits that rounding explains: 1e-2 float32, 1e-1 bfloat16, 3e-2 float16."""
     return {torch.float32: 1e-2, torch.bfloat16: 1e-1}.get(dtype, 3e-2)
 
 
 def logits_error(found: Tensor, wanted: Tensor) -> float:
-    """Relative error of logits [V] about their mean."""
+    """Return the relative error of logits [V], both centred on their mean."""
     wanted = wanted.float() - wanted.float().mean()
     return relative(found.float() - found.float().mean(), wanted)
 
 
 def probe_tokens(vocab_size: int, count: int, device: torch.device) -> Tensor:
-    """int64 [1, count]: the same scattered ids every time, away from both ends of the vocabulary."""
+    """Return `count` scattered ids, int64 [1, count]: always the same, and away from both ends of the vocabulary."""
     steps = torch.arange(count, dtype=torch.float64) * math.sqrt(2)
     return ((steps % 1) * (vocab_size * 0.8) + vocab_size * 0.1).long()[None].to(device)

@@ -1,9 +1,9 @@
-"""Beginnings of prompts for models with a state that is no KV per token: their own cache, as it was behind a token.
+"""Prefix reuse for models whose state is not KV per token: copies of the model's own cache after a prompt prefix.
 
-A linear-attention, Mamba or convolution layer keeps one state for all tokens before it, which nothing can cut. So a
-copy of the model's whole cache is kept before a prompt's last token, and where two prompts part. A later prompt that
-begins with those very tokens goes on from there, which is exact. What a model can go on with is found on its real
-weights: a run of tokens, one token at a time, or nothing.
+A linear-attention, Mamba or convolution layer keeps one state for all tokens so far, which cannot be split. So a copy
+of the model's whole cache is kept before a prompt's last token, and at the point where two prompts diverge. A later
+prompt with the same prefix continues from the copy, which is exact. How a model can continue from a copy is found on
+its real weights: with many tokens at once, with one token at a time, or not at all.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from ragfuse.hf import probe
 from ragfuse.process.fork import ForkLock
 
 Kind = Literal["", "run", "token", "whole"]
-"""What a model keeps: "" KV per token and nothing else; or a state, behind which it computes a run of tokens as in one
-forward, or one token at a time, or nothing, so that each prompt is computed whole."""
+"""How a model can continue from a copy of its cache.
+
+"": it keeps KV per token and nothing else. "run": many tokens at once give the same result as one forward. "token":
+only one token at a time does. "whole": neither does, so every prompt is computed from its first token.
+"""
 MAX_STEPS = 8
-"""Tokens computed one by one behind a kept cache, at most: more of them take longer than the whole prompt may."""
+"""The most tokens that are computed one by one after a kept cache: more may take longer than the whole prompt."""
 MAX_KEPT = 256
-"""Caches that are kept, at most: each is compared with every new prompt."""
+"""The most caches that are kept, because every new prompt is compared with each."""
 _PROBED = 48
 _CUTS = (_PROBED - 1, _PROBED - 2, _PROBED - 7, _PROBED // 2)
-"""Where a probed prompt is cut: old states fade, so what loses them shows in the first tokens behind."""
+"""Where the probed prompt is cut. Old states fade, so a lost state shows in the first tokens after a cut."""
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 _Key = tuple[str, bytes]
@@ -39,7 +42,7 @@ _Key = tuple[str, bytes]
 
 @dataclass(frozen=True)
 class KeptCache:
-    """A model's own cache behind its first `n_tokens` tokens; who goes on from it takes a copy."""
+    """A model's own cache after `n_tokens` tokens; copy it before continuing from it."""
 
     n_tokens: int
     cache: Any
@@ -47,9 +50,9 @@ class KeptCache:
 
 
 class States:
-    """The kept caches of one engine, `nbytes` in all at most; the one used longest ago goes first. Thread-safe.
+    """The kept caches of one engine, with LRU eviction beyond `nbytes` bytes. Thread-safe.
 
-    `whose` is the digest of model and tenant: what was kept for one is never found by another.
+    In all methods `whose` is the digest of model and tenant; caches of one are never found by another.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -62,12 +65,16 @@ class States:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
+        """Bytes of all kept caches."""
         with self._lock:
             return int(self._kept.currsize)
 
     def beginning(self, whose: str, token_ids: Sequence[int]) -> tuple[KeptCache | None, int]:
-        """The longest kept beginning of these ids, and how many ids they share with the most similar prompt."""
+        """Find the longest kept prefix of a prompt.
+
+        Returns:
+            The kept cache, or None, and the length of the longest common prefix with any kept prompt, in tokens.
+        """
         ids, n_shared = _array(token_ids), 0
         longest: _Key | None = None
         with self._lock:
@@ -80,7 +87,7 @@ class States:
             return (self._kept[longest] if longest is not None else None), n_shared
 
     def keep(self, whose: str, token_ids: Sequence[int], cache: Any) -> None:
-        """Keep a cache of these ids, which nobody computes on from now on; too large a one is not kept."""
+        """Keep the cache of these tokens, unless it exceeds the limit; it must not be modified from now on."""
         state = KeptCache(len(token_ids), cache, sum(each.nbytes for each in tensors(cache)))
         with self._lock:
             if state.nbytes <= self._kept.maxsize:
@@ -89,28 +96,37 @@ class States:
                 self._kept.popitem()
 
     def forget(self, whose: str, runs: Collection[Sequence[int]]) -> None:
-        """Drop what holds one of these runs of tokens."""
+        """Drop all caches whose tokens contain one of these runs."""
         doomed = [_array(run).tobytes() for run in runs if len(run)]
         with self._lock:
             for key in [key for key in self._kept if key[0] == whose and any(_holds(key[1], run) for run in doomed)]:
                 del self._kept[key]
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drop all caches."""
         with self._lock:
             self._kept.clear()
 
 
 @dataclass(frozen=True)
 class TenantStates:
-    """What was kept for `whose` prompts. shortest: tokens of the shortest beginning that is worth keeping."""
+    """The kept caches of one model and tenant.
+
+    Args:
+        states: All kept caches.
+        whose: Digest of model and tenant.
+        shortest: The least tokens of a prefix that is worth keeping.
+    """
 
     states: States
     whose: str
     shortest: int
 
     def beginning(self, token_ids: Sequence[int], kind: Kind) -> tuple[KeptCache | None, int]:
-        """What a model of this kind goes on from to the last of these ids, and how many ids another prompt has, too."""
+        """Return the kept cache that a model of this kind can continue from, or None, and the common prefix in tokens.
+
+        The cache lies before the prompt's last token. The common prefix is the longest with any kept prompt.
+        """
         state, n_shared = self.states.beginning(self.whose, token_ids[:-1])
         n_left = len(token_ids) - 1 - (state.n_tokens if state is not None else 0)
         if kind == "run" or (kind == "token" and n_left <= MAX_STEPS):
@@ -118,15 +134,25 @@ class TenantStates:
         return None, n_shared
 
     def keep(self, token_ids: Sequence[int], cache: Any) -> None:
-        """Keep a copy of a cache of these ids."""
+        """Keep a copy of the cache of these tokens, unless they are fewer than `shortest`."""
         if len(token_ids) >= self.shortest:
             self.states.keep(self.whose, token_ids, copied(cache))
 
 
 def begin(model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, kept: TenantStates | None) -> tuple[Any, int]:
-    """A model's cache behind all ids but the last, and how many of them were not computed for it.
+    """Compute a model's cache after all tokens of a prompt but the last, continuing from a kept one if possible.
 
-    It is kept there, and where a prompt of before parts from this one. None where the prompt is computed whole.
+    Copies are kept at that point, and where an earlier prompt diverges from this one.
+
+    Args:
+        model: The model.
+        token_ids: The tokens of the prompt.
+        kind: How the model can continue from a copy.
+        kept: The kept caches; None: nothing is looked up or kept.
+
+    Returns:
+        The cache and the number of tokens that it did not have to compute. The cache is None if the prompt must be
+        computed in one forward.
     """
     end = len(token_ids) - 1
     if kind == "whole" or end < 1:
@@ -146,13 +172,13 @@ def begin(model: PreTrainedModel, token_ids: Sequence[int], kind: Kind, kept: Te
 
 
 def copied(cache: Any) -> Any:
-    """A cache that shares no tensor with this one."""
+    """Return a deep copy of a cache."""
     with torch.no_grad():
         return copy.deepcopy(cache)
 
 
 def tensors(value: object) -> Iterator[Tensor]:
-    """All tensors of a cache, always in the same order."""
+    """Yield all tensors of a cache, always in the same order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -166,9 +192,16 @@ def tensors(value: object) -> Iterator[Tensor]:
 
 
 def onwards(model: PreTrainedModel, token_ids: Tensor, cache: Any, n_before: int) -> tuple[Any, Tensor]:
-    """The cache behind int64 [1, n] more tokens, and the logits [V] of the last.
+    """Run the model's forward over further tokens.
 
-    cache: that of the `n_before` tokens before them, which is used up; None where there are none.
+    Args:
+        model: The model.
+        token_ids: int64 [1, n].
+        cache: Of the `n_before` tokens before these, modified in place; None if there are none.
+        n_before: Number of tokens before these.
+
+    Returns:
+        The cache after these tokens, and the logits [V] of the last.
     """
     positions = torch.arange(n_before, n_before + token_ids.shape[1], device=token_ids.device)
     with torch.no_grad():
@@ -179,8 +212,10 @@ def onwards(model: PreTrainedModel, token_ids: Tensor, cache: Any, n_before: int
 
 
 def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
-    """What a model keeps, tried on it: behind a copy, every tensor of its cache and its next logits have to be those of
-    one forward, within rounding."""
+    """Find by trial how a model can continue from a copy of its cache.
+
+    After continuing, every tensor of the cache and the next logits must equal those of one forward, within rounding.
+    """
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         return ""
@@ -198,7 +233,7 @@ def kind_of(model: PreTrainedModel, n_layers: int) -> Kind:
 
 
 def _is_answered(model: PreTrainedModel, ids: Tensor, logits: Tensor) -> bool:
-    """Whether `generate` computes the last token alone behind a kept cache, and comes to the same logits."""
+    """Whether `generate`, given a copy of the cache before the last token, gets the same logits as one forward."""
     before, _ = onwards(model, ids[:, :-1], None, 0)
     out: Any = model.generate(
         input_ids=ids,
@@ -213,7 +248,7 @@ def _is_answered(model: PreTrainedModel, ids: Tensor, logits: Tensor) -> bool:
 
 
 def _is_same(model: PreTrainedModel, ids: Tensor, cut: int, wanted: tuple[Any, Tensor]) -> bool:
-    """Whether the ids from `cut` on, computed behind a copy of those before, leave what one forward leaves."""
+    """Whether computing the ids from `cut` on after a copied cache gives the same cache and logits as one forward."""
     found = onwards(model, ids[:, cut:], copied(onwards(model, ids[:, :cut], None, 0)[0]), cut)
     mine, theirs = list(tensors(found[0])), list(tensors(wanted[0]))
     if [each.shape for each in mine] != [each.shape for each in theirs]:
@@ -228,14 +263,14 @@ def _array(token_ids: Sequence[int]) -> Ids:
 
 
 def _n_shared(a: Ids, b: Ids) -> int:
-    """How many ids both begin with."""
+    """Return the length of the common prefix."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n
 
 
 def _holds(ids: bytes, run: bytes) -> bool:
-    """Whether a run stands among ids; both in 8 bytes a token."""
+    """Whether ids contain a run; both are given as 8 bytes per token."""
     at = ids.find(run)
     while at >= 0 and at % 8:
         at = ids.find(run, at + 1)

@@ -1,7 +1,7 @@
-"""Text as it is written: what new ids say, where stop strings begin, and what ends `generate`.
+"""Incremental detokenisation: decodes new ids to text, finds stop strings, and stops `generate`.
 
-Work for a new token is bounded: a few tokens are decoded, and of the text only what is new and what a stop string may
-overlap is looked at. The prompt is never looked at.
+The work per new token is bounded: a few tokens are decoded, and only the new text and what a stop string may overlap
+is searched. The prompt is never searched.
 """
 
 from __future__ import annotations
@@ -19,22 +19,29 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 UNFINISHED = "\ufffd"
-"""What stands for bytes that are no character yet."""
+"""The replacement character, which tokenizers return for bytes that do not form a whole character yet."""
 CONTEXT_TOKENS_BEFORE, MAX_PENDING_TOKENS = 8, 64
-"""Tokens that are decoded again before new ones, so that these are spelled as they are among others; and the most that
-wait for a character to become whole: more are no character any more."""
+"""Tokens decoded again before new ones, because the text of a token depends on its neighbours; and the most tokens that
+may wait for a character to become whole, after which their bytes are taken as invalid."""
 UNSETTLED = re.compile(r" (?:n'?|'[rv]?)?$")
-"""The end of a text that a tokenizer with `clean_up_tokenization_spaces` may still take its space from."""
+"""An end of text whose space a tokenizer with `clean_up_tokenization_spaces` may still remove."""
 
 TextOf = Callable[[Sequence[int]], str]
 Piece = TypeVar("Piece", covariant=True)
 
 
 class Spelling:
-    """The text of ids that come one after the other; joined it is the text of all of them.
+    """An incremental decoder: its text equals that of all ids decoded at once.
 
-    text_of: ids -> text. hidden: ids that say nothing. marks: the text of those hidden ids that count here all the
-    same, such as the markup of calls; `spans` are their places lo:hi in `text`.
+    Args:
+        text_of: Decodes ids to text.
+        hidden: Ids without text, such as special tokens.
+        marks: Text of hidden ids that are shown all the same, such as the markup of tool calls.
+        cleans: Whether the tokenizer removes spaces (`clean_up_tokenization_spaces`).
+
+    Attributes:
+        text: The text so far.
+        spans: Characters lo:hi of each mark in `text`.
     """
 
     def __init__(
@@ -46,12 +53,12 @@ class Spelling:
     ) -> None:
         self.text, self.spans = "", list[tuple[int, int]]()
         self._text_of, self._hidden, self._marks, self._cleans = text_of, hidden, marks, cleans
-        self._window: list[int] = []  # the last ids that say something
+        self._window: list[int] = []  # the last ids that have text
         self._done = 0  # characters of the window's text that are in `text`
 
     @staticmethod
     def over(words: PreTrainedTokenizerBase, shown: Iterable[str] = ()) -> Spelling:
-        """By a tokenizer, special tokens left out, but for those that stand in one of the texts `shown`."""
+        """Return a decoder for a tokenizer that omits special tokens, except those that occur in a text of `shown`."""
         every = {id: str(token) for id, token in words.added_tokens_decoder.items() if token.special}
         texts = tuple(shown)
         marks = {id: token for id, token in every.items() if token and any(token in text for text in texts)}
@@ -63,7 +70,7 @@ class Spelling:
         )
 
     def add(self, ids: Iterable[int]) -> str:
-        """The text so far; characters of which bytes are missing are left out."""
+        """Add ids and return the text so far, without characters of which bytes are still missing."""
         for id in ids:
             if id in self._marks:
                 self.end()
@@ -75,20 +82,20 @@ class Spelling:
         return self.text
 
     def end(self) -> str:
-        """The whole text, bytes that became no character as what stands for them."""
+        """Return the whole text; incomplete bytes become replacement characters."""
         now = self._text_of(self._window)
         self.text += now[self._done :]
         self._done = max(self._done, len(now))
         return self.text
 
     def copy(self) -> Spelling:
-        """The same, to go on in another way."""
+        """Return an independent copy, for a sequence that continues differently."""
         new = copy.copy(self)
         new.spans, new._window = list(self.spans), list(self._window)
         return new
 
     def visible(self, lo: int, hi: int) -> str:
-        """The text between two places, without marks."""
+        """Return text[lo:hi] without marks."""
         edges = [lo, *(edge for a, b in self.spans if a < hi and b > lo for edge in (max(a, lo), min(b, hi))), hi]
         return "".join(self.text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
 
@@ -112,9 +119,11 @@ class Spelling:
 
 
 class StopFinder:
-    """Finds where the first of some stop strings begins in a text that grows.
+    """A search for the first stop string in a growing text; text seen before is not searched again.
 
-    at: that place, -1 while there is none. Of what was seen before, only what a stop string may overlap is read again.
+    Attributes:
+        at: Where the first stop string begins, as a character index; -1 while there is none.
+        stops: The stop strings.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -123,7 +132,7 @@ class StopFinder:
         self._seen = 0
 
     def look(self, text: str, lo: int = 0, hi: int | None = None) -> int:
-        """The place in text[lo:hi], whose end was never further to the left."""
+        """Search text[lo:hi] and return `at`; `hi` must not decrease between calls."""
         hi = len(text) if hi is None else hi
         if self.at < 0 and self.stops:
             begin = max(lo, self._seen - self._longest + 1)
@@ -132,18 +141,18 @@ class StopFinder:
         return self.at
 
     def begun(self, text: str, lo: int = 0) -> int:
-        """Characters at the end of text[lo:] that may be the beginning of a stop string."""
+        """Return how many characters at the end of text[lo:] may be the beginning of a stop string."""
         return longest_start(text[max(lo, len(text) - self._longest + 1) :], self.stops) if self.stops else 0
 
 
 def longest_start(text: str, words: Sequence[str]) -> int:
-    """Characters at the end of `text` that could be the beginning of one of these."""
+    """Return how many characters at the end of `text` could be the beginning of one of these words."""
     sizes = range(min(len(text), max(map(len, words), default=0) - 1), 0, -1)
     return next((size for size in sizes if any(word.startswith(text[-size:]) for word in words)), 0)
 
 
 class Tracked(Protocol):
-    """One sequence while it is written."""
+    """A generated sequence that decides when it is over."""
 
     @property
     def over(self) -> bool:
@@ -151,42 +160,44 @@ class Tracked(Protocol):
         ...
 
     def add(self, ids: Iterable[int]) -> None:
-        """Its next ids; none count once it is over."""
+        """Add its next ids; they are ignored once it is over."""
         ...
 
     def copy(self) -> Any:
-        """The same, to go on in another way."""
+        """Return an independent copy, for a sequence that continues differently."""
         ...
 
 
 class UntilStop:
-    """One sequence that ends at a stop string in what it says."""
+    """A generated sequence that is over at the first stop string in its text."""
 
     def __init__(self, spelling: Spelling, stops: Iterable[str]) -> None:
         self._spelling, self._stops = spelling, StopFinder(stops)
 
     @property
     def over(self) -> bool:
-        """Whether a stop string was met."""
+        """Whether its text contains a stop string."""
         return self._stops.at >= 0
 
     def add(self, ids: Iterable[int]) -> None:
-        """Its next ids."""
+        """Add its next ids; they are ignored once it is over."""
         for id in ids:
             if not self.over:
                 self._stops.look(self._spelling.add([id]))
 
     def copy(self) -> UntilStop:
-        """The same, to go on in another way."""
+        """Return an independent copy, for a sequence that continues differently."""
         new = copy.copy(self)
         new._spelling, new._stops = self._spelling.copy(), copy.copy(self._stops)
         return new
 
 
 class StopWhere(StoppingCriteria):
-    """Ends each sequence of one `generate` that is over.
+    """A stopping criterion that ends each sequence of one `generate` call when its tracker is over.
 
-    new: makes what follows a sequence. reorders: whether sequences change places, as beams do.
+    Args:
+        new: Makes the tracker of a sequence.
+        reorders: Whether sequences change places between steps, as beams do.
     """
 
     def __init__(self, new: Callable[[], Tracked], reorders: bool = False) -> None:
@@ -196,7 +207,7 @@ class StopWhere(StoppingCriteria):
         self._from = self._seen = -1
 
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
-        """bool [B]; called after every new token, first after the first."""
+        """Return which sequences have ended, bool [B]; transformers calls it after every new token."""
         if self._seen < 0:
             self._from = self._seen = input_ids.shape[1] - 1
         if self._reorders:
@@ -211,7 +222,7 @@ class StopWhere(StoppingCriteria):
         return torch.tensor([row.over for row in self._rows], device=input_ids.device)
 
     def _followed(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], Tracked]:
-        """A sequence that goes on from one of the last step's; any other is read from its beginning."""
+        """Return the tracker of a sequence: a copy if it extends one of the last step, else a new one."""
         before = self._known.get(ids[:-1])
         row: Tracked = self._new() if before is None else before.copy()
         row.add(ids if before is None else ids[-1:])
@@ -219,58 +230,58 @@ class StopWhere(StoppingCriteria):
 
 
 class StopWhen(StoppingCriteria):
-    """Ends generation when an event is set: the caller went away."""
+    """A stopping criterion that ends generation when an event is set, because the caller went away."""
 
     def __init__(self, event: Event) -> None:
         self.event = event
 
     def __call__(self, input_ids: Tensor, scores: Any, **options: Any) -> Tensor:
-        """bool [B]."""
+        """Return whether the event is set, for every sequence: bool [B]."""
         return torch.full((input_ids.shape[0],), self.event.is_set(), device=input_ids.device)
 
 
 class Growing(Protocol[Piece]):
-    """One sequence that tells what of it will not change any more."""
+    """A generated sequence that yields the pieces of its text that will not change any more."""
 
     def add(self, ids: Iterable[int]) -> None:
-        """Its next ids."""
+        """Add its next ids."""
         ...
 
     def end(self) -> None:
-        """No more will come."""
+        """End the sequence: no more ids will come."""
         ...
 
     def take(self) -> Iterator[Piece]:
-        """What is certain since the last time."""
+        """Yield the pieces that became final since the last call."""
         ...
 
 
 class FirstToken:
-    """A streamer that only notes when the first new token came: `first_s`, as `time.perf_counter()`."""
+    """A streamer that only records the time of the first new token, `first_s`, in `time.perf_counter()` seconds."""
 
     def __init__(self) -> None:
         self.first_s: float | None = None
         self._prompt = True
 
     def put(self, value: Tensor) -> None:
-        """The prompt, then one step's token ids after the other."""
+        """Receive the prompt's ids first, then the ids of each step."""
         if not self._prompt and self.first_s is None:
             self.first_s = time.perf_counter()
         self._prompt = False
 
     def end(self) -> None:
-        """Nothing to finish."""
+        """Do nothing."""
 
 
 class TextSink(FirstToken):
-    """Hands pieces of what one sequence says to `say` as soon as they will not change."""
+    """A streamer that calls `say` with each piece of a sequence's text as soon as it is final."""
 
     def __init__(self, growing: Growing[Any], say: Callable[[Any], None]) -> None:
         super().__init__()
         self._growing, self._say, self._skipped = growing, say, False
 
     def put(self, value: Tensor) -> None:
-        """The prompt, which is skipped, then one step's token ids after the other."""
+        """Receive the prompt's ids, which are skipped, then the ids of each step."""
         super().put(value)
         if not self._skipped:
             self._skipped = True
@@ -279,7 +290,7 @@ class TextSink(FirstToken):
         self._hand_out()
 
     def end(self) -> None:
-        """What is left."""
+        """End the sequence and pass on its remaining text."""
         self._growing.end()
         self._hand_out()
 

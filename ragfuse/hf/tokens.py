@@ -1,9 +1,9 @@
-"""Text as token ids: a whole prompt as the model's own tokenizer reads it, and pieces of one as they read within it.
+"""Tokenises whole prompts exactly as the model's tokenizer does, and pieces of prompts as they appear inside one.
 
-Many tokenizers put a space before every text that they are given (SentencePiece's do). A piece of a prompt is given
-none, so that it reads the same wherever it stands, and pieces side by side read as the text that they are cut from.
+Many tokenizers (SentencePiece's) put a space before every text that they encode. Pieces get none, so that a piece has
+the same ids wherever it stands, and pieces side by side decode to the text that they were cut from.
 
-What looks like a control token in a text that others wrote is encoded as text.
+What looks like a control token in text from users or documents is encoded as plain text.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from ragfuse.hf.encodings import Chars, Offsets, encoding_of, text_of
 from ragfuse.process.fork import ForkLock
 
 Cut = tuple[int, int, tuple[int, ...]]
-"""Characters lo:hi that are tokenised apart from what stands around them; by these ids, unless there are none."""
+"""Characters lo:hi that are tokenised separately from the text around them, and their ids if these are known."""
 Part = tuple[tuple[int, ...], int, Sequence[Chars]]
-"""Ids that were encoded together, which cut they are (-1: none), and the characters of each."""
+"""Ids that were encoded together, the number of the cut that they are (-1: none), and the characters of each id."""
 Place = Literal["start", "border", "middle"]
-"""Where a text stands in another: at its beginning, behind an added token, or behind other text."""
+"""Where a text stands in a prompt: at its beginning, after an added token, or after other text."""
 
 TEXT_PROBES = ("a", "the", "1", "A b")
 JOINTS = (("one.\n\n", "Two three"), ("one: ", "two three"), ("one\n", "(two) three"))
 PREFIX_PROBES = ("\n", "x\n", "x.")
-"""Texts behind which a tokenizer is called where it puts something before every text."""
+"""Texts to put before a piece if the tokenizer puts something before every text; their ids are cut off again."""
 _THOUGHT = re.compile("think|thought|reasoning", re.IGNORECASE)
-"""What tags around thoughts have in their names. Where such a tag is a token, a template or the model wrote it."""
+"""Matches the names of tags around reasoning; an added token of such a name is a control token."""
 CUT_CONTEXT_CHARS = 24
-"""Characters around a cut by which it is judged alone."""
+"""Characters on each side of a cut that are tokenised to check whether the cut changes the decoded text."""
 PRIVATE_USE_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-"""Characters that mean nothing: what stands in a text where a control token is not to be seen."""
+"""Unicode's private-use characters, one of which masks what looks like a control token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class _Section:
 
 
 class TextEncoder:
-    """Encodes texts for one tokenizer, which it leaves as it is. Thread-safe."""
+    """An encoder of prompts and pieces over one tokenizer, which it does not modify. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, lock: ForkLock | None = None) -> None:
         self._tokenizer, self._lock = tokenizer, lock or ForkLock()
-        self.chat_template = getattr(tokenizer, "chat_template", None)  # which says what control tokens are
+        self.chat_template = getattr(tokenizer, "chat_template", None)  # it decides what control tokens are
         self._added = {int(id): str(token) for id, token in tokenizer.added_tokens_decoder.items()}
         self._control = control_tokens(tokenizer)
         self._control_ids = {id for id, word in self._added.items() if word in self._control} - {_unknown(tokenizer)}
@@ -84,11 +84,11 @@ class TextEncoder:
     # pieces
 
     def tokens(self, text: str) -> list[int]:
-        """Ids of a text as it reads in the middle of another one; what looks like a control token stays text."""
+        """Return the ids of a text in the middle of a prompt; what looks like a control token is encoded as text."""
         return self._encoded(checked(text))[0]
 
     def written(self, text: str) -> list[int]:
-        """Ids of a text that a template wrote, as it reads in the middle of another one: control tokens are such."""
+        """Return the ids of a text by the chat template in the middle of a prompt; control tokens become such."""
         if self._own is None:
             return self._called_within(checked(text), split=False)
         with self._lock:
@@ -110,7 +110,7 @@ class TextEncoder:
         return found + self._encoded(text[done:], self._put_before(place, text[done:]))[0]
 
     def beginning(self, text: str, is_behind_token: bool = False) -> list[int]:
-        """Ids of what the tokenizer puts before a text that begins a prompt, or follows its first control token."""
+        """Return the ids that the tokenizer puts before a text at the start of a prompt or after a control token."""
         if self._own is None:
             return []
         before = self._put_before("border" if is_behind_token else "start", text)
@@ -121,7 +121,7 @@ class TextEncoder:
         return list(encoding_of(self._text, before).ids)
 
     def said(self, ids: Sequence[int]) -> str:
-        """What ids say in the middle of a text, control tokens too."""
+        """Decode ids as in the middle of a text, control tokens included."""
         own = self._own
         head = "" if not self._anchor else text_of(own, self._anchor) if own is not None else self._decode(self._anchor)
         whole = [*self._anchor, *ids]
@@ -130,16 +130,20 @@ class TextEncoder:
     # what looks like a control token
 
     def forged(self, text: str, is_begun: bool = False) -> list[Chars]:
-        """Where a text holds what a tokenizer would read as a control token, in any case of letters; no white space.
+        """Return the characters lo:hi of everything in a text that would be tokenised as a control token.
 
-        is_begun: the text begins an answer, in which marks of thoughts and calls are such, as if the model wrote them.
+        Letter case is ignored; surrounding white space is not included.
+
+        Args:
+            text: The text.
+            is_begun: The text is the beginning of an answer, in which the markup of thoughts and calls is genuine.
         """
         if self._matcher is None:
             return []
         encoding = encoding_of(self._matcher, _lowered(checked(text)))
         found = [chars for id, chars in zip(encoding.ids, encoding.offsets, strict=True) if id]
         if self._own is not None and not self._normalised.isdisjoint(self._control_ids):
-            seen = encoding_of(self._own, text)  # its normalizer makes one of other letters
+            seen = encoding_of(self._own, text)  # its normalizer may turn other letters into a control token
             wanted, offsets = self._normalised & self._control_ids, Offsets.of(seen)
             found += [offsets[row] for row, id in enumerate(seen.ids) if id in wanted]
         spans = sorted({(hi - len(text[lo:hi].lstrip()), hi) for lo, hi in found if text[lo:hi].strip()})
@@ -148,10 +152,12 @@ class TextEncoder:
     # whole prompts
 
     def parts(self, text: str, bare: Sequence[Chars] = (), cuts: Sequence[Cut] = ()) -> list[Part]:
-        """A whole prompt as ids, in order: the tokenizer's own, but where a text is `bare` or cut.
+        """Tokenise a whole prompt, by the tokenizer's own rules except for `bare` and cut text.
 
-        bare: looks like a control token and is text. cuts, by lo: a piece that reads otherwise when it is tokenised
-        apart is not cut out.
+        Args:
+            text: The prompt.
+            bare: Characters that look like a control token and must be encoded as text.
+            cuts: Pieces to tokenise separately, in order; a cut that would change the decoded text is ignored.
         """
         text = checked(text)
         if self._own is None:
@@ -181,7 +187,7 @@ class TextEncoder:
         return [part for part in parts if part[0]]
 
     def _borders(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[int]:
-        """Rows of added tokens that stand in the text; not those that an unknown word, or a byte, became."""
+        """Return the rows of added tokens that are written in the text, not made from an unknown word or byte."""
         added, normalised = self._added, self._normalised
         return [
             row
@@ -192,7 +198,7 @@ class TextEncoder:
     def _area(
         self, text: str, chars: Chars, place: Place, own: Part | None, within: Sequence[tuple[int, Cut]]
     ) -> list[Part]:
-        """The parts of some sections. own: how they are encoded as a whole, None: not known yet."""
+        """Return the parts of an area with its cuts applied; own: the area encoded as a whole, None if unknown."""
         lo, hi = chars
         before = self._put_before(place, text[lo:hi])
         if own is None:
@@ -220,7 +226,7 @@ class TextEncoder:
         return [part for part in parts if part[0]]
 
     def _reads_alike(self, text: str, chars: Chars, before: str, cut: Cut) -> bool:
-        """Whether a cut changes nothing of what is read, seen with a little of what stands around it."""
+        """Whether a cut leaves the decoded text unchanged, checked with `CUT_CONTEXT_CHARS` on both sides."""
         lo, hi, given = cut
         first, last = max(chars[0], lo - CUT_CONTEXT_CHARS), min(chars[1], hi + CUT_CONTEXT_CHARS)
         before = before if first == chars[0] else ""
@@ -235,7 +241,7 @@ class TextEncoder:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _encoded(self, text: str, before: str = "") -> tuple[list[int], Sequence[Chars]]:
-        """Ids of a text in the middle of another one, `before` put before it, and the characters of each."""
+        """Return the ids of `before + text` in the middle of a prompt, and the characters in `text` of each id."""
         if self._own is None:
             ids = self._called_within(text) if text else []
             return ids, [(0, len(text))] * len(ids)
@@ -257,9 +263,9 @@ class TextEncoder:
         return found, chars
 
     def _breaks(self, text: str, ids: Sequence[int], offsets: Sequence[Chars]) -> list[tuple[int, Place]]:
-        """Where a text is cut so that no control token comes of it, and so that all behind an added token reads right.
+        """Return where to split a text so that it yields no control token and text after an added token is right.
 
-        A model may have a control token among its words, and make it of letters.
+        A split is needed because a vocabulary may build a control token from plain letters.
         """
         found = list[tuple[int, Place]]()
         for row, id in enumerate(ids):
@@ -278,13 +284,13 @@ class TextEncoder:
         return [(end, "middle" if end in begun else "border") for _, end in spans if 0 < end < len(text)]
 
     def _put_before(self, place: Place, text: str) -> str:
-        """What the tokenizer puts before this text there."""
+        """Return what the tokenizer puts before this text at that place."""
         if self._own is None or place == "middle" or not text:
             return ""
         return self._before[place][text[0] in " \u2581"]
 
     def _prefixes(self, head: str | None) -> tuple[str, str]:
-        """What is put before a text behind `head`, and before one that begins with a space."""
+        """Return what the tokenizer puts before a text after `head`, and before one that begins with a space."""
         if head is None or self._own is None:
             return "", ""
         own, n = self._own, len(encoding_of(self._own, head).ids)
@@ -300,13 +306,13 @@ class TextEncoder:
         return bool(encoding_of(self._text, text).ids == ids)
 
     def _plain_token(self) -> str | None:
-        """An added token that takes no white space with it, and stands beside any text."""
+        """Return an added token without flags (lstrip, rstrip, single_word), or None."""
         tokens = self._tokenizer.added_tokens_decoder.values()
         fit = (str(token) for token in tokens if not (token.lstrip or token.rstrip or token.single_word))
         return next((word for word in fit if self._own is not None and len(self._own.encode(word).ids)), None)
 
     def _within(self, own: Tokenizer) -> Tokenizer:
-        """The tokenizer for pieces: `own`, but that it puts nothing before a text, where pieces read right so."""
+        """Return the tokenizer for pieces: `own` without what it puts before each text, if pieces decode right so."""
         told = json.loads(own.to_str())
         bare = {**told, **{key: _without_prefix(told.get(key)) for key in ("normalizer", "pre_tokenizer")}}
         found = [Tokenizer.from_str(own.to_str())]
@@ -318,7 +324,7 @@ class TextEncoder:
         best.encode_special_tokens = True
         return best
 
-    # tokenizers without a backend that tells characters
+    # slow tokenizers, which give no character offsets
 
     def _called(self, text: str, split: bool) -> list[int]:
         with self._lock:
@@ -327,7 +333,7 @@ class TextEncoder:
         return ids
 
     def _called_within(self, text: str, split: bool = True) -> list[int]:
-        """Ids of a text behind other text, where the tokenizer puts something before every text that it is given."""
+        """Return the ids of a text after other text, encoded behind `_lead` if the tokenizer prefixes every text."""
         if self._lead:
             head, ids = self._called(self._lead, split), self._called(self._lead + text, split)
             if ids[: len(head)] == head:
@@ -335,7 +341,7 @@ class TextEncoder:
         return self._called(text, split)
 
     def _find_lead(self) -> str:
-        """A text behind which others read as they do in the middle of one; "" where they do by themselves."""
+        """Return a text after which pieces are tokenised as in the middle of a prompt; "" if none is needed."""
         for lead in ("", *PREFIX_PROBES):
             self._lead = lead
             if all(self.said(self._called_within(probe)) == probe for probe in TEXT_PROBES):
@@ -360,13 +366,13 @@ class TextEncoder:
         return plain
 
     def _called_apart(self, text: str, borders: Sequence[Chars], cuts: Sequence[tuple[int, Cut]]) -> list[Part]:
-        """A text, what lies between control tokens and cuts each by a call of its own."""
+        """Tokenise a text with one call for each stretch between control tokens and cuts."""
         ends = sorted([*((lo, hi, -1, ()) for lo, hi in borders), *((*cut[:2], at, cut[2]) for at, cut in cuts)])
         parts, at, is_cut = list[Part](), 0, False
         for lo, hi, number, given in [*ends, (len(text), len(text), -1, ())]:
             if lo < at:
                 continue
-            if at < lo:  # behind a control token the tokenizer puts before a text what it does at the beginning
+            if at < lo:  # after a control token the tokenizer prefixes a text as at the beginning
                 ids = tuple(self._called_within(text[at:lo]) if is_cut else self._called(text[at:lo], True))
                 parts.append((ids, -1, _spread(ids, at, lo)))
             if lo < hi:
@@ -376,14 +382,14 @@ class TextEncoder:
         return [part for part in parts if part[0]]
 
     def _called_alike(self, text: str, cut: Cut) -> bool:
-        """Whether a cut changes nothing of what is read, seen with a little of what stands around it."""
+        """Whether a cut leaves the decoded text unchanged, checked with `CUT_CONTEXT_CHARS` on both sides."""
         lo, hi, given = cut
         first, last = max(0, lo - CUT_CONTEXT_CHARS), min(len(text), hi + CUT_CONTEXT_CHARS)
         apart = self._called_apart(text[first:last], (), [(0, (lo - first, hi - first, given))])
         return self.said(_ids(apart)) == self.said(self._called(text[first:last], True))
 
     def _stripping(self, text: str, lo: int, hi: int) -> Chars:
-        """A control token with the white space that its flags take with it."""
+        """Extend a control token by the white space that its lstrip and rstrip flags absorb."""
         token = self._flags.get(text[lo:hi])
         while token is not None and token.lstrip and lo and text[lo - 1].isspace():
             lo -= 1
@@ -393,7 +399,7 @@ class TextEncoder:
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """What only a chat template may write: special tokens, and words of its own that no text holds by chance."""
+    """Return the tokens that only a chat template may write: special tokens, and added tokens used as markup."""
     added = tokenizer.added_tokens_decoder.values()
     template = str(getattr(tokenizer, "chat_template", None) or "")
     named = {*tokenizer.all_special_tokens, *(getattr(tokenizer, "chat_control_tokens", None) or ())}
@@ -404,7 +410,7 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
 
 
 def checked(text: str) -> str:
-    """The text; InputError where it holds half a character."""
+    """Return the text; InputError if it contains a lone surrogate (half a character)."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -416,12 +422,12 @@ def checked(text: str) -> str:
 
 
 def _counterpart(tag: str) -> str:
-    """The closing tag of an opening one, and the other way round."""
+    """Return the closing tag of an opening tag, and vice versa."""
     return tag.replace("/", "", 1) if tag[1:2] == "/" else f"{tag[:1]}/{tag[1:]}"
 
 
 def _is_mark(word: str, template: str) -> bool:
-    """Whether a template writes it, and no text does by chance."""
+    """Whether the template contains the word and it is neither white space nor a plain word."""
     return word in template and not word.isspace() and not word.isalnum()
 
 
@@ -431,7 +437,7 @@ def _unknown(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _own(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """A copy of what a fast tokenizer encodes by; None for others."""
+    """Return a copy of a fast tokenizer's backend, without truncation and padding; None for a slow tokenizer."""
     if not tokenizer.is_fast:
         return None
     own = Tokenizer.from_str(cast(Any, tokenizer).backend_tokenizer.to_str())
@@ -442,7 +448,7 @@ def _own(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
 
 
 def _matcher(control: Iterable[str]) -> Tokenizer | None:
-    """Finds these words in lower case, all in one pass."""
+    """Return a tokenizer that finds all these words, in lower case, in one pass."""
     words = sorted({_lowered(word) for word in control})
     if not words:
         return None
@@ -452,7 +458,7 @@ def _matcher(control: Iterable[str]) -> Tokenizer | None:
 
 
 def _nothing() -> Tokenizer:
-    """A tokenizer without a word."""
+    """Return a tokenizer with an empty vocabulary."""
     return Tokenizer(WordLevel({"\0": 0}, unk_token="\0"))
 
 
@@ -462,7 +468,7 @@ def _special(token: AddedToken) -> AddedToken:
 
 
 def _without_prefix(told: Any) -> Any:
-    """A normalizer or pre-tokenizer as JSON, without what puts something before a text."""
+    """Return a normalizer or pre-tokenizer, as JSON, without the steps that put something before a text."""
     if not isinstance(told, Mapping):
         return told
     kind = told.get("type")
@@ -480,7 +486,7 @@ def _without_prefix(told: Any) -> Any:
 
 
 def _n_alike(own: Tokenizer, pieces: Tokenizer) -> tuple[int, int]:
-    """How often pieces behind text read as they do in it; how often by the same ids."""
+    """Count the joints whose pieces decode to the same text as when joined, and those that also have the same ids."""
     read = same = 0
     for head, tail in JOINTS:
         joint = encoding_of(own, head + tail).ids
@@ -497,7 +503,7 @@ def _sections(n_chars: int, borders: Sequence[int], ids: Sequence[int], offsets:
 
 
 def _fits(cut: Cut, borders: Sequence[tuple[Chars, bool]]) -> bool:
-    """Whether a cut goes through no added token, and holds no control token unless its ids say so."""
+    """Whether a cut splits no added token, and contains no control token unless its ids are given."""
     lo, hi, given = cut
     first = bisect_right(borders, lo, key=lambda border: border[0][1])
     for (start, end), is_control in borders[first:]:
@@ -509,7 +515,7 @@ def _fits(cut: Cut, borders: Sequence[tuple[Chars, bool]]) -> bool:
 
 
 def _areas(sections: Sequence[_Section], hidden: Sequence[int], cuts: Sequence[tuple[int, Cut]]) -> Iterator[Chars]:
-    """Sections first to last that are encoded anew, none twice."""
+    """Yield disjoint ranges of sections (first, last) that must be encoded again."""
     starts = [section.chars[0] for section in sections]
     wanted = [*((lo, lo) for lo in hidden), *((lo, hi - 1) for _, (lo, hi, _) in cuts)]
     spans = sorted((bisect_right(starts, lo) - 1, bisect_right(starts, hi) - 1) for lo, hi in wanted)
@@ -526,7 +532,7 @@ def _areas(sections: Sequence[_Section], hidden: Sequence[int], cuts: Sequence[t
 
 
 def _masked(text: str, bare: Sequence[Chars]) -> str:
-    """The text with a character that means nothing in place of the first one of each of these."""
+    """Return the text with the first character of each bare span replaced by an unused private-use character."""
     if not bare:
         return text
     used = set(text)
@@ -544,7 +550,7 @@ def _masked(text: str, bare: Sequence[Chars]) -> str:
 
 
 def _lowered(text: str) -> str:
-    """In lower case, letter by letter, so that all stay in place."""
+    """Return the text in lower case with the same length, so that offsets stay valid."""
     lowered = text.lower()
     if len(lowered) == len(text):
         return lowered
@@ -556,7 +562,7 @@ def _moved(offsets: Sequence[Chars], by: int) -> Sequence[Chars]:
 
 
 def _spread(ids: Sequence[int], lo: int, hi: int) -> list[Chars]:
-    """Characters of ids about which nothing is known but where they stand together."""
+    """Return estimated character offsets of ids, spread evenly over lo:hi."""
     n = max(1, len(ids))
     return [(lo + (hi - lo) * at // n, lo + (hi - lo) * (at + 1) // n) for at in range(len(ids))]
 

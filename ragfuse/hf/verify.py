@@ -1,8 +1,8 @@
-"""Whether fusing is right on one model's real weights: each promise measured, beside the error that rounding explains.
+"""Checks on a model's real weights that fused prefill is correct, each error against a bound that rounding explains.
 
-The twin of every check is the model's own forward: chunks encoded alone where they stand, what is missing computed over
-what lies before it. So nothing of rotation, selection, masks or buffers is taken on trust. Speed and answers are not
-judged here.
+The reference of every check is the model's own forward: chunks are encoded alone at their positions in the prompt, and
+missing parts are computed over the KV before them. So rotation, selection, masks and buffers are all tested. Speed and
+the quality of answers are not measured here.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from ragfuse.hf.probe import (
 from ragfuse.types.kv import ChunkKV, LayerKV
 
 PART_TOKENS = (9, 41, 34, 47, 12)
-"""Tokens of the prompt's parts: an exact prefix, three chunks, a question."""
+"""Tokens of the parts of the test prompt: an exact prefix, three chunks, a question."""
 Progress = Callable[[str], object]
-"""Takes the name of the check that has just been made."""
+"""A callback that receives the name of each finished check."""
 NO_NUMBER = 1e9
-"""The error of what is infinite or not a number."""
+"""The error reported for an infinite or NaN result."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One promise: the largest relative error that was measured, and the largest that rounding explains."""
+    """The result of one check: the largest relative error measured, and the largest that rounding explains."""
 
     name: str
     error: float
@@ -54,20 +54,20 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All checks of one model; a refused model has one, whose name is the reason."""
+    """All checks of one model; a refused model has one failed check, named by the reason."""
 
     model: str
     passed: bool
     checks: tuple[Check, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return it as plain JSON types."""
         return {"model": self.model, "passed": self.passed, "checks": [asdict(check) for check in self.checks]}
 
 
 @dataclass(frozen=True)
 class PromptPart:
-    """Tokens of a prompt: reused (`kv`, `blend` offers it for recomputing), or computed."""
+    """A part of the test prompt: reused from `kv`, with rows recomputed if `blend`, or computed if `kv` is None."""
 
     ids: tuple[int, ...]
     kv: ChunkKV | None = None
@@ -76,23 +76,26 @@ class PromptPart:
 
 @dataclass(frozen=True)
 class PrefillState:
-    """What a prefill leaves: logits [V] of the last row and the KV of all rows."""
+    """The result of a prefill: logits [V] of the last row and the KV of all rows, by layer."""
 
     logits: Tensor
     layers: tuple[LayerKV, ...]
 
     def until(self, row: int) -> PrefillState:
-        """The rows before `row`, with no logits to compare."""
+        """Return the rows before `row`, without logits to compare."""
         cut = (LayerKV(kv.keys[:, :row], kv.values[:, :row]) for kv in self.layers)
         return PrefillState(torch.ones(1), tuple(cut))
 
     def of(self, rows: Tensor, first_layer: int) -> PrefillState:
-        """Some rows from a layer on, with no logits to compare."""
+        """Return the given rows of layers `first_layer` and later, without logits to compare."""
         cut = (LayerKV(kv.keys[:, rows], kv.values[:, rows]) for kv in self.layers[first_layer:])
         return PrefillState(torch.ones(1), tuple(cut))
 
     def error(self, wanted: PrefillState, routed: bool = False) -> float:
-        """The largest relative error among the logits and each layer's keys and values; of typical rows if `routed`."""
+        """Return the largest relative error among the logits and each layer's keys and values.
+
+        If `routed`, it is the largest median error over rows of keys and values, and logits are not compared.
+        """
         pairs = [
             (getattr(a, part), getattr(b, part))
             for a, b in zip(self.layers, wanted.layers, strict=True)
@@ -107,7 +110,14 @@ class PrefillState:
 def verify(
     model: HFModel, policy: str = "hkvd", ratio: float = 0.15, progress: Progress = lambda check: None
 ) -> Verdict:
-    """Every promise of a fused prefill, measured on this model with the given policy and ratio."""
+    """Run all checks of fused prefill on a model.
+
+    Args:
+        model: The model; its lock is held all the time.
+        policy: Name of the selection policy.
+        ratio: Recompute ratio, 0..1.
+        progress: Called with the name of each finished check.
+    """
     if model.profile.refusal:
         return Verdict(model.name, False, (Check(model.profile.refusal, 1.0, 0.0, False),))
     with model.lock:
@@ -122,17 +132,17 @@ def _told(checks: Iterator[Check], progress: Progress) -> Iterator[Check]:
 
 
 def bound_of(dtype: torch.dtype, n_layers: int, n_tokens: int) -> float:
-    """Relative error that rounding explains, for keys, values and logits of a prompt of `n_tokens`.
+    """Return the relative error that rounding explains for keys, values and logits of a prompt of `n_tokens`.
 
-    Two ways to the same numbers differ by roundings of random sign, which add up like a random walk. In low precision
-    sums are kept in float32 and each of about a dozen results a layer is rounded once, by at most half an epsilon:
-    6 half epsilons times the root of the layers (30 layers in 16 bits were seen at 2). In float32 the sums round too,
-    over hundreds to thousands of terms: 256 instead of 6. On top, the angle of position p is computed in float32, off
-    by up to p half epsilons, and the fastest pair turns by a radian a position. Where a rounding may send a token to
-    another expert (16 bits), the median row counts, and logits do not.
+    Two ways of computing the same numbers differ by roundings of random sign, which add up like a random walk. In 16
+    bits, sums are kept in float32 and about a dozen results per layer are rounded once each, by at most half an
+    epsilon: the bound is 6 half epsilons times the square root of the layers (2 were seen with 30 layers). In float32
+    the sums themselves round, over hundreds to thousands of terms: 256 half epsilons instead of 6. In addition, the
+    rotation angle at position p is computed in float32, off by up to p half epsilons, and the fastest pair turns by a
+    radian per position.
 
-    What is wrong is off by more: keys misplaced by one position by a quarter and more, a row that misses one key or
-    sees one too many by a tenth and more.
+    Real mistakes exceed the bound: keys off by one position give an error of a quarter or more, a row that misses a
+    key or sees one too many a tenth or more.
     """
     steps = 256 if dtype == torch.float32 else 6
     rounding = steps * torch.finfo(dtype).eps / 2 * n_layers**0.5
@@ -186,7 +196,7 @@ class _Checks:
         return Check(name, error, bound, error <= bound)
 
     def _rotation(self) -> float:
-        """Keys moved by us against keys that the model rotated itself, and back again."""
+        """Compare keys that we rotated with keys that the model rotated, and rotate them back."""
         ids, errors = self.chunks[0].ids, []
         near, far = self.model.encode(ids).layers, self._alone(ids, DELTA)
         for layout, kv, own in zip(self.model.profile.rope, near, far, strict=True):
@@ -206,7 +216,7 @@ class _Checks:
         return self._fused(parts, "none", 0.0).error(self._by_hand(parts), self._routed)
 
     def _misses(self) -> float:
-        """Every pattern of missing parts, the prefix among them."""
+        """Try every combination of missing parts, the prefix included."""
         errors = []
         for here in product((True, False), repeat=len(self.parts) - 1):
             parts = [part if has else PromptPart(part.ids) for part, has in zip(self.parts, here, strict=False)]
@@ -214,7 +224,7 @@ class _Checks:
         return _worst(errors)
 
     def _causality(self) -> float:
-        """Another token inside the last chunk at ratio 1; another last token at the policy's own ratio."""
+        """Change a token inside the last chunk at ratio 1, and the last token at the policy's ratio."""
         errors, last = [], self.chunks[-1]
         middle = len(last.ids) // 2
         ids = (*last.ids[:middle], last.ids[middle] ^ 1, *last.ids[middle + 1 :])
@@ -231,7 +241,7 @@ class _Checks:
         return _worst(errors)
 
     def _untouched(self) -> float:
-        """Rows that were on offer and not chosen, from the check layer on, against the reused ones."""
+        """Compare the candidates that were not chosen with the cached KV, from the check layer on."""
         prefill = self._prefill(self.parts, self.policy, self.ratio)
         kept = torch.ones(sum(PART_TOKENS), dtype=torch.bool)
         kept[sum(PART_TOKENS[:-1]) :] = False
@@ -241,7 +251,7 @@ class _Checks:
         return _state(prefill).of(rows, first).error(self._by_hand(self.parts).of(rows, first), self._routed)
 
     def _longer_than(self, window: int) -> list[PromptPart]:
-        """Prefix, two chunks and a question that together exceed a window, and each chunk's own if it may."""
+        """Return a prompt of a prefix, two chunks and a question that is longer than a sliding window."""
         total = window + sum(PART_TOKENS)
         ids = probe_tokens(self._vocab, total, self.model.device)[0].tolist()
         size = (total - PART_TOKENS[0] - PART_TOKENS[-1]) // 2
@@ -251,7 +261,7 @@ class _Checks:
         return [*cached, PromptPart(runs[-1])]
 
     def _alone(self, ids: tuple[int, ...], start: int) -> tuple[LayerKV, ...]:
-        """KV of a run alone, its keys rotated by the model itself for positions from `start` on."""
+        """Return the KV of a run without context, computed by the model itself at positions from `start` on."""
         if (ids, start) not in self._placed:
             positions = torch.arange(start, start + len(ids), device=self.model.device)
             tokens = torch.tensor([ids], device=self.model.device)
@@ -273,7 +283,7 @@ class _Checks:
         return self.model.fuse(ids, torch.arange(lo), runs, KVSource(chunks), policy, ratio)
 
     def _by_hand(self, parts: Sequence[PromptPart]) -> PrefillState:
-        """Parts reused or computed in order by the model's own forward, the last row in any case."""
+        """Build the reference: reuse or compute each part in order by the model's own forward; compute the last row."""
         last = parts[-1]
         if last.kv is not None:
             parts = [*parts[:-1], PromptPart(last.ids[:-1], last.kv), PromptPart(last.ids[-1:])]
@@ -294,7 +304,7 @@ class _Checks:
 
 
 def _worst(errors: Sequence[float]) -> float:
-    """The largest; what is no number is worse than any."""
+    """Return the largest error; infinite and NaN count as `NO_NUMBER`."""
     return max(error if math.isfinite(error) else NO_NUMBER for error in errors)
 
 

@@ -1,1 +1,1 @@
-"""LoadPlan in, layers out: KV where it is needed, when it is needed."""
+"""Loading of cached KV as a `LoadPlan` says: layer by layer, ahead of the prefill that uses it."""

@@ -1,8 +1,8 @@
-"""Reads layers ahead while earlier ones are fused (CacheBlend 5.1: loading pipelined with recomputing).
+"""Load layers ahead while earlier ones are fused (CacheBlend 5.1: loading pipelined with recomputing).
 
-Chunks in the memory of the device that fuses are read where they are used; a thread of its own, one per prompt, reads
-everything else ahead and sends it there (`staging`). Small layers are read several at a time (`plan.steps`): on small
-models, reading one by one takes as long as fusing.
+Chunks in the memory of the fusing device are read when they are used. One thread per prompt reads all others ahead and
+copies them to the device (`staging_buffer.py`). Small layers are read several at a time (`plan.steps`), as on small
+models reading them one by one takes as long as fusing.
 """
 
 from __future__ import annotations
@@ -27,26 +27,34 @@ from ragfuse.types.plan import Fetch
 log = logging.getLogger("ragfuse.load")
 
 LOOK_S = 0.5
-"""Seconds between two looks whether the reading thread is still alive."""
+"""Seconds between two checks that the reading thread is still alive."""
 
 CPU = torch.device("cpu")
 SPARE_NBYTES = 1 << 16
-"""Room in the buffers for what lies between the layers of a step."""
+"""Bytes of a buffer for the padding between the layers of a read."""
 
 
 def is_far(tier: Tier, device: torch.device) -> bool:
-    """Whether a thread reads this tier ahead for a model on `device`: it is slow, or its memory is another's."""
+    """Return whether a tier is read ahead for a model on `device`: it is slow, or in another device's memory."""
     return tier.slow or getattr(tier, "device", device) != device
 
 
 class LayerReader:
-    """The layers of the fetched segments, in order; a context manager that leaves no thread behind.
+    """A reader of the planned segments, layer by layer in order. A context manager: leaving it ends its thread.
 
-    most: how many layers of a segment are read together at most; 0: as many as `plan.steps` allows. device: where the
-    layers are wanted. before: layers that are read, and held, before the first is asked for, where `plan.steps` would
-    have fewer wait: a read buffer (AttentionStore 3.2.1).
-    load_s: seconds spent reading. wait_s: seconds that `read` had to wait for a layer. Both grow while it runs. last_s:
-    `time.perf_counter()` after the last read so far, 0 before the first.
+    Args:
+        store: Where the segments are stored.
+        fetches: The segments to read.
+        n_layers: Layers of the model.
+        most: Most layers of a segment that are read at once; 0: as many as `plan.steps` allows.
+        device: The device that needs the layers.
+        before: Layers that may be read ahead before the first one is used, if `plan.steps` allows fewer: a read buffer
+            (AttentionStore 3.2.1).
+
+    Attributes:
+        load_s: Seconds spent reading so far.
+        wait_s: Seconds that `read` has waited so far.
+        last_s: `time.perf_counter()` after the latest read; 0 before the first.
     """
 
     def __init__(
@@ -75,7 +83,7 @@ class LayerReader:
         try:
             if self._thread is not None:
                 self._thread.start()
-        except RuntimeError:  # no thread to be had: every layer is read when it is asked for
+        except RuntimeError:  # no thread can be started: each layer is read when it is used
             self._thread = None
         return self
 
@@ -90,7 +98,11 @@ class LayerReader:
                 self._thread.join(0.01)
 
     def read(self, layer: int) -> Layer:
-        """The layer's KV by segment, None for one that cannot be read; layers are asked for in order, each once."""
+        """Return one layer's KV by segment, on the device; None for a segment that cannot be read.
+
+        Raises:
+            ValueError: `layer` is not the next layer: call this once per layer, in order.
+        """
         if layer != self._next:
             raise ValueError(f"Layer {layer} was asked for, layer {self._next} is next.")
         self._next += 1
@@ -102,9 +114,9 @@ class LayerReader:
         return self._at_hand.popleft()
 
     def _wait(self, thread: threading.Thread) -> PendingCopy:
-        """The next layers that were read ahead; every segment lost if the thread died without them."""
+        """Wait for the next layers that are read ahead; if the thread has died, every segment counts as unreadable."""
         while True:
-            alive = thread.is_alive()  # asked first: what it put before it died is in the queue
+            alive = thread.is_alive()  # before the queue is read, so that what a thread put last is not missed
             try:
                 return self._ready.get(timeout=LOOK_S if alive else 0)
             except Empty:
@@ -117,7 +129,7 @@ class LayerReader:
             self._ready.put(self._staging.send(self._load()))
 
     def _load(self) -> list[Layer]:
-        """The next layers, by one read of each entry; segments that take rows from one share what was read."""
+        """Read the next layers, each entry once: segments that use rows of the same entry share the read."""
         began = time.perf_counter()
         first, end = self._spans.popleft()
         count = end - first
@@ -130,7 +142,7 @@ class LayerReader:
         return [{at: None if layers is None else layers[i] for at, layers in found.items()} for i in range(count)]
 
     def _expect(self) -> None:
-        """Let every tier bring what the next read of each segment takes, all at once."""
+        """Hint to every tier which layers the next read takes, so that it can prefetch them all at once."""
         if self._thread is None or not self._spans:
             return
         first, end = self._spans[0]
@@ -140,7 +152,7 @@ class LayerReader:
             self._store.expect(tier, keys, first, end - first, level)
 
     def _read(self, fetch: Fetch, first: int, count: int) -> tuple[LayerKV, ...] | None:
-        """Layers of one segment; whatever goes wrong, the segment is lost and nothing else."""
+        """Read layers of one segment; any error makes only this segment unreadable (None)."""
         try:
             return self._store.read_layers(fetch.key, first, count, fetch.tier, fetch.level)
         except Exception as error:
@@ -149,5 +161,5 @@ class LayerReader:
 
 
 def _entry(fetch: Fetch) -> tuple[ChunkKey, str, str]:
-    """What is read for a fetch."""
+    """Return what identifies the bytes that a fetch reads: key, tier and level."""
     return fetch.key, fetch.tier, fetch.level

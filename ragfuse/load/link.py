@@ -1,4 +1,4 @@
-"""What all streams over one line know of it together: how many they are, and how fast it was last."""
+"""The network or storage link to a tier, as all streams over it share it: how many they are, and how fast it was."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from threading import BoundedSemaphore, Lock
 from ragfuse.process.fork import ForkLock, at_fork
 
 MAX_STREAMS = 4
-"""Streams that read at the same time, at most (the paper's B)."""
+"""Most streams that read at the same time (B in the CacheGen paper)."""
 KNOWN_S = 10.0
-"""Seconds that a line is taken to carry what it carried: one that was slow is tried again some time."""
+"""Seconds for which a measured throughput is used. Then it counts as unknown, so that a slow link is tried again."""
 
 
 class Link:
-    """The line to one tier. Threads share it. most: streams that read at the same time; others take turns."""
+    """The link to one tier. Threads may share it.
+
+    Args:
+        most: Streams that may read at the same time; others wait for their turn.
+        clock: Returns the time in seconds.
+    """
 
     def __init__(self, most: int = MAX_STREAMS, clock: Callable[[], float] = time.monotonic) -> None:
         self._most, self._clock = most, clock
@@ -25,23 +30,23 @@ class Link:
         at_fork(self)
 
     def renew(self) -> None:
-        """Nothing is under way: as when it was made, but for what was seen."""
+        """Forget the streams under way in a forked process; the measured throughput stays."""
         self._streams, self._lock, self._turns = 0, Lock(), BoundedSemaphore(self._most)
 
     @property
     def throughput(self) -> float | None:
-        """Bytes a second that it carried last, for all who used it together; None: not known, or long ago."""
+        """Bytes per second that all streams together got last; None if unknown or older than `KNOWN_S`."""
         seen = self._seen
         return seen[0] if seen is not None and self._clock() - seen[1] < KNOWN_S else None
 
     @property
     def sharing(self) -> int:
-        """Streams under way (the paper's N_c), at least one: whoever asks."""
+        """Streams under way (N_c in the CacheGen paper), at least 1: the caller's own."""
         return max(1, self._streams)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """One stream more, as long as it is under way."""
+        """Count one more stream while the block runs."""
         with self._lock:
             self._streams += 1
         try:
@@ -52,12 +57,15 @@ class Link:
 
     @contextmanager
     def slot(self) -> Iterator[None]:
-        """A piece is read, together with those of at most so many others."""
+        """Wait for a turn to read, and hold it while the block runs; at most `most` streams read at once."""
         with self._turns:
             yield
 
     def saw(self, nbytes: int, seconds: float) -> float:
-        """One stream had so many bytes in so long; what the whole line carried then, bytes a second."""
+        """Record that one stream read `nbytes` in `seconds`; return the link's throughput in bytes per second.
+
+        It is the stream's own throughput times the number of streams that read at the same time.
+        """
         with self._lock:
             carried = nbytes / max(seconds, 1e-9) * max(1, min(self._streams, self._most))
             self._seen = carried, self._clock()
@@ -65,17 +73,17 @@ class Link:
 
 
 class Links:
-    """The links of a store's tiers by name, each made when it is first asked for."""
+    """The links to a store's tiers by name, each created at its first use."""
 
     def __init__(self, most: int = MAX_STREAMS) -> None:
         self._most, self._lock, self._links = most, ForkLock(), dict[str, Link]()
 
     def of(self, tier: str) -> Link:
-        """The link that all streams from this tier share."""
+        """Return the link that all streams from a tier share."""
         with self._lock:
             return self._links.setdefault(tier, Link(self._most))
 
     def forget(self) -> None:
-        """What was seen of lines is not known any more."""
+        """Forget all links and their measured throughputs."""
         with self._lock:
             self._links = {}

@@ -1,4 +1,4 @@
-"""What a stream has at hand: a piece, and layers of it that are on their way."""
+"""The state of a stream's current piece, and of the layers that are being read for it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,18 @@ from ragfuse.store import EncodedLayers
 
 @dataclass
 class PendingRead:
-    """Layers on their way: what has come so far, by segment. `stop` lets it end with the segment at hand.
+    """A read of some layers of a piece that is under way. Times are those of the stream's clock, in seconds.
 
-    asked: `clock()` when it was asked for; began: when it had its turn on the line, None: it still waits for that;
-    ended: when all was there.
+    Args:
+        segments: Segments to read.
+        span: The first layer, and the one after the last.
+        level: Codec level to read.
+        asked: When the read was requested.
+        came: What has arrived so far, by segment.
+        done: Set when the read has ended.
+        stop: Set to end the read after the current segment.
+        began: When it got its turn on the link; None while it waits for it.
+        ended: When the read ended.
     """
 
     segments: tuple[int, ...]
@@ -30,10 +38,18 @@ class PendingRead:
 
 @dataclass
 class CurrentPiece:
-    """The piece at hand: segments that are still wanted, and its next layers, at:end.
+    """The piece that is being streamed.
 
-    For these layers alone: segments that lack them, levels that were tried in vain, and how they are being read.
-    is_aside: they are, while other pieces come; stood: so it was with the step that came last.
+    Args:
+        piece: The piece.
+        wanted: Its segments that are still to be streamed, not computed.
+        at: The first of the layers that come next.
+        end: The layer after the last of these.
+        lacking: Segments whose layers at:end are missing.
+        banned: Levels at which reading layers at:end has failed.
+        reading: The read of layers at:end that is under way, if any.
+        is_aside: Whether the piece is set aside: that read goes on while other pieces are streamed.
+        stood: Whether the piece was set aside before its latest layers came.
     """
 
     piece: StreamPiece

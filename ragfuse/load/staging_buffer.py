@@ -1,8 +1,7 @@
-"""The way of layers that were read to the device that fuses them.
+"""Copy layers that were read to the device that fuses them.
 
-On a CPU they are where they must be: the bytes read are used as they are, and become the memory tier's entry. To a GPU
-they go on a stream of their own, through pinned buffers, while the model computes (CacheBlend 5.1). What is read when
-is `layers.py`'s.
+On a CPU nothing is copied: the bytes read are used as they are, and become the memory tier's entry. To a GPU they are
+copied through pinned buffers on a CUDA stream of their own, while the model computes (CacheBlend 5.1).
 """
 
 from __future__ import annotations
@@ -22,24 +21,31 @@ from ragfuse.types.kv import LayerKV
 log = logging.getLogger("ragfuse.load")
 
 BUFFERS = 2
-"""Pinned buffers: one is filled while the other is being sent."""
+"""Pinned buffers: one is filled while the other is copied to the device."""
 
 Layer = Mapping[int, LayerKV | None]
-"""A layer's KV by segment, None where it could not be read."""
+"""One layer's KV by segment; None for a segment that could not be read."""
 
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """Layers on their way: they are there once `event` has happened on the sending stream; None: they are there."""
+    """Layers that are being copied to a device.
+
+    Args:
+        layers: The layers on the device.
+        event: The CUDA event after which they may be used; None: at once.
+    """
 
     layers: Sequence[Layer]
     event: torch.cuda.Event | None = None
 
 
 class StagingBuffer:
-    """Sends layers to `device`: `send` on the thread that reads, `landed` on the one that fuses.
+    """Pinned buffers to copy layers to a device: `send` on the thread that reads, `landed` on the one that fuses.
 
-    nbytes: about what the largest step takes, which the buffers are made for when the first is sent.
+    Args:
+        device: The device to copy to.
+        nbytes: Bytes of the largest read, about. The buffers are allocated with this size at the first `send`.
     """
 
     def __init__(self, device: torch.device, nbytes: int = 0) -> None:
@@ -48,7 +54,7 @@ class StagingBuffer:
         self._buffers = deque(_Buffer(nbytes) for _ in range(BUFFERS))
 
     def send(self, layers: Sequence[Layer]) -> PendingCopy:
-        """Begin to send; where there is no memory for that, the layers as they are, to be copied when they are used."""
+        """Begin to copy layers to the device; without memory for that, return them as they are, to be copied later."""
         if self._stream is None:
             return PendingCopy(layers)
         try:
@@ -59,7 +65,7 @@ class StagingBuffer:
             return PendingCopy(layers)
 
     def landed(self, sent: PendingCopy) -> Sequence[Layer]:
-        """The layers, for the current stream of the calling thread to use from now on."""
+        """Make the calling thread's current CUDA stream wait for a copy, and return the layers for use on it."""
         if sent.event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(sent.event)
@@ -75,7 +81,7 @@ class StagingBuffer:
         sent: dict[int, Tensor] = {}
 
         def over(part: Tensor) -> Tensor:
-            """The part on the device, sent once for all segments that it is read for."""
+            """Return a tensor on the device, copied only once for all segments that share it."""
             at = id(part)
             if at not in sent:
                 if _is_pageable(part):
@@ -92,14 +98,14 @@ class StagingBuffer:
 
 
 class _Buffer:
-    """Pinned host memory for a step of `nbytes`, more if need be; not used again before what it held was `sent`."""
+    """Pinned host memory of at least `nbytes`; it is reused only after the copy of its last content (`sent`) ended."""
 
     def __init__(self, nbytes: int = 0) -> None:
         self._least, self._bytes = nbytes, torch.empty(0, dtype=torch.uint8)
         self.sent: torch.cuda.Event | None = None
 
     def room(self, sizes: Sequence[int]) -> list[Tensor]:
-        """uint8 [size] for each size, apart from each other."""
+        """Return a separate part of the buffer, uint8 `[size]`, for each size."""
         ends = list(accumulate(-(-size // LAYER_ALIGNMENT) * LAYER_ALIGNMENT for size in sizes))
         if self.sent is not None:
             self.sent.synchronize()
@@ -114,7 +120,7 @@ def _is_pageable(part: Tensor) -> bool:
 
 
 def _parts(layers: Sequence[Layer]) -> Iterator[Tensor]:
-    """Keys and values of all layers, in the order in which they are sent."""
+    """Yield keys and values of all layers, in the order in which they are copied."""
     for layer in layers:
         for kv in layer.values():
             if kv is not None:

@@ -1,11 +1,10 @@
-"""Brings KV over a line in pieces, each at the level that the deadline allows, or not at all (CacheGen 5.3).
+"""Stream KV over a link in pieces, each at the level that the deadline allows, or computed instead (CacheGen 5.3).
 
-One piece comes after the other, some layers at a time, each read by a thread of its own; how fast these came decides
-how the next ones come. Once something of all is there, what lost most may come again at a better level (`refine`). What
-has come is decoded by further threads while the next is on its way. A piece that takes too long is given up, and what
-cannot be read is tried at another level; what does not come becomes text: the fusor computes it. With `refine` such a
-piece is set aside first and stays on its way while the others come: what is computed is decided when nothing else is
-left to bring. How a piece comes is decided by `plan.adapt`.
+A piece is a run of segments of about 1,500 tokens. Pieces are read one after the other, a few layers at a time, each
+read on its own thread. The measured throughput decides the level of the next read (`plan.adapt`), and other threads
+decode meanwhile. A read that fails is tried at another level; a piece that takes too long, or cannot be read at any
+level, becomes text: it is recomputed in the prefill. With `refine`, a slow piece is first set aside and keeps loading
+while the others are read, and once every piece is there, the lossiest ones are read again at better levels.
 """
 
 from __future__ import annotations
@@ -61,15 +60,29 @@ from ragfuse.types.plan import Fetch
 log = logging.getLogger("ragfuse.load")
 
 DECODERS = max(1, min(4, os.cpu_count() or 1))
-"""Threads that decode what has come."""
+"""Threads that decode the layers that were read."""
 
 
 class Stream:
-    """Fetches that come over one link, in the order of `parts`. A context manager: `run` in it, then `read` layers.
+    """A stream of segments over one link. A context manager: call `run` in it, then `read` each layer.
 
-    pieces: what happened, step by step. text: segments that did not come and are to be computed, and why. came: by
-    segment, the level that lost most of it, and bytes. load_s: seconds until the last piece was there; wait_s: these
-    and those that `read` waited for decoding.
+    Args:
+        store: Where the segments are stored.
+        fetches: The segments to read.
+        parts: The same segments with sizes and costs, in the order of streaming.
+        n_layers: Layers of the model.
+        link: The link to their tier.
+        terms: Deadline and strategy.
+        device: The device that needs the layers.
+        clock: Returns the time in seconds; that of `terms.began_s`.
+
+    Attributes:
+        pieces: The trace of every read and decision, in order.
+        text: Segments that are to be computed instead, with the reason.
+        came: By segment that was read, its lossiest level and its bytes.
+        load_s: Seconds until the last piece had been read.
+        wait_s: `load_s` and the seconds that `read` has waited for decoding.
+        last_s: `clock()` when the last piece had been read.
     """
 
     def __init__(
@@ -103,7 +116,7 @@ class Stream:
         self._nbytes: dict[int, int] = {}
 
     def close(self) -> None:
-        """Decode nothing more, hold nothing. A piece that was given up ends by itself, as its tier lets go of it."""
+        """Stop decoding and release all layers. A read that was given up ends when its tier returns."""
         self._decoders.shutdown(cancel_futures=True)
         self._decoding = {}
 
@@ -114,7 +127,7 @@ class Stream:
         self.close()
 
     def run(self) -> None:
-        """Bring every piece, or decide that it is computed."""
+        """Read every piece, or decide that it is computed instead. Sets the attributes."""
         began = self._clock()
         with self._link.joined():
             for number, piece in enumerate(self._pieces):
@@ -134,7 +147,7 @@ class Stream:
         self.load_s = self.wait_s = self.last_s - began
 
     def read(self, layer: int) -> Layer:
-        """The layer's KV of every segment that has come, None for one that cannot be decoded."""
+        """Return one layer's KV by segment that was read, waiting until it is decoded; None if it cannot be decoded."""
         began = self._clock()
         found = {segment: self._decoded(segment, layers[layer]) for segment, layers in self._decoding.items()}
         found |= {other: kv for segment, kv in found.items() for other in self._also[segment]}
@@ -144,7 +157,7 @@ class Stream:
     # deciding
 
     def _left(self, now: CurrentPiece) -> list[StreamPiece]:
-        """All that is still to come, first what is left of those that lack the layers at hand."""
+        """Return what is still to be read, beginning with the segments that lack the current layers."""
         lacking, behind = ((self._n_layers - at) / self._n_layers for at in (now.at, now.end))
         others = [segment for segment in now.wanted if segment not in now.lacking]
         later = [now.piece.rest(others, behind)] if others and behind else []
@@ -161,27 +174,27 @@ class Stream:
 
     @property
     def _refines(self) -> bool:
-        """Whether better levels may follow what came."""
+        """Whether pieces may be read again at better levels."""
         return self._terms.adapt == "refine" and self._terms.level is None
 
     def _waiting(self) -> list[StreamPiece]:
-        """What is still to come of pieces that were set aside."""
+        """Return what is still to be read of the pieces that were set aside."""
         n = self._n_layers
         return [each.piece.rest(each.wanted, (n - each.at) / n) for each in self._aside]
 
     def _lost(self) -> int:
-        """How much was lost most of what came, where its piece is kept with less: 0 for nothing."""
+        """Return the loss rank of the lossiest level that was read and has a better one stored; 0 if there is none."""
         return max(map(_loss, {level for piece in self._pieces for level, _, _ in self._worse(piece)}), default=0)
 
     def _worse(self, piece: StreamPiece) -> Iterator[tuple[str, int, int]]:
-        """(level, segment, layer) of what came of a piece, and is kept with less loss."""
+        """Yield (level, segment, layer) of what was read of a piece at another level than its best stored one."""
         best = next(iter(piece.sizes), "")
         for segment in piece.segments:
             if segment in self._decoding:
                 yield from ((level, segment, at) for at, level in self._levels[segment].items() if level != best)
 
     def _left_s(self) -> float:
-        """Until the deadline, without what is to be computed by now."""
+        """Return the seconds left for reading: until the deadline, less its margin and all computing decided so far."""
         return self._terms.began_s + (1 - DEADLINE_MARGIN) * self._terms.deadline_s - self._clock() - self._promised_s
 
     @property
@@ -190,7 +203,7 @@ class Stream:
         return self._terms.prior if seen is None else seen
 
     def _compute(self, now: CurrentPiece, segments: Sequence[int], why: str) -> None:
-        """These are computed, whatever came of them."""
+        """Decide that segments are computed, and discard what was read of them."""
         rest = now.piece.rest(segments, 1.0)
         self._promised_s += (rest.text_s or 0.0) * (LONGER if self._refines else 1.0)
         self.text |= dict.fromkeys(self._with_others(segments), why)
@@ -201,15 +214,15 @@ class Stream:
         self.pieces.append(PieceTrace(self._with_others(segments), rest.tokens, AS_TEXT, began_s=began_s, why=why))
 
     def _with_others(self, segments: Sequence[int]) -> tuple[int, ...]:
-        """These, and those that take their rows from the same entries."""
+        """Return these segments, and those that use rows of the same entries."""
         return tuple(each for segment in segments for each in (segment, *self._also[segment]))
 
-    # bringing
+    # reading
 
     def _bring(self, now: CurrentPiece, may_wait: bool) -> None:
-        """Layer by layer, some at a time, until all are there or the piece is computed, or until it is set aside.
+        """Read a piece, some layers at a time, until it is complete, computed instead, or set aside.
 
-        may_wait: whether it may be set aside, which leaves it as it is then.
+        may_wait: whether the piece may be set aside; its state is kept in `now` then.
         """
         while now.wanted and now.at < self._n_layers:
             if now.reading is None:
@@ -232,7 +245,7 @@ class Stream:
             now.at = now.end
 
     def _as_text(self, now: CurrentPiece, left: Sequence[StreamPiece]) -> None:
-        """What lacks the layers at hand is computed: all of the piece, or what of it could not be read."""
+        """Decide that the segments that lack the current layers are computed."""
         self._compute(now, now.lacking, self._why_text(now, left[0]))
         now.lacking = []
 
@@ -246,13 +259,16 @@ class Stream:
         return COMPUTED_IN_TIME if in_time else COMPUTED_SOONER
 
     def _together(self, rest: StreamPiece, level: str, at: int) -> int:
-        """How many layers to read now, from this one on."""
+        """Return how many layers to read at once, from layer `at` on."""
         left, throughput = rest.sizes[level], self._throughput
         whole_s = None if throughput is None else self._link.sharing * left / max(throughput, MIN_THROUGHPUT)
         return layers_together(self._n_layers, self._n_layers - at, whole_s)
 
     def _read(self, now: CurrentPiece, reading: PendingRead, left: Sequence[StreamPiece], may_wait: bool) -> bool:
-        """These layers of all that lack them; what did not come is lacking still, or computed. False: set aside."""
+        """Wait for a read and take what it brought; return False if the piece is set aside instead.
+
+        Segments that did not come still lack the layers, or are computed if the read was given up.
+        """
         was_aside, began = now.is_aside, self._clock() if now.is_aside else reading.asked
         gave_up = not self._waited(reading, left, began, may_wait)
         came, ended = dict(reading.came), self._clock()
@@ -275,12 +291,12 @@ class Stream:
     def _started(self, reading: PendingRead) -> PendingRead:
         try:
             threading.Thread(target=self._run, args=(reading,), name="ragfuse-stream", daemon=True).start()
-        except RuntimeError:  # no thread to be had: read here
+        except RuntimeError:  # no thread can be started: read on this one
             self._run(reading)
         return reading
 
     def _take(self, came: Mapping[int, EncodedLayers], level: str) -> None:
-        """Have it decoded, in place of what was there."""
+        """Queue layers for decoding, replacing what was there at another level."""
         for segment, encoded in came.items():
             decoding = self._decoding.setdefault(segment, {})
             for at in encoded.layers:
@@ -291,7 +307,7 @@ class Stream:
             self._nbytes[segment] = self._nbytes.get(segment, 0) + encoded.nbytes
 
     def _refine(self) -> None:
-        """While time is left, what lost most comes again, piece by piece, with as little loss as all of it may have."""
+        """While time is left, read the lossiest layers again, piece by piece, at the best level for which all fit."""
         while lost := self._lost():
             throughput, left_s = self._throughput, self._left_s()
             left, steps = list[StreamPiece](), list[tuple[tuple[int, ...], tuple[int, int]]]()
@@ -313,7 +329,7 @@ class Stream:
                 return
 
     def _again(self, reading: PendingRead) -> bool:
-        """Layers that are there at another level, waited for until the deadline; whether all of them came."""
+        """Read layers again at a better level, wait until the deadline at most, and return whether all came."""
         self._started(reading)
         is_done = reading.done.wait(max(0.0, self._left_s()))
         reading.stop.set()
@@ -323,7 +339,7 @@ class Stream:
         return len(came) == len(reading.segments)
 
     def _waited(self, reading: PendingRead, left: Sequence[StreamPiece], began: float, may_wait: bool) -> bool:
-        """Whether it was read to its end; False: it is set aside, or given up where it may not wait."""
+        """Wait for a read; return False if it is too slow: to be set aside, or given up if it must not wait."""
         first, end = reading.span
         step = left[0].rest(reading.segments, (end - first) / (self._n_layers - first))
         nbytes, behind, wait_s = step.sizes[reading.level], (self._n_layers - end) / (self._n_layers - first), None
@@ -345,7 +361,7 @@ class Stream:
         return True
 
     def _run(self, reading: PendingRead) -> None:
-        """On a thread of its own: read segment after segment; one that is not there keeps none behind it."""
+        """Read segment after segment, on a thread of its own; a missing segment does not stop those after it."""
         first, end = reading.span
         try:
             with self._link.slot():
@@ -366,9 +382,11 @@ class Stream:
     def _note(
         self, reading: PendingRead, came: Mapping[int, EncodedLayers], span_s: tuple[float, float], why: str
     ) -> None:
-        """How fast it came once it had its turn: for what is next, and for the trace, with the wait for the turn.
+        """Record a read: its throughput for the decisions that follow, and its pieces for the trace.
 
-        why: what did not come did not; all of a step that was given up. What broke at once says nothing of the line.
+        The throughput counts from the read's turn on the link, the trace's seconds include the wait for that turn. A
+        read without a byte says nothing about the link. why: the reason for what did not come; if the read was given
+        up, for all of it.
         """
         began, ended = span_s
         nbytes, sharing, throughput = sum(encoded.nbytes for encoded in came.values()), self._link.sharing, None
@@ -405,7 +423,7 @@ def _loss(level: str) -> int:
 
 
 def _first_of(layers: Collection[int]) -> tuple[int, int]:
-    """The first of these layers, and the one behind those that follow it without a gap."""
+    """Return the first run of consecutive layers: its first layer, and the one after its last."""
     first = end = min(layers)
     while end in layers:
         end += 1

@@ -1,4 +1,4 @@
-"""What a stream is to keep, and in which words it says what became of a piece."""
+"""The terms of a stream (deadline, strategy, level), and the words in which its trace explains each piece."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ragfuse.plan.adapt import PIECE_TOKENS, Adapt
 
 DEADLINE_MARGIN = 0.05
-"""Share of a deadline that is not planned away: computing takes now a little more, now a little less than foreseen."""
+"""Share of the deadline kept in reserve, as computing may take a little longer than predicted."""
 
 COMPUTED_IN_TIME = "computed, as that is in time"
 COMPUTED_SOONER = "computed, as its bytes would come later"
@@ -20,10 +20,16 @@ LEVEL_NOT_KEPT = "computed, as it is not kept at the level that is asked for"
 
 @dataclass(frozen=True)
 class Terms:
-    """What a stream is to keep. began_s: `clock()` when the deadline began to run; deadline_s: seconds from then.
+    """The terms of a stream.
 
-    base_s: seconds that the prompt computes in any case, behind the last piece. prior: bytes a second that the line is
-    taken to carry before anything was read over it, None: not known.
+    Args:
+        began_s: `clock()` when the deadline began to run.
+        deadline_s: Seconds from then to the first token.
+        base_s: Seconds that the prompt computes in any case after the last piece.
+        adapt: How levels are chosen (see `plan.adapt.Adapt`).
+        piece_tokens: Tokens of a piece, about.
+        prior: Assumed throughput of the link before anything was read, in bytes per second; None: unknown.
+        level: One codec level for all pieces, whatever the deadline; None: as the deadline allows.
     """
 
     began_s: float
@@ -33,4 +39,3 @@ class Terms:
     piece_tokens: int = PIECE_TOKENS
     prior: float | None = None
     level: str | None = None
-    """All pieces at this level, whatever the deadline; None: as it allows."""

@@ -1,6 +1,6 @@
-"""How fast this machine is with one model: prefill, fused prefills and tiers, timed and put into a MachineProfile.
+"""Time one model on this machine (full prefill, fused prefill, codecs, tiers), and return a `MachineProfile`.
 
-Nothing here decides, and nothing is kept: what the figures are for is `plan`'s, where they are kept is the engine's.
+`plan` uses the figures to predict prefills, the engine stores them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["MAX_TIMED_TOKENS", "Progress", "measure"]
 log = logging.getLogger("ragfuse.measure")
 
 MAX_TIMED_TOKENS = 3072
-"""Tokens of the longest prompt that is timed, where the model takes so many."""
+"""Tokens of the longest prompt that is timed, unless the model's context is shorter."""
 Progress = Callable[[str, float], object]
-"""Takes what is being timed and how much of all is done, 0..1."""
+"""Called with what is being timed, and the share of all timings that is done (0 to 1)."""
 _PREFILL, _FUSED, _DECODE = 0.3, 0.5, 0.05
 
 
@@ -41,11 +41,22 @@ def measure(
     cool: Callable[[], object] | None = None,
     codecs: Callable[[str], Codec | None] = lambda level: None,
 ) -> MachineProfile:
-    """The timings of `model` on this machine, medians of interleaved rounds after one to warm up; minutes at most.
+    """Time a model on this machine. Takes minutes at most.
 
-    cool: makes the next read of a tier a cold one; a disk tier's own files need none. ModelError for a model that is
-    never fused. A tier that does not keep what it is given is left out, which is said. codecs: of the levels whose
-    decoding is timed.
+    Every figure is the median of interleaved rounds after a warm-up. A tier that does not store what is written to it
+    is left out with a warning.
+
+    Args:
+        model: The model.
+        tiers: The tiers to time.
+        progress: Called as the timings proceed.
+        longest: Tokens of the longest prompt to time.
+        rounds: Rounds of each timing.
+        cool: Called before a tier is read, to empty caches so that the read is cold. Disk tiers do not need it.
+        codecs: Returns the codec of a level, or None; decoding is timed for levels with a codec.
+
+    Raises:
+        ModelError: The model's KV is never fused, so there is nothing to plan.
     """
     if model.profile.refusal:
         raise ModelError(f"{model.name} is not fused, so there is nothing to plan: {model.profile.refusal}")
@@ -82,7 +93,7 @@ def measure(
 
 
 def _part(progress: Progress, before: float, share: float) -> Progress:
-    """The progress of a part that is `share` of all and has `before` done before it."""
+    """Return a progress callback for a part that is `share` of the whole and begins when `before` is done."""
 
     def told(what: str, done: float) -> Any:
         return progress(what, before + share * done)

@@ -1,4 +1,4 @@
-"""Times what decoding KV of each codec level takes, and weighs what it packs."""
+"""Time the decoding of each codec level, and measure how small it packs KV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ragfuse.types.kv import LayerKV
 from ragfuse.types.levels import LEVEL_NAMES
 
 TIMED_CHUNK_TOKENS = 256
-"""Tokens of the chunk that is packed, where the model takes so many."""
+"""Tokens of the chunk that is encoded, unless the model's context is shorter."""
 
 Progress = Callable[[str, float], object]
 
@@ -23,10 +23,17 @@ Progress = Callable[[str, float], object]
 def decoding(
     model: HFModel, codecs: Callable[[str], Codec | None], rounds: int, progress: Progress
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """By level: seconds to decode a token's KV, medians after one to warm up; its bytes over those of raw.
+    """Time the decoding of each level, on this thread and from host memory, as entries are decoded.
 
-    On the thread that asks, from the host's memory, as entries are read. Levels without a codec, or that cannot hold
-    this model's KV, are left out.
+    Args:
+        model: The model whose KV is encoded.
+        codecs: Returns the codec of a level, or None.
+        rounds: Rounds of each timing, after one to warm up.
+        progress: Called as the timings proceed.
+
+    Returns:
+        By level, median seconds to decode one token's KV; and by level, encoded bytes over raw bytes. Levels without a
+        codec, or that cannot encode this model's KV, are left out.
     """
     there = [(level, codec) for level in LEVEL_NAMES[1:] if (codec := codecs(level)) is not None]
     kv = [_at_host(layer) for layer in model.encode(_ids(model)).layers] if there else []
@@ -35,7 +42,7 @@ def decoding(
         progress(f"decoding {level}", index / len(there))
         try:
             blobs = [codec.encode(layer, at) for at, layer in enumerate(kv)]
-        except ValueError:  # what only raw keeps
+        except ValueError:  # KV that only the raw codec can store
             continue
         taken = [_timed(codec, kv, blobs) for _ in range(rounds + 1)]
         seconds[level] = median(taken[1:]) / kv[0].n_tokens
@@ -56,7 +63,7 @@ def _at_host(layer: LayerKV) -> LayerKV:
 
 
 def _ids(model: HFModel) -> list[int]:
-    """Random ids, always the same ones."""
+    """Return random token ids, the same in every run."""
     config, drawn = model.model.config.get_text_config(), torch.Generator().manual_seed(1)
     count = min(TIMED_CHUNK_TOKENS, model.max_context or TIMED_CHUNK_TOKENS)
     return [int(token) for token in torch.randint(config.vocab_size, (count,), generator=drawn)]

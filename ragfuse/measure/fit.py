@@ -1,4 +1,4 @@
-"""Curves through timings: least squares of the relative error, no coefficient below zero. Arithmetic only."""
+"""Fit curves to timings by least squares of the relative error, with non-negative coefficients."""
 
 from __future__ import annotations
 
@@ -12,15 +12,23 @@ from ragfuse.plan.estimate import Blend, features
 from ragfuse.types.profiles import FusedCost, FusedPoint
 
 MIN_TIMED_S = 1e-9
-"""What takes less is taken for this: a clock that stood still is no reason to divide by zero."""
+"""Smallest timing in seconds: a coarse clock may measure 0, and errors are divided by the timing."""
 _NOTHING = 1e-50
 
 
 def fitted(table: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Non-negative weights of the columns whose sums come closest to `seconds`, relative to each.
+    """Find non-negative weights of the columns whose weighted sums are closest to `seconds`, by relative error.
 
-    All sets of columns are tried; the best solution without negative weights is the least-squares one of its set. So it
-    is exact, and columns that say the same share one weight. A column of hardly anything gets none.
+    Tries all subsets of the columns and takes the best least-squares solution without a negative weight, so the result
+    is exact. Of columns that are proportional to each other, the first gets the whole weight. A column of values near
+    zero gets the weight 0.
+
+    Args:
+        table: One row of features per timing.
+        seconds: The timings.
+
+    Returns:
+        One weight per column.
     """
     rows = torch.tensor(table, dtype=torch.float64)
     rows = rows / torch.tensor(seconds, dtype=torch.float64).clamp_min(MIN_TIMED_S)[:, None]
@@ -39,12 +47,12 @@ def fitted(table: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[
 
 
 def fitted_prefill(points: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """a, b, c of a + b L + c L^2 seconds, from (L, seconds)."""
+    """Fit the seconds of a full prefill of L tokens: return a, b, c of a + b L + c L^2, from (L, seconds)."""
     fixed, linear, square = fitted([(1, n, n * n) for n, _ in points], [seconds for _, seconds in points])
     return fixed, linear, square
 
 
 def fitted_fused(points: Sequence[FusedPoint], n_layers: int) -> FusedCost:
-    """What a fused prefill takes, by what it computes."""
+    """Fit the cost of fused prefills, by what they compute."""
     table = [features(Blend.of(point, cost_of), n_layers) for point in points]
     return FusedCost(*fitted(table, [point.seconds for point in points]))

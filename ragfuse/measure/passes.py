@@ -1,4 +1,4 @@
-"""Times full and fused prefills of random tokens: speed does not depend on words."""
+"""Time full and fused prefills of random tokens: speed does not depend on the words."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ragfuse.types.kv import ChunkKV
 from ragfuse.types.profiles import FusedPoint
 
 LENGTH_SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
-"""Lengths that full prefill is timed at, of the longest."""
+"""Lengths at which full prefill is timed, as shares of the longest."""
 PASS_BUDGET_S, MIN_LENGTHS = 12.0, 4
-"""Longer prompts are left out once one takes so long, but not of the first few."""
+"""After a prefill of more than PASS_BUDGET_S seconds no longer prompt is timed, once there are MIN_LENGTHS lengths."""
 TIMED_CHUNKS = 6
 FUSED_LENGTH_SHARES, QUESTION_TOKENS = (1 / 8, 1 / 3, 1), (16, 96)
-"""Prompts that fused prefills are timed with, of the longest, and tokens of their questions in turn."""
+"""Lengths at which fused prefills are timed, as shares of the longest; tokens of their questions, in turn."""
 HELD_UP = 96, 4
-"""Tokens of the prompt that tells what reads in a thread cost, and how many times as many rounds it takes."""
+"""For `reading_s`: tokens of the prompt, and the factor on the number of rounds."""
 BLENDS = (
     ("none", 0.0),
     ("lego", 0.15),
@@ -37,16 +37,16 @@ BLENDS = (
     ("query", 0.05),
     ("query", 0.3),
 )
-"""Policies of each kind, with ratios."""
+"""(policy, ratio) of the fused prefills that are timed: some of each kind of policy."""
 
 Progress = Callable[[str, float], object]
 
 
 def prefill_points(model: HFModel, top: int, rounds: int, progress: Progress) -> tuple[tuple[int, float], ...]:
-    """(tokens, seconds) of full prefills of up to `top` tokens, shortest first."""
+    """Time full prefills of up to `top` tokens; return (tokens, median seconds), shortest first."""
     lengths = sorted({max(1, round(top * share)) for share in LENGTH_SHARES})
     ids, cases = _ids(model, top), dict[str, Callable[[], object]]()
-    for length in lengths:  # the warm-up, which tells what would take too long
+    for length in lengths:  # the warm-up, which also shows which lengths would take too long
         case = _prefill(model, ids[:length])
         cases[str(length)] = case
         if _seconds(model, case) > PASS_BUDGET_S and len(cases) >= MIN_LENGTHS:
@@ -56,7 +56,7 @@ def prefill_points(model: HFModel, top: int, rounds: int, progress: Progress) ->
 
 
 def fused_points(model: HFModel, top: int, rounds: int, progress: Progress) -> tuple[FusedPoint, ...]:
-    """Fused prefills of each kind, size and ratio, their KV in memory: on an accelerator, it is copied there."""
+    """Time fused prefills of each policy, length and ratio, with KV in host memory (so a GPU's includes the copy)."""
     cases, points = dict[str, Callable[[], object]](), list[FusedPoint]()
     for share in FUSED_LENGTH_SHARES:
         for number, (policy, ratio) in enumerate(BLENDS):
@@ -73,7 +73,7 @@ def fused_points(model: HFModel, top: int, rounds: int, progress: Progress) -> t
 
 
 def reading_s(model: HFModel, top: int, rounds: int, folder: Path | None, progress: Progress) -> float:
-    """Seconds by which each read of a thread holds up the model; see `read_cost.py`."""
+    """Return the seconds by which each read on a background thread delays the model; see `read_cost.py`."""
     progress("reading while fusing", 0.0)
     tokens, more = min(HELD_UP[0], top), HELD_UP[1]
     ids, runs, chunk = _prompt(model, max(TIMED_CHUNKS + 2, tokens), 1)
@@ -86,7 +86,7 @@ def reading_s(model: HFModel, top: int, rounds: int, folder: Path | None, progre
 
 
 def at_hand(kv: ChunkKV) -> ChunkKV:
-    """KV as a store gives it back from memory: the host's, whatever device it was computed on."""
+    """Return KV as a memory tier returns it: in host memory, whatever device it was computed on."""
     store, key = KVStore([MemoryTier(UNLIMITED, lambda entries: ())]), ChunkKey(digest("measure"), digest("at hand"))
     store.put(key, kv)
     layers = store.read_layers(key, 0, len(kv.layers))
@@ -94,14 +94,14 @@ def at_hand(kv: ChunkKV) -> ChunkKV:
 
 
 def _prompt(model: HFModel, tokens: int, question: int) -> tuple[list[int], list[CachedRun], ChunkKV]:
-    """Ids of a prompt of so many tokens, its chunks, of which the first is exact as in a real one, and their KV."""
+    """Return a prompt's token ids, its chunks (the first is a prefix, so its KV is exact), and the KV of a chunk."""
     size, ids = (tokens - question) // TIMED_CHUNKS, _ids(model, tokens)
     runs = [CachedRun(at, at * size, (at + 1) * size, at * size, blend=at > 0) for at in range(TIMED_CHUNKS)]
     return ids, runs, at_hand(model.encode(ids[:size]))
 
 
 def _ids(model: HFModel, count: int) -> list[int]:
-    """Random ids, always the same ones."""
+    """Return random token ids, the same in every run."""
     vocabulary, drawn = model.model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
     return [int(token) for token in torch.randint(vocabulary, (count,), generator=drawn)]
 
@@ -113,7 +113,7 @@ def _prefill(model: HFModel, ids: Sequence[int]) -> Callable[[], object]:
 def _fused(
     model: HFModel, tokens: int, question: int, policy: str, ratio: float
 ) -> tuple[Callable[[], object], FusedPoint]:
-    """One fused prefill, run once now to warm up, and what it computes."""
+    """Return a fused prefill to be timed, run once to warm up, and a description of what it computes."""
     (ids, runs, chunk), positions = _prompt(model, tokens, question), torch.arange(tokens)
     source, size = KVSource([chunk] * TIMED_CHUNKS), chunk.n_tokens
 
@@ -128,7 +128,7 @@ def _fused(
 def _medians(
     model: HFModel, cases: Mapping[str, Callable[[], object]], rounds: int, progress: Progress
 ) -> dict[str, float]:
-    """Median seconds of each case, which take turns."""
+    """Return the median seconds of each case; each round runs all cases once."""
     taken: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(rounds):
         for index, (name, case) in enumerate(cases.items()):
@@ -138,7 +138,7 @@ def _medians(
 
 
 def _seconds(model: HFModel, case: Callable[[], object]) -> float:
-    """One run, with all that it started on an accelerator."""
+    """Return the seconds of one run, including the work that it started on a GPU."""
     _synchronize(model)
     began = time.perf_counter()
     case()

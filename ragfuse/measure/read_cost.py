@@ -1,4 +1,4 @@
-"""Times what reading in a thread costs the model beside it: the two share one interpreter, whatever the processor."""
+"""Time how much reading on a background thread delays the model: both share one Python interpreter (its GIL)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch
 
 MOST_S = 2e-3
-"""No read is taken to hold up the model for longer: what is beyond is something else that ran meanwhile."""
+"""Largest delay per read, in seconds: more must come from something else that ran meanwhile."""
 
 Fuse = Callable[[LayerSource], float]
-"""Fuses one prompt with the KV of a source, and gives the seconds that took."""
+"""Fuses one prompt with the KV of a source, and returns the seconds that took."""
 
 
 def held_up_s(fuse: Fuse, at_hand: LayerSource, chunks: list[ChunkKV], folder: Path | None, rounds: int) -> float:
-    """Seconds by which each read of a thread holds up fusing: `fuse` layer by layer from files, and with all at hand.
+    """Measure the seconds by which each read on a background thread delays fusing.
 
-    chunks: small ones, by segment, so that reading hides behind fusing. folder: where to put them for a moment; None:
-    the system's own place.
+    Compares fusing while a thread reads layer by layer from files with fusing when all KV is in memory.
+
+    Args:
+        fuse: Fuses the prompt.
+        at_hand: The KV in memory.
+        chunks: The KV of each segment; small, so that reading is hidden behind fusing.
+        folder: Where to put temporary files; None: the system's temporary folder.
+        rounds: Rounds of the timing, after one to warm up.
     """
     n_layers = len(chunks[0].layers)
     with (
@@ -45,7 +51,14 @@ def held_up_s(fuse: Fuse, at_hand: LayerSource, chunks: list[ChunkKV], folder: P
 
 
 def over_s(read_s: float, hand_s: float, load_s: float, n_layers: int) -> float:
-    """What is left of `read_s` when reading one layer at a time, `load_s` in all, is hidden behind fusing, `hand_s`."""
+    """Return the part of `read_s` that pipelining does not explain. All in seconds.
+
+    Args:
+        read_s: Fusing while a thread reads layer by layer.
+        hand_s: Fusing with all KV in memory.
+        load_s: Reading, in all.
+        n_layers: Layers of the model.
+    """
     return read_s - pipelined_s([load_s / n_layers] * n_layers, [hand_s / n_layers] * n_layers, room(1))
 
 
@@ -56,7 +69,7 @@ def _kept(store: KVStore, at: int, chunk: ChunkKV) -> Fetch:
 
 
 def _read(store: KVStore, fetches: list[Fetch], n_layers: int, fuse: Fuse) -> tuple[float, float]:
-    """Seconds of fusing what a thread reads one layer at a time, and of that reading."""
+    """Return the seconds of fusing while a thread reads layer by layer, and the seconds of that reading."""
     began = time.perf_counter()
     with LayerReader(store, fetches, n_layers, most=1) as reader:
         fuse(reader)

@@ -1,4 +1,4 @@
-"""Times a tier with random KV of a model's shape, written, read back and deleted again."""
+"""Time a tier with random KV of a model's shape, which is written, read back and deleted again."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ragfuse.types.kv import ChunkKV, LayerKV
 from ragfuse.types.profiles import TierSpeed, Warmth
 
 MAX_ENTRY_NBYTES, MAX_ENTRY_TOKENS = 16 << 20, 1024
-"""The largest entry that is written, whichever is smaller."""
+"""Size of the largest entry that is written, in bytes and in tokens; the smaller one counts."""
 ENTRY_SHARES = (1 / 16, 1 / 4, 1)
-"""Sizes of entries, of the largest."""
+"""Sizes of the entries, as shares of the largest."""
 LAYERS = (4, 1, 0)
 """Layers that are read at a time; 0: all."""
 TIER_BUDGET_S, MIN_ENTRIES = 15.0, 4
-"""No further entry is written after so long, unless these are too few."""
+"""After TIER_BUDGET_S seconds no further entry is written, once there are MIN_ENTRIES."""
 UNLIMITED = 1 << 60
 
 Progress = Callable[[str, float], object]
@@ -37,9 +37,14 @@ Progress = Callable[[str, float], object]
 
 @dataclass(frozen=True)
 class TierTiming:
-    """One entry: reads it took, its bytes, seconds to write and to read it, bytes that a medium gave for that.
+    """The timing of one entry.
 
-    fetched: None where the system does not say.
+    Args:
+        reads: How many reads it took.
+        nbytes: Its bytes.
+        write_s: Seconds to write it.
+        read_s: Seconds to read it.
+        fetched: Bytes that came from the medium instead of the page cache; None if the system does not report it.
     """
 
     reads: int
@@ -57,7 +62,19 @@ def speed_of(
     cool: Callable[[], object] | None = None,
     device: torch.device = CPU,
 ) -> TierSpeed:
-    """The tier's speed for KV like `sample`, which is one token's; StoreError if it does not keep what it is given."""
+    """Time a tier.
+
+    Args:
+        tier: The tier.
+        sample: One token's KV, for the shape.
+        rounds: Rounds of each timing.
+        progress: Called as the timings proceed.
+        cool: Called before each read, to empty caches so that the read is cold. Disk tiers do not need it.
+        device: The model's device.
+
+    Raises:
+        StoreError: The tier does not store what is written to it, or has no room.
+    """
     with _scratch(tier) as (used, chill):
         points = _points(used, sample, rounds, lambda done: progress(f"tier {tier.name}", done), cool or chill)
     open_s, read_s, byte_s = fitted([(1, p.reads, p.nbytes) for p in points], [p.read_s for p in points])
@@ -68,10 +85,10 @@ def speed_of(
 
 
 def warmth(points: Sequence[TierTiming], is_local: bool) -> Warmth:
-    """Whether entries came from the medium: by the bytes it gave to this process, where the system counts them.
+    """Return whether the reads came from the medium ("cold") or the page cache ("warm").
 
-    Where pages cannot be dropped at all, what was just written is read from memory. Nothing is known of what another
-    machine keeps in its own.
+    "cold" if at least half of the bytes came from the medium, where the system counts them. "warm" on systems that
+    cannot drop cached pages. "unknown" for a tier on another machine (not `is_local`), which has caches of its own.
     """
     if not is_local:
         return "unknown"
@@ -82,7 +99,7 @@ def warmth(points: Sequence[TierTiming], is_local: bool) -> Warmth:
 
 
 def fetched_nbytes() -> int | None:
-    """Bytes that disks have given to this process so far; None where the system does not say, or counts nothing."""
+    """Return the bytes that this process has read from disks so far; None if the system does not count them."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:")) or None
@@ -91,9 +108,9 @@ def fetched_nbytes() -> int | None:
 
 
 def forget_pages(folder: Path) -> None:
-    """Let the system drop what it holds in memory of the entries below `folder`, where it can be told to.
+    """Drop the cached pages of all entries below `folder`, where the system supports it.
 
-    What is not on the medium yet is brought there: until then it cannot be dropped.
+    Entries are synced to the medium first, as pages that are not written yet cannot be dropped.
     """
     for path in folder.rglob("*.kv") if hasattr(os, "posix_fadvise") else ():
         fd = os.open(path, os.O_RDONLY)
@@ -106,7 +123,10 @@ def forget_pages(folder: Path) -> None:
 
 @contextmanager
 def _scratch(tier: Tier) -> Iterator[tuple[Tier, Callable[[], object]]]:
-    """The tier, or one of its own for a disk: on the same medium, where nothing is pushed out and pages can go."""
+    """Yield the tier to time, and a function that makes its next read cold.
+
+    For a disk tier it is a temporary tier in the same folder, where nothing is evicted and pages can be dropped.
+    """
     if not isinstance(tier, DiskTier):
         yield tier, lambda: None
         return
@@ -121,7 +141,7 @@ def _scratch(tier: Tier) -> Iterator[tuple[Tier, Callable[[], object]]]:
 def _points(
     tier: Tier, sample: ChunkKV, rounds: int, progress: Callable[[float], object], cool: Callable[[], object]
 ) -> list[TierTiming]:
-    """Entries of all sizes in turn, smallest first, each read in several ways: the median of each over the rounds."""
+    """Time entries of all sizes, smallest first, each read in several ways; return the medians over the rounds."""
     largest, began = _largest(tier, sample), time.perf_counter()
     sizes = [max(1, round(largest * share)) for share in ENTRY_SHARES]
     chunks = {n: _random(sample, n) for n in sizes}
@@ -138,14 +158,14 @@ def _points(
 
 
 def _median(points: list[TierTiming]) -> TierTiming:
-    """The same entry's points as one."""
+    """Return the median of several timings of the same entry."""
     write_s, read_s = (median(times) for times in zip(*((p.write_s, p.read_s) for p in points), strict=True))
     counted = [point.fetched for point in points if point.fetched is not None]
     return replace(points[0], write_s=write_s, read_s=read_s, fetched=int(median(counted)) if counted else None)
 
 
 def _largest(tier: Tier, sample: ChunkKV) -> int:
-    """Tokens of the largest entry; StoreError where there is no room for a small one without pushing others out."""
+    """Return the tokens of the largest entry; raise StoreError if even a small one would evict others."""
     free = tier.capacity - tier.nbytes
     tokens = min(MAX_ENTRY_TOKENS, max(1, MAX_ENTRY_NBYTES // sample.nbytes), free // (2 * sample.nbytes))
     if tokens < 1:
@@ -154,7 +174,7 @@ def _largest(tier: Tier, sample: ChunkKV) -> int:
 
 
 def _random(sample: ChunkKV, n: int) -> ChunkKV:
-    """KV of `n` tokens of the sample's shape."""
+    """Return random KV of `n` tokens of the sample's shape."""
     drawn = torch.Generator().manual_seed(n)
 
     def like(part: torch.Tensor) -> torch.Tensor:
@@ -164,7 +184,7 @@ def _random(sample: ChunkKV, n: int) -> ChunkKV:
 
 
 def _timed(tier: Tier, kv: ChunkKV, count: int, cool: Callable[[], object]) -> TierTiming:
-    """Write an entry, read it by `count` layers at a time, cold if that can be, and delete it, whatever happens."""
+    """Write an entry, read it `count` layers at a time (cold, if possible), and delete it in any case."""
     store, key = KVStore([tier]), ChunkKey(digest("measure"), secrets.token_hex(16))
     try:
         began = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Models as people have them: the embedded ones, and one loader for names, folders, files and loaded objects.
+"""The embedded models, and one loader for model names, folders, files and loaded objects.
 
-Only names and folders are known here; what loads weights is in `ragfuse.models.loader`, which imports transformers.
+Importing this package gives names and folders only; `ragfuse.models.loader` loads weights and imports transformers.
 """
 
 from ragfuse.models.embedded import (

@@ -1,4 +1,4 @@
-"""Which device there is, and which dtype it is quick in, for settings that leave these open."""
+"""Resolves the settings `device="auto"` and `dtype="auto"` to what is available and fast on this machine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ _BF16_UNITS = ("avx512_bf16", "amx_bf16", "avx10_2", "bf16")
 
 
 def quick_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> str:
-    """What `dtype="auto"` stands for on `device`; `capabilities` are the CPU's own unless they are given.
+    """Return the dtype that `dtype="auto"` stands for on a device.
 
-    A CPU without units for bfloat16 takes two to three times as long in it as in float32, whose KV takes twice the
-    bytes. GPUs too old for bfloat16 get float16.
+    It is bfloat16 if the device computes it natively. A CPU without bfloat16 units is two to three times faster in
+    float32, although its KV takes twice the bytes. GPUs too old for bfloat16 get float16.
+
+    Args:
+        device: Name of the device, such as "cpu" or "cuda:1".
+        capabilities: Of the CPU; default: those of this machine.
     """
     kind = torch.device(device).type
     if kind == "mps":
@@ -30,17 +34,19 @@ def quick_dtype(device: str, capabilities: Mapping[str, Any] | None = None) -> s
 
 
 def quick_device() -> str:
-    """What `device="auto"` stands for: the first GPU that torch sees, else the CPU."""
+    """Return the device that `device="auto"` stands for: a GPU if torch sees one, else the CPU."""
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def settled(settings: Settings) -> Settings:
-    """The same with device and dtype named, and folders from the root on; they are equal for whoever said them and
-    whoever left them open or named folders from the working directory.
+    """Return settings with "auto" device and dtype resolved and folders made absolute.
 
-    ModelError for a device that torch does not know.
+    So settings that mean the same are equal, whether they were given explicitly or left open.
+
+    Raises:
+        ModelError: torch does not know the device, or the dtype is not supported.
     """
     settings = settings.placed()
     device = quick_device() if settings.device == "auto" else settings.device
@@ -57,7 +63,7 @@ def settled(settings: Settings) -> Settings:
 
 
 def dtype_named(told: object) -> Literal["float32", "bfloat16", "float16"]:
-    """The name of a dtype, from torch's own or its name; ModelError for what KV is not kept in."""
+    """Return the name of a dtype, given as a torch dtype or a name; ModelError if KV is not stored in it."""
     name = str(told).removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
         raise ModelError(f"Wanted a dtype of float32, bfloat16 or float16, found '{name}'. Name one of these.")
@@ -65,7 +71,7 @@ def dtype_named(told: object) -> Literal["float32", "bfloat16", "float16"]:
 
 
 def require_device(name: str) -> None:
-    """ModelError for a device that torch does not know or does not see."""
+    """Raise ModelError for a device that torch does not know or does not see."""
     device, found = _device(name), ""
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = f"only {torch.cuda.device_count()} of them" if torch.cuda.is_available() else "no CUDA device here"

@@ -1,8 +1,8 @@
-"""The embedded models: a small LLM and an embedder that ordinary packages carry, so that nothing needs a hub.
+"""The embedded models: a small LLM and an embedder that come in ordinary Python packages, so that no hub is needed.
 
-Names in, folders out. The LLM comes as GGUF and is turned once into a plain bf16 Hugging Face folder in the user's
-cache; the embedder is used where its package lies. Loading a model to run it is not done here: that is `ragfuse.hf`.
-Transformers is imported here too, inside the function that converts, for nothing else.
+This module maps model names to folders. The LLM comes as GGUF and is converted once to a plain bf16 Hugging Face folder
+in the user's cache; the embedder is used from its package's folder. `ragfuse.models.loader` loads models. Transformers
+is imported only inside functions: by the conversion, and to silence its progress bars.
 """
 
 from __future__ import annotations
@@ -35,27 +35,35 @@ RECIPE = 1
 """Version of what `prepare` writes; folders of another version are prepared again."""
 
 MANIFEST = "prepared.json"
-"""Written last into a prepared folder: the recipe and the size in bytes of every other file."""
+"""File that is written last into a prepared folder: the recipe and the size in bytes of every other file."""
 
 GGUF_ERRORS = (ValueError, KeyError, IndexError, RuntimeError, TypeError, AttributeError, NotImplementedError)
-"""What reading a GGUF file raises that is damaged or of an unknown kind."""
+"""Exceptions of reading a GGUF file that is damaged or of an unknown architecture."""
 
 HUB_WAIT_S = 5.0
-"""Seconds to wait for the hub to answer at all."""
+"""Seconds to wait for a connection to the hub."""
 
 log = logging.getLogger("ragfuse.models")
 
 Say = Callable[[str], None]
-"""Takes the name of the step that begins."""
+"""A callback that receives the name of each step as it begins."""
 
 
 @dataclass(frozen=True)
 class EmbeddedModel:
-    """A model that an ordinary package carries: its name here, the package and the file or folder inside it.
+    """A model that comes in an ordinary Python package.
 
-    `prepared_nbytes` is what its prepared folder takes; 0 when it is used where it lies. `adapter` is the folder in
-    ragfuse/adapters whose LoRA is merged into its weights, "" for none. choice: policy and ratio that it comes
-    with, decided in docs/quality.md; None where nothing was measured.
+    Args:
+        name: Its name in ragfuse.
+        role: "llm" or "embedder".
+        what: A description for people.
+        package: The package to install.
+        module: The module of the package.
+        inside: The file or folder inside the module.
+        prepared_nbytes: Bytes of its prepared folder; 0: it is used from the package's folder.
+        adapter: Folder in ragfuse/models/adapters whose LoRA is merged into its weights; "" for none.
+        choice: Recommended policy and ratio, decided in docs/quality.md; None if nothing was measured.
+        own_recipe: Recipe of its prepared folder in place of `RECIPE`; "" for none.
     """
 
     name: str
@@ -71,14 +79,14 @@ class EmbeddedModel:
 
     @property
     def recipe(self) -> str:
-        """What a prepared folder is made by: its own, or `RECIPE` and the adapter's bytes with its drift's."""
+        """Identifies how its folder is prepared: its own recipe, or `RECIPE` with the adapter's fingerprint."""
         if self.own_recipe:
             return self.own_recipe
         return f"{RECIPE} {adapters.fingerprint(self.adapter)}" if self.adapter else str(RECIPE)
 
     @property
     def source(self) -> Path | None:
-        """Where the package has it; None when the package is not installed."""
+        """Its file or folder in the installed package; None if the package is not installed."""
         spec = find_spec(self.module)
         roots = spec.submodule_search_locations if spec else None
         source = Path(next(iter(roots))) / self.inside if roots else None
@@ -87,9 +95,14 @@ class EmbeddedModel:
 
 @dataclass(frozen=True)
 class ModelStatus:
-    """What is there of an embedded model. `path` is the folder to load, once `state` is ready.
+    """The state of an embedded model on this machine.
 
-    ready: can be loaded · packaged: will be prepared on first use · missing: the package is not installed.
+    Args:
+        model: The model.
+        state: "ready": it can be loaded; "packaged": it will be prepared on first use; "missing": its package is not
+            installed.
+        path: The folder to load; None unless ready.
+        nbytes: Bytes on disk.
     """
 
     model: EmbeddedModel
@@ -129,33 +142,47 @@ EMBEDDED = (
 
 
 def embedded(name: str) -> EmbeddedModel | None:
-    """The embedded model called `name`; None when there is none."""
+    """Return the embedded model called `name`, or None."""
     return next((model for model in EMBEDDED if model.name == name), None)
 
 
 def list_models(home: Path) -> tuple[ModelStatus, ...]:
-    """What is there of every embedded model. Prepares nothing."""
+    """Return the state of every embedded model; nothing is prepared."""
     return tuple(_status(model, home) for model in EMBEDDED)
 
 
 def resolve_llm(name_or_path: str, home: Path, console: Console | None = None) -> Path | str:
-    """What to load for the LLM `name_or_path`: a folder, or a Hugging Face id as it is.
+    """Return what to load for an LLM: a folder, or a Hugging Face id unchanged.
 
-    An embedded name is prepared on first use; `console` is where that is shown (standard error when None).
+    Args:
+        name_or_path: An embedded name, a folder, a GGUF file or a Hugging Face id. Embedded names and GGUF files are
+            prepared on first use.
+        home: Folder in which models are prepared.
+        console: Where progress is shown; None: standard error.
+
+    Raises:
+        ModelError: There is no such LLM, or it cannot be prepared.
     """
     return _resolve(name_or_path, "llm", home, console)
 
 
 def resolve_embedder(name_or_path: str, home: Path, console: Console | None = None) -> Path | str:
-    """What to load for the embedder `name_or_path`: a folder, or a Hugging Face id as it is."""
+    """Return what to load for an embedder: a folder, or a Hugging Face id unchanged; arguments as in `resolve_llm`."""
     return _resolve(name_or_path, "embedder", home, console)
 
 
 def prepare(name: str, home: Path, console: Console | None = None) -> Path:
-    """The folder of the embedded model `name`, ready to be loaded; prepared now if it is not yet there.
+    """Return the folder of an embedded model, prepared first if necessary.
 
-    Safe in several processes at once: one works, the others wait. What a killed one left behind is swept away.
-    `console` shows the progress (standard error when None; `Console(quiet=True)` shows nothing).
+    Several processes may call it at once: one prepares, the others wait. Leftovers of a killed process are removed.
+
+    Args:
+        name: Of the embedded model.
+        home: Folder in which models are prepared.
+        console: Where progress is shown; None: standard error. `Console(quiet=True)` shows nothing.
+
+    Raises:
+        ModelError: There is no such model, its package is missing, or it cannot be prepared.
     """
     model = embedded(name)
     if model is None:
@@ -170,10 +197,12 @@ def prepare(name: str, home: Path, console: Console | None = None) -> Path:
 
 
 def prepare_gguf(file: Path, home: Path, console: Console | None = None) -> Path:
-    """The folder that a GGUF file was turned into, once: its weights dequantised, as those of an embedded model are.
+    """Return the Hugging Face folder of a GGUF file, converted on first use and whenever the file has changed.
 
-    A file that changed is turned anew. ModelError where it cannot be read, or is of an architecture that transformers
-    does not know.
+    Its weights are dequantised to bf16.
+
+    Raises:
+        ModelError: The file cannot be read, or transformers does not know its architecture.
     """
     file = file.resolve()
     at, place = file.stat(), blake2b(str(file).encode(), digest_size=4).hexdigest()
@@ -226,7 +255,7 @@ def _resolve(name: str, role: Literal["llm", "embedder"], home: Path, console: C
 
 
 def _is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF does, whatever it is called."""
+    """Whether a file begins with the magic bytes of GGUF, whatever its name."""
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"
@@ -324,7 +353,7 @@ def _convert(embedded: EmbeddedModel, source: Path, target: Path, say: Say) -> N
 
 
 def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
-    """Save the tokenizer with what GGUF says by name only: SmolLM splits numbers into digits before anything else."""
+    """Save the tokenizer with the pre-tokenizer that GGUF gives by name only: SmolLM splits numbers into digits."""
     from gguf import GGUFReader
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoTokenizer
@@ -338,7 +367,7 @@ def _save_tokenizer(source: Path, target: Path, max_tokens: int) -> None:
 
 
 def _require(model: EmbeddedModel, home: Path) -> None:
-    """Say before the long work what would end it: a missing package, a full disk."""
+    """Raise ModelError before the long work for a missing package or a full disk."""
     needed = ("accelerate", "gguf", "peft") if model.adapter else ("accelerate", "gguf")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
@@ -352,13 +381,13 @@ def _require(model: EmbeddedModel, home: Path) -> None:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of every file below `folder`, the manifest left out."""
+    """Return the size in bytes of every file below `folder`, without the manifest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
 def _is_intact(folder: Path, model: EmbeddedModel) -> bool:
-    """Whether `folder` holds what its manifest says, by the model's recipe."""
+    """Whether the files of `folder` match its manifest and were made by the model's recipe."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return bool(str(manifest["recipe"]) == model.recipe and manifest["files"] == _sizes(folder))
@@ -381,7 +410,8 @@ def _locked(path: Path, say: Say) -> Iterator[None]:
 
 
 def require_hub(name: str) -> None:
-    """ModelError where a Hugging Face id is neither in its cache nor to be had: at once, not after many retries."""
+    """Raise ModelError if a Hugging Face id is not cached and the hub is unreachable, without the hub's many
+    retries."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if constants.HF_HUB_OFFLINE or getproxies() or isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -399,7 +429,7 @@ def require_hub(name: str) -> None:
 
 @contextmanager
 def quietly(source: Path | str) -> Iterator[None]:
-    """No bars of transformers while a folder is loaded; a download shows its own, if the hub can be reached at all."""
+    """Hide transformers' progress bars while a folder is loaded; for an id, check the hub and show download bars."""
     if isinstance(source, str):
         require_hub(source)
         yield
@@ -410,7 +440,7 @@ def quietly(source: Path | str) -> Iterator[None]:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Transformers' own progress bars off, and as they were afterwards; the one for GGUF goes by no switch."""
+    """Hide transformers' progress bars while the context is active; that of GGUF has no switch and is replaced."""
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
@@ -427,7 +457,7 @@ def _no_bars() -> Iterator[None]:
 
 @contextmanager
 def _progress(model: EmbeddedModel, console: Console) -> Iterator[Say]:
-    """One line that says what and how long, then a bar that moves while a step runs; nothing where nobody looks."""
+    """Show what is prepared and a progress bar while steps run; on no terminal the steps are logged instead."""
     takes = "it may take minutes" if model.own_recipe else "about half a minute"
     said = f"Preparing {model.name} from {model.package}, once: {takes}."
     if not console.is_terminal:

@@ -1,8 +1,8 @@
-"""One loader for every way in which people have a model.
+"""Loads a model from any of the forms in which users have one.
 
-A folder, a Hugging Face id, the folder of an adapter, or what is loaded already: a `PreTrainedModel` with its
-tokenizer, a `pipeline`, a PEFT model. Embedded names and GGUF files become folders first (`embedded.py`). Weights come
-from safetensors and GGUF alone: nothing is unpickled.
+These are a folder, a Hugging Face id, the folder of an adapter, or a loaded object: a `PreTrainedModel` with its
+tokenizer, a `pipeline` or a PEFT model. Embedded names and GGUF files are converted to folders first
+(`models/embedded.py`). Weights are read from safetensors and GGUF only; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from ragfuse.types.profiles import ModelProfile
 
 ADAPTER = "adapter_config.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Endings of files that only unpickling opens, which may run any code."""
+"""Suffixes of pickled files; unpickling them may run any code, so they are rejected."""
 FOR_TOKENIZERS = ("revision", "trust_remote_code", "token", "subfolder", "cache_dir", "local_files_only", "gguf_file")
 SECRET = "token"
 UNLOADABLE = (OSError, ValueError, ImportError, RuntimeError, KeyError, TypeError, AttributeError)
-"""What transformers and quantisation libraries raise where weights cannot be loaded."""
+"""Exceptions of transformers and quantisation libraries when weights cannot be loaded."""
 
 Given: TypeAlias = HFModel | PreTrainedModel | nn.Module | Pipeline | str | Path | None
-"""A model as people have it, a PEFT model among them; None: the one that settings name."""
+"""A model in any form, PEFT models included; None: the model that the settings name."""
 Tokens: TypeAlias = PreTrainedTokenizerBase | str | Path | None
-"""The tokenizer of a loaded model, or where it is."""
+"""The tokenizer of a loaded model, or the folder or id to load it from."""
 ProfileOf = Callable[[str], ModelProfile | None]
 
 
@@ -61,18 +61,21 @@ def load_model(
     model_kwargs: Mapping[str, Any] | None = None,
     home: Path | None = None,
 ) -> HFModel:
-    """The model at a folder or Hugging Face id, with its tokenizer; ModelError if it cannot be had.
+    """Load the model at a folder or Hugging Face id, with its tokenizer.
+
+    Weights are packed for fast CPU products (`hf/packed.py`), unless they are quantised or have adapters.
 
     Args:
-        source: a folder of weights or of an adapter, or an id.
-        dtype: float32, bfloat16 or float16, unless `model_kwargs` has one.
-        device: where it runs, unless `model_kwargs` has a `device_map`.
-        profile_of: what is known of a fingerprint, so that a model is probed only once.
-        model_kwargs: options of `from_pretrained`, see `settings.LOADING`.
-        home: where digests of weights are kept, and what embedded names and adapters' bases are prepared in; None: in
-            no place, and for adapters the user's cache.
+        source: A folder of weights or of an adapter, or an id.
+        dtype: "float32", "bfloat16" or "float16"; one in `model_kwargs` has precedence.
+        device: Where it runs; a `device_map` in `model_kwargs` has precedence.
+        profile_of: Looks up a stored profile by fingerprint, so that a model is probed only once.
+        model_kwargs: Options of `from_pretrained`, see `settings.LOADING`.
+        home: Folder for digests of weights and for prepared base models of adapters. None: digests are not kept, and
+            base models are prepared in the user's cache.
 
-    Weights that are not quantised are packed, see `packed.py`.
+    Raises:
+        ModelError: The model cannot be loaded; the message says what to do.
     """
     require_device(device)
     options = {**(model_kwargs or {})}
@@ -106,16 +109,21 @@ def load_model(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that somebody loaded, adapters in place, and its tokenizer. It must not be changed while it is used."""
+    """A model that the user has loaded, with any adapters, and its tokenizer. It must not be changed while in use."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
     def of(cls, given: Given, tokenizer: Tokens = None) -> LoadedModel:
-        """What a `PreTrainedModel`, a `pipeline` or a PEFT model holds; ModelError for anything else.
+        """Take the model and tokenizer out of a `PreTrainedModel`, a `pipeline` or a PEFT model.
 
-        tokenizer: itself, or where it is; left out where a pipeline has its own.
+        Args:
+            given: The loaded object.
+            tokenizer: The tokenizer, or the folder or id to load it from; a pipeline has its own.
+
+        Raises:
+            ModelError: It is something else, not a causal LM, or there is no tokenizer.
         """
         if isinstance(given, Pipeline):
             tokenizer = tokenizer if tokenizer is not None else given.tokenizer
@@ -138,19 +146,21 @@ class LoadedModel:
 
     @property
     def name(self) -> str:
-        """As its config calls it."""
+        """The name in its config."""
         return _name_of(self.model)
 
     def probed(self, weights: str, profile_of: ProfileOf | None = None) -> HFModel:
-        """Ready to be used, on its device and in its dtype; its weights stay as they are, so none are packed.
+        """Return it as an `HFModel`, on its own device and in its own dtype; its weights are not packed.
 
-        weights: their `weights_digest`.
+        Args:
+            weights: Their `weights_digest`.
+            profile_of: Looks up a stored profile by fingerprint, so that a model is probed only once.
         """
         return HFModel(self.model, self.tokenizer, profile_of, weights=weights)
 
 
 def _bare(given: object) -> PreTrainedModel:
-    """The model of transformers in what was given, adapters in place; ModelError where there is none that writes."""
+    """Return the transformers model inside a given object, with adapters; ModelError if it is not a causal LM."""
     given = getattr(given, "_orig_mod", given)  # of torch.compile
     if type(given).__module__.partition(".")[0] == "peft":
         given = _unwrapped(given)
@@ -168,7 +178,7 @@ def _bare(given: object) -> PreTrainedModel:
 
 
 def _unwrapped(given: Any) -> object:
-    """The model in a PEFT model, into whose layers the adapter was put; ModelError for adapters that work elsewhere."""
+    """Return the base model of a PEFT model, with the adapter in its layers; ModelError for other kinds of adapters."""
     for config in getattr(given, "peft_config", {}).values():
         why = _why_outside(config)
         if why:
@@ -180,7 +190,7 @@ def _unwrapped(given: Any) -> object:
 
 
 def _why_outside(config: Any) -> str:
-    """What makes an adapter more than a change of layers; "" where it is none."""
+    """Return what an adapter does besides changing layers; "" if nothing."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if getattr(config, "is_prompt_learning", False):
         return f"{kind}, which puts tokens of its own before every prompt"
@@ -190,7 +200,7 @@ def _why_outside(config: Any) -> str:
 
 
 def _weights(source: str | Path, dtype: str, device: str, options: Mapping[str, Any]) -> PreTrainedModel:
-    """The model at a folder or id, from safetensors or GGUF alone."""
+    """Load the model at a folder or id, from safetensors or GGUF only."""
     options, folder = dict(options), Path(source)
     _refuse_pickled(folder)
     if options.get("gguf_file"):
@@ -212,7 +222,7 @@ def _weights(source: str | Path, dtype: str, device: str, options: Mapping[str, 
 
 
 def _adapted(base: str | Path, folder: Path, dtype: str, device: str, options: Mapping[str, Any]) -> PreTrainedModel:
-    """A base model with the adapter of a folder: merged, unless it is quantised or `merge_adapter` is False."""
+    """Load a base model with the adapter of a folder, merged unless it is quantised or `merge_adapter` is False."""
     if find_spec("peft") is None:
         raise ModelError(f"'{folder}' is an adapter, which needs the package peft: pip install peft")
     from peft import PeftConfig, PeftModel
@@ -241,7 +251,7 @@ def _adapted(base: str | Path, folder: Path, dtype: str, device: str, options: M
 
 
 def _base_of(folder: Path, home: Path | None) -> str | Path:
-    """The model that an adapter was made for, as it can be loaded."""
+    """Return the folder or id of the base model that an adapter was made for."""
     name = json.loads((folder / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not name:
         raise ModelError(
@@ -256,7 +266,7 @@ def _base_of(folder: Path, home: Path | None) -> str | Path:
 
 
 def _adapter_on_hub(name: str, options: Mapping[str, Any]) -> Path | None:
-    """The folder of an adapter that a Hugging Face id names, without pickled files; None where it names none."""
+    """Download an adapter by its Hugging Face id, without pickled files; None if the id is not an adapter."""
     from huggingface_hub import snapshot_download
     from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -273,7 +283,7 @@ def _tokenizer(source: str | Path, options: Mapping[str, Any]) -> PreTrainedToke
 
 
 def _refuse_pickled(folder: Path) -> None:
-    """ModelError where a folder has weights, but only such as would have to be unpickled."""
+    """Raise ModelError if a folder has only pickled weights."""
     if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
         return
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
@@ -307,7 +317,7 @@ def _name_of(model: PreTrainedModel) -> str:
 
 @contextmanager
 def _no_advice() -> Iterator[None]:
-    """Without what libraries warn of their own old names."""
+    """Silence deprecation warnings that libraries cause themselves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -316,7 +326,7 @@ def _no_advice() -> Iterator[None]:
 
 @contextmanager
 def _said(source: object) -> Iterator[None]:
-    """What goes wrong while a model is loaded, as one sentence with what to do."""
+    """Turn errors of loading a model into a ModelError that says what to do."""
     try:
         yield
     except ModelError:

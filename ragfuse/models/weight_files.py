@@ -1,7 +1,7 @@
-"""Digests of weights, kept by the identity of the files that these were read from.
+"""A cache of weight digests, by the identity of the files that the weights were read from.
 
-Hashing a large model takes seconds. Files whose path, size, inode and times are what they were hold the bytes that they
-held; so their digest is written down once, in the user's cache, and taken from there when they are loaded again.
+Hashing a large model takes seconds. Files whose path, size, inode and times are unchanged hold the same bytes, so their
+digest is written to the user's cache once and read from there when they are loaded again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,22 @@ from typing import Any
 from ragfuse.types.keys import digest
 
 SETTLED_NS = 2_000_000_000
-"""Age of the newest file, in nanoseconds, from which on a digest is kept: a clock's tick may hide a later change."""
+"""The least age of the newest file, in nanoseconds, for a digest to be kept.
+
+A later change within the same clock tick would not show in the file's times.
+"""
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
 def identity(folders: Iterable[Path], how: Mapping[str, Any]) -> tuple[str, int]:
-    """What stands for the weights in some folders, loaded this `how`, and when the newest file changed (ns).
+    """Return a name for the weights in some folders, and when the newest file changed.
 
-    ("", 0) where it cannot be told: `how` holds what JSON cannot write, or a file is not there.
+    Args:
+        folders: The folders with the files.
+        how: The options that the weights are loaded with.
+
+    Returns:
+        (name, nanoseconds since 1970); ("", 0) if JSON cannot represent `how` or a file is missing.
     """
     try:
         told = json.dumps(dict(how), sort_keys=True)
@@ -39,13 +47,13 @@ def identity(folders: Iterable[Path], how: Mapping[str, Any]) -> tuple[str, int]
 
 
 class WeightDigests:
-    """Digests by `identity`, one small file each. What cannot be read or written is not known: nobody fails by it."""
+    """A folder of digests by `identity`, one small file each. Read and write errors count as a miss and never raise."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def get(self, name: str) -> str | None:
-        """The digest that was kept under this name."""
+        """Return the digest kept under a name, or None."""
         if self._folder is None or not name:
             return None
         try:
@@ -55,7 +63,7 @@ class WeightDigests:
         return found if _DIGEST.fullmatch(found) else None
 
     def put(self, name: str, found: str, changed_ns: int, now_ns: int) -> None:
-        """Keep a digest, unless the files changed so lately that another change may look like none."""
+        """Keep a digest, unless the files changed less than `SETTLED_NS` ago."""
         if self._folder is None or not name or now_ns - changed_ns < SETTLED_NS:
             return
         partial = self._folder / f".{name}.{os.getpid()}"

@@ -1,13 +1,13 @@
-"""How the next piece of a stream comes: as text, which is computed, or at a level (CacheGen 5.3 and its algorithm 1).
+"""How to send the next piece of a stream: as text to recompute, or at a codec level (CacheGen 5.3 and algorithm 1).
 
-Text is the level without loss. It wins wherever it meets the deadline; else the level with the least loss that does,
-else whatever is done soonest. Raw KV, which the paper does not send, loses nothing either: where both are in time, the
-sooner is taken. Arithmetic only: throughput and seconds are handed in, nothing here waits or reads.
+Text is lossless. It is chosen wherever it meets the deadline; else the least lossy level that does, else whatever is
+fastest. Raw KV, which the paper does not send, is lossless too: where both meet the deadline, the faster one is chosen.
+Arithmetic only: throughput and seconds are arguments, nothing here waits or reads.
 
-The two differ in what text must fit into what is left of the deadline: in 5.3 all pieces that are still to come, as for
-every other level; in algorithm 1 the next one alone. Both bet on the line staying as it is: what comes without loss
-first leaves no time for the rest where it falls. So a third way has every piece come with much loss at first, and again
-with less while time is left: levels are streams of their own, and the least of them takes a small part of the time.
+Section 5.3 and algorithm 1 differ in which pieces must fit the rest of the deadline as text: all remaining ones in 5.3,
+as for every other level; only the next one in algorithm 1. Both assume a constant throughput: if it falls after a
+lossless start, no time is left for the rest. The third way, "refine", sends every piece at a lossy level first, which
+takes a small part of the time, and again at better levels while time is left.
 """
 
 from __future__ import annotations
@@ -19,38 +19,44 @@ from math import ceil, inf
 from typing import Literal
 
 Adapt = Literal["refine", "paper", "algorithm"]
-"""Something of every piece first, and better levels while time is left; section 5.3 of the paper; its algorithm 1."""
+"""Every piece at a lossy level first, then better levels; CacheGen, section 5.3; CacheGen, algorithm 1."""
 AS_TEXT, AS_RAW = "text", "raw"
-"""What comes as text is computed. What comes raw is as it was computed."""
+"""A piece sent as text is recomputed. A piece sent raw is used as it is, without decoding."""
 PIECE_TOKENS = 1500
-"""Tokens of a piece, about: small enough to answer to a line that changes, large enough to be computed at once."""
+"""Approximate tokens of a piece: few enough to react to a changing throughput, enough to compute efficiently."""
 
 STEPS_PER_PIECE = 6
-"""A piece is read in at most so many steps, some layers at a time, so that what a line does is seen within it."""
+"""Most steps in which a piece is read, some layers each, so that a change of throughput is seen within a piece."""
 STEP_S = 0.05
-"""Seconds that a step takes at least, if more than one: each costs a round trip."""
+"""Least seconds of a step, where a piece has several: each costs a round trip."""
 SAFE = 0.15
-"""Where better levels may follow, one comes at once only if it were in time on a line that is so many times as fast."""
+"""Safety factor of "refine": a level is sent first only if it met the deadline at this share of the throughput."""
 LONGER = 1.15
-"""Computing may take so many times as long as was foreseen, where bytes would do."""
+"""Safety factor for computing: assume that it takes this many times as long as predicted."""
 PROBE = 0.1
-"""Of the seconds that computing a piece takes: how long a line that stood still is asked for it."""
+"""How long to wait for a piece on a link that stalled, as a share of the seconds to compute the piece."""
 PATIENCE = 2.0
-"""A piece that takes so many times as long as was foreseen is looked at again."""
+"""A piece is checked for lateness once it took this many times as long as predicted."""
 AGAIN = 1.5
-"""And then after so many times as long as it was waited for."""
+"""Back-off factor: the next check for lateness comes after this many times the time already waited."""
 MIN_THROUGHPUT = 1e-9
-"""Stands for a throughput of nothing."""
+"""Stands for a throughput of zero, in bytes per second."""
 NEVER_LATE_S = 0.02
-"""Seconds before which nothing is late: below that, waiting says more of the machine than of the line."""
+"""Seconds within which no piece counts as late: shorter waits depend on the machine rather than on the link."""
 
 
 @dataclass(frozen=True)
 class StreamPart:
-    """A segment of a prompt that is to come. sizes: bytes by level, the least lossy first. decode_s: seconds by level.
+    """A segment of a prompt whose KV is to be streamed.
 
-    text_s: seconds that computing it adds to the prompt's; None: not known, and text is no choice then. also: further
-    segments that take their rows from the same entry, which is read once; tokens and text_s are of all.
+    Args:
+        segment: Its index in the prompt.
+        tokens: Its tokens, with those of the segments in `also`.
+        sizes: Bytes by codec level, the least lossy first.
+        text_s: Seconds that recomputing it, with the segments in `also`, adds to the prefill; None: unknown, so that it
+            cannot be sent as text.
+        decode_s: Seconds to decode it, by codec level.
+        also: Further segments that use rows of the same entry, which is read once.
     """
 
     segment: int
@@ -61,35 +67,35 @@ class StreamPart:
     also: tuple[int, ...] = ()
 
     def and_for(self, other: StreamPart) -> StreamPart:
-        """The same for a further segment that takes its rows from the same entry."""
+        """Return the part extended by another segment that uses rows of the same entry."""
         also, tokens = (*self.also, other.segment), self.tokens + other.tokens
         return replace(self, also=also, tokens=tokens, text_s=_sum((self.text_s, other.text_s)))
 
     def rest(self, share: float, banned: Collection[str] = ()) -> StreamPart:
-        """The same with a share of its bytes left, and not at those levels."""
+        """Return the part with only a share of its bytes left to send, and without the banned levels."""
         sizes = {level: ceil(share * size) for level, size in self.sizes.items() if level not in banned}
         return replace(self, sizes=sizes, decode_s={level: share * each for level, each in self.decode_s.items()})
 
 
 @dataclass(frozen=True)
 class StreamPiece:
-    """Parts that come together, in the order of the prompt."""
+    """Parts that are sent together, in the order of the prompt."""
 
     parts: tuple[StreamPart, ...]
 
     @property
     def segments(self) -> tuple[int, ...]:
-        """Which of the prompt's they are."""
+        """The indices of their segments in the prompt."""
         return tuple(part.segment for part in self.parts)
 
     @property
     def tokens(self) -> int:
-        """Of all parts."""
+        """The tokens of all parts."""
         return sum(part.tokens for part in self.parts)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Bytes by those levels that all parts have, the least lossy first."""
+        """Bytes at each level that all parts have, the least lossy first."""
         first, *others = (part.sizes for part in self.parts)
         return {
             level: size + sum(other[level] for other in others)
@@ -99,17 +105,21 @@ class StreamPiece:
 
     @cached_property
     def text_s(self) -> float | None:
-        """Seconds to compute all parts; None: not known."""
+        """Seconds to recompute all parts; None: unknown."""
         return _sum(part.text_s for part in self.parts)
 
     def decode_s(self, level: str) -> float:
-        """Seconds to decode all parts."""
+        """Return the seconds to decode all parts."""
         return sum(part.decode_s.get(level, 0.0) for part in self.parts)
 
     def seconds(self, level: str, rank: int, throughput: float) -> tuple[float, float]:
-        """To read and to decode it at a level that is another piece's `rank`-th; lacking it, at its own of that rank.
+        """Return the seconds to read the piece, and to decode it.
 
-        Where it has none at all, it is computed.
+        Args:
+            level: The codec level. A piece that lacks it uses its own level of the same rank; one without any level is
+                recomputed.
+            rank: The index of that level among the levels of the first piece.
+            throughput: Bytes per second.
         """
         levels = list(self.sizes)
         if not levels:
@@ -118,13 +128,16 @@ class StreamPiece:
         return self.sizes[own] / max(throughput, MIN_THROUGHPUT), self.decode_s(own)
 
     def rest(self, segments: Collection[int], share: float, banned: Collection[str] = ()) -> StreamPiece:
-        """What is still to come of these: a share of all bytes, and not at those levels; computed, it takes as long."""
+        """Return what is left to send of these segments: a share of their bytes, without the banned levels.
+
+        Recomputing them takes as long as before.
+        """
         parts = (part for part in self.parts if part.segment in segments)
         return StreamPiece(tuple(part.rest(share, banned) for part in parts))
 
 
 def pieces(parts: Sequence[StreamPart], most: int = PIECE_TOKENS) -> list[StreamPiece]:
-    """Parts in order, as many together as have at most so many tokens and the same levels; a longer one alone."""
+    """Group parts, in order, into pieces of at most `most` tokens with the same levels; a longer part stands alone."""
     cut: list[list[StreamPart]] = []
     for part in parts:
         alike = bool(cut) and list(part.sizes) == list(cut[-1][-1].sizes)
@@ -141,11 +154,15 @@ def decide(
     sharing: int = 1,
     adapt: Adapt = "paper",
 ) -> str:
-    """`AS_TEXT` or the level of the first of the pieces that are still to come.
+    """Return how to send the first of the remaining pieces: `AS_TEXT`, or at which codec level (CacheGen 5.3).
 
-    throughput: bytes a second of the line, as last seen; None: not known, then a medium level unless text is in time.
-    left_s: until the deadline, without what must be computed in any case. sharing: streams on that line, this one too
-    (the paper's N_c).
+    Args:
+        left: All remaining pieces.
+        throughput: Bytes per second of the link, as last measured; None: unknown, which gives a medium level unless
+            text meets the deadline.
+        left_s: Seconds to the deadline, without those for what is computed in any case.
+        sharing: Streams on that link, this one included (the paper's N_c).
+        adapt: Whether all pieces must meet the deadline as text ("paper"), or only the first ("algorithm").
     """
     text_s = _sum(piece.text_s for piece in (left if adapt == "paper" else left[:1]))
     levels, is_text_in_time = list(left[0].sizes), text_s is not None and text_s <= left_s
@@ -166,12 +183,12 @@ def decide_first(
     is_whole: bool,
     has_begun: bool,
 ) -> str:
-    """`AS_TEXT` or the level of the first of these pieces, where better ones may follow once something of all is there.
+    """Return how to send the first of these pieces in "refine", where better levels may follow once all are there.
 
-    Text as in `decide`, as long as nothing was lost that need not be (`is_whole`). Else the level with the least loss
-    that were in time on a line `SAFE` times as fast, else the one with the most: a line that falls then costs quality,
-    not the deadline. What is late even so is computed where that is sooner, once the piece `has_begun` and so tells of
-    the line as it is.
+    Text as in `decide`, while nothing lossy was sent (`is_whole`). Else the least lossy level that meets the deadline
+    at `SAFE` times the throughput, else the most lossy one: then a falling throughput costs quality, not the deadline.
+    A piece that is late even so is recomputed where that is faster, but only after part of it was read (`has_begun`),
+    so that the throughput is known.
     """
     levels, text_s = list(left[0].sizes), _total_text_s(left)
     if not levels or (is_whole and text_s is not None and LONGER * text_s <= left_s):
@@ -190,10 +207,15 @@ def decide_first(
 def decide_better(
     left: Sequence[StreamPiece], better: Sequence[str], throughput: float, left_s: float, sharing: int = 1
 ) -> str:
-    """At which level what is there of these comes once more, as it lost most; "" for none.
+    """Return the level at which to send the lossiest pieces once more in "refine"; "" for none.
 
-    better: levels of the first piece that lose less than what is there, the least lossy first. The first of these at
-    which all would be in time, else the last, where at least the first piece would be.
+    Args:
+        left: These pieces.
+        better: Levels of the first piece that are less lossy than what was sent, the least lossy first. The first at
+            which all pieces meet the deadline is chosen; else the last, if the first piece meets it.
+        throughput: Bytes per second of the link.
+        left_s: Seconds to the deadline.
+        sharing: Streams on that link.
     """
     in_time = (level for level in better if delay_s(left, level, throughput, sharing) <= left_s)
     level = next(in_time, better[-1])
@@ -201,7 +223,7 @@ def decide_better(
 
 
 def delay_s(left: Sequence[StreamPiece], level: str, throughput: float, sharing: int = 1) -> float:
-    """Until all of these are decoded at one level, each while the next is on its way."""
+    """Return the seconds until all pieces are read and decoded at one level; each is decoded while the next is read."""
     rank = list(left[0].sizes).index(level)
     read_s = done_s = 0.0
     for piece in left:
@@ -212,7 +234,13 @@ def delay_s(left: Sequence[StreamPiece], level: str, throughput: float, sharing:
 
 
 def layers_together(n_layers: int, left: int, whole_s: float | None) -> int:
-    """How many of the layers that are left of a piece are read next; whole_s: seconds of all of it, None: not known."""
+    """Return how many layers of a piece to read in the next step.
+
+    Args:
+        n_layers: Layers of the model.
+        left: Layers of the piece that are not read yet.
+        whole_s: Predicted seconds to read the piece; None: unknown.
+    """
     steps = STEPS_PER_PIECE if whole_s is None else max(1, min(STEPS_PER_PIECE, int(whole_s / STEP_S)))
     return min(left, ceil(n_layers / steps))
 
@@ -220,10 +248,10 @@ def layers_together(n_layers: int, left: int, whole_s: float | None) -> int:
 def first_look_s(
     piece: StreamPiece, level: str, throughput: float | None, sharing: int = 1, stood: bool = False
 ) -> float | None:
-    """How long to wait for a piece before looking whether it is late; None: as long as the tier itself does.
+    """Return the seconds to wait for a piece before checking whether it is late; None: until the tier's own timeout.
 
-    Where nothing is known of the line: as long as computing the piece takes. stood: the line stood still when it was
-    asked last; then for a small part of that.
+    With an unknown throughput, wait as long as recomputing the piece takes; on a link that stalled at the last read
+    (`stood`), a small part of that (`PROBE`).
     """
     if throughput is None:
         return None if piece.text_s is None else max(NEVER_LATE_S, piece.text_s)
@@ -232,18 +260,24 @@ def first_look_s(
 
 
 def is_late(left: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
-    """Whether waiting for the piece at hand would be too late for the deadline, as a step of it is late.
+    """Return whether waiting for the current piece, a step of which is late, would miss the deadline.
 
-    share: of the piece, that is still to come behind the step; nbytes: of the step. It is taken to need as long again
-    as it was waited for, and the line to stay as slow.
+    The step is assumed to need as long again as it was waited for, and the link to stay as slow.
+
+    Args:
+        left: The current piece and those after it.
+        share: Share of the current piece that follows the step.
+        nbytes: Bytes of the step.
+        waited_s: Seconds that the step was waited for.
+        left_s: Seconds to the deadline.
     """
     return _waiting_s(left, share, nbytes, waited_s) > left_s
 
 
 def is_given_up(left: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float, left_s: float) -> bool:
-    """Whether the piece at hand is better computed than waited for, as a step of it is late: as `is_late` has it.
+    """Return whether to recompute the current piece, a step of which is late, instead of waiting for it.
 
-    What can be in time is waited for.
+    A piece that can still meet the deadline is waited for. Arguments as for `is_late`.
     """
     if left[0].text_s is None:
         return False
@@ -252,28 +286,28 @@ def is_given_up(left: Sequence[StreamPiece], share: float, nbytes: int, waited_s
 
 
 def spare_s(left: Sequence[StreamPiece], left_s: float) -> float:
-    """How long to wait for these in any case, where nothing else is left to bring.
+    """Return the seconds to wait for these pieces when nothing else is left to read.
 
-    Not at all where all of them could be computed in time, which loses nothing; else until the deadline, as only their
-    bytes can be in time then.
+    Zero where all of them can be recomputed in time, which is lossless; else until the deadline, which only reading can
+    meet.
     """
     text_s = _total_text_s(left)
     return 0.0 if text_s is None or LONGER * text_s <= left_s else left_s
 
 
 def _waiting_s(left: Sequence[StreamPiece], share: float, nbytes: int, waited_s: float) -> float:
-    """Until all of these are there, if the step at hand takes as long again as it was waited for."""
+    """Return the seconds until all pieces are there, if the current step needs as long again as it was waited for."""
     behind = [left[0].rest(left[0].segments, share)] if share > 0 else []
     return waited_s + _soonest_s([*behind, *left[1:]], _slow(nbytes, waited_s))
 
 
 def _slow(nbytes: int, waited_s: float) -> float:
-    """Bytes a second of a line that takes so long again."""
+    """Return the bytes per second of a link that needs as long again for a step as it was waited for."""
     return nbytes / max(2 * waited_s, MIN_THROUGHPUT)
 
 
 def _soonest_s(left: Sequence[StreamPiece], throughput: float) -> float:
-    """Seconds until all of these are there or computed, whatever that loses."""
+    """Return the least seconds until all pieces are read, at any level, or recomputed."""
     if not left:
         return 0.0
     text_s = _total_text_s(left)
@@ -287,11 +321,11 @@ def _soonest(delays: Mapping[str, float], text_s: float | None) -> str:
 
 
 def _total_text_s(left: Sequence[StreamPiece]) -> float | None:
-    """Seconds to compute all of these."""
+    """Return the seconds to recompute all pieces; None: unknown."""
     return _sum(piece.text_s for piece in left)
 
 
 def _sum(each: Iterable[float | None]) -> float | None:
-    """None where one of them is not known."""
+    """Return the sum; None where one of the values is None."""
     known = list(each)
     return None if None in known else sum(seconds for seconds in known if seconds is not None)

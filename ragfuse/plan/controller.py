@@ -1,7 +1,7 @@
-"""What is read and what computed for one prompt. Decisions only: nothing here reads a clock, a file or a tensor.
+"""The loading controller: decides what is read and what is computed for one prompt (CacheBlend 5.1).
 
-`plan` goes by what the store holds. `LoadingController` goes on from there by how long things take on this machine,
-where that was measured (CacheBlend 5.1).
+`plan` decides by what the store holds; `LoadingController` also by how long things take on this machine, where it was
+measured. Nothing here reads a clock, a file or a tensor.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ragfuse.types.prompt import Prompt, Segment
 from ragfuse.types.reasons import MISSING, UNREADABLE
 
 AUTO = "auto"
-"""The policy that is chosen by what the store holds."""
+"""The policy name that stands for the calibrated policy where it applies, else for `MEASURED`."""
 MEASURED = ("hkvd", 0.15)
-"""Policy and ratio for chunks that saw no other text before themselves, and for models that are not calibrated
+"""Policy and ratio for chunks that were not encoded after filler text, and for models that are not calibrated
 (CacheBlend 4.3)."""
 
 TIE = 0.02
-"""Share of the time to the first token within which two plans take equally long."""
+"""Plans whose times to the first token differ by less than this share count as equally fast."""
 SLOWER = "slower to load than to compute"
 NO_WAYS: Mapping[int, str] = MappingProxyType({})
 AS_FOUND: Mapping[int, Fetch] = MappingProxyType({})
@@ -49,12 +49,19 @@ def plan(
     *,
     cost_of: CostOf,
 ) -> LoadPlan:
-    """Reads every segment that is in the store, under its best key; `lost` ones were there and could not be read.
+    """Return the plan that reads every segment that is in the store, under the best of its keys.
 
-    ratio: None for what was measured to be enough: 0.15, or what `choice` says. choice: policy and ratio that this
-    model's calibration chose, for `auto` over chunks that were encoded behind filler text. left: segments that are not
-    read although they are there, and why. ways: how segments are read; else from the tier that they were found in, at
-    the level that loses least there. cost_of: the costs of policies by name.
+    Args:
+        prompt: The prompt.
+        entries: What the store holds, by key.
+        policy: A selection policy, or "auto".
+        ratio: The recompute ratio; None: 0.15, or that of `choice`.
+        lost: Segments whose entries could not be read.
+        choice: Policy and ratio that calibration chose, which "auto" uses if all chunks were encoded after filler text.
+        left: Segments to recompute although they are in the store, with the reason.
+        ways: Tier and level from which to read a segment; by default the tier where it was found, at its least lossy
+            level.
+        cost_of: The costs of policies by name.
     """
     fetches, unread, misses = list[Fetch](), list[Fetch](), list[tuple[int, str]]()
     for index, segment in enumerate(prompt.segments):
@@ -84,7 +91,7 @@ def plan(
 
 
 def _once(fetches: Sequence[Fetch]) -> Iterator[Fetch]:
-    """The same, with the bytes of an entry that several segments take rows from counted once: it is read once."""
+    """Count the bytes of an entry that several segments use once, because it is read once."""
     seen = set()
     for fetch in fetches:
         read = (fetch.key, fetch.tier, fetch.level)
@@ -93,27 +100,34 @@ def _once(fetches: Sequence[Fetch]) -> Iterator[Fetch]:
 
 
 def _fits(n_tokens: int, segment: Segment) -> bool:
-    """Whether an entry of so many tokens has the rows that a segment uses of it."""
+    """Return whether an entry of `n_tokens` has the rows that a segment uses."""
     return n_tokens == len(segment.tokens) if segment.rows is None else n_tokens >= segment.rows[1]
 
 
 def settle(policy: str, ratio: float | None, choice: tuple[str, float] | None = None) -> tuple[str, float]:
-    """Policy and ratio of one prompt; choice: what `auto` takes, None for the conservative `MEASURED`."""
+    """Return the policy and ratio of one prompt.
+
+    Args:
+        policy: A selection policy, or "auto".
+        ratio: The recompute ratio; None: the default of the policy that is chosen.
+        choice: Policy and ratio for "auto"; None: the conservative `MEASURED`.
+    """
     chosen = choice if choice is not None and policy == AUTO else MEASURED
     return chosen[0] if policy == AUTO else policy, chosen[1] if ratio is None else ratio
 
 
 def is_blended(prompt: Prompt, fetch: Fetch) -> bool:
-    """Whether rows of a fetched segment are on offer to be recomputed."""
+    """Return whether a policy may choose rows of a fetched segment to recompute."""
     return prompt.segments[fetch.segment].kind == "chunk" and not is_exact(prompt, fetch)
 
 
 def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
-    """Whether a fetched segment attended to just what stands before it here: then its KV is full prefill's own."""
+    """Return whether a fetched segment attended to exactly the tokens before it here, so that its KV equals full
+    prefill's."""
     segment, before = prompt.segments[fetch.segment], prompt.segments[: fetch.segment]
     lo, start = prompt.spans[fetch.segment][0], segment.start
     if segment.kind == "prefix":
-        return True  # what is not exact does not enter the prefix cache
+        return True  # the prefix cache holds only exact KV
     if fetch.key.encoded == "filler":
         return False
     if segment.rows is not None and segment.rows[0]:
@@ -126,7 +140,7 @@ def is_exact(prompt: Prompt, fetch: Fetch) -> bool:
 
 
 def blend_of(found: LoadPlan) -> Blend:
-    """A plan's fused prefill in numbers."""
+    """Return the row counts of a plan's fused prefill, from which its time is estimated."""
     prompt = found.prompt
     sizes = [len(prompt.segments[fetch.segment].tokens) for fetch in found.fetches]
     chunks = [n for n, fetch in zip(sizes, found.fetches, strict=True) if is_blended(prompt, fetch)]
@@ -136,11 +150,16 @@ def blend_of(found: LoadPlan) -> Blend:
 
 @dataclass(frozen=True)
 class LoadingController:
-    """Plans by how long things take where `machine` was measured, and as `plan` does where it was not.
+    """Plans prompts by predicted times on a measured machine, and as `plan` does on any other.
 
-    cost_of, choice: as for `plan`. corrections: how many times as long as measured tiers take, see `plan.seen`. What
-    was asked for by name is done, and only foretold: time is no reason then to leave a chunk unread or to prefill in
-    full, and a ratio that was given stays.
+    A policy or ratio that the caller names is kept: then no chunk is left unread and no full prefill chosen to save
+    time, and the plan only predicts.
+
+    Args:
+        cost_of: The costs of policies by name.
+        machine: Timings of this machine; None: not measured.
+        choice: Policy and ratio that calibration chose, for "auto".
+        corrections: By tier, the factor by which it recently took longer than measured, see `plan.observed`.
     """
 
     cost_of: CostOf
@@ -158,11 +177,21 @@ class LoadingController:
         deadline_s: float | None = None,
         others: Mapping[ChunkKey, list[Entry]] = NO_COPIES,
     ) -> LoadPlan:
-        """What to read, what to compute, and how long that will take; never below the ratio that keeps answers close.
+        """Return what to read, what to compute, and how long that will take.
 
-        Segments that are kept at several levels, also by `others` in further tiers, are read at what loses least while
-        that hides behind computing, see `plan.levels`. deadline_s: seconds from now until the first token is wanted; it
-        bounds the ratio from above, and where even the least ratio is too slow the forecast says so.
+        The ratio is raised as far as loading hides the extra compute, and never falls below the one that keeps answers
+        close to full prefill's. Segments stored at several levels are read at the least lossy one that hides behind
+        computing, see `plan.levels`.
+
+        Args:
+            prompt: The prompt.
+            entries: What the store holds, by key.
+            policy: A selection policy, or "auto".
+            ratio: The recompute ratio; None: chosen here.
+            lost: Segments whose entries could not be read.
+            deadline_s: Seconds from now until the first token is wanted. It bounds the ratio from above; where even the
+                smallest ratio is too slow, the forecast says so.
+            others: Entries of the same keys in further tiers.
         """
         found = plan(prompt, entries, policy, ratio, lost, self.choice, cost_of=self.cost_of)
         if self.machine is None or not Estimate(self.machine).knows(found.fetches):
@@ -188,7 +217,15 @@ class LoadingController:
 
 @dataclass(frozen=True)
 class Timed:
-    """A plan, its fused prefill in numbers, and what the machine takes for it: until the first logits, and loading."""
+    """A plan with its predicted times.
+
+    Args:
+        times: The estimate for this machine.
+        found: The plan.
+        blend: Its fused prefill in row counts.
+        ttft_s: Seconds to the first logits.
+        load_s: Seconds of loading.
+    """
 
     times: Estimate
     found: LoadPlan
@@ -198,14 +235,14 @@ class Timed:
 
     @classmethod
     def of(cls, times: Estimate, found: LoadPlan) -> Timed:
-        """The plan with its times, those of full prefill where it reads nothing."""
+        """Return a plan with its times; those of full prefill where it reads nothing."""
         blend = blend_of(found)
         if not found.fetches:
             return cls(times, found, blend, times.prefill_s(len(found.prompt)), 0.0)
         return cls(times, found, blend, 0.0, 0.0).in_best_steps()
 
     def in_best_steps(self) -> Timed:
-        """The same, read by as many layers together as bring the first token soonest at its ratio."""
+        """Return the plan with the number of layers per read that gives the fastest first token at its ratio."""
         times, fetches = self.times, self.found.fetches
         if not fetches:
             return self
@@ -214,7 +251,7 @@ class Timed:
         return replace(self, found=replace(self.found, layers_a_read=count), ttft_s=ttft_s, load_s=load_s)
 
     def at(self, ratio: float) -> Timed:
-        """The same at another ratio, read in the same steps."""
+        """Return the plan at another ratio, with the same number of layers per read."""
         if ratio == self.found.ratio:
             return self
         blend = replace(self.blend, ratio=ratio)
@@ -223,17 +260,17 @@ class Timed:
 
     @property
     def full_s(self) -> float:
-        """Full prefill of the prompt."""
+        """Seconds of a full prefill of the prompt."""
         return self.times.prefill_s(len(self.found.prompt))
 
     @property
     def is_loading(self) -> bool:
-        """Whether loading, rather than computing, is what the first token waits for."""
+        """Whether the first token waits for loading rather than for computing."""
         return self.load_s > 0 and self.ttft_s > (1 + TIE) * self.times.fused_s(self.blend)
 
 
 def _layers_a_read(times: Estimate, blend: Blend, fetches: Sequence[Fetch]) -> int:
-    """Layers to read together: fewer overlap better with fusing, more take fewer reads."""
+    """Return the layers per read that give the fastest first token: fewer overlap better, more need fewer reads."""
     counts = [times.count(fetches)]
     while counts[-1] > 1 and times.is_ahead(fetches):
         counts.append(counts[-1] // 2)
@@ -241,9 +278,10 @@ def _layers_a_read(times: Estimate, blend: Blend, fetches: Sequence[Fetch]) -> i
 
 
 def widest(timed: Timed, deadline_s: float | None = None) -> tuple[float, Bound]:
-    """The largest ratio from the plan's own on that loading hides, and what it stopped at (CacheBlend 5.1).
+    """Return the largest ratio whose extra compute hides behind loading, and what bounds it (CacheBlend 5.1).
 
-    Hidden is what makes the first token no later than a tie, and only where there is loading to hide it.
+    It is at least the plan's own ratio. Compute is hidden if the first token comes no later than within `TIE`, and only
+    where there is loading to hide it.
     """
     least = timed.found.ratio
     hidden_s = timed.ttft_s + TIE * min(timed.ttft_s, timed.load_s)
@@ -256,7 +294,7 @@ def widest(timed: Timed, deadline_s: float | None = None) -> tuple[float, Bound]
 
 
 def _largest(timed: Timed, within_s: float) -> float:
-    """The largest ratio, in hundredths, from the plan's own on whose first logits come in time, else its own."""
+    """Return the largest ratio, in hundredths, whose first logits come in time; at least the plan's own ratio."""
     least = timed.found.ratio
     low, high = floor(100 * least), 100
     while low < high:
@@ -268,7 +306,7 @@ def _largest(timed: Timed, within_s: float) -> float:
 def _at_levels(
     times: Estimate, offers: Offers, again: Callable[[Mapping[int, Fetch]], LoadPlan]
 ) -> tuple[Mapping[int, Fetch], Timed]:
-    """How segments are read, and the plan that does so: at what loses least, where no other way is much sooner."""
+    """Return tier and level for each segment, and the plan with them: the least lossy unless others are much faster."""
     ways, quick = finest(offers), soonest(times, offers)
     timed = Timed.of(times, again(ways))
     if ways == quick:
@@ -283,9 +321,9 @@ def _at_levels(
 
 
 def _without_slow(timed: Timed, without: Callable[[Mapping[int, str]], LoadPlan]) -> Timed:
-    """The plan without the segments that take longer to load than to compute, the slowest first, while that is sooner.
+    """Drop segments that take longer to load than to compute, slowest first, while that makes the plan faster.
 
-    One is left, so that there is something to fuse: full prefill is another question.
+    One segment stays, so that there is something to fuse; whether full prefill is faster is decided elsewhere.
     """
     segments, times, left = timed.found.prompt.segments, timed.times, dict[int, str]()
     loads = {fetch.segment: times.fetch_s(fetch) for fetch in timed.found.fetches}
@@ -299,7 +337,7 @@ def _without_slow(timed: Timed, without: Callable[[Mapping[int, str]], LoadPlan]
 
 
 def _forecast(timed: Timed, bound: Bound, deadline_s: float | None) -> Forecast:
-    """What a plan will take, in all and segment by segment."""
+    """Return the predicted times of a plan, in total and per segment."""
     times, found, blend, full_s = timed.times, timed.found, timed.blend, timed.full_s
     if not found.fetches:
         return Forecast(0.0, full_s, full_s, full_s, bound, deadline_s)
@@ -315,7 +353,7 @@ def _forecast(timed: Timed, bound: Bound, deadline_s: float | None) -> Forecast:
 
 
 def _in_full(found: LoadPlan, fused_s: float) -> LoadPlan:
-    """Full prefill instead of a plan that takes `fused_s` at least, with both figures."""
+    """Return a full prefill in place of a plan that takes at least `fused_s`, with both times as the reason."""
     full_s = found.forecast.full_s if found.forecast is not None else 0.0
     unread = tuple(sorted((*found.fetches, *found.unread), key=lambda fetch: fetch.segment))
     misses = dict(found.misses) | {fetch.segment: "full prefill is sooner" for fetch in unread}

@@ -1,7 +1,6 @@
-"""How long things take on a measured machine: prefill, fused prefill, loading, and loading behind fusing.
+"""Predicted times on a measured machine: full prefill, fused prefill, loading, and loading that overlaps fusing.
 
-Arithmetic over a MachineProfile. Nothing here chooses, and nothing reads a clock, a file or a tensor.
-N layers, T tokens of a prompt, seconds throughout.
+Arithmetic over a `MachineProfile`, in seconds. Nothing here decides, and nothing reads a clock, a file or a tensor.
 """
 
 from __future__ import annotations
@@ -18,10 +17,14 @@ from ragfuse.types.profiles import FusedCost, FusedPoint, MachineProfile
 
 @dataclass(frozen=True)
 class Blend:
-    """One fused prefill in numbers: of T `tokens`, `forced` rows are computed, and `ratio` of `candidate_rows` cached
-    ones.
+    """The row counts of one fused prefill, from which its time is estimated.
 
-    cost: of its policy. ratio: the share that the policy really takes, see `PolicyCost.share_of`.
+    Args:
+        cost: The cost of its policy.
+        tokens: Tokens of the prompt.
+        forced: Rows that must be computed, because no KV of them is loaded.
+        candidate_rows: Cached rows among which the policy chooses.
+        ratio: The share of these that the policy recomputes, see `PolicyCost.share_of`.
     """
 
     cost: PolicyCost
@@ -32,16 +35,16 @@ class Blend:
 
     @classmethod
     def of(cls, point: FusedPoint, cost_of: CostOf) -> Blend:
-        """Return what a point of a profile was measured with. cost_of: the costs of policies by name."""
+        """Return the row counts of a measured point; `cost_of` gives the costs of policies by name."""
         return cls(cost_of(point.policy), point.tokens, point.forced, point.candidate_rows, point.ratio)
 
     @property
     def needs(self) -> Needs:
-        """What must be computed first; where there is nothing to choose, nothing."""
+        """What must be computed before the policy can choose; nothing where it has no choice."""
         return self.cost.needs if self.candidate_rows and self.ratio > 0 else "nothing"
 
     def rows(self, n_layers: int) -> list[float]:
-        """Rows computed in each layer, on average over what is thinned out; by CacheBlend 4.3 where it is gradual."""
+        """Return the expected rows computed in each layer; a gradual policy follows CacheBlend 4.3."""
         share, first = self.ratio, 1 if self.needs == "all rows of a layer" else 0
         steps = n_layers - 1 - first
         shares = [share] * (n_layers - first)
@@ -52,7 +55,7 @@ class Blend:
 
 
 def features(blend: Blend, n_layers: int) -> tuple[float, ...]:
-    """What each figure of a FusedCost is multiplied by, in the order of its fields."""
+    """Return the multipliers of the fields of a `FusedCost`, in their order."""
     rows, needs = sum(blend.rows(n_layers)) / n_layers, blend.needs
     rows += blend.forced if needs == "attention" else 0
     checked = blend.forced + blend.candidate_rows if needs == "all rows of a layer" else 0
@@ -62,12 +65,12 @@ def features(blend: Blend, n_layers: int) -> tuple[float, ...]:
 
 
 def fused_s(cost: FusedCost, blend: Blend, n_layers: int) -> float:
-    """A fused prefill whose cached KV is at hand."""
+    """Return the seconds of a fused prefill whose cached KV is loaded."""
     return float(sum(each * times for each, times in zip(astuple(cost), features(blend, n_layers), strict=True)))
 
 
 def layers_s(cost: FusedCost, blend: Blend, n_layers: int) -> tuple[list[float], list[float]]:
-    """The same layer by layer: the pass that looks ([] where none does), and the pass that computes."""
+    """Return the seconds per layer of the attention pass ([] for policies without one) and of the computing pass."""
     row_s = (cost.row_s + cost.score_s * blend.tokens) / n_layers
     placed_s = cost.placed_s * (blend.tokens - blend.forced) / n_layers
     passes = [row_s * rows + cost.fixed_s / n_layers for rows in blend.rows(n_layers)]
@@ -80,9 +83,12 @@ def layers_s(cost: FusedCost, blend: Blend, n_layers: int) -> tuple[list[float],
 
 
 def pipelined_s(loads: Sequence[float], computes: Sequence[float], waiting: int) -> float:
-    """The end of `computes`, each of which needs the load of its step, while one thread loads ahead.
+    """Return when the last step is computed, while one thread loads steps ahead (CacheBlend 5.1).
 
-    At most `waiting` loaded steps wait to be taken; the thread holds one more in its hands (CacheBlend 5.1).
+    Args:
+        loads: Seconds to load each step.
+        computes: Seconds to compute each step, once it is loaded.
+        waiting: Loaded steps that may wait to be computed; the loading thread holds one more.
     """
     put, taken, done = 0.0, [0.0] * len(loads), 0.0
     for step, (load, compute) in enumerate(zip(loads, computes, strict=True)):
@@ -94,57 +100,63 @@ def pipelined_s(loads: Sequence[float], computes: Sequence[float], waiting: int)
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a measured machine will take."""
+    """Predicted times on a measured machine; all methods return seconds unless they say otherwise."""
 
     machine: MachineProfile
 
     def knows(self, fetches: Sequence[Fetch]) -> bool:
-        """Whether all tiers and levels of these were measured."""
+        """Return whether the tiers and levels of all these fetches were measured."""
         return all(fetch.tier in self.machine.tiers and self.knows_level(fetch.level) for fetch in fetches)
 
     def knows_level(self, level: str) -> bool:
-        """Whether decoding a level was measured; raw needs none."""
+        """Return whether decoding this level was measured; raw needs no decoding."""
         return level == LEVEL_NAMES[0] or level in self.machine.decode
 
     def prefill_s(self, tokens: int) -> float:
-        """Full prefill of so many tokens."""
+        """Return the time of a full prefill of `tokens`."""
         fixed, linear, square = self.machine.prefill
         return fixed + linear * tokens + square * tokens * tokens
 
     def recompute_s(self, ratio: float, tokens: int) -> float:
-        """T_recompute of CacheBlend 5.1: that share of a full prefill."""
+        """Return T_recompute of CacheBlend 5.1: `ratio` times a full prefill."""
         return ratio * self.prefill_s(tokens)
 
     def fused_s(self, blend: Blend) -> float:
-        """A fused prefill whose cached KV is at hand."""
+        """Return the time of a fused prefill whose cached KV is loaded."""
         return fused_s(self.machine.fused, blend, self.machine.n_layers)
 
     def load_s(self, tier: str, nbytes: int, n_reads: int | None = None) -> float:
-        """One entry of a measured tier, by so many reads; None: as many as a prompt of such entries takes."""
+        """Return the time to read one entry of a measured tier.
+
+        Args:
+            tier: Name of the tier.
+            nbytes: Bytes of the entry.
+            n_reads: Reads it takes; None: as many as for a prompt of such entries.
+        """
         speed, layers = self.machine.tiers[tier], self.machine.n_layers
         reads = len(steps(layers, layers_a_read(nbytes, layers))) if n_reads is None else n_reads
         return speed.open_s + speed.read_s * reads + speed.byte_s * nbytes
 
     def decode_s(self, level: str, n_tokens: int) -> float:
-        """Decoding so many tokens of a level."""
+        """Return the time to decode `n_tokens` of a level."""
         return self.machine.decode.get(level, 0.0) * n_tokens
 
     def fetch_s(self, fetch: Fetch) -> float:
-        """One segment, read and decoded."""
+        """Return the time to read and decode one segment."""
         return self.load_s(fetch.tier, fetch.nbytes) + self.decode_s(fetch.level, fetch.n_tokens)
 
     def kept_s(self, tier: str, level: str, raw_nbytes: int, n_tokens: int) -> float:
-        """A chunk of so many bytes as raw, if it lay in a measured tier at a measured level."""
+        """Return the time to load a chunk, of `raw_nbytes` as raw, from a measured tier at a measured level."""
         nbytes = round(raw_nbytes * self.machine.packed.get(level, 1.0))
         return self.load_s(tier, nbytes) + self.decode_s(level, n_tokens)
 
     def count(self, fetches: Sequence[Fetch], chosen: int = 0) -> int:
-        """The most layers of each chunk that are read together: `chosen`, or what `load.layers` takes unless told."""
+        """Return the most layers of each chunk per read: `chosen`, or the default of `load.layers` if that is 0."""
         layers = self.machine.n_layers
         return min(chosen, layers) or layers_a_read(max((fetch.nbytes for fetch in fetches), default=0), layers)
 
     def steps_s(self, fetches: Sequence[Fetch], chosen: int = 0) -> list[float]:
-        """Loading, step by step: some layers of every chunk each, read and decoded by the thread that reads."""
+        """Return the time of each loading step: it reads and decodes some layers of every chunk, in one thread."""
         layers, tiers, count = self.machine.n_layers, self.machine.tiers, self.count(fetches, chosen)
         per_read = sum(tiers[fetch.tier].read_s for fetch in fetches)
         per_layer = sum(tiers[fetch.tier].byte_s * fetch.nbytes for fetch in fetches) / layers
@@ -154,10 +166,10 @@ class Estimate:
         return loads
 
     def ttft_s(self, blend: Blend, fetches: Sequence[Fetch], chosen: int = 0) -> float:
-        """Until the first logits, reading while fusing where `load.layers` does so.
+        """Return the time to the first logits, where loading overlaps fusing as in `load.layers`.
 
-        Each read by a thread holds up the model a little. A policy that looks takes all layers as it looks, and finds
-        them at hand as it computes.
+        Each read in the loading thread delays the model a little. A policy with an attention pass loads all layers
+        during that pass, and finds them loaded when it computes.
         """
         count, layers = self.count(fetches, chosen), self.machine.n_layers
         loads = self.steps_s(fetches, chosen)
@@ -170,10 +182,10 @@ class Estimate:
         return pipelined_s(loads, computes, room(count)) + then
 
     def is_ahead(self, fetches: Sequence[Fetch]) -> bool:
-        """Whether a thread reads these while others are fused: one of them is slow to read."""
+        """Return whether a thread reads ahead of fusing, which it does as soon as one tier is slow."""
         return any(self.machine.tiers[fetch.tier].is_ahead for fetch in fetches)
 
     def rows_s(self, blend: Blend, candidate_rows: int, forced: int) -> float:
-        """What a part of a blend's rows adds to its computing: these of the offered, and these of the forced."""
+        """Return the compute time that these candidate rows and forced rows add to a fused prefill."""
         without = replace(blend, candidate_rows=blend.candidate_rows - candidate_rows, forced=blend.forced - forced)
         return max(0.0, self.fused_s(blend) - self.fused_s(without))

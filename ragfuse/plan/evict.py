@@ -1,9 +1,8 @@
-"""Whom to drop: when a tier is full, and when an entry is too old. Decisions only: nothing here reads a clock, a file
-or a tensor. What time it is, and who waits in which order, is told.
+"""Eviction: what to drop when a tier is full, or an entry too old. Decisions only, no clock, file or tensor is read.
 
-A policy is an order (`Rank`): of what is kept, who goes first. `Evictor` sorts what a tier shows it by that order;
-`EvictionOrder` in `eviction_order.py` holds the same order over what changes one by one. Windows and prefetching are in
-`look_ahead.py`.
+An eviction policy is an order over the stored items (`Rank`). `Evictor` sorts the entries of a tier by it;
+`EvictionOrder` (`eviction_order.py`) maintains the same order while items change one by one. Windows and prefetching
+are in `look_ahead.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 Evict = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
-"""Yields keys to drop, the first first."""
+"""A function from the entries of a tier to the keys to drop, in order."""
 
 ConversationOf = Callable[[ChunkKey], Hashable]
-"""The name of the conversation that a key's KV belongs to; None: it stands for itself."""
+"""A function from a key to the name of its conversation; None for a key that belongs to none."""
 
 PolicyName = Literal["lru", "fifo", "look-ahead"]
 
@@ -45,7 +44,15 @@ def _no_clock() -> float:
 def items(
     entries: Iterable[Entry], conversation_of: ConversationOf = _itself, arrived: Callable[[ChunkKey], float] = _at_once
 ) -> list[EvictionItem]:
-    """Entries grouped into what goes as one, in the order in which each is met first; none with a pinned entry."""
+    """Group entries into items that are evicted together, in order of first appearance.
+
+    Items with a pinned entry are left out.
+
+    Args:
+        entries: Entries of a tier.
+        conversation_of: The conversation of a key.
+        arrived: When a key was stored, in seconds.
+    """
     groups: dict[Hashable, list[Entry]] = {}
     for entry in entries:
         name = conversation_of(entry.key)
@@ -64,7 +71,13 @@ def items(
 
 
 def ranked(found: Iterable[EvictionItem], rank: Rank, places: Mapping[Hashable, float]) -> Iterator[EvictionItem]:
-    """Items in the order in which they go, equals in the order given; sorted only as far as it is read."""
+    """Yield items in eviction order, equal ones in the order given; the sort is lazy.
+
+    Args:
+        found: The items.
+        rank: The policy.
+        places: Queue position of each conversation's first waiting job.
+    """
     heap = [(rank(item, places.get(item.name)), index, item) for index, item in enumerate(found)]
     heapq.heapify(heap)
     while heap:
@@ -72,19 +85,24 @@ def ranked(found: Iterable[EvictionItem], rank: Rank, places: Mapping[Hashable, 
 
 
 def nobody_waits() -> Mapping[Hashable, float]:
-    """The places where there is no queue."""
+    """Return empty queue positions, for use without a queue."""
     return MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Evictor:
-    """A policy by name, as an `Evict`: whole conversations one after the other, each key of one before the next's.
+    """An `Evict` that drops whole conversations, one after the other, in the order of a policy.
 
-    places: asked anew each time, where in the queue each conversation's first job waits
-    (`ragfuse.plan.look_ahead.places`). arrived: when a key came, which fifo needs. ttl_s and now: conversations unused
-    for longer go before all others.
-    `together` tells a tier which keys go as one, and to show it all entries at once: what was used longest ago says
-    nothing of what came first or is used next.
+    A tier must show it all entries at once: the least recently used ones alone do not tell which came first or are used
+    next. `together` tells the tier which keys are dropped together.
+
+    Args:
+        rank: The policy.
+        conversation_of: The conversation of a key.
+        places: Gives the current queue position of each conversation's first job (`plan.look_ahead.places`).
+        arrived: When a key was stored, in seconds; needed by fifo.
+        ttl_s: Conversations unused for longer are dropped before all others.
+        now: The current time in seconds since the epoch.
     """
 
     rank: Rank
@@ -95,7 +113,7 @@ class Evictor:
     now: Callable[[], float] = _no_clock
 
     def __call__(self, entries: Sequence[Entry]) -> Iterator[ChunkKey]:
-        """Keys to drop, the first first; none of a conversation of which something is pinned."""
+        """Yield keys to drop, in order; none of a conversation with a pinned entry."""
         now_s = self.now()
         old: list[EvictionItem] = []
         kept: list[EvictionItem] = []
@@ -105,7 +123,7 @@ class Evictor:
             yield from item.keys
 
     def together(self, one: ChunkKey, other: ChunkKey) -> bool:
-        """Whether these are of one conversation, so that both go or none."""
+        """Return whether two keys belong to one conversation, so that both are dropped or neither."""
         name = self.conversation_of(one)
         return name is not None and name == self.conversation_of(other)
 
@@ -116,9 +134,16 @@ def evictor(
     places: Callable[[], Mapping[Hashable, float]] | None = None,
     arrived: Callable[[ChunkKey], float] | None = None,
 ) -> Evict:
-    """The policy of that name over what a tier shows: `lru`, `fifo` (needs `arrived`) or `look-ahead` (`places`).
+    """Return the eviction policy of a name, as an `Evict`.
 
-    SettingsError for another name, and where what it needs is not given. Entries alone, without conversations: `lru`.
+    Args:
+        name: `lru`, `fifo` (needs `arrived`) or `look-ahead` (needs `places`).
+        conversation_of: The conversation of a key; None: entries are dropped one by one.
+        places: Gives the queue position of each conversation's first job.
+        arrived: When a key was stored, in seconds.
+
+    Raises:
+        SettingsError: There is no such policy, or what it needs is not given.
     """
     rank = rank_named(name)
     if name == "fifo" and arrived is None:
@@ -131,23 +156,23 @@ def evictor(
 
 
 def lru(entries: Iterable[Entry]) -> Iterator[ChunkKey]:
-    """Keys to drop in this order, least recently used first; pinned ones never, equals in the order given."""
+    """Yield keys to drop, least recently used first, equal ones in the order given; never pinned ones."""
     evictable = (entry for entry in entries if not entry.pinned)
     for entry in sorted(evictable, key=lambda entry: entry.last_used):
         yield entry.key
 
 
 def expired(entries: Iterable[Entry], now_s: float, ttl_s: float) -> Iterator[ChunkKey]:
-    """Keys of those unused for longer than `ttl_s` at `now_s` (since the epoch), in the order given; no pinned ones."""
+    """Yield keys of entries unused for more than `ttl_s` seconds at `now_s` (since the epoch), except pinned ones."""
     for entry in entries:
         if not entry.pinned and now_s - entry.last_used > ttl_s:
             yield entry.key
 
 
 def expired_first(evict: Evict, ttl_s: float, now: Callable[[], float]) -> Evict:
-    """`evict`, but entries that are too old go before all others, whatever it thinks of them.
+    """Return `evict` with entries unused for more than `ttl_s` seconds dropped before all others.
 
-    Where conversations go whole, those of which nothing was used since.
+    For an `Evictor`, these are conversations of which no entry was used in that time.
     """
     if isinstance(evict, Evictor):
         return replace(evict, ttl_s=ttl_s, now=now)

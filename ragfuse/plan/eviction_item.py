@@ -1,4 +1,4 @@
-"""What is dropped as one, and the order in which a policy drops it."""
+"""The item that is evicted as a whole, and the rank by which a policy orders items."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from ragfuse.types.keys import ChunkKey
 
 @dataclass(frozen=True, slots=True)
 class EvictionItem:
-    """What is dropped or moved as one: all that a tier has of a conversation, or an entry that belongs to none.
+    """All entries of a conversation in one tier, or a single entry that belongs to none; evicted or moved as a whole.
 
-    AttentionStore, section 3.3.2: a conversation's KV is used whole or not at all. name: the conversation's, or the
-    key itself. last_used: of the entry used last; arrived: of the one that came first, seconds.
+    A conversation's KV is used whole or not at all (AttentionStore, section 3.3.2).
+
+    Args:
+        name: The name of the conversation, or the key itself.
+        keys: Keys of the entries.
+        nbytes: Bytes of all entries.
+        last_used: When the most recently used entry was used, in seconds.
+        arrived: When the oldest entry was stored, in seconds.
     """
 
     name: Hashable
@@ -24,5 +30,5 @@ class EvictionItem:
 
 
 Rank = Callable[[EvictionItem, float | None], tuple[int, float]]
-"""Who goes first: the smaller. Given an item and the place of its first waiting job, a number that grows from the head
-of the queue to its tail; None where none is known to wait."""
+"""An eviction policy: the item with the smallest rank is evicted first. Arguments: an item, and the queue position of
+its first waiting job, which grows from head to tail (None: no job waits for it)."""

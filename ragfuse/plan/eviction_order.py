@@ -1,7 +1,6 @@
-"""What is kept, in the order in which a policy drops it, as it changes: each change costs the logarithm of how many.
+"""Items in eviction order, maintained while they change: each change costs O(log n).
 
-The order is `ragfuse.plan.evict`'s, the same that an `Evictor` sorts by; who needs it kept over many small changes has
-it here. Not thread-safe: its owner has a lock.
+The order is the one that `ragfuse.plan.evict.Evictor` sorts by. Not thread-safe: the owner holds a lock.
 """
 
 from __future__ import annotations
@@ -15,7 +14,14 @@ _SLACK = 64
 
 
 class EvictionOrder:
-    """Items by name, and who of them goes first. `nbytes`: of all together."""
+    """Items by name, in the eviction order of a policy.
+
+    Args:
+        rank: The policy.
+
+    Attributes:
+        nbytes: Bytes of all items.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -36,18 +42,18 @@ class EvictionOrder:
         return self._items[name]
 
     def get(self, name: Hashable) -> EvictionItem | None:
-        """The item of that name; None if it is not kept."""
+        """Return the item of a name; None where there is none."""
         return self._items.get(name)
 
     def put(self, item: EvictionItem) -> None:
-        """Keep this, in place of what had its name."""
+        """Add an item, or replace the item of the same name."""
         before = self._items.get(item.name)
         self.nbytes += item.nbytes - (before.nbytes if before is not None else 0)
         self._items[item.name] = item
         self._push(item)
 
     def drop(self, name: Hashable) -> EvictionItem | None:
-        """Keep it no longer; what it was, None if it was not kept."""
+        """Remove the item of a name and return it; None where there is none."""
         item = self._items.pop(name, None)
         if item is not None:
             self.nbytes -= item.nbytes
@@ -55,9 +61,11 @@ class EvictionOrder:
         return item
 
     def wait(self, name: Hashable, place: float | None) -> None:
-        """A job waits for it at this place, a number that grows towards the queue's tail; None: none does any more.
+        """Set the queue position of the first job that waits for an item.
 
-        It may be said of what is not kept, and holds when it comes.
+        Args:
+            name: Its name; the item may be added later.
+            place: The position, which grows from the head of the queue to its tail; None: no job waits any more.
         """
         if place is None:
             self._places.pop(name, None)
@@ -67,7 +75,7 @@ class EvictionOrder:
             self._push(self._items[name])
 
     def first(self) -> EvictionItem | None:
-        """Who goes first; None where nothing is kept."""
+        """Return the item to evict next; None where there are no items."""
         while self._heap:
             _, stamp, name = self._heap[0]
             if self._stamps.get(name) == stamp:
@@ -76,7 +84,7 @@ class EvictionOrder:
         return None
 
     def pops(self) -> Iterator[EvictionItem]:
-        """Drops one after the other, as far as it is read."""
+        """Remove and yield items in eviction order, one per step of the iteration."""
         while (item := self.first()) is not None:
             self.drop(item.name)
             yield item

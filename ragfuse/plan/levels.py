@@ -1,7 +1,7 @@
-"""At which codec level, and from which tier, each segment is read where several are at hand. Decisions only.
+"""The choice of codec level and tier for each segment that is stored at several. Decisions only.
 
-What loses least is read while its loading hides behind computing; where the first token waits for it, segments go on to
-levels that lose more and come sooner, those first that gain most, until it comes about as soon as it can.
+The least lossy level is read while its loading hides behind computing. Where the first token waits for loading,
+segments change to lossier and faster levels, those that save most time first, until it comes about as early as it can.
 """
 
 from __future__ import annotations
@@ -15,22 +15,29 @@ from ragfuse.types.levels import LEVEL_NAMES
 from ragfuse.types.plan import Fetch
 
 Offers = Mapping[int, Sequence[Fetch]]
-"""By segment: all ways to read it, what loses least first, and of these the soonest."""
+"""By segment: all ways to read it, the least lossy first, and the fastest first at equal loss."""
 WORTH = 0.1
-"""A level that loses more is worth it only where the first token comes by more than this share sooner."""
+"""A lossier level must bring the first token earlier by more than this share to be worth it."""
 LEVEL_STEPS = 8
-"""So many steps bring all segments from one level to the next, at least."""
+"""Least number of steps in which all segments change from one level to the next."""
 
 
 def loss(level: str) -> int:
-    """How much a level loses, as a number to compare; one that nobody knows the most."""
+    """Return the rank of a level by loss, 0 for lossless; an unknown level counts as the lossiest."""
     return LEVEL_NAMES.index(level) if level in LEVEL_NAMES else len(LEVEL_NAMES)
 
 
 def offers(
     times: Estimate, fetches: Iterable[Fetch], entries: Mapping[ChunkKey, Entry], others: Mapping[ChunkKey, list[Entry]]
 ) -> Offers:
-    """The ways to read these segments: `entries` as they were found, and `others` of the same keys in other tiers."""
+    """Return all ways to read these segments.
+
+    Args:
+        times: The estimate for this machine; ways that were not measured are left out, unless no other is left.
+        fetches: The segments, each with the way that was found first.
+        entries: The entries that were found first, by key.
+        others: Entries of the same keys in further tiers.
+    """
     found = {}
     for fetch in fetches:
         there = [entries[fetch.key], *others.get(fetch.key, ())]
@@ -46,17 +53,20 @@ def offers(
 
 
 def finest(offers: Offers) -> dict[int, Fetch]:
-    """What loses least of every segment."""
+    """Return the least lossy way to read each segment."""
     return {at: ways[0] for at, ways in offers.items()}
 
 
 def soonest(times: Estimate, offers: Offers) -> dict[int, Fetch]:
-    """What comes soonest of every segment; of those that do, what loses least."""
+    """Return the fastest way to read each segment; at equal times, the least lossy."""
     return {at: min(ways, key=lambda way: _s(times, way)) for at, ways in offers.items()}
 
 
 def coarser(times: Estimate, offers: Offers, taken: Mapping[int, Fetch]) -> dict[int, Fetch] | None:
-    """The same with some segments read sooner at levels that lose more; None where there are no such."""
+    """Return `taken` with some segments changed to a lossier and faster level; None where there is none.
+
+    The segments that save most time change, one in `LEVEL_STEPS`.
+    """
     gains = dict[int, tuple[float, Fetch]]()
     for at, now in taken.items():
         now_s = _s(times, now)

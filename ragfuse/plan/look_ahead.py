@@ -1,7 +1,7 @@
-"""What a queue of waiting jobs says of the future: how far to look, what to fetch, how much to clear away.
+"""Look-ahead decisions from the queue of waiting jobs: window sizes, prefetching and buffers (AttentionStore 3.3).
 
-AttentionStore, section 3.3: jobs are known before they run, so that what they will read can be brought to memory, and
-what none of them reads can go. Decisions only: the queue is told as names of conversations, the first first.
+Jobs are known before they run, so that KV they will read can be prefetched, and KV that none of them reads can be
+evicted. Decisions only: the queue is an argument, as names of conversations from head to tail.
 """
 
 from __future__ import annotations
@@ -14,20 +14,25 @@ from ragfuse.types.plan import LoadPlan
 
 
 def prefetch_window(memory_bytes: int, kv_bytes: float) -> int:
-    """L_pw: how many waiting jobs' KV memory has room for; C_mem / S_kv, rounded down (section 3.3.1).
+    """Return L_pw, how many waiting jobs' KV fits in memory: C_mem / S_kv, rounded down (section 3.3.1).
 
-    kv_bytes: S_kv, of a conversation on average. 0 bytes of it: as many as there are bytes.
+    Args:
+        memory_bytes: C_mem.
+        kv_bytes: S_kv, the average bytes of a conversation; less than 1 counts as 1.
     """
     return int(memory_bytes // max(kv_bytes, 1))
 
 
 def eviction_window(memory_bytes: int, disk_bytes: int, kv_bytes: float) -> int:
-    """How many waiting jobs' KV all tiers together have room for: (C_mem + C_disk) / S_kv, down (section 3.3.2)."""
+    """Return how many waiting jobs' KV fits in all tiers: (C_mem + C_disk) / S_kv, rounded down (section 3.3.2)."""
     return prefetch_window(memory_bytes + disk_bytes, kv_bytes)
 
 
 def places(waiting: Iterable[Hashable], window: int | None = None) -> dict[Hashable, float]:
-    """Where each conversation's first job waits, of the first `window` jobs; None: of all. Jobs of none are counted."""
+    """Return the queue position of each conversation's first job among the first `window` jobs (None: among all).
+
+    Jobs without a conversation (None) count as positions.
+    """
     found: dict[Hashable, float] = {}
     for place, name in enumerate(islice(waiting, window)):
         if name is not None:
@@ -36,7 +41,8 @@ def places(waiting: Iterable[Hashable], window: int | None = None) -> dict[Hasha
 
 
 def exempt(item: EvictionItem, waiting: Mapping[Hashable, float]) -> bool:
-    """Whether one of these jobs will read it, so that it goes only where all that is kept is so (section 3.3.2)."""
+    """Return whether a waiting job will read the item, which exempts it from eviction while others remain (section
+    3.3.2)."""
     return item.name in waiting
 
 
@@ -46,10 +52,16 @@ def to_prefetch(
     in_memory: Container[Hashable],
     memory_bytes: int,
 ) -> Iterator[Hashable]:
-    """Conversations to bring to memory, in queue order, as long as all that waits before them fits there, too.
+    """Yield conversations to prefetch, in queue order, while they fit in memory with all those before them.
 
-    Section 3.3.1, by bytes where the paper counts conversations of average size. nbytes: of what is kept of one,
-    wherever it is; None: nothing. It ends at the first that does not fit: what comes later has no right to its room.
+    Section 3.3.1, by bytes where the paper counts conversations of average size. It ends at the first that does not
+    fit, so that later ones do not take its room.
+
+    Args:
+        waiting: Conversations of the waiting jobs, from head to tail.
+        nbytes: Gives the stored bytes of a conversation in all tiers; None for none.
+        in_memory: Conversations that are in memory already.
+        memory_bytes: Bytes of memory for them.
     """
     seen: set[Hashable] = set()
     for name in waiting:
@@ -65,18 +77,24 @@ def to_prefetch(
 
 
 def read_buffer(load_s: float, past_tokens: int, prefill_s: float, new_tokens: int, bytes_per_s: float) -> int:
-    """S_buf: bytes to read before a prefill begins, so that none of its layers waits for its KV (section 3.2.1).
+    """Return S_buf: bytes to read before a prefill begins, so that none of its layers waits for its KV (section 3.2.1).
 
-    B(T_load L_hist - T_pref L_new), rounded up; 0 where loading hides behind prefilling anyway. load_s, prefill_s: of a
-    token.
+    B(T_load L_hist - T_pref L_new), rounded up; 0 where loading hides behind the prefill anyway.
+
+    Args:
+        load_s: T_load, seconds to load a token.
+        past_tokens: L_hist, tokens to load.
+        prefill_s: T_pref, seconds to prefill a token.
+        new_tokens: L_new, tokens to prefill.
+        bytes_per_s: B, bytes loaded per second.
     """
     return max(0, -int(-bytes_per_s * (load_s * past_tokens - prefill_s * new_tokens) // 1))
 
 
 def layers_before(plan: LoadPlan, n_layers: int) -> int:
-    """How many layers of a plan to read before its prefill begins: as many as `read_buffer` has room for, rounded up.
+    """Return how many layers of a plan to read before its prefill begins: those of `read_buffer`, rounded up.
 
-    0 where this machine was not measured, or loading hides anyway.
+    0 where this machine was not measured, or loading hides behind the prefill anyway.
     """
     foreseen, nbytes = plan.forecast, sum(fetch.nbytes for fetch in plan.fetches)
     past = sum(fetch.n_tokens for fetch in plan.fetches)
@@ -89,14 +107,14 @@ def layers_before(plan: LoadPlan, n_layers: int) -> int:
 
 
 def buffer_excess(used_bytes: int, capacity_bytes: int, free_share: float) -> int:
-    """Bytes to clear away so that this share of a tier is free: its buffer for what is fetched next (section 3.3.1)."""
+    """Return the bytes to evict so that `free_share` of a tier is free for what is fetched next (section 3.3.1)."""
     return max(0, used_bytes - int(capacity_bytes * (1 - free_share)))
 
 
 def taken_until(found: Iterable[EvictionItem], excess_bytes: int) -> Iterator[EvictionItem]:
-    """The first of these that have as many bytes together as the excess; all of them where they have fewer.
+    """Yield the first items until their bytes reach `excess_bytes`; all of them where they have fewer.
 
-    No further one is asked for: who asks may be dropping them.
+    `found` is advanced no further than that, because its items may be dropped as they are yielded.
     """
     left = iter(found)
     while excess_bytes > 0 and (item := next(left, None)) is not None:
@@ -105,7 +123,7 @@ def taken_until(found: Iterable[EvictionItem], excess_bytes: int) -> Iterator[Ev
 
 
 def cache_capacity(sessions_per_ttl: float, window_tokens: int, token_bytes: float) -> float:
-    """CCpUT: bytes that keep every conversation of a time `ttl_s` at its longest (section 4.3.5).
+    """Return CCpUT: bytes that hold every conversation of one TTL period at full length (section 4.3.5).
 
     DSpUT (distinct conversations in that time) times CCpS (the context window times a token's KV bytes).
     """
@@ -113,5 +131,5 @@ def cache_capacity(sessions_per_ttl: float, window_tokens: int, token_bytes: flo
 
 
 def required_capacity(ratio: float, sessions_per_ttl: float, window_tokens: int, token_bytes: float) -> int:
-    """RCC: bytes to plan for at this RCC/CCpUT, rounded up; the paper reaches its best hit rate at 0.25 (figure 23)."""
+    """Return RCC, the bytes for a ratio RCC/CCpUT, rounded up; the paper's best hit rate is at 0.25 (figure 23)."""
     return -int(-ratio * cache_capacity(sessions_per_ttl, window_tokens, token_bytes) // 1)

@@ -1,7 +1,7 @@
-"""How much longer tiers take to be read than was measured, and how long rows take to compute, by what answers took.
+"""Corrections of measured timings by what recent answers took: read times of tiers, and compute time per row.
 
-A disk that was measured cold is read warm as often as not, and a line may be busy. Arithmetic only: what was seen is
-handed in and given back, and kept elsewhere.
+A disk that was measured cold is often read from the page cache, and a link may be busy. Arithmetic only: observations
+are arguments and results, and stored elsewhere.
 """
 
 from __future__ import annotations
@@ -16,28 +16,31 @@ from ragfuse.types.plan import Fetch
 from ragfuse.types.profiles import MachineProfile, TierSpeed
 
 READINGS = 5
-"""Readings of a tier that count, of which the middle one is believed: one or two that are far off change nothing."""
+"""Number of last readings of a tier that count. Their median is used, so that one or two outliers change nothing."""
 BEFORE = (1.0, 1.0)
-"""What is believed before anything was seen: three readings that agree outvote it."""
+"""Readings assumed before any was made; three readings that agree outvote them."""
 MAX_CORRECTION = 20.0
-"""A tier is taken to be at most so many times slower, or faster, than measured."""
+"""Most times by which a tier is assumed slower, or faster, than measured."""
 MATTERS = 1.25
-"""Less than so many times slower or faster is as good as measured."""
+"""A tier less than this many times slower or faster than measured is not corrected."""
 MIN_TIER_SHARE = 0.2
-"""A tier that a prompt's loading leaves less of says nothing of its speed."""
+"""Least share of a prompt's predicted loading time from which a tier's speed is inferred."""
 MIN_LOAD_S = 1e-3
-"""Loading that is foretold and done in less says nothing either."""
+"""Least seconds of loading, predicted or actual, from which a tier's speed is inferred."""
 LEAST_ROWS = 64
-"""A prefill of fewer rows says more of what every prefill takes than of a row."""
+"""Least rows of a prefill from which the time per row is inferred: with fewer, its fixed cost dominates."""
 
 Seen = Mapping[str, tuple[float, ...]]
-"""By tier: the last readings, oldest first, each the seconds that it took over those that were measured."""
+"""By tier: the last readings, oldest first, each the actual seconds divided by the measured ones."""
 
 
 def seen_after(
     seen: Seen, machine: MachineProfile, fetches: Sequence[Fetch], layers_a_read: int, load_s: float
 ) -> Seen:
-    """With one more prompt, which was `load_s` seconds in reading; several tiers share that as they share the time."""
+    """Return the readings with those of one more prompt, whose loading took `load_s` seconds.
+
+    Where it read from several tiers, all of them get the same correction of their predicted times.
+    """
     believed = {tier: factor(readings) for tier, readings in seen.items()}
     measured = _loads_s(machine, fetches, layers_a_read)
     foretold = {tier: believed.get(tier, 1.0) * seconds for tier, seconds in measured.items()}
@@ -49,35 +52,40 @@ def seen_after(
 
 
 def forgotten_after(seen: Seen, tiers: Sequence[str]) -> Seen:
-    """After a prompt that left what these tiers have unread: a tier that nobody reads is believed again some time."""
+    """Return the readings after a prompt that left these tiers unread: each moves back towards its measured speed.
+
+    So a tier that was once slow is tried again.
+    """
     return _noted(seen, {tier: 1.0 for tier in tiers if tier in seen})
 
 
 def rows_after(readings: Sequence[float], rows: float, seconds: float) -> tuple[float, ...]:
-    """Seconds of a row in the last prefills, with one more, which computed so many rows in so many seconds."""
+    """Return the seconds per row of the last prefills, with one more that computed `rows` rows in `seconds`."""
     usable = isfinite(seconds) and seconds > 0 and rows >= LEAST_ROWS
     return (*readings, seconds / rows)[-READINGS:] if usable else tuple(readings)
 
 
 def row_s(readings: Sequence[float]) -> float | None:
-    """Seconds that computing a row takes: the least of the last readings, as all that ran beside them only adds to
-    them; None where there is none."""
+    """Return the seconds to compute a row; None without readings.
+
+    It is the smallest of the last readings, because other load on the machine only adds to them.
+    """
     return min(readings, default=None)
 
 
 def factor(readings: Sequence[float]) -> float:
-    """How many times as long as measured a tier takes, by its last readings; never beyond `MAX_CORRECTION`."""
+    """Return the factor by which a tier is slower than measured: the median of its last readings."""
     return exp(median(log(reading) for reading in readings or BEFORE))
 
 
 def factors(seen: Seen) -> dict[str, float]:
-    """The same for all tiers that take so much more or less than measured that it matters."""
+    """Return the factor of each tier for which it is beyond `MATTERS`."""
     found = {tier: factor(readings) for tier, readings in seen.items()}
     return {tier: times for tier, times in found.items() if not 1 / MATTERS < times < MATTERS}
 
 
 def corrected(machine: MachineProfile, times: Mapping[str, float]) -> MachineProfile:
-    """The machine with reading from these tiers taking so many times as long."""
+    """Return the machine's profile with the read times of these tiers multiplied by their factors."""
     tiers = {name: _slowed(speed, times[name]) if name in times else speed for name, speed in machine.tiers.items()}
     return replace(machine, tiers=tiers)
 
@@ -87,13 +95,13 @@ def _slowed(speed: TierSpeed, times: float) -> TierSpeed:
 
 
 def _noted(seen: Seen, readings: Mapping[str, float]) -> Seen:
-    """With these readings, none beyond the bounds."""
+    """Append readings, each limited to `MAX_CORRECTION`."""
     bounded = {tier: min(MAX_CORRECTION, max(1 / MAX_CORRECTION, reading)) for tier, reading in readings.items()}
     return {**seen, **{tier: (*seen.get(tier, BEFORE), reading)[-READINGS:] for tier, reading in bounded.items()}}
 
 
 def _loads_s(machine: MachineProfile, fetches: Sequence[Fetch], layers_a_read: int) -> dict[str, float]:
-    """Seconds that each tier was measured to take for its share of a prompt."""
+    """Return the measured seconds of each tier for its share of a prompt."""
     times, tiers = Estimate(machine), dict.fromkeys(fetch.tier for fetch in fetches if fetch.tier in machine.tiers)
     count = times.count(fetches, layers_a_read)
     shares = {tier: [fetch for fetch in fetches if fetch.tier == tier] for tier in tiers}

@@ -1,6 +1,6 @@
-"""What the segments of a plan cost when they come over a line: as bytes of each level, and computed instead.
+"""The cost of streaming the segments of a plan: bytes at each level, and the time to recompute them instead.
 
-Arithmetic over what was measured, which may be nothing. How they come is decided by `plan.adapt`.
+Arithmetic over measurements, as far as there are any. `plan.adapt` decides how each piece is sent.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from ragfuse.types.plan import Fetch, LoadPlan
 def parts_of(
     found: LoadPlan, fetches: Sequence[Fetch], times: Estimate | None, row_s: float | None = None
 ) -> list[StreamPart]:
-    """A part for each entry that these fetches of a plan read; None for `times` where nothing was measured.
+    """Return a stream part for each entry that these fetches of a plan read.
 
-    row_s: seconds of a computed row, as far as anything is known of it, which then stands for what was measured.
+    Args:
+        found: The plan.
+        fetches: Its fetches to stream.
+        times: The estimate for this machine; None: not measured.
+        row_s: Seconds to compute a row, used where the machine was not measured; None: unknown.
     """
     made: dict[tuple[ChunkKey, str], StreamPart] = {}
     for fetch in fetches:
@@ -36,7 +40,7 @@ def parts_of(
 
 
 def text_s(found: LoadPlan, fetch: Fetch, times: Estimate | None, row_s: float | None = None) -> float | None:
-    """Seconds that a plan takes longer where one of its fetches is computed instead; None: not known."""
+    """Return the seconds that recomputing one of its fetches adds to a plan; None: unknown."""
     blend, n = blend_of(found), len(found.prompt.segments[fetch.segment].tokens)
     candidate_rows = n if is_blended(found.prompt, fetch) else 0
     if times is None:
@@ -46,7 +50,7 @@ def text_s(found: LoadPlan, fetch: Fetch, times: Estimate | None, row_s: float |
 
 
 def base_s(found: LoadPlan, times: Estimate | None, row_s: float | None = None) -> float:
-    """Seconds that a plan computes although all of its fetches are there; 0 where nothing is known."""
+    """Return the compute seconds of a plan once all its fetches are loaded; 0 where unknown."""
     blend = blend_of(found)
     if times is None:
         return (row_s or 0.0) * (blend.forced + blend.ratio * blend.candidate_rows)
@@ -54,6 +58,6 @@ def base_s(found: LoadPlan, times: Estimate | None, row_s: float | None = None) 
 
 
 def prior(fetches: Sequence[Fetch], times: Estimate | None) -> float | None:
-    """Bytes a second of the line to the first of these, as it was measured; None where it was not."""
+    """Return the measured bytes per second of the first fetch's tier; None where it was not measured."""
     speed = times.machine.tiers.get(fetches[0].tier) if times is not None and fetches else None
     return 1 / speed.byte_s if speed is not None and speed.byte_s > 0 else None

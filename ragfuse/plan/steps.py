@@ -1,6 +1,6 @@
-"""How many layers are read at a time: few at first, so that fusing begins soon, then more, so that reads stay few.
+"""How many layers are read at a time: few at first, so that fusing starts early, then more, so that reads stay few.
 
-Arithmetic only: `load.layers` reads by it, `plan.estimate` foretells by it.
+Arithmetic only: `load.layers` reads in these steps, `plan.estimate` predicts with them.
 """
 
 from __future__ import annotations
@@ -8,20 +8,20 @@ from __future__ import annotations
 from itertools import accumulate
 
 AHEAD = 4
-"""Layers that may wait, read but not yet fused, or one read's if those are more."""
+"""Most layers that may wait between reading and fusing; always at least those of one read."""
 STEP_NBYTES = 4 << 20
-"""A read takes at most as many layers of a chunk as fit, at least one."""
+"""Most bytes of a chunk per read; always at least one layer."""
 
 
 def layers_a_read(nbytes: int, n_layers: int) -> int:
-    """The most layers that are read together where the largest chunk has so many bytes."""
+    """Return the most layers per read, where the largest chunk has `nbytes`."""
     return max(1, min(n_layers, STEP_NBYTES * n_layers // max(1, nbytes)))
 
 
 def steps(n_layers: int, most: int) -> list[int]:
-    """Layers of each read in turn: 1, 2, 4, ... while that is below `most`, then `most`, and at the end what is left.
+    """Return the layers of each read: 1, 2, 4, ... up to `most`, then `most` each, and the rest in the last one.
 
-    The first read is what nothing can hide (CacheBlend 5.1); each later one hides behind fusing the one before it.
+    Nothing hides the first read (CacheBlend 5.1); each later one overlaps fusing the layers of the one before it.
     """
     sizes, left, size = list[int](), n_layers, 1
     while left > 0:
@@ -31,17 +31,17 @@ def steps(n_layers: int, most: int) -> list[int]:
 
 
 def spans(sizes: list[int]) -> list[tuple[int, int]]:
-    """The first layer of each read, and the one behind its last."""
+    """Return the first layer of each read, and the one after its last."""
     ends = list(accumulate(sizes))
     return list(zip([0, *ends], ends, strict=False))
 
 
 def room(most: int) -> int:
-    """Reads that may wait to be fused."""
+    """Return how many reads of `most` layers may wait to be fused."""
     return max(1, AHEAD // most)
 
 
 def room_for(layers: int, n_layers: int, most: int) -> int:
-    """The same where so many layers are to be at hand before the first is fused: one read is in the reader's hands."""
+    """Return the same where `layers` are to be read before the first is fused; the reading thread holds one more."""
     begun = sum(first < layers for first, _ in spans(steps(n_layers, most)))
     return max(room(most), begun - 1)

@@ -1,4 +1,4 @@
-"""Which tier a chunk should lie in: when it is new, and once it is hit often. Decisions only, nothing is moved here."""
+"""The choice of tier for a new chunk, and for a chunk that is hit often (promotion). Decisions only."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ragfuse.types.profiles import MachineProfile
 
 RAW_ALONE: Mapping[str, Sequence[str]] = MappingProxyType({})
 OFTEN = 3
-"""Hits from which on a chunk deserves a faster tier."""
+"""Hits from which on a chunk is promoted to a faster tier."""
 
 
 def store_cost(nbytes: int, price: float, months: float = 1.0) -> float:
-    """C_store of CacheBlend 5.1: what keeping so many bytes costs, by the price of a gigabyte (10^9) for a month."""
+    """Return C_store of CacheBlend 5.1: the cost of storing `nbytes`, at a price per gigabyte (10^9) and month."""
     return nbytes / 1e9 * price * months
 
 
 def price_of(tier: str, prices: Mapping[str, float]) -> float:
-    """The price of a tier by its name, else by its kind, which its name begins with; none is dearer than any."""
+    """Return the price of a tier, by its name or else by its kind (a prefix of the name); infinite if unknown."""
     kinds = (kind for kind in prices if tier.startswith(kind))
     return prices[tier] if tier in prices else min((prices[kind] for kind in kinds), default=inf)
 
@@ -37,11 +37,22 @@ def choose_tier(
     ratio: float,
     written: Mapping[str, Sequence[str]] = RAW_ALONE,
 ) -> str | None:
-    """The cheapest tier for a new chunk whose loading hides behind recomputing `ratio` of it, else the fastest.
+    """Return the cheapest tier for a new chunk from which loading hides behind recomputing; else the fastest tier.
 
-    CacheBlend 5.1: T_recompute(r*, L) >= T_load(L, tier). Equal prices: the faster one. None if no tier was measured.
-    nbytes: of the chunk as raw. written: the levels that tiers are written in, raw unless said; of several the one that
-    loads soonest counts, and all are paid for.
+    CacheBlend 5.1: T_recompute(r*, L) >= T_load(L, tier).
+
+    Args:
+        n_tokens: Tokens of the chunk.
+        nbytes: Bytes of the chunk as raw.
+        machine: Timings of this machine.
+        tiers: Names of the tiers to choose from.
+        prices: Price per gigabyte and month, by name or kind of tier.
+        ratio: The recompute ratio.
+        written: Codec levels that each tier stores, by default raw. Of several levels, the fastest one counts for
+            loading, and all count for the cost.
+
+    Returns:
+        Its name, at equal cost the faster one; None where no tier was measured.
     """
     times, load_s, cost = Estimate(machine), dict[str, float](), dict[str, float]()
     for tier in tiers:
@@ -57,9 +68,10 @@ def choose_tier(
 
 
 def choose_level(n_tokens: int, nbytes: int, machine: MachineProfile, tier: str, ratio: float) -> str:
-    """The level for a new chunk in a tier that loses least among those whose loading hides behind recomputing.
+    """Return the least lossy level for a new chunk at which loading from a tier hides behind recomputing.
 
-    Where none hides, the one that loads soonest. Raw in a tier that was not measured. nbytes: of the chunk as raw.
+    Where no level hides, the one that loads fastest; in a tier that was not measured, raw. `nbytes` is the chunk's size
+    as raw.
     """
     times, hidden_s = Estimate(machine), Estimate(machine).recompute_s(ratio, n_tokens)
     if tier not in machine.tiers:
@@ -77,11 +89,16 @@ def choose_level(n_tokens: int, nbytes: int, machine: MachineProfile, tier: str,
 def promotions(
     entries: Iterable[Entry], machine: MachineProfile, room: Mapping[str, int], often: int = OFTEN
 ) -> Iterator[tuple[ChunkKey, str]]:
-    """Chunks hit `often` or more and the faster tier that each should come to; those that cost most loading first.
+    """Yield chunks to promote and the faster tier for each, those whose loading cost most time first.
 
-    room: free bytes of the tiers that keep chunks, in the order in which they are asked; what is promoted is counted
-    against it. A chunk is read from the first that has it, so it goes to one before that, where it loads soonest and is
-    loaded sooner. Its entries in all tiers, also in others such as memory, count their hits together.
+    A chunk is read from the first tier that has it, so it is promoted to the fastest tier before that one. The hits of
+    its entries in all tiers, memory included, are added up.
+
+    Args:
+        entries: Entries of the chunks in all tiers.
+        machine: Timings of this machine.
+        room: Free bytes of the tiers that store chunks, in lookup order; promotions are subtracted.
+        often: Hits from which on a chunk is promoted.
     """
     free, copies = dict(room), dict[ChunkKey, list[Entry]]()
     for entry in entries:
@@ -98,7 +115,10 @@ def promotions(
 def _gain(
     kept: Sequence[Entry], machine: MachineProfile, order: Sequence[str], often: int
 ) -> tuple[float, Entry, dict[str, float]] | None:
-    """What a chunk's hits cost, the entry that they read, and seconds from each tier that loads it sooner; or None."""
+    """Return the seconds that a chunk's hits cost, the entry they read, and the load time from each faster tier.
+
+    None where it has too few hits, or no tier is faster.
+    """
     times, hits = Estimate(machine), sum(entry.hits for entry in kept)
     entry = min((e for e in kept if e.tier in order), key=lambda e: order.index(e.tier), default=None)
     if entry is None or entry.tier not in machine.tiers or hits < often:
@@ -112,6 +132,6 @@ def _gain(
 
 
 def _entry_s(times: Estimate, entry: Entry, tier: str) -> float:
-    """An entry's best level from a tier that it lies in, or might."""
+    """Return the seconds to load an entry's least lossy level from a tier."""
     level, nbytes = next(iter(entry.sizes.items()))
     return times.load_s(tier, nbytes) + times.decode_s(level, entry.n_tokens)

@@ -1,4 +1,4 @@
-"""A plan told to people. Nothing is decided here."""
+"""Plans in words for people, and as JSON. Nothing is decided here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOUNDS = MappingProxyType(
         "asked": "as asked for",
     }
 )
-"""What a ratio stopped at, in words."""
+"""What bounds a ratio, in words."""
 RATIO_IS_FIXED = "what this policy always takes"
 LEAST_RATIO_DESPITE_DEADLINE = "the least that keeps answers close, although the deadline asks for less"
 NEEDS: Mapping[Needs, str] = MappingProxyType(
@@ -34,7 +34,7 @@ NEEDS: Mapping[Needs, str] = MappingProxyType(
         "computed before the last one is read",
     }
 )
-"""What a policy needs before it computes, by its kind."""
+"""What a policy needs before it can choose its rows, in words."""
 ENCODED: Mapping[Encoded, str] = MappingProxyType(
     {
         "alone": "encoded alone",
@@ -55,12 +55,12 @@ UNMEASURED = "Times are not predicted: this model, this machine or one of the ti
 
 
 def in_words(plan: LoadPlan) -> str:
-    """Every segment that could be reused, hit or miss and why; the ratio and why not more; the time it will take."""
+    """Return a plan in words: each reusable segment with its hit or miss, the ratio with its bound, the times."""
     return "\n".join((f"{plan.explain()}.", *_segments(plan), *_left_out(plan), *_chosen(plan), *_expected(plan)))
 
 
 def as_dict(plan: LoadPlan) -> dict[str, Any]:
-    """A plan as plain JSON types, one row for each segment that could be reused."""
+    """Return a plan in plain JSON types, with one row per reusable segment."""
     kept, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
     times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
     rows = []
@@ -80,7 +80,7 @@ def as_dict(plan: LoadPlan) -> dict[str, Any]:
 
 
 def needs(plan: LoadPlan) -> str:
-    """What the plan's policy needs first, "" where it has nothing to choose."""
+    """Return what the plan's policy needs first, in words; "" where it has nothing to choose."""
     chooses = (
         plan.ratio > 0
         and plan.cost.fixed_share != 0.0
@@ -90,7 +90,7 @@ def needs(plan: LoadPlan) -> str:
 
 
 def _segments(plan: LoadPlan) -> Iterator[str]:
-    """A line for each segment that the plan says something of."""
+    """Yield a line for each hit or miss."""
     kept, misses = {fetch.segment: fetch for fetch in (*plan.fetches, *plan.unread)}, dict(plan.misses)
     times = {at: (load, compute) for at, load, compute in plan.forecast.segments} if plan.forecast else {}
     for index, segment in enumerate(plan.prompt.segments):
@@ -106,14 +106,14 @@ def _segments(plan: LoadPlan) -> Iterator[str]:
 
 
 def _left_out(plan: LoadPlan) -> Iterator[str]:
-    """What the prompt lacks so that it fits."""
+    """Yield a line with the chunks that were left out of a prompt that was too long."""
     if plan.prompt.dropped:
         named = ", ".join(source or KIND_NAMES["chunk"] for source in plan.prompt.dropped)
         yield f"Left out, so that the prompt and an answer fit: {named}."
 
 
 def _seconds(plan: LoadPlan, read: Fetch | None, there: bool, load_s: float, compute_s: float) -> str:
-    """How long a segment takes: to load, where it is there, and to compute, where any of it is."""
+    """Return how long a segment takes to load (where it is stored) and to compute (where that is needed)."""
     loading = f"{load_s:.3f} s to load, " if there else ""
     if read is None:
         return f"{loading}{compute_s:.3f} s to compute"
@@ -124,7 +124,7 @@ def _seconds(plan: LoadPlan, read: Fetch | None, there: bool, load_s: float, com
 
 
 def _chosen(plan: LoadPlan) -> Iterator[str]:
-    """The ratio and what bound it, and what the policy needs first."""
+    """Yield the ratio with its bound, and what the policy needs first."""
     if plan.fallback_reason:
         return
     if plan.forecast is not None:
@@ -141,7 +141,7 @@ def _bound(plan: LoadPlan, found: Forecast) -> str:
 
 
 def _expected(plan: LoadPlan) -> Iterator[str]:
-    """The times, a line each."""
+    """Yield the predicted times, one line each."""
     found = plan.forecast
     if found is None:
         yield UNMEASURED

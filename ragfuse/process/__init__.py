@@ -1,1 +1,1 @@
-"""What belongs to one process: locks that survive a fork, and objects that all its engines share."""
+"""Process-wide tools: locks and caches that survive a fork, background threads, and objects that engines share."""

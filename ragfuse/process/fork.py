@@ -1,8 +1,8 @@
-"""Locks, threads and connections in a process that is forked: who has some begins anew in the child.
+"""Fork safety: owners of locks, threads and connections register with `at_fork`, and start afresh in a forked child.
 
-Of a process with threads, a fork copies the memory and one thread. A lock that another thread held stays held for ever
-in the child, what waits for a thread waits for ever, and two processes write into one connection. So everything that
-owns one of these says so here, once, with `at_fork`; what was queued in the parent stays the parent's.
+A fork copies the memory but only the calling thread. In the child, a lock that another thread held would stay locked
+for ever, waiting for a thread would never end, and both processes would write to one connection. Work that was queued
+in the parent stays with the parent.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ log = logging.getLogger("ragfuse")
 
 
 class Renews(Protocol):
-    """What owns locks, threads or connections."""
+    """An owner of locks, threads or connections."""
 
     def renew(self) -> None:
-        """Begin anew in a forked child, which has no other thread: with locks that are free, nothing queued, no thread
-        started and no connection of the parent's."""
+        """Start afresh in a forked child, which has only one thread.
+
+        Afterwards all locks are free, nothing is queued, no thread is started and no connection of the parent is used.
+        """
         ...
 
 
 @runtime_checkable
 class Pauses(Protocol):
-    """What an owner may have beside `renew`, where a fork has to find it at rest: connections are closed."""
+    """Optional part of an owner that must be at rest during a fork, such as one with open connections."""
 
     def pause(self) -> None:
-        """The process is about to be forked by this thread."""
+        """Come to rest: this thread is about to fork the process."""
         ...
 
     def resume(self) -> None:
-        """It was, and this is the parent."""
+        """Continue in the parent after the fork."""
         ...
 
 
@@ -46,22 +48,25 @@ _NUMBERS = count()
 _FIRST = 1 << 60
 _PAUSED: list[Pauses] = []
 _TURN = threading.Lock()
-"""Held by the thread that forks: others that want to, wait."""
+"""Held by the thread that forks, so that only one does at a time."""
 
 
 def at_fork(owner: Renews, first: bool = False) -> None:
-    """Let `owner.renew` be called in every forked child, as long as somebody holds the owner.
+    """Register an owner, so that its `renew` is called in every forked child. Only a weak reference is kept.
 
-    first: it is paused before others, as its threads may wait for theirs.
+    Args:
+        owner: The owner; if it also has `pause` and `resume`, these are called around the fork in the parent.
+        first: Whether to pause it before the others, because its threads may wait for theirs.
     """
     number = next(_NUMBERS) + (_FIRST if first else 0)
     _OWNERS[number] = weakref.ref(owner, lambda _: _OWNERS.pop(number, None))
 
 
 class ForkLock:
-    """A lock that is free in a forked child, whoever held it in the parent. Used as `threading.Lock` is.
+    """A `threading.Lock` that is free in a forked child, whoever held it in the parent.
 
-    torn: called in the child where another thread held it at the fork, so that what it guards may be half changed.
+    Args:
+        torn: Called in the child if the lock was held at the fork: what it guards may be half changed.
     """
 
     def __init__(self, torn: Callable[[], object] | None = None) -> None:
@@ -69,21 +74,21 @@ class ForkLock:
         at_fork(self)
 
     def renew(self) -> None:
-        """As any owner."""
+        """Become free in a forked child, and call `torn` if the lock was held."""
         held, self._lock = self._lock.locked(), threading.Lock()
         if held and self._torn is not None:
             self._torn()
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Whether it is the caller's now."""
+        """Acquire the lock, and return whether that worked (as `threading.Lock.acquire`)."""
         return self._lock.acquire(blocking, timeout)
 
     def release(self) -> None:
-        """Let go of it."""
+        """Release the lock."""
         self._lock.release()
 
     def locked(self) -> bool:
-        """Whether somebody holds it."""
+        """Return whether the lock is held."""
         return self._lock.locked()
 
     def __enter__(self) -> bool:
@@ -96,7 +101,7 @@ class ForkLock:
 
 
 def is_torn(condition: threading.Condition) -> bool:
-    """Whether another thread held a condition when this child was forked; it is left as it is."""
+    """Return whether another thread held a condition when this child was forked; the condition is left as it is."""
     if not condition.acquire(blocking=False):
         return True
     condition.release()
@@ -104,7 +109,7 @@ def is_torn(condition: threading.Condition) -> bool:
 
 
 def _owners() -> Iterator[Renews]:
-    """All that are still there, the youngest first: an index asks the catalog, which is older."""
+    """Yield all owners that still exist, youngest first: an index uses the catalog, which is older."""
     for number in sorted(_OWNERS, reverse=True):
         reference = _OWNERS.get(number)
         owner = reference() if reference is not None else None
@@ -134,7 +139,7 @@ def _in_child() -> None:
 
 
 def _carefully(do: Callable[[], object]) -> None:
-    """One owner's trouble is no other's: a fork goes on whatever is raised."""
+    """Call an owner; log what it raises, so that the fork goes on for the others."""
     try:
         do()
     except Exception:

@@ -1,5 +1,4 @@
-"""What a whole process holds once: loaded models, engines of equal settings, and what went wrong beside the answer at
-hand. The only such place in the house."""
+"""The only process-wide state of ragfuse: loaded models, engines of equal settings, notes for the current answer."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ T = TypeVar("T")
 
 
 class _Lock:
-    """The lock of all that is held here: free in a forked child, unless the thread that forked holds it."""
+    """The lock of this module's state. In a forked child it is free, unless the thread that forked holds it."""
 
     def __init__(self) -> None:
         self.held = threading.RLock()
@@ -36,7 +35,7 @@ _NOTED: ContextVar[list[str] | None] = ContextVar("ragfuse_noted", default=None)
 
 
 def shared(name: Hashable, make: Callable[[], T]) -> T:
-    """What `make` gave the first who asked for `name`; everybody after gets the same."""
+    """Return the object of that name; the first caller's `make` creates it, and later callers get the same one."""
     with _LOCK.held:
         if name not in _HELD:
             _HELD[name] = make()
@@ -45,7 +44,7 @@ def shared(name: Hashable, make: Callable[[], T]) -> T:
 
 
 def shared_while_used(name: Hashable, make: Callable[[], T]) -> T:
-    """The same, given to others as long as somebody holds it: nothing is kept for its sake alone."""
+    """Return the object of that name like `shared`, but keep only a weak reference to it."""
     with _LOCK.held:
         found: T | None = _USED.get(name)
         if found is None:
@@ -54,7 +53,7 @@ def shared_while_used(name: Hashable, make: Callable[[], T]) -> T:
 
 
 def forget(held: object) -> None:
-    """Let go of what was given to all; the next who asks gets a new one."""
+    """Drop an object that `shared` returned; the next caller creates a new one."""
     with _LOCK.held:
         for name in [name for name, value in _HELD.items() if value is held]:
             del _HELD[name]
@@ -62,7 +61,7 @@ def forget(held: object) -> None:
 
 @contextmanager
 def noting() -> Iterator[list[str]]:
-    """Collect what is noted in this block, in this thread and those that run in a copy of its context."""
+    """Collect the notes made in this block, by this thread and by those that run in a copy of its context."""
     noted: list[str] = []
     token = _NOTED.set(noted)
     try:
@@ -72,7 +71,7 @@ def noting() -> Iterator[list[str]]:
 
 
 def note(what: str) -> None:
-    """Let the answer that is being made, if any, say this once."""
+    """Add a note to the answer that is being made, if any; equal notes are added once."""
     noted = _NOTED.get()
     if noted is not None and what not in noted:
         noted.append(what)

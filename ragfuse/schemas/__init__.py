@@ -1,1 +1,1 @@
-"""Prompt Cache: schemas and prompts in PML, their layout, and front ends that write them."""
+"""Prompt Cache: schemas and prompts in PML, their token layout, and front ends that create them."""

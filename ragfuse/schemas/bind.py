@@ -1,10 +1,10 @@
-"""A prompt in PML over a schema's layout -> a Prompt: what is reused, from which run, and what is fresh, where.
+"""Turns a PML prompt over a schema's layout into a `Prompt`: what is reused from which run, and what is fresh.
 
-Imported modules stand where their schema has them (Prompt Cache 3.4). Arguments are fresh, at the positions of their
-parameters, of which the rest stays empty; so are texts of the prompt's own: behind the module that is imported before
-them, or else behind what stands before the next one. Where such a text is longer than the room there, all behind it
-moves by what is missing, which its keys can. Messages behind all imports stand behind all else that the prompt has: for
-modules at the schema's end that are not imported no room is left before them.
+Imported modules keep their positions of the schema (Prompt Cache 3.4). Arguments are fresh, at the positions of their
+parameters, whose unused positions stay empty. The prompt's own texts are fresh, too: they stand after the module that
+is imported before them, else after what precedes the next import. If such a text is longer than the gap there,
+everything after it is shifted, which its keys can be. Messages after all imports stand after everything else in the
+prompt; no room is left for modules at the schema's end that are not imported.
 """
 
 from __future__ import annotations
@@ -29,15 +29,19 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.prompt import Kind, Prompt, Segment
 
 KeyOf = Callable[[SchemaRun], ChunkKey]
-"""The key of a run that was encoded alone, at its own positions; its layout is `SchemaRun.layout`."""
+"""Returns the key of a run's KV, encoded alone at its own positions; `ChunkKey.layout` is `SchemaRun.layout`."""
 
 
 @dataclass(frozen=True)
 class SchemaUse:
-    """What a prompt takes from its schema, for those who see the prompt alone: `Prompt.taken`.
+    """What a prompt reuses of its schema; later stages find it as `Prompt.taken`.
 
-    modules: (path, key of the run that it is taken from) in order of positions, None: it is computed; "." is the
-    schema's own text. runs: by key. others: keys of `Bound.others`.
+    Args:
+        schema: Name of the schema.
+        modules: (path, key of the run that it is reused from) in order of positions. "." is the schema's own text; a
+            key of None means that the module is computed.
+        runs: The runs by key.
+        others: Keys of `Bound.others`.
     """
 
     schema: str
@@ -48,10 +52,14 @@ class SchemaUse:
 
 @dataclass(frozen=True)
 class Bound:
-    """A prompt, and what the schema gives for it.
+    """A `Prompt` over a schema, and the runs that it needs.
 
-    imported: paths in order of positions. runs: those that the prompt takes rows from. others: of the other modules of
-    the unions that were used, which the next prompt may want. moved: positions by which the end was moved.
+    Args:
+        prompt: The prompt.
+        imported: Paths of the imported modules, in order of positions.
+        runs: The runs that the prompt reuses rows of.
+        others: Runs of the other modules of the used unions, which the next prompt may import.
+        moved: Positions by which the end was shifted to make room for the prompt's own texts.
     """
 
     prompt: Prompt
@@ -62,14 +70,24 @@ class Bound:
 
 
 def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf, blend: bool = False) -> Bound:
-    """The Prompt of a request over its schema's layout. PMLError for imports and arguments that the schema has not.
+    """Make the Prompt of a PML prompt over its schema's layout.
 
-    It ends with a fresh run: the request's ending; else what makes the model answer, where there are messages; else
-    the last token alone. blend: rows of modules are on offer to be recomputed, as a chunk's are.
+    It ends with a fresh segment: the request's ending; else the generation prompt, if there are messages; else the
+    last token alone.
+
+    Args:
+        request: The PML prompt.
+        layout: The layout of its schema.
+        encode: The tokenizer.
+        key_of: Returns the key of a run's KV.
+        blend: Let policies recompute rows of modules, as they do with chunks.
+
+    Raises:
+        PMLError: An import or argument does not exist in the schema, or does not fit.
     """
     if request.schema != layout.schema.name:
         raise request.at.error(f"a prompt for schema '{request.schema}'", f"'{layout.schema.name}'")
-    key_of, wishes = cache(key_of), _Wishes(layout, encode)  # a run may be in many pieces
+    key_of, wishes = cache(key_of), _Wishes(layout, encode)  # cached: many pieces share a run
     wishes.scope(layout.root, request.items, request.args, request.at)
     check_together(wishes.imports.items(), layout.forks)
     placing = _Placing(layout, wishes, _sources(layout, wishes.imports), key_of, "chunk" if blend else "module")
@@ -83,14 +101,14 @@ def bind(request: PMLPrompt, layout: SchemaLayout, encode: Encode, key_of: KeyOf
 
 @dataclass(frozen=True, slots=True)
 class _Free:
-    """Fresh tokens of the prompt's own."""
+    """Tokens of a text that the prompt adds."""
 
     tokens: tuple[int, ...]
     at: SourcePosition
 
 
 class _Wishes:
-    """What a prompt asks for, checked: imports, arguments by path, and texts by what they stand beside."""
+    """The checked contents of a PML prompt: imports, arguments by path, and texts by the module next to them."""
 
     def __init__(self, layout: SchemaLayout, encode: Encode) -> None:
         self._layout, self._encode = layout, encode
@@ -107,7 +125,7 @@ class _Wishes:
         args: tuple[tuple[str, str], ...],
         at: SourcePosition,
     ) -> None:
-        """What is wished inside of one module."""
+        """Collect the imports, arguments and texts inside one module."""
         items = _stripped(items)
         self.arguments[place.path] = self._arguments(place, args, at)
         children = {child.name: child for child in place.places()}
@@ -162,7 +180,7 @@ class _Wishes:
         return found
 
     def _free(self, item: TextNode | MessageNode, is_last: bool) -> _Free | None:
-        """A text's tokens; None for white space between imports. An answer at the end is for the model to go on."""
+        """Return the tokens of a text; None for white space. An assistant's message at the end is left open."""
         if isinstance(item, TextNode):
             return _Free(tuple(self._encode(item.text, False)), item.at) if item.text.strip() else None
         before, after = self._layout.wrapping.around(item.role)
@@ -173,7 +191,7 @@ class _Wishes:
     def _check_message(
         self, item: MessageNode, previous: str | None, following: str | None, children: Mapping[str, ModulePosition]
     ) -> None:
-        """PMLError for a message between imports that stand in a message of the schema."""
+        """Raise PMLError for a message next to an import that lies inside a message of the schema."""
         beside = self._layout.places[previous] if previous is not None else children.get(following or "")
         if beside is not None and beside.in_message:
             raise item.at.error(
@@ -182,7 +200,7 @@ class _Wishes:
 
 
 def _sources(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> dict[str, SchemaRun]:
-    """The run that each module is taken from: a scaffold whose members are all there comes first (3.3)."""
+    """Return the run that each module is reused from; a scaffold with all members imported comes first (3.3)."""
     there, found = {"", *imports}, dict[str, SchemaRun]()
     for run in layout.scaffolds:
         if there.issuperset(run.members) and not any(path in found for path in run.members):
@@ -207,7 +225,7 @@ def _others(layout: SchemaLayout, imports: Mapping[str, SourcePosition]) -> Iter
 
 
 def _asking(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[int, ...]:
-    """What makes the model answer, unless the prompt begins its answer."""
+    """Return the ids of the generation prompt; none if the prompt has no messages or begins the answer itself."""
     items = _stripped(request.items)
     has_messages = any(isinstance(item, MessageNode) for item in items)
     is_open = has_messages and isinstance(items[-1], MessageNode) and items[-1].role == "assistant"
@@ -217,7 +235,7 @@ def _asking(request: PMLPrompt, layout: SchemaLayout, encode: Encode) -> tuple[i
 
 
 def _following(items: tuple[TextNode | Import | MessageNode, ...]) -> list[str | None]:
-    """The name of the import behind each item, None behind all imports."""
+    """Return for each item the name of the next import after it, None if there is none."""
     found, name = list[str | None](), None
     for item in reversed(items):
         found.append(name)
@@ -226,7 +244,7 @@ def _following(items: tuple[TextNode | Import | MessageNode, ...]) -> list[str |
 
 
 def _stripped(items: tuple[TextNode | Import | MessageNode, ...]) -> tuple[TextNode | Import | MessageNode, ...]:
-    """Without white space at the end, which is none of what is said."""
+    """Drop texts of white space at the end."""
     n = len(items)
     while n and isinstance(last := items[n - 1], TextNode) and not last.text.strip():
         n -= 1
@@ -235,7 +253,7 @@ def _stripped(items: tuple[TextNode | Import | MessageNode, ...]) -> tuple[TextN
 
 @dataclass(slots=True)
 class _Piece:
-    """Tokens that become one segment: rows from `lo` of a run on, or fresh."""
+    """Tokens that become one segment: the rows of `run` from `lo` on, or fresh if `run` is None."""
 
     start: int
     tokens: list[int]
@@ -249,14 +267,14 @@ class _Piece:
         return self.start + len(self.tokens)
 
     def goes_on(self, piece: _Piece) -> bool:
-        """Whether a piece is just what follows this one: in the prompt, and in the run."""
+        """Whether a piece directly follows this one, both in the prompt and in the run."""
         follows = self.run is None or self.lo + len(self.tokens) == piece.lo
         return follows and (self.stop, self.run, self.origin) == (piece.start, piece.run, piece.origin)
 
 
 @dataclass
 class _Placing:
-    """Puts stretches and texts one behind the other. cursor: the first position that is free."""
+    """Places token ranges and texts in order; `cursor` is the first free position."""
 
     layout: SchemaLayout
     wishes: _Wishes
@@ -271,7 +289,7 @@ class _Placing:
     _last: _Free | None = None
 
     def scope(self, place: ModulePosition) -> None:
-        """All of a module that is imported, in order."""
+        """Place an imported module and everything that is imported in it, in order."""
         for part in place.parts:
             if isinstance(part, TokenRange):
                 self._stretch(part)
@@ -293,7 +311,7 @@ class _Placing:
             self.free(text)
 
     def free(self, text: _Free) -> None:
-        """A text of the prompt's own, where the cursor is."""
+        """Place a text of the prompt at the cursor."""
         if text.tokens:
             self._add(_Piece(self.cursor, list(text.tokens)))
             self._last = text
@@ -312,7 +330,7 @@ class _Placing:
         self.cursor = part.stop + self.moved
 
     def _make_room(self, start: int) -> None:
-        """Move what comes next behind what is there; PMLError where the model's KV cannot be moved."""
+        """Shift what comes next if its place is taken; PMLError if the model's KV cannot be moved."""
         missing = self.cursor - start - self.moved
         if missing <= 0:
             return
@@ -324,7 +342,7 @@ class _Placing:
         self.moved += missing
 
     def _add(self, piece: _Piece) -> None:
-        """One piece more, or more of the last one, which it goes on."""
+        """Add a piece, merged with the last one if it directly follows that."""
         if not piece.tokens:
             return
         self.cursor = piece.stop
@@ -334,7 +352,7 @@ class _Placing:
             self.pieces.append(piece)
 
     def prompt(self, at: SourcePosition) -> Prompt:
-        """The segments. Where the last one is cached, its last token is fresh: something must be computed."""
+        """Return the Prompt. If its last piece is cached, its last token is made fresh: something must be computed."""
         if not self.pieces:
             raise at.error("a prompt without a token", "text, or modules that have text")
         last = self.pieces[-1]
@@ -346,7 +364,7 @@ class _Placing:
         return Prompt(tuple(self._segment(piece) for piece in self.pieces))
 
     def taken(self, others: tuple[ChunkKey, ...]) -> SchemaUse:
-        """What of the schema is in the prompt, after `prompt`."""
+        """Return what the prompt reuses of the schema; call it after `prompt`."""
         runs = {self.key_of(run): run for run in self.used}
         sources = {path: self.key_of(run) for path, run in self.sources.items() if run in self.used}
         own = [("", sources[""])] if "" in sources else []

@@ -1,9 +1,9 @@
-"""Where every token of a schema stands, and which of them are encoded together (Prompt Cache 3.3).
+"""The token layout of a schema: the position of every token, and which tokens are encoded together (Prompt Cache 3.3).
 
-A module's own text is one run: its tokens at their positions, with gaps where modules and unions stand in it, whose
-tokens are runs of their own. So is the schema's own text, which is always imported. A union's modules begin at one
-position and take the room of the longest; a parameter takes `len` positions. What a prompt takes from here is said in
-`bind`; nothing here knows a model, and what is encoded is encoded by others.
+A module's own text is one run of tokens, with gaps in its positions where nested modules and unions stand; these are
+runs of their own. The schema's own text is a run, too, and always imported. The modules of a union begin at the same
+position and take the room of the longest; a parameter takes `len` positions. `schemas/bind.py` makes prompts from a
+layout. This module knows no model and encodes nothing.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from ragfuse.schemas.pml import MAX_PML_CHARS, one_of
 from ragfuse.types.keys import digest
 
 Encode = Callable[[str, bool], Sequence[int]]
-"""`encode(text, allow_special)` gives ids and adds none of its own."""
+"""`encode(text, allow_special)` returns the ids of a text, without BOS or other added tokens."""
 MAX_SCHEMA_TOKENS = 4_000_000
-"""Of all that is encoded of a schema, together."""
+"""The most tokens that all modules and scaffolds of a schema may have together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """What a model's chat template writes before and after a message of each role, and `ask` to make it answer.
+    """What a model's chat template writes before and after a message of each role; `ask` is the generation prompt.
 
-    Special tokens count as such here, and nowhere in texts. Without a template a message is a text and a line's end.
+    Special tokens are read as such only here, never in texts. Without a template a message is its text and a newline.
     """
 
     system: tuple[str, str] = ("", "\n")
@@ -52,7 +52,7 @@ class Wrapping:
     ask: str = ""
 
     def around(self, role: RoleName) -> tuple[str, str]:
-        """Before and after a message."""
+        """Return what stands before and after a message of a role."""
         return {"system": self.system, "user": self.user, "assistant": self.assistant}[role]
 
 
@@ -61,7 +61,7 @@ NO_WRAPPING = Wrapping()
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Tokens at consecutive positions from `start`: a module's own text, or what stands in for a parameter."""
+    """Tokens at consecutive positions from `start`: text of the module `owner`, or placeholders of its `param`."""
 
     owner: str
     start: int
@@ -76,7 +76,18 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class ModulePosition:
-    """A module's positions, start:stop, and what stands in them in order. `path` is `a/b`; the schema's own is ""."""
+    """The positions of a module, start:stop, and its parts in order.
+
+    Args:
+        name: Of the module.
+        path: Such as `a/b`; "" for the schema's own text.
+        start: Its first position.
+        stop: The position after its last.
+        parts: Its text, parameters, modules and unions, in order.
+        is_cached: Whether its KV is reused.
+        in_message: Whether it stands in a message of the schema.
+        at: Place in the source.
+    """
 
     name: str
     path: str
@@ -93,7 +104,7 @@ class ModulePosition:
         return tuple(part for part in self.parts if isinstance(part, TokenRange))
 
     def places(self) -> Iterator[ModulePosition]:
-        """The modules right in it."""
+        """Yield its direct child modules, including those in unions."""
         for part in self.parts:
             if isinstance(part, ModulePosition):
                 yield part
@@ -103,7 +114,10 @@ class ModulePosition:
 
 @dataclass(frozen=True, slots=True)
 class UnionPosition:
-    """A union's positions, start:stop. `default` is the path of the one that stands in for all, "": none does."""
+    """The positions of a union, start:stop, and its modules.
+
+    `default` is the path of the module that is present while the text around the union is encoded; "": none.
+    """
 
     start: int
     stop: int
@@ -116,10 +130,12 @@ Part = TokenRange | ModulePosition | UnionPosition
 
 @dataclass(frozen=True, eq=False)
 class SchemaRun:
-    """Tokens that are encoded in one go, so that they attend to each other: one module's own, or a scaffold's.
+    """Tokens that are encoded together, so that they attend to each other: those of a module or of a scaffold.
 
-    members: paths of those that may be taken from it, once all are imported; the first may always be. stretches: in
-    order of positions, which have gaps.
+    Args:
+        members: Paths of the modules in it. A prompt may reuse all of them if it imports all; of a module's run the
+            first member, the module itself, may always be reused.
+        stretches: Its token ranges, in order of positions, which may have gaps.
     """
 
     members: tuple[str, ...]
@@ -127,7 +143,7 @@ class SchemaRun:
 
     @property
     def start(self) -> int:
-        """Position of its first token in the schema: where its own position 0 stands."""
+        """Position of its first token in the schema."""
         return self.stretches[0].start
 
     @cached_property
@@ -137,18 +153,22 @@ class SchemaRun:
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
-        """Its own n positions, which begin at 0: what it is encoded at."""
+        """The n positions that it is encoded at, relative to `start`, so that the first is 0."""
         return tuple(at - self.start for each in self.stretches for at in range(each.start, each.stop))
 
     @cached_property
     def rows(self) -> Mapping[tuple[str, int], tuple[int, int]]:
-        """Rows lo:hi of each stretch among its tokens, by owner and start."""
+        """Rows lo:hi of each token range among its tokens, by (owner, start)."""
         stops = tuple(accumulate(len(each.tokens) for each in self.stretches))
         spans = zip(self.stretches, stops, strict=True)
         return {(each.owner, each.start): (stop - len(each.tokens), stop) for each, stop in spans}
 
     def layout(self, fixed: bool = False) -> str:
-        """`ChunkKey.layout`: "" for positions 0..n-1, else their digest; of where they stand too if `fixed`."""
+        """Return `ChunkKey.layout` of its KV: "" for positions 0..n-1, else a digest of the positions.
+
+        Args:
+            fixed: The model's KV cannot be moved, so the digest also covers `start`.
+        """
         start = self.start if fixed else 0
         if not start and self.positions[-1] == len(self.tokens) - 1:
             return ""
@@ -158,10 +178,19 @@ class SchemaRun:
 
 @dataclass(frozen=True)
 class SchemaLayout:
-    """A schema for one tokenizer and template: places by path, the union that each stands in, and what is encoded.
+    """The layout of a schema for one tokenizer and chat template.
 
-    modules: the run of each module that has one; those not cached and those with few tokens have none. scaffolds:
-    the schema's own, largest first. notes: what was found odd, for people. fixed: the model's KV cannot be moved.
+    Args:
+        schema: The schema.
+        root: The schema's own text as a module, with everything in it.
+        wrapping: What the chat template writes around messages.
+        places: Every module by its path.
+        forks: The union that a module belongs to, by the module's path.
+        modules: The run of each module, by path; modules that are not cached or have few tokens have none.
+        scaffolds: The runs of the schema's scaffolds, largest first.
+        has_messages: Whether the schema has messages.
+        notes: Warnings for people.
+        fixed: The model's KV cannot be moved to other positions.
     """
 
     schema: Schema
@@ -177,7 +206,7 @@ class SchemaLayout:
 
     @property
     def runs(self) -> tuple[SchemaRun, ...]:
-        """All that is to be encoded, each once."""
+        """All runs to encode, each once."""
         return (*self.modules.values(), *self.scaffolds)
 
     @property
@@ -186,7 +215,10 @@ class SchemaLayout:
         return self.root.stop
 
     def outline(self) -> Iterator[tuple[int, str, ModulePosition | UnionPosition | TokenRange]]:
-        """Everything with a place, for people, in order: depth, what it is (`module`, `union`, `param`, `text`), it."""
+        """Yield every part in order, for display, as (depth, kind, part).
+
+        The kind is "schema", "module", "union", "param" or "text".
+        """
         yield from _outline(self.root, 0)
 
 
@@ -199,10 +231,19 @@ def lay_out(
     min_tokens: int = 8,
     fixed: bool = False,
 ) -> SchemaLayout:
-    """The layout of a schema for one tokenizer; PMLError where it says what cannot be.
+    """Compute the layout of a schema for one tokenizer and chat template.
 
-    placeholder: the id that stands in for arguments (unk, or a space). bos: ids at position 0. Modules with less than
-    `min_tokens` of own text have no run. fixed: the model's KV stays where it was encoded.
+    Args:
+        schema: The schema.
+        encode: The tokenizer.
+        placeholder: The id that stands in for arguments (unk, or a space).
+        wrapping: What the chat template writes around messages.
+        bos: Ids at the first positions.
+        min_tokens: Modules with fewer tokens of their own text get no run and are computed each time.
+        fixed: The model's KV cannot be moved to other positions.
+
+    Raises:
+        PMLError: The schema contradicts itself or is too large.
     """
     builder = _Builder(encode, wrapping, placeholder)
     root = builder.place(Module("", schema.items, at=schema.at), "", 0, False, tuple(bos))
@@ -231,7 +272,7 @@ def lay_out(
 
 
 class _Builder:
-    """Gives every item its positions."""
+    """Assigns positions to every item of a schema."""
 
     def __init__(self, encode: Encode, wrapping: Wrapping, placeholder: int) -> None:
         self._encode, self._wrapping, self._placeholder = encode, wrapping, placeholder
@@ -243,7 +284,7 @@ class _Builder:
     def place(
         self, module: Module, path: str, start: int, in_message: bool, head: tuple[int, ...] = ()
     ) -> ModulePosition:
-        """A module from `start` on, `head` before all else."""
+        """Lay a module out from position `start` on, with the ids `head` before its own."""
         self._n_chars += len(path)
         if self._n_chars > MAX_PML_CHARS:
             raise module.at.error(f"paths of {self._n_chars} characters", "shorter names, or less depth")
@@ -264,7 +305,7 @@ class _Builder:
         return ModulePosition(module.name, path, start, at, tuple(parts), module.cache, in_message, module.at)
 
     def run(self, paths: tuple[str, ...], own: Mapping[str, tuple[TokenRange, ...]], at: SourcePosition) -> SchemaRun:
-        """What these own, to be encoded together; PMLError where all runs together have too many tokens."""
+        """Return the run of these modules' own text; PMLError if it is empty or all runs have too many tokens."""
         stretches = [each for path in paths for each in own[path]]
         if not stretches:
             raise at.error("a scaffold without text", "modules that have text of their own")
@@ -276,9 +317,9 @@ class _Builder:
         return SchemaRun(paths, tuple(sorted(stretches, key=lambda each: each.start)))
 
     def _flat(self, items: Sequence[Item], in_message: bool) -> Iterator[tuple[Item | tuple[int, ...], bool]]:
-        """Items without messages: what the template writes around them as ids, then whether they are in a message.
+        """Yield (item, whether it is in a message), with messages replaced by their items and the template's ids.
 
-        White space beside messages is no text: what stands between them is the template's.
+        White space between messages is dropped, because the template decides what stands there.
         """
         for i, item in enumerate(items):
             beside = items[max(0, i - 1) : i + 2]
@@ -314,7 +355,7 @@ class _Builder:
                 raise item.at.error(f"a message in '{path}'", "text, parameters, modules and unions")
 
     def _stand_in(self, param: Param) -> tuple[int, ...]:
-        """What stands in a parameter's room while its module is encoded: its scaffold, then placeholders."""
+        """Return the ids that fill a parameter while its module is encoded: its scaffold, then placeholders."""
         tokens = tuple(self._encode(param.scaffold, False)) if param.scaffold else ()
         if len(tokens) > param.length:
             said = f"scaffold of parameter '{param.name}' has {len(tokens)} tokens and is cut to its len"
@@ -335,8 +376,10 @@ class _Builder:
 
 
 def opened(encode: Encode, before: str) -> tuple[int, ...]:
-    """Ids of what a template writes before a text, with what the tokenizer puts before that: some put a space behind
-    every control token."""
+    """Return the ids of what a template writes before a text.
+
+    They end with a space if the tokenizer puts one after every control token, as some do.
+    """
     ids, letter = tuple(encode(before, True)), "a"
     together, space = tuple(encode(before + letter, True)), tuple(encode(" ", False))
     is_put = together != (*ids, *encode(letter, False)) and together == (*ids, *encode(f" {letter}", False))
@@ -358,7 +401,7 @@ def _is_worth(place: ModulePosition, min_tokens: int) -> bool:
 
 
 def _standing_in(place: ModulePosition, places: Mapping[str, ModulePosition]) -> Iterator[str]:
-    """A module, and all that stands in for its unions."""
+    """Yield the path of a module and those of the default modules of its unions."""
     yield place.path
     for part in place.parts:
         if isinstance(part, UnionPosition) and part.default:
@@ -368,7 +411,7 @@ def _standing_in(place: ModulePosition, places: Mapping[str, ModulePosition]) ->
 def _together(
     scaffold: Scaffold, places: Mapping[str, ModulePosition], forks: Mapping[str, UnionPosition], name: str
 ) -> tuple[str, ...]:
-    """The paths that a `<scaffold>` names; PMLError where no prompt can import all of it."""
+    """Return the module paths of a `<scaffold>`; PMLError if no prompt can import all of them."""
     paths = tuple(dict.fromkeys("" if path == "." else path for path in scaffold.modules))
     for path in paths:
         place = places.get(path)
@@ -381,7 +424,15 @@ def _together(
 
 
 def check_together(named: Iterable[tuple[str, SourcePosition]], forks: Mapping[str, UnionPosition]) -> None:
-    """PMLError where a module is named without the one that it stands in, or beside another of its union."""
+    """Check that modules can be imported together.
+
+    Args:
+        named: (path, place in the source) of each module.
+        forks: The union that a module belongs to, by the module's path.
+
+    Raises:
+        PMLError: A module is named without its parent, or two modules belong to one union.
+    """
     named = tuple(named)
     paths, taken = {path for path, _ in named}, dict[int, str]()
     for path, at in named:

@@ -1,7 +1,7 @@
-"""What PML says, as frozen values: schemas with their modules, and the prompts that import them (Prompt Cache 3.2).
+"""The syntax tree of PML: schemas with their modules, and prompts that import these (Prompt Cache 3.2).
 
-`pml` reads these from text and writes them; `programs` and `templates` make them from Python. `at` says where a thing
-stands, for errors, and does not count when two are compared.
+`schemas/pml.py` parses these nodes from text and `schemas/frontends` builds them from Python. The field `at` is the
+place in the source file, for error messages; it is ignored when nodes are compared.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ RoleName = Literal["system", "user", "assistant"]
 
 @dataclass(frozen=True, slots=True)
 class SourcePosition:
-    """A place in a file: line and column count from 1, 0 where there is none."""
+    """A place in a source file; line and column count from 1, and are 0 if unknown."""
 
     file: str = ""
     line: int = 0
     column: int = 0
 
     def error(self, found: str, wanted: str) -> PMLError:
-        """An error that stands here."""
+        """Return a PMLError at this place: what was found there, and what was wanted instead."""
         return PMLError(found, wanted, self.file, self.line, self.column)
 
 
@@ -34,7 +34,7 @@ NOWHERE = SourcePosition()
 
 @dataclass(frozen=True, slots=True)
 class TextNode:
-    """Text as it is, white space included."""
+    """Literal text, white space included."""
 
     text: str
     at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
@@ -42,7 +42,10 @@ class TextNode:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """Room for an argument of at most `length` tokens; `scaffold` stands in it while its module is encoded."""
+    """A parameter: room for an argument of at most `length` tokens.
+
+    `scaffold` is the text that fills the room while the module is encoded.
+    """
 
     name: str
     length: int
@@ -52,7 +55,10 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Text that is encoded once and imported by name; modules in it are imported in it. Not `cache`: always fresh."""
+    """A prompt module: text that is encoded once and imported by name.
+
+    Nested modules are imported inside the import of their parent. With `cache` False its text is computed each time.
+    """
 
     name: str
     items: tuple[Item, ...] = ()
@@ -62,7 +68,10 @@ class Module:
 
 @dataclass(frozen=True, slots=True)
 class Union:
-    """Modules of which a prompt imports one at most; `scaffold` stands in while the text around is encoded."""
+    """Alternative modules, of which a prompt imports at most one.
+
+    `scaffold` names the module that is present while the text around the union is encoded; "": none.
+    """
 
     modules: tuple[Module, ...] = ()
     scaffold: str = ""
@@ -71,7 +80,7 @@ class Union:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A message, to be wrapped as the model's chat template does."""
+    """A message of a schema, wrapped as the model's chat template does."""
 
     role: RoleName
     items: tuple[Item, ...] = ()
@@ -83,7 +92,10 @@ Item = TextNode | Param | Module | Union | Role
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """Modules, by their paths (`a/b`; `.`: the schema's own text), that are encoded once more, together."""
+    """A scaffold: modules that are also encoded together, so that they attend to each other (Prompt Cache 3.3).
+
+    Modules are named by their paths, such as `a/b`; `.` is the schema's own text.
+    """
 
     modules: tuple[str, ...]
     at: SourcePosition = field(default=NOWHERE, compare=False, repr=False)
@@ -91,7 +103,7 @@ class Scaffold:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A whole schema: its items in order, the text between modules being a module that is always imported."""
+    """A whole schema: its items in order. Text outside of modules forms a module that is always imported."""
 
     name: str
     items: tuple[Item, ...] = ()
@@ -101,7 +113,14 @@ class Schema:
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """A module that a prompt imports, (parameter, argument) by (parameter, argument); in it what is imported in it."""
+    """An import of a module by a prompt.
+
+    Args:
+        name: The module.
+        args: (parameter, argument) pairs.
+        items: Imports of nested modules, and the prompt's own text between them.
+        at: Place in the source.
+    """
 
     name: str
     args: tuple[tuple[str, str], ...] = ()
@@ -111,7 +130,7 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class MessageNode:
-    """A message of a prompt's own, behind or between what it imports."""
+    """A message that a prompt adds, after or between its imports."""
 
     role: RoleName
     text: str = ""
@@ -120,10 +139,15 @@ class MessageNode:
 
 @dataclass(frozen=True, slots=True)
 class PMLPrompt:
-    """A prompt that is derived from a schema: what it imports and what it adds, arguments of the schema's own.
+    """A prompt over a schema: the modules that it imports and the text that it adds.
 
-    ending: text behind everything, which no message holds, for the model to go on from.
-    over: the very schema that is meant, whichever of its name is registered by now; None: that one.
+    Args:
+        schema: Name of the schema.
+        items: Imports, texts and messages, in order.
+        args: Arguments of the schema's own parameters.
+        at: Place in the source.
+        ending: Text after everything else and outside of messages, which the model continues.
+        over: The schema object to use, even if another of that name is registered; None: the registered one.
     """
 
     schema: str
@@ -134,16 +158,16 @@ class PMLPrompt:
     over: Schema | None = field(default=None, compare=False, repr=False)
 
     def asking(self, text: str, role: RoleName = "user") -> PMLPrompt:
-        """The same with one more message at its end."""
+        """Return a copy with one more message at its end."""
         return replace(self, items=(*self.items, MessageNode(role, text)))
 
     def going_on(self, text: str) -> PMLPrompt:
-        """The same with this text behind everything."""
+        """Return a copy with this text added to its ending, for the model to continue."""
         return replace(self, ending=self.ending + text)
 
 
 def inner(items: tuple[Item, ...]) -> Iterator[Item]:
-    """What stands in one scope: through messages and unions, not into modules."""
+    """Yield all items of one scope, including those in messages and unions, but not those inside modules."""
     for item in items:
         yield item
         if isinstance(item, Role):
@@ -153,7 +177,7 @@ def inner(items: tuple[Item, ...]) -> Iterator[Item]:
 
 
 def joined(items: Iterable[Item]) -> tuple[Item, ...]:
-    """Neighbouring texts as one, as they are read."""
+    """Merge neighbouring texts, as the parser does."""
     found: list[Item] = []
     for _, group in groupby(items, lambda item: isinstance(item, TextNode)):
         alike = list(group)
@@ -163,7 +187,11 @@ def joined(items: Iterable[Item]) -> tuple[Item, ...]:
 
 
 def check_scope(items: tuple[Item, ...]) -> None:
-    """PMLError where two modules of one scope share a name, or a parameter's rooms differ (Prompt Cache 3.2.1)."""
+    """Check that module names are unique in a scope and a parameter has one length (Prompt Cache 3.2.1).
+
+    Raises:
+        PMLError: Two modules share a name, or a parameter has two lengths.
+    """
     modules: dict[str, Module] = {}
     params: dict[str, Param] = {}
     for item in inner(items):

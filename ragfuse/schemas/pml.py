@@ -1,8 +1,8 @@
-"""PML text <-> nodes: schemas and prompts, every error with its file, line and column (Prompt Cache 3.2).
+"""The parser of PML, the Prompt Markup Language of schemas and prompts (Prompt Cache 3.2).
 
-expat of the standard library reads the XML. There is no DTD, so no entities but the five and numeric ones, no
-processing instruction, nothing is fetched, and what is too large or too deep is refused. White space is text and stays
-as it is; comments are not text. Positions of tokens are made in `schema`.
+Errors carry file, line and column. The XML is read by expat of the standard library. For safety DTDs and processing
+instructions are rejected, so only the five predefined and numeric entities exist and nothing is fetched, and size and
+depth are limited. White space is kept as text; comments are dropped. `schemas/layout.py` assigns token positions.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ MAX_DEPTH = 64
 MAX_ELEMENTS = 100_000
 MAX_LENGTH = 1_000_000
 MAX_ROOM = 1_000_000
-"""Of a text: characters, elements in each other, elements; of its parameters: tokens of one, and of all together."""
+"""Limits of one PML text: characters, nesting depth, elements, tokens of one parameter, tokens of all parameters."""
 
 PML_ROLES = ("system", "user", "assistant")
 PML_TAGS = frozenset({"schema", "prompt", "module", "union", "parameter", "param", "scaffold", *PML_ROLES})
-"""Words of the language, which no module may have for a name."""
+"""Reserved tags, which cannot be names of modules."""
 
 _PARTS = frozenset({"module", "union", "parameter", "param", *PML_ROLES})
 _INSIDE: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -74,12 +74,20 @@ _HELP = "well-formed XML: in text write &lt; for < and &amp; for &, or put it in
 
 
 def parse(text: str, file: str = "") -> Schema | PMLPrompt:
-    """What a text says: a schema, or a prompt derived from one. PMLError with the place where it cannot be read."""
+    """Parse a PML text into a schema or a prompt.
+
+    Args:
+        text: The PML.
+        file: Its name, for error messages.
+
+    Raises:
+        PMLError: The text cannot be parsed; the error carries the place.
+    """
     return _Reader(text, file).read()
 
 
 def parse_schema(text: str, file: str = "") -> Schema:
-    """The schema that a text holds; PMLError for a prompt too."""
+    """Parse a PML text that must be a schema; PMLError otherwise."""
     found = parse(text, file)
     if not isinstance(found, Schema):
         raise found.at.error("<prompt>", "<schema>")
@@ -87,7 +95,7 @@ def parse_schema(text: str, file: str = "") -> Schema:
 
 
 def parse_prompt(text: str, file: str = "") -> PMLPrompt:
-    """The prompt that a text holds; PMLError for a schema too."""
+    """Parse a PML text that must be a prompt; PMLError otherwise."""
     found = parse(text, file)
     if not isinstance(found, PMLPrompt):
         raise found.at.error("<schema>", "<prompt>")
@@ -95,7 +103,7 @@ def parse_prompt(text: str, file: str = "") -> PMLPrompt:
 
 
 def read(path: str | Path) -> Schema | PMLPrompt:
-    """What a file in UTF-8 says, see `parse`."""
+    """Parse a PML file in UTF-8, as `parse` does; PMLError also if the file cannot be read."""
     try:
         data = Path(path).read_bytes()
         return parse(data.decode(), str(path))
@@ -108,7 +116,7 @@ def read(path: str | Path) -> Schema | PMLPrompt:
 
 
 def is_name(name: str) -> bool:
-    """Whether a module or parameter may be called so: an XML name without a colon."""
+    """Whether a text is a valid name of a module or parameter: an XML name without a colon."""
     if _PLAIN_NAME.fullmatch(name):
         return True
     if not name or name.isascii() or not name.isprintable():
@@ -124,7 +132,7 @@ def is_name(name: str) -> bool:
 
 
 def one_of(name: str, names: Iterable[str]) -> str:
-    """The names there are, for an error: those like this one, else the first of them."""
+    """Return the valid names as text for an error message: those similar to `name`, else the first eight."""
     there = sorted({each for each in names if each and len(each) <= 100})
     close = difflib.get_close_matches(name, there[:1000], 3, 0.6) if len(name) <= 100 else []
     shown = close or there[:8]
@@ -147,7 +155,7 @@ class _Frame:
 
 
 class _Reader:
-    """Reads one text."""
+    """A parser of one PML text; use it once."""
 
     def __init__(self, text: str, file: str) -> None:
         self._text, self._file = text, file
@@ -161,7 +169,7 @@ class _Reader:
         parser.ProcessingInstructionHandler = lambda *_: self._refuse("a processing instruction", "PML's own tags")
 
     def read(self) -> Schema | PMLPrompt:
-        """The root as a node."""
+        """Parse the text and return its root node."""
         if len(self._text) > MAX_PML_CHARS:
             raise PMLError(f"{len(self._text)} characters", f"at most {MAX_PML_CHARS}", self._file)
         try:
@@ -198,14 +206,14 @@ class _Reader:
         if not self._open and tag not in ("schema", "prompt"):
             raise at.error(f"'<{tag}>'", "'<schema>' or '<prompt>'")
         if self._open:
-            if tag != "scaffold":  # which stands beside the items, and parts no text
+            if tag != "scaffold":  # a scaffold is not an item and does not split the text around it
                 self._take_text(self._open[-1])
             self._check(tag, attributes, at)
         self._in_role += tag in PML_ROLES
         self._open.append(_Frame(tag, attributes, at))
 
     def _check(self, tag: str, attributes: dict[str, str], at: SourcePosition) -> None:
-        """PMLError for an element that has no place here."""
+        """Raise PMLError for an element that is not allowed inside its parent."""
         parent = self._open[-1].tag
         if self._open[0].tag == "prompt":
             if parent in PML_ROLES:
@@ -225,7 +233,7 @@ class _Reader:
         frame.text.append(text)
 
     def _take_text(self, frame: _Frame) -> None:
-        """What was read since the last item, as one more."""
+        """Add the text since the last item as an item of its own."""
         if frame.text_at is None:
             return
         text = TextNode("".join(frame.text), frame.text_at)
@@ -256,7 +264,7 @@ class _Reader:
 
 
 def _take(frame: _Frame, needed: str = "") -> dict[str, str]:
-    """The attributes; PMLError for one that its tag does not have, or one that is missing or empty."""
+    """Return the attributes of an element; PMLError for an unknown one, or if the `needed` one is missing or empty."""
     known = _ATTRIBUTES[frame.tag]
     for name in frame.attributes:
         if name not in known:
@@ -267,7 +275,7 @@ def _take(frame: _Frame, needed: str = "") -> dict[str, str]:
 
 
 def _name(frame: _Frame) -> str:
-    """The name of a module or parameter, which prompts write as a tag or an attribute."""
+    """Return the checked name of a module or parameter, which prompts write as a tag or an attribute."""
     name = _take(frame, "name")["name"]
     if not is_name(name):
         raise frame.at.error(f"name {name!r}", "a name that XML allows: letters, digits, '-', '_', '.'")
@@ -325,7 +333,7 @@ _MAKE: Mapping[str, Callable[[_Frame], Any]] = MappingProxyType(
 
 
 def _derived(frame: _Frame) -> PMLPrompt | Import | MessageNode:
-    """An element of a prompt."""
+    """Return the node of an element inside a prompt."""
     if frame.tag in PML_ROLES:
         for name in frame.attributes:
             raise frame.at.error(f"attribute '{name}' of '<{frame.tag}>'", "none")

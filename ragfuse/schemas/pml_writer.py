@@ -1,4 +1,4 @@
-"""Nodes as PML text, which `pml` reads back as the same."""
+"""The writer of PML: turns nodes into text that `schemas/pml.py` parses back to equal nodes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ from ragfuse.schemas.nodes import (
 )
 
 NO_TEXT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""What XML cannot hold."""
+"""Characters that XML cannot represent."""
 
 
 def to_pml(node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item) -> str:
-    """The node as PML that reads back as the same; neighbouring texts become one. PMLError for what XML cannot hold."""
+    """Return a node as PML text that parses back to an equal node, with neighbouring texts merged.
+
+    Raises:
+        PMLError: A text has a character that XML cannot represent.
+    """
     parts: list[str] = []
     _write(node, parts)
     text = "".join(parts)
@@ -53,7 +57,7 @@ def _write(node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item, pa
 def _told(
     node: Schema | PMLPrompt | Import | MessageNode | Scaffold | Item,
 ) -> tuple[str, list[tuple[str, str]], list[Any]]:
-    """Tag, attributes and items of a node."""
+    """Return the tag, attributes and items of a node."""
     match node:
         case Schema(name, items, scaffolds):
             return "schema", [("name", name)], [*items, *scaffolds]

@@ -1,6 +1,7 @@
-"""Schemas as they are written down: by tenant, in the store's catalog or, without one, in this process alone.
+"""The registered schemas of a tenant, kept in the store's catalog or, without one, in this process only.
 
-No model is needed: what was encoded of a schema is written down beside it, by model, so that it can be deleted.
+No model is needed. The keys of the KV that was encoded for a schema are kept beside it, by model, so that the KV can be
+deleted with the schema.
 """
 
 from __future__ import annotations
@@ -26,7 +27,15 @@ log = logging.getLogger("ragfuse.engine")
 
 @dataclass(frozen=True)
 class SchemaInfo:
-    """A registered schema in a line: name, the file that it came from, modules, scaffolds, when it was registered."""
+    """A summary of a registered schema.
+
+    Args:
+        name: Of the schema.
+        file: The file that it came from.
+        modules: Number of modules.
+        scaffolds: Number of scaffolds.
+        added: When it was registered, in seconds since 1970.
+    """
 
     name: str
     file: str
@@ -35,16 +44,21 @@ class SchemaInfo:
     added: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return it as plain JSON types."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class StoredSchema:
-    """A schema's text and where it came from.
+    """A schema's text with the keys of its KV.
 
-    keys: of what was encoded of it, or may be, by digest of model and tenant. encoded: digest of the text that was
-    encoded as a whole, by the same.
+    Args:
+        name: Of the schema.
+        pml: Its text.
+        file: The file that it came from.
+        added: When it was registered, in seconds since 1970.
+        keys: Keys of the KV that was or may be encoded for it, by digest of model and tenant.
+        encoded: Digest of the text that was encoded completely, by digest of model and tenant.
     """
 
     name: str
@@ -55,12 +69,12 @@ class StoredSchema:
     encoded: Mapping[str, str] = field(default_factory=dict)
 
     def is_encoded(self, model: str) -> bool:
-        """Whether just this text was encoded for the digest `model`."""
+        """Whether exactly this text was encoded for `model`, a digest of model and tenant."""
         return self.encoded.get(model) == digest("schema", self.pml)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StoredSchema | None:
-        """What was written down, None where that is something else."""
+        """Return the schema of a catalog record; None if the record is not one."""
         try:
             keys = {str(model): [str(key) for key in keys] for model, keys in data["keys"].items()}
             encoded = {str(model): str(text) for model, text in data.get("encoded", {}).items()}
@@ -70,9 +84,13 @@ class StoredSchema:
 
 
 class SchemaRegistry:
-    """The schemas of a tenant, by its salt. Threads and processes may share it; of two that write one name, the last.
+    """The registered schemas of a tenant. Threads and processes may share it; the last write of a name wins.
 
-    clock: seconds since 1970.
+    Args:
+        store: Holds the KV.
+        catalog: Holds the schemas.
+        salt: Of the tenant.
+        clock: Returns seconds since 1970.
     """
 
     def __init__(
@@ -81,13 +99,19 @@ class SchemaRegistry:
         self._store, self._catalog, self._clock = store, catalog, clock
         self._prefix, self._lock = f"schema-{digest('schemas', salt)}-", ForkLock()
         self._here: dict[str, dict[str, Any]] = {}
-        self._unwritten = set[str]()  # names of what the catalog did not take
+        self._unwritten = set[str]()  # names that could not be written to the catalog
 
     def put(self, kept: StoredSchema, model: str, keys: Sequence[str], must: bool = True) -> None:
-        """Write a schema down in place of another of its name. keys: of its runs, for the digest `model`.
+        """Register a schema, replacing another of its name.
 
-        StoreError where the catalog cannot be written: then this process alone knows the schema. Unless it `must`, that
-        is no more than counted and said in the log.
+        Args:
+            kept: The schema.
+            model: Digest of model and tenant.
+            keys: Keys of its KV for that model.
+            must: False: a failed write to the catalog is only counted and logged.
+
+        Raises:
+            StoreError: The catalog cannot be written; then only this process knows the schema.
         """
         with self._lock:
             before = self._get(kept.name) or kept
@@ -96,29 +120,29 @@ class SchemaRegistry:
             self._write(replace(kept, added=self._clock(), keys=all_keys, encoded=encoded), must)
 
     def note(self, name: str, model: str, keys: Sequence[str]) -> None:
-        """Write down what may be encoded of a schema after an answer, so that it goes when the schema does."""
+        """Record keys of KV that may be encoded for a schema after an answer, so that it is deleted with the schema."""
         with self._lock:
             kept = self._get(name)
             if kept is not None:
                 self._write(replace(kept, keys=_more(kept.keys, model, keys)))
 
     def get(self, name: str) -> StoredSchema | None:
-        """The schema of that name, None if there is none."""
+        """Return the schema of that name, or None."""
         with self._lock:
             return self._get(name)
 
     def ls(self) -> list[SchemaInfo]:
-        """All of them, by name; what cannot be read any more has no modules."""
+        """Return summaries of all schemas, sorted by name; one that cannot be parsed any more counts 0 modules."""
         return [SchemaInfo(kept.name, kept.file, *_counts(kept), kept.added) for kept in self._all()]
 
     def names(self) -> list[str]:
-        """Which there are, sorted."""
+        """Return the names of all schemas, sorted."""
         names = self._catalog.strict.names()
         kept = {name.removeprefix(self._prefix) for name in names if name.startswith(self._prefix)}
         return sorted(kept | self._unwritten)
 
     def names_told(self) -> str:
-        """Which there are, for an error."""
+        """Return the names of all schemas as text for an error message."""
         try:
             names = self.names()
         except StoreError:
@@ -126,9 +150,15 @@ class SchemaRegistry:
         return f"{one_of('', names)}" if names else "a schema that is registered: there is none yet"
 
     def remove(self, name: str) -> int:
-        """Forget a schema, and the KV that no other one of the tenant has, in every tier; bytes freed.
+        """Delete a schema and, in every tier, the KV that no other schema of the tenant uses.
 
-        InputError where there is none. What a tier holds that does not answer stays, and is told in the log.
+        KV in a tier that does not answer stays, which is logged.
+
+        Returns:
+            Bytes freed.
+
+        Raises:
+            InputError: There is no schema of that name.
         """
         kept = self.get(name)
         if kept is None:
@@ -164,7 +194,7 @@ class SchemaRegistry:
 
 
 def _more(before: Mapping[str, Sequence[str]], model: str, keys: Sequence[str]) -> dict[str, list[str]]:
-    """Keys by model with more of one; those of texts that were edited since stay, as their KV does."""
+    """Add keys of one model; keys of earlier versions of the text stay, because their KV is still stored."""
     others = {name: list(old) for name, old in before.items()}
     return {**others, model: list(dict.fromkeys([*keys, *others.get(model, [])]))}
 
@@ -174,7 +204,7 @@ def _keys(kept: StoredSchema) -> Iterator[ChunkKey]:
         for key in keys:
             try:
                 yield ChunkKey.parse(key)
-            except ValueError:  # a bad byte costs one entry
+            except ValueError:  # a damaged key is skipped, the others still count
                 continue
 
 

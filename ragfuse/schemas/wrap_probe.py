@@ -1,7 +1,7 @@
-"""What a chat template writes around messages: found by rendering made-up ones and looking what stands between them.
+"""Finds what a chat template writes around messages, by rendering test messages and reading the text between them.
 
-No family is known by name. A system message that a template adds by itself is left out, and what it makes of one
-message because of others is not seen.
+It works for any template. A system message that a template adds by itself is left out; text that depends on other
+messages is not detected.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import MappingProxyType
 from ragfuse.schemas.layout import NO_WRAPPING, Wrapping
 
 RenderMessages = Callable[[list[dict[str, str]], bool], str]
-"""Messages, and whether what makes the model answer follows; may raise anything."""
+"""Renders messages, with the generation prompt if the second argument is True; may raise any exception."""
 
 PROBE_TEXTS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
@@ -24,7 +24,10 @@ PROBE_TEXTS: Mapping[str, Sequence[str]] = MappingProxyType(
 
 
 def wrapping_of(render: RenderMessages, bos: str = "") -> tuple[str, Wrapping]:
-    """What stands before all messages (`bos` or nothing), and the wrapping; as without a template where it is unfit."""
+    """Return what a template writes before all messages (`bos` or ""), and what it writes around each.
+
+    If the template cannot be probed, the result is that of a model without a template.
+    """
     try:
         return _probed(render, bos)
     except Exception:  # a template may raise anything
@@ -42,7 +45,7 @@ def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
     assistant = said.removeprefix(after), again.removesuffix(before_user)
     try:
         first, behind, _ = _between(render, ["system", "user"])
-    except Exception:  # no system messages: their texts are the user's
+    except Exception:  # the template takes no system messages: wrap them like a user's
         first, behind = head, after + before_user
     begins = bos if bos and first.startswith(bos) and not before_user.startswith(bos) else ""
     system = first.removeprefix(begins), behind.removesuffix(before_user)
@@ -50,7 +53,7 @@ def _probed(render: RenderMessages, bos: str) -> tuple[str, Wrapping]:
 
 
 def _between(render: RenderMessages, roles: Sequence[str], ask: bool = False) -> list[str]:
-    """What stands before, between and behind messages of these roles; ValueError where one does not stand there."""
+    """Return the text before, between and after messages of these roles; ValueError if one is not rendered."""
     marks = [PROBE_TEXTS[role][roles[:at].count(role)] for at, role in enumerate(roles)]
     text = render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)], ask)
     found = []

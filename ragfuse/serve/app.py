@@ -1,4 +1,4 @@
-"""The app: all routes behind the guard, errors as OpenAI writes them, no page of its own."""
+"""The ASGI app: all routes behind the guard, with errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -34,11 +34,17 @@ STATUSES = (
     (503, "The server is stopping, or its store is not usable."),
     (504, "The answer did not begin in time."),
 )
-"""What may come instead of an answer."""
+"""The status codes of errors, with their descriptions in the OpenAPI document."""
 
 
 def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = True) -> Any:
-    """An ASGI app. origins: of web pages that may ask from a browser. only_here: it answers to localhost alone."""
+    """Return the ASGI app of a service.
+
+    Args:
+        service: The service.
+        origins: Origins of web pages that may call the server from a browser (CORS).
+        only_here: Whether the server listens on a loopback address only.
+    """
     instead: dict[int | str, dict[str, Any]] = {
         status: {"description": what, "model": ErrorBody} for status, what in STATUSES
     }
@@ -76,7 +82,7 @@ def make_app(service: Service, origins: Sequence[str] = (), only_here: bool = Tr
 
 @asynccontextmanager
 async def _open(service: Service) -> AsyncIterator[None]:
-    """Threads for all that waits in one; at the end everything is saved."""
+    """Run the app's lifespan: start its background work, and save everything at the end."""
     asyncio.get_running_loop().set_default_executor(service.threads.turns)
     upkeep = asyncio.create_task(service.upkeep())
     try:
@@ -101,7 +107,7 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 def _without_422(document: dict[str, Any]) -> dict[str, Any]:
-    """FastAPI's own way to refuse is not ours."""
+    """Remove FastAPI's status 422 from the OpenAPI document: this server reports invalid requests as 400."""
     for path in document["paths"].values():
         for told in path.values():
             told["responses"].pop("422", None)

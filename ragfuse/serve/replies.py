@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
@@ -129,14 +129,8 @@ class ResponseWriter:
         return as_text(likely, self.spell, offset)
 
     def _calls(self, answer: Answer) -> list[Json]:
-        return [
-            {
-                "id": call.id or f"call_{uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)},
-            }
-            for call in answer.tool_calls
-        ]
+        named = (replace(call, id=call.id or f"call_{uuid4().hex[:24]}") for call in answer.tool_calls)
+        return [call.as_openai() for call in named]
 
 
 def usage_of(answers: Sequence[Answer]) -> Json:

@@ -46,7 +46,7 @@ class JobQueue(Generic[T]):
     """Jobs by tenant, taken in turns; every method may be called from any thread, and only `take` waits.
 
     most: jobs that wait at once; most_each: of one tenant (all of them unless given). clock: seconds, never backwards.
-    heard: called, in the thread that did it, after a job came or the queue was closed; an asyncio server gives
+    notify: called, in the thread that did it, after a job came or the queue was closed; an asyncio server gives
     `lambda: loop.call_soon_threadsafe(event.set)` and takes with `take(0)`.
     """
 
@@ -55,12 +55,12 @@ class JobQueue(Generic[T]):
         most: int,
         clock: Callable[[], float],
         most_each: int | None = None,
-        heard: Callable[[], object] | None = None,
+        notify: Callable[[], object] | None = None,
     ) -> None:
         if most < 1 or (most_each is not None and most_each < 1):
             raise ValueError(f"A queue has room for at least one job, not {most} ({most_each} of each tenant).")
         self._most, self._most_each = most, most if most_each is None else most_each
-        self._clock, self._heard = clock, heard
+        self._clock, self._notify = clock, notify
         self._changed = Condition()
         self._tenants: OrderedDict[str, OrderedDict[int, Job[T]]] = OrderedDict()  # the one whose turn it is first
         self._running: dict[int, Job[T]] = {}
@@ -217,5 +217,5 @@ class JobQueue(Generic[T]):
             turns = left
 
     def _tell(self) -> None:
-        if self._heard is not None:
-            self._heard()
+        if self._notify is not None:
+            self._notify()

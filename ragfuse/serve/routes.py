@@ -1,4 +1,4 @@
-"""The routes: completions of chats and texts, models, and what ragfuse says of itself."""
+"""The HTTP routes: chat and text completions, models, store, explain, health and metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from ragfuse.serve.stats import store_of
 from ragfuse.serve.wishes import (
     allowed_of,
     chat_wishes,
-    choice_of,
     goes_on,
     ids_of,
     in_session,
@@ -39,16 +38,16 @@ from ragfuse.serve.wishes import (
 
 T = TypeVar("T")
 SLOW_S = 30.0
-"""How long a reader may take beyond the time an answer may take."""
+"""Seconds that a client may take to read a stream, beyond the time that the answer may take."""
 
 
 def router(service: Service) -> APIRouter:
-    """All routes of a service."""
+    """Return the routes of a service."""
     routes = APIRouter(route_class=BodyRoute)
 
     @routes.post("/v1/chat/completions", responses=_also("text/event-stream"))
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        """Answer messages."""
+        """Answer chat messages."""
         salt = _tenant(request).salt
 
         def make(engine: Engine) -> list[AnswerRequest]:
@@ -60,7 +59,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/v1/completions", responses=_also("text/event-stream"))
     async def completions(request: Request, body: TextRequest) -> Response:
-        """Go on from a text."""
+        """Continue a text."""
         salt = _tenant(request).salt
 
         def make(engine: Engine) -> list[AnswerRequest]:
@@ -70,35 +69,35 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The one model that is served."""
+        """List the one model that is served."""
         return {"object": "list", "data": [_card(service)]}
 
     @routes.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
-        """The model of this name."""
+        """Describe the model of this name."""
         _check_model(service, model)
         return _card(service)
 
     @routes.get("/v1/ragfuse/store")
     async def store(request: Request) -> dict[str, Any]:
-        """What the asker's tenant has in the store."""
+        """Show what the client's tenant has in the store."""
         return await unless_gone(request.receive, service.look(_tenant(request), store_of))
 
     @routes.post("/v1/ragfuse/explain")
     async def explain(request: Request, body: ExplainRequest) -> dict[str, Any]:
-        """What a request would read and compute, how long that would take, and why; it is not answered."""
+        """Show what a request would read and compute, how long that would take, and why, without answering it."""
         work = service.work(_tenant(request), lambda engine, check: _explained(engine, body, check), computes=False)
         return await unless_gone(request.receive, work)
 
     @routes.get("/health")
     async def health() -> Response:
-        """Whether requests are taken."""
+        """Report whether the server accepts requests."""
         told = {"status": "stopping" if service.stopping else "ok", "model": service.model}
         return JSONResponse(told, 503 if service.stopping else 200)
 
     @routes.get("/metrics", responses=_also("text/plain"))
     async def metrics(request: Request) -> Response:
-        """Counts for Prometheus: of all requests, and of what the asker's tenant has."""
+        """Report Prometheus metrics: of all requests, and of the client's tenant."""
         threads = service.threads
         text = await threads.run(threads.control, service.counts.text, _tenant(request).salt)
         return Response(text, media_type="text/plain; version=0.0.4")
@@ -114,7 +113,7 @@ async def _answer(
     is_chat: bool,
     wants_logprobs: bool,
 ) -> Response:
-    """The answers to all wishes that `make` makes in the request's turn, one response."""
+    """Return the response with all answers that `make` derives from the request."""
     _check_model(service, body.model)
     if body.stream_options is not None and not body.stream:
         raise APIError(400, "stream_options need stream: true; give both or neither.", "unusable", "stream_options")
@@ -162,7 +161,7 @@ async def _behind(first: T, items: AsyncIterator[T]) -> AsyncIterator[T]:
 
 
 class Events(Response):
-    """Server-sent events of a run, which ends when nobody listens any more or listening takes too long."""
+    """The server-sent events of a run. The run is cancelled when the client is gone, or reads too slowly."""
 
     media_type = "text/event-stream"
 
@@ -173,7 +172,7 @@ class Events(Response):
         self.raw_headers = [each for each in self.raw_headers if each[0] != b"content-length"]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send all there is."""
+        """Send all events."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async with asyncio.timeout(self._seconds):
@@ -198,7 +197,7 @@ def _explained(engine: Engine, body: ExplainRequest, check: Callable[[object], N
         in_session(ask, body.session_id),
         blend=how.blend,
         tools=tools,
-        tool_choice=choice_of(choice, tools),
+        tool_choice=Ask.tool_choice_of(choice, tools),
         max_tokens=body.max_tokens,
         chat_template_kwargs=told_of(body, engine.template),
         continue_final_message=goes_on(body),
@@ -220,7 +219,7 @@ def _explained(engine: Engine, body: ExplainRequest, check: Callable[[object], N
 
 
 def _also(kind: str) -> dict[int | str, dict[str, Any]]:
-    """That a route may answer with text of this type."""
+    """Return an OpenAPI response entry for a route that may answer with text of this media type."""
     return {200: {"description": "What was asked for.", "content": {kind: {"schema": {"type": "string"}}}}}
 
 

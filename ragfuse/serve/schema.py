@@ -1,7 +1,7 @@
-"""What may be sent to the server: OpenAI's fields, vLLM's, and ours beside them. Values only, checked by pydantic.
+"""The request bodies of the server: OpenAI's fields, vLLM's, and our own, validated by pydantic.
 
-A field is done as it says, or refused: unknown ones by their name, known ones that cannot be done at every value but
-those at which they change nothing (`OnlyValues`). Labels that change no answer anywhere are taken.
+A field is either honoured or refused: unknown fields are errors, and known ones that are not supported are accepted
+only at values that change nothing (`OnlyValues`). Labels that never change an answer are accepted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ Several = Annotated[list[Item], Field(min_length=1, max_length=MOST_CHOICES, fai
 
 @dataclass(frozen=True)
 class OnlyValues:
-    """Marks a field that is taken at these values, or null, which change nothing; do: what else is to be done."""
+    """Marks an unsupported field that is accepted only at values that change nothing, or null.
+
+    Args:
+        values: These values.
+        do: What the error message advises instead.
+    """
 
     values: tuple[Any, ...]
     do: str
@@ -61,20 +66,20 @@ class OnlyValues:
 
 
 class RequestBody(BaseModel):
-    """Whatever is sent: no other fields, and no other types, than are named; numbers that are numbers."""
+    """The base of request bodies: unknown fields, other types, NaN and infinity are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class Document(RequestBody):
-    """A retrieved text. title: where it is from, for people; the model reads `text` alone."""
+    """A retrieved document. The model reads only `text`; `title` says where it is from, for people."""
 
     text: str = Field(min_length=1)
     title: str = Field(default="", max_length=LONGEST_TITLE)
 
 
 class AnswerOptions(RequestBody):
-    """How a question is answered, beyond what OpenAI knows; None: what the server's settings say."""
+    """Options of an answer beyond OpenAI's; None: the server's settings apply."""
 
     policy: str | None = None
     ratio: float | None = Field(default=None, ge=0, le=1)
@@ -82,7 +87,7 @@ class AnswerOptions(RequestBody):
     overflow: Literal["error", "drop"] | None = None
     deadline_s: float | None = Field(default=None, ge=0)
     blend: bool = False
-    """Of prompts in PML: modules are blended, as chunks are."""
+    """For prompts in PML: recompute some tokens of modules, as for chunks."""
 
 
 class StreamOptions(RequestBody):
@@ -144,14 +149,14 @@ class RequestMessage(BaseModel):
 
 
 class CompletionRequest(RequestBody):
-    """What both kinds of completion take."""
+    """The fields that chat and text completions share."""
 
     model: str
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
-    """None or 0: the likeliest tokens."""
+    """None or 0: greedy decoding."""
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     """Of the likeliest tokens, how many are drawn from; 0 and -1: all."""
@@ -168,16 +173,16 @@ class CompletionRequest(RequestBody):
     n: int | None = Field(default=1, ge=1, le=MOST_CHOICES)
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=64)] | None = None
-    """Tokens that end an answer, which does not hold them, as the model's own do."""
+    """Tokens that end an answer, like the model's own end tokens; the answer does not contain them."""
     min_tokens: int | None = Field(default=None, ge=0)
-    """So many tokens are written before one may end the answer."""
+    """Least tokens of an answer before it may end."""
     seed: int | None = Field(default=None, ge=-SEED, lt=SEED)
     documents: Annotated[list[str | Document], First] | None = Field(default=None, max_length=1000)
-    """Retrieved texts, which stand before the question; those that were met before come from the store."""
+    """Retrieved documents, placed before the question; the KV of those seen before is reused."""
     session_id: str | None = Field(default=None, min_length=1, max_length=256)
-    """Whose turn of which conversation this is."""
+    """The conversation of which this is the next turn."""
     pml: str | None = Field(default=None, min_length=1)
-    """A prompt in PML over a schema that is registered; what else is asked stands behind it, as text alone."""
+    """A prompt in PML for a registered schema; messages or prompt are appended to it as plain text."""
     ragfuse: AnswerOptions = AnswerOptions()
 
     # vLLM's words for response_format; one of them

@@ -1,4 +1,4 @@
-"""The process's side: a socket, uvicorn, signals, and an end at which nothing is lost."""
+"""The server process: its socket, uvicorn, signals, and a shutdown that saves everything."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ragfuse.serve.service import Service
 from ragfuse.serve.wire import Connections, Wire
 
 BACKLOG = 2048
-"""Connections that wait to be taken."""
+"""Connections that may wait to be accepted."""
 SWITCH_S = 0.0001
-"""Seconds that one thread computes in Python before another one that waits may: who only asks whether the server lives
-waits for each of them."""
+"""Python's thread switch interval in seconds: short, so that health checks do not wait for busy threads."""
 TOKENIZER_WARMUP_WORDS = 8192
-"""Words of a text for which the tokenizer begins threads of its own."""
+"""Words of a text that is long enough for the tokenizer to start its own threads."""
 AFTER_S = 5
-"""How long connections may take to close once no answer is written any more."""
+"""Seconds that connections may take to close once all answers have ended."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which on SIGTERM or Ctrl-C lets nobody in, waits for the answers that are written, and then ends.
+    """A uvicorn server that on SIGTERM or Ctrl-C refuses new requests, waits for running answers, and then ends.
 
-    Answers that take longer than `serve_grace_s`, or until a second signal, are given up. Then all is saved.
+    Answers that take longer than `serve_grace_s`, or are running at a second signal, are cut off. Then all pending KV
+    is saved.
     """
 
     def __init__(self, service: Service, origins: Sequence[str] = (), host: str = "127.0.0.1") -> None:
@@ -61,18 +61,18 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def stop(self) -> None:
-        """End as if a signal had come; called again, at once."""
+        """Shut down as on a signal; a second call shuts down at once."""
         self.force_exit = self.should_exit
         if not self.should_exit:
             self._until_s = time.monotonic() + self._service.settings.serve_grace_s
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came."""
+        """Shut down on a signal."""
         self.stop()
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether all is done; called ten times a second."""
+        """Return whether the server may end now; uvicorn calls it ten times a second."""
         ends = await super().on_tick(counter)
         if not ends:
             return False
@@ -80,14 +80,14 @@ class Server(uvicorn.Server):
         return self._service.turnstile.is_idle or self.force_exit or time.monotonic() > self._until_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Give up what is still written, then close."""
+        """Cancel answers that are still running, then close."""
         self._service.cancel()
         self.force_exit = False  # or uvicorn would not let the store be saved
         await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals end the server and nothing else: uvicorn would raise them again behind it."""
+        """Handle signals without raising them again after the server ended, as uvicorn would."""
         try:
             before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGINT, signal.SIGTERM)}
         except ValueError:  # not the main thread
@@ -101,7 +101,7 @@ class Server(uvicorn.Server):
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket at this place; SettingsError where there can be none."""
+    """Return a socket bound to this address; raise SettingsError where the system refuses it."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -123,17 +123,28 @@ def serve(
     origins: Sequence[str] = (),
     ready: Callable[[str], object] = lambda url: None,
 ) -> None:
-    """Serve until a signal ends it; `ready` is told the address once the model is loaded. SettingsError for a place
-    that cannot be had, or that others reach without a key."""
+    """Serve until a signal ends the server.
+
+    Args:
+        service: The service.
+        host: Address to listen on.
+        port: Port to listen on; 0: any free one.
+        origins: Origins of web pages that may call the server (CORS).
+        ready: Called with the server's URL once the model is loaded.
+
+    Raises:
+        SettingsError: The address is not available, or others could reach it without an API key.
+    """
     check_host(host, service.keys)
     with contextlib.closing(bound(host, port)) as made:
         engine = service.engine(service.keys.tenants[0])
-        # The tokenizer's own threads begin in one that writes answers, and run like that: right behind the event loop.
+        # The tokenizer's threads inherit the priority of the thread that starts them: that of answers, below the event
+        # loop's.
         service.threads.turns.submit(engine.tokens, "a " * TOKENIZER_WARMUP_WORDS).result()
         gc.collect()
-        gc.freeze()  # what is loaded stays: looking through all of it for garbage would stop everybody
+        gc.freeze()  # loaded objects stay: scanning them for garbage would pause all requests
         sys.setswitchinterval(SWITCH_S)
-        made.listen(BACKLOG)  # who comes from now on waits and is not refused
+        made.listen(BACKLOG)  # from now on connections wait instead of being refused
         name = f"[{host}]" if ":" in host else host
         ready(f"http://{name}:{made.getsockname()[1]}/v1")
         Server(service, origins, host).run([made])

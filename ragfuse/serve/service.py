@@ -1,4 +1,4 @@
-"""What all routes share: the engines of all tenants over one model, who is next, which answers are being written."""
+"""The state that all routes share: the tenants' engines over one model, the request queue, the running answers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,19 @@ log = logging.getLogger("ragfuse.serve")
 
 T = TypeVar("T")
 UNKNOWN_BYTES = 4 << 20
-"""Of the largest request, while no model is loaded."""
+"""Largest request body in bytes while no model is loaded."""
 UPKEEP_S = 5.0
-"""Seconds between two looks at what tenants keep."""
+"""Seconds between two checks of the tenants' quotas."""
 _ENOUGH = "It was given up before it was done; what is done is kept. Ask again, and it goes on from there."
 
 
 class Service:
-    """One model for all tenants. Each has an engine of its own, made when it first asks, with its share of memory."""
+    """A service over one model. Each tenant has its own engine, made at its first request, with a share of memory.
+
+    Args:
+        settings: The server's settings.
+        keys: The accepted API keys; None: those in the settings.
+    """
 
     def __init__(self, settings: Settings, keys: Keys | None = None) -> None:
         self.settings = settings
@@ -61,12 +66,12 @@ class Service:
 
     @property
     def stopping(self) -> bool:
-        """Whether nobody is let in any more."""
+        """Whether new requests are refused because the server stops."""
         return self.turnstile.stopping
 
     @property
     def body_bytes(self) -> int:
-        """Bytes of the largest request: as settings say, else what the model can take, once it is loaded."""
+        """Bytes of the largest request body: the setting, else what fits the model's context once it is loaded."""
         told = self.settings.serve_body_bytes
         if told is not None:
             return told
@@ -78,7 +83,7 @@ class Service:
         return self._body_bytes
 
     def engine(self, tenant: APITenant) -> Engine:
-        """A tenant's engine, its model loaded. May take long: not for the event loop's thread."""
+        """Return a tenant's engine with its model loaded. It may block: do not call it on the event loop."""
         with self._lock:
             if tenant.salt not in self._engines:
                 engine = self._engines[tenant.salt] = Engine(self._settings_of(tenant), conversations=self._index)
@@ -92,10 +97,15 @@ class Service:
     async def begin(
         self, tenant: APITenant, make: Callable[[Engine], Sequence[AnswerRequest]], session: str | None
     ) -> AnswerRun:
-        """The answers to what `make` makes of a request, of which the first is being written; waits for its turn.
+        """Wait for the request's turn and start its answers.
 
-        `make` is called once, in the request's turn or while it waits for that. Refusal where there is no room to wait
-        (429), the time is over (504), or the server stops (503).
+        Args:
+            tenant: Who asks.
+            make: Turns the request into the answers to generate; called once, at its turn or while it waits.
+            session: The conversation that the request continues; None for none.
+
+        Raises:
+            APIError: The queue is full (429), the time is over (504), or the server stops (503).
         """
         due_s, wanted = self._due_s(), _Wanted(lambda: self.engine(tenant), make)
         job = await self._turn(
@@ -120,11 +130,11 @@ class Service:
     async def work(
         self, tenant: APITenant, do: Callable[[Engine, Callable[[object], None]], T], computes: bool = True
     ) -> T:
-        """What a tenant's engine comes to when the request's turn has come: nothing that is an answer. computes: by the
-        model, which takes long.
+        """Wait for the request's turn and return the result of `do` on the tenant's engine; not for answers.
 
-        `do` calls what it is given now and then; that raises a Refusal where it has to end: nobody waits for it any
-        more (499), the time is over (504), or the server stops (503).
+        `do` must call its second argument now and then; that raises an APIError where the work has to end: the client
+        is gone (499), the time is over (504), or the server stops (503). `computes`: whether `do` runs the model, which
+        takes long.
         """
         due_s, gone = self._due_s(), threading.Event()
         job = await self._turn(tenant, None, due_s, lambda job: None)
@@ -145,8 +155,11 @@ class Service:
         return found
 
     async def look(self, tenant: APITenant, do: Callable[[Engine], T]) -> T:
-        """What a look at a tenant's store comes to. It waits for no turn, but for those who look before; Refusal (504)
-        where its time is over first."""
+        """Return the result of a lookup in a tenant's store, which waits for other lookups but not in the queue.
+
+        Raises:
+            APIError: The time is over (504).
+        """
         try:
             async with asyncio.timeout_at(self._due_s()):
                 return await self.threads.run(self.threads.lookups, lambda: do(self.engine(tenant)))
@@ -154,8 +167,7 @@ class Service:
             raise _late() from None
 
     def look_ahead(self) -> None:
-        """Let every tenant's engine know which conversations are next; what waits comes to memory, and is kept there.
-        May take long."""
+        """Tell every tenant's engine which conversations wait, so that it prefetches and keeps them. It may block."""
         with self._telling:
             reading = self.turnstile.reading
             self._is_told = bool(reading)
@@ -175,16 +187,16 @@ class Service:
                     log.warning("What a tenant keeps could not be counted: %s", error)
 
     def stop(self) -> None:
-        """Let nobody in any more; what is being written goes on."""
+        """Refuse new requests; running answers continue."""
         self.turnstile.stop()
 
     def cancel(self) -> None:
-        """Give up what is being written."""
+        """Cancel all running answers."""
         for run in list(self._runs):
             run.cancel()
 
     def close(self) -> None:
-        """Save what is to be saved and let go of all stores."""
+        """Finish pending saves and close all engines."""
         with self._lock:
             engines = list(self._engines.values())
             self._engines.clear()
@@ -193,13 +205,13 @@ class Service:
             engine.close()
 
     def _quota(self) -> Quota:
-        """What each tenant may keep."""
+        """Return the quota of each tenant."""
         settings = self.settings
         told = settings.serve_tenant_bytes, settings.serve_tenant_texts, settings.serve_tenant_sessions
         return Quota(*told, parts=len(self.keys.tenants))
 
     def _due_s(self) -> float:
-        """When a request that came now has to be answered."""
+        """Return the deadline of a request that comes now, on the event loop's clock."""
         return asyncio.get_running_loop().time() + self.settings.serve_timeout_s
 
     async def _turn(
@@ -216,10 +228,10 @@ class Service:
         return job
 
     async def _within(self, job: Job[Ticket], due_s: float, where: ThreadPoolExecutor, do: Callable[[], T]) -> T:
-        """What a call comes to in the turn of `job`, which goes on behind it.
+        """Return the result of a call during the turn of `job`, which continues after it.
 
-        Where it fails, or nobody waits for it any more, the turn ends, but not before the call does: there are never
-        more calls than turns.
+        Where the call fails, or its client is gone, the turn ends, but only after the call: there are never more calls
+        than turns.
         """
         running = asyncio.get_running_loop().run_in_executor(where, do)
         try:
@@ -236,7 +248,7 @@ class Service:
         _ = task.cancelled() or task.exception()  # was told, or nobody is there to be told
 
     def _wait(self, job: Job[Ticket], tenant: APITenant, wanted: _Wanted) -> None:
-        """Bring what a request reads to memory while it waits; what is wrong with it is told when it is answered."""
+        """Prefetch the KV that a request needs while it waits; errors in it are reported at its turn."""
         if job.what.done():  # its turn has come, or nobody waits for it any more
             return
         try:
@@ -258,14 +270,14 @@ class Service:
 
 
 class _Wanted:
-    """What a request wants of an engine, found by whichever thread asks first; another one waits for that."""
+    """The engine of a request and the answers to generate, computed once by the first thread that needs them."""
 
     def __init__(self, engine: Callable[[], Engine], make: Callable[[Engine], Sequence[AnswerRequest]]) -> None:
         self._engine, self._make, self._lock = engine, make, threading.Lock()
         self._found: tuple[Engine, Sequence[AnswerRequest]] | None = None
 
     def get(self) -> tuple[Engine, Sequence[AnswerRequest]]:
-        """The engine and its wishes; raises what is wrong with the request."""
+        """Return the engine and the answers to generate; raise an error for an invalid request."""
         with self._lock:
             if self._found is None:
                 engine = self._engine()
@@ -281,12 +293,12 @@ def _late() -> APIError:
 
 
 def prefetch(engine: Engine, wishes: Sequence[AnswerRequest]) -> None:
-    """Bring the chunks that these read to memory."""
+    """Start copying the chunks in these questions to memory."""
     engine.prefetch(_texts(engine, wishes))
 
 
 def _texts(engine: Engine, wishes: Sequence[AnswerRequest]) -> Iterable[str]:
-    """Of all chunks in the questions, each once."""
+    """Return the texts of all chunks in the questions, each once."""
     texts: dict[str, None] = {}
     for question in {id(wish.question): wish.question for wish in wishes}.values():
         if isinstance(question, PMLPrompt):  # its modules are found by their schema

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from ragfuse.engine.options import Ask
 from ragfuse.engine.schema_service import PMLPrompt, parse_prompt
+from ragfuse.errors import InputError
 from ragfuse.serve.logprobs import Noted
 from ragfuse.serve.refusals import APIError
 from ragfuse.serve.run import AnswerRequest
@@ -23,13 +24,12 @@ from ragfuse.serve.schema import (
     TextRequest,
 )
 from ragfuse.text import Piece
-from ragfuse.text.chat_messages import ChatMessage
+from ragfuse.text.chat_messages import ROLE_ALIASES, ChatMessage
 from ragfuse.text.chat_template import ChatTemplate
 from ragfuse.types.answer import ToolCall
 from ragfuse.types.grammar import Grammar
 
 Parts = list[str | Piece]
-ROLE_ALIASES = (("developer", "system"), ("function", "tool"))
 COOL = 1e-3
 """A temperature below which nothing is drawn: dividing by it would leave no number."""
 
@@ -47,7 +47,7 @@ def chat_wishes(request: ChatRequest, tenant: str, template: ChatTemplate | None
         ask_of(request, tenant),
         max_tokens=request.max_completion_tokens or request.max_tokens,
         tools=tools,
-        tool_choice=choice_of(choice, tools),
+        tool_choice=Ask.tool_choice_of(choice, tools),
         parallel_tool_calls=request.parallel_tool_calls is not False,
         chat_template_kwargs=told_of(request, template or ChatTemplate()),
         continue_final_message=goes_on(request),
@@ -261,17 +261,10 @@ def _plain(part: str | Piece) -> str:
 
 def turns_of(messages: Sequence[RequestMessage], documents: Sequence[str | Document] = ()) -> list[ChatMessage]:
     """The messages, neighbours of one role as one, with the documents as chunks before the last question."""
-    turns: list[ChatMessage] = []
-    names: dict[str, str] = {}
-    for message in messages:
-        turn = _turn(message, names)
-        names |= {call.id: call.name for call in turn.tool_calls}
-        turns.append(turn)
-    turns = ChatMessage.joined(turns)
-    if not any(turn.says_something for turn in turns):
-        raise APIError(
-            400, "The messages hold no text; wanted at least one that asks something.", "unusable", "messages"
-        )
+    try:
+        turns = ChatMessage.conversation(map(_turn, messages))
+    except InputError as error:
+        raise APIError(400, str(error), "unusable", "messages") from error
     return _with_documents(turns, documents) if documents else turns
 
 
@@ -301,19 +294,18 @@ def marked(documents: Sequence[str | Document], mark: Any) -> str:
     return "".join(f"{mark(piece.text, piece.source)}\n\n" for piece in pieces_of(documents))
 
 
-def _turn(message: RequestMessage, names: Mapping[str, str]) -> ChatMessage:
-    role, parts = dict(ROLE_ALIASES).get(message.role, message.role), list(_parts(message))
+def _turn(message: RequestMessage) -> ChatMessage:
+    role, parts = ROLE_ALIASES.get(message.role, message.role), list(_parts(message))
     said = [(call.function, call.id) for call in message.tool_calls or ()]
     said += [(message.function_call, "")] if message.function_call is not None else []
-    calls = tuple(ToolCall(function.name, _arguments(function.arguments), id) for function, id in said)
+    calls = tuple(ToolCall(function.name, ToolCall.read_arguments(function.arguments), id) for function, id in said)
     if calls and role != "assistant":
         raise APIError(
             400, f"A message of role '{message.role}' calls tools; only an assistant does.", "unusable", "messages"
         )
-    id = message.tool_call_id or ""
-    name = message.name or (names.get(id, "") if role == "tool" else "")
+    answers = (message.tool_call_id or "") if role == "tool" else ""
     thought = (message.reasoning_content or message.reasoning or "") if role == "assistant" else ""
-    return ChatMessage(role, parts, calls, id if role == "tool" else "", name, thought)
+    return ChatMessage(role, parts, calls, answers, message.name or "", thought)
 
 
 def _parts(message: RequestMessage) -> Iterator[str | Piece]:
@@ -355,18 +347,6 @@ def _loaded(text: str) -> Any:
         return None
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    found = _loaded(text or "{}")
-    if not isinstance(found, dict):
-        raise APIError(
-            400,
-            f"The arguments of a tool call are {text!r:.60}; wanted the JSON text of an object.",
-            "unusable",
-            "messages",
-        )
-    return found
-
-
 def allowed_of(
     choice: str | Mapping[str, Any] | None, tools: list[dict[str, Any]]
 ) -> tuple[str | Mapping[str, Any] | None, list[dict[str, Any]]]:
@@ -396,17 +376,6 @@ def _named(tool: Any) -> Any:
     inner = tool.get("function") if isinstance(tool, Mapping) else None
     name = (inner if isinstance(inner, Mapping) else tool if isinstance(tool, Mapping) else {}).get("name")
     return name if isinstance(name, str) else repr(tool)
-
-
-def choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]) -> str:
-    """OpenAI's ways to say whether a tool must be called, as one word. Where one must be and there is one: its name."""
-    if isinstance(choice, Mapping):
-        function = choice.get("function")
-        choice = str(function.get("name") if isinstance(function, Mapping) else choice.get("type"))
-    if choice == "required" and len(tools) == 1:
-        function = tools[0].get("function")
-        return str(function.get("name")) if isinstance(function, Mapping) else choice
-    return choice or "auto"
 
 
 def grammar_of(request: CompletionRequest) -> Grammar | None:

@@ -62,7 +62,7 @@ class HistoryMessage:
         return replace(self, parts=((inside.text.strip(), "fresh", ""),))
 
 
-def heard(messages: Sequence[HistoryMessage]) -> list[str]:
+def prefix_digests(messages: Sequence[HistoryMessage]) -> list[str]:
     """For each message a digest of all up to it: what stands for a conversation's beginning."""
     return list(accumulate((message.digest for message in messages), lambda before, each: digest(before, each)))
 
@@ -162,7 +162,7 @@ class Session:
     @cached_property
     def ends(self) -> tuple[str, ...]:
         """What stands for its messages at the end of each turn."""
-        beginnings = heard(self.messages)
+        beginnings = prefix_digests(self.messages)
         return tuple(beginnings[at - 1] for at in accumulate(len(turn.messages) for turn in self.turns))
 
     def upto(self, turns: int) -> Session:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragfuse.errors import InputError, StoreError
 from ragfuse.process.fork import ForkLock
+from ragfuse.process.lru import LRU
 from ragfuse.sessions.conversation_index import ConversationIndex, Known
 from ragfuse.sessions.session import Session, truncated
 from ragfuse.settings import SINKS
@@ -101,8 +101,8 @@ class SessionStore:
     ) -> None:
         self._store, self._catalog, self._whose, self._ttl_s, self._clock = store, catalog, whose, ttl_s, clock
         self._lock, self._settle, self._later = ForkLock(), settle, later
-        self._here: OrderedDict[tuple[str, str], KeptSession] = OrderedDict()  # used last at the end
-        self._read: OrderedDict[tuple[str, str], KeptSession] = OrderedDict()  # of the catalog, used last at the end
+        self._here: dict[tuple[str, str], KeptSession] = {}  # the last turn's at the end
+        self._read = LRU[tuple[str, str], KeptSession](READ)  # of the catalog
         self._swept, self._met, self._index = 0.0, set[str](), index or ConversationIndex()
         self._index.recall(self._owned)
 
@@ -176,7 +176,7 @@ class SessionStore:
         session = Session.from_dict(found[2])
         if session is not None:
             self._index.note((model, id), session)
-            self._keep_read((model, id), KeptSession(found[0], found[1], session))
+            self._read.add((model, id), KeptSession(found[0], found[1], session))
         return found[0], session if session is not None else Session(id)
 
     def ending(self, model: str, beginnings: Sequence[str], persistent: bool) -> tuple[int, Session] | None:
@@ -213,7 +213,7 @@ class SessionStore:
             with self._lock:
                 self._here.pop(name, None)
             if kept:
-                self._keep_read(name, KeptSession(base + 1, now, session))
+                self._read.add(name, KeptSession(base + 1, now, session))
         if kept:
             self._index.note((model, session.id), session)
         self._met.add(model)
@@ -264,13 +264,6 @@ class SessionStore:
                 return None
             return here if here is not None or answered else self._read.get(name)
 
-    def _keep_read(self, name: tuple[str, str], held: KeptSession) -> None:
-        with self._lock:
-            self._read[name] = held
-            self._read.move_to_end(name)
-            while len(self._read) > READ:
-                self._read.popitem(last=False)
-
     def _expire(self, of: Iterable[SessionInfo], ttl_s: float) -> Deleted:
         before, done = self._clock() - ttl_s, Deleted()
         for info in of:
@@ -303,10 +296,12 @@ class SessionStore:
             before = self._here.get(name)
             if (before.version if before is not None else base or 0) != line.version:
                 return False
+            self._here.pop(name, None)
             self._here[name] = KeptSession(line.version + 1, line.used, session, base)
-            self._here.move_to_end(name)
             while len(self._here) > HERE:
-                self._index.forget(self._here.popitem(last=False)[0])
+                oldest = next(iter(self._here))
+                del self._here[oldest]
+                self._index.forget(oldest)
         return True
 
     def _owned(self) -> Known | None:
@@ -330,7 +325,7 @@ class SessionStore:
         with self._lock:
             here = self._here.get((model, id))
             here = self._here.pop((model, id)) if here is not None and here.used < before else None
-            self._read.pop((model, id), None)
+            self._read.discard([(model, id)])
             others = self._keys_here()
         orphans: list[str] | None = self._catalog.strict.sessions.delete(model, id, before)
         if here is None and orphans is None:

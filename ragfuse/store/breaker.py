@@ -1,7 +1,6 @@
-"""A circuit breaker: a medium that is down costs one failed call, not one per chunk.
+"""A circuit breaker: a medium that is down costs one failed call instead of one per chunk.
 
-Nothing here knows what a call does. The breakers at hand hold their lock while a call runs, which would put the reads
-of all threads in one line.
+Existing circuit breaker libraries hold a lock while a call runs, which would serialise the reads of all threads.
 """
 
 from __future__ import annotations
@@ -22,13 +21,21 @@ class BreakerOpen(Exception):
 
 
 class Breaker:
-    """Lets calls through until one fails, then none for `cool_down_s`, then one at a time until one is answered.
+    """A circuit breaker that opens at the first failed call.
 
-    A guarded block is one call of the medium, neither less (what was in memory says nothing of it) nor more (a listing
-    of many pages would keep the others waiting).
+    It then lets no call through for `cool_down_s` seconds, and after that one at a time until one succeeds. Guard
+    exactly one call of the medium: a block without a call would count as a success, and one with many calls, such as a
+    listing of many pages, would keep other threads waiting.
 
-    `trouble` are the exceptions that say the medium itself is down; any other is an answer. `name` is for the log,
-    which hears of the first failure, as `said` puts it, and of the recovery. `attempts` counts calls let through.
+    Args:
+        name: What the log calls the medium. The log gets the first failure and the recovery.
+        trouble: Exceptions that mean that the medium is down; any other exception counts as a success.
+        cool_down_s: Seconds without a call after a failure.
+        said: Turns an exception into text for the log.
+        clock: Returns the time in seconds.
+
+    Attributes:
+        attempts: Calls that were let through.
     """
 
     def __init__(
@@ -48,22 +55,26 @@ class Breaker:
         at_fork(self)
 
     def renew(self) -> None:
-        """No call is under way; what was heard of the medium counts."""
+        """Forget calls under way in a forked process; whether the circuit is open stays."""
         self._lock, self._trying = Lock(), False
 
     @property
     def is_open(self) -> bool:
-        """Whether the last that was heard of the medium is a failure."""
+        """Whether the medium failed and no call has succeeded since."""
         return self._opened_at is not None
 
     def check(self) -> None:
-        """BreakerOpen if no call is let through now: for what may be done without asking, and so tells nothing."""
+        """Raise BreakerOpen if no call is let through now. For operations that may not reach the medium at all."""
         with self._lock:
             self._refuse()
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Runs the block, whose exceptions pass; BreakerOpen instead of it while no call is let through."""
+        """Run the block as one call; its exceptions are passed on.
+
+        Raises:
+            BreakerOpen: No call is let through now; the block does not run.
+        """
         trial = self._enter()
         try:
             yield
@@ -79,7 +90,7 @@ class Breaker:
         self._answered(trial)
 
     def _enter(self) -> bool:
-        """Whether this call is the trial of an open circuit."""
+        """Let a call through, and return whether it is the trial of an open circuit."""
         with self._lock:
             self._refuse()
             trial = self._opened_at is not None
@@ -94,7 +105,7 @@ class Breaker:
     def _failed(self, trial: bool, error: Exception) -> None:
         with self._lock:
             first = self._opened_at is None
-            if first or trial:  # a call that was under way when another failed prolongs nothing
+            if first or trial:  # calls begun before the first failure do not prolong the cool-down
                 self._opened_at = self._clock()
             self._trying = self._trying and not trial
         if first:

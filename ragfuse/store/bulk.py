@@ -1,6 +1,6 @@
-"""Many chunks at once: moved, exported, imported, dropped, and what is too old or of no use freed. Through tiers alone.
+"""Operations on many chunks: move them between tiers, export and import them, and collect garbage.
 
-Nothing here decides which chunks. Progress is told in bytes: done, and of how many.
+The caller decides which chunks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 Progress = Callable[[int, int], object]
-"""Takes the bytes done, and of how many."""
+"""Called with the bytes done and the bytes in all."""
 
 _TOLD = 100
 _TEXTS = 500
@@ -27,10 +27,16 @@ _TEXTS = 500
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was done with many chunks: how many, their bytes; `known` were there already; `failed` stayed as they were.
+    """The outcome of an operation on many chunks.
 
-    `troubles` names the first of those that failed, and why. `fewer_nbytes`: by how much less they take than before,
-    where they were there and became something else.
+    Args:
+        chunks: Chunks that were processed.
+        nbytes: Their bytes.
+        known: Chunks that needed nothing, as they were there already.
+        texts: Known texts that were exported or imported.
+        failed: Chunks that stayed as they were.
+        troubles: The first of these, with the reasons.
+        fewer_nbytes: Bytes saved by recoding; negative if the chunks became larger.
     """
 
     chunks: int = 0
@@ -43,7 +49,7 @@ class Outcome:
 
 
 class OutcomeBuilder:
-    """An outcome in the making."""
+    """A builder of an `Outcome`, chunk by chunk."""
 
     def __init__(self) -> None:
         self.known = self.texts = self.failed = 0
@@ -52,33 +58,37 @@ class OutcomeBuilder:
         self._troubles: list[ArchiveProblem] = []
 
     def took(self, what: object, nbytes: int, before_nbytes: int) -> None:
-        """One was done that takes so many bytes now."""
+        """Record a chunk that was processed, with its bytes now and before."""
         self.done[what] = nbytes
         self._fewer_nbytes += before_nbytes - nbytes
 
     def fail(self, what: object, why: str) -> None:
-        """One stays as it was."""
+        """Record a chunk that stayed as it was, and why."""
         self.failed += 1
         if len(self._troubles) < _TOLD:
             self._troubles.append(ArchiveProblem(str(what), why))
 
     def keep_only(self, kept: Iterable[Any], why: str) -> None:
-        """Those done that are not there after all have failed."""
+        """Turn processed chunks that are not in `kept` into failed ones, as they were evicted again meanwhile."""
         kept = set(kept)
         for key in [key for key in self.done if key not in kept]:
             del self.done[key]
             self.fail(key, why)
 
     def outcome(self) -> Outcome:
-        """What came of all of them."""
+        """Return the outcome so far."""
         nbytes, troubles = sum(self.done.values()), tuple(self._troubles)
         return Outcome(len(self.done), nbytes, self.known, self.texts, self.failed, troubles, self._fewer_nbytes)
 
 
 def move(store: KVStore, keys: Iterable[ChunkKey], tier: str, progress: Progress | None = None) -> Outcome:
-    """Keep chunks in `tier` and in no other. What it has no room for stays where it was, and pins go along.
+    """Move chunks to one tier and delete them from all others, keeping their pins.
 
-    Everything is copied first and dropped from the other tiers then: stopped in between, nothing is lost.
+    Chunks that the tier has no room for stay where they were. All chunks are copied before any is deleted, so nothing
+    is lost if this is interrupted.
+
+    Raises:
+        StoreError: There is no tier of that name.
     """
     target, tally = store.tier(tier), OutcomeBuilder()
     others = [other for other in store.tiers if other is not target]
@@ -108,10 +118,18 @@ def export(
     texts: Iterable[ArchivedText] = (),
     progress: Progress | None = None,
 ) -> Outcome:
-    """Write chunks (None: all) and known texts into one file. What cannot be read is left out and told.
+    """Write chunks and known texts to an archive file. Chunks that cannot be read are left out and reported.
 
-    StoreError, and the file as it was, where one is there already and this one would lack something, or have nothing;
-    and where nothing is found while a tier does not answer.
+    Args:
+        store: The store.
+        path: The file.
+        keys: The chunks; None: all.
+        texts: The known texts.
+        progress: Called with the bytes done and in all.
+
+    Raises:
+        StoreError: The file exists, and the new one would lack chunks or be empty; or no chunk is found while a tier
+            does not answer. An existing file stays as it was.
     """
     tally = OutcomeBuilder()
     sources = _sources(store.tiers, None if keys is None else (keys := list(dict.fromkeys(keys))))
@@ -144,7 +162,7 @@ def export(
 
 
 def unanswered(names: Sequence[str], so: str) -> str:
-    """That these tiers do not answer, what follows from it, and what to do."""
+    """Return a message that these tiers do not answer, with the consequence `so` and what to do."""
     whose = f"Tier {names[0]} does" if len(names) == 1 else f"Tiers {' and '.join(names)} do"
     return f"{whose} not answer: {so}. Try again once {'it answers' if len(names) == 1 else 'they answer'}."
 
@@ -164,9 +182,19 @@ def import_(
     take_texts: Callable[[Sequence[ArchivedText]], object] | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Keep the chunks of an archive, in `tier` or else in the first slow one. What is whole is kept, the rest told.
+    """Import the chunks of an archive. Damaged ones are left out and reported.
 
-    Chunks are found again by the same model with the same dtype and salt alone. Known texts are handed to `take_texts`.
+    Imported chunks are only found by the same model with the same dtype and salt.
+
+    Args:
+        store: The store.
+        path: The archive file.
+        tier: Name of the tier to import to; None: the first slow one.
+        take_texts: Called with the known texts of the archive.
+        progress: Called with the bytes done and in all.
+
+    Raises:
+        StoreError: The file is no archive, or there is no tier of that name.
     """
     target, tally = store.tier(tier) if tier is not None else _first_slow(store), OutcomeBuilder()
     for found in read_archive(path, progress):
@@ -187,9 +215,12 @@ def import_(
 
 
 def gc(store: KVStore) -> dict[str, Freed]:
-    """Free what is too old, and what no entry needs; what was given back, by tier. One that is silent is left out.
+    """Collect garbage: delete expired entries, and what no entry needs.
 
-    An entry that is too old in one tier is kept while another tier of this store has used it since.
+    An entry that has expired in one tier is kept while another tier of this store has a more recent use of it.
+
+    Returns:
+        What was freed, by tier name; tiers that do not answer are left out.
     """
     freed = {tier.name: _old_freed(store, tier).plus(_tidied(tier)) for tier in store.tiers}
     silent = store.silent()
@@ -207,14 +238,14 @@ def _old_freed(store: KVStore, tier: Tier) -> Freed:
         there = other.entries(old) if other is not tier else {}
         fresh = there.keys() - set(store.too_old(there.values()))
         old = [key for key in old if key not in fresh]
-    old = store.too_old(tier.entries(old).values()) if old else old  # a listing takes its time: used meanwhile?
+    old = store.too_old(tier.entries(old).values()) if old else old  # may have been used while listing
     gone = tier.delete(old) if old else 0
     left = tier.entries(old) if 0 < gone < len(old) else {}
     return Freed(expired=gone, nbytes=sum(entries[key].nbytes for key in old if key not in left) if gone else 0)
 
 
 def _sources(tiers: Iterable[Tier], keys: Sequence[ChunkKey] | None) -> dict[ChunkKey, Entry]:
-    """Each chunk's entry that lost least, in the first of `tiers` that has such a one."""
+    """Return the least lossy entry of each chunk, from the first of `tiers` that has it."""
     found: dict[ChunkKey, Entry] = {}
     for tier in tiers:
         there = tier.entries(keys)
@@ -223,12 +254,12 @@ def _sources(tiers: Iterable[Tier], keys: Sequence[ChunkKey] | None) -> dict[Chu
 
 
 def _is_as_good(there: Entry, other: Entry | None) -> bool:
-    """Whether an entry lost no more than another one."""
+    """Return whether an entry is no lossier than another one."""
     return other is None or loss_of(there.sizes) <= loss_of(other.sizes)
 
 
 def _copy(store: KVStore, key: ChunkKey, target: Tier, tally: OutcomeBuilder) -> str | None:
-    """Write one chunk into `target` as well; why it is not there, None if it is."""
+    """Copy one chunk to `target`; return None if that worked, else the reason."""
     whole = store.read_whole(key)
     if whole is None:
         return "it is not in the store, or cannot be read"
@@ -241,7 +272,7 @@ def _copy(store: KVStore, key: ChunkKey, target: Tier, tally: OutcomeBuilder) ->
 
 
 def _take(store: KVStore, found: ArchivedChunk, target: Tier) -> str | None:
-    """Keep a chunk of an archive; why it is not kept, None if it is."""
+    """Import a chunk of an archive; return None if that worked, else the reason."""
     if found.nbytes > target.capacity:
         return f"it takes {found.nbytes:,} bytes, tier {target.name} has {target.capacity:,} in all"
     strange = [level for level in found.meta.levels if not store.levels.readable(found.key, [level])]

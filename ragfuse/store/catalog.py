@@ -1,7 +1,7 @@
-"""What a store remembers beside its KV: profiles, texts of known chunks, sessions. `catalog_file.py` keeps it on disk.
+"""The catalog of a store: profiles, texts of known chunks and sessions. `catalog_file.py` keeps it on disk.
 
-An answer is worth more than a note of it: `Catalog` goes on without the file where that cannot be read or written, and
-`Catalog.strict` raises, for what somebody asked the catalog for by itself.
+An answer must not fail because the catalog does, so `Catalog` returns defaults when its file cannot be read or written.
+`Catalog.strict` raises instead, for callers who ask for the catalog itself.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from ragfuse.store.session_catalog import SessionCatalog, SessionRow
 T = TypeVar("T")
 
 COOL_DOWN_S = 10.0
-"""Seconds for which a file that could not be read or written is left alone."""
+"""Seconds without another try after the file could not be read or written."""
 LOCK_WAIT_S = 3.0
-"""Seconds that an answer waits, at most, for another process that is writing the file."""
+"""Most seconds that an answer waits for another process that is writing the file."""
 
 
 class CatalogQueries:
-    """The queries of a catalog; a subclass decides what happens where its file does not answer."""
+    """The queries of a catalog; a subclass decides what happens when its file cannot be used."""
 
     def _ask(self, query: Callable[[CatalogFile], T], default: T) -> T:
         raise NotImplementedError
 
     @property
     def sessions(self) -> SessionQueries:
-        """The sessions that are kept beside."""
+        """The queries of the sessions in this catalog."""
         return SessionQueries(lambda query, default: self._ask(lambda file: query(file.sessions), default))
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """Return the profile of that name, None where there is none."""
+        """Return the profile of that name, or None if there is none."""
         return self._ask(lambda file: file.get(name), None)
 
     def put(self, name: str, profile: Mapping[str, Any]) -> bool:
-        """Keep a profile, plain JSON types, in place of an earlier one, and tell whether it was written."""
+        """Save a profile of plain JSON types, replacing an earlier one, and return whether it was written."""
 
         def write(file: CatalogFile) -> bool:
             file.put(name, profile)
@@ -50,11 +50,11 @@ class CatalogQueries:
         return self._ask(write, False)
 
     def settle(self, name: str, profile: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the profile of that name; `profile` becomes it if there is none."""
+        """Return the profile of that name; if there is none, save `profile` under it first."""
         return self._ask(lambda file: file.settle(name, profile), dict(profile))
 
     def delete(self, name: str) -> None:
-        """Forget the profile of that name, if there is one."""
+        """Delete the profile of that name, if there is one."""
         self._ask(lambda file: file.delete(name), None)
 
     def names(self) -> list[str]:
@@ -62,7 +62,7 @@ class CatalogQueries:
         return self._ask(lambda file: file.names(), [])
 
     def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
-        """Keep (key, text, source) of chunks that were encoded for the model digest `model`."""
+        """Save (key, text, source) of chunks that were encoded for the model digest `model`."""
         self._ask(lambda file: file.add_texts(model, texts), None)
 
     def texts(self, model: str) -> list[KnownText]:
@@ -70,7 +70,7 @@ class CatalogQueries:
         return self._ask(lambda file: list(file.texts(model)), [])
 
     def count_texts(self, model: str) -> int:
-        """Return how many known texts a model digest has; one of two sources counts twice."""
+        """Return how many known texts a model digest has; a text from two sources counts twice."""
         return self._ask(lambda file: file.count_texts(model), 0)
 
     def oldest_texts(self, model: str, n: int) -> list[KnownText]:
@@ -78,43 +78,61 @@ class CatalogQueries:
         return self._ask(lambda file: file.oldest_texts(model, n), [])
 
     def models(self) -> list[str]:
-        """Return the model digests that texts are known of, sorted."""
+        """Return the model digests that have known texts, sorted."""
         return self._ask(lambda file: file.models(), [])
 
     def tenants(self) -> list[str]:
-        """Return the model digests that texts or sessions are kept of, sorted."""
+        """Return the model digests that have known texts or sessions, sorted."""
         return self._ask(lambda file: file.tenants(), [])
 
     def delete_texts(
         self, model: str | None = None, *, source: str | None = None, keys: Iterable[str] | None = None
     ) -> int:
-        """Forget the texts that match all that is given (nothing given: all texts); return how many there were."""
+        """Delete the texts that match all given arguments (without any: all texts), and return how many there were."""
         return self._ask(lambda file: file.delete_texts(model, source=source, keys=keys), 0)
 
 
 class SessionQueries:
-    """The queries of a catalog's sessions. ask: runs one, and gives a default where the file does not answer."""
+    """The queries of a catalog's sessions.
+
+    Args:
+        ask: Runs a query, and returns the given default when the file cannot be used.
+    """
 
     def __init__(self, ask: Callable[[Callable[[SessionCatalog], Any], Any], Any]) -> None:
         self._ask = ask
 
     def get(self, model: str, id: str) -> tuple[int, float, dict[str, Any]] | None:
-        """Return version, last use and state of a session, None where there is none."""
+        """Return version, last use (seconds since 1970) and state of a session, or None if there is none."""
         found: tuple[int, float, dict[str, Any]] | None = self._ask(lambda sessions: sessions.get(model, id), None)
         return found
 
     def put(self, row: SessionRow, state: Mapping[str, Any], ends: Iterable[str], keys: Iterable[str]) -> bool | None:
-        """Write a session in place of its `row.version`; False if another writer was first, None if nothing is kept."""
+        """Save a session, replacing version `row.version` of it (see `SessionCatalog.put`).
+
+        Returns:
+            True if it was written, False if another writer replaced that version first, None if the catalog has no file
+            or cannot use it.
+        """
         kept: bool | None = self._ask(lambda sessions: sessions.put(row, state, ends, keys), None)
         return kept
 
-    def ending(self, model: str, heard: Sequence[str]) -> dict[str, str]:
-        """Return, of these digests of messages, those that a session's turn ends with, and that session."""
-        found: dict[str, str] = self._ask(lambda sessions: sessions.ending(model, heard), {})
+    def ending(self, model: str, prefixes: Sequence[str]) -> dict[str, str]:
+        """Find the sessions that a conversation may continue.
+
+        Args:
+            model: The tenant's model digest.
+            prefixes: For each message of the conversation, a digest of all messages up to it.
+
+        Returns:
+            Those digests at which a turn of a stored session ends, each with the name of the session (of several, the
+            most recently used).
+        """
+        found: dict[str, str] = self._ask(lambda sessions: sessions.ending(model, prefixes), {})
         return found
 
     def rows(self) -> list[SessionRow]:
-        """Return all sessions, used last first."""
+        """Return all sessions, most recently used first."""
         found: list[SessionRow] = self._ask(lambda sessions: sessions.lines(), [])
         return found
 
@@ -123,30 +141,34 @@ class SessionQueries:
         return int(self._ask(lambda sessions: sessions.count(model), 0))
 
     def owned(self) -> list[tuple[str, str, str]]:
-        """Return tenant, session and key of every key of a session, in the order in which sessions were used."""
+        """Return (tenant's digest, session, key) of all keys of all sessions, least recently used sessions first."""
         found: list[tuple[str, str, str]] = self._ask(lambda sessions: sessions.owned(), [])
         return found
 
     def having(self, keys: Sequence[str]) -> list[str]:
-        """Return those of these keys that some session has."""
+        """Return those of `keys` that belong to at least one session."""
         found: list[str] = self._ask(lambda sessions: sessions.having(keys), [])
         return found
 
     def delete(self, model: str, id: str, before: float = inf) -> list[str] | None:
-        """Forget a session that was used last before that time; return keys that no other one has."""
+        """Delete a session if its last use is before `before` (seconds since 1970).
+
+        Returns:
+            Its keys that no other session has, or None if no session was deleted.
+        """
         orphans: list[str] | None = self._ask(lambda sessions: sessions.delete(model, id, before), None)
         return orphans
 
 
 class Catalog(CatalogQueries):
-    """A store's catalog, asked by those who go on without it. Threads may share it.
+    """A store's catalog for callers that can do without it. Threads may share it.
 
-    A query gives its default where there is no file, and where the file cannot be read or written. The latter is
-    counted in `failures`, said once in the log, and named by every answer that met it; the file is then left alone for
-    `COOL_DOWN_S`, and a lock on it is waited for no longer than `LOCK_WAIT_S`.
+    A query returns its default if there is no file, or if the file cannot be read or written. Such a failure is counted
+    in `failures`, logged once, and named in the trace of each answer that it affects. The file is then not tried again
+    for `COOL_DOWN_S`. A query waits at most `LOCK_WAIT_S` for a lock on the file.
 
     Args:
-        file: None for a store without a disk, which keeps nothing.
+        file: The file; None for a store without a disk, whose catalog stays empty.
     """
 
     def __init__(self, file: CatalogFile | None = None) -> None:
@@ -158,23 +180,23 @@ class Catalog(CatalogQueries):
         at_fork(self)
 
     def renew(self) -> None:
-        """Count from nothing."""
+        """Count failures from zero in a forked process."""
         self.failures = 0
 
     def try_get(self, name: str) -> tuple[bool, dict[str, Any] | None]:
-        """Tell whether the catalog answered, and return the profile of that name."""
+        """Return whether the file could be used, and the profile of that name."""
         return self._try(lambda file: file.get(name))
 
     def try_texts(self, model: str) -> tuple[bool, list[KnownText] | None]:
-        """Tell whether the catalog answered, and return the known texts of a model digest."""
+        """Return whether the file could be used, and the known texts of a model digest."""
         return self._try(lambda file: list(file.texts(model)))
 
     def try_session(self, model: str, id: str) -> tuple[bool, tuple[int, float, dict[str, Any]] | None]:
-        """Tell whether the catalog answered, and return version, last use and state of a session."""
+        """Return whether the file could be used, and version, last use and state of a session."""
         return self._try(lambda file: file.sessions.get(model, id))
 
     def close(self) -> None:
-        """Let go of the file: from now on nothing is kept."""
+        """Close the file. From now on queries return their defaults, and nothing is saved."""
         file, self.file = self.file, None
         if file is not None:
             file.close()
@@ -195,7 +217,7 @@ class Catalog(CatalogQueries):
                 except StoreError:
                     if self.file is file:
                         raise
-                    return False, None  # closed in this very moment
+                    return False, None  # closed during the query
         except StoreError as error:
             self._why = f"{self._breaker.name}: {_cause(error)}"
         except BreakerOpen:
@@ -207,7 +229,7 @@ class Catalog(CatalogQueries):
 
 
 class StrictCatalog(CatalogQueries):
-    """The same catalog, which raises StoreError where its file cannot be read or written."""
+    """The same catalog, raising StoreError when its file cannot be read or written."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -221,9 +243,9 @@ class StrictCatalog(CatalogQueries):
         except StoreError:
             if self._catalog.file is file:
                 raise
-            return default  # closed in this very moment
+            return default  # closed during the query
 
 
 def _cause(error: Exception) -> str:
-    """What the system said, without what is to be done where a store cannot be opened."""
+    """Return the system's own message, without our advice for a store that cannot be opened."""
     return str(error.__cause__ or error)

@@ -1,8 +1,7 @@
-"""What is remembered beside the KV: profiles by name, the texts of known chunks, and sessions, which are
-`session_catalog.py`'s. KV bytes are the tiers' business.
+"""The file of a store's catalog: profiles by name, texts of known chunks, and sessions (`session_catalog.py`).
 
-Texts let a later process find the same chunks in a prompt. They are kept per model digest, so a salted tenant has
-its own, and they are as private as the folder.
+The texts let a later process find the same chunks in a prompt. They are stored per model digest, so that a salted
+tenant has its own, and are as private as the folder.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _PAGE = "SELECT id, key, text, source FROM texts WHERE model = ? AND id > ? ORDE
 
 
 class KnownText(NamedTuple):
-    """A known chunk: its key as text, its text, and where it came from."""
+    """A known chunk: its key as text, its text, and the source of the text."""
 
     key: str
     text: str
@@ -43,9 +42,14 @@ class KnownText(NamedTuple):
 
 
 class CatalogFile:
-    """Profiles and known texts in `path`, the store's folder. Threads and processes may share it.
+    """The catalog in a store's folder. Threads and processes may share it.
 
-    StoreError if it cannot be read or written: unlike an entry, what is lost here would not come back by itself.
+    Every method raises StoreError if the file cannot be read or written: unlike a KV entry, what is lost here would
+    not come back by itself.
+
+    Args:
+        path: The store's folder.
+        shared_with: Who else may use the folder.
     """
 
     def __init__(self, path: str | Path, shared_with: SharedWith = "nobody") -> None:
@@ -59,24 +63,24 @@ class CatalogFile:
         self.sessions = SessionCatalog(self._database, self._trouble)
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """The profile of that name, None if there is none, or a bad byte has made it none."""
+        """Return the profile of that name, or None if there is none or it is damaged."""
         with self._trouble():
             rows = self._database.query("SELECT profile FROM profiles WHERE name = ?", (name,))
         return _parsed(rows[0][0]) if rows else None
 
     def put(self, name: str, profile: Mapping[str, Any]) -> None:
-        """Remember a profile, plain JSON types, in place of an earlier one."""
+        """Save a profile of plain JSON types, replacing an earlier one."""
         text = json.dumps(dict(profile))
         with self._trouble(), self._database.write() as transaction:
             transaction.execute("INSERT OR REPLACE INTO profiles VALUES (?, ?)", (name, text))
 
     def delete(self, name: str) -> None:
-        """Forget the profile of that name, if there is one."""
+        """Delete the profile of that name, if there is one."""
         with self._trouble(), self._database.write() as transaction:
             transaction.execute("DELETE FROM profiles WHERE name = ?", (name,))
 
     def settle(self, name: str, profile: Mapping[str, Any]) -> dict[str, Any]:
-        """The profile of that name; `profile` becomes it if there is none. All who ask at once get the same."""
+        """Return the profile of that name; if there is none, save `profile` first. Concurrent callers get the same."""
         with self._trouble(), self._database.write() as transaction:
             row = transaction.execute("SELECT profile FROM profiles WHERE name = ?", (name,)).fetchone()
             found = _parsed(row[0]) if row else None
@@ -85,18 +89,21 @@ class CatalogFile:
         return dict(profile) if found is None else found
 
     def names(self) -> list[str]:
-        """Names of all profiles, sorted."""
+        """Return the names of all profiles, sorted."""
         with self._trouble():
             return _words(self._database.query("SELECT name FROM profiles ORDER BY name"))
 
     def add_texts(self, model: str, texts: Iterable[tuple[str, str, str]]) -> None:
-        """Remember (key, text, source) of chunks encoded for `model`. Adding one again changes nothing."""
+        """Save (key, text, source) of chunks encoded for the model digest `model`; adding one again changes nothing."""
         rows = [(model, *text) for text in texts]
         with self._trouble(), self._database.write() as transaction:
             transaction.executemany(_ADD, rows)
 
     def texts(self, model: str) -> Iterator[KnownText]:
-        """All known texts of `model`, oldest first; a text of two sources comes twice. Others may write meanwhile."""
+        """Yield all known texts of `model`, oldest first; a text from two sources comes twice.
+
+        Others may write between two texts: the rows are read page by page.
+        """
         last = 0
         while True:
             with self._trouble():
@@ -104,28 +111,28 @@ class CatalogFile:
             if not page:
                 return
             for last, key, text, source in page:  # noqa: B007 - the last id begins the next page
-                if all(isinstance(word, str) for word in (key, text, source)):  # a bad byte costs one text
+                if all(isinstance(word, str) for word in (key, text, source)):  # skip a damaged row only
                     yield KnownText(key, text, source)
 
     def count_texts(self, model: str) -> int:
-        """How many known texts `model` has; one of two sources counts twice."""
+        """Return how many known texts `model` has; a text from two sources counts twice."""
         with self._trouble():
             return int(self._database.query("SELECT count(*) FROM texts WHERE model = ?", (model,))[0][0])
 
     def oldest_texts(self, model: str, n: int) -> list[KnownText]:
-        """The `n` texts of `model` that were added first, oldest first."""
+        """Return the `n` texts of `model` that were added first, oldest first."""
         sql = "SELECT key, text, source FROM texts WHERE model = ? ORDER BY id LIMIT ?"
         with self._trouble():
             rows = self._database.query(sql, (model, n))
         return [KnownText(*row) for row in rows if all(isinstance(word, str) for word in row)]
 
     def models(self) -> list[str]:
-        """Digests of the models that texts are known of, sorted."""
+        """Return the model digests that have known texts, sorted."""
         with self._trouble():
             return _words(self._database.query("SELECT DISTINCT model FROM texts ORDER BY model"))
 
     def tenants(self) -> list[str]:
-        """Digests of all that texts or sessions are written down of, sorted."""
+        """Return the model digests that have known texts or sessions, sorted."""
         sql = "SELECT model FROM texts UNION SELECT model FROM sessions ORDER BY 1"
         with self._trouble():
             return _words(self._database.query(sql))
@@ -133,7 +140,7 @@ class CatalogFile:
     def delete_texts(
         self, model: str | None = None, *, source: str | None = None, keys: Iterable[str] | None = None
     ) -> int:
-        """Forget the texts that match all that is given (nothing given: all texts); how many there were."""
+        """Delete the texts that match all given arguments (without any: all texts), and return how many there were."""
         sql, arguments = "DELETE FROM texts WHERE 1", []
         for column, value in (("model", model), ("source", source)):
             if value is not None:
@@ -146,11 +153,11 @@ class CatalogFile:
             return transaction.execute(sql, arguments).rowcount
 
     def lock_wait_limited(self, wait_s: float) -> AbstractContextManager[None]:
-        """A block in which this thread waits so long, at most, for others who write."""
+        """Return a context in which this thread waits at most `wait_s` seconds for other writers of the file."""
         return self._database.lock_wait_limited(wait_s)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._database.close()
 
     def __enter__(self) -> CatalogFile:

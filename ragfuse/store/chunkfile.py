@@ -1,10 +1,9 @@
-"""One entry as bytes: header, then layer after layer, so that a layer is one read at a known offset.
+"""The file format of an entry: a header, then layer after layer, so that a layer is one read at a known offset.
 
     magic 8 · version u32 · header length u32 · BLAKE3 of the header 32 · header JSON {key, meta} · layers
 
-Header and layers begin at multiples of 64 bytes, zeros in between, little-endian numbers. Every byte is checked: by a
-checksum, or for being zero. `Header` reads them from any bytes, `ChunkFile` from a file. Where files lie is `disk.py`'s
-business, where objects do `objects.py`'s.
+Header and layers begin at multiples of 64 bytes with zeros in between; numbers are little-endian. Every byte is
+checked, by a checksum or for being zero. `Header` parses any bytes, `ChunkFile` reads a file.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 
 FILE_MAGIC = b"RAGFUSE\0"
 FILE_READ_NBYTES = 1 << 20
-"""A file's layers are read in pieces of about so many bytes."""
+"""Bytes, about, of one read of a file's layers."""
 _FIXED = Struct("<8sII32s")
 _MAX_HEADER_NBYTES = 1 << 22
 
@@ -39,14 +38,14 @@ def _aligned(nbytes: int) -> int:
 
 
 def pack_header(key: ChunkKey, meta: EntryMeta) -> bytes:
-    """Everything before the first layer, padded."""
+    """Return all bytes before the first layer, padded."""
     text = json.dumps({"key": str(key), "meta": meta.to_json()}).encode()
     head = _FIXED.pack(FILE_MAGIC, FORMAT_VERSION, len(text), blake3(text).digest()) + text
     return head.ljust(_aligned(len(head)), b"\0")
 
 
 def layer_offsets(header_nbytes: int, meta: EntryMeta) -> list[int]:
-    """Where each layer begins, and last the size of the whole entry."""
+    """Return the offset of each layer in bytes, and last the size of the whole entry."""
     offsets = [_aligned(header_nbytes)]
     for layer in meta.layers:
         offsets.append(offsets[-1] + _aligned(layer.nbytes))
@@ -54,7 +53,7 @@ def layer_offsets(header_nbytes: int, meta: EntryMeta) -> list[int]:
 
 
 def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a whole entry, piece by piece, layers with their padding."""
+    """Yield the bytes of a whole entry in order: the header, then each layer and its padding."""
     yield header
     for blob in blobs:
         yield blob.cpu().contiguous().numpy().data
@@ -62,16 +61,16 @@ def pieces(header: bytes, blobs: Sequence[Tensor]) -> Iterator[bytes | memoryvie
 
 
 class StrangeError(ValueError):
-    """These bytes were never written here: a page of a proxy's, or a file of somebody else's."""
+    """The bytes are no damaged entry but something else, such as a proxy's error page or somebody else's file."""
 
 
 def header_nbytes(begin: bytes | bytearray) -> int:
-    """How many bytes of an entry its header takes, padded, by its first bytes; ValueError if it is no entry."""
+    """Return the padded length of an entry's header, from the entry's first bytes; raise ValueError if it is none."""
     return _aligned(_text_end(begin))
 
 
 def _text_end(begin: bytes | bytearray) -> int:
-    """Where the header's JSON ends."""
+    """Return the offset at which the header's JSON ends."""
     if not begin.startswith(FILE_MAGIC[: len(begin)]):
         raise StrangeError("not a chunk file")
     if len(begin) < _FIXED.size:
@@ -84,7 +83,13 @@ def _text_end(begin: bytes | bytearray) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What stands before the layers, and where each of them begins; the last offset is the size of the whole."""
+    """The header of an entry.
+
+    Args:
+        key: The entry's key.
+        meta: Its description.
+        offsets: Where each layer begins in bytes, and last the size of the whole entry.
+    """
 
     key: ChunkKey
     meta: EntryMeta
@@ -92,7 +97,7 @@ class Header:
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Header:
-        """The header that `data` begins with; ValueError if it is not a whole one."""
+        """Parse the header at the beginning of `data`; raise ValueError if it is incomplete, damaged or no header."""
         end, nbytes = _text_end(data), header_nbytes(data)
         text = bytes(data[_FIXED.size : end])
         if len(data) < nbytes:
@@ -114,13 +119,23 @@ class Header:
         return self.offsets[-1]
 
     def span(self, first: int, count: int) -> tuple[int, int]:
-        """Where `count` layers from `first` on begin, and where the padding of the last ends."""
+        """Return the byte range of `count` layers from `first` on, including the padding of the last."""
         return self.offsets[first], self.offsets[first + count]
 
     def cut(self, span: Tensor, first: int, count: int, *, verify: bool) -> list[Tensor]:
-        """`count` layers from `first` on, uint8 [nbytes] each, as views of the bytes of their `span`.
+        """Cut the bytes of a `span` into its layers.
 
-        ValueError if one, or what is between them, is not what was written, unless told not to `verify`.
+        Args:
+            span: The bytes of that range, uint8.
+            first: The first layer.
+            count: How many layers.
+            verify: Whether to check the layers' checksums and the padding.
+
+        Returns:
+            The layers, uint8 `[nbytes]` each, as views of `span`.
+
+        Raises:
+            ValueError: A check failed.
         """
         blobs = []
         for layer in range(first, first + count):
@@ -135,7 +150,7 @@ class Header:
 
 
 def write_chunk(path: Path, header: bytes, blobs: Sequence[Tensor]) -> None:
-    """A new file at `path`, on the medium when this returns."""
+    """Write a new file at `path`, synced to the medium when this returns."""
     fd = open_file(path, os.O_WRONLY | os.O_EXCL)
     try:
         for piece in pieces(header, blobs):
@@ -152,9 +167,13 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 class ChunkFile:
-    """An open entry. OSError if it cannot be opened or read, ValueError if it is not a whole entry in a plain file.
+    """The open file of an entry.
 
-    The file is closed when the last reader lets go of this object, so it may be dropped from a cache at any time.
+    The file is closed when the last reference to this object is gone, so a cache may drop it while others read.
+
+    Raises:
+        OSError: It cannot be opened or read.
+        ValueError: It is no plain file, or not a complete entry.
     """
 
     def __init__(self, path: Path) -> None:
@@ -167,30 +186,30 @@ class ChunkFile:
 
     @property
     def key(self) -> ChunkKey:
-        """Whose bytes these are."""
+        """The entry's key."""
         return self._header.key
 
     @property
     def meta(self) -> EntryMeta:
-        """What is said of them."""
+        """The entry's description."""
         return self._header.meta
 
     @property
     def is_unlinked(self) -> bool:
-        """Whether the name is gone: deleted or replaced since it was opened."""
+        """Whether the file was deleted or replaced since it was opened."""
         return os.fstat(self._fd).st_nlink == 0
 
     def expect(self, first: int, count: int) -> None:
-        """Let the system begin to bring these layers, where it can be told to; one that refuses is no trouble."""
+        """Ask the operating system to prefetch these layers, where it supports that; errors are ignored."""
         if hasattr(os, "posix_fadvise") and 0 <= first < first + count <= len(self.meta.layers):
             begin, end = self._header.span(first, count)
             with suppress(OSError):
                 os.posix_fadvise(self._fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def read(self, first: int, count: int = 1, *, verify: bool = True) -> list[Tensor]:
-        """`count` layers from `first` on as uint8 [nbytes] each, newly allocated together.
+        """Read `count` layers from `first` on into one new allocation; return uint8 `[nbytes]` each.
 
-        They come in pieces, each checked while the system brings the next.
+        They are read about a megabyte at a time; each part is checked while the system prefetches the next.
         """
         self.expect(first, count)
         begin, end = self._header.span(first, count)
@@ -220,7 +239,7 @@ class ChunkFile:
 
 
 def _read_all(fd: int, buffer: bytearray | memoryview, offset: int) -> None:
-    """Fill `buffer` from `offset`; ValueError where the file ends before."""
+    """Fill `buffer` from `offset` on; raise ValueError if the file ends too early."""
     view = memoryview(buffer)
     while view:
         n = os.preadv(fd, [view], offset)

@@ -1,8 +1,8 @@
-"""Codecs of the models whose KV is kept: which tables pack it, as the store's catalog and its slow tiers keep them.
+"""The codecs of models: finds the codec tables that their KV was encoded with.
 
-A model's tables are made once, from text that comes along, and kept in the catalog; beside the KV in every slow tier
-they lie by their digest, which each packed layer names: so another machine that shares a tier reads what this one
-packed.
+A model's tables are profiled once, from text that ships with the package, and saved in the store's catalog. A copy is
+saved in every slow tier under the tables' digest, which each encoded layer names, so that another machine that shares
+the tier can decode what this one encoded.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from ragfuse.types.levels import LEVEL_NAMES
 log = logging.getLogger("ragfuse.engine")
 
 TABLES_RECHECK_S = 60.0
-"""Seconds after which the catalog, or a tier, is asked again for tables that it did not have."""
+"""Seconds until missing tables are looked for again in the catalog and the tiers."""
 OWNER = digest("codec tables")
-"""What tables in a tier are kept under, where KV has its model."""
+"""The `ChunkKey.model` of tables in a tier, in place of a model's digest."""
 
 
 class CodecRegistry:
-    """Gives codecs by level and model (the digest in keys), and by the tables that packed a layer. Threads share it.
+    """The codecs of a store, by level and model digest, or by level and tables. Threads may share it.
 
-    catalog: the store's. tiers: the store's, of which the slow ones keep tables, too; known once the store is open.
+    Args:
+        catalog: The store's catalog.
+        tiers: The store's tiers; the slow ones keep copies of tables. May be set later, once the store is open.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -46,29 +49,29 @@ class CodecRegistry:
         self._codecs: dict[tuple[str, str], Codec] = {}  # by level and digest of tables
 
     def __call__(self, level: str, model: str) -> Codec | None:
-        """The codec that writes a model's KV at a level; None for a level that is none, or without tables."""
+        """Return the codec that writes a model's KV at a level; None if the level is unknown or its tables missing."""
         plain = TABLELESS(level, model)
         if plain is not None or level not in LEVEL_NAMES:
             return plain
         return self._codec(level, self.tables(model))
 
     def packed(self, level: str, tables: str) -> Codec | None:
-        """The codec of what was packed with the tables of this digest, wherever these are kept."""
+        """Return the codec of a level for the tables of this digest, from the catalog or a tier; None if not found."""
         return self._codec(level, self._once(tables, lambda: self._by_digest(tables)))
 
     def tables(self, model: str) -> CodecTables | None:
-        """The tables that a model's KV is written with, as the catalog has them."""
+        """Return the tables that a model's KV is written with, or None if it has not been profiled."""
         return self._once(model, lambda: self._of_model(model))
 
     def learn(self, model: str, tables: CodecTables) -> None:
-        """Write a model's KV with these from now on, here and in later processes on this store."""
+        """Set the tables that a model's KV is written with from now on, here and in later processes on this store."""
         with self._lock:
             self._known |= dict.fromkeys((model, tables.digest), (tables, self._clock()))
         self._catalog.put(f"tables-{tables.digest}", tables.as_dict())
         self._catalog.put(f"codec-{model}", {"tables": tables.digest})
 
     def share(self, tables: CodecTables) -> None:
-        """Keep these in every slow tier that has not got them, pinned; what cannot be kept is no loss here."""
+        """Save tables, pinned, in every slow tier that lacks them. Failures are ignored: the catalog has them, too."""
         key, value = _key(tables.digest), json.dumps(tables.as_dict()).encode()
         for tier in self.tiers:
             if tier.slow and key not in tier.entries([key]) and tier.write(key, *as_entry(tables.digest, value)):
@@ -85,7 +88,7 @@ class CodecRegistry:
             return self._codecs[level, tables.digest]
 
     def _once(self, name: str, find: Callable[[], CodecTables | None]) -> CodecTables | None:
-        """What is known under a name; what is not is looked for, and again only after a while."""
+        """Return the cached tables of a name; look for unknown ones, but again only after `TABLES_RECHECK_S`."""
         with self._lock:
             found, asked_s = self._known.get(name, (None, float("-inf")))
         if found is not None or self._clock() - asked_s < TABLES_RECHECK_S:
@@ -100,7 +103,7 @@ class CodecRegistry:
         return self._by_digest(str(kept["tables"])) if "tables" in kept else None
 
     def _by_digest(self, tables: str) -> CodecTables | None:
-        """Tables from the catalog, else from the first slow tier that has them whole."""
+        """Return tables from the catalog, else from the first slow tier that has them undamaged."""
         kept = self._catalog.get(f"tables-{tables}")
         for found in (kept, *(_read(tier, tables) for tier in self.tiers if kept is None and tier.slow)):
             known = CodecTables.from_dict(found) if found is not None else None
@@ -110,7 +113,7 @@ class CodecRegistry:
 
 
 def wants_tables(settings: Settings) -> bool:
-    """Whether a tier is, or may be, written at a level that needs its model's tables."""
+    """Return whether the settings have a tier that is, or may be, written at a level that needs codec tables."""
     levels = {level for each in settings.written.values() for level in each}
     return any(level == AUTO_LEVEL or TABLELESS(level, "") is None for level in levels)
 
@@ -120,7 +123,7 @@ def _key(tables: str) -> ChunkKey:
 
 
 def _read(tier: Tier, tables: str) -> object:
-    """What a tier keeps as these tables, None for nothing or what cannot be read."""
+    """Return the parsed JSON of tables in a tier, or None if there is none or it is damaged."""
     value = value_of(tier, _key(tables))
     try:
         return parsed(value) if value is not None else None

@@ -1,5 +1,6 @@
-"""Chunks that are forgotten: their KV leaves the tiers, in all company and whether it is pinned or not, their texts the
-catalog. The caller says which chunks are meant; a medium that does not answer is named, never passed over.
+"""Delete chunks completely: all their KV from the tiers, pinned or not, and their texts from the catalog.
+
+The caller decides which chunks. A tier that does not answer is always reported, as it may still hold some.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from ragfuse.types.kv import Entry
 log = logging.getLogger("ragfuse.engine")
 
 Chunk = tuple[str, str]
-"""What all entries of one tenant's chunk share, in whatever company it was encoded: digests of model and ids."""
+"""One tenant's chunk: digests of model and token ids, shared by its entries in whatever context they were encoded."""
 
 
 def chunk_of(key: ChunkKey) -> Chunk:
-    """The chunk that an entry belongs to."""
+    """Return the chunk that an entry belongs to."""
     return key.model, key.tokens
 
 
 def chunk_named(text: str) -> Chunk:
-    """The chunk of a key as the catalog has it; one that nobody has where a bad byte makes it none."""
+    """Return the chunk of a key as the catalog writes it; for a damaged key, a chunk that does not exist."""
     try:
         return chunk_of(ChunkKey.parse(text))
     except ValueError:
@@ -35,9 +36,12 @@ def chunk_named(text: str) -> Chunk:
 
 @dataclass(frozen=True)
 class Dropped:
-    """What dropping left behind. left: by tier, keys that may still be there, as it could not drop them.
+    """What a deletion may have left behind.
 
-    silent: tiers that were meant and could not drop, or do not answer; unknown: others that do not answer.
+    Args:
+        left: By name of a tier that failed to delete, the keys that it may still hold.
+        silent: Tiers to delete from that failed or do not answer.
+        unknown: Other tiers that do not answer.
     """
 
     left: Mapping[str, Set[ChunkKey]]
@@ -45,19 +49,22 @@ class Dropped:
     unknown: Sequence[str] = ()
 
     def has_left(self, entry: Entry) -> bool:
-        """Whether this entry may still be there."""
+        """Return whether this entry may still exist."""
         return entry.key in self.left.get(entry.tier, ())
 
 
 def dropped(store: KVStore, left: Mapping[str, Set[ChunkKey]], tier: str | None = None) -> Dropped:
-    """What `KVStore.drop` of all tiers, or of one, left behind; asked after every listing, which may lack theirs."""
+    """Return what `KVStore.drop` left behind, in all tiers or in one.
+
+    Call it after the entries were listed, so that tiers that did not answer meanwhile are noticed.
+    """
     quiet = store.silent()
     silent = list(dict.fromkeys([*left, *(name for name in quiet if tier in (None, name))]))
     return Dropped(left, silent, [name for name in quiet if name not in silent])
 
 
 def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
-    """Delete these chunks' texts, of whatever source; how many there were."""
+    """Delete the texts of chunks from the catalog, whatever their source, and return how many there were."""
     by_model: dict[str, list[str]] = {}
     for model, tokens in chunks:
         by_model.setdefault(model, []).append(str(ChunkKey(model, tokens)))
@@ -65,13 +72,13 @@ def forget_texts(catalog: CatalogQueries, chunks: Iterable[Chunk]) -> int:
 
 
 def forget_chunks(store: KVStore, catalog: CatalogQueries, chunks: Set[Chunk]) -> int:
-    """Forget chunks wherever they are kept, on their way or written down; bytes freed.
+    """Delete chunks everywhere: stored KV, pending saves and texts. Return the bytes freed.
 
-    While a tier does not answer the texts stay written down, so that `ragfuse store clear` still finds what it holds.
+    If a tier does not answer, the texts stay in the catalog, so that `ragfuse store clear` still finds what it holds.
     """
     if not chunks:
         return 0
-    keys = {key for key in store.under_way() if chunk_of(key) in chunks}  # asked first: it may be listed meanwhile
+    keys = {key for key in store.under_way() if chunk_of(key) in chunks}  # before listing: a save may end meanwhile
     entries = [entry for entry in store.entries() if chunk_of(entry.key) in chunks]
     done = dropped(store, store.drop(keys.union(entry.key for entry in entries)))
     if done.silent:

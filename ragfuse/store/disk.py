@@ -1,8 +1,8 @@
-"""Entries as files in one folder, shared by threads and processes. File layout: `chunkfile.py`; rows: `index.py`;
-how both are made to agree again after a crash: `upkeep.py`.
+"""A tier that stores each entry as a file in one folder, which threads and processes may share.
 
-Room is taken in the index before a byte is written, and a victim's file goes before its row, so no write brings the
-files over `capacity`, whatever is killed when. An entry has a row only once its file is whole.
+`chunkfile.py` has the file format, `index.py` the table of entries, `upkeep.py` the repair of both after a crash.
+A write reserves room in the index before it writes a byte, and eviction removes the file before the row, so the files
+never exceed `capacity`, even if a process is killed. An entry gets its row only once its file is complete.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
 from torch import Tensor
 
 from ragfuse.process.fork import ForkLock, at_fork
+from ragfuse.process.lru import LRU
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.access import make_folder
 from ragfuse.store.chunkfile import ChunkFile, layer_offsets, pack_header, write_chunk
-from ragfuse.store.filecache import FileCache
 from ragfuse.store.folder import FolderWriter, fsync_folder, locked, open_folder, refusal, trouble
 from ragfuse.store.index import Index
 from ragfuse.store.plainfile import remove
@@ -39,14 +40,24 @@ _TOUCHES = 256
 _TOUCH_INTERVAL_S = 5.0
 _CLOSE_S = 1.0
 TELL_AGAIN_S = 60.0
-"""Seconds for which one kind of trouble is told once."""
+"""Seconds before the same kind of error is logged as a warning again."""
 
 
 class DiskTier:
-    """A tier in a folder. Every layer that is read is checked against its checksum unless `verify` is False.
+    """A tier in a folder. Opening evicts nothing: if more than `capacity` is stored, the next write makes room.
 
-    StoreError if the folder cannot be used at all. Opening drops nothing: with a `capacity` below what is there, the
-    next write makes room. `open_files` is how many files stay open between reads.
+    Args:
+        path: The folder; it is created if it is missing.
+        capacity: Most bytes that its files may occupy.
+        evict: The eviction policy.
+        verify: Whether to check the checksum of every layer that is read.
+        open_files: How many files stay open between reads.
+        name: Name of the tier.
+        clock: Returns the time in seconds since the epoch.
+        shared_with: Who else may use the folder.
+
+    Raises:
+        StoreError: The folder cannot be used.
     """
 
     slow = True
@@ -66,11 +77,11 @@ class DiskTier:
         self.name, self.capacity, self.counts = name, capacity, Counts()
         self.path = open_folder(Path(path).expanduser(), shared_with)
         self._evict, self._verify, self._clock = evict, verify, clock
-        self._files = FileCache(open_files)
+        self._files = LRU[ChunkKey, ChunkFile](open_files)  # a file that leaves is closed after its last reader
         self._touched: dict[ChunkKey, tuple[float, int]] = {}
         self._touched_at, self._touch_lock = clock(), ForkLock()
         self._serial, self._closed = count(), False
-        self._told: dict[object, float] = {}  # kinds of trouble, and when they were last told
+        self._told: dict[object, float] = {}  # kind of error -> when it was last logged as a warning
         self._under_way: set[str] = set()  # temp files of this object's writes
         try:
             self._open()
@@ -80,17 +91,17 @@ class DiskTier:
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open the tier at a URL as the settings say."""
+        """Open the tier in the folder `url`, with capacity and sharing from the settings."""
         return cls(url, settings.tier_bytes, evict, name=name, shared_with=settings.shared_with)
 
     def renew(self) -> None:
-        """No write is under way, and no use is to be noted: those before a fork are the other process's."""
+        """Forget the writes under way and unwritten uses in a forked process: they are the parent's."""
         self._touched = {}
         self._under_way.clear()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, with those being written."""
+        """Bytes of all files, including those being written."""
         if self._closed:
             return 0
         try:
@@ -101,7 +112,7 @@ class DiskTier:
 
     @property
     def n_entries(self) -> int:
-        """Entries kept now; 0 while the index cannot be asked."""
+        """Entries stored now; 0 while the index cannot be read."""
         try:
             return 0 if self._closed else len(self._index)
         except sqlite3.Error as error:
@@ -109,7 +120,7 @@ class DiskTier:
             return 0
 
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
-        """The entries kept under `keys`, or all of them. A file may be gone all the same."""
+        """Return the entries with these keys, or all, as the index lists them; the file of one may be missing."""
         if self._closed:
             return {}
         try:
@@ -126,7 +137,7 @@ class DiskTier:
         return found
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """The entry's description and `count` pieces. What cannot be read is dropped and counted."""
+        """Return an entry's description and `count` pieces (`Tier.read`). A damaged entry is dropped and counted."""
         if self._closed:
             return None
         try:
@@ -147,13 +158,13 @@ class DiskTier:
         return file.meta, *blobs
 
     def expect(self, keys: Iterable[ChunkKey], first: int, count: int) -> None:
-        """Let the system begin to bring layers that will be read soon; trouble is the reading's business."""
+        """Ask the operating system to prefetch `count` pieces; errors are left to the read that follows."""
         for key in () if self._closed else keys:
             with suppress(OSError, ValueError):
                 self._open_file(key, first).expect(first, count)
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Keep the layers as one file that appears whole or not at all."""
+        """Store an entry (`Tier.write`) as one file, which appears whole or not at all."""
         meta.check(blobs)
         if ChunkKey.parse(str(key)) != key:
             raise ValueError(f"{key!r} cannot be written down and read back.")
@@ -166,7 +177,7 @@ class DiskTier:
             return False
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Drop these entries; how many there were."""
+        """Delete entries and return how many there were."""
         doomed = list(keys)
         try:
             with self._index.write() as transaction:
@@ -176,7 +187,7 @@ class DiskTier:
             return 0
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Protect entries from eviction, or stop doing so; this outlives the process."""
+        """Protect entries from eviction, or stop protecting them. Pins outlive the process."""
         try:
             with self._index.write() as transaction:
                 self._index.pin(transaction, keys, pinned)
@@ -184,7 +195,10 @@ class DiskTier:
             self._failed("pin entries in", self.path, error)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Note a use now, without counting a hit. Other processes see it at once, or after the next write or read."""
+        """Set the last use of these entries to now, without counting a hit.
+
+        Other processes see it at once or, if the index is busy, after the next write or read of this one.
+        """
         if self._closed:
             return
         now = self._clock()
@@ -194,7 +208,7 @@ class DiskTier:
         self._flush_touches(wait_s=0.0)
 
     def tidy(self) -> Freed:
-        """Free what writers that died have left behind, and look at every file: see `upkeep.py`."""
+        """Remove what interrupted writes left behind, check every file against the index, and return what was freed."""
         if self._closed:
             return Freed()
         try:
@@ -209,7 +223,7 @@ class DiskTier:
         return freed
 
     def close(self) -> None:
-        """Write down what was used, and let go of all files. Calling it again does nothing."""
+        """Write the latest uses to the index and close all files. Closing twice does nothing."""
         if self._closed:
             return
         self._flush_touches(wait_s=_CLOSE_S)
@@ -240,7 +254,10 @@ class DiskTier:
         return chunk_path(self.path, key)
 
     def _open_file(self, key: ChunkKey, first: int) -> ChunkFile:
-        """The entry's file. A pass that has begun may finish on a file deleted since; a new one looks again."""
+        """Return the open file of an entry.
+
+        A reader that has read earlier layers may finish on a file that was deleted since; a new reader opens it again.
+        """
         file = self._files.get(key)
         if file is not None and not (file.meta.begins(first) and file.is_unlinked):
             return file
@@ -253,7 +270,7 @@ class DiskTier:
         return file
 
     def _drop(self, key: ChunkKey, why: str, *, gone: bool = False) -> None:
-        """Forget an entry that cannot be read; if it was deleted, or written anew, meanwhile, nothing is wrong."""
+        """Drop an entry that cannot be read, unless another process deleted or rewrote it meanwhile."""
         self._files.discard([key])
         if not self.entries([key]):
             return
@@ -265,7 +282,7 @@ class DiskTier:
             self._failed("drop", key, error)
 
     def _touch(self, key: ChunkKey, *, hit: bool) -> None:
-        """Note a use, in memory; the index hears of it seldom."""
+        """Note a use in memory; the index is updated only now and then."""
         now = self._clock()
         with self._touch_lock:
             self._touched[key] = (now, self._touched.get(key, (now, 0))[1] + hit)
@@ -307,12 +324,12 @@ class DiskTier:
             raise
         finally:
             self._under_way.discard(name)
-        self._files.sweep()
+        self._files.discard_where(attrgetter("is_unlinked"))
         fsync_folder(path.parent)
         return True
 
     def _abandon(self, temp: Path, name: str, key: ChunkKey) -> None:
-        """Leave nothing of a write that failed, also where it was renamed and its row could not be written."""
+        """Remove all traces of a failed write, even if its file was renamed and only its row could not be written."""
         with suppress(OSError):
             temp.unlink(missing_ok=True)
         with suppress(OSError, sqlite3.Error), self._index.write() as transaction:
@@ -322,7 +339,7 @@ class DiskTier:
             self._index.end(transaction, name)
 
     def _reserve(self, name: str, key: ChunkKey, nbytes: int) -> bool:
-        """Take room for a write, dropping entries as the evictor says; False if that does not give enough."""
+        """Reserve room for a write, evicting if needed; return False if not enough can be freed."""
         with self._index.write() as transaction:
             self._touch_in(transaction)
             self._upkeep.bury(transaction)
@@ -332,7 +349,7 @@ class DiskTier:
         return True
 
     def _make_room(self, transaction: sqlite3.Connection, key: ChunkKey, nbytes: int) -> bool:
-        """Drop entries until `nbytes` more fit; False, and nothing dropped, if they never will."""
+        """Evict entries until `nbytes` more fit; return False, and evict nothing, if they cannot fit."""
         excess = self._index.nbytes_in(transaction) + nbytes - self.capacity
         if excess <= 0:
             return True
@@ -345,7 +362,7 @@ class DiskTier:
         return True
 
     def _remove(self, transaction: sqlite3.Connection, keys: Sequence[ChunkKey]) -> int:
-        """Files first: what is killed in between is a row without a file, which reads as a miss."""
+        """Delete files, then rows: if killed in between, a row without a file is left, and that reads as a miss."""
         for key in keys:
             remove(self._path(key))
         self._files.discard(keys)
@@ -371,5 +388,5 @@ class DiskTier:
 
 
 def _reason(error: Exception) -> str:
-    """What the system says, without its number and the file of the one chunk."""
+    """Return the system's message without the error number and the file name, which differ from chunk to chunk."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,4 +1,4 @@
-"""The store that settings describe, and one tier from its URL. How a kind of tier works is its own file's."""
+"""Open the store that the settings describe, or a single tier from its URL."""
 
 from __future__ import annotations
 
@@ -19,22 +19,40 @@ from ragfuse.types.tiers import kind_of_scheme
 
 
 class OpenedByURL(Tier, Protocol):
-    """A tier that a URL of the settings opens."""
+    """A tier that can be opened from a URL; every class named in `TIER_KINDS` is one."""
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open the tier at a URL as the settings say; StoreError if it cannot be used."""
+        """Open the tier at a URL.
+
+        Args:
+            url: Its URL, or a folder.
+            settings: Its capacity, timeouts and the like.
+            evict: The eviction policy.
+            name: The name that it gets in the store.
+
+        Raises:
+            StoreError: It cannot be used.
+        """
         ...
 
 
 def open_store(
     settings: Settings, evict: Evictor, codecs: Codecs = TABLELESS, evict_behind: Evictor | None = None
 ) -> KVStore:
-    """Memory, then disk, then the further tiers in their order; one of 0 bytes is left out. StoreError if unusable.
-    evict_behind: whom the further ones ask, if not the same.
+    """Open the store that the settings describe: memory, then disk, then `settings.tiers` in their order.
 
-    For a model on a GPU its own memory comes first, and the host's is pinned. Tiers whose level is to be chosen are
-    written raw until somebody chooses.
+    A tier of 0 bytes is left out. For a model on a GPU, a tier in GPU memory comes first and host memory is pinned. A
+    tier whose codec level is "auto" is written raw until a level is chosen.
+
+    Args:
+        settings: Sizes, paths, URLs and codec levels.
+        evict: The eviction policy of memory and disk, and of the further tiers unless `evict_behind` is given.
+        codecs: Returns the codec of a level for a model.
+        evict_behind: The eviction policy of the tiers in `settings.tiers`.
+
+    Raises:
+        StoreError: A tier cannot be used, or two tiers are at the same place.
     """
     places = [str(settings.store_path.resolve())] if settings.disk_bytes else []
     places += [url.rstrip("/") if "://" in url else str(Path(url).expanduser().resolve()) for url in settings.tiers]
@@ -62,12 +80,17 @@ def open_store(
 
 
 def open_tier(url: str, settings: Settings, evict: Evictor, taken: list[str] | None = None) -> Tier:
-    """Open the tier at a URL or in a folder, as large and as patient as the settings say.
+    """Open the tier at a URL or in a folder.
 
-    It is called by its kind (disk, redis, objects), with a number where that name is `taken`.
+    Args:
+        url: A folder, or a URL such as `redis://...` or `s3://...`.
+        settings: Its capacity, timeouts and the like.
+        evict: The eviction policy.
+        taken: Names of other tiers. The tier is named after its kind (disk, redis, objects), with a number appended if
+            that name is taken.
 
     Raises:
-        StoreError: It is neither, or cannot be opened.
+        StoreError: `url` is neither a folder nor a URL, or the tier cannot be opened.
     """
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
     if not url.strip() or (scheme is None and "://" in url):
@@ -79,6 +102,6 @@ def open_tier(url: str, settings: Settings, evict: Evictor, taken: list[str] | N
 
 
 def free_name(kind: str, taken: list[str] | None) -> str:
-    """redis, redis-2, redis-3, ..."""
+    """Return the first name of `redis`, `redis-2`, `redis-3`, ... that is not taken."""
     names = (kind, *(f"{kind}-{number}" for number in range(2, len(taken or ()) + 3)))
     return next(name for name in names if name not in (taken or ()))

@@ -1,7 +1,6 @@
-"""A store's folder: opened or refused clearly, locked while it is set up, and who of its writers is alive.
+"""A store's folder: open it or refuse it with a clear error, lock it during set-up, and know which writers are alive.
 
-Locks are flock(2): the kernel lets go of them when a process dies, however it dies. What is in the files is not
-known here.
+Locks are flock(2) locks: the kernel releases them when a process dies, however it dies.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ragfuse.store.access import make_root, open_file
 
 
 def refusal(path: Path, found: str) -> StoreError:
-    """The error for a folder that cannot be used: wanted, found, what to do."""
+    """Return the error for a folder that cannot be used, saying what was found and what to do."""
     return StoreError(
         f"The store at {path} cannot be opened: a folder that this user can write to was wanted, {found} was found. "
         "Give another folder (setting `store`, environment RAGFUSE_STORE), or make room or repair this one."
@@ -29,7 +28,7 @@ def refusal(path: Path, found: str) -> StoreError:
 
 
 def trouble(path: Path, error: Exception, where: str = "") -> str:
-    """What was found in `path` when an error was: sqlite calls a full disk an I/O error."""
+    """Describe an error that occurred in `path`. A full disk is named as such, as SQLite reports it as an I/O error."""
     with suppress(OSError):
         if not os.statvfs(path).f_bavail:
             return "a full disk"
@@ -37,9 +36,17 @@ def trouble(path: Path, error: Exception, where: str = "") -> str:
 
 
 def open_folder(path: Path, shared_with: SharedWith = "nobody") -> Path:
-    """`path` as a folder for this user, and whom it is shared with, made if missing; StoreError if it cannot be used.
+    """Create a folder if it is missing, and check that it can be used.
 
-    What is given back is meant as it is now, wherever the process works later.
+    Args:
+        path: The folder.
+        shared_with: Who else may use it.
+
+    Returns:
+        Its absolute path, which stays valid if the working directory changes.
+
+    Raises:
+        StoreError: It cannot be used.
     """
     path = Path(os.path.abspath(path))
     try:
@@ -54,7 +61,7 @@ def open_folder(path: Path, shared_with: SharedWith = "nobody") -> Path:
 
 
 def fsync_folder(path: Path) -> None:
-    """Make names in `path` survive a power cut."""
+    """Sync a folder, so that file names created in it survive a power cut."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -68,7 +75,7 @@ def _lock_file(path: Path) -> int:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time, and one thread, between entering and leaving."""
+    """Hold a lock on a file while the block runs: one process at a time, and one thread."""
     fd = _lock_file(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -78,16 +85,16 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _unlock(fd: int) -> None:
-    """Let go of a lock here and in every process that was forked since it was taken."""
+    """Release a lock here and in every process that was forked since it was taken."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
 class FolderWriter:
-    """A writer of a folder, `writers` in a store's own, alive as long as its lock is held.
+    """One writer of a store, known by a lock file in the folder `writers`; it is alive as long as it holds that lock.
 
-    Make and sweep owners under the store's own lock: a file that is made but not locked yet looks dead. A forked
-    process is a writer of its own as soon as it asks for a token.
+    Create and sweep writers only under the store's own lock, as a lock file that is not locked yet looks dead. A forked
+    process becomes a writer of its own at its first use of `token`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,12 +109,12 @@ class FolderWriter:
         fcntl.flock(self._fd, fcntl.LOCK_EX)
 
     def renew(self) -> None:
-        """Hold no lock of the process that was forked: it is not alive because of this one."""
+        """Drop the parent's lock in a forked process, so that it does not keep a dead parent alive."""
         self.__del__()
 
     @property
     def token(self) -> str:
-        """What names it in the files that it is writing."""
+        """The writer's name, which is part of the names of files that it is writing."""
         if self._fd < 0 and not self._is_over:
             with locked(self._folder.parent / "lock"):
                 if self._fd < 0:
@@ -115,11 +122,11 @@ class FolderWriter:
         return self._token
 
     def is_me(self, token: str) -> bool:
-        """Whether that is its token."""
+        """Return whether `token` is this writer's."""
         return self._fd >= 0 and token == self._token
 
     def is_alive(self, token: str) -> bool:
-        """Whether the writer named `token` still runs, in this process or another."""
+        """Return whether the writer named `token` still runs, in this process or another."""
         try:
             fd = os.open(self._folder / f"{token}.lock", os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -133,13 +140,13 @@ class FolderWriter:
         return False
 
     def sweep(self) -> None:
-        """Remove the lock files of the dead."""
+        """Remove the lock files of dead writers."""
         for path in self._folder.glob("*.lock"):
             if not self.is_alive(path.stem):
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Say that nothing of this writer is under way any more."""
+        """Release and remove the lock file: nothing of this writer is under way any more."""
         self._is_over = True
         if self._fd >= 0:
             self._path.unlink(missing_ok=True)

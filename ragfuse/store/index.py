@@ -1,6 +1,6 @@
-"""What is in a disk tier: one row per entry, one per write under way. Sizes here are those of whole files.
+"""The SQLite index of a disk tier: one row per entry, and one per write under way. Sizes are those of whole files.
 
-The index decides nothing and touches no chunk file; `disk.py` does both inside the transactions opened here.
+The index makes no decisions and touches no chunk file; `disk.py` does both inside the transactions opened here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _UPKEEP = (
     "CREATE TRIGGER IF NOT EXISTS less AFTER DELETE ON entries "
     "BEGIN UPDATE total SET entries = entries - 1, nbytes = nbytes - old.nbytes; END",
 )
-"""What keeps a full tier of a million entries fast: no sum and no sorting over all rows when one is written."""
+"""Index and triggers so that a write needs no sum and no sorting over all rows, even with a million entries."""
 _NBYTES = "SELECT (SELECT nbytes FROM total) + (SELECT coalesce(sum(nbytes), 0) FROM writing)"
 _ENTRIES = "SELECT key, sizes, n_tokens, n_layers, nbytes, last_used, hits, pinned FROM entries"
 _OLDEST = " WHERE NOT pinned ORDER BY last_used, rowid"
@@ -69,9 +69,14 @@ _AHEAD = f"UPDATE entries SET last_used = ?1 WHERE NOT pinned AND last_used > ?1
 
 
 class Index:
-    """The rows of one folder, shared by all its processes. Methods with a connection run in its transaction.
+    """The index of one folder, shared by all its processes. Methods that take a transaction run inside it.
 
-    A last use beyond what `clock` says now, as a clock that ran ahead wrote it, counts as now.
+    A last use that lies in the future, because a clock ran ahead, counts as now.
+
+    Args:
+        path: The SQLite file.
+        tier: Name of the tier in the entries returned.
+        clock: Returns the time in seconds since the epoch.
     """
 
     def __init__(self, path: Path, tier: str, clock: Callable[[], float] = time.time) -> None:
@@ -81,53 +86,53 @@ class Index:
             self._prepare(transaction)
 
     def write(self, *, wait_s: float | None = None) -> AbstractContextManager[sqlite3.Connection]:
-        """A transaction, alone among all processes; None: waits for others as long as it takes, within reason."""
+        """Open a write transaction, exclusive among all processes (`Database.write`)."""
         return self._database.write(wait_s=wait_s)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._database.close()
 
     def nbytes(self) -> int:
-        """Bytes of entries and of writes under way."""
+        """Return the bytes of all entries and of writes under way."""
         return _count(self._database.query(_NBYTES))
 
     def __len__(self) -> int:
         return _count(self._database.query("SELECT entries FROM total"))
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """(key, nbytes) of every entry, a page at a time; others may write meanwhile."""
+        """Yield (key, nbytes) of every entry, read page by page; others may write meanwhile."""
         last = -1
         while page := self._database.query(_PAGE, (last,)):
             last = page[-1][0]
             yield from ((key, nbytes) for _, key, nbytes in page if _are_words([key]))
 
     def note(self, name: str) -> str:
-        """What was noted under a name, "" if nothing was."""
+        """Return the note of that name, "" if there is none."""
         found = self._database.query("SELECT note FROM notes WHERE name = ?", (name,))
         return str(found[0][0]) if found else ""
 
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
-        """Entries under `keys`, by one query, or all, page by page; least recently used first."""
+        """Return the entries with these keys (one query), or all (page by page), least recently used first."""
         if keys is not None:
             return self._entries(self._database.query(*_select(keys)))
         return {entry.key: entry for entry in sorted(self._all(), key=lambda entry: entry.last_used)}
 
     def _all(self) -> Iterator[Entry]:
-        """Every entry; others look up, weigh and write between two pages."""
+        """Yield every entry, page by page, so that others can read and write in between."""
         last = -1
         while page := self._database.query(_LISTED, (last,)):
             last = page[-1][0]
             yield from self._understood(row[1:] for row in page)
 
     def entries_in(self, transaction: sqlite3.Connection, keys: Iterable[ChunkKey]) -> list[Entry]:
-        """Entries under `keys` inside a transaction."""
+        """Return the entries with these keys, inside a transaction."""
         return list(self._entries(transaction.execute(*_select(keys)).fetchall()).values())
 
     def oldest(self, transaction: sqlite3.Connection) -> Iterator[Entry]:
-        """Every entry that is not pinned, least recently used first, read as far as it is asked for.
+        """Yield every entry that is not pinned, least recently used first, lazily.
 
-        Uses beyond now are written down as uses now: these entries, too, grow old from here on.
+        Uses that lie in the future are first changed to now, so that these entries age, too.
         """
         transaction.execute(_AHEAD, (self._clock(),))
         with closing(transaction.execute(_ENTRIES + _OLDEST)) as rows:
@@ -137,7 +142,7 @@ class Index:
         return {entry.key: entry for entry in self._understood(rows)}
 
     def _understood(self, rows: Iterable[Row]) -> Iterator[Entry]:
-        """The entries that rows tell of. One with a bad byte tells of none, and is removed by `upkeep.py`."""
+        """Yield the entries of rows. Damaged rows are skipped; `upkeep.py` removes them."""
         now: float | None = None
         for text, told, n_tokens, n_layers, nbytes, last_used, hits, pinned in rows:
             try:
@@ -153,30 +158,30 @@ class Index:
 
     @staticmethod
     def nbytes_in(transaction: sqlite3.Connection) -> int:
-        """Bytes of entries and of writes under way, inside a transaction."""
+        """Return the bytes of all entries and of writes under way, inside a transaction."""
         return _count(transaction.execute(_NBYTES).fetchall())
 
     @staticmethod
     def begin(transaction: sqlite3.Connection, temp: str, key: ChunkKey, owner: str, nbytes: int) -> None:
-        """A write of `nbytes` starts: its bytes count from now on."""
+        """Record that a write of `nbytes` begins; its bytes count from now on."""
         transaction.execute("INSERT INTO writing VALUES (?, ?, ?, ?)", (temp, str(key), owner, nbytes))
 
     @staticmethod
     def end(transaction: sqlite3.Connection, temp: str) -> None:
-        """That write is over, whole or not."""
+        """Record that a write has ended, complete or not."""
         transaction.execute("DELETE FROM writing WHERE temp = ?", (temp,))
 
     @staticmethod
     def has(transaction: sqlite3.Connection, text: str) -> bool:
-        """Whether there is an entry whose key is written so."""
+        """Return whether there is an entry with this key, given as text."""
         return bool(transaction.execute("SELECT 1 FROM entries WHERE key = ?", (text,)).fetchone())
 
     def is_sound(self) -> bool:
-        """Whether entries are found by their keys and their use as they are written down; takes a while for many."""
+        """Return whether the table and its SQL indexes agree; takes a while for many entries."""
         return self._database.is_sound("entries")
 
     def mend(self, transaction: sqlite3.Connection, is_sound: bool) -> int:
-        """Remove rows with bad bytes where numbers or words belong, and sum up anew; how many they were."""
+        """Remove damaged rows, recompute the totals, and return how many rows were removed."""
         odd = [rowid for (rowid,) in transaction.execute(_ODD)]
         odd += [rowid for rowid, *words in transaction.execute(_NOT_PLAIN) if not _are_words(words)]
         odd += [rowid for rowid, *row in transaction.execute(_ENTRIES_TOLD) if not any(self._understood([tuple(row)]))]
@@ -194,34 +199,34 @@ class Index:
 
     @staticmethod
     def under_way(transaction: sqlite3.Connection) -> list[tuple[str, str, str, int]]:
-        """(temp, key, owner, nbytes) of every write that was begun and not ended."""
+        """Return (temporary file, key, owner, nbytes) of every write that has begun and not ended."""
         rows = transaction.execute("SELECT temp, key, owner, nbytes FROM writing").fetchall()
         return [row for row in rows if _are_words((row[0], row[2]))]
 
     @staticmethod
     def take_note(transaction: sqlite3.Connection, name: str, note: str) -> None:
-        """Remember something about the folder itself."""
+        """Save a note about the folder, replacing an earlier one of that name."""
         transaction.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, note))
 
     @staticmethod
     def publish(transaction: sqlite3.Connection, key: ChunkKey, meta: EntryMeta, nbytes: int, used: float) -> None:
-        """The entry can be found from the commit on; hits and pin of an earlier one stay."""
+        """Add the row of an entry, visible from the commit on; hits and pin of an older entry of that key stay."""
         row = (str(key), said(meta.sizes), meta.n_tokens, meta.n_layers, nbytes, used)
         transaction.execute(_PUBLISH, row)
 
     @staticmethod
     def remove(transaction: sqlite3.Connection, keys: Iterable[ChunkKey | str]) -> int:
-        """Forget entries; how many there were."""
+        """Remove the rows of entries, and return how many there were."""
         return transaction.execute(f"DELETE FROM entries{_AMONG}", (_json(keys),)).rowcount
 
     def touch(self, transaction: sqlite3.Connection, used: Mapping[ChunkKey, tuple[float, int]]) -> None:
-        """Entries were used last at these times, with so many more hits."""
+        """Record uses: by key, the last use (seconds since the epoch) and the number of new hits."""
         now = self._clock()
         transaction.executemany(_TOUCH, [(when, now, hits, str(key)) for key, (when, hits) in used.items()])
 
     @staticmethod
     def pin(transaction: sqlite3.Connection, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Write down who is protected from eviction."""
+        """Record whether entries are protected from eviction."""
         transaction.execute(f"UPDATE entries SET pinned = ?{_AMONG}", (int(pinned), _json(keys)))
 
 
@@ -234,7 +239,7 @@ def _are_words(values: Iterable[object]) -> bool:
 
 
 def _count(rows: Sequence[Row]) -> int:
-    """A number that is kept in one row; 0 where a bad byte has made it none, until it is mended."""
+    """Return the number in a single row; 0 if it is damaged, until `mend` repairs it."""
     found = rows[0][0] if rows else 0
     return max(0, int(found)) if isinstance(found, int | float) and abs(found) < 1e18 else 0
 

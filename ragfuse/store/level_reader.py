@@ -1,4 +1,4 @@
-"""Layers of one entry at one level, read from one tier where that level stands, and decoded."""
+"""Read layers of an entry from a tier at one codec level, and decode them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ragfuse.codec import LayerMeta, OtherTables
-from ragfuse.store.levels import LevelLayout, Recent, TierLevels
+from ragfuse.process.lru import LRU
+from ragfuse.store.levels import LevelLayout, TierLevels
 from ragfuse.store.tier import EntryMeta, Tier
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry, LayerKV
@@ -23,9 +24,13 @@ _REMEMBERED = 8192
 
 
 class ReadLayers(NamedTuple):
-    """What was read: layers, the entry's description at their level alone, their bytes.
+    """Layers that were read at one level.
 
-    No layers: the entry is there, and has no such level that could be decoded.
+    Args:
+        layers: The decoded layers.
+        meta: The description of the whole entry at that level only. None: the entry exists, but does not have the
+            wanted level, or it cannot be decoded here.
+        blobs: The encoded bytes of the layers, uint8 `[nbytes]` each.
     """
 
     layers: tuple[LayerKV, ...]
@@ -35,9 +40,14 @@ class ReadLayers(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedLayers:
-    """Layers of a chunk at one level as they were read, from `first` on and not decoded yet.
+    """Consecutive layers of a chunk at one level, read but not decoded yet.
 
-    meta: of the whole chunk at that level. `amiss` hears of a layer that cannot be decoded.
+    Args:
+        meta: The description of the whole chunk at that level.
+        first: Index of the first layer.
+        blobs: The encoded layers, uint8 `[nbytes]` each.
+        decode: Decodes layers, given their bytes and descriptions.
+        amiss: Called with the layer and the error when a layer cannot be decoded.
     """
 
     meta: EntryMeta
@@ -48,16 +58,16 @@ class EncodedLayers:
 
     @property
     def nbytes(self) -> int:
-        """As read."""
+        """Bytes of the encoded layers."""
         return sum(blob.numel() for blob in self.blobs)
 
     @property
     def layers(self) -> range:
-        """Which they are."""
+        """Indices of the layers."""
         return range(self.first, self.first + len(self.blobs))
 
     def layer(self, at: int) -> LayerKV:
-        """One of these layers decoded, on whatever thread asks; ValueError where its bytes are none of this codec's."""
+        """Decode the layer with index `at`, on the calling thread; raise ValueError if its bytes cannot be decoded."""
         try:
             return self.decode([self.blobs[at - self.first]], [self.meta.layers[at]])[0]
         except ValueError as error:
@@ -66,34 +76,38 @@ class EncodedLayers:
 
 
 class LevelReader:
-    """Reads levels of entries. What of an entry cannot be read is counted and logged, never raised."""
+    """A reader of entries at one codec level. An entry that cannot be read is counted and logged; nothing is raised."""
 
     def __init__(self, levels: TierLevels) -> None:
         self._levels = levels
-        self._layouts = Recent[tuple[str, ChunkKey], LevelLayout](_REMEMBERED)
-        self._unread = Recent[ChunkKey, str](_REMEMBERED)
+        self._layouts = LRU[tuple[str, ChunkKey], LevelLayout](_REMEMBERED)
+        self._unread = LRU[ChunkKey, str](_REMEMBERED)
 
     def readable(self, tier: str, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, dict[str, int]]:
-        """Sizes of the levels that can be decoded here, of entries that a tier told of; remembers where they stand."""
+        """Find which levels of a tier's entries can be decoded here, and remember the layout of these entries.
+
+        Returns:
+            By key, the bytes of each such level; entries without one are left out (see `why_not`).
+        """
         told = {key: self._levels.readable(key, entry.sizes) for key, entry in entries.items()}
         for key, entry in entries.items():
-            if len(entry.sizes) > 1 or (tier, key) in self._layouts:  # any other begins with its only level
+            if len(entry.sizes) > 1 or (tier, key) in self._layouts:  # else its only level begins at piece 0
                 self._layouts.add((tier, key), LevelLayout(tuple(entry.sizes), entry.n_layers))
             if not told[key]:
                 self._unread.add(key, self._levels.why_not(key, entry.sizes))
         return {key: {level: entries[key].sizes[level] for level in levels} for key, levels in told.items() if levels}
 
     def forget(self, keys: Iterable[ChunkKey]) -> None:
-        """Forget why these were not told of: they are looked for anew."""
-        for key in keys if len(self._unread) else ():
-            self._unread.discard(key)
+        """Forget the reasons that `why_not` gives for these keys, as they are looked up again."""
+        if len(self._unread):
+            self._unread.discard(keys)
 
     def why_not(self, key: ChunkKey) -> str:
-        """Why a key's entry was found and not told of, as far as is remembered; "" where none was."""
+        """Return why `readable` left out an entry, if that is remembered; else ""."""
         return self._unread.get(key) or ""
 
     def begins(self, tier: str, keys: Iterable[ChunkKey], level: str | None) -> dict[int, list[ChunkKey]]:
-        """The piece that the level begins with, and of which keys, as far as is known."""
+        """Group keys by the index of the piece that the level begins with; 0 if an entry's layout is not known."""
         found: dict[int, list[ChunkKey]] = {}
         for key in keys:
             known = self._layouts.get((tier, key))
@@ -102,7 +116,18 @@ class LevelReader:
         return found
 
     def layers(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> ReadLayers | None:
-        """`count` layers from `first` on at a level (None: the first that can be decoded); None if there are none."""
+        """Read and decode `count` layers from `first` on.
+
+        Args:
+            tier: The tier to read from.
+            key: The chunk.
+            first: The first layer.
+            count: How many layers.
+            level: The codec level; None: the entry's first level that can be decoded here.
+
+        Returns:
+            The layers; without layers if the entry has no such level; None if they cannot be read.
+        """
         try:
             found = self._found(tier, key, first, count, level)
             if found is None or found.meta is None:
@@ -114,7 +139,7 @@ class LevelReader:
             return None
 
     def encoded(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str) -> EncodedLayers | None:
-        """Layers at one level as they stand there, not decoded; None if they cannot be had."""
+        """Read `count` layers from `first` on at one level without decoding them; None if they cannot be read."""
         found = self._found(tier, key, first, count, level)
         if found is None or found.meta is None or first + count > found.meta.n_layers:
             return None
@@ -122,12 +147,12 @@ class LevelReader:
         return EncodedLayers(found.meta, first, found.blobs, decode, partial(self._amiss, tier, key, level))
 
     def is_best(self, tier: str, key: ChunkKey, level: str) -> bool:
-        """Whether nothing that can be decoded of an entry loses less than this level."""
+        """Return whether this is the least lossy level of an entry that can be decoded here."""
         known = self._layouts.get((tier, key))
         return known is None or self._levels.best(key, known.levels, None) == level
 
     def _found(self, tier: Tier, key: ChunkKey, first: int, count: int, level: str | None) -> ReadLayers | None:
-        """Bytes alone, by one read where it is known how the entry stands; else by the first one that is learned."""
+        """Read the bytes without decoding: in one read if the entry's layout is known, else a first read finds it."""
         known = self._layouts.get((tier.name, key))
         for _ in range(_TRIES):
             chosen = self._chosen(key, known.levels, level) if known is not None else None
@@ -137,7 +162,7 @@ class LevelReader:
             found = tier.read(key, at + first, count)
             if found is None and at == 0:
                 return None
-            if found is None:  # written anew, with fewer levels?
+            if found is None:  # maybe rewritten with fewer levels: try without the known layout
                 known = None
                 continue
             meta, *blobs = found
@@ -150,7 +175,7 @@ class LevelReader:
         return None
 
     def _chosen(self, key: ChunkKey, levels: Sequence[str], level: str | None) -> str | None:
-        """The level to read: the one that was asked for, if it can be."""
+        """Return the level to read: `level`, or for None the first, of those that can be decoded; None if none can."""
         return next(iter(self._levels.readable(key, [each for each in levels if level in (None, each)])), None)
 
     def _decoded(
@@ -166,7 +191,7 @@ class LevelReader:
             return None
 
     def _amiss(self, tier: Tier, key: ChunkKey, level: str, layer: int, error: ValueError) -> None:
-        """An entry that cannot be decoded is dropped; one that is made for other tables is left alone."""
+        """Drop an entry that cannot be decoded; leave it alone if it was encoded with other tables."""
         if isinstance(error, OtherTables):
             self._levels.leave(key, level, str(error))
             return

@@ -1,4 +1,4 @@
-"""Entries in host or GPU memory. Bytes live as long as the process; files are `disk.py`'s."""
+"""A tier in host or GPU memory. Its entries live as long as the process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("ragfuse.store")
 
 @dataclass(slots=True)
 class _Slot:
-    """One entry: what is said of it, its description and layers, uint8 [nbytes] each; nbytes: what it takes here."""
+    """One stored entry. blobs: its pieces, uint8 `[nbytes]` each. nbytes: bytes that it occupies in this tier."""
 
     entry: Entry
     meta: EntryMeta
@@ -31,11 +31,22 @@ class _Slot:
 
 
 class MemoryTier:
-    """A tier in memory: host by default, pinned host with `pin_memory`, a GPU's with `device`.
+    """A tier in host memory, pinned host memory, or the memory of a GPU.
 
-    Room is taken before bytes are copied and given back if they cannot be, so `nbytes` never exceeds `capacity`. Pinned
-    memory comes in powers of two, which is what an entry counts there. `copies`: what is written is copied. free_bytes:
-    what a write leaves free, where the evictor can spare so much, so that there is room for what is fetched next.
+    Room is reserved before bytes are copied, and released if copying fails, so `nbytes` never exceeds `capacity`.
+    Pinned memory is allocated in powers of two, so an entry there counts as the next power of two.
+
+    Args:
+        capacity: Most bytes that it may store.
+        evict: The eviction policy.
+        device: Torch device that entries are stored on: "cpu" or a GPU such as "cuda:0".
+        pin_memory: Whether to pin host memory, for faster copies to a GPU. No effect without a GPU.
+        free_bytes: Bytes that each write tries to leave free by evicting more, as room for what is fetched next.
+        name: Name of the tier.
+        clock: Returns the time in seconds since the epoch.
+
+    Attributes:
+        copies: Whether a write copies the tensors; otherwise they are shared.
     """
 
     slow = False
@@ -54,7 +65,7 @@ class MemoryTier:
         self.name, self.capacity, self.counts = name, capacity, Counts()
         self._evict, self._clock, self._free_bytes = evict, clock, free_bytes
         self.device, has_gpu = torch.device(device), torch.cuda.is_available()
-        if self.device.type == "cuda" and self.device.index is None and has_gpu:  # each thread has its own otherwise
+        if self.device.type == "cuda" and self.device.index is None and has_gpu:  # else it depends on the thread
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._pin_memory = pin_memory and self.device.type == "cpu" and has_gpu
         self.copies = self._pin_memory or self.device.type != "cpu"
@@ -66,29 +77,29 @@ class MemoryTier:
         at_fork(self)
 
     def renew(self) -> None:
-        """No write is under way: no room is taken for one."""
+        """Release the room reserved for writes: in a forked process none is under way."""
         self._lock = Lock()
         self._nbytes = sum(slot.nbytes for slot in self._slots.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept now, with those on their way in."""
+        """Bytes stored now, including those reserved for writes under way."""
         return self._nbytes
 
     @property
     def n_entries(self) -> int:
-        """Entries kept now."""
+        """Entries stored now."""
         return len(self._slots)
 
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
-        """The entries kept under `keys`, or all of them, least recently used first."""
+        """Return the stored entries with these keys, in their order, or all entries, least recently used first."""
         with self._lock:
             self._settle()
             wanted = list(self._slots) if keys is None else keys
             return {key: self._slots[key].entry for key in wanted if key in self._slots}
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """The entry's description and `count` pieces from `first` on, shared and not copied."""
+        """Return an entry's description and `count` pieces from `first` on (`Tier.read`); the tensors are shared."""
         with self._lock:
             slot = self._slots.get(key)
             if slot is None or not 0 <= first < first + count <= len(slot.blobs):
@@ -99,7 +110,7 @@ class MemoryTier:
             return slot.meta, *slot.blobs[first : first + count]
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Keep the layers; tensors that already live here are shared, so do not write to them afterwards."""
+        """Store an entry (`Tier.write`). Without `copies` the tensors are shared: do not write to them afterwards."""
         meta.check(blobs)
         nbytes = self._size(blobs)
         if not self._reserve(key, nbytes):
@@ -115,21 +126,21 @@ class MemoryTier:
             log.warning("Could not keep %s in tier %s: %s", key, self.name, error)
             return False
         with self._lock:
-            self._drop(key)  # written by another thread meanwhile: the same KV
+            self._drop(key)  # another thread may have written the same KV meanwhile
             pinned = key in self._pinned
             entry = Entry(key, self.name, meta.n_tokens, meta.n_layers, meta.sizes, self._now(), 0, pinned)
             self._slots[key] = _Slot(entry, meta, blobs, nbytes)
         return True
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Drop these entries; how many there were."""
+        """Delete entries and return how many there were."""
         with self._lock:
             doomed = set(keys)
             self._pinned -= doomed
             return sum(self._drop(key) for key in doomed)
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Protect entries from eviction, or stop doing so."""
+        """Protect entries from eviction, or stop protecting them."""
         with self._lock:
             known = {key for key in keys if key in self._slots}
             self._pinned = self._pinned | known if pinned else self._pinned - known
@@ -137,7 +148,7 @@ class MemoryTier:
                 self._slots[key].entry = replace(self._slots[key].entry, pinned=pinned)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Note a use now, without counting a hit."""
+        """Set the last use of these entries to now, without counting a hit."""
         with self._lock:
             now = self._now()
             for key in keys:
@@ -146,13 +157,13 @@ class MemoryTier:
                     slot.entry = replace(slot.entry, last_used=now)
 
     def _now(self) -> float:
-        """The time of a use."""
+        """Return the time now, and remember it as that of the latest use."""
         now = self._clock()
         self._latest = max(self._latest, now)
         return now
 
     def _settle(self) -> None:
-        """Take uses beyond now for uses now, where the clock was set back since."""
+        """Move uses that lie in the future, as the clock was set back, to now."""
         now = self._clock()
         if now >= self._latest:
             return
@@ -162,18 +173,18 @@ class MemoryTier:
                 slot.entry = replace(slot.entry, last_used=now)
 
     def _size(self, blobs: Sequence[Tensor]) -> int:
-        """Bytes that the layers take here."""
+        """Return the bytes that these pieces occupy in this tier."""
         nbytes = _ends(blobs)[-1] if self.copies else sum(blob.numel() for blob in blobs)
         return 1 << (nbytes - 1).bit_length() if self._pin_memory else nbytes
 
     def _home(self, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The layers where this tier keeps them: as they are, or copied into one block."""
+        """Return the pieces in this tier's memory: the same tensors, or views of one block with copies of them."""
         if self._pin_memory:
             return _into(torch.empty(_ends(blobs)[-1], dtype=torch.uint8, pin_memory=True), blobs)
         if self._stream is None:
             return tuple(blob.to(self.device) for blob in blobs)
-        # The block belongs to the model's stream, on which it is read and freed; it is filled on another, so that the
-        # model does not wait for it.
+        # The block belongs to the model's CUDA stream, on which it is read and freed. Another stream fills it, so that
+        # the model does not wait for the copy.
         block = torch.empty(_ends(blobs)[-1], dtype=torch.uint8, device=self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
@@ -182,7 +193,7 @@ class MemoryTier:
         return layers
 
     def _reserve(self, key: ChunkKey, nbytes: int) -> bool:
-        """Take `nbytes`, dropping entries as the evictor says; False, and nothing dropped, if that is not enough."""
+        """Reserve `nbytes`, evicting if needed; return False, and evict nothing, if not enough can be freed."""
         with self._lock:
             self._settle()
             old = self._slots.get(key)
@@ -214,11 +225,11 @@ class MemoryTier:
 
 
 def _ends(blobs: Sequence[Tensor]) -> list[int]:
-    """Where each layer ends in one block, if all begin at multiples of `LAYER_ALIGNMENT`."""
+    """Return where each piece's room in one block ends; each begins at a multiple of `LAYER_ALIGNMENT`."""
     return list(accumulate(-(-blob.numel() // LAYER_ALIGNMENT) * LAYER_ALIGNMENT for blob in blobs))
 
 
 def _into(block: Tensor, blobs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The layers copied into a block of uint8, as views of it."""
+    """Copy the pieces into a uint8 block and return views of it."""
     parts = [block[at : at + blob.numel()] for at, blob in zip([0, *_ends(blobs)], blobs, strict=False)]
     return tuple(part.copy_(blob) for part, blob in zip(parts, blobs, strict=True))

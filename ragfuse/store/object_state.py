@@ -5,16 +5,14 @@ Threads share it. No I/O and no clock: what a listing or a header says is told h
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Condition
 from typing import NamedTuple
 
-from ragfuse.process.fork import ForkLock, at_fork
+from ragfuse.process.fork import at_fork
 from ragfuse.store.bucket import Object
-from ragfuse.store.chunkfile import Header
 from ragfuse.store.sizes import within
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
@@ -248,37 +246,3 @@ class ObjectIndex:
                 held = self._held.pop(key, None)
                 self._nbytes -= held.nbytes if held else 0
             self._pinned = {key for key in (pinned - changed) | (self._pinned & changed) if key in self._held}
-
-
-class Headers:
-    """The headers used last, `limit` of them."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._lock = limit, ForkLock()
-        self._headers: OrderedDict[ChunkKey, Header] = OrderedDict()
-
-    def get(self, key: ChunkKey) -> Header | None:
-        """The header of `key`, if it is remembered."""
-        with self._lock:
-            if key in self._headers:
-                self._headers.move_to_end(key)
-            return self._headers.get(key)
-
-    def add(self, key: ChunkKey, header: Header) -> None:
-        """Remember a header, and forget the one used longest ago."""
-        with self._lock:
-            self._headers[key] = header
-            self._headers.move_to_end(key)
-            while len(self._headers) > self._limit:
-                self._headers.popitem(last=False)
-
-    def discard(self, keys: Iterable[ChunkKey]) -> None:
-        """Forget these."""
-        with self._lock:
-            for key in keys:
-                self._headers.pop(key, None)
-
-    def clear(self) -> None:
-        """Forget all."""
-        with self._lock:
-            self._headers.clear()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ragfuse.process.fork import ForkLock
+from ragfuse.process.lru import LRU
 from ragfuse.settings import Settings, SharedWith
 from ragfuse.store.breaker import Breaker, BreakerOpen
 from ragfuse.store.bucket import NO_ANSWER, Bucket
@@ -32,7 +33,7 @@ from ragfuse.store.names import (
 )
 from ragfuse.store.notes import Notes
 from ragfuse.store.object_pages import BucketPages
-from ragfuse.store.object_state import HeaderFacts, Headers, ObjectIndex, ObjectState
+from ragfuse.store.object_state import HeaderFacts, ObjectIndex, ObjectState
 from ragfuse.store.tier import Counts, EntryMeta, Evictor, Freed, victims_for
 from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
@@ -98,7 +99,7 @@ class ObjectTier:
         self.name, self.capacity, self.counts = name, capacity, Counts()
         self._evict, self._verify, self._clock, self._ttl_s = evict, verify, clock, ttl_s
         self._bucket = Bucket(url, timeout_s, shared_with)
-        self._catalogue, self._headers = ObjectIndex(), Headers(_HEADERS)
+        self._catalogue, self._headers = ObjectIndex(), LRU[ChunkKey, Header](_HEADERS)
         self.breaker = Breaker(f"Tier {name} ({self._bucket.url})", NO_ANSWER, cool_down_s=cool_down_s)
         self._bucket.guard = self.breaker.guard
         self._listing = BucketPages(self._bucket, self._catalogue, fresh_s, uses=ttl_s is not None)

@@ -1,60 +1,66 @@
-"""Chunks that are being read layer by layer, kept until they are whole and can be promoted. Bytes only, no tiers."""
+"""Chunks that are being read layer by layer, collected until they are complete and can be promoted."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from cachetools import LRUCache
 from torch import Tensor
 
 from ragfuse.store.tier import EntryMeta, Whole
 from ragfuse.types.keys import ChunkKey
 
+_Partial = tuple[EntryMeta, dict[int, Tensor]]
+
+
+def _whole_nbytes(partial: _Partial) -> int:
+    return partial[0].nbytes
+
 
 class PartialReads:
-    """Layers of chunks read so far, each at one level, that together weigh at most `limit_nbytes` once whole.
+    """The layers read so far of incomplete chunks, each chunk at one level. Not thread-safe: the owner holds a lock.
 
-    Not locked: its owner is.
-    A chunk begins with its layer 0. With no room left, the one that waited longest for its next layer goes.
+    Collecting a chunk begins with its layer 0. With no room left, the chunk that has waited longest for its next layer
+    is dropped.
+
+    Args:
+        limit_nbytes: Most bytes that all collected chunks together would occupy once complete.
+
+    Attributes:
+        epoch: A number that changes with every `discard`.
     """
 
     def __init__(self, limit_nbytes: int) -> None:
         self.epoch = 0
-        self._limit, self._nbytes = limit_nbytes, 0
-        self._chunks: OrderedDict[ChunkKey, tuple[EntryMeta, dict[int, Tensor]]] = OrderedDict()
+        self._limit = limit_nbytes
+        self._chunks: LRUCache[ChunkKey, _Partial] = LRUCache(limit_nbytes, getsizeof=_whole_nbytes)
 
     def keys(self) -> set[ChunkKey]:
-        """Chunks that have begun."""
+        """Return the keys of the incomplete chunks."""
         return set(self._chunks)
 
     def add(self, key: ChunkKey, first: int, meta: EntryMeta, new: Sequence[Tensor], epoch: int) -> Whole | None:
-        """Keep layers from `first` on; gives the chunk once it is whole. Layers of an older `epoch` are not kept."""
+        """Add layers from `first` on, and return the chunk once it is complete, else None.
+
+        Layers of an older `epoch` are ignored: the chunk may have been deleted since they were read.
+        """
         if epoch != self.epoch or meta.nbytes > self._limit:
             return None
-        if key not in self._chunks:
-            if first != 0:
-                return None
-            self._chunks[key] = (meta, {})
-            self._nbytes += meta.nbytes
-        self._chunks.move_to_end(key)
-        known, blobs = self._chunks[key]
-        if known != meta:  # written anew meanwhile, or read at another level
-            self._drop(key)
+        known, blobs = self._chunks.get(key) or (meta, {})
+        if known != meta:  # rewritten meanwhile, or read at another level
+            del self._chunks[key]
+            return None
+        if not blobs and first != 0:
             return None
         blobs.update(enumerate(new, first))
         if len(blobs) == len(meta.layers):
-            self._drop(key)
+            self._chunks.pop(key, None)
             return meta, tuple(blobs[i] for i in range(len(blobs)))
-        while self._nbytes > self._limit:
-            self._drop(next(iter(self._chunks)))
+        self._chunks[key] = (meta, blobs)
         return None
 
     def discard(self, keys: Iterable[ChunkKey]) -> None:
-        """Forget these chunks, and every layer that was read before now but not added yet."""
+        """Drop these chunks, and start a new epoch: layers that were read before now but not added yet are ignored."""
         self.epoch += 1
         for key in keys:
-            self._drop(key)
-
-    def _drop(self, key: ChunkKey) -> None:
-        if key in self._chunks:
-            self._nbytes -= self._chunks.pop(key)[0].nbytes
+            self._chunks.pop(key, None)

@@ -1,4 +1,4 @@
-"""Entries kept at other codec levels from now on, each where it is. Which ones is not asked here."""
+"""Change the codec levels of stored entries, each in its own tier."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.kv import Entry
 
 Place = tuple[str, ChunkKey]
-"""An entry by the name of its tier, and its key."""
+"""An entry: the name of its tier, and its key."""
 
 
 def recode(store: KVStore, places: Iterable[Place], levels: Sequence[str], progress: Progress | None = None) -> Outcome:
-    """Keep these entries at just these levels. What an entry has already is taken as it is, all else encoded from raw.
+    """Store entries at exactly these levels: levels that an entry has are kept, others encoded from raw.
 
-    An entry that is kept raw in another tier may come from there. One that is raw nowhere stays as it was, which is
-    told: what was lost does not come back, and nothing lossy is encoded again. Stopped at any moment, each entry is
-    whole: as before, or recoded.
+    The raw level may come from another tier. An entry without a raw level anywhere stays as it was and is reported: a
+    lossy level is never the source of another. If this is interrupted, each entry is whole, as before or recoded.
+
+    Args:
+        store: The store.
+        places: The entries.
+        levels: The codec levels.
+        progress: Called with the bytes done and in all.
     """
     wanted, tally = by_loss(levels), OutcomeBuilder()
     known = _known(store, places)
@@ -38,7 +43,7 @@ def recode(store: KVStore, places: Iterable[Place], levels: Sequence[str], progr
 
 
 def _known(store: KVStore, places: Iterable[Place]) -> dict[Place, Entry]:
-    """The entries that are there, used longest ago first: so that their order stays."""
+    """Return the entries that exist, least recently used first, so that rewriting keeps their order of use."""
     wanted: dict[str, list[ChunkKey]] = {}
     for name, key in places:
         wanted.setdefault(name, []).append(key)
@@ -47,7 +52,7 @@ def _known(store: KVStore, places: Iterable[Place]) -> dict[Place, Entry]:
 
 
 def _recoded(store: KVStore, tier: Tier, entry: Entry, wanted: Sequence[str], tally: OutcomeBuilder) -> str | None:
-    """Write one entry anew; why it stays as it was, None if it does not."""
+    """Rewrite one entry; return None if that worked, else the reason why it stays as it was."""
     own = store.whole_in(tier, entry)
     if own is None:
         return "it is not there any more, or cannot be read"
@@ -68,6 +73,6 @@ def _has(whole: Whole, level: str) -> bool:
 
 
 def _raw(store: KVStore, own: Whole, key: ChunkKey) -> Whole:
-    """The chunk as it is kept raw in another tier; `own` where it is raw in none."""
+    """Return the chunk's raw copy from any tier, or `own` if there is none."""
     other = store.read_whole(key)
     return other if other is not None and _has(other, RAW.name) and other[0].n_tokens == own[0].n_tokens else own

@@ -1,6 +1,6 @@
-"""Entries on their way into tiers: put, moved or promoted, at once or in the background. Deleting them cancels them.
+"""Saves that are under way: entries being put, moved or promoted into tiers. Deleting a chunk cancels its saves.
 
-Bytes only. `store.py` decides what goes where; work waits in `writer.py`, half-read chunks in `partial.py`.
+`store.py` decides what goes into which tier, `writer.py` has the background queues, `partial.py` half-read chunks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,15 @@ log = logging.getLogger("ragfuse.store")
 
 @dataclass(eq=False, slots=True)
 class Save:
-    """An entry on its way. Deleting its key meanwhile cancels it, whatever it has written.
+    """One entry that is being saved. Deleting its key meanwhile cancels it, even where it is already written.
 
-    barred: tiers that it may not enter, or stay in, as it was deleted there since it began. waiting: tiers that it is
-    queued for; kept: those of them that took it. holders: how many are not done with it.
+    Args:
+        key: The chunk.
+        content: What is saved, at the levels of each tier.
+        barred: Names of tiers that must not get or keep it, as the chunk was deleted there since the save began.
+        waiting: Names of tiers that it is queued for.
+        kept: Names of those queued tiers that stored it.
+        holders: How many parties (the caller, queued jobs) still need this object.
     """
 
     key: ChunkKey
@@ -41,9 +46,15 @@ class Save:
 
 
 class Saves:
-    """What is on its way into `tiers`. Threads may share it; no lock is held while a tier reads or writes.
+    """All saves that are under way. Threads may share it; no lock is held while a tier reads or writes.
 
-    A chunk that is read whole from a slower tier enters the fast ones. What is pinned is so in every tier it comes in.
+    A chunk that was read whole from a slower tier is saved to the fast ones. A pinned chunk is pinned in every tier
+    that it is saved to.
+
+    Args:
+        tiers: The store's tiers.
+        writer_queue: Most saves that wait for each tier in the background.
+        levels: The codec levels of the tiers.
     """
 
     def __init__(self, tiers: Sequence[Tier], writer_queue: int, levels: TierLevels) -> None:
@@ -56,25 +67,25 @@ class Saves:
         at_fork(self)
 
     def renew(self) -> None:
-        """Nothing is on its way: what was, a process that was forked brings."""
+        """Forget all saves in a forked process: the parent finishes them."""
         self._lock = Condition()
         self._under_way: set[Save] = set()
         self._partials = PartialReads(max((tier.capacity for tier in self._fast), default=0) // 4)
 
     @property
     def epoch(self) -> int:
-        """A number that changes with every cancelling."""
+        """A number that changes with every `cancel`."""
         with self._lock:
             return self._partials.epoch
 
     def keys(self) -> set[ChunkKey]:
-        """Chunks that are under way, and those that have begun to be read."""
+        """Return the keys of chunks that are being saved or were read in part."""
         with self._lock:
             return {save.key for save in self._under_way} | self._partials.keys()
 
     @contextmanager
     def begun(self, key: ChunkKey, content: EntryContent) -> Iterator[Save]:
-        """A save that can be cancelled from now on, until the block and all it has queued are done."""
+        """Begin a save. It can be cancelled until the block and all that it has queued are done."""
         save = Save(key, content)
         self._hold(save)
         try:
@@ -83,13 +94,13 @@ class Saves:
             self._let_go(save)
 
     def now(self, save: Save, tiers: Iterable[Tier]) -> bool:
-        """Write into `tiers`, and take out again what is cancelled; whether one of them keeps it."""
+        """Write to `tiers` on this thread, undo it if cancelled meanwhile, and return whether any of them has it."""
         kept = {tier.name for tier in tiers if self._enters(save, tier) and self._write(save, tier)}
         with self._lock:
             return bool(kept - save.barred)
 
     def together(self, save: Save, tiers: Sequence[Tier]) -> bool:
-        """Write into all `tiers` at the same time, and wait for them; whether one of them keeps it."""
+        """Write to all `tiers` in parallel, wait for them, and return whether any of them has it."""
         for tier in tiers[1:]:
             self._queue(save, tier, is_awaited=True)
         kept = self.now(save, tiers[:1])
@@ -98,9 +109,15 @@ class Saves:
             return kept or bool(save.kept - save.barred)
 
     def later(self, save: Save, tiers: Iterable[Tier], pace_s: float = 0.0) -> bool:
-        """Write into `tiers` in the background, each by its own thread; False if none takes it.
+        """Write to `tiers` in the background, each on its own thread.
 
-        Returns when the first of them has it, or none has, after `pace_s` at the latest.
+        Args:
+            save: What to write.
+            tiers: Where to.
+            pace_s: Seconds to wait at most; returns earlier once one tier has it or all have refused it.
+
+        Returns:
+            Whether any tier has it or has it queued.
         """
         for tier in tiers:
             self._queue(save, tier)
@@ -109,16 +126,24 @@ class Saves:
             return bool(save.waiting or save.kept - save.barred)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish what is queued, or as much of it as `timeout_s` allows. Afterwards nobody waits for anything."""
+        """Finish the queued saves, or as many as fit in `timeout_s` seconds, and wake all threads that wait for one."""
         self.writers.close(timeout_s)
         with self._lock:
             self._closed = True
             self._lock.notify_all()
 
     def promote(self, key: ChunkKey, first: int, meta: EntryMeta, blobs: Sequence[Tensor], epoch: int) -> None:
-        """Keep bytes just read at one level; once a chunk is whole it enters the fast tiers, without a second read.
+        """Collect layers that were just read; once a chunk is complete, save it to the fast tiers.
 
-        What of it is to be encoded first, or copied, its reader does not wait for.
+        Nothing is read a second time. If a tier has to encode or copy the chunk, that happens in the background, so
+        that the reader does not wait.
+
+        Args:
+            key: The chunk.
+            first: Index of the first of these layers.
+            meta: The description of the whole chunk at the level that was read.
+            blobs: The encoded layers.
+            epoch: `epoch` before the read began; the layers are ignored if a `cancel` came since.
         """
         with self._lock:
             whole = self._partials.add(key, first, meta, blobs, epoch)
@@ -137,9 +162,12 @@ class Saves:
         self._let_go(save)
 
     def cancel(self, keys: Collection[ChunkKey], tier: str | None = None) -> set[ChunkKey]:
-        """Nothing of these that is under way comes in, or into one tier; those that were being saved.
+        """Cancel the saves of some chunks, into all tiers or into one.
 
-        No pin of theirs is kept, unless it is for one tier alone.
+        If it is for all tiers, their pins are forgotten, too.
+
+        Returns:
+            The keys of those chunks that were being saved.
         """
         with self._lock:
             found = [save for save in self._under_way if save.key in keys]
@@ -151,18 +179,18 @@ class Saves:
             return {save.key for save in found}
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Whether these are protected from eviction wherever they come in from now on."""
+        """Set whether these chunks are protected from eviction in tiers that they are saved to from now on."""
         with self._lock:
             (self._pins.update if pinned else self._pins.difference_update)(keys)
 
     def _lacks(self, tier: Tier, key: ChunkKey, content: EntryContent) -> bool:
-        """Whether a tier has nothing of a chunk, or what lost more than its own levels of this would."""
+        """Return whether a tier does not have a chunk, or only a lossier copy than it would get now."""
         there = tier.entries([key]).get(key)
         levels = self._levels.of(tier.name) if RAW.name in content.meta.levels else content.meta.levels
         return there is None or loss_of(there.sizes) > loss_of(levels)
 
     def _enters(self, save: Save, tier: Tier) -> bool:
-        """Whether it may be written there now. Then older saves of the key may stay too: they bring the same KV."""
+        """Return whether a tier may get the entry. If so, older saves of the key may stay there, too: same KV."""
         with self._lock:
             if tier.name in save.barred:
                 return False
@@ -172,7 +200,7 @@ class Saves:
             return True
 
     def _write(self, save: Save, tier: Tier) -> bool:
-        """Write, and take out again what was deleted meanwhile; but not what a younger save has brought since."""
+        """Write, and delete again if the chunk was deleted meanwhile, unless a newer save has written it since."""
         kept = self._written(save, tier)
         while kept and self._is_barred(save, tier):
             tier.delete([save.key])

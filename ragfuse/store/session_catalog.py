@@ -1,6 +1,6 @@
-"""Sessions as the catalog keeps them: each as JSON under its tenant and name, its keys, and what its turns end with.
+"""The sessions in a catalog: the state of each as versioned JSON, its KV keys, and digests to find it by its messages.
 
-`sessions/session.py` says what a session is; here it is a text with a version, which one writer at a time replaces.
+`sessions/session.py` defines what a session is. Here its state is opaque; a write must name the version it replaces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CREATE TABLE IF NOT EXISTS sessions(
 );
 CREATE INDEX IF NOT EXISTS sessions_by_use ON sessions(used);
 CREATE TABLE IF NOT EXISTS session_ends(
-    model TEXT NOT NULL, heard TEXT NOT NULL, id TEXT NOT NULL, PRIMARY KEY(model, heard, id)
+    model TEXT NOT NULL, prefix TEXT NOT NULL, id TEXT NOT NULL, PRIMARY KEY(model, prefix, id)
 );
 CREATE INDEX IF NOT EXISTS session_ends_of ON session_ends(model, id);
 CREATE TABLE IF NOT EXISTS session_keys(
@@ -38,7 +38,16 @@ SELECT key FROM session_keys AS mine WHERE model = ? AND id = ? AND NOT EXISTS (
 
 
 class SessionRow(NamedTuple):
-    """A session without what it says: tenant's digest, name, version, when it was used last, turns, tokens."""
+    """A session without its state.
+
+    Args:
+        model: The tenant's model digest.
+        id: Name of the session.
+        version: Number of the version.
+        used: Last use, in seconds since the epoch.
+        turns: How many turns it has.
+        tokens: How many tokens it has.
+    """
 
     model: str
     id: str
@@ -49,14 +58,16 @@ class SessionRow(NamedTuple):
 
 
 class SessionCatalog:
-    """The sessions of a catalog. Threads and processes may share it; StoreError where it cannot be read or written."""
+    """The sessions of a catalog. Threads and processes may share it.
+
+    Every method raises StoreError if the catalog's file cannot be read or written.
+    """
 
     def __init__(self, database: Database, trouble: Callable[[], AbstractContextManager[None]]) -> None:
         self._database, self._trouble = database, trouble
 
     def get(self, model: str, id: str) -> tuple[int, float, dict[str, Any]] | None:
-        """Version of a session, when it was used last, and its state; None where there is none, or a bad byte has
-        made it none."""
+        """Return version, last use and state of a session, or None if there is none or its state is damaged."""
         sql = "SELECT version, used, state FROM sessions WHERE model = ? AND id = ?"
         with self._trouble():
             rows = self._database.query(sql, (model, id))
@@ -73,8 +84,19 @@ class SessionCatalog:
         ends: Iterable[str],
         keys: Iterable[str],
     ) -> bool:
-        """Write a session in place of its `line.version` (0: there is none yet); False, and nothing changed, if
-        another writer was first. Those last used beyond `line.used`, which is now, were used now."""
+        """Save a session, replacing version `line.version` of it (0: there is none yet).
+
+        A session whose last use lies after `line.used`, which is now, gets now as its last use: a clock ran ahead.
+
+        Args:
+            line: The session.
+            state: Its state, plain JSON types.
+            ends: For each of its turns, a digest of all messages up to the turn's end.
+            keys: Keys of its KV.
+
+        Returns:
+            False, with nothing changed, if another writer replaced that version first.
+        """
         who = (line.model, line.id)
         with self._trouble(), self._database.write() as transaction:
             row = transaction.execute("SELECT version FROM sessions WHERE model = ? AND id = ?", who).fetchone()
@@ -84,20 +106,25 @@ class SessionCatalog:
             told = (*who, line.version + 1, line.used, line.turns, line.tokens, json.dumps(dict(state)))
             transaction.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)", told)
             transaction.execute("UPDATE sessions SET used = ?1 WHERE used > ?1", (line.used,))
-            for table, names in (("session_ends(heard, model, id)", ends), ("session_keys(key, model, id)", keys)):
+            for table, names in (("session_ends(prefix, model, id)", ends), ("session_keys(key, model, id)", keys)):
                 rows = [(name, *who) for name in dict.fromkeys(names)]
                 transaction.executemany(f"INSERT OR IGNORE INTO {table} VALUES (?, ?, ?)", rows)
         return True
 
-    def ending(self, model: str, heard: Sequence[str]) -> dict[str, str]:
-        """Of these digests of messages, those that a session's turn ends with, and the one that was used last."""
-        sql = """SELECT heard, session_ends.id FROM session_ends JOIN sessions USING(model, id)
-            WHERE model = ? AND heard IN (SELECT value FROM json_each(?)) ORDER BY used"""
+    def ending(self, model: str, prefixes: Sequence[str]) -> dict[str, str]:
+        """Return those of these digests at which a turn of a session ends, with the session most recently used."""
+        sql = """SELECT prefix, session_ends.id FROM session_ends JOIN sessions USING(model, id)
+            WHERE model = ? AND prefix IN (SELECT value FROM json_each(?)) ORDER BY used"""
         with self._trouble():
-            return dict(self._database.query(sql, (model, json.dumps(list(heard)))))
+            return dict(self._database.query(sql, (model, json.dumps(list(prefixes)))))
 
     def lines(self, model: str | None = None, before: float | None = None) -> list[SessionRow]:
-        """Sessions of a tenant, or of all, used last first; before: only those last used before that time."""
+        """Return the sessions, most recently used first.
+
+        Args:
+            model: Only those of this tenant's model digest; None: all.
+            before: Only those whose last use is before this time (seconds since the epoch).
+        """
         sql, arguments = "SELECT model, id, version, used, turns, tokens FROM sessions WHERE 1", list[Any]()
         for clause, value in ((" AND model = ?", model), (" AND used < ?", before)):
             if value is not None:
@@ -107,25 +134,28 @@ class SessionCatalog:
             return [SessionRow(*row) for row in self._database.query(f"{sql} ORDER BY used DESC", arguments)]
 
     def count(self, model: str) -> int:
-        """How many sessions a tenant has."""
+        """Return how many sessions a tenant has."""
         with self._trouble():
             return int(self._database.query("SELECT count(*) FROM sessions WHERE model = ?", (model,))[0][0])
 
     def owned(self) -> list[tuple[str, str, str]]:
-        """Of every key of a session: tenant's digest, session's name, key; in the order in which sessions were used."""
+        """Return (tenant's digest, session, key) of all keys of all sessions, least recently used sessions first."""
         sql = "SELECT model, id, key FROM session_keys JOIN sessions USING(model, id) ORDER BY used, session_keys.rowid"
         with self._trouble():
             return [(model, id, key) for model, id, key in self._database.query(sql)]
 
     def having(self, keys: Sequence[str]) -> list[str]:
-        """Those of these keys that some session has."""
+        """Return those of `keys` that belong to at least one session."""
         sql = "SELECT DISTINCT key FROM session_keys WHERE key IN (SELECT value FROM json_each(?))"
         with self._trouble():
             return [key for (key,) in self._database.query(sql, (json.dumps(list(keys)),))]
 
     def delete(self, model: str, id: str, before: float = math.inf) -> list[str] | None:
-        """Forget a session that was used last before that time; keys that no other one has, None where there was
-        none."""
+        """Delete a session if its last use is before `before` (seconds since the epoch).
+
+        Returns:
+            Its keys that no other session has, or None if no session was deleted.
+        """
         overdue = "SELECT 1 FROM sessions WHERE model = ? AND id = ? AND used < ?"
         with self._trouble(), self._database.write() as transaction:
             if transaction.execute(overdue, (model, id, before)).fetchone() is None:

@@ -1,6 +1,6 @@
-"""KVStore: chunks' KV over tiers, fastest first. With `levels.py` the only user of codecs.
+"""KVStore: the KV cache of chunks over several tiers, fastest first. In the store, only it and `levels.py` use codecs.
 
-It finds, reads, saves, moves and forgets. What to read, from where, and whom to drop is decided by its callers.
+It finds, reads, saves, moves and deletes entries. Its callers decide what to read, from which tier, and what to evict.
 """
 
 from __future__ import annotations
@@ -31,11 +31,18 @@ log = logging.getLogger("ragfuse.store")
 
 @dataclass(frozen=True)
 class StoreStats:
-    """What a store did since it was opened, and what each tier holds now, in bytes.
+    """Counters since the store was opened, and the current size and capacity of each tier in bytes.
 
-    `corrupt` entries were dropped because they could not be read; `dropped_writes` were skipped because the queue was
-    full, no room could be made, or the medium refused; `expired` ones were found too old when they were looked up;
-    `promoted` ones were copied to a faster slow tier because they are hit often.
+    Args:
+        hits: Keys that a counted `lookup` found.
+        misses: Keys that it did not find.
+        corrupt: Entries that were dropped because they could not be read.
+        evicted: Entries that were dropped to make room.
+        dropped_writes: Writes that were skipped: the queue was full, no room could be made, or the medium failed.
+        nbytes: Bytes stored now, by tier name.
+        capacity: Bytes that fit, by tier name.
+        expired: Entries that a `lookup` found too old.
+        promoted: Entries that were copied to a faster one of the slow tiers because they are hit often.
     """
 
     hits: int
@@ -49,19 +56,29 @@ class StoreStats:
     promoted: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the counters as plain JSON types."""
         return asdict(self)
 
 
 class KVStore:
-    """Chunks' KV in `tiers`. Threads may share it; no lock is held while a tier reads or writes.
+    """The KV cache of chunks, stored in one or more tiers.
 
-    Nothing here raises for an entry: what cannot be read is a miss, what cannot be written is counted and logged.
-    `expired` tells which entries are too old; without it none ever is. What is used in one tier grows old in no other:
-    they are told in the background, of a chunk once in `tell_every_s` seconds.
+    Threads may share it; no lock is held while a tier reads or writes. Trouble with a single entry never raises: an
+    entry that cannot be read is a miss, and one that cannot be written is counted and logged.
 
-    levels: the codec levels that each tier is written in, raw where nothing is said. An entry holds all of its tier's,
-    what loses least first. codecs: how they are encoded and decoded; levels without one are not there.
+    Args:
+        tiers: The tiers, fastest first.
+        codecs: Returns the codec of a level for a model. A level without a codec counts as not stored.
+        levels: Codec levels that each tier is written at, by tier name; "raw" for a tier that is not named. An entry
+            is stored at all levels of its tier, the least lossy first.
+        writer_queue: Saves that may wait for each slow tier; further ones are dropped.
+        expired: Returns the keys of the entries that are too old; None: entries never expire.
+        tell_every_s: Seconds between two reports of a chunk's use to the tiers that it was not read from. Without these
+            reports, a chunk that is always read from memory would age, and be evicted, in the other tiers.
+        clock: Returns the time in seconds since the epoch.
+
+    Raises:
+        StoreError: Two tiers have the same name.
     """
 
     def __init__(
@@ -86,10 +103,17 @@ class KVStore:
     # finding and reading
 
     def lookup(self, keys: Iterable[ChunkKey], counts: bool = True) -> dict[ChunkKey, Entry]:
-        """Those of `keys` that are kept, each from the fastest tier that has it; one query per tier.
+        """Find which of `keys` are stored, with at most one query per tier.
 
-        Only levels that can be decoded here are told of, and nothing of an entry that has none of these. What is too
-        old is a miss, and dropped in the background. Unless it `counts`, no hit or miss is told in `stats`.
+        An expired entry is a miss, and is deleted in the background.
+
+        Args:
+            keys: The keys to look for.
+            counts: Whether `stats()` counts these hits and misses.
+
+        Returns:
+            By key, the entry in the fastest tier that has it. Entries list only the codec levels that can be decoded
+            here; an entry without such a level is left out (see `why_not`).
         """
         wanted = dict.fromkeys(keys)
         found: dict[ChunkKey, Entry] = {}
@@ -103,9 +127,15 @@ class KVStore:
         return {key: found[key] for key in wanted if key in found}
 
     def copies(self, found: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, list[Entry]]:
-        """What further tiers have of these entries, where that may have lost less or come sooner; one query per tier.
+        """Find copies of these entries in slower tiers that may be less lossy or faster to load.
 
-        Nothing is asked where everything is raw.
+        Makes at most one query per tier, and none where no copy can be better, as when all tiers are written raw.
+
+        Args:
+            found: Entries as `lookup` returned them.
+
+        Returns:
+            By key, its other copies, in the order of the tiers; keys without one are left out.
         """
         copies: dict[ChunkKey, list[Entry]] = {}
         for at, tier in enumerate(() if self._closed else self.tiers):
@@ -116,17 +146,27 @@ class KVStore:
         return copies
 
     def why_not(self, key: ChunkKey) -> str:
-        """Why an entry that a look-up has met was not told of: it cannot be decoded here; "" where none was met."""
+        """Return why the last `lookup` left out a stored entry that cannot be decoded here; "" if it left out none."""
         return self._reading.why_not(key)
 
     def read_layers(
         self, key: ChunkKey, first: int, count: int = 1, tier: str | None = None, level: str | None = None
     ) -> tuple[LayerKV, ...] | None:
-        """`count` layers from `first` on, from `tier` or else from the fastest that has them; None if none can.
+        """Return some consecutive layers of a chunk, decoded.
 
-        level: the one that is read; where no tier has it, one that loses less; for None, the best that can be decoded.
-        The tensors are shared: they must not be written to. A chunk read whole from a slow tier enters the fast ones,
-        at their own levels where it was read raw, else at the level that was read.
+        Once all layers of a chunk were read from another tier than the first, the chunk is copied into the fast tiers:
+        at their own levels if it was read raw, else at the level that was read.
+
+        Args:
+            key: The chunk.
+            first: The first layer to read, from 0.
+            count: How many layers to read.
+            tier: Name of the tier to try first; the others follow, fastest first.
+            level: Codec level to read; if no tier has it, a less lossy one is read. None: the least lossy level of the
+                entry that can be decoded.
+
+        Returns:
+            One `LayerKV` per layer, or None if no tier can give them. Its tensors are shared: do not write to them.
         """
         epoch, others, most = self._saves.epoch, list[Tier](), loss_of((level,) if level else ())
         sources = () if self._closed else sorted(self.tiers, key=lambda candidate: candidate.name != tier)
@@ -143,7 +183,14 @@ class KVStore:
         return None
 
     def read_encoded(self, key: ChunkKey, first: int, count: int, tier: str, level: str) -> EncodedLayers | None:
-        """Layers at one level of one tier, not decoded, or None. Fast tiers get them where nothing loses less."""
+        """Return layers of a chunk as one tier stores them at one level, without decoding; None if it cannot.
+
+        Once all layers were read this way, the chunk is copied into the fast tiers, unless that tier also has a less
+        lossy level of it.
+
+        Raises:
+            StoreError: There is no tier of that name.
+        """
         source, epoch = self.tier(tier), self._saves.epoch
         found = None if self._closed else self._reading.encoded(source, key, first, count, level)
         if found is not None and first == 0:
@@ -153,19 +200,19 @@ class KVStore:
         return found
 
     def expect(self, tier: str, keys: Iterable[ChunkKey], first: int, count: int, level: str | None = None) -> None:
-        """Tell a tier which layers will be read soon, so that it may bring them."""
+        """Hint to a tier that `count` layers from `first` on will be read soon, so that it may prefetch them."""
         for each in self.tiers:
             if each.name == tier and isinstance(each, Expects):
                 for begin, some in self._reading.begins(tier, keys, level).items():
-                    with suppress(Exception):  # a hint: what is wrong shows when it is read
+                    with suppress(Exception):  # only a hint: the later read reports any error
                         each.expect(some, begin + first, count)
 
     def entries(self) -> list[Entry]:
-        """All entries of all tiers; a chunk kept in two tiers comes twice."""
+        """Return all entries of all tiers; a chunk that is stored in two tiers appears twice."""
         return [entry for tier in self.tiers for entry in tier.entries().values()]
 
     def stats(self) -> StoreStats:
-        """Counts since opening, bytes now."""
+        """Return the counters since opening and the current sizes."""
         refused = sum(tier.counts["refused"] + tier.counts["failed"] for tier in self.tiers)
         return StoreStats(
             hits=self._counts["hits"],
@@ -180,12 +227,15 @@ class KVStore:
         )
 
     def is_persistent(self, key: ChunkKey) -> bool:
-        """Whether a slow tier has the entry or is about to, or none answers that could take it."""
+        """Return whether a chunk is as persistent as it can be now.
+
+        That is: a slow tier has it, it is being saved, or there is no slow tier that answers.
+        """
         slow = [tier for tier in self.tiers if tier.slow and not (isinstance(tier, Breaks) and tier.breaker.is_open)]
         return not slow or key in self.under_way() or any(key in tier.entries([key]) for tier in slow)
 
     def tier(self, name: str) -> Tier:
-        """The tier of that name; StoreError, with those there are, if there is none."""
+        """Return the tier of that name; raise StoreError, which lists the tiers there are, if there is none."""
         for tier in self.tiers:
             if tier.name == name:
                 return tier
@@ -204,15 +254,24 @@ class KVStore:
         pace_s: float = 0.0,
         levels: Mapping[str, Sequence[str]] | None = None,
     ) -> bool:
-        """Keep `kv`, in every tier or in one: in fast ones at once, in slow ones in the background.
+        """Save the KV of a chunk: in fast tiers at once, in slow tiers in the background, encoding included.
 
-        Each tier gets it at its own levels, or those that `levels` names for it; what is slow is encoded in the
-        background, too.
+        Args:
+            key: The chunk.
+            kv: Its KV, on any device.
+            tier: Name of the only tier to save to; None: all tiers.
+            wait: Whether to return only once the slow tiers are written (all of them in parallel).
+            fast: Whether fast tiers get it now. Otherwise they get it when it is read, or if no slow tier takes it.
+            home: Name of the one slow tier to save to; the others get it only if that one does not take it. None: all.
+            pace_s: Without `wait`, seconds to wait for the first slow tier to finish, so that a caller that saves many
+                chunks does not run far ahead of the tiers.
+            levels: Codec levels by tier name, for tiers that shall not get their own levels.
 
-        With `wait`, slow tiers are written before it returns, all at the same time; else it returns when the first of
-        them has it, or after `pace_s`, so that who saves much does not run ahead of all of them. Unless `fast`, fast
-        tiers get it only when it is read, or where no slow one takes it. home: the one slow tier that gets it; the
-        others do if it does not take it, and all if it is None. True if the chunk is kept or queued somewhere.
+        Returns:
+            Whether the chunk is stored or queued in at least one tier.
+
+        Raises:
+            StoreError: There is no tier of that name.
         """
         tiers = self.tiers if tier is None else (self.tier(tier),)
         if self._closed or not tiers:
@@ -229,11 +288,18 @@ class KVStore:
             return kept or taken or (not fast and self._saves.now(save, quick))
 
     def delete(self, key: ChunkKey) -> bool:
-        """Forget one chunk everywhere, also one that is still being saved; whether there was one."""
+        """Delete one chunk from all tiers, cancel its pending saves, and return whether there was one."""
         return self._delete({key}) > 0
 
     def forget(self, keys: Iterable[ChunkKey], tier: str | None = None) -> int:
-        """Forget these everywhere, or in one tier alone, also those still being saved; how many there were."""
+        """Delete chunks from all tiers, or from the one named `tier`, and cancel their pending saves.
+
+        Returns:
+            How many of the chunks there were.
+
+        Raises:
+            StoreError: There is no tier of that name.
+        """
         keys = set(keys)
         if tier is None:
             return self._delete(keys)
@@ -242,7 +308,14 @@ class KVStore:
         return target.delete(keys)
 
     def drop(self, keys: Iterable[ChunkKey], tier: str | None = None) -> dict[str, set[ChunkKey]]:
-        """The same; each tier that could not do so, with those that may still be in it."""
+        """Delete chunks like `forget`, and report what may be left.
+
+        Returns:
+            By name, each tier that failed to delete, with the keys that it may still hold.
+
+        Raises:
+            StoreError: There is no tier of that name.
+        """
         meant = set(keys)
         targets = self.tiers if tier is None else (self.tier(tier),)
         failed = {target.name: target.counts["failed"] for target in targets}
@@ -254,37 +327,44 @@ class KVStore:
         }
 
     def under_way(self) -> set[ChunkKey]:
-        """Keys of what is being saved, or has begun to be read: it may be in no tier yet."""
+        """Return the keys of chunks that are being saved or were read in part: they may not be in every tier yet."""
         return self._saves.keys()
 
     def silent(self) -> list[str]:
-        """Names of tiers that do not answer now: what they hold is not listed, and not known."""
+        """Return the names of tiers that do not answer now; what they hold is unknown and not in `entries()`."""
         return [tier.name for tier in self.tiers if not answers(tier)]
 
     def clear(self, model: str | None = None) -> int:
-        """Forget every chunk of a model digest (a tenant's, if salted), or all; how many there were."""
+        """Delete every chunk of a model digest (which is one tenant's, if salted), or all chunks; return how many."""
         keys = self.under_way()
         keys.update(entry.key for entry in self.entries())
         return self._delete({key for key in keys if model in (None, key.model)})
 
     def pin(self, *keys: ChunkKey) -> None:
-        """Protect chunks from eviction, in every tier they are or come in; on disk until unpinned or deleted."""
+        """Protect chunks from eviction in every tier that has them or gets them later.
+
+        On disk a pin outlives the process: it holds until the chunk is unpinned or deleted.
+        """
         self._saves.pin(keys, True)
         for tier in self.tiers:
             tier.pin(keys, True)
 
     def unpin(self, *keys: ChunkKey) -> None:
-        """Let chunks be evicted again."""
+        """Allow chunks to be evicted again."""
         self._saves.pin(keys, False)
         for tier in self.tiers:
             tier.pin(keys, False)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything put so far is written; False if that took too long."""
+        """Wait until everything put so far is written; return False if `timeout_s` ran out first (None: no limit)."""
         return self._saves.writers.flush(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish what is queued and let go of files. Afterwards everything is a miss. Calling it again does nothing."""
+        """Finish the queued saves and close the tiers; afterwards every lookup is a miss. Closing twice does nothing.
+
+        Args:
+            timeout_s: Seconds after which saves that are still queued are dropped; None: wait for all of them.
+        """
         self._closed = True
         self._saves.close(timeout_s)
         for tier in self.tiers:
@@ -300,7 +380,10 @@ class KVStore:
     # whole entries as bytes, for `bulk.py`
 
     def read_whole(self, key: ChunkKey) -> Whole | None:
-        """Description and pieces of the entry that lost least, from the fastest tier that can give all of them."""
+        """Return description and pieces of a chunk's least lossy entry, from the fastest tier that can read it whole.
+
+        None if no tier can.
+        """
         found = [(tier, entry) for tier in self.tiers for entry in tier.entries([key]).values()]
         for tier, entry in sorted(found, key=lambda pair: loss_of(pair[1].sizes)):
             whole = self.whole_in(tier, entry)
@@ -309,12 +392,16 @@ class KVStore:
         return None
 
     def whole_in(self, tier: Tier, entry: Entry) -> Whole | None:
-        """Description and pieces of an entry as its own tier tells of it; None if that cannot give all of them."""
+        """Return description and pieces of an entry of `tier`; None if the tier cannot read all of them."""
         read = tier.read(entry.key, 0, pieces_of(entry))
         return (read[0], read[1:]) if read is not None and len(read) == 1 + len(read[0].layers) else None
 
     def promote(self, key: ChunkKey) -> bool:
-        """Keep what slower tiers have in the first one too, at its own levels; False if it cannot be read or kept."""
+        """Copy a chunk into the first tier, at that tier's levels.
+
+        Returns:
+            Whether the first tier has it now; False if the chunk cannot be read or the tier does not take it.
+        """
         first = self.tiers[0] if self.tiers and not self._closed else None
         if first is None or key in first.entries([key]):
             return first is not None
@@ -327,11 +414,11 @@ class KVStore:
         )
 
     def write_whole(self, key: ChunkKey, meta: EntryMeta, blobs: tuple[Tensor, ...], tier: Tier) -> bool:
-        """Keep them in one tier as they are, unless the chunk is deleted meanwhile."""
+        """Write pieces to one tier as they are, unless the chunk is deleted meanwhile; return whether it has them."""
         return self._kept(EntryContent(self.levels, key, (meta, blobs), {}), tier)
 
     def too_old(self, entries: Collection[Entry]) -> list[ChunkKey]:
-        """Keys of those that are too old to be kept now."""
+        """Return the keys of those entries that have expired."""
         return list(self.expired(entries, self._clock())) if self.expired is not None else []
 
     # inside
@@ -348,12 +435,12 @@ class KVStore:
         return is_finer or (self.levels.is_mixed and self.tier(entry.tier).slow)
 
     def _readable(self, tier: Tier, entries: Mapping[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
-        """Those that can be decoded here, with the levels that can; others are left alone."""
+        """Return the entries that can be decoded here, each with only the levels that can."""
         sizes = self._reading.readable(tier.name, entries)
         return {key: replace(entries[key], sizes=sizes[key]) for key in sizes}
 
     def _fresh(self, tier: Tier, entries: dict[ChunkKey, Entry]) -> dict[ChunkKey, Entry]:
-        """Without those that are too old, which are dropped later: an answer does not wait for it."""
+        """Return the entries that have not expired; delete the others in the background, so that no answer waits."""
         old = self.too_old(entries.values())
         if old:
             self._counts.add("expired", len(old))
@@ -361,11 +448,11 @@ class KVStore:
         return {key: entry for key, entry in entries.items() if key not in old}
 
     def _later(self, tier: str, job: Callable[[], object]) -> bool:
-        """Run what is no save behind a tier's saves; False if too much waits there, which is no loss."""
+        """Queue housekeeping behind a tier's saves; return False if the queue is full, which does no harm."""
         return self._saves.writers.submit(tier, job, counts=False)
 
     def _delete(self, keys: Collection[ChunkKey]) -> int:
-        """Cancel first, delete then: nothing that was under way comes back."""
+        """Delete chunks and return how many there were. Pending saves are cancelled first, or they would come back."""
         under_way = self._saves.cancel(keys)
         there = under_way.union(*(tier.entries(keys) for tier in self.tiers))
         for tier in self.tiers:
@@ -374,6 +461,6 @@ class KVStore:
 
 
 def _still_in(tier: Tier, keys: set[ChunkKey]) -> set[ChunkKey]:
-    """Those that a tier in trouble still has; all of them if it does not say."""
+    """Return the keys that a failing tier still has; all of `keys` if it does not answer."""
     found = set(tier.entries(keys))
     return found if answers(tier) else keys

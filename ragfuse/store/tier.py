@@ -1,6 +1,6 @@
-"""What a tier is, what an entry says of itself, and who may be asked whom to drop.
+"""The interface of a storage tier (`Tier`), the description of an entry (`EntryMeta`), and the choice of victims.
 
-Protocol and values only. Tiers keep bytes; codecs, keys of a prompt and promotion between tiers are `store.py`'s.
+Protocols and values only. A tier stores bytes; `store.py` handles codecs and promotion between tiers.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from ragfuse.types.keys import FORMAT_VERSION, ChunkKey
 from ragfuse.types.kv import ChunkKV, Entry
 
 Evictor = Callable[[Sequence[Entry]], Iterable[ChunkKey]]
-"""Yields keys to drop, the first first; a tier stops asking once there is room, and never drops a pinned entry.
+"""Eviction policy: takes entries and yields the keys to evict, in that order.
 
-It is shown the entries used longest ago, some hundreds, and further ones only while what it yields is not enough; all
-at once, pinned ones too, if it is a `WholeEvictor`."""
+A tier stops reading once there is room. It passes a few hundred entries, the least recently used and none of them
+pinned, and further ones only while too few bytes came free. A `WholeEvictor` gets all entries at once, pinned ones too;
+the tier never evicts these."""
 
 Expired = Callable[[Iterable[Entry], float], Iterable[ChunkKey]]
-"""Keys of those entries that are too old to be kept at this time, in seconds since the epoch; never a pinned one."""
+"""Returns the keys of the entries that are too old at a time (seconds since the epoch); never of a pinned one."""
 
 MOST_PIECES = 1 << 13
-"""Layers of an entry at all its levels together, at most: 512 layers at 16 levels."""
+"""Most pieces (layers at all levels together) of an entry: 512 layers at 16 levels."""
 _MOST_TOKENS, _MOST_NBYTES = 1 << 31, 1 << 44
-"""Of what an index tells: no entry has more tokens, bytes or hits."""
+"""Upper bounds of a plausible entry: tokens; bytes and hits. An index row beyond them is damaged."""
 LATEST_S = 1e12
-"""Seconds since 1970 beyond which nothing was used."""
+"""Latest plausible time of a use, in seconds since 1970."""
 _WINDOW = 256
 
 
 def windows(candidates: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """The unpinned candidates, given oldest first, in pieces of growing size: only as many are made as are needed."""
+    """Yield the unpinned candidates in windows of growing size, lazily; candidates come least recently used first."""
     unpinned, size = (entry for entry in candidates if not entry.pinned), _WINDOW
     while window := list(islice(unpinned, size)):
         yield window
@@ -51,15 +52,27 @@ def windows(candidates: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 @runtime_checkable
 class WholeEvictor(Protocol):
-    """An evictor that drops several entries as one: a tier that has room in their midst drops the rest of them, too."""
+    """An evictor that evicts groups of entries as a whole, such as all entries of a session.
+
+    A tier that has enough room after some entries of a group evicts the rest of the group, too.
+    """
 
     def together(self, one: ChunkKey, other: ChunkKey) -> bool:
-        """Whether both go or none."""
+        """Return whether two entries belong to the same group."""
         ...
 
 
 def victims(evict: Evictor, candidates: Iterable[Entry], excess: int) -> list[ChunkKey] | None:
-    """Whom of the candidates, oldest first, to drop to free `excess` bytes; None if the evictor gives too little."""
+    """Choose the entries to evict so that `excess` bytes come free.
+
+    Args:
+        evict: The eviction policy.
+        candidates: Entries that may be evicted, least recently used first; pinned ones are skipped.
+        excess: Bytes to free.
+
+    Returns:
+        The keys to evict, or None if the policy does not free enough.
+    """
     if isinstance(evict, WholeEvictor):
         return _whole_victims(evict, evict.together, list(candidates), excess)
     chosen: list[ChunkKey] = []
@@ -91,17 +104,38 @@ def _whole_victims(
 def victims_for(
     evict: Evictor, oldest: Callable[[], Iterable[Entry]], excess: int, own: ChunkKey
 ) -> list[ChunkKey] | None:
-    """Whom of `oldest()` to drop for what is written under `own`: an entry there goes only if all others do not do."""
+    """Choose the entries to evict so that an entry can be written under the key `own`.
+
+    The old entry under `own` is evicted only if all others do not free enough, so that it stays readable until then.
+
+    Args:
+        evict: The eviction policy.
+        oldest: Returns the candidates, least recently used first; may be called twice.
+        excess: Bytes to free.
+        own: Key of the entry that is being written.
+
+    Returns:
+        The keys to evict, or None if the policy does not free enough.
+    """
     others = victims(evict, (entry for entry in oldest() if entry.key != own), excess)
     return others if others is not None else victims(evict, oldest(), excess)
 
 
 @dataclass(frozen=True, slots=True)
 class EntryMeta:
-    """What is written beside an entry's bytes: n_tokens, the codec's levels, every piece's description, the version.
+    """The description that is stored with an entry's bytes.
 
-    An entry holds every layer at every one of its levels, one level after the other: layer i of level j is piece
-    `j * n_layers + i`, of which `layers` has the descriptions.
+    A piece is one layer encoded at one codec level. An entry has a piece for every layer at each of its levels, level
+    after level: layer i of level j is piece `j * n_layers + i`.
+
+    Args:
+        n_tokens: Tokens of the chunk.
+        levels: Names of the codec levels, in the order of the pieces.
+        layers: The description of every piece.
+        version: Format version of what was written.
+
+    Raises:
+        ValueError: The parts do not fit together, or there are more than `MOST_PIECES` pieces.
     """
 
     n_tokens: int
@@ -133,51 +167,55 @@ class EntryMeta:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of every level, as encoded."""
+        """Bytes of each level, as encoded."""
         return {level: sum(layer.nbytes for layer in self.of_level(level)) for level in self.levels}
 
     def first(self, level: str) -> int:
-        """The piece that a level begins with."""
+        """Return the index of a level's first piece."""
         return self.levels.index(level) * self.n_layers
 
     def of_level(self, level: str) -> tuple[LayerMeta, ...]:
-        """Descriptions of the layers at one level."""
+        """Return the descriptions of the layers at one level."""
         first = self.first(level)
         return self.layers[first : first + self.n_layers]
 
     def only(self, level: str) -> EntryMeta:
-        """The same entry without its other levels."""
+        """Return the description of the same entry at one level only."""
         return self if self.levels == (level,) else replace(self, levels=(level,), layers=self.of_level(level))
 
     def begins(self, piece: int) -> bool:
-        """Whether a level begins there: who reads that uses the entry once more."""
+        """Return whether a level begins with this piece; reading such a piece counts as a hit of the entry."""
         return piece % self.n_layers == 0
 
     @classmethod
     def of(cls, kv: ChunkKV, level: str, blobs: Sequence[Tensor]) -> EntryMeta:
-        """The description of `kv` encoded as `blobs`, one per layer, at one level."""
+        """Return the description of `kv` encoded at one level as `blobs`, one uint8 tensor per layer."""
         layers = tuple(LayerMeta.of(layer, blob) for layer, blob in zip(kv.layers, blobs, strict=True))
         return cls(kv.n_tokens, (level,), layers)
 
     def check(self, blobs: Sequence[Tensor]) -> None:
-        """ValueError if `blobs` are not as many and as long as described."""
+        """Raise ValueError if the number of `blobs` or their lengths differ from this description."""
         for layer, blob in zip(self.layers, blobs, strict=True):
             if blob.numel() != layer.nbytes:
                 raise ValueError(f"{layer.nbytes} bytes described, {blob.numel()} given.")
 
     def sealed(self, blobs: Sequence[Tensor]) -> EntryMeta:
-        """This description with a checksum for every layer that has none."""
+        """Return this description with a checksum added to every piece that has none."""
         layers = tuple(layer.sealed(blob) for layer, blob in zip(self.layers, blobs, strict=True))
         return replace(self, layers=layers)
 
     def to_json(self) -> str:
-        """One line of JSON."""
+        """Return the description as one line of JSON."""
         layers, levels = [layer.as_dict() for layer in self.layers], list(self.levels)
         return json.dumps({"version": self.version, "n_tokens": self.n_tokens, "levels": levels, "layers": layers})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> EntryMeta:
-        """The description written by `to_json`; ValueError if it is none, or one of another version."""
+        """Return the description that `to_json` wrote.
+
+        Raises:
+            ValueError: The text is no such description, or one of another format version.
+        """
         data = parsed(text)
         if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
             raise ValueError(f"an entry of format version {FORMAT_VERSION} wanted")
@@ -191,9 +229,9 @@ class EntryMeta:
 
 
 def parsed(text: str | bytes) -> Any:
-    """Return what JSON says of an entry; ValueError for what is none, and for too much or too deep."""
+    """Parse the JSON of an entry's description; raise ValueError if it is invalid, too large or nested too deep."""
     n_opened = text.count("{") + text.count("[") if isinstance(text, str) else text.count(b"{") + text.count(b"[")
-    if n_opened > 4 * MOST_PIECES:  # a layer has three; counted before objects are made of them
+    if n_opened > 4 * MOST_PIECES:  # a layer has three; checked before parsing, which would take memory for all
         raise ValueError(f"{n_opened} lists and objects found, more than {MOST_PIECES} layers have")
     try:
         return json.loads(text)
@@ -211,7 +249,11 @@ def told_entry(
     hits: int = 0,
     pinned: bool = False,
 ) -> Entry:
-    """Return the entry that an index tells of; ValueError for numbers that no entry has, whoever wrote them there."""
+    """Return an `Entry` built from a row of a tier's index.
+
+    Raises:
+        ValueError: A number is impossible, because the row is damaged or somebody else wrote it.
+    """
     entry = Entry(key, tier, n_tokens, n_layers, sizes, last_used, hits, pinned)
     n_pieces = n_layers * len(sizes)
     if not (0 < n_tokens < _MOST_TOKENS and n_layers > 0 and n_pieces <= MOST_PIECES):
@@ -224,25 +266,25 @@ def told_entry(
 
 
 Whole = tuple[EntryMeta, tuple[Tensor, ...]]
-"""An entry: its description, and all of its pieces."""
+"""A whole entry: its description and all of its pieces, each uint8 `[nbytes]`."""
 LAYER_ALIGNMENT = 64
 """Bytes: in files and blocks of memory every layer begins at a multiple of this."""
 
 
 class Counts:
-    """Counters by name, exact under threads."""
+    """Thread-safe counters by name."""
 
     def __init__(self) -> None:
         self.renew()
         at_fork(self)
 
     def renew(self) -> None:
-        """Count from nothing."""
+        """Start again from zero, also in a forked process."""
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
 
     def add(self, name: str, n: int = 1) -> None:
-        """Count `n` more."""
+        """Add `n` to a counter."""
         with self._lock:
             self._counts[name] += n
 
@@ -252,11 +294,15 @@ class Counts:
 
 
 class Tier(Protocol):
-    """A place for bytes with a limit. Trouble with an entry is counted and logged, never raised.
+    """A place that stores entries as bytes, up to a limit. Trouble with an entry is counted and logged, never raised.
 
-    `counts` holds corrupt (entries dropped because they could not be read), evicted, refused (no room could be made),
-    failed (the medium said no) and promoted (copied in by whoever plans, being hit often). A `slow` tier is written in
-    the background. No write brings `nbytes` over `capacity`; opening what holds more drops nothing.
+    Attributes:
+        name: Name of the tier in settings, traces and messages.
+        capacity: Most bytes that it may store. No write exceeds it; opening a tier that holds more drops nothing.
+        slow: Whether the store writes to it in the background.
+        counts: Counters: `corrupt` (entries dropped because they could not be read), `evicted`, `refused` (writes for
+            which no room could be made), `failed` (errors of the medium) and `promoted` (entries that the caller copied
+            in because they are hit often).
     """
 
     name: str
@@ -266,97 +312,112 @@ class Tier(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept now."""
+        """Bytes stored now."""
         ...
 
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
-        """The entries kept under `keys`, or all of them; missing ones are left out."""
+        """Return the stored entries with these keys, or all entries; keys without an entry are left out."""
         ...
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """The entry's description and `count` pieces from `first` on, uint8 [nbytes] each, not to be written to.
+        """Read some consecutive pieces of an entry. Reading the first piece of a level counts as a hit.
 
-        None if any of them is not there. Reading the piece that a level begins with is a hit.
+        Args:
+            key: The entry.
+            first: Index of the first piece (see `EntryMeta`).
+            count: How many pieces.
+
+        Returns:
+            The description of the whole entry, then the pieces, each uint8 `[nbytes]` and not to be written to. None if
+            any of the pieces is missing.
         """
         ...
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Keep the pieces of one entry, all or none, dropping others if needed; False if they were not kept.
+        """Store all pieces of an entry or none, evicting other entries if needed.
 
-        An entry of that key makes room only once all others that may go are not enough, and is there until then.
+        An older entry of that key is evicted only if evicting all others is not enough, and stays readable until then.
+
+        Args:
+            key: The entry.
+            meta: Its description.
+            blobs: Its pieces, each uint8 `[nbytes]`.
+
+        Returns:
+            Whether the entry is stored.
         """
         ...
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Drop these entries; how many there were."""
+        """Delete entries, pinned ones too, and return how many there were."""
         ...
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Protect entries from eviction, or stop doing so. Deleting still works."""
+        """Protect entries from eviction (but not from `delete`), or stop protecting them."""
         ...
 
 
 @dataclass(frozen=True)
 class Freed:
-    """What tidying gave back: entries that were too old, things that no entry needs, and the bytes of both."""
+    """What tidying removed: expired entries, orphans (files and rows that no entry needs), and the bytes of both."""
 
     expired: int = 0
     orphans: int = 0
     nbytes: int = 0
 
     def plus(self, other: Freed) -> Freed:
-        """Both together."""
+        """Return the sum of both."""
         return Freed(self.expired + other.expired, self.orphans + other.orphans, self.nbytes + other.nbytes)
 
 
 @runtime_checkable
 class Touches(Protocol):
-    """What a tier may have beside `Tier`, where entries grow old: it hears, seldom, of uses in other tiers."""
+    """Optional part of a tier that evicts by last use: it can be informed of uses in other tiers."""
 
     name: str
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Note a use now, without counting a hit; of what is not kept here, nothing."""
+        """Set the last use of these entries to now, without counting a hit; ignore keys that are not stored here."""
         ...
 
 
 @runtime_checkable
 class Expects(Protocol):
-    """What a tier may have beside `Tier`, where a medium can bring bytes before they are read."""
+    """Optional part of a tier whose medium can prefetch."""
 
     def expect(self, keys: Iterable[ChunkKey], first: int, count: int) -> None:
-        """`count` pieces from `first` on of these will be read soon. Never waits for them, and promises nothing."""
+        """Take the hint that `count` pieces from `first` on of these entries will be read soon. Returns at once."""
         ...
 
 
 @runtime_checkable
 class Numbers(Protocol):
-    """What a tier may have beside `Tier`, where it knows how many entries it has without listing them."""
+    """Optional part of a tier that can count its entries without listing them."""
 
     @property
     def n_entries(self) -> int:
-        """Entries kept now, as far as is known."""
+        """Entries stored now, as far as is known."""
         ...
 
 
 @runtime_checkable
 class Breaks(Protocol):
-    """What a tier may have beside `Tier`, where its medium may be down for a while."""
+    """Optional part of a tier whose medium may be down for a while: a circuit breaker."""
 
     breaker: Breaker
 
 
 def answers(tier: Tier) -> bool:
-    """Whether a tier's medium answers now: one that does not is said to hold nothing, which is not known."""
+    """Return whether a tier's medium answers now. If it does not, the tier lists no entries, but may hold some."""
     failed = tier.counts["failed"]
-    tier.nbytes  # noqa: B018 - asked for the sake of asking
+    tier.nbytes  # noqa: B018 - makes the tier ask its medium
     return tier.counts["failed"] == failed and not (isinstance(tier, Breaks) and tier.breaker.is_open)
 
 
 @runtime_checkable
 class Tidies(Protocol):
-    """What a tier may have beside `Tier`, where writes that never ended leave something behind."""
+    """Optional part of a tier in which interrupted writes leave something behind."""
 
     def tidy(self) -> Freed:
-        """Free what no entry needs: what writers that died have left, and rows of what is gone."""
+        """Remove what no entry needs: files of interrupted writes, and index rows whose entry is gone."""
         ...

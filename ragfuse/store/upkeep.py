@@ -1,8 +1,8 @@
-"""Makes the files and the rows of a disk tier agree: after a crash, after a power cut, and when it is asked to tidy.
+"""Repair of a disk tier: make its files and index rows agree, after a crash or power cut and when asked to tidy.
 
-What a killed writer leaves is known by its row in `writing`, so every write and every opening clears it away. Looking
-at each file is only needed where rows may be missing: the index is new, or the machine went down since (the log of
-the index is not flushed with every transaction). Small stores are looked through at every opening all the same.
+A killed writer leaves a row in the table `writing`, so every write and every opening can clean up after it. Checking
+every file is only needed when rows may be missing: the index is new, or the machine went down since (the index's log is
+not flushed with every transaction). Small stores are checked at every opening anyway.
 """
 
 from __future__ import annotations
@@ -23,19 +23,27 @@ from ragfuse.types.keys import ChunkKey, digest
 log = logging.getLogger("ragfuse.store")
 
 SMALL = 4096
-"""Entries up to which opening looks at every file: well under a second."""
+"""Most entries of a store whose files are all checked at every opening, which takes well under a second."""
 _TEMP = re.compile(r"chunks/[0-9a-f]{2}/[0-9a-zA-Z.]+\.tmp")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def chunk_path(root: Path, key: ChunkKey | str) -> Path:
-    """Where the file of an entry lies."""
+    """Return the path of an entry's file."""
     name = digest("file", str(key))
     return root / "chunks" / name[:2] / f"{name}.kv"
 
 
 class Upkeep:
-    """One folder's rows and files. `lost(what, why)` hears of each entry that is dropped; `mine` are our own writes."""
+    """The repair of one folder.
+
+    Args:
+        root: The folder.
+        index: Its index.
+        owner: This process as a writer of the folder.
+        mine: Temporary files of this process's writes under way.
+        lost: Called with each entry that is dropped, and why.
+    """
 
     def __init__(
         self, root: Path, index: Index, owner: FolderWriter, mine: set[str], lost: Callable[[object, str], None]
@@ -43,12 +51,12 @@ class Upkeep:
         self._root, self._index, self._owner, self._mine, self._lost = root, index, owner, mine, lost
 
     def is_due(self) -> bool:
-        """Whether rows may be missing, or looking takes no time."""
+        """Return whether to check every file: rows may be missing, or the store is small."""
         boot = _boot()
         return len(self._index) <= SMALL or not boot or self._index.note("boot") != boot
 
     def bury(self, transaction: sqlite3.Connection) -> Freed:
-        """End the writes of processes that died on the way."""
+        """Clean up the writes of processes that died, and return what was freed."""
         freed = Freed()
         for temp, text, owner, nbytes in self._index.under_way(transaction):
             if not self._is_written(temp, owner):
@@ -61,9 +69,9 @@ class Upkeep:
         return freed
 
     def reconcile(self) -> Freed:
-        """Make rows and files agree: a file without a row is read and adopted, a row without a file forgotten.
+        """Make rows and files agree: add a row for a file without one, remove a row whose file is missing.
 
-        Others may write meanwhile: what looks odd is looked at again in a transaction.
+        Others may write meanwhile, so every mismatch is checked again inside a transaction. Returns what was freed.
         """
         is_sound = self._index.is_sound()
         with self._index.write() as transaction:
@@ -98,7 +106,8 @@ class Upkeep:
         return True
 
     def _settle(self, transaction: sqlite3.Connection, path: Path, lost: set[str]) -> Freed:
-        """Drop the rest of a write, adopt a whole entry, drop what is none. Folders are nobody's here, and stay."""
+        """Settle one file: remove the rest of a dead write or a damaged entry, adopt a whole one, leave folders
+        alone."""
         if path.is_dir():
             return Freed()
         if path.suffix == ".tmp":
@@ -134,7 +143,7 @@ class Upkeep:
 
 
 def _known(text: str, nbytes: int) -> bytes:
-    """A row in 24 bytes: a million of them fit into memory."""
+    """Return a row as 24 bytes, so that a million of them fit into memory."""
     return bytes.fromhex(digest("file", text)) + nbytes.to_bytes(8, "little")
 
 
@@ -153,7 +162,7 @@ def _unlinked(path: Path) -> Freed:
 
 
 def _boot() -> str:
-    """What changes whenever the machine starts, "" where that cannot be known."""
+    """Return an id that changes whenever the machine starts; "" if the system has none."""
     try:
         return _BOOT.read_text().strip()
     except OSError:

@@ -1,14 +1,15 @@
-"""What was used of late, so that a tier hears of uses in others: seldom, never on an answer's way. No I/O, no clock.
+"""Report which chunks were used in one tier to the other tiers, rarely and in the background.
 
-A chunk that is always read from memory would otherwise grow old everywhere else, and be dropped there.
+Without this, a chunk that is always read from memory would look unused in the other tiers, and be evicted there.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
+
+from cachetools import LRUCache
 
 from ragfuse.process.fork import at_fork
 from ragfuse.store.tier import Tier, Touches
@@ -17,34 +18,38 @@ from ragfuse.types.keys import ChunkKey
 _REMEMBERED = 1 << 14
 
 Submit = Callable[[str, Callable[[], object]], bool]
-"""Runs a job later, in the writer of that tier; False if it is dropped."""
+"""Queues a job in the background writer of the named tier; returns False if it is dropped."""
 
 
 class Uses:
-    """Tells each of `tiers` of uses in the others, of a chunk once in some seconds. At most one job waits at each."""
+    """Reports of chunk uses to all tiers that were not read. At most one report job waits per tier."""
 
     def __init__(self, tiers: Sequence[Tier], submit: Submit) -> None:
         self._hearers = tuple(tier for tier in tiers if isinstance(tier, Touches))
         self._submit = submit
-        self._told: OrderedDict[ChunkKey, float] = OrderedDict()
         self.renew()
         at_fork(self)
 
     def renew(self) -> None:
-        """No news waits: those of a process that was forked are told by it."""
+        """Forget waiting reports in a forked process: the parent makes them."""
         self._lock = Lock()
+        self._told: LRUCache[ChunkKey, float] = LRUCache(_REMEMBERED)
         self._news: dict[str, dict[ChunkKey, None]] = {tier.name: {} for tier in self._hearers}
 
     def note(self, key: ChunkKey, source: str, now: float, every_s: float) -> None:
-        """A chunk was read from the tier `source` at `now`; the others were told less than `every_s` ago, or are."""
+        """Note that a chunk was read from the tier `source`, and queue a report to the other tiers.
+
+        Args:
+            key: The chunk.
+            source: Name of the tier that it was read from.
+            now: The time in seconds since the epoch.
+            every_s: No report is queued if the last one of this chunk is less than this many seconds ago.
+        """
         others = [tier for tier in self._hearers if tier.name != source]
         with self._lock:
             if not others or 0 <= now - self._told.get(key, -every_s) < every_s:
                 return
             self._told[key] = now
-            self._told.move_to_end(key)
-            if len(self._told) > _REMEMBERED:
-                self._told.popitem(last=False)
             idle = [tier for tier in others if not self._news[tier.name]]
             for tier in others:
                 self._news[tier.name][key] = None
@@ -56,7 +61,7 @@ class Uses:
         tier.touch(self._take(tier))
 
     def _forget(self, tier: Touches) -> None:
-        """Nobody was told: the next use is news again."""
+        """Forget the dropped reports of a tier, so that the next use of these chunks is reported."""
         for key in self._take(tier):
             with self._lock:
                 self._told.pop(key, None)

@@ -1,6 +1,7 @@
-"""Words in, Prompt out: where chunks begin and end in a text, and which token stands where.
+"""From text and messages to a `Prompt`: finds chunks in a text and tokenises everything into segments.
 
-Tokenizer and chat template come in as callables; nothing here knows a model or a store, and nothing splits documents.
+Tokenizer and chat template are passed in as callables. This package knows no model and no store, and does not split
+documents.
 """
 
 from ragfuse.text.assemble import Assembler, Message

@@ -1,8 +1,8 @@
-"""Messages and chunks in, Prompt out: tokens of every piece, what is reused, under which keys, at which position.
+"""Builds a `Prompt` from messages and chunks: the tokens, positions and store keys of every segment.
 
-A prompt is what the chat template writes, as the model's tokenizer reads it. Chunks in it are tokenised apart, so that
-they have the same ids wherever they stand, unless that would change what is read. Which text is a chunk is decided
-before (`chunks`), where it stands in what the template wrote in `rendered`; what is in the store, after (`plan`).
+The text of a prompt is what the chat template renders. Chunks in it are tokenised separately, so that they have the
+same ids in every prompt, unless that would change the decoded text. `text/chunks.py` decides which text is a chunk,
+`text/rendered.py` finds it in the rendered text, and the planner later looks its KV up in the store.
 """
 
 from __future__ import annotations
@@ -25,44 +25,56 @@ from ragfuse.types.keys import ChunkKey
 from ragfuse.types.prompt import Prompt, Segment
 
 Message = tuple[str, str | Sequence[Piece]] | ChatMessage
-"""(role, content), or a turn; a content is one text or pieces."""
+"""(role, content) or a `ChatMessage`; the content is one text or a list of pieces."""
 
 Render = Callable[..., str]
 KeyOf = Callable[[tuple[int, ...], str], ChunkKey]
 Find = Callable[[Sequence[int]], Sequence[Match]]
 Cut = tuple[int, int, tuple[int, ...]]
-"""Characters lo:hi that are tokenised apart; by these ids, unless there are none."""
+"""Characters lo:hi that are tokenised separately from the text around them, and their ids if these are known."""
 ALONE_CHARS = 1 << 15
-"""Characters from which on prompts are tokenised one at a time: all cores work on one, and several at once would keep
-the interpreter from everybody else for longer."""
+"""Prompts of at least this many characters are tokenised one at a time.
+
+One prompt already uses all cores, and several at once would block the interpreter for longer.
+"""
 _LONG = ForkLock()
 
 
 class Tokenizer(Protocol):
-    """A model's tokenizer, as prompts are made with it."""
+    """The part of a model's tokenizer that building prompts needs (`hf.tokens.TextEncoder`)."""
 
     def forged(self, text: str, is_begun: bool = False) -> Sequence[Chars]:
-        """Where a text holds what would be read as a control token and is none. is_begun: it begins an answer, in which
-        marks of thoughts and calls are real."""
+        """Return the characters lo:hi of everything in a text that would be tokenised as a control token.
+
+        Args:
+            text: The text.
+            is_begun: The text is the beginning of an answer, in which the markup of thoughts and calls is genuine.
+        """
         ...
 
     def parts(
         self, text: str, bare: Sequence[Chars] = (), cuts: Sequence[Cut] = ()
     ) -> Sequence[tuple[tuple[int, ...], int, Sequence[Chars]]]:
-        """A whole prompt as ids, number of the cut that they are (-1: none), and the characters of each id.
+        """Tokenise a whole prompt.
 
-        bare: looks like a control token and is text. A cut that would change what is read is left out.
+        Args:
+            text: The prompt.
+            bare: Characters that look like a control token and must be encoded as text.
+            cuts: Pieces to tokenise separately; a cut that would change the decoded text is ignored.
+
+        Returns:
+            Parts in order: their ids, the number of the cut that they are (-1: none), and the characters of each id.
         """
         ...
 
     def said(self, ids: Sequence[int]) -> str:
-        """What ids say in the middle of a text."""
+        """Decode ids as in the middle of a text."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Ids that were tokenised together, or some rows of a known run: those from `row` on of `stored`."""
+    """Ids that were tokenised together, or a part of a known run: the rows of `stored` from `row` on."""
 
     tokens: tuple[int, ...]
     is_chunk: bool = False
@@ -74,20 +86,29 @@ class _Run:
 
 @dataclass(frozen=True)
 class Assembler:
-    """Turns messages, text or ids into a Prompt for one model, whose tokenizer and chat template it is given.
+    """A builder of `Prompt`s from messages, text or ids, for one model.
 
-    `words` is the tokenizer; `key_of(ids, context)` gives the key of a run ("" = alone); `render(messages)`, or
-    `render(messages, tools)` where it knows of tools, is the chat template, roles and contents being plain strings;
-    `calls` how it writes calls of tools.
+    A chunk is a piece of kind "chunk", or a known run of ids that `find` matches in the text between such pieces, whole
+    or in part. All other text is tokenised as a whole, so its ids do not depend on which chunks are known.
 
-    A chunk is a piece that says so, or a known run of ids that `find` meets in what lies between such pieces, whole or
-    in part. All else is tokenised as a whole, so the ids do not depend on what is known. whole: pieces that say so are
-    tokenised with what stands around them, too, so that the ids are the model's own. goes_on: `render` leaves the last
-    message open, which begins the answer. check: raises for a text that cannot fit, before it is tokenised.
+    The segments of a prompt: text before the first chunk is the prefix, one segment with one key, if it has at least
+    `min_tokens`. A chunk of at least `min_chunk_tokens` is one segment; its key depends on `context`, not on its place.
+    All else is fresh, also a chunk at the end of the prompt (something must be computed to answer) and a prompt without
+    any chunk.
 
-    Before the first chunk stands the prefix: one segment with one key, if it has `min_tokens`. A chunk of at least
-    `min_chunk_tokens` has the key of its KV in this `context`, wherever it stands. All else is fresh: the rest, a chunk
-    that ends the prompt (something must be computed to answer), and a prompt without chunks as a whole.
+    Args:
+        words: The model's tokenizer.
+        key_of: `key_of(ids, context)` returns the key of a run's KV; context "" means encoded alone.
+        render: The chat template as `render(messages)` or `render(messages, tools)`, with plain strings as roles and
+            contents; None: the model has none.
+        min_tokens: The least tokens of a prefix that is reused.
+        min_chunk_tokens: The least tokens of a chunk that is reused.
+        context: Digest of what chunks were encoded behind.
+        calls: How the template writes tool calls.
+        find: Finds known runs in ids.
+        whole: Tokenise chunks together with the text around them, so that all ids are the model's own.
+        goes_on: `render` leaves the last message open, so that the answer continues it.
+        check: Called with the rendered text before it is tokenised; raises if the text is too long.
     """
 
     words: Tokenizer
@@ -103,9 +124,17 @@ class Assembler:
     check: Callable[[str], None] = lambda text: None
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Prompt:
-        """The Prompt of a conversation, by the chat template. Control tokens are the template's own alone: in contents,
-        calls and tools what looks like one stays text, but for marks of thoughts and calls in an answer that is begun.
-        tools: told of in words where the template does not render them.
+        """Return the Prompt of a conversation, rendered by the chat template.
+
+        Only the template writes control tokens: in contents, calls and tools, what looks like one is encoded as text,
+        except for the markup of thoughts and calls in the beginning of an answer.
+
+        Args:
+            messages: The conversation.
+            tools: JSON schemas of tools; described in a message if the template does not render tools.
+
+        Raises:
+            InputError: The model has no chat template, or the template rejects the messages.
         """
         if self.render is None:
             raise InputError("This model has no chat template; pass one text instead of messages or tools.")
@@ -116,7 +145,7 @@ class Assembler:
         return self._of(self._rendered(turns, tools), turns[-1].role == "user")
 
     def text(self, pieces: Iterable[Piece], bos: Sequence[int] = ()) -> Prompt:
-        """The Prompt of a text as it is, behind the ids `bos`."""
+        """Return the Prompt of a text without a chat template, after the ids `bos`."""
         parts, at, placed = _parts(tuple(pieces)), 0, list[PlacedPiece]()
         for piece in parts:
             if piece.kind == "chunk" or piece.ids:
@@ -126,13 +155,13 @@ class Assembler:
         return self._of(Rendered(text, tuple(self.words.forged(text)), tuple(placed), (0, len(text))), True, bos)
 
     def ids(self, ids: Sequence[int]) -> Prompt:
-        """The Prompt of these ids and no others."""
+        """Return the Prompt of exactly these ids, with known chunks in it."""
         return self._prompt([_Run(tuple(ids))], (0, len(ids)))
 
     def _rendered(self, turns: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> Rendered:
-        """The conversation as the template writes it.
+        """Render the conversation by the template.
 
-        A template that refuses or drops a system message gets its text at the head of the first user message instead.
+        If the template rejects or drops a system message, its text is put at the head of the first user message.
         """
         try:
             return self._written(turns, tools)
@@ -156,7 +185,7 @@ class Assembler:
         return Conversation(messages, contents, tools, self.words.forged, self.goes_on).rendered(write)
 
     def _of(self, rendered: Rendered, asks: bool, bos: Sequence[int] = ()) -> Prompt:
-        """asks: what is said last is a user's."""
+        """Tokenise a rendered text into a Prompt; asks: whether the last message is a user's."""
         placed = [] if self.whole else [each for each in rendered.placed if each.piece.text.strip()]
         cuts, pieces = list[Cut](), list[Piece]()
         for each in placed:
@@ -187,7 +216,7 @@ class Assembler:
         return replace(prompt, first_chunk=next(chunks, -1))
 
     def _found(self, runs: Sequence[_Run]) -> Iterator[_Run]:
-        """The same with known runs in what lies between chunks that were given."""
+        """Yield the runs, with the ids between given chunks split at known runs."""
         for is_chunk, group in groupby(runs, key=lambda run: run.is_chunk):
             if is_chunk:
                 yield from group
@@ -201,7 +230,7 @@ class Assembler:
             yield _Run(ids[at:])
 
     def _segments(self, runs: Sequence[_Run], reused: Sequence[bool], n_prefix: int) -> Iterator[Segment]:
-        """Segments that still stand at 0: the prefix if there is one, then one for each run."""
+        """Yield segments without positions yet: the prefix if there is one, then one for each run."""
         prefix = tuple(chain.from_iterable(run.tokens for run in runs[:n_prefix]))
         if len(prefix) >= self.min_tokens:
             yield Segment(prefix, 0, "prefix", (self.key_of(prefix, ""),))
@@ -218,7 +247,7 @@ class Assembler:
 
 
 def _placed(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """The same segments one behind the other from 0, neighbouring fresh ones as one."""
+    """Give the segments consecutive positions from 0, and merge neighbouring fresh ones."""
     placed: list[Segment] = []
     for segment in segments:
         if placed and placed[-1].kind == segment.kind == "fresh":
@@ -236,7 +265,7 @@ def _parts(content: Content) -> tuple[Piece, ...]:
 
 
 def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same with texts side by side as one, chunks that were only found in them too."""
+    """Yield the pieces with neighbouring texts merged, including chunks that were only found in a text."""
     for is_text, group in groupby(pieces, key=lambda piece: not piece.ids and (piece.kind == "fresh" or piece.found)):
         if is_text:
             yield Piece("".join(piece.text for piece in group))
@@ -249,7 +278,13 @@ def _same(value: Any) -> Any:
 
 
 def _rows(offsets: Iterable[Sequence[Chars]], chars: Chars, at: int) -> tuple[int, int]:
-    """Rows of ids, of which the first is `at`, that hold some of these characters. offsets: of each part of the ids."""
+    """Return the rows lo:hi of the ids that hold any of these characters; (0, 0) if none.
+
+    Args:
+        offsets: Characters of each id, for each part of the ids.
+        chars: Characters lo:hi.
+        at: Row of the first id.
+    """
     lo, hi = chars
     found = list[tuple[int, int]]()
     for each in offsets if lo < hi else ():
@@ -261,7 +296,10 @@ def _rows(offsets: Iterable[Sequence[Chars]], chars: Chars, at: int) -> tuple[in
 
 
 def _as_said(words: Tokenizer, text: str, placed: PlacedPiece) -> Cut | None:
-    """Where ids that a model wrote stand in a text, white space at their ends left out where the text has none."""
+    """Find where ids that a model wrote occur in a rendered text.
+
+    White space at their ends is dropped if the text does not have it. None if the ids do not decode to the text.
+    """
     ids, said = placed.piece.ids, text[placed.lo : placed.hi]
     core = said.strip()
     at = placed.lo + said.index(core)
@@ -274,7 +312,7 @@ def _as_said(words: Tokenizer, text: str, placed: PlacedPiece) -> Cut | None:
 
 
 def _without_space(words: Tokenizer, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Ids without those at both ends that say white space alone."""
+    """Return the ids without leading and trailing ids that decode to white space."""
     lo, hi = 0, len(ids)
     while lo < hi and not words.said(ids[lo : lo + 1]).strip():
         lo += 1
@@ -284,7 +322,7 @@ def _without_space(words: Tokenizer, ids: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _without_system(turns: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """The same turns with all system text at the head of the first user turn, which is made if there is none."""
+    """Move all system text to the head of the first user message, which is created if there is none."""
     said = [turn.content for turn in turns if turn.role == "system" and turn.content]
     system = [part for parts in said for part in (*parts, Piece("\n\n"))]
     rest = [turn for turn in turns if turn.role != "system"]

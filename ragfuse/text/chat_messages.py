@@ -1,24 +1,36 @@
-"""One message of a conversation, with the calls of tools that it makes or answers."""
+"""One message of a conversation, with the tool calls that it makes or answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from types import MappingProxyType
 
+from ragfuse.errors import InputError
 from ragfuse.text.chunks import Piece
 from ragfuse.types.answer import ToolCall
 
 Content = str | Sequence[str | Piece]
-"""Of a message: text in which marked and known chunks are found, or a list of texts and pieces."""
+"""The content of a message: a text in which marked and known chunks are found, or a list of texts and pieces."""
+
+ROLE_ALIASES: Mapping[str, str] = MappingProxyType(
+    {"developer": "system", "function": "tool", "model": "assistant", "chatbot": "assistant"}
+)
+"""Roles that other interfaces have, and the chat template's name for each."""
 
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """A message for the chat template. `tool_calls` are an assistant's; `tool_call_id`, `name` say what a tool answers.
+    """A message for the chat template.
 
-    The role of a tool's result is "tool". reasoning: what an assistant thought before its answer, for templates that
-    write it.
+    Args:
+        role: "system", "user", "assistant", or "tool" for a tool's result.
+        content: What the message says.
+        tool_calls: Calls that an assistant makes.
+        tool_call_id: Of a tool's result: the call that it answers.
+        name: Of a tool's result: the tool.
+        reasoning: What an assistant thought before its answer, for templates that render it.
     """
 
     role: str
@@ -30,15 +42,37 @@ class ChatMessage:
 
     @property
     def says_something(self) -> bool:
-        """Whether it holds more than white space, or calls tools."""
+        """Whether its content is more than white space, or it calls tools."""
         texts = (part if isinstance(part, str) else part.text for part in _listed(self.content))
         return bool(self.tool_calls) or any(text.strip() for text in texts)
 
     @staticmethod
-    def joined(turns: Iterable[ChatMessage]) -> list[ChatMessage]:
-        """These turns, neighbours of one role as one: a chat template may want roles to alternate.
+    def conversation(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
+        """Return messages as a chat template takes them.
 
-        What tools returned stays apart, each by the call that it answers.
+        A role gets the template's name for it (`ROLE_ALIASES`), a tool's result the name of the tool that its id
+        belongs to, and neighbours of one role become one message (`joined`).
+
+        Raises:
+            InputError: No message holds text or a tool call.
+        """
+        found: list[ChatMessage] = []
+        names: dict[str, str] = {}
+        for message in messages:
+            role = ROLE_ALIASES.get(message.role, message.role)
+            name = message.name or (names.get(message.tool_call_id, "") if role == "tool" else "")
+            names |= {call.id: call.name for call in message.tool_calls}
+            found.append(replace(message, role=role, name=name))
+        found = ChatMessage.joined(found)
+        if not any(message.says_something for message in found):
+            raise InputError("The messages hold no text; wanted at least one that asks something.")
+        return found
+
+    @staticmethod
+    def joined(turns: Iterable[ChatMessage]) -> list[ChatMessage]:
+        """Merge neighbouring messages of the same role, because some chat templates require alternating roles.
+
+        Tool results are not merged: each answers its own call.
         """
         found: list[ChatMessage] = []
         for role, group in groupby(turns, key=lambda turn: turn.role):
@@ -57,9 +91,10 @@ class ChatMessage:
 
 
 class LaterMessages:
-    """Messages without their first turns, one more each time; what the system says first stays, and the last turn.
+    """A sequence of ever shorter conversations: item i drops one more of the oldest turns.
 
-    Each list is made when it is asked for: all of them together would be as large as the messages squared.
+    Leading system messages and the last turn always stay. Each list is made on access, since all of them together would
+    grow with the square of the number of messages.
     """
 
     def __init__(self, messages: Sequence[ChatMessage]) -> None:

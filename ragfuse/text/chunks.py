@@ -1,10 +1,10 @@
-"""Where a chunk begins and ends in a text: marks that no document can forge, and texts that are known already.
+"""Finds chunks in a text: by signed marks around them, which no document can forge, or by their known text.
 
-No document is split here: the frameworks' splitters do that. No token either: see `assemble`. A chunk's text is the
-text without the white space around it, everywhere: whoever stores a chunk stores `text.strip()`, so that a chunk
-which was stripped on its way into a prompt is the same chunk.
+Documents are split by the frameworks' splitters, not here, and tokenising is done in `text/assemble.py`. The text of a
+chunk is always `text.strip()`, so that a chunk that was stripped on its way into a prompt is the same chunk.
 
-What a search does grows with the text that is searched alone, whatever is written there and whatever is known.
+The time of a search is proportional to the length of the searched text, whatever it contains and however many chunks
+are known.
 """
 
 from __future__ import annotations
@@ -28,16 +28,20 @@ from ragfuse.types.keys import digest
 
 _START = re.compile(rf"(?:(?<!{LETTER})|(?!{LETTER}))\S")
 LEAST_BITS, BITS_EACH = 1 << 10, 32
-"""Places of the table that says where a text may begin: at least, and for each text."""
+"""Slots of the hash table that tells where a known text may begin: the minimum, and the number per text."""
 _HEAD = re.compile(r"\[\[chunk:([0-9]{1,9}):([A-Za-z0-9_-]*):([0-9a-f]{32})\]\]")
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of prompt text: `fresh`, or one `chunk`; `source` says where a chunk came from, for people.
+    """A part of a prompt's text: fresh text or one chunk.
 
-    ids: its token ids where these are known without a tokenizer, as what a model wrote itself; (): to be found. found:
-    the chunk was met in a text that does not say where chunks begin; it is tokenised with what stands around it.
+    Args:
+        text: The text.
+        kind: "chunk" if its KV is to be reused, else "fresh".
+        source: Where a chunk came from, for people.
+        ids: Its token ids if these are known already, as for text that the model wrote itself; (): unknown.
+        found: The chunk was found by its known text, not by marks; it is tokenised with the text around it.
     """
 
     text: str
@@ -49,7 +53,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """A known chunk found in a text, at characters lo:hi."""
+    """A known chunk that was found in a text, at characters lo:hi."""
 
     lo: int
     hi: int
@@ -58,15 +62,18 @@ class ChunkSpan:
 
 
 def chunk_id(text: str) -> str:
-    """Digest of a chunk's text, the same with and without white space around it."""
+    """Return the digest of a chunk's text; surrounding white space does not count."""
     return digest("chunk", _bytes(text.strip()))
 
 
 class KnownChunks:
-    """Known chunk texts and where they stand in a prompt. Thread-safe; adding or discarding one costs microseconds.
+    """An index of known chunk texts that finds them in a prompt. Thread-safe; adding or discarding takes microseconds.
 
     A chunk is looked up by its first `min_chars` characters (the anchor), then by its whole text, longest first. So
-    shorter texts are never known, and neither is a text whose end would cut a word of the prompt in two.
+    shorter texts are never found, nor is a text whose end would split a word of the prompt.
+
+    Args:
+        min_chars: Length of the anchor, in characters; at least 1.
     """
 
     def __init__(self, min_chars: int = 24) -> None:
@@ -77,12 +84,12 @@ class KnownChunks:
         self._start_over()
 
     def _start_over(self) -> None:
-        """Know nothing."""
+        """Forget all chunks."""
         self._sources: dict[str, str] = {}  # text -> source
         self._texts: dict[str, str] = {}  # id -> text
         self._families: dict[str, Family] = {}  # anchor -> the texts that begin with it
         self._beginnings = Beginnings()
-        self._may_begin = np.zeros(LEAST_BITS, bool)  # by the low bits of its fingerprint, whether an anchor has them
+        self._may_begin = np.zeros(LEAST_BITS, bool)  # index: low bits of an anchor's fingerprint
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -91,7 +98,12 @@ class KnownChunks:
         return text.strip() in self._sources
 
     def add(self, texts: Iterable[str], source: str = "") -> list[str]:
-        """Ids of `texts`, which are found from now on; those that are too short get an id but are never found."""
+        """Add chunks, so that they are found from now on, and return their ids.
+
+        Args:
+            texts: Their texts; one shorter than `min_chars` gets an id but is never found.
+            source: Where they came from, for people.
+        """
         stripped = [text.strip() for text in texts]
         ids = [chunk_id(text) for text in stripped]
         with self._lock:
@@ -112,7 +124,7 @@ class KnownChunks:
                         del self._families[anchor]
 
     def find(self, text: str) -> list[ChunkSpan]:
-        """Known chunks in `text`: leftmost first, the longest where several begin, none overlapping."""
+        """Return the known chunks in `text`, left to right and without overlap; at each place the longest."""
         with self._lock:
             return list(self._find(text))
 
@@ -127,7 +139,7 @@ class KnownChunks:
         self._sources[text] = source or self._sources.get(text, "")
 
     def _expect(self, anchor: str) -> None:
-        """Let places be looked at whose fingerprint is this anchor's; the table grows with the anchors."""
+        """Add an anchor's fingerprint to the hash table, which grows with the number of anchors."""
         anchors = [anchor]
         if BITS_EACH * (len(self._families) + 1) > len(self._may_begin):
             self._may_begin = np.zeros(2 * len(self._may_begin), bool)
@@ -152,7 +164,7 @@ class KnownChunks:
             yield ChunkSpan(lo, lo + len(known), chunk_id(known), self._sources[known])
 
     def _begins(self, text: str, place: int, met: dict[str, Family]) -> bool:
-        """Whether a chunk may begin here; those with this anchor are noted in `met`."""
+        """Whether a chunk may begin at this place; the chunks with its anchor are added to `met`."""
         self._beginnings.steps += 1
         if not _START.match(text, place):
             return False
@@ -164,11 +176,14 @@ class KnownChunks:
 
 
 class Marker:
-    """Marks around chunks in a text, signed with a secret: whoever lacks it cannot make one, or move one elsewhere.
+    """A writer and reader of signed marks around chunks; without the secret nobody can make a mark or move one.
 
-    A mark holds length and source, signed together with the text: keyed BLAKE3 over them and the text's fingerprint by
-    a secret prime. What looks like a mark but is not signed for exactly the text it encloses is text, byte for byte; so
-    is anything inside a marked chunk. However many marks overlap, the text is read once.
+    A mark holds the chunk's length and source, and a keyed BLAKE3 tag over these and the text's fingerprint by a secret
+    prime. What looks like a mark but is not signed for exactly the text it encloses stays text, and so does everything
+    inside a marked chunk. The text is read once, however many marks overlap.
+
+    Args:
+        secret: At least 16 random bytes.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -178,13 +193,13 @@ class Marker:
         self._prime = secret_prime(blake3(secret, derive_key_context="ragfuse chunk marks 2, prime").digest())
 
     def mark(self, text: str, source: str = "") -> str:
-        """`text` between marks that `split` takes off again. Neither end is white space: stripping is harmless."""
+        """Return `text` between marks, which `split` removes; neither end is white space, so stripping is harmless."""
         name = _name(source)
         tag = self._tag(len(text), name, residue(text, self._prime))
         return f"[[chunk:{len(text)}:{name}:{tag}]]{text}[[end:{tag}]]"
 
     def split(self, text: str) -> list[Piece]:
-        """Chunks that were marked and the fresh text around them, in order; joined they are the unmarked text."""
+        """Return the marked chunks and the fresh text around them, in order; joined they are the unmarked text."""
         begins, los, his, names, tags = list[int](), list[int](), list[int](), list[str](), list[str]()
         for head in _HEAD.finditer(text):
             lo = head.end()
@@ -206,12 +221,12 @@ class Marker:
         return [piece for piece in found if piece.text]
 
     def unmarked(self, text: str) -> str:
-        """The text without its marks; what looks like one and is none stays."""
+        """Return the text without its marks; what looks like a mark but is not signed stays."""
         return "".join(piece.text for piece in self.split(text)) if _HEAD.search(text) else text
 
     @staticmethod
     def count(text: str) -> int:
-        """How often a mark may begin in a text, signed or not."""
+        """Return how many marks seem to begin in a text, signed or not."""
         return sum(1 for _ in _HEAD.finditer(text))
 
     def _tag(self, length: int, name: str, residue: int) -> str:
@@ -219,14 +234,14 @@ class Marker:
 
 
 def pieces(text: str, marker: Marker | None = None, known: KnownChunks | None = None) -> tuple[Piece, ...]:
-    """`text` without marks, cut into fresh text and chunks: marked ones first, known ones in what is left."""
+    """Split a text into fresh text and chunks: first at marks, which are removed, then at known chunks in the rest."""
     marked = marker.split(text) if marker else [Piece(text)]
     found = (_known(piece, known) if known and piece.kind == "fresh" else (piece,) for piece in marked)
     return tuple(piece for group in found for piece in group if piece.text)
 
 
 def peel(piece: Piece) -> tuple[Piece, ...]:
-    """A chunk without the white space around it, which becomes fresh text; a fresh piece as it is."""
+    """Split the white space around a chunk off as fresh text; a fresh piece is returned as it is."""
     core = piece.text.strip()
     if piece.kind == "fresh" or not core:
         return (Piece(piece.text, ids=piece.ids),)

@@ -15,7 +15,7 @@ from ragfuse.text.known_spans import MIN_ALTERED_TOKENS, KnownSpans, Match
 from ragfuse.text.span_runs import MIN_RUN_TOKENS
 
 MAX_DOCUMENTS = 4096
-"""Documents that are looked for at once; those that were heard of, or found, the longest time ago go first."""
+"""Documents that are looked for at once; those that were retrieved, or found in a prompt, longest ago go first."""
 MAX_RETRIEVED_TOKENS = 1 << 22
 """Their tokens together."""
 COVERED_SHARE = 0.75
@@ -67,14 +67,14 @@ class RetrievedDocuments:
         Of a document that chunks say less than `COVERED_SHARE` of, what stands there is its own, and chunks have the
         rest.
         """
-        heard = self._spans.find(ids) if len(self._spans) else []
-        if not heard:
+        matches = self._spans.find(ids) if len(self._spans) else []
+        if not matches:
             return list(found)
         said, size = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
-        for match, parts in _beside(heard, found):
+        for match, parts in _beside(matches, found):
             size[match.span.tokens] += match.hi - match.lo
             said[match.span.tokens] += sum(min(each.hi, match.hi) - max(each.lo, match.lo) for each in parts)
-        own = [match for match in heard if said[match.span.tokens] < COVERED_SHARE * size[match.span.tokens]]
+        own = [match for match in matches if said[match.span.tokens] < COVERED_SHARE * size[match.span.tokens]]
         left = (part for match, parts in _beside(found, own) for part in _outside(match, parts))
         return list(merge(left, own, key=lambda match: match.lo))
 

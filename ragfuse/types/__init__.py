@@ -1,1 +1,1 @@
-"""Values that the whole of ragfuse shares: keys, KV, prompts, plans, answers. Nothing here does I/O or decides."""
+"""Values shared by all packages: keys, KV, prompts, plans, answers. Nothing here does I/O or makes decisions."""

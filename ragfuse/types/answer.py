@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ragfuse.errors import InputError
 from ragfuse.types.keys import Encoded
 from ragfuse.types.prompt import Kind
 from ragfuse.types.reasons import ENCODING
@@ -13,11 +15,19 @@ from ragfuse.types.reasons import ENCODING
 
 @dataclass(frozen=True)
 class PieceTrace:
-    """Layers of one piece: of which segments, and how they came: at a codec level, or as "text", which is computed.
+    """One step of a stream: some layers of some segments, loaded at a codec level or recomputed from text.
 
-    layers: the first, and the one behind the last. began_s: seconds since the deadline began to run; seconds: until it
-    was there, nbytes of it. throughput: bytes a second of the whole line meanwhile, None where nothing was read;
-    sharing: streams on it. why: in words, where not all of it came.
+    Args:
+        segments: Indices of the prompt's segments in this piece.
+        tokens: Tokens of these segments together.
+        level: The codec level, or "text" for a piece that is recomputed.
+        layers: First layer, and the one after the last.
+        nbytes: Bytes read.
+        began_s: Seconds from the start of the deadline to the start of this step.
+        seconds: Seconds that the step took.
+        throughput: Bytes per second of the whole link meanwhile; None where nothing was read.
+        sharing: Streams on that link at the time.
+        why: Why not all of it arrived, in words; "" where it did.
     """
 
     segments: tuple[int, ...]
@@ -34,9 +44,14 @@ class PieceTrace:
 
 @dataclass(frozen=True)
 class StreamTrace:
-    """All pieces, in the order in which they were decided. held: whether the first token came within the deadline.
+    """How the KV of one prompt was streamed from a slow tier under a deadline (CacheGen 5.3).
 
-    adapt: as in the settings. prior: bytes a second that the line was taken to carry at first, None: nothing was known.
+    Args:
+        adapt: The `adapt` setting in effect.
+        deadline_s: The deadline, in seconds.
+        held: Whether the first token came within the deadline.
+        pieces: All pieces, in the order in which they were decided.
+        prior: Bytes per second that the link was assumed to carry at first; None: unknown.
     """
 
     adapt: str
@@ -48,11 +63,23 @@ class StreamTrace:
 
 @dataclass(frozen=True)
 class SegmentTrace:
-    """What happened to one segment that could have come from the store.
+    """What happened to one segment that could have been loaded from the store.
 
-    encoded: its KV was computed alone, right behind the prefix, or behind filler text ("" for a miss). goes_on: it is
-    one more piece of the chunk that the segment before it is of, as where a prompt leaves out or changes words in a
-    chunk.
+    Args:
+        source: Where its text came from, for people.
+        kind: The kind of segment.
+        n_tokens: Its tokens.
+        start: Its first position in the prompt.
+        hit: Whether its KV was loaded.
+        tier: The tier that had it; "" for a miss.
+        level: Its codec level; "" for a miss.
+        nbytes: Bytes read.
+        recomputed: Rows (tokens) of it that were recomputed.
+        exact: Whether its KV equals that of a full prefill, so that nothing had to be recomputed.
+        encoded: Whether its KV was computed alone, directly after the prefix, or after filler text; "" for a miss.
+        why: The reason for a miss, in words; "" for a hit.
+        goes_on: Whether it belongs to the same chunk as the segment before it, as where a prompt leaves out or changes
+            words of a chunk.
     """
 
     source: str
@@ -72,19 +99,41 @@ class SegmentTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one answer reused and why. Times in seconds, sizes in bytes, shares 0..1.
+    """What one answer reused, and why. Times in seconds, sizes in bytes, shares 0..1.
 
-    reused + recomputed + fresh = tokens. `recomputed_rows` are the prompt rows of cached chunks that were computed
-    again in the layers after the check; `fallback_reason` is why nothing was fused ("" when the prompt was). prefill_s
-    is the time from the prompt to its first logits, predicted_ttft_s and predicted_load_s what the plan foresaw (None:
-    it was made without timings of this machine); corrections as in its `Forecast`. promoted: chunks that were copied to
-    a faster tier in the background since the trace before this one, because they are used often. dropped: sources of
-    chunks that were left out of the prompt, so that it and its answer fit. stream: what came over a line under a
-    deadline, piece by piece. session: the conversation that it goes on with, "" for none; truncated: tokens of that
-    which the prompt lacks, the earliest ones. schema: whose prompt it is, "" for none; modules: paths of its modules
-    whose text was reused (".": the schema's own). tokens_prefix, tokens_chunks: of the reused ones, those of a
-    beginning that earlier prompts had too, and those of chunks. unsaved: what could not be read or written beside the
-    answer, and why, so that this process alone remembers it.
+    `tokens_reused + tokens_recomputed + tokens_fresh == tokens`.
+
+    Args:
+        model: Name of the model.
+        policy: The selection policy.
+        ratio: The recompute ratio that the plan chose.
+        tokens: Tokens of the prompt.
+        tokens_reused: Tokens whose KV was loaded and used as it was.
+        tokens_recomputed: Tokens of loaded chunks that were recomputed, on average over the layers.
+        tokens_fresh: Tokens of which no KV was loaded.
+        mean_ratio: The share of recomputed rows among those a policy chose from, on average over the layers.
+        nbytes: Bytes read.
+        load_s: Time spent loading.
+        compute_s: Time spent computing.
+        prefill_s: Time from the prompt to its first logits.
+        ttft_s: Time to the first token.
+        total_s: Time to the end of the answer.
+        fallback_reason: Why nothing was fused; "" where the prompt was fused.
+        segments: One row per segment that could have come from the store.
+        recomputed_rows: Prompt rows of cached chunks that were recomputed in the layers after the check layer.
+        predicted_ttft_s: Predicted time to the first logits; None: this machine was not measured.
+        predicted_load_s: Predicted time spent loading; None: this machine was not measured.
+        corrections: As in `Forecast`.
+        promoted: Chunks copied to a faster tier in the background since the last trace, because they are used often.
+        dropped: Sources of chunks that were left out so that prompt and answer fit the context.
+        stream: How KV was streamed under a deadline, piece by piece.
+        session: The conversation that the prompt continues; "" for none.
+        truncated: Earliest tokens of that conversation that were left out.
+        schema: The schema of a prompt in PML; "" for none.
+        modules: Paths of its modules whose text was reused (".": text of the schema itself).
+        tokens_prefix: Reused tokens of a beginning shared with earlier prompts.
+        tokens_chunks: Reused tokens of chunks.
+        unsaved: What could not be read or written on disk beside the answer, and why; only this process remembers it.
     """
 
     model: str = ""
@@ -120,7 +169,7 @@ class Trace:
 
     @property
     def summary(self) -> str:
-        """One line: "541 tokens: 474 reused (6 of 6 chunks), 31 recomputed, first token 0.14 s"."""
+        """One line such as "541 tokens: 474 reused (6 of 6 chunks), 31 recomputed, first token 0.14 s"."""
         first = f"first token {self.ttft_s:.2f} s"
         if not self.tokens_reused:
             return f"{self.tokens} tokens: none reused ({self.fallback_reason or 'nothing was found'}), {first}"
@@ -139,27 +188,68 @@ class Trace:
         return sum(segment.n_tokens for segment in self.segments if segment.kind == "history" and segment.hit)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types, with the summary."""
+        """Return the trace, with its summary, in plain JSON types."""
         return {**asdict(self), "summary": self.summary}
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call of a tool that a model asks for; `id` is what its result refers to."""
+    """One tool call that the model asks for. The message with the tool's result refers to it by `id`."""
 
     name: str
     arguments: Mapping[str, Any]
     id: str = ""
 
+    @classmethod
+    def from_openai(cls, call: Mapping[str, Any]) -> ToolCall:
+        """Read a tool call in OpenAI's form: `{"id", "function": {"name", "arguments"}}`.
+
+        Raises:
+            InputError: The arguments are no JSON object.
+        """
+        function = call.get("function") or {}
+        name, arguments = str(function.get("name") or ""), cls.read_arguments(function.get("arguments"))
+        return cls(name, arguments, str(call.get("id") or ""))
+
+    def as_openai(self) -> dict[str, Any]:
+        """Return the call in OpenAI's form, its arguments as JSON text."""
+        function = {"name": self.name, "arguments": json.dumps(dict(self.arguments), ensure_ascii=False)}
+        return {"id": self.id, "type": "function", "function": function}
+
+    @staticmethod
+    def read_arguments(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+        """Read the arguments of a call: the JSON text of an object, or a mapping; {} where there are none.
+
+        Raises:
+            InputError: They are something else.
+        """
+        found: Any = given or {}
+        if isinstance(found, str):
+            try:
+                found = json.loads(found)
+            except (ValueError, RecursionError):
+                found = None
+        if not isinstance(found, Mapping):
+            raise InputError(f"The arguments of a tool call are {given!r:.60}; wanted the JSON text of an object.")
+        return dict(found)
+
 
 Ended = Literal["stop", "length", "tool_calls"]
-"""Why an answer ended: by itself or a stop string, at its longest, or to hear what tools say."""
+"""Why an answer ended: an end token or stop string, `max_tokens`, or a tool call whose result is awaited."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came out: the text, its token ids, why it stopped, the trace, the tools it calls, and what was thought
-    before, where a model writes its thoughts apart. The ids are those of thoughts and calls, too."""
+    """The answer of a model, and how it came about.
+
+    Args:
+        text: The text, without reasoning and tool calls.
+        token_ids: Ids of everything generated, reasoning and tool calls included.
+        finish_reason: Why it ended.
+        trace: What was reused, and why.
+        tool_calls: Tools that the model calls.
+        reasoning: The model's reasoning, where it writes it apart from the answer.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -171,6 +261,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class Thought:
-    """A piece of what a model thinks before it answers, as it is written."""
+    """A streamed piece of the reasoning that a model writes before its answer."""
 
     text: str

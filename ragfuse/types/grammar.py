@@ -1,4 +1,4 @@
-"""What an answer must follow: a value, compiled elsewhere (`hf/grammar.py`)."""
+"""The grammar that an answer must follow. A plain value; `hf/grammar.py` compiles it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from ragfuse.errors import InputError
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer must follow, to the last character; made by `json`, `regex`, `choice` or `lark`.
+    """A grammar that the whole answer must match. Make one with `json`, `regex`, `choice` or `lark`.
 
-    kind: how `source` is to be read; a schema is kept as its JSON text.
+    Args:
+        kind: How `source` is read.
+        source: A JSON schema as JSON text, a regular expression, or the rules of a Lark grammar.
     """
 
     kind: Literal["json", "regex", "lark"]
@@ -22,32 +24,39 @@ class Grammar:
 
     @staticmethod
     def json(schema: Mapping[str, Any] | None = None) -> Grammar:
-        """JSON that a schema allows (None: any object), written as `json.dumps` writes it.
+        """Return the grammar of JSON that a schema allows, formatted as `json.dumps` formats it.
 
-        Objects whose schema names their properties hold no others, unless it says `additionalProperties`.
+        Args:
+            schema: A JSON schema; None: any object. Objects whose schema names their properties may hold no others,
+                unless it sets `additionalProperties`.
         """
         return Grammar("json", json_text({"type": "object"} if schema is None else schema))
 
     @staticmethod
     def regex(pattern: str) -> Grammar:
-        """Text that a regular expression matches as a whole."""
+        """Return the grammar of texts that a regular expression matches as a whole."""
         return Grammar("regex", pattern)
 
     @staticmethod
     def choice(texts: Sequence[str]) -> Grammar:
-        """One of some texts."""
+        """Return the grammar of exactly one of these texts; raise InputError where there is none, or an empty one."""
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise InputError(f"Grammar.choice takes a list of texts that are not empty; found {texts!r}.")
         return Grammar("lark", "start: " + " | ".join(json.dumps(text) for text in texts))
 
     @staticmethod
     def lark(rules: str) -> Grammar:
-        """Text by the rules of a Lark grammar, as llguidance reads them; it begins with `start`."""
+        """Return the grammar with these Lark rules, in llguidance's dialect; the first rule applied is `start`."""
         return Grammar("lark", rules)
 
 
 def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") -> str:
-    """A schema as JSON; InputError if it is no object or cannot be written as JSON."""
+    """Return a schema as JSON text; raise InputError where it is not an object or has no JSON form.
+
+    Args:
+        schema: A JSON schema.
+        what: How an error message names it.
+    """
     if not isinstance(schema, Mapping):
         raise InputError(f"{what} is {schema!r}; wanted a JSON schema: an object such as {{'type': 'object'}}.")
     try:
@@ -57,10 +66,10 @@ def json_text(schema: Mapping[str, Any], what: str = "The schema of a grammar") 
 
 
 def closed(schema: Mapping[str, Any]) -> Any:
-    """The same schema, but objects that name their properties allow no others unless it says so.
+    """Return the schema with `additionalProperties: false` in objects that name their properties and do not set it.
 
-    Whatever it allows, the first one allows too. Nothing is changed with `allOf`, nor in an object that goes on in
-    `anyOf`, `oneOf` or `$ref`: there one part may name what another leaves out.
+    The result allows nothing that the schema forbids. A schema with `allOf` stays as it is, and so do objects with
+    `anyOf`, `oneOf` or `$ref`: there one part may name properties that another part leaves out.
     """
     return schema if "allOf" in str(schema) else _closed(schema)
 
@@ -77,7 +86,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _below(name: str, value: Any) -> Any:
-    """What stands under a keyword: values, schemas by name, or schemas."""
+    """Return the value of a schema keyword, with the schemas in it closed; plain values stay as they are."""
     if name in _NAMED and isinstance(value, Mapping):
         return {key: _closed(each) for key, each in value.items()}
     return value if name in _VALUES else _closed(value)
@@ -86,4 +95,4 @@ def _below(name: str, value: Any) -> Any:
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _ELSEWHERE = frozenset({"anyOf", "oneOf", "$ref"})
 _VALUES = ("enum", "const", "default", "examples", "required")
-"""Keywords that hold values or names, no schemas."""
+"""Keywords whose values are plain values or names, not schemas."""

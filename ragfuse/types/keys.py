@@ -1,4 +1,4 @@
-"""Keys of KV entries: digests of the model, the token ids, and what these attended to."""
+"""Keys of KV entries: digests of the model, the token ids, and the tokens that these attended to."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from blake3 import blake3
 
 FORMAT_VERSION = 2
-"""Version of everything that is written: keys, headers, profiles. A change makes old entries misses."""
+"""Version of everything that is written: keys, headers, profiles. A change turns old entries into misses."""
 Encoded = Literal["alone", "prefix", "filler"]
 
 
 def digest(*parts: str | bytes) -> str:
-    """BLAKE3 over length-prefixed parts, 32 hex digits: the same in every process and on every machine."""
+    """Return the BLAKE3 digest of length-prefixed parts: 32 hex digits, the same in every process and machine."""
     hasher = blake3()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
@@ -25,9 +25,9 @@ def digest(*parts: str | bytes) -> str:
 
 
 def whole_text(text: str) -> str:
-    """The text without halves of characters (lone surrogates): U+FFFD stands for each, two that are one become it.
+    """Return the text without lone surrogates: each becomes U+FFFD, and a pair becomes the character it stands for.
 
-    Readers of PDF and JSON hand such out, and neither UTF-8 nor a tokenizer can take them.
+    Readers of PDF and JSON produce surrogates, and neither UTF-8 nor a tokenizer accepts them.
     """
     try:
         text.encode()
@@ -37,22 +37,29 @@ def whole_text(text: str) -> str:
 
 
 def token_digest(tokens: Sequence[int]) -> str:
-    """Digest of token ids, written as little-endian int32."""
+    """Return the digest of token ids, as little-endian int32."""
     return digest("tokens", torch.tensor(list(tokens), dtype=torch.int32).numpy().astype("<i4").tobytes())
 
 
 def filler_context(context: str) -> str:
-    """The context of a run encoded behind `context` (a token digest, "": nothing) and then other text."""
+    """Return the `ChunkKey.context` of a run that is encoded after `context` and then filler text.
+
+    Args:
+        context: A token digest, or "" for filler text alone.
+    """
     return f"~{context}"
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """What counts as the same KV. Digests only: no position, no process-local value.
+    """The identity of the KV of a run of tokens. Digests only: no position in a prompt, no process-local value.
 
-    `model` covers weights, dtype, rope settings, tokenizer, drift, format version and the tenant's salt; `tokens` the
-    ids; `context` what the run attended to before itself: "" nothing, a token digest just those tokens,
-    `filler_context` of either those and then other text. `layout` is "" for positions 0..n-1, else a digest of them.
+    Args:
+        model: Digest of weights, dtype, RoPE settings, tokenizer, drift, format version and the tenant's salt.
+        tokens: Digest of the token ids.
+        context: What the run attended to before itself: "" for nothing, a token digest for exactly those tokens,
+            `filler_context` of either where filler text follows them.
+        layout: "" for positions 0..n-1, else a digest of the positions.
     """
 
     model: str
@@ -62,7 +69,7 @@ class ChunkKey:
 
     @property
     def encoded(self) -> Encoded:
-        """In what company, in one word."""
+        """What the run was encoded after: nothing ("alone"), a prefix, or filler text."""
         if not self.context:
             return "alone"
         return "filler" if self.context.startswith(filler_context("")) else "prefix"
@@ -72,7 +79,7 @@ class ChunkKey:
 
     @classmethod
     def parse(cls, text: str) -> ChunkKey:
-        """The key whose `str()` is `text`; ValueError if it is none."""
+        """Return the key whose `str()` is `text`; raise ValueError where it is not a key."""
         parts = ["" if part == "-" else part for part in text.split(".")]
         if len(parts) != 4 or not parts[0] or not parts[1]:
             raise ValueError(f"Not a chunk key: {text!r} (wanted model.tokens.context.layout)")

@@ -1,4 +1,4 @@
-"""Tensors of a chunk's KV, their position layout, and what the store knows of an entry."""
+"""The tensors of a chunk's KV, how its keys carry position, and what the store knows about an entry."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from ragfuse.types.keys import ChunkKey
 
 @dataclass(frozen=True)
 class RopeLayout:
-    """How one layer's keys carry position: `2 * len(inv_freq)` dims from `lo` on are rotated, the others are not.
+    """How RoPE rotates one layer's keys: `2 * len(inv_freq)` dims from `lo` on; the other dims carry no position.
 
-    inv_freq: radians per position of every pair. pairing: dim i goes with i + half ("half") or 2i with 2i + 1.
-    part: which of the two cached tensors carries it (latent attention caches its rotated part second).
+    Args:
+        inv_freq: Radians per position of each pair of dims.
+        lo: First rotated dim.
+        pairing: "half" pairs dim i with i + half, "interleaved" pairs 2i with 2i + 1.
+        part: The cached tensor that is rotated (latent attention caches its rotated part as "values").
     """
 
     inv_freq: tuple[float, ...]
@@ -27,14 +30,19 @@ class RopeLayout:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer of one run. keys: [H, n, D], values: [H, n, Dv], model dtype; keys at positions 0..n-1 of the run."""
+    """The KV of one layer of a run of n tokens, in the model's dtype.
+
+    Args:
+        keys: `[kv_heads, n, head_dim]`, rotated to positions 0..n-1 of the run.
+        values: `[kv_heads, n, value_head_dim]`.
+    """
 
     keys: Tensor
     values: Tensor
 
     @property
     def n_tokens(self) -> int:
-        """n."""
+        """Tokens of the run."""
         return self.keys.shape[1]
 
     @property
@@ -45,13 +53,13 @@ class LayerKV:
 
 @dataclass(frozen=True)
 class ChunkKV:
-    """The KV of one run, layer by layer; layers may differ in heads and head dim. Never mutated."""
+    """The KV of one run of tokens, layer by layer. Layers may differ in heads and head dim. Never mutated."""
 
     layers: tuple[LayerKV, ...]
 
     @property
     def n_tokens(self) -> int:
-        """n."""
+        """Tokens of the run."""
         return self.layers[0].n_tokens
 
     @property
@@ -62,10 +70,17 @@ class ChunkKV:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the store knows of one key. May be stale: a read that fails is a miss, never an exception.
+    """What a tier knows about one stored key. It may be stale: a read that fails is a miss, never an exception.
 
-    sizes: bytes of each codec level that is kept, in their order; what is said of the entry counts to the first.
-    n_layers: layers of the model, which every level has.
+    Args:
+        key: The key.
+        tier: Name of the tier.
+        n_tokens: Tokens of the stored run.
+        n_layers: Layers of the model; every level has all of them.
+        sizes: Bytes of each stored codec level, from the least to the most lossy.
+        last_used: When it was last used, in seconds since the epoch.
+        hits: How often it was read.
+        pinned: Whether it is exempt from eviction.
     """
 
     key: ChunkKey

@@ -1,4 +1,4 @@
-"""The codec levels that KV may be kept at: the one place that names them. No torch: settings read it, too."""
+"""The codec levels at which KV can be stored, named in this one place. Imports no torch, as settings use it too."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class CodecLevel:
-    """One level, as the codec that packs it needs it.
+    """One codec level and the parameters of its codec.
 
     Args:
-        name: What settings, entries and traces call it.
-        codec: The codec that packs it: `codec.levels.CODECS` has them by this name.
-        bits: Of a `uniform` level: bits of a value.
-        bins: Of a `cachegen` level: widths of bins in the first, middle and last third of the layers, in steps of each
-            channel (CacheGen 5.2).
+        name: Its name in settings, entries and traces.
+        codec: The codec that packs it, a key of `codec.levels.CODECS`.
+        bits: Bits per value of a `uniform` level.
+        bins: Bin widths of a `cachegen` level in the first, middle and last third of the layers, in units of each
+            channel's step (CacheGen 5.2).
     """
 
     name: str
@@ -32,6 +32,6 @@ LEVELS = (
     CodecLevel("cg3", "cachegen", bins=(1.3, 1.3, 1.3)),
     CodecLevel("cg4", "cachegen", bins=(1.9, 1.9, 1.9)),
 )
-"""All levels in the order of what they lose: the first loses nothing."""
+"""All levels, from the least to the most lossy; the first is lossless."""
 LEVEL_NAMES = tuple(level.name for level in LEVELS)
-"""Their names, in that order."""
+"""The names of all levels, from the least to the most lossy."""

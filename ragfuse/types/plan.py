@@ -10,17 +10,24 @@ from ragfuse.types.policy_cost import BY_RATIO, PolicyCost
 from ragfuse.types.prompt import Prompt
 
 Bound = Literal["floor", "loading", "deadline", "asked"]
-"""What the ratio stopped at: the least that is safe, what loading hides, a deadline, or what was asked for."""
+"""What bounds the ratio: the smallest safe ratio, what loading hides, the deadline, or the caller's own ratio."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """How long a plan will take, as far as this machine was measured, in seconds.
+    """How long a plan will take on a measured machine, in seconds.
 
-    load_s: all that is read, one after the other. recompute_s: all that is computed, were every byte at hand. ttft_s:
-    until the first logits, one behind the other. full_s: full prefill. segments: (segment, seconds to read it, seconds
-    to compute its rows) of all that could be reused; those that are left unread say what reading would take.
-    corrections: (tier, times) of tiers that lately took so many times as long as measured; all of this counts with it.
+    Args:
+        load_s: Reading everything, without computing.
+        recompute_s: Computing everything, with all KV already loaded.
+        ttft_s: Time to the first logits, where loading and computing overlap.
+        full_s: Full prefill of the prompt.
+        bound: What bounds the recompute ratio.
+        deadline_s: The deadline for the first token; None for none.
+        segments: (segment index, seconds to read it, seconds to compute its rows) of each segment that could be reused;
+            for one that is in the store but left unread, how long reading it would take.
+        corrections: (tier, factor) of tiers that recently took `factor` times as long as measured; all times above
+            include it.
     """
 
     load_s: float
@@ -38,15 +45,22 @@ class Forecast:
         return self.deadline_s is not None and self.ttft_s > self.deadline_s
 
     def full(self) -> Forecast:
-        """The same for full prefill instead."""
+        """Return the forecast of a full prefill instead."""
         return replace(self, load_s=0.0, recompute_s=self.full_s, ttft_s=self.full_s, segments=())
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """One segment to be read: which, from which tier, at which codec level, and how many tokens that gives.
+    """One segment of the prompt whose KV is read from a tier.
 
-    sizes: (level, bytes) of all levels that there are, what loses least first.
+    Args:
+        segment: Index of the segment in the prompt.
+        key: The key of its entry.
+        tier: Name of the tier.
+        level: The codec level to read.
+        nbytes: Bytes to read.
+        n_tokens: Tokens of the entry.
+        sizes: (level, bytes) of all stored levels, from the least to the most lossy.
     """
 
     segment: int
@@ -60,12 +74,20 @@ class Fetch:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What will be read and what computed. A value: `load` obeys it, `fuse` does not know that it exists.
+    """What is read and what is computed for one prompt. A plain value: `ragfuse.load` executes it.
 
-    `misses` are (segment, why). `fallback_reason` is the reason for full prefill, "" when the prompt is fused. `unread`
-    are in the store and all the same computed anew, because that is sooner. On a machine that was not measured,
-    `forecast` is None and `layers_a_read` 0: as `load` sees fit. n_before: tokens of a refused prompt whose state is
-    kept from an earlier one (`hf.states`). cost: of the policy.
+    Args:
+        prompt: The prompt.
+        ratio: The recompute ratio, 0..1.
+        policy: The selection policy.
+        fetches: Segments to read.
+        misses: (segment index, reason) of segments that are computed although they could have been in the store.
+        fallback_reason: Why the prompt gets a full prefill; "" where it is fused.
+        unread: Segments that are in the store but recomputed, because that is faster.
+        layers_a_read: Layers that are read together; 0: `ragfuse.load` decides (this machine was not measured).
+        forecast: Predicted times; None: this machine was not measured.
+        n_before: For a model whose KV cannot be reused: tokens whose state an earlier prompt left (`hf.states`).
+        cost: The cost of the policy.
     """
 
     prompt: Prompt
@@ -81,13 +103,13 @@ class LoadPlan:
     cost: PolicyCost = BY_RATIO
 
     def with_full_prefill(self, why: str) -> LoadPlan:
-        """Full prefill instead, and the reason."""
+        """Return the plan of a full prefill of the same prompt, with the reason."""
         return replace(
             self, fallback_reason=why, fetches=(), misses=(), forecast=self.forecast and self.forecast.full()
         )
 
     def explain(self) -> str:
-        """The plan in one line a person can read; `plan.words` tells all of it."""
+        """Return the plan in one readable line; `plan.words.in_words` has all of it."""
         if self.fallback_reason:
             known = f", {self.n_before} of them from an earlier prompt's state" if self.n_before else ""
             return f"full prefill of {len(self.prompt)} tokens{known}: {self.fallback_reason}"

@@ -1,4 +1,4 @@
-"""What a selection policy costs, declared by the policy itself, so that prefills can be planned without knowing it."""
+"""The cost of a selection policy, declared by the policy itself, so that `ragfuse.plan` needs to name no policy."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 Needs = Literal["nothing", "all rows of a layer", "attention"]
-"""What a policy needs before it knows its rows: nothing, K and V of all rows of one layer, a pass of attention."""
+"""What a policy needs before it can choose its rows: nothing, K and V of all rows of one layer, or a pass of attention
+over all layers."""
 
 
 @dataclass(frozen=True)
 class PolicyCost:
-    """How many rows a policy computes, and what it needs before it knows them.
+    """How many rows a policy recomputes, and what it needs before it can choose them.
 
     Args:
         needs: What must be computed first.
         gradual: Whether the share of rows falls from layer to layer, as in CacheBlend 4.3.
-        fixed_share: The share that the policy always takes, 0..1; None: the one that is asked for.
-        tokens_per_chunk: Tokens that it takes of each chunk whatever is asked for; 0: it goes by the share.
+        fixed_share: A share of rows that the policy always recomputes, 0..1; None: the recompute ratio decides.
+        tokens_per_chunk: Tokens of each chunk that it recomputes whatever the ratio; 0: the ratio decides.
     """
 
     needs: Needs = "nothing"
@@ -28,15 +29,15 @@ class PolicyCost:
 
     @property
     def is_adjustable(self) -> bool:
-        """Whether more rows are computed at a higher ratio."""
+        """Whether a higher ratio recomputes more rows."""
         return self.fixed_share is None and not self.tokens_per_chunk
 
     def share_of(self, ratio: float, chunks: Sequence[int]) -> float:
-        """Return the share of rows that is computed of chunks of so many tokens at a ratio.
+        """Return the share of the chunks' rows that is recomputed at a ratio.
 
         Args:
-            ratio: The share that is asked for.
-            chunks: Tokens of each chunk.
+            ratio: The recompute ratio, 0..1.
+            chunks: Number of tokens of each chunk.
         """
         if not ratio or not chunks:
             return 0.0
@@ -48,7 +49,7 @@ class PolicyCost:
 
 
 BY_RATIO = PolicyCost()
-"""Rows by the ratio, and nothing before them."""
+"""The cost of a policy that follows the ratio and needs nothing first."""
 
 CostOf = Callable[[str], PolicyCost]
-"""Returns the cost of the policy of that name."""
+"""A function from a policy's name to its cost."""

@@ -1,6 +1,6 @@
-"""What is known of a model and of a machine, as versioned values that survive the process.
+"""Profiles of a model and of a machine: versioned values that are saved as JSON and outlive the process.
 
-Plain values with JSON in and out. Nothing here measures, decides or writes.
+Nothing here measures, decides or writes.
 """
 
 from __future__ import annotations
@@ -14,22 +14,34 @@ from pydantic import Field, TypeAdapter, ValidationError
 from ragfuse.types.kv import RopeLayout
 
 PROFILE_VERSION = 5
-"""Version of ModelProfile."""
+"""Version of ModelProfile; profiles of another version are ignored."""
 MACHINE_VERSION = 6
-"""Version of MachineProfile."""
+"""Version of MachineProfile; profiles of another version are ignored."""
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """One model on one dtype: what the probe found, whether blending is verified, and the chosen policy.
+    """What is known about one model at one dtype.
 
-    rope: one per layer, None where keys carry no position. mode: how attention is reached ("rows": our function,
-    "dense": the model's own with our mask). refusal: why KV is not reused, "" if it is; fixed: but for modules of a
-    schema, which stay where they were encoded. state: what a refused model keeps beside KV per token, and how it goes
-    on behind that (`hf.states.Kind`). errors: the probe's measured errors by name. verified: whether fusing was found
-    exact where it must be; None: not looked at. safe: whether calibration found a policy and ratio whose answers stay
-    close to full prefill's (these are `policy` and `ratio` then); None: not calibrated. codec: how its KV is spread,
-    as `codec.CodecTables.as_dict` writes it, for levels that pack by that; None: not profiled.
+    Args:
+        model: Its name.
+        n_layers: Its layers.
+        rope: The RoPE layout of each layer; None where keys carry no position.
+        windows: The sliding window of each layer in tokens; None for full attention.
+        mode: How attention is computed: "rows" by ragfuse, "dense" by the model under ragfuse's mask.
+        refusal: Why its KV cannot be reused; "" where it can.
+        fixed: Whether a refused model's KV can still be reused at the positions at which it was encoded, as schema
+            modules do.
+        state: What a refused model keeps besides KV per token, and how it continues from that (`hf.states.Kind`).
+        errors: Errors that the probe measured, by name.
+        policy: The policy that calibration chose.
+        ratio: The recompute ratio that calibration chose.
+        verified: Whether fusing was found exact where it must be; None: not verified yet.
+        safe: Whether calibration found a policy and ratio whose answers stay close to those of full prefill; None: not
+            calibrated.
+        codec: Statistics of its KV for the `cachegen` levels, as `codec.CodecTables.as_dict` writes them; None: not
+            profiled.
+        version: `PROFILE_VERSION` when it was written.
     """
 
     model: str
@@ -50,25 +62,25 @@ class ModelProfile:
 
     @property
     def choice(self) -> tuple[str, float] | None:
-        """Policy and ratio that calibration chose; None where there is none, or nothing safe was found."""
+        """Policy and ratio that calibration chose; None without calibration, or where it found nothing safe."""
         return (self.policy, self.ratio) if self.safe and self.policy and self.ratio is not None else None
 
     @property
     def probed(self) -> ModelProfile:
-        """What the probe found, without what was learned later."""
+        """The profile with only what the probe found, without verification, calibration and codec statistics."""
         return replace(self, policy="", ratio=None, verified=None, safe=None, codec=None)
 
     def calibrated(self, safe: bool, policy: str = "", ratio: float | None = None) -> ModelProfile:
-        """The same with the outcome of a calibration."""
+        """Return the profile with the outcome of a calibration."""
         return replace(self, safe=safe, policy=policy, ratio=ratio)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the profile in plain JSON types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelProfile | None:
-        """The profile, or None when it was written by another version."""
+        """Return the profile that `as_dict` wrote; None where another version wrote it."""
         if data.get("version") != PROFILE_VERSION:
             return None
         specs = (RopeLayout(**{**s, "inv_freq": tuple(s["inv_freq"])}) if s else None for s in data["rope"])
@@ -76,8 +88,8 @@ class ModelProfile:
 
 
 HELD_UP_S = 3e-4
-"""By how much a read of a thread holds up the model, where it was not measured: 70 to 300 us were seen on CPUs. With
-6 chunks in 7 steps 200 us more are 8 ms."""
+"""Seconds by which one read in another thread delays the model, where that was not measured: 70 to 300 us were seen on
+CPUs. For 6 chunks in 7 steps, 200 us more add 8 ms."""
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Times = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -87,10 +99,17 @@ Warmth = Literal["cold", "warm", "unknown"]
 
 @dataclass(frozen=True)
 class TierSpeed:
-    """How long one tier takes, in seconds: to open an entry, for each read of it, for each byte; and to write.
+    """How long one tier takes, in seconds.
 
-    is_ahead: whether a thread reads it ahead of fusing. points: (reads, bytes, seconds) of the entries that were read.
-    reads: whether the medium gave them (cold) or this machine's memory did (warm).
+    Args:
+        open_s: To open an entry for reading.
+        read_s: For each read of an entry.
+        byte_s: For each byte read.
+        write_s: To write an entry.
+        write_byte_s: For each byte written.
+        is_ahead: Whether a thread reads this tier ahead of fusing.
+        points: (reads, bytes, seconds) of the entries that were timed.
+        reads: Whether they came from the medium ("cold") or from the operating system's page cache ("warm").
     """
 
     open_s: Seconds
@@ -105,12 +124,17 @@ class TierSpeed:
 
 @dataclass(frozen=True)
 class FusedCost:
-    """What a fused prefill takes whose cached KV is at hand, in seconds; `plan.estimate` says what each is counted in.
+    """The cost factors of a fused prefill whose cached KV is loaded, in seconds; `plan.estimate.features` applies them.
 
-    fixed_s: any prefill. row_s: a row computed in every layer. score_s: such a row and one token of the prompt, for its
-    attention. placed_s: a cached row put in place, from memory; an accelerator's is copied to it in that time, too.
-    check_s, check_row_s: policies that check, and each row that they look at. look_s, look_token_s: policies that look
-    at attention first, and each token of the prompt.
+    Args:
+        fixed_s: For any prefill.
+        row_s: For each row that is computed in all layers.
+        score_s: For each such row and each token of the prompt: the attention between them.
+        placed_s: For each cached row that is put in place from memory; on an accelerator that includes the copy to it.
+        check_s: For the check layer of a policy that compares all rows of a layer.
+        check_row_s: For each row compared there.
+        look_s: For the first pass of a policy that looks at attention.
+        look_token_s: For each token of the prompt in that pass.
     """
 
     fixed_s: Seconds
@@ -125,7 +149,7 @@ class FusedCost:
 
 @dataclass(frozen=True)
 class FusedPoint:
-    """One fused prefill that was timed: its policy, rows as in `plan.estimate.Blend`, seconds."""
+    """One timed fused prefill: its policy, its row counts as in `plan.estimate.Blend`, and its seconds."""
 
     policy: str
     tokens: Count
@@ -137,12 +161,23 @@ class FusedPoint:
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """Timings of one model on one machine: full prefill, fused prefills, tiers by name.
+    """Timings of one model on one machine. Points are measurements; the other figures were fitted to them.
 
-    model: its fingerprint. prefill: seconds of full prefill of L tokens, as a + b L + c L^2. Points are what was
-    measured, curves what was fitted to them. held_up_s: by how much each read of a thread holds up the model.
-    decode: by codec level, seconds to decode a token's KV. packed: by level, its bytes over those of raw. Raw is in
-    neither: it takes no time.
+    Args:
+        model: The model's fingerprint.
+        device: The device that was measured.
+        threads: Compute threads.
+        dtype: The model's dtype.
+        n_layers: The model's layers.
+        prefill: (a, b, c): a full prefill of L tokens takes a + b L + c L^2 seconds.
+        fused: Cost factors of a fused prefill.
+        tiers: Speed of each tier, by name.
+        prefill_points: (tokens, seconds) of full prefills.
+        fused_points: Fused prefills.
+        held_up_s: Seconds by which each read in another thread delays the model.
+        decode: Seconds to decode one token's KV, by codec level; raw is not listed, as it takes no time.
+        packed: Size relative to raw, by codec level; raw is not listed.
+        version: `MACHINE_VERSION` when it was written.
     """
 
     model: str
@@ -161,12 +196,12 @@ class MachineProfile:
     version: int = MACHINE_VERSION
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Return the profile in plain JSON types."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Any) -> MachineProfile | None:
-        """The profile, or None when it is none or of another version."""
+        """Return the profile that `as_dict` wrote; None for other data, or data of another version."""
         if not isinstance(data, Mapping) or data.get("version") != MACHINE_VERSION:
             return None
         try:

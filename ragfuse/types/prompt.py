@@ -1,4 +1,4 @@
-"""A prompt as segments of tokens, each fresh or with the keys of its KV."""
+"""A prompt as segments of tokens. Each segment is fresh, or has keys under which its KV may be stored."""
 
 from __future__ import annotations
 
@@ -17,12 +17,18 @@ Kind = Literal["fresh", "chunk", "prefix", "module", "history"]
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens of a prompt that is handled as one: placed at `start`, fresh or taken from the store.
+    """A run of tokens of a prompt whose KV is computed (fresh) or loaded as one piece.
 
-    `keys` are the places to look for its KV, best first; it is empty iff the segment is fresh. `source` says where the
-    text came from, for people; `text` is a chunk's own text. `rows` lo:hi of the stored run are meant (None: all of
-    it), whose own position 0 stands at `origin` (None: its rows stand as one, so that lo stands at `start`). `stored`:
-    ids of that whole run, where only some of its rows stand here.
+    Args:
+        tokens: Token ids.
+        start: Position of the first token.
+        kind: "fresh", or what it is: a chunk, the shared prefix, a schema module, earlier turns.
+        keys: Keys to look up its KV under, best first; empty exactly for a fresh segment.
+        source: Where the text came from, for people.
+        text: The text of a chunk.
+        rows: Rows lo:hi of the stored run that this segment uses; None: all of them.
+        origin: Position of the stored run's row 0; None: as implied by `start` and `rows`.
+        stored: Token ids of the whole stored run, where the segment uses only some of its rows.
     """
 
     tokens: tuple[int, ...]
@@ -44,34 +50,41 @@ class Segment:
 
     @property
     def shift(self) -> int:
-        """Positions by which the keys of its stored run are rotated."""
+        """Positions by which the keys of the stored run are rotated to stand at their place in the prompt."""
         return self.origin if self.origin is not None else self.start - (self.rows or (0, 0))[0]
 
     @property
     def stop(self) -> int:
-        """Position after its last token."""
+        """Position after the last token."""
         return self.start + len(self.tokens)
 
 
 class ConversationRef(Protocol):
-    """A conversation under way, as far as a prompt knows of it."""
+    """A conversation that a prompt continues."""
 
     @property
     def id(self) -> str:
-        """Its name."""
+        """The name of its session."""
         ...
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Segments in order. Positions strictly increase, gaps allowed; the last segment is fresh.
+    """The segments of a prompt, in order. Positions strictly increase; gaps are allowed.
 
-    So there is always a token to compute, and its row yields the first logits. dropped: sources of chunks that were
-    left out, so that it fits. talk: the conversation that it goes on with, for who keeps that; truncated: tokens of the
-    conversation that it lacks, so that it fits. taken: what it takes from a schema (`text.bind.Taken`). said: rows
-    lo:hi of what a user said last, (0, 0) where nobody did. altered: how documents that were retrieved for it were
-    changed on their way into it, so that they are not found ("" where they are, or do not stand in it). first_chunk:
-    the row where its first chunk begins, -1 where there is none.
+    The last segment is fresh: there is always a token to compute, and its row gives the first logits. A row is the
+    index of a token in the prompt.
+
+    Args:
+        segments: The segments.
+        dropped: Sources of chunks that were left out so that the prompt fits.
+        truncated: Tokens of the conversation that were left out so that the prompt fits.
+        talk: The conversation that the prompt continues.
+        taken: What it takes from a schema (`schemas.bind.SchemaUse`).
+        said: Rows lo:hi of the last message, where it is a user's; else (0, 0).
+        altered: How documents retrieved for the prompt were changed before they were put into it, which keeps them from
+            being recognised; "" where they are recognised or absent.
+        first_chunk: The row at which the first chunk begins; -1 for none.
     """
 
     segments: tuple[Segment, ...]
@@ -92,24 +105,24 @@ class Prompt:
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:
-        """All T ids."""
+        """The ids of all T tokens."""
         return tuple(chain.from_iterable(segment.tokens for segment in self.segments))
 
     @cached_property
     def positions(self) -> Tensor:
-        """int64 [T]: the position of every token."""
+        """The position of every token, int64 `[T]`."""
         return torch.cat([torch.arange(s.start, s.stop) for s in self.segments])
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Rows lo:hi of every segment, as indices into the T tokens."""
+        """The rows lo:hi of every segment, as indices into the T tokens."""
         return tuple(pairwise((0, *accumulate(len(segment.tokens) for segment in self.segments))))
 
     @cached_property
     def asked(self) -> tuple[Tensor, ...]:
-        """Where its question may stand, likeliest first: rows int64 behind the last chunk; rows in no chunk at all.
+        """Rows (int64) where the question may be, most likely first: those after the last chunk; those in no chunk.
 
-        Behind the last chunk of a conversation are earlier questions and answers, too.
+        In a conversation, the rows after the last chunk may include earlier questions and answers.
         """
         placed = list(zip(self.segments, self.spans, strict=True))
         outside = torch.cat([torch.arange(lo, hi) for segment, (lo, hi) in placed if segment.kind != "chunk"])

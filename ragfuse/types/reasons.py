@@ -1,4 +1,4 @@
-"""Reasons why text was not reused, in the words that plans and traces show. `telemetry.counters` groups them."""
+"""Reasons why KV was not reused, as plans and traces show them. `telemetry.counters` groups them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ PROMPT_TOO_SHORT = "it is too short to hold a chunk"
 NOT_EXACT = "verify found that fusing is not exact with this model where it must be"
 NOT_SAFE = "calibrate found no policy whose answers stay close to full prefill's with this model"
 ENCODING = "still being encoded, for the next question"
-"""The reason for a chunk that an earlier prompt held a moment ago."""
+"""The reason for a miss of a chunk that a recent prompt held first."""
 MISSING = "not in the store"
 UNREADABLE = "its entry could not be read"

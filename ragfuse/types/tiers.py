@@ -1,4 +1,4 @@
-"""The kinds of tiers that URLs open: the one place that names them. No torch: settings read it, too."""
+"""The kinds of tiers that URLs open, named in this one place. Imports no torch, as settings use it too."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class TierKind:
     """One kind of tier.
 
     Args:
-        name: What its tiers are called, with a number where there are several: `redis`, `redis-2`.
-        schemes: Schemes of its URLs; "": folders without a scheme; "*": all that no other kind has.
-        home: Its class as module:class, imported when a tier is opened.
-        extra: The extra of the package that it needs, "" for none.
+        name: The name of its tiers; several of a kind are numbered: `redis`, `redis-2`.
+        schemes: Schemes of its URLs; "": a folder without a scheme; "*": all schemes that no other kind has.
+        home: Its class as `module:class`, imported when a tier is opened.
+        extra: The ragfuse extra to install for it; "" for none.
     """
 
     name: str
@@ -27,10 +27,10 @@ TIER_KINDS = (
     TierKind("redis", ("redis", "rediss", "unix"), "ragfuse.store.redis:RedisTier", extra="redis"),
     TierKind("objects", ("*",), "ragfuse.store.objects:ObjectTier", extra="objects"),
 )
-"""All kinds that a URL can open; memory belongs to the process, and has no URL."""
+"""All kinds that a URL can open; the memory tier belongs to the process and has no URL."""
 
 
 def kind_of_scheme(scheme: str) -> TierKind:
-    """Return the kind of tier that URLs of a scheme open."""
+    """Return the kind of tier that a URL with this scheme opens."""
     named = next((kind for kind in TIER_KINDS if scheme in kind.schemes), None)
     return named or next(kind for kind in TIER_KINDS if "*" in kind.schemes)

@@ -48,7 +48,7 @@ def test_the_same_prompt_again_teaches_nothing(learner):
     assert not last.trace.tokens_reused
 
 
-@pytest.mark.parametrize("learn", ["off", "heard"])
+@pytest.mark.parametrize("learn", ["off", "retrieved"])
 def test_a_setting_switches_it_off(tiny_settings, learn):
     with Engine(tiny_settings.model_copy(update={"learn": learn})) as engine:
         for question in ("Who?", "When?", "Where?", "Why?"):
@@ -164,7 +164,7 @@ def test_programs_are_not_learnt_from_text_alone(learner):
 
 def test_it_is_said_once_where_long_passages_recur_and_are_not_reused(tiny_settings, caplog):
     forget(shared(("recurs", tiny_settings.model), RecurrenceHint))  # another test may have had it said
-    with Engine(tiny_settings.model_copy(update={"learn": "heard", "salt": "said"})) as engine:
+    with Engine(tiny_settings.model_copy(update={"learn": "retrieved", "salt": "said"})) as engine:
         for question in ("Who?", "When?", "Where?", "Why?"):
             ask(engine, CHUNKS[:3], question)
     told = [record.getMessage() for record in caplog.records if "asked about before" in record.getMessage()]

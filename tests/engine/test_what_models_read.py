@@ -84,7 +84,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def spaced(folder: Path, tmp_path: Path) -> Iterator[Engine]:
-    told = {"prefix_cache": False, "learn": "heard", "max_tokens": 8, "min_chunk_tokens": 6}
+    told = {"prefix_cache": False, "learn": "retrieved", "max_tokens": 8, "min_chunk_tokens": 6}
     with Engine(Settings(model=str(folder), dtype="float32", store=tmp_path / "store", home=tmp_path, **told)) as made:
         yield made
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from ragfuse import Piece, StoreError
+from ragfuse.engine.options import Ask
 from ragfuse.serve.logprobs import ZERO_LOGPROB, Noted, as_text
 from ragfuse.serve.refusals import APIError, refusal_of
 from ragfuse.serve.schema import ChatRequest, Document, RequestMessage, TextRequest
-from ragfuse.serve.wishes import chat_wishes, choice_of, text_wishes, turns_of
+from ragfuse.serve.wishes import chat_wishes, text_wishes, turns_of
 
 
 def chat(**fields: object) -> ChatRequest:
@@ -91,10 +92,10 @@ def test_every_prompt_has_as_many_wishes_as_answers_are_wanted() -> None:
 
 def test_a_choice_is_one_word() -> None:
     tools = [{"type": "function", "function": {"name": "a"}}]
-    assert choice_of(None, tools) == "auto"
-    assert choice_of("required", tools) == "a"
-    assert choice_of("required", tools * 2) == "required"
-    assert choice_of({"type": "function", "function": {"name": "b"}}, tools) == "b"
+    assert Ask.tool_choice_of(None, tools) == "auto"
+    assert Ask.tool_choice_of("required", tools) == "a"
+    assert Ask.tool_choice_of("required", tools * 2) == "required"
+    assert Ask.tool_choice_of({"type": "function", "function": {"name": "b"}}, tools) == "b"
 
 
 def test_probabilities_are_those_of_a_softmax_and_change_nothing() -> None:

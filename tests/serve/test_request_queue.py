@@ -304,7 +304,7 @@ def test_every_job_of_many_threads_is_taken_or_cancelled_once():
 def test_an_event_loop_takes_jobs_that_other_threads_send():
     async def serve() -> list[int]:
         loop, came = asyncio.get_running_loop(), asyncio.Event()
-        queue: JobQueue[int] = JobQueue(100, Clock(), heard=lambda: loop.call_soon_threadsafe(came.set))
+        queue: JobQueue[int] = JobQueue(100, Clock(), notify=lambda: loop.call_soon_threadsafe(came.set))
         sender = Thread(target=lambda: [queue.submit(number) for number in range(50)])
         sender.start()
         found: list[int] = []

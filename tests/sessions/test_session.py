@@ -14,10 +14,10 @@ from ragfuse.sessions.session import (
     Session,
     Turn,
     agreed,
-    heard,
     is_again,
     is_same,
     matched,
+    prefix_digests,
     truncated,
 )
 from ragfuse.types.answer import ToolCall
@@ -124,9 +124,9 @@ def test_messages_are_told_apart_by_all_that_they_say() -> None:
 
 def test_a_beginning_tells_of_all_messages_before_it() -> None:
     one, two = HistoryMessage("user", (("a", "fresh", ""),)), HistoryMessage("user", (("b", "fresh", ""),))
-    assert heard([one, two])[:1] == heard([one])
-    assert heard([one, two])[1] != heard([two, two])[1]
-    assert heard([]) == []
+    assert prefix_digests([one, two])[:1] == prefix_digests([one])
+    assert prefix_digests([one, two])[1] != prefix_digests([two, two])[1]
+    assert prefix_digests([]) == []
 
 
 def test_a_session_comes_back_as_it_was_written() -> None:

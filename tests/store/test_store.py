@@ -314,7 +314,7 @@ def test_chunks_being_read_hold_no_more_than_a_quarter_of_memory(store, tmp_path
         for layer in range(3):
             for one in keys:
                 assert layer_of(opened, one, layer) is not None
-                assert opened._saves._partials._nbytes <= 2 * nbytes
+                assert opened._saves._partials._chunks.currsize <= 2 * nbytes
         assert set(opened.tiers[0].entries()) == set(keys[-2:])
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragfuse.text import heard as module
-from ragfuse.text.heard import COVERED_SHARE, RetrievedDocuments
+from ragfuse.text import retrieved_documents as module
 from ragfuse.text.known_spans import KnownSpan, KnownSpans, Match
+from ragfuse.text.retrieved_documents import COVERED_SHARE, RetrievedDocuments
 from ragfuse.text.span_runs import MIN_RUN_TOKENS
 
 
@@ -24,7 +24,7 @@ def text_of(number: int, size: int = 60) -> str:
     return "".join(Random(number).choices(ascii_letters, k=size))
 
 
-def test_a_document_is_tokenised_once_however_often_it_is_heard_of() -> None:
+def test_a_document_is_tokenised_once_however_often_it_is_met() -> None:
     read: list[str] = []
     documents = RetrievedDocuments(8, lambda text: read.append(text) or ids_of(text))  # type: ignore[func-returns-value]
     for _ in range(3):
@@ -71,12 +71,12 @@ def both(draw: st.DrawFn) -> tuple[list[Match], list[Match]]:
     return spans(draw, "old"), spans(draw, "new")
 
 
-def slowly(heard: Sequence[Match], found: Sequence[Match]) -> set[tuple[int, str]]:
+def slowly(retrieved: Sequence[Match], found: Sequence[Match]) -> set[tuple[int, str]]:
     """(place in the prompt, source) of every token that is found, by looking at each token."""
     old = {at: match for match in found for at in range(match.lo, match.hi)}
     own = set()
-    for match in heard:
-        tokens = [at for each in heard if each.span == match.span for at in range(each.lo, each.hi)]
+    for match in retrieved:
+        tokens = [at for each in retrieved if each.span == match.span for at in range(each.lo, each.hi)]
         if sum(at in old for at in tokens) < COVERED_SHARE * len(tokens):
             own |= {(at, match.span.source) for at in range(match.lo, match.hi)}
     taken = {at for at, _ in own}
@@ -95,16 +95,17 @@ def slowly(heard: Sequence[Match], found: Sequence[Match]) -> set[tuple[int, str
 
 @given(both())
 def test_one_pass_over_both_gives_what_looking_at_each_token_gives(matches: tuple[list[Match], list[Match]]) -> None:
-    found, heard = matches
+    found, retrieved = matches
     documents = RetrievedDocuments(8, ids_of)
     documents.add(text_of(1), "", KnownSpans())
-    documents._spans.find = lambda ids: heard  # type: ignore[method-assign]
+    documents._spans.find = lambda ids: retrieved  # type: ignore[method-assign]
     given = documents.find([], found)
     assert [match.lo for match in given] == sorted(match.lo for match in given)
-    assert {(at, match.span.source) for match in given for at in range(match.lo, match.hi)} == slowly(heard, found)
+    assert {(at, match.span.source) for match in given for at in range(match.lo, match.hi)} == slowly(retrieved, found)
     for match in given:
         assert any(
-            m.span == match.span and m.lo <= match.lo and m.row - m.lo == match.row - match.lo for m in (*found, *heard)
+            m.span == match.span and m.lo <= match.lo and m.row - m.lo == match.row - match.lo
+            for m in (*found, *retrieved)
         )
 
 

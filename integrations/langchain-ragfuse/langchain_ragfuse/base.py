@@ -13,7 +13,7 @@ from typing import Any, Literal
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, field_serializer
 
-from langchain_ragfuse.callbacks import heard_for
+from langchain_ragfuse.callbacks import retrieved_for
 from ragfuse import Answer, AnswerStream, Ask, Engine, Grammar, InputError, Settings
 
 CONFIG = ConfigDict(arbitrary_types_allowed=True, extra="forbid", populate_by_name=True, protected_namespaces=())
@@ -195,9 +195,9 @@ class RagFuseModel(BaseModel):
         """LangSmith's parameters with provider and model as they are."""
         return {**params, "ls_provider": "ragfuse", "ls_model_name": call.get("model") or self.model_name}
 
-    def _heard(self, run_manager: Any, asked: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    def _retrieved(self, run_manager: Any, asked: Sequence[Any]) -> tuple[tuple[str, str], ...]:
         """What was retrieved for messages or prompts, unless the settings say that nothing is to be learned."""
-        return () if self._settings.learn == "off" else heard_for(run_manager, asked)
+        return () if self._settings.learn == "off" else retrieved_for(run_manager, asked)
 
     def _ask(
         self,

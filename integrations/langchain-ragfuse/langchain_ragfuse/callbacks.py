@@ -110,7 +110,7 @@ LISTENER = Listener()
 register_configure_hook(ContextVar("ragfuse_listener", default=LISTENER), inheritable=True)
 
 
-def heard_for(run_manager: Any, asked: Sequence[str | BaseMessage]) -> tuple[tuple[str, str], ...]:
+def retrieved_for(run_manager: Any, asked: Sequence[str | BaseMessage]) -> tuple[tuple[str, str], ...]:
     """Return (text, source) of what was retrieved in a model's run or, before it, in the same task or thread."""
     # A stream is given no run manager; what runs around it is in the context, as for any runnable.
     around = ensure_config().get("callbacks")

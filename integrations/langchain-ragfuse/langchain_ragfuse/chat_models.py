@@ -154,7 +154,7 @@ class ChatRagFuse(RagFuseModel, BaseChatModel):
         """The call's wishes, its tools and what was retrieved for it among them."""
         tools = tools_of(call.get("tools") or (), call.get("strict"))
         choice = choice_of(call.get("tool_choice"), tools)
-        ask = self._ask(stop, call, TOOLS, self._heard(run_manager, messages))
+        ask = self._ask(stop, call, TOOLS, self._retrieved(run_manager, messages))
         parallel = call.get("parallel_tool_calls") is not False
         return replace(ask, tools=tools, tool_choice=choice, parallel_tool_calls=parallel)
 

@@ -54,8 +54,8 @@ class RagFuseIndexer(BaseDocumentTransformer):
         """
         texts = (text_of(document, self._page, self._source_key) for document in documents)
         prefix = self._prefix(prompt) if prompt is not None else ()
-        with shown(progress, len(documents)) as heard:
-            return self._engine.ingest(texts, prefix, heard)
+        with shown(progress, len(documents)) as report:
+            return self._engine.ingest(texts, prefix, report)
 
     async def aindex(
         self,

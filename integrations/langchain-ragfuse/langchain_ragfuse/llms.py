@@ -136,7 +136,7 @@ class RagFuseLLM(RagFuseModel, BaseLLM):
         self, prompts: Sequence[str], stop: Sequence[str] | None, call: Mapping[str, Any], run_manager: Any
     ) -> Ask:
         """The call's wishes, what was retrieved for it among them."""
-        return self._ask(stop, call, documents=self._heard(run_manager, prompts))
+        return self._ask(stop, call, documents=self._retrieved(run_manager, prompts))
 
     def _is_told(self, call: dict[str, Any]) -> bool:
         """Whether callbacks are to hear of every token."""

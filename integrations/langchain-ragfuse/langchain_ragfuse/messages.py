@@ -41,21 +41,12 @@ MIN_CHARS = 24
 
 
 def turns_of(messages: Sequence[BaseMessage]) -> list[ragfuse.ChatMessage]:
-    """A turn per message, neighbours joined as `ragfuse.ChatMessage.joined` does.
+    """Return the messages as ragfuse takes them, neighbours of one role joined (`ragfuse.ChatMessage.conversation`).
 
     In a content, a str is text in which marked and known chunks are found; a Piece is a chunk with just these
     boundaries.
     """
-    turns: list[ragfuse.ChatMessage] = []
-    names: dict[str, str] = {}
-    for message in messages:
-        turn = _turn(message, names)
-        names |= {call.id: call.name for call in turn.tool_calls}
-        turns.append(turn)
-    turns = ragfuse.ChatMessage.joined(turns)
-    if not any(turn.says_something for turn in turns):
-        raise InputError("The messages hold no text; wanted at least one that asks something.")
-    return turns
+    return ragfuse.ChatMessage.conversation(map(_turn, messages))
 
 
 def chunk_block(text: str, source: str = "") -> dict[str, Any]:
@@ -77,16 +68,14 @@ def source_of(document: Document, source_key: str = "source") -> str:
     return str(document.metadata.get(source_key) or document.id or unnamed)
 
 
-def _turn(message: BaseMessage, names: Mapping[str, str]) -> ragfuse.ChatMessage:
+def _turn(message: BaseMessage) -> ragfuse.ChatMessage:
     parts = _parts(message)
     if isinstance(message, AIMessage):
         calls = tuple(ToolCall(call["name"], call["args"], call["id"] or "") for call in message.tool_calls)
         return ragfuse.ChatMessage("assistant", parts, calls, reasoning=_thought(message))
     if isinstance(message, ToolMessage):
-        id = message.tool_call_id
-        return ragfuse.ChatMessage(
-            "tool", _cut(parts, _documents(message.artifact)), (), id, message.name or names.get(id, "")
-        )
+        cut = _cut(parts, _documents(message.artifact))
+        return ragfuse.ChatMessage("tool", cut, (), message.tool_call_id, message.name or "")
     return ragfuse.ChatMessage(
         _role(message), parts, name=message.name or "" if isinstance(message, FunctionMessage) else ""
     )

@@ -118,8 +118,8 @@ class PMLPromptTemplate(BasePromptTemplate[str]):
             llm = llm.bound
         if not isinstance(llm, RagFuseModel):
             raise InputError(f"Wanted a ChatRagFuse or RagFuseLLM for a schema, found a {type(llm).__name__}.")
-        with shown(progress, None, "Encoding modules") as heard:
-            return llm.get_engine().register(self.template.schema, heard).done
+        with shown(progress, None, "Encoding modules") as report:
+            return llm.get_engine().register(self.template.schema, report).done
 
     def format_prompt(self, **kwargs: Any) -> PromptValue:
         """The prompt with these values, for any model of ragfuse."""
@@ -156,6 +156,6 @@ def ready(prompt: T | Filled, engine: Engine) -> Any:
     if not isinstance(prompt, Filled):
         return prompt
     if not engine.schemas.has(prompt.schema):
-        with shown(prompt.progress, None, "Encoding modules") as heard:
-            engine.schemas.ensure(prompt.schema, heard)
+        with shown(prompt.progress, None, "Encoding modules") as report:
+            engine.schemas.ensure(prompt.schema, report)
     return prompt.request

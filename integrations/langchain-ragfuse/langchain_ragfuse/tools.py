@@ -18,7 +18,7 @@ from langchain_core.runnables import Runnable, RunnableGenerator, RunnableMap, R
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from ragfuse import InputError
+from ragfuse import Ask, InputError
 
 METHODS = ("json_schema", "function_calling", "json_mode")
 CHOICES = ("auto", "none", "required")
@@ -34,14 +34,10 @@ def choice_of(choice: str | bool | Mapping[str, Any] | None, tools: Sequence[Map
 
     Where one must be called and there is one, it is its name: that is one call, "required" is one or several.
     """
-    if isinstance(choice, Mapping):
-        choice = (choice.get("function") or choice).get("name") or choice.get("type")
     names = [tool["function"]["name"] for tool in tools]
-    if choice in (True, "any", "required") and len(names) == 1:
-        return str(names[0])  # one call and no more
-    word = "auto" if choice is None or choice is False else "required" if choice in (True, "any") else choice
+    word = Ask.tool_choice_of(choice, tools)
     if word in names or word in ("auto", "none") or (word == "required" and names):
-        return str(word)
+        return word
     raise InputError(f"tool_choice is {choice!r}; wanted 'any', one of {', '.join(CHOICES)}, or a tool: {names}.")
 
 

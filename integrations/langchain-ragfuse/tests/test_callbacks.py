@@ -370,7 +370,7 @@ async def test_nothing_is_told_where_nothing_is_to_be_learned(
     tiny_settings: Settings, asks: list[Ask], engine: Engine
 ) -> None:
     learning = engine.settings
-    for learn, told in (("off", ()), ("heard", texts("harbour"))):
+    for learn, told in (("off", ()), ("retrieved", texts("harbour"))):
         llm = ChatRagFuse(engine=engine, max_tokens=4)
         llm._settings = learning.model_copy(update={"learn": learn})
         await rag(Shelf(), llm).ainvoke("harbour")

@@ -269,7 +269,7 @@ def test_a_missing_library_says_what_to_install(llm: RagFuseLLM, monkeypatch: py
 def test_arguments_that_are_no_json_are_refused(llm: RagFuseLLM) -> None:
     calls = [{"id": "1", "function": {"name": "count", "arguments": "rig=brig"}}]
     messages = [ChatMessage(content=QUESTION), ChatMessage(role="assistant", additional_kwargs={"tool_calls": calls})]
-    with pytest.raises(InputError, match=r"arguments of a tool call are no JSON.*rig=brig"):
+    with pytest.raises(InputError, match=r"arguments of a tool call are .rig=brig.; wanted the JSON text"):
         llm.chat(messages)
     with pytest.raises(InputError, match="'image' cannot be read"):
         llm.chat([ChatMessage(role="tool", blocks=[ImageBlock(url="http://x/y.png")])])

@@ -1,6 +1,6 @@
-"""Which rows are recomputed: one policy a file, one line here.
+"""Selection policies: which rows of cached chunks are recomputed. Each policy is one file and one entry of `POLICIES`.
 
-A policy is chosen by name; `hkvd`, `hkvd-flat` and `query` compare keys, values or both: `hkvd:k`, `hkvd:v`, `hkvd:kv`.
+A policy is chosen by name. The suffixes `:k` and `:v` make `hkvd` and `hkvd-flat` compare keys or values only.
 """
 
 from ragfuse.errors import SettingsError
@@ -36,12 +36,16 @@ POLICIES = (
 
 
 def cost_of(name: str) -> PolicyCost:
-    """Return what the policy called `name` costs."""
+    """Return the cost of the policy called `name`."""
     return policy_named(name).cost
 
 
 def policy_named(name: str) -> Policy:
-    """The policy called `name`; `lego-32` is lego with the first 32 tokens of each chunk."""
+    """Return the policy called `name`; `lego-32` is `lego` with the first 32 tokens of each chunk.
+
+    Raises:
+        SettingsError: There is no policy of that name.
+    """
     for policy in POLICIES:
         if policy.name == name:
             return policy

@@ -1,4 +1,4 @@
-"""The two ends: everything and nothing."""
+"""The two extreme policies: recompute every row, or none."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from ragfuse.types.policy_cost import PolicyCost
 
 @dataclass(frozen=True, kw_only=True)
 class Full(Static):
-    """Every row: full prefill."""
+    """Recomputes every row, which equals full prefill."""
 
     name: str = "full"
 
     @property
     def cost(self) -> PolicyCost:
-        """Every row, whatever is asked for."""
+        """All rows, whatever the ratio."""
         return PolicyCost(fixed_share=1.0)
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
-        """All that are left."""
+        """Return all candidates."""
         return alive
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nothing(Static):
-    """No row: full KV reuse (Prompt Cache)."""
+    """Recomputes no row: full KV reuse, as in Prompt Cache."""
 
     name: str = "none"
 
     @property
     def cost(self) -> PolicyCost:
-        """No row, whatever is asked for."""
+        """No rows, whatever the ratio."""
         return PolicyCost(fixed_share=0.0)
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
-        """None of them."""
+        """Return no candidate."""
         return alive[:0]

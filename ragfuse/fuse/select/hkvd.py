@@ -1,4 +1,4 @@
-"""High KV deviation: rows whose KV changes most once they see the other chunks (CacheBlend 4.3)."""
+"""High KV deviation (HKVD): the rows whose KV changes most when they attend to the other chunks (CacheBlend 4.3)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from ragfuse.types.policy_cost import PolicyCost
 
 @dataclass(frozen=True)
 class Hkvd:
-    """Highest deviation at layer 1, kept to the end (flat) or re-ranked and thinned out layer by layer (gradual)."""
+    """Recomputes the rows with the highest KV deviation at the check layer.
+
+    Args:
+        name: Of the policy.
+        gradual: True: rows are ranked again and fewer are kept in each later layer; False: the same rows in all layers.
+        check_layer: The first layer whose rows are chosen.
+        compare: Whether the deviation is measured on keys, values or both.
+        wants: No score is needed.
+    """
 
     name: str
     gradual: bool
@@ -22,15 +30,15 @@ class Hkvd:
 
     @property
     def cost(self) -> PolicyCost:
-        """All rows of the check layer first."""
+        """K and V of all rows of the check layer first, then rows by the ratio."""
         return PolicyCost("all rows of a layer", self.gradual)
 
     def thins(self, view: Candidates, layer: int, alive: int) -> bool:
-        """Where the gradual schedule goes below what is alive."""
+        """Whether the gradual schedule allows fewer rows in `layer` than were computed before."""
         return self.gradual and self._budget(view, layer) < alive
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
-        """The highest deviations that the layer's share allows."""
+        """Return the rows with the highest deviations, as many as the layer's share allows."""
         if deviation is None or (layer > self.check_layer and not self.gradual):
             return alive
         return best(alive, deviation, self._budget(view, layer))

@@ -12,7 +12,15 @@ from ragfuse.types.policy_cost import PolicyCost
 
 @dataclass(frozen=True)
 class Hybrid:
-    """High deviations are enriched at chunk edges; this takes the edges for granted and spends the rest on HKVD."""
+    """Recomputes the first tokens of every chunk, where high deviations are frequent, and spends the rest on HKVD.
+
+    Args:
+        name: Of the policy.
+        check_layer: The first layer whose rows are chosen.
+        compare: Whether the deviation is measured on keys, values or both.
+        wants: No score is needed.
+        edge_share: Share of the budget that goes to the first tokens of the chunks.
+    """
 
     name: str = "hybrid"
     check_layer: int = 1
@@ -22,15 +30,15 @@ class Hybrid:
 
     @property
     def cost(self) -> PolicyCost:
-        """All rows of the check layer first."""
+        """K and V of all rows of the check layer first, then rows by the ratio."""
         return PolicyCost("all rows of a layer", gradual=True)
 
     def thins(self, view: Candidates, layer: int, alive: int) -> bool:
-        """Where the gradual schedule goes below what is alive."""
+        """Whether the gradual schedule allows fewer rows in `layer` than were computed before."""
         return view.budget(self._share(view, layer)) < alive
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
-        """Edges first, then deviations, thinned out gradually."""
+        """Return the first tokens of the chunks, then the highest deviations, fewer in each layer."""
         if deviation is None or len(alive) == 0:
             return alive
         share = self._share(view, layer)

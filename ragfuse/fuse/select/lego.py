@@ -1,4 +1,4 @@
-"""The first tokens of every chunk (EPIC's LegoLink): static, so no layer is computed in full and nothing is checked."""
+"""The first tokens of every chunk (LegoLink of EPIC): a static choice that needs no layer computed in full."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ragfuse.types.policy_cost import PolicyCost
 
 @dataclass(frozen=True, kw_only=True)
 class Lego(Static):
-    """The first `first` tokens of each chunk, or as many as the ratio allows when `first` is 0."""
+    """Recomputes the first `first` tokens of each chunk, or as many as the ratio allows if `first` is 0."""
 
     name: str = "lego"
     first: int = 0
 
     @property
     def cost(self) -> PolicyCost:
-        """As many tokens of each chunk, where their number is fixed."""
+        """A fixed number of tokens per chunk, or rows by the ratio if `first` is 0."""
         return PolicyCost(tokens_per_chunk=self.first)
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
-        """Those with the lowest offsets; ratio 1 takes all."""
+        """Return the rows with the lowest offsets in their chunks; ratio 1 selects all."""
         if layer > 0 or view.ratio >= 1:
             return alive
         if self.first:

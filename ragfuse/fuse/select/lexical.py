@@ -1,4 +1,4 @@
-"""Rows near words of the question: known from the ids alone, so nothing is computed to choose them."""
+"""Rows near words of the question, found from the token ids alone, before anything is computed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ragfuse.fuse.select.policy import Candidates, Static, Wanted
 
 @dataclass(frozen=True, kw_only=True)
 class Lexical(Static):
-    """The nearest to rare words that the question shares with the chunks; beyond those, the first of each chunk."""
+    """Recomputes rows nearest to rare words that the question shares with the chunks, then the first of each chunk."""
 
     name: str = "lexical"
     wants: Wanted = "words"
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
-        """The highest scores that the ratio allows."""
+        """Return the rows with the highest scores, as many as the ratio allows."""
         if layer > 0 or view.score is None:
             return alive
         score = view.score.where(view.score > 0, -view.offset.to(view.score))

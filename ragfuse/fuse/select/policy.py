@@ -1,7 +1,8 @@
-"""What every selection policy is told and what it returns.
+"""The interface of selection policies: the candidates that a policy is given and the rows that it returns.
 
-Forced rows (the question, misses, joiners, the last token) are never a policy's business: they are computed anyway and
-lie outside its budget. Rows of an exact prefix are not offered either. So equal ratio means equal work for all.
+Candidates are rows of cached chunks. Forced rows (the question, misses, text between chunks, the last token) are
+computed in any case and are not candidates, nor are rows of an exact prefix. So the same ratio means the same work for
+every policy.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ Wanted = Literal["nothing", "attention", "words"]
 
 @dataclass(frozen=True)
 class Candidates:
-    """The rows on offer: C rows of cached chunks that are no exact prefix.
+    """The C candidate rows of one prompt: rows of cached chunks that are not an exact prefix.
 
-    chunk, offset: int64 [C], the chunk each row belongs to and its place in it. score: float32 [C], what the
-    policy wants to know of each row, higher is better. forced: rows computed in any case.
+    Args:
+        n_layers: Layers of the model.
+        ratio: Share of the candidates to recompute, 0..1.
+        forced: Number of rows that are computed in any case.
+        chunk: int64 [C], the segment that each row belongs to.
+        offset: int64 [C], each row's index inside that segment.
+        score: float32 [C], as `Policy.wants` says, higher is better; None if the policy wants nothing.
     """
 
     n_layers: int
@@ -37,11 +43,11 @@ class Candidates:
         return len(self.chunk)
 
     def budget(self, share: float) -> int:
-        """Rows that `share` of the offer allows, such that all computed rows fill whole matrix tiles.
+        """Return the number of rows for a share of the candidates, such that all computed rows fill whole matrix tiles.
 
-        The total is rounded to the nearest multiple of 16 (408 rows take longer than 416 on CPUs with tile units, and
-        a new number of rows longer than one met before); budgets under 32 are left alone, so the share stays within a
-        quarter of what was asked for, either way, and within an eighth from 64 rows on.
+        The total with the forced rows is rounded to the nearest multiple of 16: on CPUs with tile units 408 rows take
+        longer than 416, and a number of rows used before is faster than a new one. Budgets under 32 rows are not
+        rounded, so the result stays within a quarter of the requested share, and within an eighth from 64 rows on.
         """
         rows = round(share * len(self))
         if TILE * 2 <= rows < len(self):
@@ -50,61 +56,66 @@ class Candidates:
 
 
 class Policy(Protocol):
-    """Chooses the offered rows that are computed in each layer.
-
-    check_layer: the first layer whose rows are chosen; all offered rows are computed below it, and their K and V in
-    it, so that deviations are known there. 0: chosen before anything is computed.
-    """
+    """A selection policy: chooses the candidate rows that are recomputed in each layer."""
 
     @property
     def name(self) -> str:
-        """How it is chosen and reported."""
+        """The name by which settings choose it and traces report it."""
         ...
 
     @property
     def cost(self) -> PolicyCost:
-        """What it needs before it knows its rows, and how many these are, for whoever plans."""
+        """What must be computed before rows can be chosen, and how many rows are recomputed, for the planner."""
         ...
 
     @property
     def check_layer(self) -> int:
-        """First layer with chosen rows."""
+        """The first layer whose rows are chosen; 0: they are chosen before anything is computed.
+
+        Below it all candidates are computed, and in it their K and V, so that deviations are known there.
+        """
         ...
 
     @property
     def compare(self) -> Compare:
-        """What deviations are taken of."""
+        """Whether deviations are measured on keys, values or both."""
         ...
 
     @property
     def wants(self) -> Wanted:
-        """What `Candidates.score` must be.
+        """What `Candidates.score` must hold.
 
-        attention: what the last prompt token pays to each row over the reused cache; costs a pass of the forced rows.
-        words: how near each row is to words of the question (`select/words.py`); costs no pass.
+        "attention": the attention that the last prompt token pays to each row over the reused KV; costs one pass of
+        the forced rows. "words": how near each row is to words of the question (`select/words.py`); costs no pass.
         """
         ...
 
     def thins(self, view: Candidates, layer: int, alive: int) -> bool:
-        """Whether `choose` will want to leave some of `alive` rows out in `layer`, after the check layer.
+        """Whether `choose` will drop some of the `alive` rows in `layer`, which lies after the check layer.
 
-        Then their deviation is measured in the layer before; measuring costs time, so it is done only then.
+        Only then is the deviation measured in the layer before, because measuring costs time.
         """
         ...
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
-        """Indices into the offer to compute in `layer`: a sorted subset of `alive`, int64.
+        """Return the candidates to recompute in `layer`.
 
-        alive: int64 [m], those computed in the layer before. deviation: float32 [m], how far their newest computed KV
-        is from the cached (measured in `layer` itself at the check layer, in the layer before after it); None if
-        nothing was measured.
+        Args:
+            view: The candidates of the prompt.
+            layer: Index of the layer.
+            alive: int64 [m], sorted: the candidates computed in the layer before, as indices into `view`.
+            deviation: float32 [m], how far their newest computed KV is from the cached KV; None if not measured. At
+                the check layer it is measured in `layer` itself, after that in the layer before.
+
+        Returns:
+            int64, a sorted subset of `alive`.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
-    """What the policies share that choose before anything is computed and never measure a deviation."""
+    """Base class of policies that choose their rows before anything is computed and never measure a deviation."""
 
     check_layer: int = 0
     compare: Compare = "kv"
@@ -112,18 +123,23 @@ class Static:
 
     @property
     def cost(self) -> PolicyCost:
-        """Rows by the ratio, and nothing before them."""
+        """Rows by the ratio; nothing is computed first."""
         return PolicyCost()
 
     def thins(self, view: Candidates, layer: int, alive: int) -> bool:
-        """Never."""
+        """Return False: static policies never drop rows by deviation."""
         return False
 
 
 def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool) -> float:
-    """Share of rows for `layer`: `ratio`, or 1.5 ratio falling linearly to 0.5 ratio over layers first..n_layers-1.
+    """Return the share of candidates to recompute in `layer` (CacheBlend 4.3).
 
-    The mean over those layers is `ratio` either way, also where 1.5 ratio exceeds 1 (CacheBlend 4.3).
+    Args:
+        ratio: The mean share over layers first..n_layers-1, which both schedules keep, also where 1.5 ratio exceeds 1.
+        layer: Index of the layer.
+        first: The first layer whose rows are chosen.
+        n_layers: Layers of the model.
+        gradual: False: `ratio` in every layer; True: falling linearly from 1.5 ratio to 0.5 ratio.
     """
     steps = n_layers - 1 - first
     if not gradual or steps <= 0:
@@ -134,7 +150,7 @@ def schedule(ratio: float, layer: int, first: int, n_layers: int, gradual: bool)
 
 
 def best(alive: Tensor, score: Tensor, count: int) -> Tensor:
-    """The `count` members of `alive` [m] with the highest `score` [m], in order."""
+    """Return the `count` members of `alive` [m] with the highest `score` [m], sorted by index."""
     if count >= len(alive):
         return alive
     return alive[score.topk(count, sorted=False).indices.sort().values]

@@ -1,4 +1,4 @@
-"""Rows that the question looks at: attention of the last prompt token over the reused cache, summed over layers."""
+"""Rows that the question attends to: attention of the last prompt token over the reused KV, summed over layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ragfuse.types.policy_cost import PolicyCost
 
 @dataclass(frozen=True, kw_only=True)
 class Query(Static):
-    """Highest attention, the same rows in all layers or thinned out layer by layer."""
+    """Recomputes the rows with the highest attention: the same in all layers, or fewer layer by layer (`gradual`)."""
 
     name: str
     gradual: bool
@@ -20,11 +20,11 @@ class Query(Static):
 
     @property
     def cost(self) -> PolicyCost:
-        """The question's attention first."""
+        """A pass that finds the question's attention first, then rows by the ratio."""
         return PolicyCost("attention", self.gradual)
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
-        """The highest scores that the layer's share allows."""
+        """Return the rows with the highest scores, as many as the layer's share allows."""
         if view.score is None:
             return alive
         share = schedule(view.ratio, layer, self.check_layer, view.n_layers, self.gradual)

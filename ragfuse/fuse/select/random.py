@@ -12,13 +12,13 @@ from ragfuse.fuse.select.policy import Candidates, Static, best
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Static):
-    """The same random rows in every layer, drawn from `seed`."""
+    """Recomputes the same random rows in every layer, drawn with `seed`."""
 
     name: str = "random"
     seed: int = 0
 
     def choose(self, view: Candidates, layer: int, alive: Tensor, deviation: Tensor | None) -> Tensor:
-        """A draw at layer 0, kept afterwards."""
+        """Return rows drawn at layer 0 and kept in all later layers."""
         if layer > 0:
             return alive
         draw = torch.rand(len(alive), generator=torch.Generator().manual_seed(self.seed))

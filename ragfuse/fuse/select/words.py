@@ -1,4 +1,4 @@
-"""How near the rows of a prompt are to the words that its question shares with its chunks."""
+"""A score of prompt rows: how near they are to words that the question shares with the chunks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,24 @@ from torch import Tensor
 from torch.nn.functional import conv1d
 
 WIDTH = 6.0
-"""Tokens over which nearness falls to 1/e."""
+"""Distance in tokens over which nearness falls to 1/e."""
 WORD_REACH_TOKENS = 24
-"""Tokens beyond which a row is near nothing."""
+"""Distance in tokens beyond which a word adds nothing to a row's score."""
 
 
 def nearness(words: Tensor, asked: Tensor, candidates: Tensor) -> Tensor:
-    """Of every row, the weight of the question's words around it: float32 [T], on the CPU.
+    """Return for every row the summed weight of the question's words in the chunks around it.
 
-    words: int64 [T], which word each row is, -1 for none. asked: int64 [Q], rows of the question. candidates: int64
-    [C], of chunks. A word weighs log(C / its rows among them), and at a distance of d rows exp(-d / 6) of it: an
-    inverse document frequency whose documents are the rows of this prompt.
+    A word weighs log(C / number of candidate rows with it), an inverse document frequency whose documents are the rows
+    of this prompt; at a distance of d rows it counts exp(-d / 6) of that.
+
+    Args:
+        words: int64 [T], the number of the word that each row is part of; -1 for none.
+        asked: int64 [Q], the rows of the question.
+        candidates: int64 [C], the rows of chunks that may be recomputed.
+
+    Returns:
+        float32 [T], on the CPU.
     """
     of_chunks, asking = words[candidates], words[asked]
     met, count = torch.unique(of_chunks[of_chunks >= 0], return_counts=True)

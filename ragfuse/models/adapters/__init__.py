@@ -1,6 +1,6 @@
-"""Adapters that come along: LoRA weights for the embedded LLM, each in a folder with its model card.
+"""LoRA adapters for the embedded LLM that the package ships, each in a folder with its model card.
 
-Data and tiny loaders. They are trained by `training/`, and merged into the weights when a model is prepared.
+They are trained by `training/` and merged into the weights when a model is prepared.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ DRIFT_NAME = "drift.safetensors"
 
 
 def path(name: str) -> Path:
-    """The folder of the adapter `name`."""
+    """Return the folder of an adapter."""
     return Path(str(files(__name__))) / name
 
 
 def fingerprint(name: str) -> str:
-    """Digest of its weights, and of its drift where that was measured."""
+    """Return the digest of an adapter's weights and of its drift, if one was measured."""
     return digest(*(file.read_bytes() for file in (path(name) / WEIGHTS, path(name) / DRIFT_NAME) if file.exists()))
 
 
 def card(name: str) -> dict[str, Any] | None:
-    """What was measured of it: `reached`, `f1` and what was `tried`; None where there is no such adapter."""
+    """Return an adapter's model card: `reached`, `f1` and what was `tried`; None if there is no such adapter."""
     file = path(name) / "card.json"
     if not name or not file.is_file():
         return None

@@ -25,7 +25,7 @@ from llama_index.core.llms.llm import default_completion_to_prompt
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.types import TokenAsyncGen
 from llama_index.llms.ragfuse.convert import chat, completion, partly, turns_of
-from llama_index.llms.ragfuse.events import heard_for
+from llama_index.llms.ragfuse.events import retrieved_for
 from llama_index.llms.ragfuse.prompts import pml_of, ready
 from llama_index.llms.ragfuse.structured import Structured
 from llama_index.llms.ragfuse.tools import ToolCalling
@@ -367,7 +367,7 @@ class RagFuseLLM(Structured, ToolCalling, CustomLLM):
             tool_choice=said["tool_choice"] or "auto",
             parallel_tool_calls=said["parallel_tool_calls"] is not False,
             grammar=said["grammar"],
-            documents=() if self._settings.learn == "off" else heard_for(prompt),
+            documents=() if self._settings.learn == "off" else retrieved_for(prompt),
             chat_template_kwargs=Ask.template_kwargs(vars(self), call),
             continue_final_message=bool(said["continue_final_message"]),
             **({"overflow": said["overflow"]} if said["overflow"] else {}),

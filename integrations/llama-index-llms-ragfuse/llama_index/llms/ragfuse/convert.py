@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,43 +21,26 @@ from llama_index.llms.ragfuse.listening import note
 import ragfuse
 from ragfuse import Answer, Engine, InputError, ToolCall
 
-ROLES = {
-    MessageRole.DEVELOPER: "system",
-    MessageRole.MODEL: "assistant",
-    MessageRole.CHATBOT: "assistant",
-    MessageRole.FUNCTION: "tool",
-}
+ANSWERS = (MessageRole.ASSISTANT, MessageRole.MODEL, MessageRole.CHATBOT)
 SILENT = (CachePoint, ThinkingBlock, ToolCallBlock)
 """Blocks of a message that are no text of it."""
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[ragfuse.ChatMessage]:
-    """A turn per message, plain neighbours of one role as one: a chat template may want them to alternate."""
+    """Return the messages as ragfuse takes them, neighbours of one role joined (`ragfuse.ChatMessage.conversation`)."""
     if not messages:
         raise InputError("There is nothing to answer: wanted at least one message, found none.")
-    turns: list[ragfuse.ChatMessage] = []
-    for message in messages:
-        turn = _turn(message)
-        if turns and _is_plain(turns[-1]) and _is_plain(turn) and turns[-1].role == turn.role:
-            before = turns.pop()
-            thoughts = "\n".join(filter(None, (before.reasoning, turn.reasoning)))
-            turn = ragfuse.ChatMessage(turn.role, [*before.content, "\n", *turn.content], reasoning=thoughts)
-        turns.append(turn)
-    return turns
+    return ragfuse.ChatMessage.conversation(map(_turn, messages))
 
 
 def _turn(message: ChatMessage) -> ragfuse.ChatMessage:
-    role, said = ROLES.get(message.role, str(message.role.value)), message.additional_kwargs
-    if role == "tool":
-        call, name = said.get("tool_call_id"), said.get("name")
-        return ragfuse.ChatMessage(role, _texts(message), tool_call_id=str(call or ""), name=str(name or ""))
+    role, texts = str(message.role.value), _texts(message)
+    if message.role in (MessageRole.TOOL, MessageRole.FUNCTION):
+        call, name = (str(message.additional_kwargs.get(each) or "") for each in ("tool_call_id", "name"))
+        return ragfuse.ChatMessage(role, texts, tool_call_id=call, name=name)
     thoughts = [block.content for block in message.blocks if isinstance(block, ThinkingBlock) and block.content]
-    thought = "\n".join(thoughts) if role == "assistant" else ""
-    return ragfuse.ChatMessage(role, _texts(message), tool_calls=tuple(calls_of(message)), reasoning=thought)
-
-
-def _is_plain(turn: ragfuse.ChatMessage) -> bool:
-    return turn.role != "tool" and not turn.tool_calls
+    thought = "\n".join(thoughts) if message.role in ANSWERS else ""
+    return ragfuse.ChatMessage(role, texts, tool_calls=tuple(calls_of(message)), reasoning=thought)
 
 
 def _texts(message: ChatMessage) -> list[str]:
@@ -75,24 +57,12 @@ def calls_of(message: ChatMessage) -> list[ToolCall]:
     """The tool calls of a message: its blocks, else OpenAI's form among its additional arguments."""
     blocks = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if blocks:
-        return [ToolCall(each.tool_name, _arguments(each.tool_kwargs), each.tool_call_id or "") for each in blocks]
-    return [_call(each) for each in message.additional_kwargs.get("tool_calls") or ()]
-
-
-def _call(given: Any) -> ToolCall:
-    """A tool call in OpenAI's form, a mapping or an object of theirs."""
-    call: Mapping[str, Any] = given if isinstance(given, Mapping) else given.model_dump()
-    function = call.get("function") or {}
-    return ToolCall(str(function.get("name", "")), _arguments(function.get("arguments")), str(call.get("id") or ""))
-
-
-def _arguments(given: Any) -> Mapping[str, Any]:
-    if isinstance(given, str):
-        try:
-            given = json.loads(given or "{}")
-        except ValueError as error:
-            raise InputError(f"The arguments of a tool call are no JSON: wanted an object, found '{given}'.") from error
-    return given if isinstance(given, Mapping) else {}
+        return [
+            ToolCall(each.tool_name, ToolCall.read_arguments(each.tool_kwargs), each.tool_call_id or "")
+            for each in blocks
+        ]
+    given = message.additional_kwargs.get("tool_calls") or ()
+    return [ToolCall.from_openai(each if isinstance(each, Mapping) else each.model_dump()) for each in given]
 
 
 def text_of(node: BaseNode) -> str:
@@ -118,7 +88,7 @@ def chat(answer: Answer, engine: Engine, reuse: bool, delta: str | None = None) 
     blocks = [
         ToolCallBlock(tool_call_id=each.id, tool_name=each.name, tool_kwargs={**each.arguments}) for each in calls
     ]
-    said = {"tool_calls": [_openai(each) for each in calls]} if calls else {}
+    said = {"tool_calls": [each.as_openai() for each in calls]} if calls else {}
     message = ChatMessage(role=MessageRole.ASSISTANT, blocks=[*text, *blocks], additional_kwargs=said)
     return ChatResponse(message=message, delta=delta, raw=raw, additional_kwargs=_flat(raw))
 
@@ -134,11 +104,6 @@ def _said(text: str, thought: str, must: bool = True) -> list[ThinkingBlock | Te
     """What was thought and said as blocks; must: also a text that is empty."""
     thoughts = [ThinkingBlock(content=thought)] if thought else []
     return [*thoughts, *([TextBlock(text=text)] if text or must else [])]
-
-
-def _openai(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": json.dumps({**call.arguments}, ensure_ascii=False)}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def raw_of(answer: Answer, engine: Engine, reuse: bool) -> dict[str, Any]:

@@ -72,7 +72,7 @@ get_dispatcher().add_span_handler(RetrievalSpans())
 get_dispatcher().add_event_handler(RetrievalEvents())
 
 
-def heard_for(prompt: str | Sequence[ChatMessage]) -> tuple[tuple[str, str], ...]:
+def retrieved_for(prompt: str | Sequence[ChatMessage]) -> tuple[tuple[str, str], ...]:
     """Return (text, source) of what was retrieved in the running query or, before it, in the same task or thread."""
     return QUERIES.retrieved((active_span_id.get(),), lambda: _said(prompt))
 

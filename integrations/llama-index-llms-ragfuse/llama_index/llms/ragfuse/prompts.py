@@ -142,12 +142,12 @@ def ready(prompt: T | Filled, engine: Engine) -> Any:
 def _registered(engine: Engine, schema: Any, shown: bool, progress: Progress | None, once: bool = False) -> Ingested:
     with tqdm(desc="Encoding modules", unit="module", disable=None if shown else True) as bar:
 
-        def heard(done: Ingested) -> None:
+        def report(done: Ingested) -> None:
             bar.update(done.chunks - bar.n)
             if progress is not None:
                 progress(done)
 
         if once:
-            found = engine.schemas.ensure(schema, heard)
+            found = engine.schemas.ensure(schema, report)
             return Ingested() if found is None else found.done
-        return engine.register(schema, heard).done
+        return engine.register(schema, report).done

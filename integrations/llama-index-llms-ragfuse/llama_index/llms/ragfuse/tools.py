@@ -11,7 +11,7 @@ from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.tools.types import BaseTool
 from llama_index.llms.ragfuse.convert import calls_of
 
-from ragfuse import InputError
+from ragfuse import Ask, InputError
 
 
 class ToolCalling(FunctionCallingLLM):
@@ -34,7 +34,8 @@ class ToolCalling(FunctionCallingLLM):
             given = isinstance(user_msg, ChatMessage)
             messages.append(user_msg if given else ChatMessage(role=MessageRole.USER, content=user_msg))
         schemas = [tool.metadata.to_openai_tool(skip_length_check=True) for tool in tools]
-        choice = _choice(tool_choice, tool_required) if schemas else "auto"
+        wanted = "required" if tool_required and tool_choice in (None, "auto") else tool_choice
+        choice = Ask.tool_choice_of(wanted, schemas) if schemas else "auto"
         several = {} if allow_parallel_tool_calls or not schemas else {"parallel_tool_calls": False}
         return {"messages": messages, "tools": schemas, "tool_choice": choice, **several, **kwargs}
 
@@ -65,12 +66,3 @@ class ToolCalling(FunctionCallingLLM):
                 "Call with tool_required=True, or take text as an answer."
             )
         return [ToolSelection(tool_id=call.id, tool_name=call.name, tool_kwargs={**call.arguments}) for call in calls]
-
-
-def _choice(given: str | Mapping[str, Any] | None, required: bool) -> str:
-    """A tool choice in one word: auto, none, required or a tool's name; as OpenAI writes it, or "any"."""
-    if isinstance(given, Mapping):
-        given = str((given.get("function") or given).get("name", "required"))
-    if given in (None, "auto"):
-        return "required" if required else "auto"
-    return "required" if given == "any" else str(given)
