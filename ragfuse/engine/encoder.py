@@ -88,24 +88,26 @@ class Encoder:
         return ChunkKey(self.digest, token_digest(run.tokens), "", run.layout(self.model.profile.fixed))
 
     def nbytes_in(self, tier: str, tokens: Sequence[int]) -> int:
-        """Bytes that one entry of a run takes in a tier, at the levels that it is written at there; it is encoded."""
+        """Encode a run and return the bytes of its entry in a tier, at that tier's codec levels."""
         kv = self.model.encode(tokens)
         wanted = self.levels(len(tokens), kv.nbytes).get(tier) or self.store.levels.of(tier)
         return self.store.levels.nbytes(self.key(tokens), kv, wanted)
 
     @property
     def context(self) -> str:
-        """The context of chunks: other text, or nothing where there are to be no such entries."""
+        """The context of chunks in keys: filler text, or nothing if `filler_tokens` is 0."""
         return filler_context("") if self.filler_tokens else ""
 
     def keep_prefix(self, tokens: Sequence[int]) -> int:
-        """Encode and keep what prompts begin with; bytes of new KV."""
+        """Encode and store a prefix of prompts; return the bytes of new KV, 0 if it was stored before."""
         return self._put(tokens, self.key(tokens), lambda: self.model.encode(tokens))
 
     def keep_chunk(self, tokens: Sequence[int], persistent: bool = True) -> int:
-        """Encode and keep a chunk; bytes of new KV, 0 where it was there.
+        """Encode and store a chunk; return the bytes of new KV, 0 if it was stored before.
 
-        persistent: in slow tiers, too; unless a later process can find it, memory alone is the place for it.
+        Args:
+            tokens: Its token ids.
+            persistent: Whether slow tiers get it too; False for a chunk that later processes could not find.
         """
         room = remaining_context(len(tokens), self.model)
         other = self.filler_tokens if room is None else min(self.filler_tokens, room - 1)
@@ -114,9 +116,9 @@ class Encoder:
         return self._put(tokens, self.key(tokens, self.context), lambda: encode(tokens, before), persistent=persistent)
 
     def keep_run(self, run: SchemaRun) -> int:
-        """Encode and keep a schema's run (Prompt Cache 3.3); bytes of new KV.
+        """Encode and store a schema's run (Prompt Cache 3.3); return the bytes of new KV.
 
-        Its own positions begin at 0, but where KV cannot be moved: there it is encoded where it stands.
+        It is encoded from position 0 on; for a model whose KV cannot be moved, at its positions in the schema.
         """
         start = run.start if self.model.profile.fixed else 0
         positions = [start + position for position in run.positions]
@@ -131,8 +133,11 @@ class Encoder:
         at_encoded_position: bool = False,
         persistent: bool = True,
     ) -> int:
-        """at_encoded_position: it is used where it was encoded, if the model's KV cannot be moved. persistent: slow
-        tiers get it, too."""
+        """Store a run under a key unless it is stored already, and return the bytes of new KV.
+
+        at_encoded_position: whether it will be used at the positions at which it is encoded, which models allow whose
+        KV cannot be moved. persistent: whether slow tiers get it too.
+        """
         profile = self.model.profile
         refused = profile.refusal and not (at_encoded_position and profile.fixed)
         if len(tokens) < self.shortest or refused:

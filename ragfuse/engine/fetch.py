@@ -1,7 +1,7 @@
-"""Stage 3, fetch: layers of cached KV on their way to the model, from before it is free until its last layer is fused.
+"""Stage 3, fetch: load the cached KV of a plan, layer by layer, and acquire the model.
 
-What lies behind a line and has a deadline is streamed (`kv_streamer.py`, CacheGen 5.3). While the model is another
-prompt's, the next one is planned and its first layers are read (AttentionStore 3.2.1). Then the model is this prompt's.
+KV in remote tiers is streamed before the model is acquired, if the question has a deadline (`kv_streamer.py`, CacheGen
+5.3). While another prompt uses the model, the next one is planned and its first layers are read (AttentionStore 3.2.1).
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from ragfuse.types.plan import LoadPlan
 
 @dataclass
 class ReadAhead:
-    """What was planned and read of a prompt before the model was its own.
+    """What was planned and read for a prompt before it acquired the model.
 
-    place: held until the model is; one prompt of an engine has it at a time.
+    Args:
+        place: Holds the engine's read-ahead lock, which one prompt at a time has, until the model is acquired.
+        plan: The plan for which layers were read ahead.
     """
 
     place: ExitStack = field(default_factory=ExitStack)
@@ -43,11 +45,11 @@ class ReadAhead:
     _reader: LayerReader | None = None
 
     def begin(self, plan: LoadPlan, reader: LayerReader) -> None:
-        """Read what it takes, as far as the reader has room for it."""
+        """Start reading the layers of a plan, as many as the reader buffers."""
         self.plan, self._reader = plan, self._reading.enter_context(loading(reader, plan))
 
     def reader(self, chosen: LoadPlan) -> AbstractContextManager[LayerReader] | None:
-        """What reads for this plan, once; None where nothing was read ahead, or something else than it takes."""
+        """Return the reader that was started, once; None where none was, or its layers are not those of this plan."""
         mine, self._reader = self._reader, None
         if mine is None or self.plan is None or _reads(self.plan) != _reads(chosen):
             self._reading.close()
@@ -55,7 +57,7 @@ class ReadAhead:
         return _handed(mine, self._reading.pop_all())
 
     def close(self) -> None:
-        """Let go of what nobody took."""
+        """Release the lock, and a reader that was not taken."""
         with self.place, self._reading:
             pass
 
@@ -67,15 +69,20 @@ def _handed(reader: LayerReader, held: ExitStack) -> Iterator[LayerReader]:
 
 
 def _reads(plan: LoadPlan) -> tuple[object, ...]:
-    """What is read for a plan, and how."""
+    """Return what determines the reads of a plan."""
     return plan.fetches, plan.layers_a_read
 
 
 @dataclass
 class FetchedKV:
-    """A prompt's layers, as its plan has them at the moment; a lost entry gives another plan and other layers.
+    """The KV of a prompt by its current plan. An unreadable entry leads to another plan and other layers.
 
-    began_s: `time.perf_counter()` when the model was the prompt's own.
+    Args:
+        plan: The plan, which can be made again.
+        streamed: KV that was streamed under a deadline; None: nothing was.
+        ahead: Layers that were read ahead.
+        fetcher: The stage that made this.
+        began_s: `time.perf_counter()` when the prompt acquired the model.
     """
 
     plan: RevisablePlan
@@ -86,11 +93,11 @@ class FetchedKV:
 
     @property
     def since_s(self) -> float:
-        """`time.perf_counter()` when the question's deadline began to run."""
+        """`time.perf_counter()` at the start of the question's deadline."""
         return self.streamed.began_s if self.streamed is not None else self.began_s
 
     def chosen(self) -> LoadPlan:
-        """Return the plan as things are now."""
+        """Return the plan for the current state of the store."""
         streamed, lost = self.streamed, self.plan.lost
         if streamed is not None and (streamed.stream is not None or not lost):
             return streamed.plan
@@ -99,7 +106,7 @@ class FetchedKV:
 
     @contextmanager
     def layers(self, chosen: LoadPlan) -> Iterator[tuple[LayerReader, LayerSource]]:
-        """Open what reads the layers of a plan, and those layers with all that was streamed."""
+        """Open the reader of a plan, and the source of all its layers, streamed ones included."""
         came = self.streamed_segments
         near = replace(chosen, fetches=tuple(fetch for fetch in chosen.fetches if fetch.segment not in came))
         with self.ahead.reader(near) or loading(self.fetcher.reader(near, self.plan.request), near) as reader:
@@ -107,17 +114,17 @@ class FetchedKV:
 
     @property
     def streamed_segments(self) -> frozenset[int]:
-        """Segments that came over a line and are to be used."""
+        """Segments that were streamed and are usable."""
         return self.streamed.streamed if self.streamed is not None else frozenset()
 
     def lose(self, segment: int, chosen: LoadPlan) -> None:
-        """Go on without a segment that cannot be read any more."""
+        """Leave a segment that cannot be read out of later plans."""
         self.plan.lose(segment, chosen.prompt)
         if self.streamed is not None:
             self.streamed.lose(segment)
 
     def timing(self, reader: LayerReader) -> Timing:
-        """Return how long reading and computing took, now that both are done."""
+        """Return how long reading and computing took; call it once both are done."""
         load_s, wait_s, due_s = reader.load_s, reader.wait_s, None
         compute_s = time.perf_counter() - self.began_s - wait_s
         if self.streamed is not None:
@@ -131,9 +138,14 @@ class FetchedKV:
 
 @dataclass(frozen=True)
 class FetchStage:
-    """Brings the KV of an engine's prompts.
+    """Loads the KV of an engine's prompts.
 
-    prefetcher: leaves alone what a prompt reads for itself.
+    Args:
+        settings: The settings.
+        store: The store.
+        streamer: Streams KV from remote tiers under a deadline.
+        prefetcher: Skips keys that a prompt reads itself.
+        prefixes: The prefix cache.
     """
 
     settings: Settings
@@ -145,10 +157,10 @@ class FetchStage:
 
     @contextmanager
     def fetch(self, plan: RevisablePlan) -> Iterator[FetchedKV]:
-        """Hold the model for a prompt, with its layers on their way.
+        """Acquire the model for a prompt and hold it, while the prompt's layers are loaded.
 
         Raises:
-            InputError: The answer is not wanted any more, or the prompt is longer than the model takes.
+            InputError: The request was cancelled, or the prompt does not fit the model's context.
         """
         request, prompt = plan.request, plan.prompt
         lock = request.model.lock
@@ -168,7 +180,7 @@ class FetchStage:
 
     @contextmanager
     def begun(self, plan: RevisablePlan) -> Iterator[FetchedKV]:
-        """Stream what has a deadline, and hold nothing: for a prompt that is prefilled without an answer."""
+        """Stream what has a deadline, without acquiring the model: for a prompt that is prefilled but not answered."""
         ahead, streamed = ReadAhead(), self.streamer.stream(plan)
         if streamed is not None:
             plan.prompt = streamed.plan.prompt
@@ -179,18 +191,18 @@ class FetchStage:
             yield FetchedKV(plan, streamed, ahead, self, time.perf_counter())
 
     def noted(self, chosen: LoadPlan) -> LoadPlan:
-        """Return a plan whose keys the prefetcher leaves alone from now on."""
+        """Have the prefetcher skip the keys of a plan, and return the plan."""
         self.prefetcher.leave(fetch.key for fetch in chosen.fetches)
         return chosen
 
     def reader(self, plan: LoadPlan, request: Request) -> LayerReader:
-        """Return what reads the layers of a plan, not begun yet."""
+        """Return the reader of a plan's layers, not started yet."""
         model = request.model
         before = layers_before(plan, model.n_layers)
         return LayerReader(self.store, plan.fetches, model.n_layers, plan.layers_a_read, model.device, before)
 
     def _read_ahead(self, ahead: ReadAhead, plan: RevisablePlan) -> None:
-        """Plan and begin to read, as many layers as a read buffer holds, while the model is another prompt's."""
+        """Plan and start reading, as many layers as a read buffer holds, while another prompt uses the model."""
         request = plan.request
         room_of(plan.prompt, request.model, drops(request.ask, self.settings))
         chosen = self.noted(plan.make())
@@ -199,13 +211,13 @@ class FetchStage:
 
 @dataclass(frozen=True)
 class SlicedSource:
-    """Layers of a source, of some segments the rows lo:hi alone."""
+    """A source of layers that cuts the KV of some segments to rows lo:hi."""
 
     source: LayerSource
     rows: Mapping[int, tuple[int, int]]
 
     def read(self, layer: int) -> Mapping[int, LayerKV | None]:
-        """The layer's KV by segment."""
+        """Return the KV of a layer by segment."""
         found = self.source.read(layer)
         return {at: _part(kv, *self.rows[at]) if at in self.rows else kv for at, kv in found.items()}
 

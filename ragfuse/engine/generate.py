@@ -1,6 +1,6 @@
-"""Stage 5, generate: from a prefilled prompt to its answer, decoded beside others and read while it is written.
+"""Stage 5, generate: decode the answer of a prefilled prompt, streaming it while it is generated.
 
-What several answers have computed together is in `hf.decode`.
+Answers that are generated at the same time are decoded in one batch by `hf.decode`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from ragfuse.types.answer import Answer, Thought, Trace
 
 @dataclass(frozen=True)
 class Generated:
-    """An answer, and the ids that it was generated as.
+    """A generated answer.
 
-    is_whole: somebody reads it, so that it is part of its conversation.
+    Args:
+        answer: The answer.
+        token_ids: The ids as generated.
+        is_whole: Whether it was not abandoned by its reader, so that it becomes part of its conversation.
     """
 
     answer: Answer
@@ -38,19 +41,19 @@ class Generated:
 
 @dataclass(frozen=True)
 class GenerateStage:
-    """Writes an engine's answers."""
+    """Generates the answers of an engine."""
 
     settings: Settings
     placement: Placement
     shared: SharedKV = field(default_factory=SharedKV)
 
     def share(self, prepared: PreparedPrompt, request: Request) -> None:
-        """Let modules and beginnings stand in memory once for all answers that are being written."""
+        """Share the KV of modules and prefixes in memory with other answers that are generated at the same time."""
         if self.settings.share and (request.has_company or request.model.batcher.active):
             self._share(prepared, request.model)
 
     def generate(self, prepared: PreparedPrompt, request: Request) -> Generated:
-        """Return the answer, said while it is written; once one of the request's ends is set, no further."""
+        """Generate and return the answer, streaming it to `request.say`; stop once one of `request.ends` is set."""
         ask, model, say = request.ask, request.model, request.say
         constraints = request.constraints or OutputConstraints(ask, model)
         constraints = constraints.behind(prepared.plan.prompt.token_ids, request.is_chat)
@@ -86,5 +89,5 @@ class GenerateStage:
 
 
 def _is_gone(end: object) -> bool:
-    """Whether nobody reads the answer that this ends; one that is only enough is kept as far as it was written."""
+    """Return whether an end event means that the reader is gone, rather than that the answer is long enough."""
     return end.is_gone if isinstance(end, StopSignal) else end.is_set()  # type: ignore[attr-defined]

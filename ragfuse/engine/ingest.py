@@ -1,4 +1,4 @@
-"""Documents into the store: encoded now, known for later, or forgotten."""
+"""Chunks of documents: encode them now, recognise them later, or delete them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ragfuse.types.keys import whole_text
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of an engine's tenant."""
+    """The document chunks of an engine's tenant."""
 
     settings: Settings
     runtime: Runtime
@@ -32,7 +32,7 @@ class Documents:
     def ingest(
         self, texts: Iterable[tuple[str, str]], prefix: Sequence[int], progress: Callable[[Ingested], None] | None
     ) -> Ingested:
-        """Encode and keep (text, source) chunks that are not kept yet, and a `prefix` of prompts."""
+        """Encode and store chunks that are not stored yet; see `Engine.ingest`."""
         began, done, runtime = time.perf_counter(), Ingested(), self.runtime
         encoder, model = runtime.encoder, runtime.model
         remaining_context(len(prefix), model, "What stands before the first chunk")
@@ -51,7 +51,7 @@ class Documents:
         return done
 
     def know(self, texts: Iterable[tuple[str, str]]) -> None:
-        """Find (text, source) chunks in prompts from now on, without encoding them now."""
+        """Recognise (text, source) chunks in prompts from now on, without encoding them now; see `Engine.know`."""
         runtime, prompts = self.runtime, self.stages.prompts
         for text, source in mended_documents(texts):
             text = text.strip()
@@ -62,7 +62,7 @@ class Documents:
                 prompts.note(runtime.digest, text, source, ids)
 
     def forget(self, texts: Iterable[str]) -> int:
-        """Drop the KV of chunks and what was learnt from them, from every tier; return the bytes that are freed."""
+        """Delete the KV of chunks, and of passages learned from them, from every tier; return the bytes freed."""
         runtime, stages = self.runtime, self.stages
         texts = [whole_text(text).strip() for text in ((texts,) if isinstance(texts, str) else texts)]
         runs = {tuple(runtime.model.tokens(text, False)) for text in texts}

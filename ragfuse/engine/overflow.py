@@ -1,6 +1,6 @@
-"""Prompts that are too long for their model: an error with the numbers, or as many chunks left out as it takes.
+"""Prompts that are too long for the model: raise an error with the numbers, or leave out chunks until they fit.
 
-Which chunks go first, and what goes with them, is told in `text.fit`.
+`text.fit` decides which chunks are left out first.
 """
 
 from __future__ import annotations
@@ -18,10 +18,18 @@ from ragfuse.types.prompt import Prompt
 
 
 def fitted(make: Callable[[int], Prompt], limit: int | None) -> Prompt:
-    """The prompt without as few chunks as let it have `limit` tokens at most (None: any number), or without all.
+    """Return the prompt with as few chunks left out as needed to have at most `limit` tokens.
 
-    `make(n)` gives it without the last n of the chunks that may be left out, or without all where there are fewer. It
-    may raise OverlongError for one that is much too long; where that is the shortest, so does this.
+    Args:
+        make: `make(n)` builds the prompt without the last n of the chunks that may be left out (all, if there are
+            fewer). It may raise OverlongError for a prompt that is much too long.
+        limit: Most tokens; None: any number.
+
+    Returns:
+        The prompt; without all those chunks where even that is too long.
+
+    Raises:
+        OverlongError: `make` raises it even without all chunks.
     """
     if limit is None:
         return make(0)
@@ -42,7 +50,16 @@ def _fits(make: Callable[[int], Prompt], n: int, limit: int) -> bool:
 
 
 def room_of(prompt: Prompt, model: HFModel, drops: bool) -> int | None:
-    """`remaining_context` a prompt; drops: its chunks might have been left out."""
+    """Return how many new tokens fit after a prompt; None without a limit.
+
+    Args:
+        prompt: The prompt.
+        model: The model.
+        drops: Whether chunks may be left out, which changes the advice in the error message.
+
+    Raises:
+        OverlongError: The prompt itself does not fit.
+    """
     n_tokens, n_gone = prompt.segments[-1].stop, len(prompt.dropped)
     if n_gone:
         what = f"The prompt without the {n_gone} chunks that could be left out"
@@ -52,14 +69,14 @@ def room_of(prompt: Prompt, model: HFModel, drops: bool) -> int | None:
 
 
 def drops(ask: Ask, settings: Settings) -> bool:
-    """Whether chunks may be left out of a prompt that is too long."""
+    """Return whether chunks may be left out of a prompt that is too long."""
     return (ask.overflow or settings.overflow) == "drop"
 
 
 def limit_of(ask: Ask, settings: Settings, model: HFModel) -> int | None:
-    """Tokens that a prompt may have before chunks are left out of it; None where none ever is.
+    """Return the tokens that a prompt may have before chunks are left out; None where none may be.
 
-    Behind it is room for an answer as long as asked for, or of a quarter of what the model takes.
+    It leaves room for an answer of the requested length, but at most for a quarter of the model's context.
     """
     longest = model.max_context if drops(ask, settings) else None
     if longest is None:

@@ -1,4 +1,4 @@
-"""Where new chunks are kept, and which ones move to a faster tier, by what this machine was measured to take."""
+"""The choice of tiers for new chunks, and promotion of often used chunks, by the timings of this machine."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ragfuse.types.profiles import ModelProfile
 log = logging.getLogger("ragfuse.engine")
 
 MAX_PROMOTIONS = 2
-"""Chunks that are copied to a faster tier after one answer, at most."""
+"""Most chunks that are copied to a faster tier after one answer."""
 
 
 class Placement:
-    """Chooses tiers and levels for an engine's chunks. Threads may share it.
+    """Chooses tiers and codec levels for an engine's chunks. Thread-safe.
 
     Args:
         settings: Prices, levels and placement.
-        store: The tiers that are chosen from.
-        timings: What this machine was measured to take.
+        store: The tiers to choose from.
+        timings: Timings of this machine.
     """
 
     def __init__(self, settings: Settings, store: KVStore, timings: MachineTimings) -> None:
@@ -41,9 +41,9 @@ class Placement:
         return [tier for tier in self._store.tiers if tier.slow]
 
     def home(self, model: HFModel, profile: ModelProfile, n_tokens: int, nbytes: int) -> str | None:
-        """Return the slow tier that a new chunk belongs in.
+        """Return the slow tier to write a new chunk to.
 
-        None stands for all of them: as the settings ask for, or because this machine was not measured.
+        None means all of them: by the settings, or because this machine was not measured.
         """
         machine, slow = self._timings.corrected(model), [tier.name for tier in self.slow_tiers]
         if machine is None or len(slow) < 2 or self._settings.placement == "all":
@@ -62,7 +62,7 @@ class Placement:
         return {tier: (choose_level(n_tokens, nbytes, machine, tier, ratio),) for tier in chosen}
 
     def promote(self, model: HFModel, keys: Sequence[ChunkKey]) -> None:
-        """Copy those of these chunks that are hit often to a faster tier that has room, a few; see `plan.tiers`."""
+        """Copy those of these chunks that are hit often to a faster tier with room, at most `MAX_PROMOTIONS`."""
         machine = self._timings.corrected(model)
         if machine is None:
             return
@@ -73,17 +73,17 @@ class Placement:
             self._copy(key, self._store.tier(tier), key in pinned)
 
     def take_promoted(self) -> int:
-        """Return how many chunks were promoted since this was last asked."""
+        """Return how many chunks were promoted since the last call."""
         with self._lock:
             taken, self._promoted = self._promoted, 0
             return taken
 
     def _ratio(self, profile: ModelProfile) -> float:
-        """The share of a chunk that is recomputed unless a question says otherwise."""
+        """Return the default recompute ratio."""
         return settle(self._settings.policy, self._settings.ratio, profile.choice)[1]
 
     def _copy(self, key: ChunkKey, tier: Tier, pinned: bool) -> None:
-        """Keep a chunk in a faster tier too; what cannot be read or kept stays as it is."""
+        """Copy a chunk to a faster tier; do nothing where it cannot be read or written."""
         whole = self._store.read_whole(key)
         if whole is None or not self._store.write_whole(key, *whole, tier):
             return

@@ -1,4 +1,4 @@
-"""Stage 4, prefill: from a prompt and its layers to the first logits; once more without an entry that is lost."""
+"""Stage 4, prefill: compute the first logits of a prompt from its loaded layers; again if an entry is unreadable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ragfuse.types.plan import LoadPlan
 
 @dataclass(frozen=True)
 class PrefillStage:
-    """Prefills an engine's prompts, and learns from how long that took."""
+    """Prefills the prompts of an engine, and records how long that took."""
 
     settings: Settings
     timings: MachineTimings
@@ -30,7 +30,7 @@ class PrefillStage:
         """Return the prefilled prompt.
 
         Raises:
-            OverlongError: It is longer than the model takes.
+            OverlongError: The prompt does not fit the model's context.
         """
         request = fetched.plan.request
         model, ask = request.model, request.ask
@@ -55,7 +55,7 @@ class PrefillStage:
 
 @fused
 def _prefill(model: HFModel, chosen: LoadPlan, layers: LayerSource, kept: TenantStates | None) -> Prefill:
-    """Compute what the plan does not read: all of it, what follows a kept state, or rows among cached ones."""
+    """Compute what the plan does not load: the whole prompt, the tokens after a kept state, or the selected rows."""
     prompt = chosen.prompt
     if chosen.fallback_reason and model.profile.state and prompt.taken is None:
         return model.begun(prompt.token_ids, kept)

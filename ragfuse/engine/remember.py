@@ -1,4 +1,4 @@
-"""Stage 6, remember: what a prompt and its answer leave for later ones, saved and encoded in the background."""
+"""Stage 6, remember: save and encode in the background what later prompts can reuse of a prompt and its answer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from ragfuse.text.passages import is_prose
 
 
 class RememberStage:
-    """Keeps what questions leave behind: turns, beginnings, missed chunks, passages that recur, promotions.
+    """Saves what questions leave for later ones: turns, prefixes, missed chunks, recurring passages, promotions.
 
-    jobs: what waits to be encoded.
+    Attributes:
+        jobs: The queue of background jobs.
     """
 
     def __init__(
@@ -47,20 +48,20 @@ class RememberStage:
 
     @contextmanager
     def begun(self, prepared: PreparedPrompt, request: Request) -> Iterator[None]:
-        """Drop again, in the end, what was saved of a turn that nobody remembers then."""
+        """Delete, at the end of the block, what `begin` saved of a turn that was not remembered after all."""
         try:
             yield
         finally:
             self._history.end([prepared])
 
     def begin(self, prepared: PreparedPrompt, request: Request) -> None:
-        """Save what is new in a prompt while its answer is written (AttentionStore 3.2.2)."""
+        """Save the new KV of a prompt while its answer is generated (AttentionStore 3.2.2)."""
         self._history.begin([prepared], request.ask)
         if request.ask.reuse:
             self._prefixes.begin(prepared)
 
     def remember(self, prepared: PreparedPrompt, generated: Generated, request: Request) -> None:
-        """Save what a question leaves for later ones: its turn, its answer's KV, chunks that were missing."""
+        """Save a question's turn and the KV of its answer, and queue its missing chunks for encoding."""
         ask = request.ask
         if ask.reuse:
             self._submit(prepared)
@@ -70,7 +71,7 @@ class RememberStage:
                 self._prefixes.after(prepared, generated.token_ids)
 
     def _submit(self, prepared: PreparedPrompt) -> None:
-        """Queue what is to be encoded, promoted and learnt from, now that the prompt is answered."""
+        """Queue the background jobs of an answered prompt: chunks to encode or promote, passages to learn."""
         plan, profile = prepared.plan, self._runtime.model.profile
         taken = plan.prompt.taken
         if not profile.refusal or (profile.fixed and taken is not None):

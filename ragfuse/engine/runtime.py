@@ -1,4 +1,4 @@
-"""The model behind an engine with its tenant, profile and encoder: loaded once, when it is first needed."""
+"""The model of an engine with its tenant, profile and encoder, loaded once, at first use."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from ragfuse.types.profiles import ModelProfile
 
 
 class Runtime:
-    """A model with the tenant, the profile and the encoder that belong to it. Threads may share it.
+    """A model with its tenant, profile and encoder. Thread-safe.
 
-    Nothing is loaded before `model` is first asked for, by whoever comes first.
+    Nothing is loaded before `model` is first used.
 
     Args:
-        settings: Which model, and whose: the salt names the tenant.
-        given: A model that somebody loaded; None: the one that the settings name.
-        catalog: Where profiles are kept.
-        store: Where encoded KV is kept.
-        codecs: Gets the model's codec tables, where a tier needs them.
+        settings: The model, and the tenant (its salt).
+        given: A loaded model; None: the model in the settings.
+        catalog: Where profiles are stored.
+        store: Where encoded KV is stored.
+        codecs: Receives the model's codec tables, if a tier needs them.
         placement: Chooses tiers and levels of new chunks.
     """
 
@@ -61,7 +61,7 @@ class Runtime:
 
     @property
     def model(self) -> HFModel:
-        """The model, loaded now if it was not."""
+        """The model, loaded at first use."""
         with self._lock:
             if self._model is None:
                 given = self._given
@@ -76,12 +76,12 @@ class Runtime:
 
     @property
     def digest(self) -> str:
-        """What stands for model and tenant in every key."""
+        """The digest of model and tenant in every key (`ChunkKey.model`)."""
         return self.encoder.digest
 
     @property
     def encoder(self) -> Encoder:
-        """How runs of tokens come into the store."""
+        """The encoder that computes the KV of runs of tokens and stores it."""
         model = self.model
         with self._lock:
             if self._encoder is None:
@@ -98,7 +98,7 @@ class Runtime:
 
     @property
     def profile(self) -> ModelProfile:
-        """What is known of the model: what came with it, or was learned on this store."""
+        """The model's profile: the one it came with, or one learned on this store."""
         model = self.model
         with self._lock:
             if self._profile is None:
@@ -106,12 +106,12 @@ class Runtime:
             return self._profile
 
     def learn(self, profile: ModelProfile) -> None:
-        """Go by this profile from now on, here and in later processes on this store."""
+        """Use this profile from now on, here and in later processes on this store."""
         self._profile = profile
         self._profiles.put(profile)
 
     def verify(self, progress: Callable[[str], object]) -> Verdict:
-        """Measure on the model's weights that fusing is exact where it must be; the profile keeps the verdict."""
+        """Check with the model's real weights that fusing is exact where it must be; the profile keeps the verdict."""
         how = settle(self._settings.policy, self._settings.ratio, self.profile.choice)
         verdict = verify(self.model, *how, progress)
         self._profiles.judge(self.model.profile, verdict.passed)
@@ -126,9 +126,9 @@ class Runtime:
 
 
 def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None = None) -> HFModel:
-    """The model that settings name, or the one that was handed over; probed, unless it is known what it allows.
+    """Return the model in the settings, or a given one; probed, unless its profile is stored.
 
-    One for all of the process that name it with the same options, or hand over the same one with the same weights.
+    It is shared in the process by all that name it with the same options, or give the same model with the same weights.
     """
     if given is not None:
         weights = weights_digest(given.model)
@@ -139,7 +139,16 @@ def loaded(settings: Settings, profiles: ProfileStore, given: LoadedModel | None
 
 
 def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[LoadedModel | HFModel | None, Settings]:
-    """Return the model that somebody loaded, None where it is only named, and the settings as they are with it."""
+    """Return the loaded model that was given (None: only a name was), and the settings adapted to it.
+
+    Args:
+        given: A name, path or loaded model; None: the model in the settings.
+        tokenizer: The tokenizer of a loaded model.
+        settings: The settings.
+
+    Raises:
+        ModelError: The combination is invalid; the message says why.
+    """
     if not isinstance(settings, Settings):
         raise ModelError(
             f"Wanted Settings first, found {settings!r:.60}. Name a model as Engine(model=...), and where KV lies as "
@@ -163,7 +172,7 @@ def handed_over(given: Given, tokenizer: Tokens, settings: Settings) -> tuple[Lo
 
 
 def _load(settings: Settings, profiles: ProfileStore) -> HFModel:
-    """The model that settings name, with the choice that an embedded one comes with."""
+    """Load the model in the settings; an embedded model comes with its calibrated policy and ratio."""
     source = resolve_llm(settings.model, settings.home)
     options = dict(settings.model_kwargs)
     if options.get("gguf_file") and isinstance(source, Path):

@@ -1,7 +1,7 @@
-"""Attention that is biased by how far back a key stands (ALiBi), where positions have gaps (Prompt Cache, section 4.2).
+"""ALiBi biases for prompts whose positions have gaps (Prompt Cache, section 4.2).
 
-Such families take a key's number for its position. What they would hand to their layers for keys at every position is
-asked of the model's own forward, and looked up at the positions that there are: no family's formula is written here.
+ALiBi models bias attention by the distance of a key, and take a key's index for its position. So the biases for all
+positions are taken from the model's own forward, and looked up at the real positions; no model's formula is needed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,29 @@ from ragfuse.hf.cache import RowCache
 
 MASK = "attention_mask"
 POSITION_STEP = 1024
-"""Positions that are asked for at once."""
+"""The number of positions for which biases are computed is a multiple of this."""
 
 
 class _Handed(Exception):
-    """Carries out what a model hands to its first layer."""
+    """Carries the arguments of a model's first layer out of its forward."""
 
 
 class Biases:
-    """What one model adds to its scores, by the argument of its layers that holds it; used under the model's lock."""
+    """The ALiBi biases of one model, by the layer argument that holds them. Use it under the model's lock."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
         self._model, self._layers = model, layers
         self._room, self._made = 0, dict[str, Tensor]()
 
     def of(self, positions: Tensor) -> dict[str, Tensor]:
-        """[..., 1, K] for keys at positions int64 [K], which rise; InputError beyond what the model has."""
+        """Return the biases [..., 1, K] for keys at given positions, by layer argument.
+
+        Args:
+            positions: int64 [K], increasing.
+
+        Raises:
+            InputError: They span more positions than the model supports.
+        """
         last = int(positions[-1] - positions[0])
         if last >= self._room:
             room = (last // POSITION_STEP + 1) * POSITION_STEP
@@ -41,9 +48,9 @@ class Biases:
         return {name: self._looked_up(made, positions[-1] - positions, last) for name, made in self._made.items()}
 
     def _looked_up(self, made: Tensor, back: Tensor, last: int) -> Tensor:
-        """By how far back from the last key: in 16 bits those near are the finest then.
+        """Look biases up by the distance from the last key, so that near keys get the finest values in 16 bits.
 
-        Some families make as many as there are keys, from nothing up; others their most, up to nothing.
+        Some models make one bias per key, rising from 0; others make those of their longest context, rising to 0.
         """
         width = made.shape[-1]
         if last >= width:
@@ -53,7 +60,7 @@ class Biases:
         return made.index_select(-1, width - 1 - back)
 
     def _handed(self, room: int) -> dict[str, Tensor]:
-        """From the forward of one token behind room - 1 others, which ends before the first layer."""
+        """Take the biases from a forward of one token after room - 1 others, stopped before the first layer."""
         cache = RowCache(len(self._layers))
         cache.length = room - 1
         handle = self._layers[0].register_forward_pre_hook(_hand, with_kwargs=True)
@@ -73,7 +80,7 @@ class Biases:
 
 
 def placed(arguments: Mapping[str, Any], biases: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of a layer's arguments that hold biases, with these in them; what a mask hides stays hidden."""
+    """Return the layer arguments that hold biases, with the given biases in them; masked keys stay masked."""
     changed = dict[str, Tensor]()
     for name, bias in biases.items():
         own = arguments.get(name)
@@ -91,7 +98,7 @@ def _hand(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 def _is_bias(name: str, value: object) -> bool:
-    """Numbers for each key, which differ."""
+    """Whether a layer argument holds biases: floats per key that are not all equal."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or name == "hidden_states":
         return False
     return value.ndim > 2 and value.shape[-2] == 1 and not bool((value == value[..., :1]).all())

@@ -1,4 +1,4 @@
-"""Encodings of long texts: made while other threads run, and asked only for the characters that are wanted."""
+"""Tokenising of long texts without blocking other Python threads, and lazy lookup of character offsets."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from ragfuse.process.fork import at_fork
 Chars = tuple[int, int]
 """Characters lo:hi of a text."""
 RELEASE_GIL_CHARS = 4096
-"""Characters of a text, or ids, from which on other threads of Python run meanwhile."""
+"""Texts of at least this many characters, or ids, are processed with the GIL released."""
 
 
 def encoding_of(tokenizer: Tokenizer, text: str) -> Encoding:
-    """A text's encoding. A long one is encoded as a batch, which lets other threads run: `encode` does not."""
+    """Encode a text. A long one is encoded as a batch of one, because only that releases the GIL."""
     if len(text) < RELEASE_GIL_CHARS:
         return tokenizer.encode(text, add_special_tokens=False)
     return tokenizer.encode_batch([text], add_special_tokens=False)[0]
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of ids. Of many it is told as of a batch, as `encoding_of` does."""
+    """Decode ids, special tokens included. Many ids are decoded as a batch of one, because only that releases the GIL."""
     if len(ids) < RELEASE_GIL_CHARS:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
     return str(tokenizer.decode_batch([ids], skip_special_tokens=False)[0])
 
 
 class _Parallelism:
-    """Turns the tokenizers' threads off in forked children, where there are none; unless the user has decided.
+    """Disables the tokenizers' worker threads in forked children, unless the user has set the variable.
 
-    The library does so by itself, and prints a warning of five lines.
+    The library would do so itself, but print a warning of five lines.
     """
 
     NAME = "TOKENIZERS_PARALLELISM"
@@ -63,9 +63,14 @@ _PARALLELISM = _Parallelism()
 
 @dataclass(frozen=True, slots=True)
 class Offsets(Sequence[Chars]):
-    """The characters of tokens `lo:hi` of an encoding, looked up one by one: of a long text few are ever asked for.
+    """The character offsets of tokens lo:hi of an encoding, looked up on access, since few are needed of a long text.
 
-    by: added to each; least: no character stands before it.
+    Args:
+        encoding: The encoding.
+        lo: First token.
+        hi: The token after the last.
+        by: Added to each offset.
+        least: Smallest offset; smaller ones are raised to it.
     """
 
     encoding: Encoding
@@ -76,15 +81,15 @@ class Offsets(Sequence[Chars]):
 
     @classmethod
     def of(cls, encoding: Encoding) -> Offsets:
-        """All of an encoding's."""
+        """Return the offsets of all tokens of an encoding."""
         return cls(encoding, 0, len(encoding))
 
     def behind(self, n: int) -> Offsets:
-        """As they are where the first `n` characters are none of the text."""
+        """Return the offsets without the first `n` characters of the encoded text, which are not part of the text."""
         return replace(self, by=self.by - n)
 
     def moved(self, by: int) -> Offsets:
-        """As they are in a text in which this one begins at `by`."""
+        """Return the offsets in a longer text in which this one begins at character `by`."""
         return replace(self, by=self.by + by, least=self.least + by)
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""What a model is called in keys: a digest of all that decides its KV.
+"""The fingerprint of a model: a digest of everything that decides its KV, which is part of every KV key.
 
-Every byte of every weight, buffer, adapter and quantisation state is hashed, once, so that no change goes unseen.
-Whoever loads weights from files may keep `weights_digest` by the files' identity and hand it in.
+Every byte of every weight, buffer, adapter and quantisation state is hashed once, so that any change gives other keys.
+A loader may cache `weights_digest` by the identity of the weight files and pass it in.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ragfuse.types.keys import FORMAT_VERSION, digest
 from ragfuse.types.kv import ChunkKV
 
 HASH_NBYTES = 64 << 20
-"""Bytes that are brought from a GPU, or copied to be contiguous, at a time."""
+"""Bytes that are copied from a GPU, or made contiguous, at a time."""
 UNNAMED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""What a config says of where a model comes from, and what is hashed beside it."""
+"""Config entries that do not count: where a model comes from, and the dtype, which is hashed separately."""
 REMOTE = "transformers_modules"
-"""The package in which transformers puts code that came with weights."""
+"""The package in which transformers puts code that was downloaded with weights."""
 
 
 def fingerprint(
@@ -40,9 +40,15 @@ def fingerprint(
     drift: ChunkKV | None = None,
     weights: str | None = None,
 ) -> str:
-    """Digest of what decides a model's KV: config, all weights, dtype, tokenizer, format version, drift.
+    """Return the digest of everything that decides a model's KV.
 
-    weights: what `weights_digest` gave for these very weights, where that is known already.
+    That is the config, all weights, the dtype, remote code, the tokenizer, the drift and the format version.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer, if it has one.
+        drift: The KV offset of chunks encoded behind filler text, if there is one.
+        weights: The result of `weights_digest` for these weights, if known.
     """
     config = {name: _plain(value) for name, value in model.config.to_diff_dict().items() if name not in UNNAMED}
     hasher = [str(FORMAT_VERSION), str(model.dtype), _text(config)]
@@ -55,10 +61,13 @@ def fingerprint(
 
 
 def weights_digest(model: nn.Module) -> str:
-    """BLAKE3, 32 hex digits, over every weight, buffer, adapter and quantisation state of a model, by name.
+    """Return a BLAKE3 digest, 32 hex digits, of every weight, buffer, adapter and quantisation state, by name.
 
-    Each is read once, in pieces, wherever it lies: on a GPU, on disk (accelerate's offloading), packed by this package,
-    or as a tensor of a quantisation library. Where it lies changes nothing. ModelError where a weight has no data.
+    Each is read once, in pieces. The digest does not depend on where a weight is: on a GPU, on disk (accelerate's
+    offloading), packed by this package, or in a tensor of a quantisation library.
+
+    Raises:
+        ModelError: A weight has no data (it is on torch's meta device).
     """
     parts, known = [], dict[int, str]()
     for name, value in _entries(model):
@@ -71,7 +80,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Everything that is part of a model's state, by its full name, one module after the other."""
+    """Yield (full name, value) of everything in a model's state, module by module."""
     for prefix, module in model.named_modules():
         start, own = f"{prefix}." if prefix else "", dict[str, Any]()
         module._save_to_state_dict(own, start, True)
@@ -88,7 +97,7 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _offloaded(module: nn.Module) -> Callable[[str], Tensor] | None:
-    """Reads what accelerate put elsewhere of a module's own weights; None where nothing is."""
+    """Return a reader of the module's weights that accelerate has offloaded; None if there are none."""
     hook = getattr(module, "_hf_hook", None)
     for each in getattr(hook, "hooks", (hook,)):
         found = getattr(each, "weights_map", None)
@@ -104,7 +113,7 @@ def _value_digest(name: str, value: Any) -> str:
 
 
 def _feed(hasher: Any, name: str, value: Any) -> None:
-    """Let a hasher have all that a value is made of, each part behind its kind and size."""
+    """Hash all parts of a value, each preceded by its kind and size."""
     if isinstance(value, Tensor):
         _feed_tensor(hasher, name, value.detach())
     elif isinstance(value, Mapping):
@@ -150,7 +159,7 @@ def _feed_tensor(hasher: Any, name: str, tensor: Tensor) -> None:
 
 
 def _feed_bytes(hasher: Any, tensor: Tensor) -> None:
-    """The bytes of a plain tensor in order, without a copy of all of it."""
+    """Hash the bytes of a plain tensor in order, without copying it as a whole."""
     if not tensor.numel():
         return
     if tensor.is_contiguous():
@@ -164,7 +173,7 @@ def _feed_bytes(hasher: Any, tensor: Tensor) -> None:
 
 
 def _say(hasher: Any, text: str) -> None:
-    """A text behind its length, so that no two sequences of parts are the same bytes."""
+    """Hash a text preceded by its length, so that different sequences of parts never give the same bytes."""
     data = text.encode()
     hasher.update(len(data).to_bytes(8, "little"))
     hasher.update(data)
@@ -179,7 +188,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it, the same in every process: nothing of where it lies in memory."""
+    """Return a value as JSON types, the same in every process: no memory addresses."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items() if name not in UNNAMED}
     if isinstance(value, set | frozenset):
@@ -203,14 +212,14 @@ def _text(plain: Any) -> str:
 
 
 def _remote_code(model: PreTrainedModel) -> Sequence[str]:
-    """Digests of the code that came with the weights, which decides KV like these; none of transformers' own."""
+    """Return digests of the code that was downloaded with the weights; none for transformers' own models."""
     modules = {type(module).__module__ for module in model.modules()}
     files = [getattr(sys.modules.get(name), "__file__", None) for name in modules if name.partition(".")[0] == REMOTE]
     return [digest(Path(file).read_bytes()) for file in sorted(file for file in files if file)]
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """Digest of what a tokenizer makes of text, without how it was last asked to pad or to cut."""
+    """Return the digest of a tokenizer, without its current padding and truncation settings."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         words = tokenizer.get_vocab() if tokenizer is not None else {}

@@ -1,7 +1,7 @@
-"""An answer held to a grammar: which token may come next, found by llguidance from the model's own tokenizer.
+"""Grammar-constrained decoding: llguidance decides, over the model's own tokenizer, which token may come next.
 
-A matcher follows each sequence; a logits processor leaves the allowed tokens. What a grammar says is told in
-`ragfuse.types.grammar` and `text.calls`.
+A matcher follows each sequence, and a logits processor masks all other tokens. Grammars are defined by
+`ragfuse.types.grammar`, and by `ragfuse.text.tool_calls` for tool calls.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ragfuse.types.grammar import Grammar
 
 LLMatcher = Any
 LLTokenizer = Any
-"""Of llguidance, which is an extra: imported where it is used."""
+"""Types of llguidance, an optional dependency that is imported only where it is used."""
 
 
 CACHED_GRAMMARS = 64
-"""Compiled grammars that are kept: who asks for a new one every time shall not fill the memory."""
+"""The most compiled grammars that are kept, so that callers with ever new grammars do not fill the memory."""
 
 
 def check(grammar: Grammar, what: str = "The grammar") -> None:
-    """InputError for a grammar that cannot be compiled, and why; needs no model."""
+    """Raise InputError, with the reason, for a grammar that cannot be compiled; needs no model."""
     _require()
     from llguidance import LLMatcher
 
@@ -43,9 +43,12 @@ def check(grammar: Grammar, what: str = "The grammar") -> None:
 
 
 class GrammarCompiler:
-    """Grammars over one model's tokens, the `CACHED_GRAMMARS` ones used last compiled. Thread-safe.
+    """Compiles grammars for one model's tokenizer and keeps the `CACHED_GRAMMARS` used last. Thread-safe.
 
-    n_tokens: columns of its logits, of which those beyond the tokenizer's ids are never allowed. ends: its end tokens.
+    Args:
+        tokenizer: The tokenizer.
+        n_tokens: Columns of the model's logits; those beyond the tokenizer's ids are never allowed.
+        ends: Ids of the end tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> None:
@@ -61,7 +64,7 @@ class GrammarCompiler:
         self._own = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """A new matcher at the grammar's start."""
+        """Return a new matcher at the grammar's start; InputError if the grammar cannot be compiled."""
         from llguidance import LLMatcher
 
         with self._lock:
@@ -74,34 +77,38 @@ class GrammarCompiler:
             return made.deep_copy()
 
     def is_whole(self, grammar: Grammar, ids: Sequence[int]) -> bool:
-        """Whether these ids are all that the grammar wants."""
+        """Whether these ids are a complete text of the grammar."""
         matcher = self.matcher(grammar)
         return bool(matcher.consume_tokens(list(ids)) and matcher.is_accepting())
 
     def processor(
         self, grammar: Grammar, limit: int | None = None, is_sampled: bool = False, exits: Sequence[str] = ()
     ) -> GrammarProcessor:
-        """Holds every sequence of one `generate` to a grammar; limit: new tokens it may have, None for any number.
+        """Return a logits processor that holds every sequence of one `generate` call to a grammar.
 
-        exits: texts that end what is free in it, where neither quotes nor brackets do.
+        Args:
+            grammar: The grammar.
+            limit: The most new tokens; None: no limit.
+            is_sampled: Whether tokens are sampled, not chosen greedily.
+            exits: Texts that end free text in the grammar that neither quotes nor brackets end.
         """
         return GrammarProcessor(self, grammar, limit, is_sampled, [self.tokens.tokenize_str(text) for text in exits])
 
     def closing(self) -> ShortestEnd:
-        """Ways to the end of answers."""
+        """Return the search for short completions over this tokenizer, made once."""
         with self._lock:
             if self._closing is None:
                 self._closing = ShortestEnd(self.tokens, min(self.n_tokens, self.tokens.vocab_size))
             return self._closing
 
     def literal(self, text: str) -> str:
-        """A text as Lark has it, tokens of their own as such."""
+        """Return a text as a Lark literal, with special tokens written by their ids."""
         parts = self._own.split(text) if self._own is not None else [text]
         return " ".join(f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts if part)
 
 
 class _Row:
-    """One sequence: its matcher, and the way to its end where that is known."""
+    """One sequence: its matcher, and the tokens of a short completion if one is known."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher, self.within = matcher, OUTSIDE
@@ -110,10 +117,10 @@ class _Row:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Leaves the tokens that a grammar allows, for each sequence by itself; an end only where it is whole.
+    """A logits processor that allows only tokens of a grammar, and an end token only when the text is complete.
 
-    Towards the limit it leaves those alone from which an end can still be reached: of the likeliest ones, or else the
-    next on the shortest way that is known. So what a grammar wants is whole in time wherever that can be.
+    Near the token limit it allows only tokens from which the text can still be completed in time: some of the most
+    likely tokens, else the next token of the shortest known completion.
     """
 
     def __init__(
@@ -131,7 +138,7 @@ class GrammarProcessor(LogitsProcessor):
         self._is_hard = False
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """scores: [B, V], all but allowed tokens at -inf."""
+        """Return the scores [B, V] with all tokens that are not allowed set to -inf."""
         if not self._rows:
             self._begin(*input_ids.shape)
         news = input_ids[:, self._seen :].tolist()
@@ -156,7 +163,7 @@ class GrammarProcessor(LogitsProcessor):
                 row.way = way
 
     def _take(self, row: _Row, tokens: Sequence[int]) -> None:
-        """What was written since the last time."""
+        """Advance a sequence by the tokens written since the last call."""
         for token in tokens:
             if row.matcher.is_stopped() or token in self._grammars.ends:
                 continue
@@ -168,7 +175,7 @@ class GrammarProcessor(LogitsProcessor):
         row.ways = {}
 
     def _held(self, row: _Row, scores: Tensor, left: int | None) -> Tensor:
-        """scores: [V] of one sequence."""
+        """Mask the scores [V] of one sequence; left: tokens until the limit."""
         n_tokens = len(scores)
         if row.matcher.is_stopped():
             allowed = torch.zeros(n_tokens, dtype=torch.bool)
@@ -184,7 +191,7 @@ class GrammarProcessor(LogitsProcessor):
         return self._steered(row, held, left)
 
     def _steered(self, row: _Row, held: Tensor, left: int) -> Tensor:
-        """Only what leaves enough tokens for the rest."""
+        """Allow only tokens after which the text can still be completed within the limit."""
         closing = self._grammars.closing()
         if row.way is None:
             here = row.matcher, row.within, left
@@ -206,20 +213,20 @@ class GrammarProcessor(LogitsProcessor):
 
 
 def _only(held: Tensor, tokens: Sequence[int]) -> Tensor:
-    """The same, but nothing else than these tokens."""
+    """Return the scores with all but these tokens set to -inf."""
     only = torch.full_like(held, float("-inf"))
     only[list(tokens)] = held[list(tokens)]
     return only
 
 
 NEAR = 128
-"""Tokens before the limit, and twice the shortest answer more, from which on the end is looked for."""
+"""Completion is enforced when fewer tokens than this, plus twice the shortest answer, are left before the limit."""
 SLACK = 12
-"""Tokens that are kept free beside a way which had to be searched for: it is not looked for behind every token."""
+"""Spare tokens for a completion that took a long search, which is not repeated after every token."""
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[int]) -> LLTokenizer:
-    """A model's tokens as llguidance knows them; InputError for a tokenizer it cannot read."""
+    """Return llguidance's tokenizer for a model; InputError for a tokenizer that it cannot read."""
     _require()
     from llguidance.hf import from_tokenizer
 
@@ -237,7 +244,7 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, n_tokens: int, ends: Sequence[
 
 
 def _source(grammar: Grammar) -> str:
-    """A grammar in llguidance's own terms."""
+    """Return a grammar in llguidance's own format."""
     from llguidance import LLMatcher
 
     if grammar.kind == "json":
@@ -248,7 +255,7 @@ def _source(grammar: Grammar) -> str:
 
 
 LAYOUT = (("whitespace_flexible", False), ("item_separator", ", "), ("key_separator", ": "))
-"""JSON as `json.dumps` writes it: a small model loses itself in white space."""
+"""JSON layout of `json.dumps`: with free white space a small model may write nothing else."""
 
 
 def _require() -> None:

@@ -1,4 +1,4 @@
-"""OpenAI's penalties and biases as a logits processor; transformers' own count the prompt, too."""
+"""OpenAI's penalties and logit biases as a logits processor; those of transformers also count the prompt."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from transformers import LogitsProcessor
 
 
 class Penalties(LogitsProcessor):
-    """Makes tokens likelier or less likely by what one `generate` has written so far.
+    """Changes logits by the tokens that one `generate` call has written so far; the prompt does not count.
 
-    A token's logit loses `presence` if it was written, and `frequency` for each time that it was; it gains its `bias`.
-    The prompt does not count.
+    Args:
+        presence: Subtracted from the logit of every token that was written.
+        frequency: Subtracted for each time that the token was written.
+        bias: Added to the logits of these token ids.
     """
 
     def __init__(self, presence: float = 0.0, frequency: float = 0.0, bias: Mapping[int, float] | None = None) -> None:
@@ -24,7 +26,7 @@ class Penalties(LogitsProcessor):
         self._from: int | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """scores: [B, V], of the next token; input_ids: int64 [B, T], the prompt and what was written behind it."""
+        """Return the changed scores [B, V] of the next token; input_ids: int64 [B, T], the prompt and the answer."""
         if self._from is None:
             self._from = input_ids.shape[1]
         scores = scores.clone()

@@ -1,4 +1,4 @@
-"""How large a model's queries are, channel by channel: an error in a key counts by the queries that meet it."""
+"""Measures the size of a model's queries per channel, since an error in a key matters in proportion to them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ Attention = Callable[..., tuple[Tensor, None]]
 
 
 def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """Float32 [H, D] for each layer: root mean square over `runs` and the query heads that share a key's.
+    """Return the root mean square of a model's queries, float32 [H, D] for each layer.
 
-    Empty where a family attends by itself, or in a way that PyTorch's attention does not: nothing is known then.
+    The mean is over the tokens of `runs` and over the query heads that share a key head. The result is empty if the
+    model computes attention by itself, or in a way that PyTorch's attention function does not support.
     """
     if model.profile.mode != "rows" or model.profile.refusal or not runs:
         return ()
@@ -28,7 +29,7 @@ def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, 
         try:
             for run in runs:
                 model.model(input_ids=torch.tensor([list(run)], device=model.device), use_cache=False)
-        except ValueError:  # scores are capped, for one
+        except ValueError:  # unsupported by sdpa, e.g. capped scores
             return ()
     if sorted(powers) != list(range(model.n_layers)):
         return ()
@@ -36,7 +37,7 @@ def query_sizes(model: HFModel, runs: Sequence[Sequence[int]]) -> tuple[Tensor, 
 
 
 def _noting(powers: dict[int, Tensor], attention: Attention) -> Attention:
-    """The same attention, which adds up its queries' squares by layer."""
+    """Wrap an attention function so that it also sums the squares of its queries by layer."""
 
     @wraps(attention)
     def noted(
@@ -53,7 +54,7 @@ def _noting(powers: dict[int, Tensor], attention: Attention) -> Attention:
 
 @contextmanager
 def _attending(model: HFModel, attention: Attention) -> Iterator[None]:
-    """While it lasts, the model attends so; under a name of its own, as other models may run meanwhile."""
+    """Switch the model to an attention function, under a unique name because other models may run meanwhile."""
     config, name = model.model.config, f"ragfuse-queries-{id(attention)}"
     before = config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[name] = attention

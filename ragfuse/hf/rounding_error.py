@@ -1,6 +1,6 @@
-"""What errors in the keys, and in the values, of each layer cost the words that follow.
+"""Measures how much rounding errors in the keys, and in the values, of each layer change the model's predictions.
 
-A layer may bear an error that ruins another one's: CacheGen's insight (its 5.1.2), measured instead of assumed.
+Some layers tolerate errors that others do not. That is CacheGen's insight (section 5.1.2), measured here per model.
 """
 
 from __future__ import annotations
@@ -15,17 +15,25 @@ from ragfuse.hf.model import HFModel, KVSource
 from ragfuse.types.kv import ChunkKV, LayerKV
 
 SPANS = 10
-"""Neighbouring layers are measured together, in so many spans."""
+"""Number of groups of neighbouring layers; the layers of a group are measured together."""
 
 
 def rounding_costs(
     model: HFModel, token_ids: Sequence[int], follow: Sequence[int], rounded: Callable[[ChunkKV], ChunkKV]
 ) -> tuple[tuple[float, float], ...]:
-    """For each layer what its keys and its values cost, in nats a token: KL of the words along `follow`, behind
-    `token_ids`, to what the model says over exact KV, when only they are as `rounded` gives them.
+    """Return for each layer the cost of rounding its keys, and of rounding its values, in nats per token.
 
-    A span of layers is changed at once, and every one of them gets an equal part. Empty for a model whose KV is not
-    reused, and where a cost is no number.
+    The cost is the KL divergence of the predictions along `follow`, after `token_ids`, from those over exact KV. A
+    group of layers is rounded at once, and each layer gets an equal share of the cost.
+
+    Args:
+        model: The model.
+        token_ids: Tokens whose KV is rounded.
+        follow: The tokens after them, at least two.
+        rounded: Rounds KV, as a codec level does.
+
+    Returns:
+        (cost of keys, cost of values) per layer; empty if the model's KV is not reused or a cost is not finite.
     """
     if model.profile.refusal or len(follow) < 2:
         return ()
@@ -43,7 +51,7 @@ def rounding_costs(
 
 
 def kl(wanted: Tensor, found: Tensor) -> float:
-    """Mean over n positions of KL(wanted || found) in nats, from logits float32 [n, V]."""
+    """Return the mean KL(wanted || found) over n positions, in nats, from logits float32 [n, V]."""
     log_wanted, log_found = torch.log_softmax(wanted, -1), torch.log_softmax(found, -1)
     return float((log_wanted.exp() * (log_wanted - log_found)).sum(-1).mean())
 
@@ -55,7 +63,7 @@ def _spans(n_layers: int) -> Iterator[tuple[int, int]]:
 
 
 def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> ChunkKV:
-    """Exact KV but for the keys, or values, of layers lo..hi-1."""
+    """Return the exact KV with the keys, or the values, of layers lo..hi-1 replaced by the changed ones."""
     layers = list(exact.layers)
     for at in range(lo, hi):
         keys, values = (changed if name == part else exact for name in ("keys", "values"))
@@ -64,7 +72,7 @@ def _between(exact: ChunkKV, changed: ChunkKV, lo: int, hi: int, part: str) -> C
 
 
 def _along(model: HFModel, token_ids: Sequence[int], follow: Sequence[int], kv: ChunkKV) -> Tensor:
-    """Logits float32 [len(follow) - 1, V] behind a run's KV and each id but the last that follows."""
+    """Return the logits float32 [len(follow) - 1, V] that predict all of `follow` but its first, over the given KV."""
     n = len(token_ids)
     positions = torch.arange(n + 1, device=model.device)
     read = [CachedRun(0, 0, n, 0, blend=False)]

@@ -1,4 +1,4 @@
-"""How likely each token of a text is to a model, by its own forward: nothing is reused, nothing is written."""
+"""Log probabilities of the tokens of a text, by the model's own forward: nothing is reused and nothing generated."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ import torch
 from ragfuse.hf.model import HFModel
 
 PIECE = 256
-"""Tokens of one forward: so many rows of logits, each as long as the vocabulary, are held at once."""
+"""Tokens per forward, which limits the rows of logits in memory, each as long as the vocabulary."""
 
 Score = tuple[float, tuple[tuple[int, float], ...]]
-"""The logarithm of a token's probability, and the likeliest ids at its place with theirs, the best first."""
+"""The log probability of a token, and (id, log probability) of the most likely ids at its place, best first."""
 
 
 def scored(
     model: HFModel, token_ids: Sequence[int], n_top: int = 0, check: Callable[[], object] = lambda: None
 ) -> list[Score]:
-    """Scores of all ids but the first, which nothing predicts. check: called between forwards; it may raise."""
+    """Return the scores of all tokens but the first, which nothing predicts.
+
+    Args:
+        model: The model.
+        token_ids: The text.
+        n_top: Number of most likely ids to report for each token.
+        check: Called between forwards; it may raise to cancel.
+    """
     ids, found = list(token_ids), list[Score]()
     if len(ids) < 2:
         return found
@@ -36,7 +43,7 @@ def scored(
 
 
 def _score(logits: torch.Tensor, ids: Sequence[int], n_top: int) -> list[Score]:
-    """logits: [n, V], which predict n ids."""
+    """Return the scores of n ids from the logits [n, V] that predict them."""
     rows = logits.float().log_softmax(-1)
     own = rows[torch.arange(len(ids)), torch.tensor(list(ids), device=rows.device)].tolist()
     best = rows.topk(min(n_top, rows.shape[1]), -1)

@@ -1,6 +1,7 @@
-"""Random numbers from a seed for one thread, while others draw theirs.
+"""Seeded random numbers for one thread, independent of other threads.
 
-torch's own state is one for all threads: whoever sets it changes what others draw, and they change what it gives.
+torch has one random state for all threads, so seeding it would change the numbers of other threads, and they would
+change those of this one.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ T = TypeVar("T")
 
 DRAWN = frozenset({"multinomial", "bernoulli", "normal", "rand", "randn", "randint", "randperm"})
 FILLED = frozenset({"bernoulli_", "normal_", "uniform_", "exponential_", "random_", "geometric_", "cauchy_"})
-"""Names of torch's functions and methods that draw, and take a generator."""
+"""Names of torch's functions (`DRAWN`) and methods that draw random numbers and take a generator."""
 
 
 class Seeded(TorchFunctionMode):
-    """While it is entered, what this thread draws comes from a seed: the numbers that `torch.manual_seed` gives."""
+    """A context in which this thread draws the random numbers that `torch.manual_seed(seed)` would give."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class Seeded(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The call, with a generator where it draws without one."""
+        """Call the function, with our generator if it draws numbers without one."""
         options = kwargs or {}
         name = getattr(func, "__name__", "")
         if (name in DRAWN or name in FILLED) and options.get("generator") is None:
@@ -46,7 +47,7 @@ class Seeded(TorchFunctionMode):
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Draws of this thread from `seed`, and nobody else's; None: from torch's own state."""
+    """Draw this thread's random numbers from `seed` while the context is active; None: from torch's own state."""
     if seed is None:
         yield
         return
@@ -55,14 +56,14 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 def undrawn(do: Callable[[], T]) -> T:
-    """What a function gives that draws nothing: its calls go past `Seeded`, which costs a little each time."""
+    """Call a function that draws no random numbers, bypassing `Seeded`, which costs a little at every torch call."""
     if not has_torch_function((do,)):
         return do()
     return handle_torch_function(do, ())
 
 
 def _device_of(args: tuple[Any, ...], options: dict[str, Any]) -> torch.device:
-    """Where the numbers are wanted."""
+    """Return the device that the numbers are drawn on."""
     if options.get("device") is not None:
         return torch.device(options["device"])
     found = (value for value in (*args, *options.values()) if isinstance(value, Tensor))

@@ -1,7 +1,7 @@
-"""The shortest way to the end of what a grammar wants, so that an answer is whole before its last token is spent.
+"""Finds a short completion of a text under a grammar, so that an answer is complete before its token limit.
 
-A way is found by trying: a copy of the matcher takes, again and again, the token that closes most (quotes, brackets,
-braces), or else gets over what must stand there soonest. That is short, not always the shortest.
+A completion is found by trial: a copy of the matcher repeatedly takes the token that closes most (quotes, brackets,
+braces), or else the one that passes the required text fastest. The result is short, but not always the shortest.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ TRIES = 150
 
 
 class Within(tuple[bool, bool]):
-    """Where in JSON a text ends: in a string, and there behind a backslash."""
+    """Where in JSON a text ends: (inside a string, after a backslash there)."""
 
     __slots__ = ()
 
     def after(self, text: bytes) -> Within:
-        """Behind so much more text."""
+        """Return the state after more text."""
         inside, escaped = self
         for byte in text:
             if escaped:
@@ -43,7 +43,7 @@ class Within(tuple[bool, bool]):
 
     @property
     def turned(self) -> Within:
-        """The other guess: text around JSON may hold single quotes."""
+        """The opposite guess, because text around JSON may hold an unpaired quote."""
         return Within((not self[0], False))
 
 
@@ -51,7 +51,7 @@ OUTSIDE = Within((False, False))
 
 
 class ShortestEnd:
-    """Ways to the end, over one tokenizer's tokens."""
+    """A search for short completions over the tokens of one tokenizer."""
 
     def __init__(self, tokens: LLTokenizer, n_tokens: int) -> None:
         self.texts = [b"" if tokens.is_special_token(id) else tokens.decode_bytes([id]) for id in range(n_tokens)]
@@ -60,15 +60,23 @@ class ShortestEnd:
         self._escaped = _ranks(self.texts, _rank_escaped)
 
     def text(self, token: int) -> bytes:
-        """What a token says; nothing for one that stands for itself."""
+        """Return the bytes of a token; none for a special token."""
         return self.texts[token] if token < len(self.texts) else b""
 
     def way(
         self, matcher: LLMatcher, within: Within, longest: int, exits: Sequence[Sequence[int]] = ()
     ) -> list[int] | None:
-        """Tokens after which nothing is missing, at most so many; None: none was found, at once.
+        """Find a completion by one greedy try, which is fast.
 
-        exits: tokens that end a text which neither quotes nor brackets end, or all of it, the shortest way first.
+        Args:
+            matcher: The state of the grammar.
+            within: Where in JSON the text ends.
+            longest: The most tokens of a completion.
+            exits: Token runs that end free text, or the whole text, where neither quotes nor brackets do; shortest
+                first.
+
+        Returns:
+            The tokens of a completion; None if none was found.
         """
         if matcher.is_accepting():
             return []
@@ -78,7 +86,7 @@ class ShortestEnd:
     def _straight(
         self, matcher: LLMatcher, within: Within, longest: int, exits: Sequence[Sequence[int]]
     ) -> list[int] | None:
-        """By the best token at every step."""
+        """Find a completion by taking the best token at every step."""
         way: list[int] = []
         while len(way) < longest:
             forced = matcher.compute_ff_tokens()[
@@ -94,7 +102,7 @@ class ShortestEnd:
         return None
 
     def _exit(self, matcher: LLMatcher, exits: Sequence[Sequence[int]]) -> list[int]:
-        """The tokens that end the text which is free here, [] where none does: then few tokens may follow."""
+        """Return the exit that ends the free text here, recognised by how few tokens may follow it; [] if none does."""
         for steps in exits:
             then = matcher.deep_copy()
             if then.try_consume_tokens(list(steps)) == len(steps):
@@ -104,7 +112,7 @@ class ShortestEnd:
         return []
 
     def searched(self, matcher: LLMatcher, within: Within, longest: int) -> list[int] | None:
-        """The same by the best token of each sort, ways that took fewest first: a hundred times as long."""
+        """Find a completion by a best-first search over several tokens per step, a hundred times slower than `way`."""
         order = count()
         ways: list[tuple[int, int, list[int], Within, LLMatcher]] = [(0, next(order), [], within, matcher)]
         for _ in range(TRIES):
@@ -120,7 +128,7 @@ class ShortestEnd:
         return None
 
     def _next(self, matcher: LLMatcher, within: Within, sorts: int) -> list[int]:
-        """The best allowed token of each of so many sorts, best sort first."""
+        """Return the best allowed token of each of the `sorts` best sorts, best first."""
         allowed = np.flatnonzero(allowed_by(matcher, len(self.texts)))
         ranks = self._escaped if within[1] else self._inside if within[0] else self._outside
         found: list[int] = []
@@ -135,7 +143,7 @@ class ShortestEnd:
 
 
 def allowed_by(matcher: LLMatcher, n_tokens: int) -> NDArray[np.bool_]:
-    """bool [V]: tokens that may come next; those beyond the tokenizer's never may."""
+    """Return which tokens may come next, bool [V]; ids beyond the tokenizer's never may."""
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
     allowed = np.zeros(n_tokens, dtype=np.bool_)
     allowed[: min(len(bits), n_tokens)] = bits[:n_tokens]
@@ -147,7 +155,7 @@ def _ranks(texts: Sequence[bytes], rank: Callable[[bytes], int]) -> NDArray[np.i
 
 
 def _rank_outside(text: bytes) -> int:
-    """Of a token outside of strings: what closes, then the shortest values, then what opens."""
+    """Rank a token outside of strings: first what closes, then the shortest values, then what opens."""
     size = min(len(text), 90)
     for rank, sort in enumerate(_sorts_outside(text.lstrip(b" ") or text)):
         if sort:
@@ -169,7 +177,7 @@ def _sorts_outside(text: bytes) -> Iterator[bool]:
 
 
 def _rank_inside(text: bytes) -> int:
-    """Of a token in a string: what ends it and closes most behind it, then the longest plain text."""
+    """Rank a token in a string: first what ends it and closes most after it, then the longest plain text."""
     size = min(len(text), 90)
     if text[:1] == b'"':
         return 99 - size if not text[1:].strip(b"}]") else 100 + 99 - size if not text[1:].strip(b'}],: "') else 7_000
@@ -179,5 +187,5 @@ def _rank_inside(text: bytes) -> int:
 
 
 def _rank_escaped(text: bytes) -> int:
-    """Of a token behind a backslash: one that needs no more."""
+    """Rank a token after a backslash: first one that completes the escape by itself."""
     return min(len(text), 90) if text[:1] in (b"n", b"r", b"t", b"/", b"\\") else 500

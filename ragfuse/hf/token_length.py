@@ -1,4 +1,4 @@
-"""How many characters of a text one token stands for at most, by which a text is too long before it is tokenised."""
+"""A bound on the characters per token, by which a text can be rejected as too long before it is tokenised."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _N_BYTES = 256
 
 
 class TokenLength(NamedTuple):
-    """Characters of a text that one token stands for at most, but for those that the tokenizer drops."""
+    """The most characters that one token stands for, not counting characters that the tokenizer drops."""
 
     chars: int
     dropped: str = ""
 
     def least(self, text: str) -> int:
-        """How many tokens a text has at least."""
+        """Return the least number of tokens that a text can have."""
         return -(-(len(text) - sum(map(text.count, self.dropped))) // self.chars)
 
 
 def token_length(tokenizer: PreTrainedTokenizerBase) -> TokenLength | None:
-    """Return how many characters of a text one token stands for at most; None where that is not known.
+    """Return the most characters that one token of a tokenizer stands for; None if there is no known bound.
 
-    It is not where a tokenizer drops some of a text (white space, accents, what it does not know), or has one token
-    for a run of unknown characters, however long. Known of tokenizers of Hugging Face's library alone.
+    There is none if the tokenizer drops text (white space, accents, unknown characters), or has one token for a run of
+    unknown characters of any length. Only fast tokenizers (Hugging Face's `tokenizers`) can be analysed.
     """
     if not tokenizer.is_fast:
         return None
@@ -53,7 +53,7 @@ def token_length(tokenizer: PreTrainedTokenizerBase) -> TokenLength | None:
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as its steps, each as the tokenizer's file writes it."""
+    """Return the steps of a normalizer or pre-tokenizer, each as in the tokenizer's JSON file."""
     if part is None:
         return []
     found = json.loads(part.__getstate__())
@@ -62,7 +62,7 @@ def _steps(part: Any) -> list[dict[str, Any]]:
 
 
 def _shrinks(step: Mapping[str, Any]) -> int:
-    """Characters that a normalizer makes one of, at most; 0 for any number."""
+    """Return the most characters that a normalizer turns into one; 0 if there is no bound."""
     kind, text = step["type"], (step.get("pattern") or {}).get("String", "")
     if kind == "Replace":
         return -(-len(text) // len(step["content"])) if text and step["content"] else 0
@@ -70,14 +70,14 @@ def _shrinks(step: Mapping[str, Any]) -> int:
 
 
 def _drops_nothing(step: Mapping[str, Any]) -> bool:
-    """Whether all of a text is in the words that a pre-tokenizer makes of it."""
+    """Whether a pre-tokenizer keeps every character of a text."""
     return step["type"] in _KEEPS or (step["type"] in _SPLITS and step["behavior"] != "Removed")
 
 
 def _dropped(model: Any, vocabulary: Collection[str], has_bytes: bool) -> str | None:
-    """Characters that have no token, not even an unknown one of their own; None where these are not just a few.
+    """Return the characters that get no token at all, not even an unknown token; None if they are too many to list.
 
-    Of a character of several bytes the last one is enough.
+    A character of several bytes counts as kept if its last byte has a token.
     """
     kind = type(model).__name__
     if kind not in ("BPE", "Unigram"):  # others have one token for a word that they do not know

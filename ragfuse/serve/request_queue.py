@@ -29,10 +29,14 @@ _UNKNOWN_PACE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[T]):
-    """A request that waits or runs: its number, which grows with arrival, whose it is, and what is to be done.
+    """A request that waits or runs.
 
-    conversation: the name under which its tenant's history is kept, None where it has none. arrived_s: by the queue's
-    clock.
+    Args:
+        number: Its number, in order of arrival.
+        what: The work.
+        tenant: Whose it is.
+        conversation: The name of its conversation; None for none.
+        arrived_s: When it came, on the queue's clock.
     """
 
     number: int
@@ -71,18 +75,18 @@ class JobQueue(Generic[T]):
         self._closed = False
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return how many jobs wait."""
         with self._changed:
             return self._waiting
 
     @property
     def running(self) -> int:
-        """How many were taken and are not done."""
+        """How many jobs were taken and are not done."""
         with self._changed:
             return len(self._running)
 
     def submit(self, what: T, tenant: str = "", conversation: Hashable | None = None) -> Job[T]:
-        """Let this wait for its turn. BusyError, with the seconds to wait, where there is no room, or it is closed."""
+        """Add a job; raise BusyError, with the seconds to wait, where the queue is full or closed."""
         with self._changed:
             self._check_room(tenant)
             self._number += 1
@@ -94,9 +98,10 @@ class JobQueue(Generic[T]):
         return job
 
     def take(self, timeout_s: float | None = None) -> Job[T] | None:
-        """The next job, which now runs; waits for one, for at most so long. None: there is none, or it is closed.
+        """Return the next job, which counts as running from now on; None where there is none, or the queue is closed.
 
-        No job is taken while another one of its conversation runs.
+        It waits up to `timeout_s` seconds (None: without limit). No job is taken while another of its conversation
+        runs.
         """
         with self._changed:
             if timeout_s != 0:
@@ -115,7 +120,7 @@ class JobQueue(Generic[T]):
             return job
 
     def done(self, job: Job[T]) -> None:
-        """A job that was taken is finished, however it went; once is enough."""
+        """Note that a taken job has ended, successfully or not; further calls do nothing."""
         with self._changed:
             if self._running.pop(job.number, None) is None:
                 return
@@ -127,7 +132,7 @@ class JobQueue(Generic[T]):
             self._pace_s, self._done_s = before_s + _PACE_WEIGHT * (took_s - before_s), now_s
 
     def cancel(self, job: Job[T]) -> bool:
-        """Whether it still waited, and now does not any more; a job that runs is its runner's to stop."""
+        """Remove a waiting job; return False where it does not wait any more. A running job is not stopped."""
         with self._changed:
             mine = self._tenants.get(job.tenant)
             if mine is None or mine.pop(job.number, None) is None:
@@ -136,18 +141,20 @@ class JobQueue(Generic[T]):
             return True
 
     def peek(self) -> Job[T] | None:
-        """The job that would be taken next; None where none waits, or all wait for others of their conversations."""
+        """Return the job that would be taken next; None where no job can be taken now."""
         with self._changed:
             return self._next()
 
     def ahead(self, window: int | None = None) -> tuple[Job[T], ...]:
-        """The next `window` jobs (all of them for None) in the order in which they will be taken if none comes, and no
-        conversation lets its next turn wait."""
+        """Return the next `window` jobs (None: all) in the order in which they would be taken.
+
+        That order assumes that no further job comes, and that no job has to wait for another of its conversation.
+        """
         with self._changed:
             return tuple(islice(self._in_turns(), window))
 
     def conversations(self, window: int | None = None) -> tuple[Hashable | None, ...]:
-        """The same jobs' conversations, None for those that have none: what `ragfuse.plan.look_ahead` wants to know."""
+        """Return the conversations of the same jobs (None for none), the input of `ragfuse.plan.look_ahead`."""
         with self._changed:
             return tuple(job.conversation for job in islice(self._in_turns(), window))
 

@@ -1,7 +1,7 @@
-"""Answers of one request, written one behind the other in the background and read by whoever sends them on.
+"""The answers of one request, generated one after the other in the background, and read by the HTTP response.
 
-The reader may be slow or go away: a turn ends when the last answer is written, whether it was read or not, and going
-away ends the writing at the next token.
+A slow reader does not hold up the queue: the request's turn ends when its last answer is generated, read or not. A
+reader that is gone ends the generation at the next token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ragfuse.serve.refusals import APIError
 from ragfuse.types.answer import Answer, Thought, Trace
 
 HARD_S = 5.0
-"""How long an answer may take to end once its time is over."""
+"""Seconds that an answer may take to end after its deadline."""
 
 
 @dataclass(frozen=True)
@@ -87,26 +87,26 @@ class AnswerRun:
         self._task = asyncio.get_running_loop().create_task(self._write())
 
     async def read(self) -> AsyncIterator[TextDelta | Completed]:
-        """Pieces and answers as they come; raises what ended them."""
+        """Yield text pieces and completed answers as they come; raise the error that ended them, if any."""
         while (item := await self._items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
 
     def finish(self) -> None:
-        """The time is over: what is written is the answer."""
+        """End the answer at its deadline, and keep what was generated."""
         self._is_late = True
         if self._stream is not None:
             self._stream.finish()
 
     def cancel(self) -> None:
-        """Write no more. The turn ends when what is being computed has ended, however often this is called."""
+        """Cancel all answers. The turn ends once the running computation has; further calls do nothing."""
         self._is_over = True
         if self._stream is not None:
             self._stream.cancel()
 
     async def ended(self) -> None:
-        """Wait until nothing is written any more."""
+        """Wait until the generation has ended."""
         await asyncio.wait([self._task])
 
     async def _write(self) -> None:

@@ -1,7 +1,7 @@
 """The codecs of models: finds the codec tables that their KV was encoded with.
 
-A model's tables are profiled once, from text that ships with the package, and saved in the store's catalog. A copy is
-saved in every slow tier under the tables' digest, which each encoded layer names, so that another machine that shares
+A model's tables are profiled once, from text that comes with ragfuse, and saved in the store's catalog. A copy is saved
+in every slow tier under the tables' digest, which each encoded layer names, so that another machine that shares
 the tier can decode what this one encoded.
 """
 

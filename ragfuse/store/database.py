@@ -1,6 +1,6 @@
-"""A small sqlite file that threads and processes share: WAL, waiting writers, one reader and one writer connection.
+"""A small SQLite file that threads and processes share: WAL mode, one connection to read and one to write.
 
-`index.py` and `catalog_file.py` say what the tables mean.
+`index.py` and `catalog_file.py` define the tables.
 """
 
 from __future__ import annotations
@@ -26,10 +26,16 @@ _PAUSE_S = 5.0
 
 
 class Database:
-    """`schema` (CREATE TABLE statements) in the file at `path`. Open it under the folder's lock.
+    """A SQLite file with a given schema. Open it while holding the folder's lock.
 
-    A file that is damaged or of another `version` is set aside under the name + ".bad", and a new one begun. Text in
-    which a bad byte makes no sense comes as bytes: its row is there, and others are read.
+    A file that is damaged or of another version is renamed to name + ".bad", and a new one created. Text that is not
+    valid UTF-8 because of a damaged byte is returned as bytes, so that its row and all others can still be read.
+
+    Args:
+        path: The file.
+        schema: CREATE TABLE statements.
+        version: Format version of the file.
+        timeout_s: Seconds to wait for another process that is writing.
     """
 
     def __init__(self, path: Path, schema: str, version: int, timeout_s: float = 30.0) -> None:
@@ -55,8 +61,8 @@ class Database:
             connection.execute(f"PRAGMA user_version={version}")
         at_fork(self)
 
-    # SQLite wants no connection to be open while a process is forked: what it knows of locks in its own process would
-    # come along, and the locks would not. So both are closed before, and opened again when they are next used.
+    # SQLite allows no open connection during a fork: the child would inherit its record of locks, but not the locks. So
+    # both connections are closed before a fork, and opened again at their next use.
 
     def pause(self) -> None:
         """Close both connections, once no thread reads or writes; none is opened until the fork is over."""
@@ -69,21 +75,21 @@ class Database:
         self._shut()
 
     def resume(self) -> None:
-        """Go on in the process that was forked."""
+        """Allow connections again in the parent, after the fork."""
         if self._paused:
             self._paused = False
             self._read_lock.release()
             self._write_lock.release()
 
     def renew(self) -> None:
-        """Go on in a forked process with connections of its own; what was not to be closed is never touched again."""
+        """Start with new connections in a forked process; the parent's, if not closed before, are never used again."""
         if not self._paused:
             self._left += [each for each in (self._reader, self._writer) if each is not None]
             self._reader = self._writer = None
         self._read_lock, self._write_lock, self._hurry, self._paused = Lock(), Lock(), local(), False
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[Row]:
-        """All rows; never waits for a writer."""
+        """Return all rows of a query. Never waits for a writer."""
         with self._read_lock:
             if self._reader is None:
                 self._reader = self._connection()
@@ -91,9 +97,14 @@ class Database:
 
     @contextmanager
     def write(self, *, wait_s: float | None = None) -> Iterator[sqlite3.Connection]:
-        """One transaction, alone among all processes; undone if the block raises.
+        """Run the block as one transaction, exclusive among all processes; it is rolled back if the block raises.
 
-        sqlite3.OperationalError when another writer is at work, after `wait_s` for threads and again for processes.
+        Args:
+            wait_s: Seconds to wait for another thread, and again for another process, that is writing. None: the limit
+                of `lock_wait_limited`, or else without limit for threads and `timeout_s` for processes.
+
+        Raises:
+            sqlite3.OperationalError: Another writer was still at work after that time.
         """
         wait_s = self._wait_s if wait_s is None else wait_s
         if not self._write_lock.acquire(timeout=-1 if wait_s is None else wait_s):
@@ -116,7 +127,7 @@ class Database:
 
     @contextmanager
     def lock_wait_limited(self, wait_s: float) -> Iterator[None]:
-        """Let writes of this thread in the block wait for others no longer than that, unless they say how long."""
+        """Limit how long this thread's writes in the block wait for others, unless they set `wait_s` themselves."""
         before, self._hurry.wait_s = self._wait_s, wait_s
         try:
             yield
@@ -129,7 +140,7 @@ class Database:
         return wait_s
 
     def is_sound(self, table: str) -> bool:
-        """Whether a table's rows and its indexes agree: opening looks at neither. Others read and write meanwhile."""
+        """Return whether a table and its indexes agree, which opening does not check. Others may read and write."""
         with closing(self._connection()) as connection:
             try:
                 return bool(connection.execute(f"PRAGMA integrity_check({table})").fetchone() == ("ok",))
@@ -139,9 +150,10 @@ class Database:
                 return False
 
     def rebuild(self, connection: sqlite3.Connection, table: str, without: Iterable[int] = ()) -> None:
-        """Make a table and its indexes anew from its rows, but those `without`; of two with one key, the first stays.
+        """Rebuild a table and its indexes from its rows, except the row ids in `without`.
 
-        A row that an index does not know of cannot be deleted one by one. Triggers on the table go.
+        Of two rows with one key the first stays. A row that an index lacks cannot be deleted by itself, hence the
+        rebuild. Triggers on the table are dropped.
         """
         columns = [row[1] for row in connection.execute(f"PRAGMA table_info({table})")]
         connection.execute(f"CREATE TEMP TABLE kept AS SELECT rowid AS row, * FROM {table} NOT INDEXED")
@@ -154,7 +166,7 @@ class Database:
         connection.execute("DROP TABLE temp.kept")
 
     def close(self) -> None:
-        """Let go of the file; where a writer is still at work after a second, it does so at its end."""
+        """Close the file. If a writer is still at work after a second, its connection is left to it."""
         self._closed = True
         if not self._write_lock.acquire(timeout=_CLOSE_S):
             return
@@ -207,7 +219,7 @@ class Database:
 
 
 def _text(data: bytes) -> str | bytes:
-    """Text as it was written; the bytes themselves where they are none."""
+    """Decode text; return the bytes themselves if they are not valid UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:

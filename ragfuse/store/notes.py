@@ -1,4 +1,4 @@
-"""What a tier writes down of its own accord, later and in the background. What that is, and how, it is told."""
+"""A background queue of keys that a tier still has to record something about."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from ragfuse.types.keys import ChunkKey
 
 
 class Notes:
-    """Hands keys to `write`, many at once, on a thread that lives while some wait. `write` raises nothing."""
+    """A queue of keys, passed on in batches by a background thread that lives while keys wait.
+
+    Args:
+        write: Called with a batch of keys. It must not raise.
+    """
 
     def __init__(self, write: Callable[[list[ChunkKey]], object]) -> None:
         self._worker = Worker("notes", self._take, write)
@@ -18,17 +22,17 @@ class Notes:
         at_fork(self)
 
     def renew(self) -> None:
-        """Nothing waits."""
+        """Empty the queue in a forked process: the parent writes those keys."""
         self._waiting: dict[ChunkKey, None] = {}
 
     def add(self, key: ChunkKey) -> None:
-        """Write this key too, soon; where no thread can be started, with the next one."""
+        """Queue a key. If no thread can be started, it is written with the next key that starts one."""
         with self._worker.changed:
             self._waiting[key] = None
             self._worker.start()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all are written, or `timeout_s` have passed."""
+        """Wait until all keys are written, or `timeout_s` seconds have passed."""
         if self._worker.is_running:
             self._worker.flush(timeout_s)
 

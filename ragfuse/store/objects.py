@@ -1,7 +1,7 @@
-"""Entries as objects behind an fsspec URL: s3://, gs://, abfs://, a shared file:// folder. One object per entry.
+"""A tier in an object store behind an fsspec URL: s3://, gs://, abfs://, or a shared file:// folder.
 
-`chunkfile.py` tells how an object is laid out, `bucket.py` how it is reached, `object_state.py` what is remembered,
-`object_pages.py` how that is brought up to date.
+Each entry is one object in the format of `chunkfile.py`. `bucket.py` has the requests, `object_state.py` the local
+cache of what the store holds, `object_pages.py` the listings that update it.
 """
 
 from __future__ import annotations
@@ -50,33 +50,46 @@ _NOTES_IN_TTL = 8
 
 
 class ObjectTier:
-    """A tier in a folder of an object store, shared by all who open the same URL.
+    """A tier in a folder of an object store, shared by all processes that open the same URL.
 
-    One object per entry, named by its key, appears whole or not at all; `count` layers are one range read. Headers are
-    read once and remembered, so that a chunk costs a request to be found and one for each piece of it.
+    Objects: one per entry, named by its key; it appears whole or not at all. Reading `count` layers is one range
+    request. Headers are cached, so a chunk costs one request to be found and one per read.
 
-    What is known of objects is remembered here. An entry that is known is given without asking, also when another
-    process has deleted it since: reading it is a miss then. Those not known are asked for, all at once. A listing is
-    the truth: it is read before the first write, whenever all entries are asked for, and before writing, if the last
-    one is older than `fresh_s` (twice that for every second that listing takes, where that is longer). Look-ups, reads
-    and the weight do not wait for one, nor do writes for any but the first.
+    Listings: what the store holds is cached here. A cached entry is returned without a request, so if another process
+    has deleted it, reading it is a miss. Entries that are not cached are requested together. The cache is updated by a
+    listing before the first write, whenever all entries are asked for, and at a write if the last listing is older than
+    `fresh_s` (or, if that is longer, than twice `fresh_s` per second that a listing takes). Only the first write waits
+    for a listing; lookups and reads never do.
 
-    Capacity is kept to the byte among the threads of a process, as far as it knows the others' objects. An object
-    store has no counters to share, so several processes may together exceed it by what they write within `fresh_s`;
-    the next write that lists makes room again. Nor has it a place for uses: `last_used` is when this process read or
-    wrote an entry, else when it was written; hits are this process's own. Pins are objects of their own and outlive
-    it; those of others bind once they are listed.
+    Capacity: kept to the byte within a process, as far as it knows the objects of others. As an object store has no
+    shared counters, several processes may together exceed it by what they write within `fresh_s`; the next write after
+    a listing makes room again. Uses and hits are those of this process; before its first use, an entry counts as used
+    when it was written. Pins are objects and outlive the process; those of others count once they are listed.
 
-    With `ttl_s`, entries that are not pinned and were not used for so long are misses, and dropped by `tidy`. For that
-    uses are noted in the store, in the background: by an empty object for each entry, written anew eight times in
-    `ttl_s` at most. `last_used` is then what any process has noted, as of the last listing; one that has not listed
-    for long may take an entry for too old that others use, and misses it, but drops none before it has looked. Who
-    opens a store without `ttl_s` notes nothing: all who share one should say the same.
+    Expiry: with `ttl_s`, unpinned entries unused for that long are misses, and `tidy` deletes them. Uses are then
+    recorded in the store in the background, by an empty object per entry that is rewritten at most eight times per
+    `ttl_s`, and `last_used` is that of all processes as of the last listing. A process that has not listed for long may
+    miss an entry that others use, but it checks before it deletes one. All processes that share a store should set the
+    same `ttl_s`, as one without it records no uses.
 
-    Reading and look-ups wait no longer than `timeout_s` for an answer (data: a second more for each megabyte), and a
-    store that gives none is left out for `cool_down_s`. Opening raises StoreError for a URL that cannot be used; a
-    store that does not answer is no error. Credentials and endpoints come from where the drivers look for them:
-    environment, profiles.
+    Credentials and endpoints are those of the fsspec drivers (environment, profiles). A store that does not answer is
+    no error: it is left out for `cool_down_s`.
+
+    Args:
+        url: The folder as an fsspec URL.
+        capacity: Most bytes that its objects may occupy.
+        evict: The eviction policy.
+        timeout_s: Seconds that a request may take; one second more per megabyte of data.
+        name: Name of the tier.
+        verify: Whether to check the checksum of every layer that is read.
+        clock: Returns the time in seconds since the epoch.
+        ttl_s: Seconds without a use after which an entry expires; None: never.
+        fresh_s: Seconds for which a listing counts as up to date.
+        cool_down_s: Seconds without a request after the store did not answer.
+        shared_with: Who else may use the folder of a file:// URL.
+
+    Raises:
+        StoreError: The URL cannot be used.
     """
 
     slow = True
@@ -111,7 +124,7 @@ class ObjectTier:
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open the tier at a URL as the settings say."""
+        """Open the tier at a URL, with capacity, timeout and time to live from the settings."""
         return cls(
             url,
             settings.tier_bytes,
@@ -124,58 +137,58 @@ class ObjectTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all objects as far as known here, with those being written; 0 until the store answers."""
+        """Bytes of all known objects, including those being written; 0 until the store answers."""
         if self._listing.is_due:
             self._ask("be weighed", self._listing.read, None)
         return 0 if self._closed else self._catalogue.nbytes
 
     @property
     def n_entries(self) -> int:
-        """Entries kept now, as far as known here."""
+        """Entries stored now, as far as this process knows."""
         return 0 if self._closed else len(self._catalogue.keys())
 
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
-        """The entries kept under `keys`: one round trip if any is not known here. Or all of them: a listing."""
+        """Return the entries with these keys (one round trip, if any is not cached), or all entries (a listing)."""
         if keys is None:
             return self._ask("list entries", self._all, {})
         wanted = list(dict.fromkeys(keys))
         return self._ask("look up entries", lambda: self._some(wanted), {}) if wanted else {}
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """The entry's description and `count` pieces, by one request once its header is known."""
+        """Return an entry's description and `count` pieces (`Tier.read`): one request, once its header is cached."""
         if first < 0 or count < 1:
             return None
         return self._ask(f"read {key}", lambda: self._read(key, first, count), None)
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Keep the layers as one object that appears whole or not at all."""
+        """Store an entry (`Tier.write`) as one object, which appears whole or not at all."""
         meta.check(blobs)
         if ChunkKey.parse(str(key)) != key or not has_name(key):
             raise ValueError(f"{key!r} cannot be written down and read back.")
         return self._ask(f"write {key}", lambda: self._write(key, meta.sealed(blobs), blobs), False)
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Drop these entries; how many there were."""
+        """Delete entries and return how many there were."""
         doomed = list(dict.fromkeys(keys))
         return self._ask("delete entries", lambda: self._delete(doomed), 0) if doomed else 0
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Protect entries from eviction, or stop doing so; for all who share the store, once they list it."""
+        """Protect entries from eviction, or stop protecting them; others that share the store see it once they list."""
         wanted = list(dict.fromkeys(keys))
         self._ask("pin entries", lambda: self._pin(wanted, pinned), None)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Note a use now that is no hit, of what is known here: nobody is waited for."""
+        """Set the last use of known entries to now, without counting a hit and without waiting for the store."""
         for key in () if self._closed else keys:
             if not self._is_old(key):
                 self._use(key, hit=False)
 
     def tidy(self) -> Freed:
-        """Free what writers that died an hour ago and more have left behind (uploads: a day), and what is too old."""
+        """Delete expired entries, and what interrupted writes left behind an hour ago or more (uploads: a day)."""
         return self._ask("be tidied", self._tidied, None) or Freed()
 
     def close(self) -> None:
-        """Afterwards everything is a miss; uses are noted before, if that is soon done. Again, it does nothing."""
+        """Record waiting uses, for `timeout_s` at most, and close the tier; afterwards every lookup is a miss."""
         self._notes.wait(self._timeout_s)
         self._closed = True
         self._headers.clear()

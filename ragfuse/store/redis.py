@@ -1,8 +1,8 @@
-"""Entries on a Redis or Valkey server, shared by all machines that open it. What the server is asked: `redis_index.py`.
+"""A tier on a Redis or Valkey server, shared by all machines that open it. `redis_index.py` has the commands.
 
-Each layer is a field of the entry's hash, so one layer is one read. Room is taken before a byte is brought, and an
-upload becomes an entry in one step, so `nbytes` (heads and layers; the server needs a little more) never exceeds
-`capacity`, whatever is killed when. A server that is down costs one timeout: see `breaker.py`.
+Each layer is a field of the entry's hash, so one layer is one read. A write reserves room before it uploads a byte, and
+the upload becomes an entry in one step, so `nbytes` (heads and layers; the server needs a little more) never exceeds
+`capacity`, even if a process is killed. A server that is down costs one timeout (`breaker.py`).
 """
 
 from __future__ import annotations
@@ -51,13 +51,26 @@ class _Upload(NamedTuple):
 
 
 class RedisTier:
-    """A tier on a server, by a URL as redis-py takes it: redis://, rediss:// (TLS) or unix://, with user and password.
+    """A tier on a Redis or Valkey server.
 
-    A server that is silent for `timeout_s` is left out for `cool_down_s` at a time; meanwhile everything is a miss. A
-    large layer over a slow link may take as long as it takes. With `ttl_s`, entries that are not pinned vanish so long
-    after their last use. The room of a writer that was killed is free again `lease_s` after the last piece it brought.
-    Uses are ordered by the server's clock, and told by this machine's `clock`. Layers are checked against their
-    checksums unless `verify` is False. StoreError if the URL cannot be used; a server that is down is no error.
+    A server that is down is no error: it is left out for a while, and every lookup is a miss meanwhile. Uses are
+    ordered by the server's clock and reported by this machine's.
+
+    Args:
+        url: A URL as redis-py takes it: redis://, rediss:// (TLS) or unix://, with user and password.
+        capacity: Most bytes that its entries may occupy.
+        evict: The eviction policy.
+        timeout_s: Seconds of silence after which the server counts as down. A large layer over a slow link may take
+            longer, as long as data arrives.
+        ttl_s: Seconds without a use after which an unpinned entry expires; None: never.
+        name: Name of the tier.
+        verify: Whether to check the checksum of every layer that is read.
+        lease_s: Seconds after its last upload until the room reserved by a killed writer is free again.
+        cool_down_s: Seconds without a request after the server was down.
+        clock: Returns the time in seconds since the epoch.
+
+    Raises:
+        StoreError: The URL cannot be used.
     """
 
     slow = True
@@ -89,7 +102,7 @@ class RedisTier:
 
     @classmethod
     def open(cls, url: str, settings: Settings, evict: Evictor, name: str) -> Self:
-        """Open the tier at a URL as the settings say."""
+        """Open the tier at a URL, with capacity, timeout and time to live from the settings."""
         return cls(
             url,
             settings.tier_bytes,
@@ -101,16 +114,16 @@ class RedisTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries, with those being written; 0 while the server is left out."""
+        """Bytes of all entries, including those being written; 0 while the server is down."""
         return self._ask("be weighed", lambda: int(self._index.run("weigh")), 0)
 
     @property
     def n_entries(self) -> int:
-        """Entries kept now; 0 while the server is left out."""
+        """Entries stored now; 0 while the server is down."""
         return self._ask("be counted", self._index.count, 0)
 
     def entries(self, keys: Iterable[ChunkKey] | None = None) -> dict[ChunkKey, Entry]:
-        """The entries kept under `keys`, or all of them, least recently used first."""
+        """Return the entries with these keys, or all entries, least recently used first."""
         names = None if keys is None else dict.fromkeys(map(str, keys))
         if names == {}:
             return {}
@@ -119,7 +132,10 @@ class RedisTier:
         return {entry.key: entry for entry in found}
 
     def read(self, key: ChunkKey, first: int, count: int = 1) -> tuple[EntryMeta, *tuple[Tensor, ...]] | None:
-        """The entry's description and `count` pieces, by one round trip. What cannot be read is dropped and counted."""
+        """Return an entry's description and `count` pieces (`Tier.read`), in one round trip.
+
+        A damaged entry is dropped and counted.
+        """
         if first < 0 or count < 1:
             return None
         name, hit = str(key), first % self._n_layers.get(key.model, first + 1) == 0
@@ -138,7 +154,7 @@ class RedisTier:
             return None
 
     def write(self, key: ChunkKey, meta: EntryMeta, blobs: Sequence[Tensor]) -> bool:
-        """Keep the layers as one hash that appears whole or not at all."""
+        """Store an entry (`Tier.write`) as one hash, which appears whole or not at all."""
         meta.check(blobs)
         if ChunkKey.parse(str(key)) != key:
             raise ValueError(f"{key!r} cannot be written down and read back.")
@@ -151,7 +167,7 @@ class RedisTier:
         return not self._closed and self._write(_upload(key, meta, blobs))
 
     def delete(self, keys: Iterable[ChunkKey]) -> int:
-        """Drop these entries; how many there were."""
+        """Delete entries and return how many there were."""
         names = [str(key) for key in keys]
         done = self._ask("delete entries", lambda: self._index.delete(names), None, changes=True) if names else 0
         if done is None and not self._closed:
@@ -159,25 +175,28 @@ class RedisTier:
         return done or 0
 
     def pin(self, keys: Iterable[ChunkKey], pinned: bool) -> None:
-        """Protect entries from eviction and from vanishing, or stop doing so; for all who share the server."""
+        """Protect entries from eviction and expiry, or stop protecting them, for all who share the server."""
         names = [str(key) for key in keys]
         if names:
             self._ask("pin entries", lambda: self._index.pin(names, pinned), None, changes=True)
 
     def touch(self, keys: Iterable[ChunkKey]) -> None:
-        """Note a use now that is no hit, by one round trip for some hundreds; with a time to live, it begins anew."""
+        """Set the last use of these entries to now, without counting a hit, and restart their time to live.
+
+        Takes one round trip for some hundreds of entries.
+        """
         names = list(dict.fromkeys(map(str, keys)))
         if names:
             self._ask("note uses", lambda: self._index.touch(names), None)
 
     def tidy(self) -> Freed:
-        """Free what no entry needs, going through all keys of the database, and drop entries whose bytes are gone."""
+        """Scan all keys of the database, delete what no entry needs, and drop entries whose bytes are gone."""
         for name in self._ask("find entries without bytes", self._index.hollow, list[str]()):
             self._drop(name, b"", "its bytes are gone")
         return self._ask("be tidied", self._index.sweep, Freed())
 
     def close(self) -> None:
-        """Let go of the connections. Calling it again does nothing."""
+        """Close the connections. Closing twice does nothing."""
         self._closed = True
         self._index.close()
 

@@ -1,7 +1,4 @@
-"""Bytes of an entry by codec level, as the indexes of tiers write them down: `raw=1234 cg2=99`, in the entry's order.
-
-Names and numbers only: `codec` says which levels there are, and what they are good for.
-"""
+"""An entry's bytes by codec level as a line of text, as tiers' indexes store it: `raw=1234 cg2=99`, in its order."""
 
 from __future__ import annotations
 
@@ -13,19 +10,19 @@ _MOST = 16
 
 
 def check_levels(levels: Sequence[str]) -> None:
-    """ValueError if these are not the names of an entry's levels: some plain words, each once."""
+    """Raise ValueError unless these can be an entry's levels: 1 to 16 different plain words."""
     plain = all(type(level) is str and _LEVEL.fullmatch(level) for level in levels)
     if not plain or not 0 < len(levels) == len(set(levels)) <= _MOST:
         raise ValueError(f"Levels {tuple(levels)!r:.200} are not some plain words, each once.")
 
 
 def said(sizes: Mapping[str, int]) -> str:
-    """Sizes in one line of text."""
+    """Return sizes as one line of text."""
     return " ".join(f"{level}={nbytes}" for level, nbytes in sizes.items())
 
 
 def understood(text: str, nbytes: int) -> dict[str, int]:
-    """What `said` says of an entry that takes `nbytes` in all; ValueError if it says no such thing."""
+    """Parse what `said` wrote for an entry of `nbytes` bytes in all (see `within`); raise ValueError if invalid."""
     pairs = [pair.partition("=") for pair in text.split(" ")]
     check_levels([level for level, _, _ in pairs])
     if not all(size.isascii() and size.isdecimal() for _, _, size in pairs):
@@ -34,9 +31,10 @@ def understood(text: str, nbytes: int) -> dict[str, int]:
 
 
 def within(sizes: Mapping[str, int], nbytes: int) -> dict[str, int]:
-    """Sizes whose sum is all that an entry takes: the first level has what is said of the entry beside its own bytes.
+    """Return sizes that add up to `nbytes`: the first level also counts the entry's header and padding.
 
-    ValueError where that is less than they are.
+    Raises:
+        ValueError: `nbytes` is less than the sum of the sizes.
     """
     first, rest = next(iter(sizes)), nbytes - sum(sizes.values())
     if rest < 0:

@@ -1,4 +1,4 @@
-"""Who an entry belongs to, as a store's catalog names them: of a salt, nothing but its digest is written down."""
+"""The tenants that entries belong to, as the store's catalog names them. Of a salt only its digest is ever saved."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from ragfuse.types.keys import digest as digest_of
 
 
 def remember_tenant(catalog: CatalogQueries, digest: str, settings: Settings) -> None:
-    """Write down what stands behind a digest in keys, so that people are told names; of a salt, its digest alone."""
+    """Save the model, dtype and tenant behind a model digest, so that people can be shown names."""
     found = {"model": settings.model, "dtype": settings.dtype, "tenant": hidden(settings.salt)}
     catalog.settle(f"tenant-{digest}", found)
 
 
 def hidden(salt: str) -> str:
-    """What may be written down and shown of a salt: its digest, "" for none."""
+    """Return what may be saved and shown of a salt: its digest, "" for none."""
     return digest_of("tenant", salt) if salt else ""
 
 
 @dataclass(frozen=True)
 class Tenant:
-    """Who an entry belongs to: the digest in its key, and what is known of it ("" where nothing is).
+    """The tenant that an entry belongs to.
 
-    tenant: the digest of the salt, "" for none.
+    Args:
+        digest: The model digest in the entry's key.
+        model: Name of the model; "" if unknown.
+        tenant: Digest of the tenant's salt; "" for none.
     """
 
     digest: str

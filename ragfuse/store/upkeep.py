@@ -106,8 +106,7 @@ class Upkeep:
         return True
 
     def _settle(self, transaction: sqlite3.Connection, path: Path, lost: set[str]) -> Freed:
-        """Settle one file: remove the rest of a dead write or a damaged entry, adopt a whole one, leave folders
-        alone."""
+        """Settle one file: remove it if it is damaged or of a dead write, adopt a whole entry, leave folders alone."""
         if path.is_dir():
             return Freed()
         if path.suffix == ".tmp":
